@@ -1,0 +1,46 @@
+# Two commands set everything up: `make demo` and `make test`.
+PYTHON ?= python3
+DEMO := .venv-demo
+TEST := .venv-test
+RECEIVER := .venv-receiver
+
+.PHONY: demo test check format bench clean
+
+demo: $(DEMO)/ready
+	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+		--logs-specs torchlens_perf examples/train_gpt.py
+
+# The caller's torch, and with it the GPU, is used if it is one that we support; else the CPU build is installed.
+$(DEMO)/ready: pyproject.toml setup.py $(shell find torchlens_perf -name '*.[ch]' -o -name '*.py')
+	$(PYTHON) -m venv $(DEMO)
+	@site=$$($(DEMO)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	if $(PYTHON) scripts/usable_torch.py > $$site/caller.pth; then \
+		echo "using torch from $$(cat $$site/caller.pth)"; $(DEMO)/bin/python -m pip install -q .; \
+	else rm $$site/caller.pth; $(DEMO)/bin/python -m pip install -q '.[demo]'; fi
+	touch $@
+
+test: check
+	$(TEST)/bin/python -m pytest
+
+check: $(TEST)/ready
+	$(TEST)/bin/ruff check .
+	$(TEST)/bin/ruff format --check .
+	$(TEST)/bin/mypy
+
+format: $(TEST)/ready
+	$(TEST)/bin/ruff format .
+	$(TEST)/bin/ruff check --fix .
+
+# The OTLP receiver of the tests pins an older OpenTelemetry than ours: it gets an environment of its own.
+$(TEST)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*)
+	$(PYTHON) -m venv $(TEST)
+	$(TEST)/bin/python -m pip install -q -e '.[test]'
+	$(PYTHON) -m venv $(RECEIVER)
+	$(RECEIVER)/bin/python -m pip install -q 'ddapm-test-agent>=1.69,<2'
+	touch $@
+
+bench: $(TEST)/ready
+	$(TEST)/bin/python -m benchmarks
+
+clean:
+	rm -rf $(DEMO) $(TEST) $(RECEIVER) build torchlens_perf/*.so torchlens-perf

@@ -1,0 +1,21 @@
+"""Builds the native recorder. Everything declarative is in pyproject.toml.
+
+The extension is optional: without a C compiler the package installs and records through its Python twin
+(`torchlens-perf doctor` says which one is in use).
+"""
+
+from setuptools import Extension, setup
+
+SOURCES = ["module.c", "recorder.c", "section.c", "module_call.c"]
+
+setup(
+    ext_modules=[
+        Extension(
+            "torchlens_perf._native",
+            sources=[f"torchlens_perf/native/{name}" for name in SOURCES],
+            depends=["torchlens_perf/native/layout.h", "torchlens_perf/native/recorder.h"],
+            extra_compile_args=["-O2", "-std=gnu11", "-fvisibility=hidden", "-Wall"],
+            optional=True,
+        )
+    ]
+)

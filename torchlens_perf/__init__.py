@@ -1,0 +1,31 @@
+"""Where each training step's time goes, on every rank: which rank is slow, why, what it costs, and what to do.
+
+::
+
+    import torchlens_perf as perf
+
+    with perf.watch(model, optimizer) as w:
+        for batch in loader:
+            with perf.section("augment"):
+                batch = augment(batch)
+            loss = model(batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+The training process only writes marks into a memory-mapped file; one sidecar process per node does everything else::
+
+    training process: hooks ──mark──▶ Recorder ──▶ ring file ─▶ sidecar: statistics ─▶ verdict ─▶ run directory, OTLP
+
+Importing the package does nothing: no thread, no patch, no file, and torch is not imported.
+"""
+
+from torchlens_perf.config import Config
+from torchlens_perf.errors import ConfigError, TorchlensPerfError
+from torchlens_perf.recorder import Section, section
+from torchlens_perf.version import VERSION
+from torchlens_perf.watch import Watch, watch
+
+__version__ = VERSION
+
+__all__ = ["Config", "ConfigError", "Section", "TorchlensPerfError", "Watch", "section", "watch"]

@@ -1,0 +1,432 @@
+"""The Python twin of the native extension: the same names, the same bytes in the ring file.
+
+In use where the package was installed without a C compiler. native/recorder.h, section.c and module_call.c say why
+each thing is done; tests/test_recorder.py runs every test over both.
+
+One difference: the ring file's stack of open spans holds phases only, because mirroring every span there would double
+the cost of a section.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torchlens_perf.errors import swallowed
+from torchlens_perf.ring import (
+    DEPTH,
+    FRAMES,
+    HEAD,
+    MAX_FRAMES,
+    RECORD_BYTES,
+    RECORDS_OFFSET,
+    STEP,
+    TOO_DEEP,
+    TOOL_NS,
+    UNBALANCED,
+    Flag,
+    Kind,
+)
+
+_STEP, _FORWARD, _BACKWARD, _RECOMPUTE = int(Kind.STEP), int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.RECOMPUTE)
+_MODULE, _SECTION, _WAIT = int(Kind.MODULE), int(Kind.SECTION), int(Kind.WAIT)
+_FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.RECOMPUTE)
+_CALLS = (_MODULE, _FORWARD, _RECOMPUTE)
+_EXCEPTION, _OTHER_THREAD = int(Flag.EXCEPTION), int(Flag.OTHER_THREAD)
+_MOST_SECTIONS = 4096
+
+# stamp, kind, depth, flags, name_id, step, start, duration, nested, phase, value0, value1
+_pack_record = struct.Struct("<IBBHIIqqqqQQ").pack_into
+_pack_frame = struct.Struct("<qqqII").pack_into
+_get_ident = threading.get_ident
+
+_active: Recorder | None = None
+_generations = itertools.count(1)
+
+Frame = list[int]  # start, nested, phase, name_id, kind
+_START, _NESTED, _PHASE, _NAME, _KIND = range(5)
+
+
+class Recorder:
+    """Writes marks into a ring file's buffer."""
+
+    def __init__(self, buffer: Any, intern: Callable[[str], int], clock: Callable[[], int] | None = None) -> None:
+        self.intern = intern
+        self.now_ns = clock if clock is not None else time.monotonic_ns
+        self.probe = 0
+        self.backwards = 0
+        self.closed = False
+        self.generation = next(_generations)
+        self._buffer = buffer
+        self._words: Any = memoryview(buffer).cast("B").cast("q")
+        capacity = self._words[2]
+        if (
+            self._words[1] >> 32 != RECORD_BYTES
+            or self._words[7] != RECORDS_OFFSET
+            or capacity & (capacity - 1)
+            or RECORDS_OFFSET + capacity * RECORD_BYTES > len(self._words) * 8
+        ):
+            raise ValueError("the buffer does not hold a ring file of this layout")
+        self._mask = capacity - 1
+        self.step = int(self._words[STEP])
+        self._next_sequence = itertools.count().__next__
+        self._owner = _get_ident()
+        self._frames: list[Frame] = []
+        self._threads = threading.local()
+        self._nvtx_push: Callable[[Any], Any] | None = None
+        self._nvtx_pop: Callable[[], Any] = lambda: None
+        self._nvtx_attributes: list[Any] = []
+        self._open(self._frames, _STEP, 0)
+
+    def begin(self, kind: int, name_id: int) -> None:
+        if not self.closed:
+            self._open(self._open_spans(), kind, name_id)
+
+    def end(self, kind: int, name_id: int, flags: int = 0, value0: int = 0, value1: int = 0) -> None:
+        end_ns = self.now_ns()
+        if self.closed:
+            return
+        frames = self._open_spans()
+        for depth in range(len(frames) - 1, -1, -1):
+            if frames[depth][_NAME] == name_id and frames[depth][_KIND] == kind:
+                self._close(frames, depth, end_ns, flags, value0, value1)
+                return
+
+    def drop(self, kind: int, name_id: int) -> None:
+        if self.closed:
+            return
+        frames = self._open_spans()
+        for depth in range(len(frames) - 1, 0, -1):
+            if frames[depth][_NAME] == name_id and frames[depth][_KIND] == kind:
+                self._words[UNBALANCED] += len(frames) - depth
+                self._drop(frames, depth)
+                return
+
+    def begin_module(self, name_id: int) -> None:
+        if not self.closed:
+            frames = self._open_spans()
+            self._open(frames, _kind_of_call(self, frames), name_id)
+
+    def end_module(self, name_id: int, flags: int = 0) -> None:
+        end_ns = self.now_ns()
+        if self.closed:
+            return
+        frames = self._open_spans()
+        for depth in range(len(frames) - 1, -1, -1):
+            if frames[depth][_NAME] == name_id and frames[depth][_KIND] in _CALLS:
+                self._close(frames, depth, end_ns, flags)
+                return
+
+    def interval(
+        self, kind: int, name_id: int, start_ns: int, duration_ns: int, flags: int = 0, value0: int = 0, value1: int = 0
+    ) -> None:
+        if self.closed:
+            return
+        frames = self._open_spans()
+        if _FIRST_PHASE <= kind <= _LAST_PHASE:
+            frames[-1][_NESTED] += duration_ns
+            frames[-1][_PHASE] += duration_ns
+        if frames is not self._frames:
+            flags |= _OTHER_THREAD
+        self._write([start_ns, 0, 0, name_id, kind], len(frames), duration_ns, flags, value0, value1)
+
+    def next_step(self, flags: int = 0, value0: int = 0, value1: int = 0) -> int:
+        if self.closed:
+            return 0
+        end_ns = self.now_ns()
+        frame = self._frames[0]
+        self._write(frame, 0, end_ns - frame[_START], flags, value0, value1)
+        frame[:3] = end_ns, 0, 0
+        self.step += 1
+        self._words[STEP] = self.step
+        self._show(0, frame)
+        return self.step
+
+    def charge(self, tool_ns: int) -> None:
+        if not self.closed:
+            frame = self._open_spans()[-1]
+            frame[_NESTED] += tool_ns
+            frame[_PHASE] += tool_ns
+            self._words[TOOL_NS] += tool_ns
+
+    def activate(self) -> None:
+        global _active
+        _active = None if self.closed else self
+
+    def deactivate(self) -> None:
+        global _active
+        if _active is self:
+            _active = None
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.deactivate()
+        if _get_ident() == self._owner:
+            self._drop(self._frames, 1)
+        self.closed = True
+        self._words.release()
+
+    def abandon(self) -> None:
+        self.deactivate()
+        self.closed = True
+
+    def set_nvtx(self, push: Callable[[Any], Any], pop: Callable[[], Any], attributes: list[Any]) -> None:
+        if not attributes:
+            raise ValueError("the attributes of name 0 are missing")
+        self._nvtx_push, self._nvtx_pop, self._nvtx_attributes = push, pop, attributes
+
+    @property
+    def written(self) -> int:
+        return 0 if self.closed else int(self._words[HEAD])
+
+    def _open_spans(self) -> list[Frame]:
+        if _get_ident() == self._owner:
+            return self._frames
+        frames: list[Frame] | None = getattr(self._threads, "frames", None)
+        if frames is None:
+            frames = self._threads.frames = [[0, 0, 0, 0, 0]]
+        return frames
+
+    def _open(self, frames: list[Frame], kind: int, name_id: int) -> int:
+        if self._nvtx_push is not None and len(frames) < MAX_FRAMES:
+            known = name_id < len(self._nvtx_attributes)
+            self._nvtx_push(self._nvtx_attributes[name_id if known else 0])
+        depth = len(frames)
+        frame = [0, 0, 0, name_id, kind]
+        frames.append(frame)
+        if kind == _BACKWARD:
+            self.backwards += 1
+        frame[_START] = self.now_ns()
+        if kind < _MODULE and frames is self._frames:
+            self._show(depth, frame)
+        return depth
+
+    def _show(self, depth: int, frame: Frame) -> None:
+        """Puts an open span where the reader sees it."""
+        shown = self._words[DEPTH]
+        if shown < MAX_FRAMES:
+            position = 0 if depth == 0 else shown
+            _pack_frame(self._buffer, (FRAMES + 4 * position) * 8, *frame)
+            self._words[DEPTH] = position + 1
+
+    def _drop(self, frames: list[Frame], depth: int) -> None:
+        while len(frames) > depth:
+            kind = frames.pop()[_KIND]
+            if kind < _MODULE:
+                if kind == _BACKWARD:
+                    self.backwards -= 1
+                if frames is self._frames:
+                    self._words[DEPTH] -= 1
+            if self._nvtx_push is not None and len(frames) < MAX_FRAMES:
+                self._nvtx_pop()
+
+    def _close(
+        self, frames: list[Frame], depth: int, end_ns: int, flags: int, value0: int = 0, value1: int = 0
+    ) -> None:
+        if len(frames) <= depth:
+            return
+        if len(frames) > depth + 1:
+            self._words[UNBALANCED] += len(frames) - depth - 1
+        frame = frames[depth]
+        kind = frame[_KIND]
+        if kind < _MODULE or self._nvtx_push is not None or len(frames) > depth + 1:
+            self._drop(frames, depth)
+        else:
+            frames.pop()
+        if depth >= MAX_FRAMES:
+            self._words[TOO_DEEP] += 1
+            return
+        duration_ns = end_ns - frame[_START]
+        if frames is not self._frames:
+            flags |= self._attribute_elsewhere(kind, duration_ns)
+        if frames:
+            parent = frames[-1]
+            parent[_NESTED] += duration_ns
+            parent[_PHASE] += duration_ns if _FIRST_PHASE <= kind <= _LAST_PHASE else frame[_PHASE]
+        self._write(frame, depth, duration_ns, flags, value0, value1)
+
+    def _attribute_elsewhere(self, kind: int, duration_ns: int) -> int:
+        if self.backwards > 0 and kind in (_RECOMPUTE, _WAIT):
+            self._frames[-1][_NESTED] += duration_ns
+            self._frames[-1][_PHASE] += duration_ns
+            return 0
+        return _OTHER_THREAD
+
+    def _write(self, frame: Frame, depth: int, duration_ns: int, flags: int, value0: int, value1: int) -> None:
+        sequence = self._next_sequence()
+        start_ns, nested_ns, phase_ns, name_id, kind = frame
+        _pack_record(
+            self._buffer, RECORDS_OFFSET + ((sequence & self._mask) << 6), (sequence + 1) & 0xFFFFFFFF, kind,
+            depth & 0xFF, flags, name_id, self.step, start_ns, duration_ns, nested_ns, phase_ns, value0, value1,
+        )  # fmt: skip
+        self._words[HEAD] = sequence + 1
+
+
+class Section:
+    """A named part of the step: a context manager, nestable and re-entrant, and a decorator."""
+
+    __slots__ = ("_generation", "_name_id", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._generation = 0
+        self._name_id = 0
+
+    def __enter__(self) -> Section:
+        recorder = _active
+        if recorder is not None:
+            if self._generation != recorder.generation:
+                self._name_id = recorder.intern(self.name)
+                self._generation = recorder.generation
+            if recorder._nvtx_push is not None:
+                recorder._open(recorder._open_spans(), _SECTION, self._name_id)
+            else:
+                frames = recorder._frames if _get_ident() == recorder._owner else recorder._open_spans()
+                frames.append([recorder.now_ns(), 0, 0, self._name_id, _SECTION])
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        recorder = _active
+        if recorder is None or self._generation != recorder.generation:
+            return
+        end_ns = recorder.now_ns()
+        flags = 0 if kind is None else _EXCEPTION
+        frames = recorder._frames if _get_ident() == recorder._owner else recorder._open_spans()
+        frame = frames[-1]
+        if frame[_NAME] != self._name_id or frame[_KIND] != _SECTION or len(frames) > MAX_FRAMES:
+            recorder.end(_SECTION, self._name_id, flags)
+        elif recorder._nvtx_push is not None or frames is not recorder._frames:
+            recorder._close(frames, len(frames) - 1, end_ns, flags)
+        else:
+            # _close and _write in one: a call costs 60 ns.
+            frames.pop()
+            start_ns, nested_ns, phase_ns, name_id, _ = frame
+            duration_ns = end_ns - start_ns
+            parent = frames[-1]
+            parent[_NESTED] += duration_ns
+            if phase_ns:
+                parent[_PHASE] += phase_ns
+            sequence = recorder._next_sequence()
+            _pack_record(
+                recorder._buffer, RECORDS_OFFSET + ((sequence & recorder._mask) << 6), (sequence + 1) & 0xFFFFFFFF,
+                _SECTION, len(frames), flags, name_id, recorder.step, start_ns, duration_ns, nested_ns, phase_ns, 0, 0,
+            )  # fmt: skip
+            recorder._words[HEAD] = sequence + 1
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return _decorator(self, function)
+
+    def __repr__(self) -> str:
+        return f"section({self.name!r})"
+
+
+class ModuleCall:
+    """Stands in an nn.Module's `_compiled_call_impl` slot and times each call of the module."""
+
+    __slots__ = ("__weakref__", "_after", "_always", "_before", "_module", "_name_id", "_recorder", "function")
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        name_id: int,
+        function: Callable[..., Any],
+        module: object | None = None,
+        before: Callable[..., None] | None = None,
+        after: Callable[[Any], None] | None = None,
+        always: bool = False,
+    ) -> None:
+        self._recorder = recorder
+        self._name_id = name_id
+        self.function = function
+        self._module = None if module is None else weakref.ref(module)
+        self._before = before
+        self._after = after
+        self._always = always
+
+    def _target(self, *args: Any, **kwargs: Any) -> Any:
+        if self._module is None:
+            return self.function(*args, **kwargs)
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the watched module no longer exists")
+        return self.function(module, *args, **kwargs)
+
+    def _observe(self, observer: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        recorder = self._recorder
+        start_ns = recorder.now_ns()
+        try:
+            observer(*args, **kwargs)
+        except Exception as error:
+            swallowed.add("observer of a module call", error)
+        recorder.charge(recorder.now_ns() - start_ns)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = self._recorder
+        if recorder.closed:
+            return self._target(*args, **kwargs)
+        observed = self._always or recorder.probe
+        if observed and self._before is not None:
+            self._observe(self._before, *args, **kwargs)
+        frames = recorder._open_spans()
+        depth = recorder._open(frames, _kind_of_call(recorder, frames), self._name_id)
+        try:
+            result = self._target(*args, **kwargs)
+        except BaseException:
+            end_ns = recorder.now_ns()
+            if not recorder.closed:
+                recorder._close(frames, depth, end_ns, _EXCEPTION)
+            raise
+        end_ns = recorder.now_ns()
+        if recorder.closed:
+            return result
+        recorder._close(frames, depth, end_ns, 0)
+        if observed and self._after is not None:
+            self._observe(self._after, result)
+        return result
+
+
+def _kind_of_call(recorder: Recorder, frames: list[Frame]) -> int:
+    for frame in reversed(frames):
+        if frame[_KIND] == _FORWARD or frame[_KIND] == _RECOMPUTE:
+            return _MODULE
+        if frame[_KIND] == _BACKWARD:
+            break
+    return _RECOMPUTE if recorder.backwards > 0 else _FORWARD
+
+
+_sections: dict[str, Section] = {}
+_overflow = Section("(other sections)")
+
+
+def _no_decorator(section: Section, function: Callable[..., Any]) -> Callable[..., Any]:
+    raise RuntimeError("recorder.py sets the decorator of sections when it is imported")
+
+
+_decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]] = _no_decorator
+
+
+def section(name: str) -> Section:
+    """The section of that name; made at its first use."""
+    try:
+        return _sections[name]
+    except KeyError:
+        if not isinstance(name, str):
+            raise TypeError(f"section() takes a name, got {type(name).__name__}") from None
+        if len(_sections) >= _MOST_SECTIONS:
+            return _overflow
+        return _sections.setdefault(name, Section(name))
+
+
+def set_section_decorator(decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Sets what `section(name)(function)` returns."""
+    global _decorator
+    _decorator = decorator

@@ -1,0 +1,184 @@
+"""Settings. Here, and for who the rank is in identity.py, the training process reads the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torchlens_perf.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "TORCHLENS_PERF_"
+SWITCH = "TORCHLENS_PERF"
+_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+# Variables of ours that are not settings.
+_NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID"}
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What watch() may be told. Each field is also an environment variable: TORCHLENS_PERF_DIR, _MODULES, ...
+
+    Raises ConfigError, naming the field, for a value that cannot be used.
+    """
+
+    dir: str = "torchlens-perf"
+    """Where run directories are made, one folder per run."""
+
+    modules: str | int | tuple[str, ...] = "auto"
+    """Which modules are timed: "auto" (two levels, at most 128), "all", "none", a number of levels, or name patterns
+    like "blocks.*.attn" (a tuple; comma-separated in the environment)."""
+
+    backward_every: int = 16
+    """Backward times of modules are taken in one step of so many; 0 never takes them."""
+
+    collectives: bool = True
+    """Time collectives and the time blocked in them."""
+
+    memory: bool = True
+    """Record device memory (or resident memory on a CPU) once a step."""
+
+    nvtx: bool = True
+    """Push NVTX ranges when a tool listens; without one they cost nothing."""
+
+    ring_records: int = 65536
+    """Capacity of the ring file, in records of 64 bytes; rounded up to a power of two."""
+
+    disk_bytes: int = 1 << 29
+    """Most bytes of records that a node keeps in the run directory; beyond it the oldest go, statistics stay."""
+
+    sidecar: bool = True
+    """Start the per-node process that reads, keeps and exports. Without it the ring files stay in the run directory
+    for `torchlens-perf sidecar RUN_DIR`."""
+
+    report: bool = True
+    """Print the verdict on rank 0 when the run ends."""
+
+    exit_timeout_s: float = 1.0
+    """Longest wait for the report when the run ends, in seconds."""
+
+    trace_every: int = 100
+    """Spans of one step of so many are exported over OTLP, besides the first steps; 0 exports none."""
+
+    def __post_init__(self) -> None:
+        self._check("dir", isinstance(self.dir, str) and bool(self.dir), "a folder's name")
+        for field in ("collectives", "memory", "nvtx", "sidecar", "report"):
+            self._check(field, isinstance(getattr(self, field), bool), "True or False")
+        self._check_number("backward_every", int, least=0)
+        self._check_number("trace_every", int, least=0)
+        self._check_number("ring_records", int, least=1024, most=1 << 24)
+        self._check_number("disk_bytes", int, least=1 << 20)
+        self._check_number("exit_timeout_s", float, least=0, most=60)
+        self._check_modules()
+
+    def _check(self, field: str, good: bool, wanted: str) -> None:
+        if not good:
+            raise ConfigError(f"{field}={getattr(self, field)!r}: must be {wanted}")
+
+    def _check_number(self, field: str, kind: type, *, least: float, most: float | None = None) -> None:
+        value = getattr(self, field)
+        whole = kind is int
+        good = isinstance(value, (int,) if whole else (int, float)) and not isinstance(value, bool)
+        # `not (a <= b)` and not `a > b`: NaN is refused too.
+        good = good and least <= value and (most is None or value <= most)
+        limits = f"at least {least}" if most is None else f"from {least} to {most}"
+        self._check(field, good, f"a {'whole ' if whole else ''}number, {limits}")
+
+    def _check_modules(self) -> None:
+        value = self.modules
+        wanted = '"auto", "all", "none", a number of levels (at least 1), or a tuple of name patterns'
+        if isinstance(value, list):
+            object.__setattr__(self, "modules", tuple(value))
+            value = self.modules
+        if isinstance(value, tuple):
+            self._check("modules", bool(value) and all(isinstance(p, str) and p for p in value), wanted)
+        elif isinstance(value, str):
+            self._check("modules", value in ("auto", "all", "none"), wanted)
+        else:
+            self._check("modules", isinstance(value, int) and not isinstance(value, bool) and value >= 1, wanted)
+
+    @property
+    def ring_capacity(self) -> int:
+        """ring_records as a power of two."""
+        return 1 << (self.ring_records - 1).bit_length()
+
+    def wants_module(self, name: str) -> bool:
+        """Whether a name pattern chose this module; for the other forms of `modules`, False."""
+        return isinstance(self.modules, tuple) and any(fnmatch.fnmatchcase(name, p) for p in self.modules)
+
+
+def _flag(text: str) -> bool:
+    if text.strip().lower() in _ON:
+        return True
+    if text.strip().lower() in _OFF:
+        return False
+    raise ValueError("must be 1 or 0")
+
+
+def _modules(text: str) -> str | int | tuple[str, ...]:
+    text = text.strip()
+    if text in ("auto", "all", "none"):
+        return text
+    if text.lstrip("-").isdigit():
+        return int(text)
+    return tuple(part.strip() for part in text.split(","))
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": _flag}
+
+
+def _parser(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    return _modules if field.name == "modules" else _PARSERS[str(field.type)]
+
+
+def is_on(environ: Mapping[str, str]) -> bool | None:
+    """What TORCHLENS_PERF says: on, off, or nothing (None). Raises ConfigError if it says something else."""
+    text = environ.get(SWITCH)
+    if text is None:
+        return None
+    try:
+        return _flag(text)
+    except ValueError as error:
+        raise ConfigError(f"{SWITCH}={text!r}: {error}") from None
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings in TORCHLENS_PERF_* variables. Raises ConfigError for one that is unknown or cannot be read."""
+    fields = {ENVIRONMENT_PREFIX + field.name.upper(): field for field in dataclasses.fields(Config)}
+    settings = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _NOT_SETTINGS:
+            continue
+        field = fields.get(variable)
+        if field is None:
+            raise ConfigError(f"{variable} is not a setting{_closest(variable, fields)}")
+        try:
+            value = _parser(field)(text)
+            Config(**{field.name: value})
+        except ConfigError as error:
+            raise ConfigError(f"{variable}: {error}") from None
+        except ValueError:
+            raise ConfigError(f"{variable}={text!r}: cannot be read as {field.name}") from None
+        settings[field.name] = value
+    return settings
+
+
+def from_settings(settings: Mapping[str, Any], told: Mapping[str, Any]) -> Config:
+    """The configuration of a watch(): its keywords, then what the environment told, then the defaults.
+
+    Raises ConfigError for an unknown keyword or a value that cannot be used.
+    """
+    known = {field.name for field in dataclasses.fields(Config)}
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"{name} is not a setting of watch(){_closest(name, known)}")
+    return Config(**{**told, **settings})
+
+
+def _closest(name: str, known: Mapping[str, Any] | set[str]) -> str:
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]}?" if matches else f" (known: {', '.join(sorted(known))})"

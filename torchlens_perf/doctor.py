@@ -1,0 +1,167 @@
+"""`torchlens-perf doctor`: what works in this environment and what does not, one line each, with the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchlens_perf import config, run_directory
+from torchlens_perf.errors import ConfigError, RunStoreError
+
+OK, WORSE, BROKEN = 0, 1, 2
+_WORDS = {OK: "ok     ", WORSE: "worse  ", BROKEN: "broken "}
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line: what was looked at, how it is, and what to do about it."""
+
+    severity: int
+    """OK, WORSE (it works, with less or at more cost) or BROKEN."""
+    subject: str
+    finding: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        remedy = f"; {self.remedy}" if self.remedy and self.severity != OK else ""
+        return f"{_WORDS[self.severity]} {self.subject}: {self.finding}{remedy}"
+
+
+def examine() -> Iterator[Check]:
+    """All checks, in order. Imports torch; starts nothing, writes nothing that stays."""
+    for check in (_platform, _native, _torch, _autoload, _settings, _ring_place, _run_directory, _export, _tools):
+        try:
+            yield from check()
+        except Exception as error:
+            yield Check(BROKEN, check.__name__.strip("_"), f"could not be examined: {type(error).__name__}: {error}")
+
+
+def _platform() -> Iterator[Check]:
+    linux = sys.platform == "linux"
+    text = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    yield Check(OK if linux else BROKEN, "platform", text, "ring files need Linux")
+
+
+def _native() -> Iterator[Check]:
+    from torchlens_perf.recorder import NATIVE
+
+    if NATIVE:
+        yield Check(OK, "recorder", "native")
+        return
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    remedy = "reinstall: pip install --force-reinstall --no-deps torchlens-perf"
+    if compiler is None:
+        remedy = "install a C compiler and Python's headers, then " + remedy
+    yield Check(WORSE, "recorder", "the Python twin: marks cost about ten times more", remedy)
+
+
+def _torch() -> Iterator[Check]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Check(BROKEN, "torch", f"cannot be imported: {error}", "pip install torch")
+        return
+    from torchlens_perf import torch_private
+
+    version = torch_private.torch_version(torch.__version__)
+    supported = version >= torch_private.OLDEST_TORCH
+    oldest = ".".join(map(str, torch_private.OLDEST_TORCH))
+    yield Check(OK if supported else WORSE, "torch", torch.__version__, f"tested from {oldest} on")
+    for entry in torch_private.PRIVATE_NAMES:
+        works = torch_private.works(entry.name)
+        finding = "works" if works else f"missing: {entry.without}"
+        yield Check(OK if works else WORSE, entry.name, finding, "look for a newer torchlens-perf")
+    if torch.cuda.is_available():
+        yield Check(WORSE, "CUDA", torch.cuda.get_device_name(), "device times are not taken yet: host times are shown")
+    else:
+        yield Check(OK, "device", "CPU: host times are the device's times")
+
+
+def _autoload() -> Iterator[Check]:
+    from torchlens_perf.launch import AUTOLOAD_SWITCH
+
+    if os.environ.get(AUTOLOAD_SWITCH) == "0":
+        remedy = f"unset {AUTOLOAD_SWITCH}, or use `python -m torchlens_perf run SCRIPT`"
+        yield Check(WORSE, "TORCHLENS_PERF=1 and the torchrun flag", f"{AUTOLOAD_SWITCH}=0 switches them off", remedy)
+        return
+    for group in ("torch.backends", "torchrun.logs_specs"):
+        found = any(entry.name == "torchlens_perf" for entry in importlib.metadata.entry_points(group=group))
+        finding = "installed" if found else "missing: scripts cannot be recorded without watch()"
+        yield Check(OK if found else WORSE, f"entry point {group}", finding, "pip install torchlens-perf")
+
+
+def _settings() -> Iterator[Check]:
+    try:
+        switch, told = config.is_on(os.environ), config.from_environment(os.environ)
+    except ConfigError as error:
+        yield Check(BROKEN, "TORCHLENS_PERF* variables", f"recording is off: {error}", "correct or unset it")
+        return
+    text = {None: "not set", True: "on", False: "off"}[switch]
+    settings = ", ".join(f"{name}={value!r}" for name, value in told.items())
+    yield Check(OK, "TORCHLENS_PERF* variables", f"TORCHLENS_PERF {text}" + (f", {settings}" if settings else ""))
+
+
+def _ring_place() -> Iterator[Check]:
+    name = f"doctor-{os.getpid()}"
+    folders = list(run_directory.local_folders(name))
+    for folder in folders:
+        folder.rmdir()
+    if not folders:
+        finding = f"neither /dev/shm nor {tempfile.gettempdir()} can hold a ring file of this user"
+        yield Check(BROKEN, "ring files", finding, "make one of them writable, or set TMPDIR")
+        return
+    place = folders[0].parent
+    free = shutil.disk_usage(place).free
+    in_memory = place.is_relative_to("/dev/shm")
+    remedy = "a larger /dev/shm (docker run --shm-size) would spare marks the disk's write-back"
+    yield Check(OK if in_memory else WORSE, "ring files", f"in {place}, {free >> 20} MB free", remedy)
+
+
+def _run_directory() -> Iterator[Check]:
+    folder = Path(os.environ.get("TORCHLENS_PERF_DIR", config.Config.dir)).absolute()
+    try:
+        existed = folder.exists()
+        probe = run_directory.RunDirectory(folder / f".doctor-{os.getpid()}")
+        probe.create()
+        shutil.rmtree(probe.path)
+        if not existed:
+            folder.rmdir()
+    except RunStoreError as error:
+        yield Check(BROKEN, "run directories", str(error), "set TORCHLENS_PERF_DIR to a folder that can be written")
+        return
+    yield Check(OK, "run directories", f"in {folder}")
+
+
+def _export() -> Iterator[Check]:
+    from torchlens_perf.exporters.otlp_environment import wanted_signals
+
+    signals = wanted_signals(os.environ)
+    if not signals:
+        finding = "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT); nothing goes over the network"
+        yield Check(OK, "OpenTelemetry", finding)
+        return
+    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    text = ", ".join(f"{signal} by {how}" for signal, how in signals.items())
+    wrong_port = endpoint.rstrip("/").endswith(":4317") and "http/protobuf" in signals.values()
+    remedy = "port 4317 is gRPC by custom: set OTEL_EXPORTER_OTLP_PROTOCOL=grpc, or use port 4318"
+    yield Check(WORSE if wrong_port else OK, "OpenTelemetry", f"{text}, to {_without_userinfo(endpoint)}", remedy)
+
+
+def _without_userinfo(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}" if separator else url
+
+
+def _tools() -> Iterator[Check]:
+    import nvtx
+
+    listening = nvtx.get_domain("torchlens_perf").get_event_attributes(message="doctor") is not None
+    finding = "a tool listens" if listening else "no tool listens: no NVTX call is made"
+    yield Check(OK, "NVTX", finding)

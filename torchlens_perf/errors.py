@@ -1,0 +1,108 @@
+"""The error tree, and the one place that keeps our errors out of the training loop.
+
+::
+
+    TorchlensPerfError
+    ├── ConfigError      the user's mistake: raised at watch(), names the field
+    ├── RingError        a file that is not a ring file
+    ├── RunStoreError    a folder that is not a run directory
+    └── HookUnavailable  this torch lacks what a hook needs; the hook is left out, and the report says so
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+logger = logging.getLogger("torchlens_perf")
+LOGGED_PER_PLACE = 3
+
+
+class TorchlensPerfError(Exception):
+    """Root of the errors that this package raises."""
+
+
+class ConfigError(TorchlensPerfError, ValueError):
+    """A setting that cannot be used. The message names the field and says what to do."""
+
+
+class RingError(TorchlensPerfError):
+    """A file that is not a ring file, or not a whole one."""
+
+
+class RunStoreError(TorchlensPerfError):
+    """A folder that is not a run directory, or that cannot be read or written."""
+
+
+class HookUnavailable(TorchlensPerfError):
+    """What a hook stands on is missing in this version of torch."""
+
+
+class Swallowed:
+    """Counts the errors that guard() kept from the user, by place. One per process."""
+
+    def __init__(self) -> None:
+        self.by_place: Counter[str] = Counter()
+        self.on_error: Callable[[], None] | None = None
+        self.strict = False  # tests: raise instead
+
+    def add(self, place: str, error: Exception) -> None:
+        """Counts, and logs the first few of each place: a broken hook must not flood the job's log."""
+        self.by_place[place] += 1
+        if self.on_error is not None:
+            self.on_error()
+        if self.by_place[place] <= LOGGED_PER_PLACE:
+            logger.warning(
+                "torchlens_perf: %s failed and was skipped, training goes on: %s: %s",
+                place,
+                type(error).__name__,
+                error,
+                exc_info=logger.isEnabledFor(logging.DEBUG),
+            )
+
+
+swallowed = Swallowed()
+
+
+class guard:
+    """Context manager and decorator around our code in the user's process.
+
+    Swallows Exception, counted and logged by `place`; lets KeyboardInterrupt and SystemExit pass. ConfigError passes
+    too: it is the user's, and says what to do.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, ConfigError) or swallowed.strict:
+            return False
+        swallowed.add(self._place, error)
+        return True
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        place = self._place
+
+        @functools.wraps(function)
+        def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                if swallowed.strict or isinstance(error, ConfigError):
+                    raise
+                swallowed.add(place, error)
+                return None
+
+        return guarded

@@ -1,0 +1,46 @@
+"""Every name that leaves the sidecar, once. docs/opentelemetry.md describes them.
+
+OpenTelemetry has no conventions for training; where it has a name we use it (service, host, process, k8s), and units
+follow UCUM: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+SCOPE = "torchlens_perf"
+
+# Spans. One trace per step; its root covers rank 0's step, below it lies one span per rank.
+SPAN_STEP = "train step"
+SPAN_INFERENCE_STEP = "inference step"
+SPAN_RANK_STEP = "rank step"
+
+# Attributes of spans and metric points. Some backends drop resource attributes, so the rank is here too.
+RUN_ID = "torch.run.id"
+STEP = "torch.train.step"
+RANK = "torch.distributed.rank"
+PHASE = "torch.train.phase"
+SPAN_KIND = "torchlens_perf.kind"
+MODULE_OR_NAME = "torchlens_perf.name"
+BYTES = "torch.collective.size"
+SEQUENCE = "torch.collective.sequence"
+MICRO_STEPS = "torch.train.micro_steps"
+OWN_SECONDS = "torch.train.step.own_time"
+
+# Resource attributes of a rank, besides service.*, host.name, process.pid and the scheduler's (identity.py).
+LOCAL_RANK = "torch.distributed.local_rank"
+WORLD_SIZE = "torch.distributed.world_size"
+RESTART_COUNT = "torch.elastic.restart_count"
+
+# Metrics.
+STEP_DURATION = "torch.train.step.duration"
+STEP_OWN_TIME = "torch.train.step.own_time"
+PHASE_DURATION = "torch.train.phase.duration"
+STEPS = "torch.train.steps"
+MEMORY = "torch.train.memory.usage"
+
+# Seconds: from launch-bound steps of 0.1 ms to a minute; OpenTelemetry's default bounds (0 to 10000) are for ms.
+DURATION_BOUNDS_S = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0,
+)  # fmt: skip
+# Per-rank points up to this many ranks: beyond, a series per rank would be what the backend mostly holds.
+MOST_RANK_SERIES = 64

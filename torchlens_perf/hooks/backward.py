@@ -1,0 +1,224 @@
+"""The backward pass: as a whole, its tail of exposed communication, and per module in sampled steps.
+
+Never by `full_backward_hook`, which turns outputs into views, breaks in-place activations and costs 30 us a module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf import torch_private
+from torchlens_perf.errors import guard
+from torchlens_perf.hooks.patch import patched
+from torchlens_perf.ring import Flag, Kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchlens_perf.hooks.module import WatchedModule
+    from torchlens_perf.session import Session
+
+_BACKWARD, _WAIT, _MODULE_BACKWARD = int(Kind.BACKWARD), int(Kind.WAIT), int(Kind.MODULE_BACKWARD)
+_EXCEPTION, _TAIL = int(Flag.EXCEPTION), int(Flag.TAIL)
+
+
+@dataclasses.dataclass(slots=True)
+class _Tail:
+    """What lies behind the last computed gradient: DDP and FSDP wait there for their communication."""
+
+    start_ns: int = 0
+    end_ns: int = 0
+    waited_before_ns: int = 0
+    waited_after_ns: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class _ModulePass:
+    """One module's part of one backward pass: from its first output gradient to its last input gradient."""
+
+    name_id: int
+    step: int
+    inputs_left: int = 0
+    start: int | None = None
+    end: int | None = None
+
+
+def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors in a module's arguments or result: nested tuples, lists, dicts and dataclasses, four levels deep."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < 4:
+        if isinstance(value, (list, tuple)):
+            parts: Any = value
+        elif isinstance(value, dict):
+            parts = value.values()
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        else:
+            return
+        for part in parts:
+            yield from tensors(part, depth + 1)
+
+
+class BackwardHook:
+    """Wraps the call of the autograd engine, and hangs tensor hooks on the results of watched modules."""
+
+    name = "backward"
+
+    def __init__(self) -> None:
+        self._tail: _Tail | None = None
+        self._passes: list[_ModulePass] = []
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        torch_private.require("torch.autograd._engine_run_backward")
+        import torch.autograd
+
+        recorder = session.recorder
+        name_id, tail_id = session.intern("backward"), session.intern("backward tail")
+        run_backward = torch.autograd._engine_run_backward
+        sees_compiler = torch_private.works("torch._guards.TracingContext")
+
+        def timed_backward(*args: Any, **kwargs: Any) -> Any:
+            if recorder.closed or (sees_compiler and torch_private.compiler_is_tracing()):
+                return run_backward(*args, **kwargs)
+            outer, self._tail = self._tail, None
+            flags = _EXCEPTION
+            recorder.begin(_BACKWARD, name_id)
+            try:
+                result = run_backward(*args, **kwargs)
+                flags = 0
+                return result
+            finally:
+                tail, self._tail = self._tail, outer
+                if tail is not None and tail.end_ns:
+                    self._end_open_passes(tail.start_ns)
+                    self._record_tail(session, tail, tail_id)
+                session.backward_ended()
+                recorder.end(_BACKWARD, name_id, flags)
+
+        session.at_step.append(lambda: self._record_passes(session))
+        with patched(torch.autograd, "_engine_run_backward", timed_backward):
+            yield
+
+    def _record_tail(self, session: Session, tail: _Tail, name_id: int) -> None:
+        # What Work.wait has counted inside the tail (FSDP waits in Python) is in spans of its own.
+        already_ns = tail.waited_after_ns - tail.waited_before_ns
+        waited_ns = tail.end_ns - tail.start_ns - already_ns
+        if session.communicates() and waited_ns > 0:
+            session.recorder.interval(_WAIT, name_id, tail.start_ns, waited_ns, _TAIL)
+
+    def _end_open_passes(self, end_ns: int) -> None:
+        """Modules whose inputs need no gradient have no end of their own: they end with the computation."""
+        for each in self._passes:
+            if each.start is not None and each.end is None:
+                each.end = end_ns
+
+    def _record_passes(self, session: Session) -> None:
+        """Once a step: marks that the clock can read by now become records; a device's may take until a later step."""
+        recorder, later = session.recorder, []
+        for each in self._passes:
+            if each.start is None or each.end is None:
+                continue  # not reached by the backward pass of its step
+            start_ns, end_ns = session.clock.read(each.start), session.clock.read(each.end)
+            if start_ns is None or end_ns is None:
+                later.append(each)
+            else:
+                recorder.interval(_MODULE_BACKWARD, each.name_id, start_ns, end_ns - start_ns)
+        self._passes = later
+
+    def of_root(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
+        """Each result of the model: counts micro-steps and evaluations, and finds the end of the computation."""
+        import torch
+
+        can_queue = torch_private.works("torch.autograd.Variable._execution_engine.queue_callback")
+        marked: list[Any] = [None]
+
+        def first_gradient(_: Tensor) -> None:
+            if self._tail is None and torch._C._current_graph_task_id() != -1:
+                self._tail = tail = _Tail()
+                # Callbacks run in the order of their queueing: `computed` before those that DDP queues at its last
+                # bucket, `finished`, queued while they run, after them.
+                torch_private.queue_callback(guarded_computed(tail))
+
+        def guarded_computed(tail: _Tail) -> Callable[[], None]:
+            @guard("backward callback")
+            def computed() -> None:
+                tail.start_ns, tail.waited_before_ns = session.recorder.now_ns(), session.waited_ns
+                torch_private.queue_callback(finished)
+
+            @guard("backward callback")
+            def finished() -> None:
+                tail.end_ns, tail.waited_after_ns = session.recorder.now_ns(), session.waited_ns
+
+            return computed
+
+        hook = guard("gradient hook of the model")(first_gradient)
+
+        def seen(result: Any) -> None:
+            with_gradient = torch.is_grad_enabled()
+            session.forward_ended(with_gradient)
+            if not with_gradient or not can_queue or session.recorder.backwards:
+                return
+            marked[0] = None
+            for tensor in tensors(result):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(hook)
+                    return
+
+        return seen
+
+    def of_module(
+        self, watched: WatchedModule, session: Session
+    ) -> tuple[Callable[..., None], Callable[[Any], None]] | None:
+        """In probed steps, hooks on a module's inputs and outputs bracket its part of the backward pass."""
+        import torch
+
+        recorder, clock = session.recorder, session.clock
+        name_id = session.intern(watched.name)
+        waiting: list[_ModulePass] = []  # entered and not yet returned; more than one where the module recurses
+
+        def before(*args: Any, **kwargs: Any) -> None:
+            if not torch.is_grad_enabled() or recorder.backwards:
+                return
+            entered = _ModulePass(name_id, recorder.step)
+            waiting.append(entered)
+
+            def input_gradient(_: Tensor) -> None:
+                entered.inputs_left -= 1
+                if entered.inputs_left == 0 and entered.end is None:
+                    entered.end = clock.mark()
+
+            for tensor in tensors((args, kwargs)):
+                # A hook on a leaf would stay there and pile up with every step.
+                if tensor.requires_grad and not tensor.is_leaf:
+                    entered.inputs_left += 1
+                    tensor.register_hook(input_gradient)
+
+        def after(result: Any) -> None:
+            if not torch.is_grad_enabled() or recorder.backwards:
+                return
+            while waiting and waiting[0].step != recorder.step:
+                waiting.pop(0)  # its forward raised
+            if not waiting:
+                return
+            returned = waiting.pop()
+
+            def output_gradient(_: Tensor) -> None:
+                if returned.start is None:
+                    returned.start = clock.mark()
+
+            hooked = False
+            for tensor in tensors(result):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(output_gradient)
+                    hooked = True
+            if hooked:
+                self._passes.append(returned)
+
+        return before, after

@@ -1,0 +1,49 @@
+"""Time in the DataLoader: waiting for the next batch, and starting the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf import torch_private
+from torchlens_perf.hooks.patch import patched
+from torchlens_perf.ring import Kind
+
+if TYPE_CHECKING:
+    from torchlens_perf.session import Session
+
+_DATA = int(Kind.DATA)
+
+
+class DataHook:
+    """Patches the iterators' common base class, so that iterators made before the watch are timed too."""
+
+    name = "data"
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        torch_private.require("torch.utils.data.dataloader._BaseDataLoaderIter")
+        from torch.utils.data import DataLoader
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        recorder = session.recorder
+        data, workers = session.intern("data"), session.intern("data workers start")
+        next_batch, start = _BaseDataLoaderIter.__next__, DataLoader.__iter__
+
+        def timed_next(self: Any) -> Any:
+            recorder.begin(_DATA, data)
+            try:
+                return next_batch(self)
+            finally:
+                recorder.end(_DATA, data)
+
+        def timed_iter(self: Any) -> Any:
+            recorder.begin(_DATA, workers)
+            try:
+                return start(self)
+            finally:
+                recorder.end(_DATA, workers)
+
+        with patched(_BaseDataLoaderIter, "__next__", timed_next), patched(DataLoader, "__iter__", timed_iter):
+            yield

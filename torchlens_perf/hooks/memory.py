@@ -1,0 +1,48 @@
+"""Memory at the end of each step: the device allocator's peak, or the process's resident memory on a CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchlens_perf.session import Session
+
+_DEVICE_EVERY = 16  # memory_stats() builds a dictionary of 100 counters: read in one step of so many
+
+
+class MemoryHook:
+    """Reads only: resetting the allocator's peak would change what the user's own calls return."""
+
+    name = "memory"
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        import torch
+
+        if torch.cuda.is_available():
+            session.memory_source = "device allocator, peak"
+            session.at_step.append(lambda: self._read_device(session))
+            yield
+            return
+        session.memory_source = "resident memory of the process"
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+
+            def read_resident() -> None:
+                session.memory_bytes = int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes
+
+            session.at_step.append(read_resident)
+            yield
+            session.at_step.remove(read_resident)
+        finally:
+            os.close(descriptor)
+
+    def _read_device(self, session: Session) -> None:
+        import torch
+
+        if torch.cuda.is_initialized() and session.recorder.step % _DEVICE_EVERY == 0:
+            session.memory_bytes = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"]

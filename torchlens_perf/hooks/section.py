@@ -1,0 +1,44 @@
+"""Sections inside compiled code: without this, Dynamo would break the graph at `with section(...)`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.recorder import section
+
+if TYPE_CHECKING:
+    from torchlens_perf.session import Session
+
+_told = False
+
+
+def tell_dynamo() -> None:
+    """Makes Dynamo trace section(name) as a null context: there are no times inside a graph. Public API; once."""
+    global _told
+    if _told or "torch._dynamo" not in sys.modules:
+        return
+    import torch
+
+    def traced(name: str) -> Any:
+        return nullcontext()
+
+    torch.compiler.substitute_in_graph(section, skip_signature_check=True)(traced)
+    _told = True
+
+
+class SectionHook:
+    """Stays for the life of the process: a graph may outlive the watch, and Dynamo offers no way back."""
+
+    name = "section"
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        tell_dynamo()
+        if not _told:
+            session.at_step.append(tell_dynamo)  # torch.compile has not been imported yet
+        yield
+        if tell_dynamo in session.at_step:
+            session.at_step.remove(tell_dynamo)

@@ -1,0 +1,146 @@
+"""Who this process is: rank, node, launcher, scheduler. Read from the environment and torch.distributed; no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Facts of the scheduler and launcher, under the names that they are exported with (exporters/semantics.py).
+_ATTRIBUTES = {
+    "torch.elastic.run_id": "TORCHELASTIC_RUN_ID",
+    "torch.elastic.max_restarts": "TORCHELASTIC_MAX_RESTARTS",
+    "slurm.job.id": "SLURM_JOB_ID",
+    "slurm.job.name": "SLURM_JOB_NAME",
+    "slurm.step.id": "SLURM_STEP_ID",
+    "slurm.node.name": "SLURMD_NODENAME",
+    "slurm.cluster.name": "SLURM_CLUSTER_NAME",
+    "k8s.pod.name": "K8S_POD_NAME",
+    "k8s.pod.uid": "K8S_POD_UID",
+    "k8s.namespace.name": "K8S_NAMESPACE",
+    "k8s.node.name": "K8S_NODE_NAME",
+    "k8s.job.name": "K8S_JOB_NAME",
+}
+_KUBERNETES_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """One rank of one attempt of a run."""
+
+    run_id: str
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    attempt: int
+    host: str
+    pid: int
+    process_started: int  # clock ticks after boot: with the pid, names a process for good
+    launcher_pid: int
+    elastic: bool
+    program: str  # file name of the training script; no path, no arguments
+    traceparent: str
+    attributes: dict[str, str]
+
+    @property
+    def key(self) -> str:
+        """Names this process's files: unique on the node and over attempts."""
+        return f"rank{self.rank:05d}-attempt{self.attempt}-{self.pid}-{self.process_started}"
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def process_started(pid: int) -> int | None:
+    """When a process began, in clock ticks after boot (proc_pid_stat(5), field 22); None if there is none such."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:
+        return None
+    state, *rest = stat.rpartition(b")")[2].split()
+    return None if state in (b"Z", b"X") else int(rest[18])
+
+
+def detect(environ: Mapping[str, str], claim: Callable[[str], str], nth_watch: int = 0) -> Identity:
+    """The identity of this process now. torch.distributed, once initialised, overrules the environment.
+
+    claim: turns the launcher's digest, the same on all ranks of a node, into a run id (run_store.claim_run_id).
+    nth_watch: how many watches this process ran before; each run needs a folder of its own.
+    """
+    rank, world_size = _distributed()
+    if world_size is None:
+        rank = _integer(environ, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", default=0)
+        world_size = _integer(environ, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", default=1)
+    local_rank = _integer(environ, "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", default=rank)
+    local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=world_size)
+    pid = os.getpid()
+    again = f"-{nth_watch + 1}" if nth_watch else ""
+    return Identity(
+        run_id=_told_run_id(environ, world_size > local_world_size, again)
+        or claim(_launcher_digest(world_size) + again),
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        attempt=_integer(environ, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", default=0),
+        host=socket.gethostname(),
+        pid=pid,
+        process_started=process_started(pid) or 0,
+        launcher_pid=os.getppid(),
+        elastic="TORCHELASTIC_RUN_ID" in environ,
+        program=os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python",
+        traceparent=environ.get("TRACEPARENT", ""),
+        attributes=_attributes(environ),
+    )
+
+
+def _distributed() -> tuple[int, int] | tuple[int, None]:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0, None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _integer(environ: Mapping[str, str], *names: str, default: int) -> int:
+    for name in names:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return default
+
+
+def _attributes(environ: Mapping[str, str]) -> dict[str, str]:
+    found = {name: environ[variable] for name, variable in _ATTRIBUTES.items() if environ.get(variable)}
+    if "KUBERNETES_SERVICE_HOST" in environ:
+        found.setdefault("k8s.pod.name", environ.get("HOSTNAME", socket.gethostname()))
+        try:
+            with open(_KUBERNETES_NAMESPACE) as file:
+                found.setdefault("k8s.namespace.name", file.read().strip())
+        except OSError:
+            pass  # the pod runs without a service account: its namespace is not told
+    return found
+
+
+def _told_run_id(environ: Mapping[str, str], several_nodes: bool, again: str) -> str | None:
+    """The run id that the user, or over several nodes the launcher or scheduler, told all ranks; None if nobody did."""
+    told = environ.get("TORCHLENS_PERF_RUN_ID")
+    if not told and several_nodes:
+        elastic, slurm = environ.get("TORCHELASTIC_RUN_ID", "none"), environ.get("SLURM_JOB_ID")
+        if elastic != "none":
+            told = elastic
+        elif slurm:
+            told = f"slurm-{slurm}.{environ.get('SLURM_STEP_ID', '0')}"
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", told).strip(".")[:80] + again if told else None
+
+
+def _launcher_digest(world_size: int) -> str:
+    """Names the process that started the ranks: the same on all ranks of a node and over elastic restarts."""
+    origin = os.getppid() if world_size > 1 else os.getpid()
+    text = f"{socket.gethostname()}/{origin}/{process_started(origin)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,87 @@
+/* The ring file as C structures. ring.py holds the same numbers for Python; tests/test_ring.py compares the two. */
+#ifndef TORCHLENS_PERF_NATIVE_LAYOUT_H
+#define TORCHLENS_PERF_NATIVE_LAYOUT_H
+
+#include <stdint.h>
+
+enum { MAX_FRAMES = 64 };
+
+/* Kinds from DATA to RECOMPUTE are phases: their time is taken out of the phase around them. */
+enum kind {
+    KIND_STEP = 1,
+    KIND_DATA = 2,
+    KIND_FORWARD = 3,
+    KIND_BACKWARD = 4,
+    KIND_OPTIMIZER = 5,
+    KIND_WAIT = 6,
+    KIND_RECOMPUTE = 7,
+    KIND_MODULE = 16,
+    KIND_SECTION = 18,
+};
+#define LAST_PHASE KIND_RECOMPUTE
+
+enum flag {
+    FLAG_EXCEPTION = 1,
+    FLAG_OTHER_THREAD = 8,
+};
+
+/* One closed span: one cache line, so that a record never straddles two. */
+typedef struct {
+    uint64_t tag; /* stamp | kind << 32 | depth << 40 | flags << 48; zero while the slot is being written */
+    uint32_t name_id;
+    uint32_t step;
+    int64_t start_ns;
+    int64_t duration_ns;
+    int64_t nested_ns; /* part of the duration that lies inside nested spans */
+    int64_t phase_ns;  /* part of the duration that belongs to nested phases */
+    uint64_t value0;
+    uint64_t value1;
+} Record;
+
+/* One span that is still open. */
+typedef struct {
+    int64_t start_ns;
+    int64_t nested_ns;
+    int64_t phase_ns;
+    uint32_t name_id;
+    uint32_t kind;
+} Frame;
+
+typedef struct {
+    uint64_t depth;    /* open spans; may exceed MAX_FRAMES, the surplus is not recorded */
+    uint64_t forwards; /* how many of them are FORWARD or RECOMPUTE */
+    Frame frames[MAX_FRAMES];
+} Stack;
+
+typedef struct {
+    char magic[8];
+    uint32_t version;
+    uint32_t record_bytes;
+    uint64_t capacity; /* records; a power of two */
+    uint64_t metadata_offset, metadata_bytes;
+    uint64_t names_offset, names_bytes;
+    uint64_t records_offset;
+    /* offset 64: what the writer touches with every record */
+    uint64_t head; /* records written since the start */
+    uint64_t step; /* index of the step in progress */
+    uint64_t unbalanced;
+    uint64_t too_deep;
+    uint64_t tool_ns; /* time spent in our own Python hooks on the training thread */
+    uint64_t state;   /* 0 open, 1 closed by its writer */
+    uint64_t reserved[2];
+    /* offset 128: names and metadata */
+    uint64_t names_used, names_lost;
+    uint64_t metadata_revision, metadata_used;
+    uint64_t internal_errors;
+    uint64_t padding[3];
+    /* offset 192: the open spans of the training thread, so that a reader sees where a hung or killed rank is */
+    Stack stack;
+} Header;
+
+_Static_assert(sizeof(Record) == 64, "a record is one cache line");
+_Static_assert(sizeof(Frame) == 32, "frame size is part of the file format");
+_Static_assert(__builtin_offsetof(Header, head) == 64, "header layout is part of the file format");
+_Static_assert(__builtin_offsetof(Header, names_used) == 128, "header layout is part of the file format");
+_Static_assert(__builtin_offsetof(Header, stack) == 192, "header layout is part of the file format");
+
+#endif

@@ -1,0 +1,491 @@
+#include "recorder.h"
+
+#include <structmember.h>
+
+Recorder *active_recorder;
+static uint64_t generations;
+
+/* Open spans of a thread that is not the owner (autograd's device threads, the user's own). */
+static __thread struct {
+    uint64_t generation;
+    Stack stack;
+} thread_spans;
+
+Stack *other_thread_spans(Recorder *self)
+{
+    if (thread_spans.generation != self->generation) {
+        thread_spans.generation = self->generation;
+        thread_spans.stack.depth = 1; /* depth 0 is the step, which the owner keeps */
+        thread_spans.stack.forwards = 0;
+        thread_spans.stack.frames[0] = (Frame){0};
+    }
+    return &thread_spans.stack;
+}
+
+int64_t injected_clock_ns(Recorder *self)
+{
+    PyObject *error_type, *error, *traceback;
+    PyErr_Fetch(&error_type, &error, &traceback);
+    PyObject *value = PyObject_CallNoArgs(self->clock);
+    int64_t now = value != NULL ? PyLong_AsLongLong(value) : 0;
+    Py_XDECREF(value);
+    if (PyErr_Occurred()) {
+        PyErr_WriteUnraisable(self->clock);
+    }
+    PyErr_Restore(error_type, error, traceback);
+    return now;
+}
+
+/* Keeps a pending exception of the user's: spans also close on the way out of a raising module. */
+static void nvtx_call(PyObject *function, PyObject *argument)
+{
+    PyObject *error_type, *error, *traceback;
+    PyErr_Fetch(&error_type, &error, &traceback);
+    PyObject *result = PyObject_Vectorcall(function, &argument, argument != NULL, NULL);
+    if (result == NULL) {
+        PyErr_WriteUnraisable(function);
+    }
+    Py_XDECREF(result);
+    PyErr_Restore(error_type, error, traceback);
+}
+
+void nvtx_open(Recorder *self, uint32_t name_id)
+{
+    int known = (Py_ssize_t)name_id < PyList_GET_SIZE(self->nvtx_attributes);
+    nvtx_call(self->nvtx_push, PyList_GET_ITEM(self->nvtx_attributes, known ? name_id : 0));
+}
+
+/* A span of another thread is no part of the training thread's step, but for recomputation and waiting on autograd's
+ * device threads while the training thread is inside the backward pass: that time is taken out of the backward phase. */
+uint32_t attribute_elsewhere(Recorder *self, uint32_t kind, int64_t duration_ns)
+{
+    if (self->backwards > 0 && (kind == KIND_RECOMPUTE || kind == KIND_WAIT)) {
+        credit(&self->header->stack, duration_ns, duration_ns);
+        return 0;
+    }
+    return FLAG_OTHER_THREAD;
+}
+
+/* Takes the spans from `depth` up off the stack, without a record. */
+void spans_drop(Recorder *self, Stack *stack, uint64_t depth)
+{
+    while (stack->depth > depth) {
+        if (--stack->depth >= MAX_FRAMES) {
+            continue;
+        }
+        uint32_t kind = stack->frames[stack->depth].kind;
+        stack->forwards -= is_forward(kind);
+        self->backwards -= kind == KIND_BACKWARD;
+        if (self->nvtx_pop != NULL) {
+            nvtx_call(self->nvtx_pop, NULL);
+        }
+    }
+}
+
+/* The outermost watched module is the forward phase, or the recompute phase inside a backward pass (activation
+ * checkpointing); the ones it calls are modules. */
+uint32_t kind_of_call(Recorder *self, Stack *stack)
+{
+    if (stack->forwards > 0 && stack->depth <= MAX_FRAMES) {
+        for (uint64_t depth = stack->depth; depth-- > 0;) {
+            uint32_t kind = stack->frames[depth].kind;
+            if (is_forward(kind)) {
+                return KIND_MODULE;
+            }
+            if (kind == KIND_BACKWARD) {
+                break;
+            }
+        }
+    }
+    return self->backwards > 0 ? KIND_RECOMPUTE : KIND_FORWARD;
+}
+
+/* Closes the innermost open span of that kind and name. There may be none: it was dropped, and counted, when a span
+ * around it closed first, or it was opened before recording began. */
+void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, uint32_t flags, uint64_t value0,
+                      uint64_t value1)
+{
+    int64_t end_ns = recorder_now(self);
+    Stack *stack = open_spans(self);
+    uint64_t depth = stack->depth;
+    if (depth > MAX_FRAMES) { /* not kept; taken to be the innermost */
+        stack->depth--;
+        self->header->too_deep++;
+        return;
+    }
+    while (depth-- > 0) {
+        Frame *frame = &stack->frames[depth];
+        if (frame->kind == kind && frame->name_id == name_id) {
+            span_close(self, stack, depth, end_ns, flags, value0, value1);
+            return;
+        }
+    }
+}
+
+void charge_tool(Recorder *self, int64_t tool_ns)
+{
+    credit(open_spans(self), tool_ns, tool_ns);
+    self->header->tool_ns += (uint64_t)tool_ns;
+}
+
+static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"buffer", "intern", "clock", NULL};
+    PyObject *buffer, *intern, *clock = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O", keywords, &buffer, &intern, &clock)) {
+        return -1;
+    }
+    if (self->generation != 0) {
+        PyErr_SetString(PyExc_TypeError, "a Recorder is initialised once");
+        return -1;
+    }
+    if (PyObject_GetBuffer(buffer, &self->buffer, PyBUF_WRITABLE) < 0) {
+        return -1;
+    }
+    Header *header = self->buffer.buf;
+    uint64_t length = (uint64_t)self->buffer.len;
+    if (length < sizeof(Header) || header->record_bytes != sizeof(Record) || header->capacity == 0 ||
+        (header->capacity & (header->capacity - 1)) != 0 || header->records_offset > length ||
+        header->capacity > (length - header->records_offset) / sizeof(Record)) {
+        PyBuffer_Release(&self->buffer);
+        PyErr_SetString(PyExc_ValueError, "the buffer does not hold a ring file of this layout");
+        return -1;
+    }
+    self->header = header;
+    self->records = (Record *)((char *)self->buffer.buf + header->records_offset);
+    self->mask = header->capacity - 1;
+    self->generation = ++generations;
+    self->owner = PyThread_get_thread_ident();
+    Py_INCREF(intern);
+    self->intern = intern;
+    if (clock != Py_None) {
+        Py_INCREF(clock);
+        self->clock = clock;
+    }
+    header->stack.depth = 0;
+    header->stack.forwards = 0;
+    span_open(self, &header->stack, KIND_STEP, 0);
+    return 0;
+}
+
+static void recorder_release(Recorder *self)
+{
+    if (active_recorder == self) {
+        active_recorder = NULL;
+    }
+    self->header = NULL;
+    if (self->buffer.obj != NULL) {
+        PyBuffer_Release(&self->buffer);
+    }
+}
+
+static int recorder_traverse(Recorder *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->intern);
+    Py_VISIT(self->clock);
+    Py_VISIT(self->nvtx_push);
+    Py_VISIT(self->nvtx_pop);
+    Py_VISIT(self->nvtx_attributes);
+    return 0;
+}
+
+static int recorder_clear(Recorder *self)
+{
+    Py_CLEAR(self->intern);
+    Py_CLEAR(self->clock);
+    Py_CLEAR(self->nvtx_push);
+    Py_CLEAR(self->nvtx_pop);
+    Py_CLEAR(self->nvtx_attributes);
+    return 0;
+}
+
+static void recorder_dealloc(Recorder *self)
+{
+    PyObject_GC_UnTrack(self);
+    recorder_release(self);
+    recorder_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Reads a fastcall argument vector of integers; the optional ones that are missing keep their value. */
+static int read_integers(const char *name, PyObject *const *args, Py_ssize_t count, Py_ssize_t least, Py_ssize_t most,
+                         int64_t *values)
+{
+    if (count < least || count > most) {
+        PyErr_Format(PyExc_TypeError, "%s() takes %zd to %zd integers, got %zd", name, least, most, count);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        values[i] = PyLong_AsLongLong(args[i]);
+        if (values[i] == -1 && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *recorder_begin(Recorder *self, PyObject *const *args, Py_ssize_t count)
+{
+    int64_t values[2]; /* kind, name_id */
+    if (read_integers("begin", args, count, 2, 2, values) < 0) {
+        return NULL;
+    }
+    if (self->header != NULL) {
+        span_open(self, open_spans(self), (uint32_t)values[0], (uint32_t)values[1]);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_end(Recorder *self, PyObject *const *args, Py_ssize_t count)
+{
+    int64_t values[5] = {0}; /* kind, name_id, flags, value0, value1 */
+    if (read_integers("end", args, count, 2, 5, values) < 0) {
+        return NULL;
+    }
+    if (self->header != NULL) {
+        span_close_named(self, (uint32_t)values[0], (uint32_t)values[1], (uint32_t)values[2], (uint64_t)values[3],
+                         (uint64_t)values[4]);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_drop(Recorder *self, PyObject *const *args, Py_ssize_t count)
+{
+    int64_t values[2]; /* kind, name_id */
+    if (read_integers("drop", args, count, 2, 2, values) < 0) {
+        return NULL;
+    }
+    if (self->header != NULL) {
+        Stack *stack = open_spans(self);
+        uint64_t depth = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
+        while (depth-- > 1) {
+            Frame *frame = &stack->frames[depth];
+            if (frame->kind == (uint32_t)values[0] && frame->name_id == (uint32_t)values[1]) {
+                self->header->unbalanced += stack->depth - depth;
+                spans_drop(self, stack, depth);
+                break;
+            }
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_begin_module(Recorder *self, PyObject *const *args, Py_ssize_t count)
+{
+    int64_t name_id;
+    if (read_integers("begin_module", args, count, 1, 1, &name_id) < 0) {
+        return NULL;
+    }
+    if (self->header != NULL) {
+        Stack *stack = open_spans(self);
+        span_open(self, stack, kind_of_call(self, stack), (uint32_t)name_id);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_end_module(Recorder *self, PyObject *const *args, Py_ssize_t count)
+{
+    int64_t values[2] = {0}; /* name_id, flags */
+    if (read_integers("end_module", args, count, 1, 2, values) < 0) {
+        return NULL;
+    }
+    if (self->header == NULL) {
+        Py_RETURN_NONE;
+    }
+    Stack *stack = open_spans(self);
+    uint64_t depth = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
+    while (depth-- > 0) {
+        Frame *frame = &stack->frames[depth];
+        if (frame->name_id == (uint32_t)values[0] && (frame->kind == KIND_MODULE || is_forward(frame->kind))) {
+            span_close(self, stack, depth, recorder_now(self), (uint32_t)values[1], 0, 0);
+            break;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_interval(Recorder *self, PyObject *const *args, Py_ssize_t count)
+{
+    int64_t values[7] = {0}; /* kind, name_id, start_ns, duration_ns, flags, value0, value1 */
+    if (read_integers("interval", args, count, 4, 7, values) < 0) {
+        return NULL;
+    }
+    if (self->header != NULL) {
+        Stack *stack = open_spans(self);
+        uint32_t kind = (uint32_t)values[0];
+        if (is_phase(kind)) {
+            credit(stack, values[3], values[3]);
+        }
+        Record record = {
+            .name_id = (uint32_t)values[1],
+            .start_ns = values[2],
+            .duration_ns = values[3],
+            .value0 = (uint64_t)values[5],
+            .value1 = (uint64_t)values[6],
+        };
+        uint32_t other = stack != &self->header->stack ? FLAG_OTHER_THREAD : 0;
+        write_record(self, &record, kind, stack->depth, (uint32_t)values[4] | other);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_next_step(Recorder *self, PyObject *const *args, Py_ssize_t count)
+{
+    int64_t values[3] = {0}; /* flags, value0, value1 */
+    if (read_integers("next_step", args, count, 0, 3, values) < 0) {
+        return NULL;
+    }
+    if (self->header == NULL) {
+        return PyLong_FromLong(0);
+    }
+    int64_t end_ns = recorder_now(self);
+    Frame *frame = &self->header->stack.frames[0];
+    Record record = {
+        .start_ns = frame->start_ns,
+        .duration_ns = end_ns - frame->start_ns,
+        .nested_ns = frame->nested_ns,
+        .phase_ns = frame->phase_ns,
+        .value0 = (uint64_t)values[1],
+        .value1 = (uint64_t)values[2],
+    };
+    write_record(self, &record, KIND_STEP, 0, (uint32_t)values[0]);
+    frame->start_ns = end_ns;
+    frame->nested_ns = 0;
+    frame->phase_ns = 0;
+    return PyLong_FromUnsignedLongLong(++self->header->step);
+}
+
+static PyObject *recorder_charge(Recorder *self, PyObject *const *args, Py_ssize_t count)
+{
+    int64_t tool_ns;
+    if (read_integers("charge", args, count, 1, 1, &tool_ns) < 0) {
+        return NULL;
+    }
+    if (self->header != NULL) {
+        charge_tool(self, tool_ns);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_now_ns(Recorder *self, PyObject *unused)
+{
+    return PyLong_FromLongLong(recorder_now(self));
+}
+
+static PyObject *recorder_intern(Recorder *self, PyObject *name)
+{
+    return PyObject_CallOneArg(self->intern, name);
+}
+
+static PyObject *recorder_activate(Recorder *self, PyObject *unused)
+{
+    active_recorder = self->header != NULL ? self : NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_deactivate(Recorder *self, PyObject *unused)
+{
+    if (active_recorder == self) {
+        active_recorder = NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_close(Recorder *self, PyObject *unused)
+{
+    if (self->header != NULL && PyThread_get_thread_ident() == self->owner) {
+        spans_drop(self, &self->header->stack, 1); /* the step in progress stays, for the reader to see */
+    }
+    recorder_release(self);
+    Py_RETURN_NONE;
+}
+
+/* In a forked child: forgets the ring file, which stays the parent's, without a store to it. */
+static PyObject *recorder_abandon(Recorder *self, PyObject *unused)
+{
+    recorder_release(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_set_nvtx(Recorder *self, PyObject *args)
+{
+    PyObject *push, *pop, *attributes;
+    if (!PyArg_ParseTuple(args, "OOO!", &push, &pop, &PyList_Type, &attributes)) {
+        return NULL;
+    }
+    if (PyList_GET_SIZE(attributes) == 0) {
+        PyErr_SetString(PyExc_ValueError, "the attributes of name 0 are missing");
+        return NULL;
+    }
+    Py_INCREF(push);
+    Py_XSETREF(self->nvtx_push, push);
+    Py_INCREF(pop);
+    Py_XSETREF(self->nvtx_pop, pop);
+    Py_INCREF(attributes);
+    Py_XSETREF(self->nvtx_attributes, attributes);
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_get_step(Recorder *self, void *closure)
+{
+    return PyLong_FromUnsignedLongLong(self->header != NULL ? self->header->step : 0);
+}
+
+static PyObject *recorder_get_written(Recorder *self, void *closure)
+{
+    return PyLong_FromUnsignedLongLong(self->header != NULL ? self->header->head : 0);
+}
+
+static PyObject *recorder_get_closed(Recorder *self, void *closure)
+{
+    return PyBool_FromLong(self->header == NULL);
+}
+
+#define FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
+
+static PyMethodDef recorder_methods[] = {
+    {"begin", FASTCALL(recorder_begin), METH_FASTCALL, NULL},
+    {"end", FASTCALL(recorder_end), METH_FASTCALL, NULL},
+    {"drop", FASTCALL(recorder_drop), METH_FASTCALL, NULL},
+    {"begin_module", FASTCALL(recorder_begin_module), METH_FASTCALL, NULL},
+    {"end_module", FASTCALL(recorder_end_module), METH_FASTCALL, NULL},
+    {"interval", FASTCALL(recorder_interval), METH_FASTCALL, NULL},
+    {"next_step", FASTCALL(recorder_next_step), METH_FASTCALL, NULL},
+    {"charge", FASTCALL(recorder_charge), METH_FASTCALL, NULL},
+    {"now_ns", (PyCFunction)recorder_now_ns, METH_NOARGS, NULL},
+    {"intern", (PyCFunction)recorder_intern, METH_O, NULL},
+    {"activate", (PyCFunction)recorder_activate, METH_NOARGS, NULL},
+    {"deactivate", (PyCFunction)recorder_deactivate, METH_NOARGS, NULL},
+    {"close", (PyCFunction)recorder_close, METH_NOARGS, NULL},
+    {"abandon", (PyCFunction)recorder_abandon, METH_NOARGS, NULL},
+    {"set_nvtx", (PyCFunction)recorder_set_nvtx, METH_VARARGS, NULL},
+    {NULL},
+};
+
+static PyMemberDef recorder_members[] = {
+    {"probe", T_INT, offsetof(Recorder, probe), 0, NULL},
+    {"backwards", T_INT, offsetof(Recorder, backwards), READONLY, NULL},
+    {NULL},
+};
+
+static PyGetSetDef recorder_properties[] = {
+    {"step", (getter)recorder_get_step, NULL, NULL, NULL},
+    {"written", (getter)recorder_get_written, NULL, NULL, NULL},
+    {"closed", (getter)recorder_get_closed, NULL, NULL, NULL},
+    {NULL},
+};
+
+PyTypeObject RecorderType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "torchlens_perf._native.Recorder",
+    .tp_basicsize = sizeof(Recorder),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)recorder_init,
+    .tp_dealloc = (destructor)recorder_dealloc,
+    .tp_traverse = (traverseproc)recorder_traverse,
+    .tp_clear = (inquiry)recorder_clear,
+    .tp_methods = recorder_methods,
+    .tp_members = recorder_members,
+    .tp_getset = recorder_properties,
+};

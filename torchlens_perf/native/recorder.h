@@ -1,0 +1,165 @@
+/* The recorder and its marks.
+ *
+ * recorder.py holds the same in Python; tests/test_recorder.py runs every test over both. Everything here runs with the
+ * GIL held, which is the only lock: a mark takes no other, allocates nothing and makes no system call but the clock's
+ * vDSO read.
+ */
+#ifndef TORCHLENS_PERF_RECORDER_H
+#define TORCHLENS_PERF_RECORDER_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdatomic.h>
+#include <time.h>
+
+#include "layout.h"
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer buffer;
+    Header *header; /* NULL once closed: every mark is then a no-op */
+    Record *records;
+    uint64_t mask;
+    uint64_t generation; /* tells this recorder's names and thread stacks from those of an earlier one */
+    unsigned long owner; /* the thread whose open spans are kept in the ring file */
+    PyObject *intern;
+    PyObject *clock; /* NULL: CLOCK_MONOTONIC */
+    PyObject *nvtx_push, *nvtx_pop, *nvtx_attributes;
+    int probe;     /* not 0: module calls show their arguments and results to their observers */
+    int backwards; /* open BACKWARD spans, on any thread */
+} Recorder;
+
+extern Recorder *active_recorder; /* what sections write to; NULL: they do nothing */
+extern PyTypeObject RecorderType, SectionType, ModuleCallType;
+
+Stack *other_thread_spans(Recorder *self);
+int64_t injected_clock_ns(Recorder *self);
+void nvtx_open(Recorder *self, uint32_t name_id);
+uint32_t attribute_elsewhere(Recorder *self, uint32_t kind, int64_t duration_ns);
+void spans_drop(Recorder *self, Stack *stack, uint64_t depth);
+void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, uint32_t flags, uint64_t value0,
+                      uint64_t value1);
+uint32_t kind_of_call(Recorder *self, Stack *stack);
+void charge_tool(Recorder *self, int64_t tool_ns);
+PyObject *section_lookup(PyObject *module, PyObject *name);
+PyObject *section_set_decorator(PyObject *module, PyObject *function);
+int section_setup(PyObject *module);
+
+static inline int64_t recorder_now(Recorder *self)
+{
+    if (self->clock != NULL) {
+        return injected_clock_ns(self);
+    }
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static inline int is_phase(uint32_t kind)
+{
+    return kind >= KIND_DATA && kind <= LAST_PHASE;
+}
+
+static inline int is_forward(uint32_t kind)
+{
+    return kind == KIND_FORWARD || kind == KIND_RECOMPUTE;
+}
+
+static inline Stack *open_spans(Recorder *self)
+{
+    return PyThread_get_thread_ident() == self->owner ? &self->header->stack : other_thread_spans(self);
+}
+
+/* A reader sees these stores in this order: slot invalid, its fields, its stamp, the head. */
+static inline void write_record(Recorder *self, const Record *record, uint32_t kind, uint64_t depth, uint32_t flags)
+{
+    Header *header = self->header;
+    uint64_t sequence = header->head;
+    Record *slot = &self->records[sequence & self->mask];
+    uint64_t tag = (uint32_t)(sequence + 1) | (uint64_t)kind << 32 | (depth & 0xff) << 40 | (uint64_t)flags << 48;
+
+    atomic_store_explicit((_Atomic uint64_t *)&slot->tag, 0, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+    slot->name_id = record->name_id;
+    slot->step = (uint32_t)header->step;
+    slot->start_ns = record->start_ns;
+    slot->duration_ns = record->duration_ns;
+    slot->nested_ns = record->nested_ns;
+    slot->phase_ns = record->phase_ns;
+    slot->value0 = record->value0;
+    slot->value1 = record->value1;
+    atomic_store_explicit((_Atomic uint64_t *)&slot->tag, tag, memory_order_release);
+    atomic_store_explicit((_Atomic uint64_t *)&header->head, sequence + 1, memory_order_release);
+}
+
+/* Returns the depth of the new span. The clock is read last, so that the span does not hold our own work. */
+static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, uint32_t name_id)
+{
+    uint64_t depth = stack->depth++;
+    if (depth >= MAX_FRAMES) {
+        return depth;
+    }
+    if (self->nvtx_push != NULL) {
+        nvtx_open(self, name_id);
+    }
+    Frame *frame = &stack->frames[depth];
+    frame->nested_ns = 0;
+    frame->phase_ns = 0;
+    frame->name_id = name_id;
+    frame->kind = kind;
+    stack->forwards += is_forward(kind);
+    self->backwards += kind == KIND_BACKWARD;
+    frame->start_ns = recorder_now(self);
+    return depth;
+}
+
+/* Gives time to the innermost open span, as time that is not its own. */
+static inline void credit(Stack *stack, int64_t nested_ns, int64_t phase_ns)
+{
+    if (stack->depth > 0 && stack->depth <= MAX_FRAMES) {
+        Frame *parent = &stack->frames[stack->depth - 1];
+        parent->nested_ns += nested_ns;
+        parent->phase_ns += phase_ns;
+    }
+}
+
+/* Closes the span at `depth`. Spans still open above it lost their end (a raising optimizer, interleaved tasks): they
+ * are counted and dropped, so that the stack heals itself. */
+static inline void span_close(Recorder *self, Stack *stack, uint64_t depth, int64_t end_ns, uint32_t flags,
+                              uint64_t value0, uint64_t value1)
+{
+    if (stack->depth <= depth) {
+        return; /* dropped, and counted, by a span around it */
+    }
+    if (stack->depth != depth + 1) {
+        self->header->unbalanced += stack->depth - depth - 1;
+    }
+    if (depth >= MAX_FRAMES) {
+        stack->depth = depth;
+        self->header->too_deep++;
+        return;
+    }
+    Frame frame = stack->frames[depth];
+    if (stack->depth == depth + 1 && frame.kind >= KIND_MODULE && self->nvtx_pop == NULL) {
+        stack->depth = depth;
+    } else {
+        spans_drop(self, stack, depth);
+    }
+    int64_t duration_ns = end_ns - frame.start_ns;
+    if (stack != &self->header->stack) {
+        flags |= attribute_elsewhere(self, frame.kind, duration_ns);
+    }
+    credit(stack, duration_ns, is_phase(frame.kind) ? duration_ns : frame.phase_ns);
+    Record record = {
+        .name_id = frame.name_id,
+        .start_ns = frame.start_ns,
+        .duration_ns = duration_ns,
+        .nested_ns = frame.nested_ns,
+        .phase_ns = frame.phase_ns,
+        .value0 = value0,
+        .value1 = value1,
+    };
+    write_record(self, &record, frame.kind, depth, flags);
+}
+
+#endif

@@ -1,0 +1,113 @@
+"""What one node's sidecar knows, as a file: the report is made from these files, live or later."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torchlens_perf.clock import Anchor
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.identity import Identity
+from torchlens_perf.rank_statistics import RankStatistics
+from torchlens_perf.run_directory import RunDirectory
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass
+class ProcessState:
+    """One process of one rank."""
+
+    identity: Identity
+    anchor: Anchor
+    statistics: RankStatistics
+    counted: int = -1
+    """Sequence number of the last record that the statistics hold."""
+    ended: str = ""
+    """"closed" by its watch, "died", or "" while it runs."""
+    native: bool = True
+    memory_source: str = ""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    unbalanced: int = 0
+    too_deep: int = 0
+    names_lost: int = 0
+    internal_errors: int = 0
+    tool_ns: int = 0
+    open_spans: list[str] = dataclasses.field(default_factory=list)
+    """What a process that died was inside of."""
+
+    def to_json(self) -> dict[str, Any]:
+        value = {field: getattr(self, field) for field in _PLAIN_FIELDS}
+        value["identity"] = self.identity.to_json()
+        value["anchor"] = list(self.anchor)
+        value["statistics"] = self.statistics.to_json()
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ProcessState:
+        return cls(
+            identity=Identity(**value["identity"]),
+            anchor=Anchor(*value["anchor"]),
+            statistics=RankStatistics.from_json(value["statistics"]),
+            **{field: value[field] for field in _PLAIN_FIELDS},
+        )
+
+
+_PLAIN_FIELDS = (
+    "counted", "ended", "native", "memory_source", "notes", "unbalanced", "too_deep", "names_lost", "internal_errors",
+    "tool_ns", "open_spans",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class NodeState:
+    """One node of the run."""
+
+    host: str
+    processes: dict[str, ProcessState] = dataclasses.field(default_factory=dict)
+    dropped_segments: int = 0
+    notes: list[str] = dataclasses.field(default_factory=list)
+    sidecar_cpu_s: float = 0.0
+
+    def save(self, run: RunDirectory) -> None:
+        """Replaces the node's file. Raises OSError on a full disk."""
+        value = {
+            "schema": SCHEMA,
+            "host": self.host,
+            "processes": {key: process.to_json() for key, process in self.processes.items()},
+            "dropped_segments": self.dropped_segments,
+            "notes": self.notes,
+            "sidecar_cpu_s": self.sidecar_cpu_s,
+        }
+        path = run.node_state(self.host)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(value, separators=(",", ":")))
+        os.replace(partial, path)
+
+
+def load(path: Path) -> NodeState:
+    """The state that save() wrote. Raises RunStoreError if it cannot be read."""
+    try:
+        value = json.loads(path.read_text())
+        if value["schema"] != SCHEMA:
+            raise RunStoreError(f"{path} has schema {value['schema']}, this version reads {SCHEMA}")
+        return NodeState(
+            host=value["host"],
+            processes={key: ProcessState.from_json(process) for key, process in value["processes"].items()},
+            dropped_segments=value["dropped_segments"],
+            notes=value["notes"],
+            sidecar_cpu_s=value["sidecar_cpu_s"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunStoreError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def load_all(run: RunDirectory) -> list[NodeState]:
+    """All nodes of the run, by host. Raises RunStoreError if there are none."""
+    paths = sorted(run.nodes.glob("*.json"))
+    if not paths:
+        raise RunStoreError(f"{run.path} is not a run directory, or its sidecar has not written anything yet")
+    return [load(path) for path in paths]

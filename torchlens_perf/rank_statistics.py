@@ -1,0 +1,235 @@
+"""What is known of one rank: sketches over the whole run, and a history of windows that does not grow with it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.records import PARTS, StepTable
+from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.statistics import Sketch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+WARM_UP_STEPS = 3  # allocator, caches, lazy initialisation: counted apart
+FIRST_WINDOW_STEPS = 8
+MOST_WINDOWS = 512
+# Steps that are not compared: they do other work than training steps.
+_OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.PROBED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Medians over consecutive steps: row i is about steps [first_step[i], first_step[i] + width)."""
+
+    width: int
+    first_step: npt.NDArray[np.int64]
+    duration_ns: npt.NDArray[np.float64]
+    parts_ns: npt.NDArray[np.float64]
+    """Shape [windows, len(PARTS)]."""
+
+
+class WindowHistory:
+    """Medians of every `width` steps. When there are too many, neighbours are merged and the width doubles.
+
+    Windows are aligned to multiples of the width, so those of different ranks are about the same steps.
+    """
+
+    def __init__(self) -> None:
+        self.width = FIRST_WINDOW_STEPS
+        self._rows: list[tuple[int, float, npt.NDArray[np.float64]]] = []
+        self._steps: list[tuple[int, int, npt.NDArray[np.int64]]] = []  # of the window in progress
+
+    def add(self, table: StepTable) -> None:
+        """Adds steps, in order."""
+        compared = (table.flags & _OTHER_WORK) == 0
+        for step, duration_ns, parts_ns, good in zip(
+            table.step.tolist(), table.duration_ns.tolist(), table.parts_ns, compared.tolist(), strict=True
+        ):
+            if self._steps and step // self.width != self._steps[0][0] // self.width:
+                self._close_window()
+            if good:
+                self._steps.append((step, duration_ns, parts_ns))
+
+    def windows(self) -> Windows:
+        """The history, with the window in progress as its last row if it has half its steps."""
+        rows = list(self._rows)
+        if 2 * len(self._steps) >= self.width or (self._steps and not rows):
+            rows.append(self._row())
+        return Windows(
+            width=self.width,
+            first_step=np.array([row[0] for row in rows], np.int64),
+            duration_ns=np.array([row[1] for row in rows], np.float64),
+            parts_ns=np.array([row[2] for row in rows], np.float64).reshape(len(rows), len(PARTS)),
+        )
+
+    def _row(self) -> tuple[int, float, npt.NDArray[np.float64]]:
+        durations = np.array([step[1] for step in self._steps])
+        parts = np.array([step[2] for step in self._steps])
+        return self._steps[0][0] // self.width * self.width, float(np.median(durations)), np.median(parts, axis=0)
+
+    def _close_window(self) -> None:
+        if 2 * len(self._steps) >= self.width:
+            self._rows.append(self._row())
+        self._steps.clear()
+        if len(self._rows) > MOST_WINDOWS:
+            self._merge_neighbours()
+
+    def _merge_neighbours(self) -> None:
+        self.width *= 2
+        merged: dict[int, list[tuple[int, float, npt.NDArray[np.float64]]]] = {}
+        for row in self._rows:
+            merged.setdefault(row[0] // self.width * self.width, []).append(row)
+        self._rows = [
+            (first, float(np.mean([row[1] for row in rows])), np.mean([row[2] for row in rows], axis=0))
+            for first, rows in merged.items()
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """A value for from_json(). The window in progress begins anew on the other side."""
+        windows = self.windows()
+        return {
+            "width": self.width,
+            "first_step": windows.first_step.tolist(),
+            "duration_ns": windows.duration_ns.tolist(),
+            "parts_ns": windows.parts_ns.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> WindowHistory:
+        history = cls()
+        history.width = int(value["width"])
+        history._rows = [
+            (int(first), float(duration), np.array(parts, np.float64))
+            for first, duration, parts in zip(value["first_step"], value["duration_ns"], value["parts_ns"], strict=True)
+        ]
+        return history
+
+
+@dataclasses.dataclass
+class CollectiveCount:
+    """One operation on one group."""
+
+    sketch: Sketch = dataclasses.field(default_factory=Sketch)
+    bytes: int = 0
+
+
+class RankStatistics:
+    """Everything counted about one process of one rank. Fed with its records in sequence order."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.lost = 0
+        self.first_step: int | None = None
+        self.last_step: int | None = None
+        self.counted_steps = 0
+        self.started_ns: int | None = None
+        self.ended_ns: int | None = None
+        self.warm_up = Sketch()
+        self.step = Sketch()
+        self.own = Sketch()
+        self.parts = {part: Sketch() for part in PARTS}
+        self.modules: dict[str, Sketch] = {}
+        self.module_backwards: dict[str, Sketch] = {}
+        self.sections: dict[str, Sketch] = {}
+        self.collectives: dict[str, CollectiveCount] = {}
+        self.memory_bytes = 0
+        self.memory_most_bytes = 0
+        self.micro_steps = 1
+        self.flags_seen = 0
+        self.history = WindowHistory()
+
+    def add(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int) -> None:
+        """Counts whole steps: their records, and the table that assemble_steps() made of them."""
+        self.records += len(records)
+        self.lost += lost
+        if len(steps):
+            self._add_steps(steps)
+        warm = self.first_step is not None and records["step"] >= self.first_step + WARM_UP_STEPS
+        self._add_named(records[warm], names)
+
+    def _add_steps(self, table: StepTable) -> None:
+        if self.first_step is None:
+            self.first_step = int(table.step[0])
+            self.started_ns = int(table.start_ns[0])
+        self.last_step = int(table.step[-1])
+        self.ended_ns = int(table.start_ns[-1] + table.duration_ns[-1])
+        self.counted_steps += len(table)
+        warm = table.step >= self.first_step + WARM_UP_STEPS
+        self.warm_up.add(table.duration_ns[~warm])
+        self.step.add(table.duration_ns[warm])
+        self.own.add(table.own_ns[warm])
+        for index, part in enumerate(PARTS):
+            self.parts[part].add(table.parts_ns[warm, index])
+        self.memory_bytes = int(table.memory_bytes[-1])
+        self.memory_most_bytes = max(self.memory_most_bytes, int(table.memory_bytes.max()))
+        self.micro_steps = int(np.median(table.micro_steps))
+        self.flags_seen |= int(np.bitwise_or.reduce(table.flags))
+        self.history.add(table)
+
+    def _add_named(self, records: npt.NDArray[np.void], names: list[str]) -> None:
+        keys = records["kind"].astype(np.int64) << 32 | records["name_id"]
+        order = np.argsort(keys, kind="stable")
+        unique, starts = np.unique(keys[order], return_index=True)
+        for key, rows in zip(unique.tolist(), np.split(order, starts[1:]), strict=True):
+            kind, name_id = key >> 32, key & 0xFFFFFFFF
+            name = names[name_id] if name_id < len(names) else "(unknown)"
+            durations_ns = records["duration_ns"][rows]
+            if kind in (Kind.MODULE, Kind.FORWARD):
+                own_ns = durations_ns - records["nested_ns"][rows]
+                self.modules.setdefault(name.removeprefix("forward "), Sketch()).add(own_ns)
+            elif kind == Kind.MODULE_BACKWARD:
+                self.module_backwards.setdefault(name, Sketch()).add(durations_ns)
+            elif kind == Kind.SECTION:
+                self.sections.setdefault(name, Sketch()).add(durations_ns)
+            elif kind == Kind.COLLECTIVE:
+                count = self.collectives.setdefault(name, CollectiveCount())
+                count.sketch.add(durations_ns)
+                count.bytes += int(records["value0"][rows].sum())
+
+    @property
+    def coverage(self) -> float:
+        """Share of the steps from the first to the last that were seen whole."""
+        if self.first_step is None or self.last_step is None:
+            return 0.0
+        return self.counted_steps / (self.last_step - self.first_step + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """A value for from_json()."""
+        value: dict[str, Any] = {field: getattr(self, field) for field in _PLAIN_FIELDS}
+        for field in _SKETCHES:
+            value[field] = getattr(self, field).to_json()
+        for field in _SKETCH_TABLES:
+            value[field] = {name: sketch.to_json() for name, sketch in getattr(self, field).items()}
+        value["collectives"] = {
+            name: {"bytes": count.bytes, "sketch": count.sketch.to_json()} for name, count in self.collectives.items()
+        }
+        value["history"] = self.history.to_json()
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> RankStatistics:
+        """The statistics that to_json() wrote, at a step boundary."""
+        statistics = cls()
+        for field in _PLAIN_FIELDS:
+            setattr(statistics, field, value[field])
+        for field in _SKETCHES:
+            setattr(statistics, field, Sketch.from_json(value[field]))
+        for field in _SKETCH_TABLES:
+            loaded = {name: Sketch.from_json(sketch) for name, sketch in value[field].items()}
+            getattr(statistics, field).update(loaded)
+        for name, count in value["collectives"].items():
+            statistics.collectives[name] = CollectiveCount(Sketch.from_json(count["sketch"]), int(count["bytes"]))
+        statistics.history = WindowHistory.from_json(value["history"])
+        return statistics
+
+
+_PLAIN_FIELDS = (
+    "records", "lost", "first_step", "last_step", "counted_steps", "started_ns", "ended_ns", "memory_bytes",
+    "memory_most_bytes", "micro_steps", "flags_seen",
+)  # fmt: skip
+_SKETCHES = ("warm_up", "step", "own")
+_SKETCH_TABLES = ("parts", "modules", "module_backwards", "sections")

@@ -1,0 +1,47 @@
+"""The recorder in use: the native one, or its Python twin where the package was installed without a C compiler."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchlens_perf import _native as _implementation
+else:
+    try:
+        from torchlens_perf import _native as _implementation
+    except ImportError:
+        from torchlens_perf import _native_twin as _implementation
+
+NATIVE: bool = _implementation.__name__.endswith("._native")
+
+ModuleCall = _implementation.ModuleCall
+Recorder = _implementation.Recorder
+Section = _implementation.Section
+section = _implementation.section
+
+
+def _timed(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`section(name)(function)`: each call of the function is the section."""
+    if not callable(function):
+        raise TypeError(f"a section decorates a function, got {type(function).__name__}")
+    if (
+        inspect.isgeneratorfunction(function)
+        or inspect.iscoroutinefunction(function)
+        or inspect.isasyncgenfunction(function)
+    ):
+        # Their body runs between other work; one span around it would time that work too.
+        raise TypeError(f"{function.__qualname__} is a generator or coroutine: use `with section(...)` inside it")
+    name = timer.name
+
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with section(name):  # by its name: torch.compile knows section(), see hooks/compile.py
+            return function(*args, **kwargs)
+
+    return timed
+
+
+_implementation.set_section_decorator(_timed)

@@ -1,0 +1,75 @@
+"""Replaying a finished run: its records go through statistics and export once more, as when it was live."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from torchlens_perf import node_state, run_store
+from torchlens_perf.exporters import ExportBatch, Exporter
+from torchlens_perf.identity import Identity
+from torchlens_perf.node_state import NodeState, ProcessState
+from torchlens_perf.rank_statistics import RankStatistics
+from torchlens_perf.sidecar import traced_steps
+from torchlens_perf.statistics import assemble_steps, step_traces
+
+if TYPE_CHECKING:
+    from torchlens_perf.run_directory import RunDirectory
+    from torchlens_perf.run_store import Origin
+
+_FLUSH_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """What a replay did."""
+
+    steps: int
+    records: int
+    notes: list[str]
+
+
+def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int) -> Replayed:
+    """Sends a run's kept records through the exporter, and writes the state of nodes that have none.
+
+    A node's saved state is left alone: it also counts records that were removed since to save space.
+    """
+    steps = records = 0
+    for host in run_store.hosts(run):
+        saved = _saved(run, host)
+        rebuilt = NodeState(host)
+        for origin, kept, names, lost in run_store.read_chunks(run, host):
+            process = rebuilt.processes.get(origin.key)
+            if process is None:
+                identity = (
+                    saved.processes[origin.key].identity if origin.key in saved.processes else _identity(run, origin)
+                )
+                process = ProcessState(identity, origin.anchor, RankStatistics(), ended="closed")
+                rebuilt.processes[origin.key] = process
+            table = assemble_steps(kept)
+            process.statistics.add(kept, table, names, lost)
+            steps, records = steps + len(table), records + len(kept)
+            if exporter is not None:
+                wanted = traced_steps(table.step.tolist(), trace_every)
+                traces = step_traces(origin.key, kept, names, wanted)
+                exporter.export(ExportBatch(process.identity, origin.anchor, table, tuple(traces)))
+                exporter.force_flush(_FLUSH_TIMEOUT_S)  # a replay has time: nothing needs to be left out
+        if not saved.processes:
+            rebuilt.notes.append("rebuilt from the records that are kept")
+            rebuilt.save(run)
+    notes = exporter.shutdown(_FLUSH_TIMEOUT_S) if exporter is not None else []
+    return Replayed(steps, records, notes)
+
+
+def _saved(run: RunDirectory, host: str) -> NodeState:
+    path = run.node_state(host)
+    return node_state.load(path) if path.exists() else NodeState(host)
+
+
+def _identity(run: RunDirectory, origin: Origin) -> Identity:
+    """What the records alone tell of a rank."""
+    return Identity(
+        run_id=run.run_id, rank=origin.rank, local_rank=origin.rank, world_size=origin.rank + 1,
+        local_world_size=origin.rank + 1, attempt=origin.attempt, host=origin.host, pid=0, process_started=0,
+        launcher_pid=0, elastic=False, program="", traceparent="", attributes={},
+    )  # fmt: skip

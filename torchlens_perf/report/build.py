@@ -1,0 +1,307 @@
+"""The report as one JSON value, made from the nodes' state files. Everything that shows a report starts here.
+
+The top level is stable: `schema` counts up when a field changes its meaning or goes away.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from typing import Any
+
+from torchlens_perf import straggler
+from torchlens_perf.node_state import NodeState, ProcessState
+from torchlens_perf.rank_statistics import RankStatistics, Windows
+from torchlens_perf.records import PARTS
+from torchlens_perf.report import verdict
+from torchlens_perf.ring import Flag
+from torchlens_perf.statistics import Sketch
+
+SCHEMA = 1
+_QUANTILES = {"p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99}
+# A mark in the middle of a step costs about this much more than the tight loop's 0.1 us: caches are cold there
+# (docs/performance.md has the measurement).
+MARK_NS = 400.0
+
+
+def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
+    """The report on a run, live or finished. Ranks that were restarted count with their last attempt."""
+    processes = _latest_attempt(nodes)
+    merged, warm_up = Sketch(), Sketch()
+    for process in processes.values():
+        merged.merge(process.statistics.step)
+        warm_up.merge(process.statistics.warm_up)
+    windows = {rank: process.statistics.history.windows() for rank, process in processes.items()}
+    comparison = straggler.compare(windows) if windows else straggler.Comparison(None, 0, 0.0, math.inf)
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run": _run(run_id, nodes, processes),
+        "steps": _steps(merged, warm_up, processes, windows),
+        "ranks": [_rank(rank, processes[rank]) for rank in sorted(processes)],
+        "modules": _modules(processes),
+        "sections": _sections(processes),
+        "collectives": _collectives(processes),
+        "quality": _quality(nodes, processes),
+    }
+    report["verdicts"] = [found.to_json() for found in verdict.verdicts(report, comparison)]
+    return report
+
+
+def _latest_attempt(nodes: list[NodeState]) -> dict[int, ProcessState]:
+    latest: dict[int, ProcessState] = {}
+    for node in nodes:
+        for process in node.processes.values():
+            known = latest.get(process.identity.rank)
+            order = (process.identity.attempt, process.anchor.unix_ns)
+            if known is None or order > (known.identity.attempt, known.anchor.unix_ns):
+                latest[process.identity.rank] = process
+    return latest
+
+
+def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]) -> dict[str, Any]:
+    started = [_unix_ns(p, p.statistics.started_ns) for p in processes.values() if p.statistics.started_ns is not None]
+    ended = [_unix_ns(p, p.statistics.ended_ns) for p in processes.values() if p.statistics.ended_ns is not None]
+    live = any(not process.ended for process in processes.values())
+    any_identity = next(iter(processes.values())).identity if processes else None
+    return {
+        "id": run_id,
+        "program": any_identity.program if any_identity else None,
+        "world_size": any_identity.world_size if any_identity else 0,
+        "nodes": sorted(node.host for node in nodes),
+        "attempt": max((process.identity.attempt for process in processes.values()), default=0),
+        "started": _time(min(started)) if started else None,
+        "ended": None if live or not ended else _time(max(ended)),
+        "last_step_at": _time(max(ended)) if ended else None,
+        "live": live,
+    }
+
+
+def _unix_ns(process: ProcessState, monotonic_ns: int) -> int:
+    return monotonic_ns + process.anchor.unix_ns - process.anchor.monotonic_ns
+
+
+def _time(unix_ns: int) -> str:
+    return datetime.datetime.fromtimestamp(unix_ns / 1e9, datetime.timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _steps(
+    merged: Sketch, warm_up: Sketch, processes: dict[int, ProcessState], windows: dict[int, Windows]
+) -> dict[str, Any]:
+    """Step times without the first WARM_UP_STEPS of each rank, which `warm_up_max_s` tells of."""
+    counts = [process.statistics.counted_steps for process in processes.values()]
+    steps: dict[str, Any] = {"count": max(counts, default=0)}
+    steps.update(_distribution(merged))
+    steps["warm_up_max_s"] = warm_up.largest / 1e9 if warm_up.count else None
+    steps["trend"] = _trend(windows)
+    steps["inference"] = any(p.statistics.flags_seen & Flag.INFERENCE for p in processes.values())
+    steps["micro_steps"] = max((p.statistics.micro_steps for p in processes.values()), default=0)
+    return steps
+
+
+def _trend(windows: dict[int, Windows]) -> dict[str, Any] | None:
+    """Median step time of the first and the last third of the run, without warm-up; None for a short run."""
+    usable = [w.duration_ns[1:] for w in windows.values() if len(w.duration_ns) >= 7]
+    if not usable:
+        return None
+    shortest = min(len(durations) for durations in usable)
+    third = shortest // 3
+    first = sorted(float(value) for durations in usable for value in durations[:third])
+    last = sorted(float(value) for durations in usable for value in durations[-third:])
+    first_s, last_s = first[len(first) // 2] / 1e9, last[len(last) // 2] / 1e9
+    return {
+        "first_third_p50_s": first_s,
+        "last_third_p50_s": last_s,
+        "change": last_s / first_s - 1 if first_s else 0.0,
+    }
+
+
+def _distribution(sketch: Sketch) -> dict[str, float | None]:
+    """p50_s, p95_s, p99_s, max_s and mean_s; null where there is no value."""
+    if not sketch.count:
+        return {**dict.fromkeys(_QUANTILES), "max_s": None, "mean_s": None}
+    quantiles: dict[str, float | None] = {name: sketch.quantile_ns(q) / 1e9 for name, q in _QUANTILES.items()}
+    return {**quantiles, "max_s": sketch.largest / 1e9, "mean_s": sketch.mean_ns() / 1e9}
+
+
+def _rank(rank: int, process: ProcessState) -> dict[str, Any]:
+    statistics = process.statistics
+    total_ns = statistics.step.sum_ns
+    phases = {}
+    for part in PARTS:
+        sketch = statistics.parts[part]
+        if sketch.largest > 0 and total_ns:
+            phases[part] = {
+                "p50_s": sketch.quantile_ns(0.5) / 1e9,
+                "mean_s": sketch.mean_ns() / 1e9,
+                "share": sketch.sum_ns / total_ns,
+            }
+    return {
+        "rank": rank,
+        "host": process.identity.host,
+        "local_rank": process.identity.local_rank,
+        "pid": process.identity.pid,
+        "attempt": process.identity.attempt,
+        "state": process.ended or "running",
+        "inside": process.open_spans,
+        "steps": statistics.counted_steps,
+        "first_step": statistics.first_step,
+        "last_step": statistics.last_step,
+        "step_s": _distribution(statistics.step),
+        "own_s": _distribution(statistics.own),
+        "phases": phases,
+        "memory": {
+            "last_bytes": statistics.memory_bytes or None,
+            "max_bytes": statistics.memory_most_bytes or None,
+            "source": process.memory_source or None,
+        },
+        "coverage": statistics.coverage,
+        "lost": statistics.lost,
+    }
+
+
+def _modules(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
+    """All timed modules by own forward time, most first.
+
+    `by_rank` holds each rank's mean own time per step; `backward_by_rank` its median backward time, from the steps in
+    which that was taken, with the modules inside it.
+    """
+    rows = []
+    for name in _all_names(processes, "modules"):
+        merged, by_rank = Sketch(), {}
+        backward, backward_by_rank = Sketch(), {}
+        for rank, process in processes.items():
+            sketch = process.statistics.modules.get(name)
+            if sketch is not None:
+                merged.merge(sketch)
+                by_rank[str(rank)] = _per_step_s(sketch, process)
+            sampled = process.statistics.module_backwards.get(name)
+            if sampled is not None:
+                backward.merge(sampled)
+                backward_by_rank[str(rank)] = sampled.quantile_ns(0.5) / 1e9
+        rows.append(
+            {
+                "name": name,
+                "calls": merged.count,
+                "own_s": _distribution(merged),
+                "own_s_per_step": sum(by_rank.values()) / len(by_rank),
+                "by_rank": by_rank,
+                "backward_s": _distribution(backward) if backward.count else None,
+                "backward_by_rank": backward_by_rank,
+            }
+        )
+    return sorted(rows, key=lambda row: -row["own_s_per_step"])
+
+
+def _per_step_s(sketch: Sketch, process: ProcessState) -> float:
+    return sketch.sum_ns / 1e9 / max(1, process.statistics.step.count)
+
+
+def _sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
+    rows = []
+    for name in _all_names(processes, "sections"):
+        merged, by_rank = Sketch(), {}
+        for rank, process in processes.items():
+            sketch: Sketch | None = process.statistics.sections.get(name)
+            if sketch is not None:
+                merged.merge(sketch)
+                by_rank[str(rank)] = _per_step_s(sketch, process)
+        rows.append(
+            {
+                "name": name,
+                "calls": merged.count,
+                "total_s": _distribution(merged),
+                "s_per_step": sum(by_rank.values()) / len(by_rank),
+                "by_rank": by_rank,
+            }
+        )
+    return sorted(rows, key=lambda row: -row["s_per_step"])
+
+
+def _collectives(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
+    rows = []
+    for name in _all_names(processes, "collectives"):
+        operation, _, group = name.partition(" group=")
+        merged, total_bytes = Sketch(), 0
+        for process in processes.values():
+            count = process.statistics.collectives.get(name)
+            if count is not None:
+                merged.merge(count.sketch)
+                total_bytes += count.bytes
+        rows.append(
+            {
+                "operation": operation,
+                "group": group,
+                "count": merged.count,
+                "bytes": total_bytes,
+                "issue_s": _distribution(merged),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def _all_names(processes: dict[int, ProcessState], table: str) -> list[str]:
+    names: dict[str, None] = {}
+    for process in processes.values():
+        names.update(dict.fromkeys(getattr(process.statistics, table)))
+    return list(names)
+
+
+def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> dict[str, Any]:
+    statistics: list[RankStatistics] = [process.statistics for process in processes.values()]
+    notes = list(dict.fromkeys(note for node in nodes for note in node.notes))
+    for rank in sorted(processes):
+        notes += [note for note in _rank_notes(processes[rank]) if note not in notes]
+    missing = _missing_ranks(processes)
+    if missing:
+        notes.append(missing)
+    dropped = sum(node.dropped_segments for node in nodes)
+    if dropped:
+        notes.append(
+            f"{dropped} oldest segments of records were removed to stay below disk_bytes; statistics hold them"
+        )
+    return {
+        "records": sum(s.records for s in statistics),
+        "lost": sum(s.lost for s in statistics),
+        "coverage": min((s.coverage for s in statistics), default=0.0),
+        "overhead_share": _overhead_share(processes),
+        "sidecar_cpu_s": sum(node.sidecar_cpu_s for node in nodes),
+        "notes": notes,
+    }
+
+
+def _overhead_share(processes: dict[int, ProcessState]) -> float | None:
+    """Time in our own hooks, as they measured it, and MARK_NS for every record, as a share of the steps."""
+    total_ns = sum(p.statistics.step.sum_ns + p.statistics.warm_up.sum_ns for p in processes.values())
+    if not total_ns:
+        return None
+    ours_ns = sum(process.tool_ns + MARK_NS * process.statistics.records for process in processes.values())
+    return ours_ns / total_ns
+
+
+def _rank_notes(process: ProcessState) -> list[str]:
+    rank, statistics = process.identity.rank, process.statistics
+    notes = list(process.notes)
+    if statistics.lost:
+        notes.append(
+            f"rank {rank}: {statistics.lost} records were overwritten before they were read; raise ring_records"
+        )
+    if process.unbalanced:
+        notes.append(f"rank {rank}: {process.unbalanced} spans never ended (an exception in the optimizer, or tasks)")
+    if process.too_deep:
+        notes.append(f"rank {rank}: {process.too_deep} spans nested deeper than 64 levels were not recorded")
+    if process.names_lost:
+        notes.append(f"rank {rank}: more distinct names than fit; the surplus is shown as (other)")
+    if process.internal_errors:
+        notes.append(f"rank {rank}: {process.internal_errors} errors of ours were kept away from training; see its log")
+    if not process.native:
+        notes.append("recorded by the Python twin, not the native recorder: see torchlens-perf doctor")
+    return notes
+
+
+def _missing_ranks(processes: dict[int, ProcessState]) -> str:
+    world_size = max((process.identity.world_size for process in processes.values()), default=0)
+    missing = sorted(set(range(world_size)) - set(processes))
+    if not missing:
+        return ""
+    shown = ", ".join(str(rank) for rank in missing[:8]) + (", ..." if len(missing) > 8 else "")
+    return f"{len(missing)} of {world_size} ranks are missing: {shown}"

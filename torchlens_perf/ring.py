@@ -1,0 +1,300 @@
+"""The ring file: fixed-size records that one process writes and another one reads, live or after its death.
+
+A ring file is preallocated, mapped into memory and never grows. The writer overwrites the oldest record, so it never
+waits for a reader; each record carries its sequence number, so a reader knows exactly how many it missed. A process
+that is killed leaves its newest records behind, and the stack of spans that it had open.
+
+::
+
+    0      header   sizes, counters, the open spans of the training thread (native/layout.h has the same as C)
+    4096   metadata one JSON object: rank, host, process, clock anchors
+    12288  names    length-prefixed UTF-8; a record's name_id is the position in this list
+    274432 records  64 bytes each
+
+`recorder.py` writes records; this module makes the file, interns names and reads.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from enum import IntEnum, IntFlag
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchlens_perf.errors import RingError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+MAGIC = b"TLPRING\0"
+VERSION = 1
+RECORD_BYTES = 64
+MAX_FRAMES = 64
+FRAME_BYTES = 32
+METADATA_OFFSET, METADATA_BYTES = 4096, 8192
+NAMES_OFFSET, NAMES_BYTES = 12288, 262144
+RECORDS_OFFSET = 274432
+LONGEST_NAME = 256
+IN_FLIGHT = 64  # records that writers on several threads may have begun and not finished (the Python twin)
+OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's space
+
+# Header fields that change while the job runs: 64-bit words, by their index.
+HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE = 8, 9, 10, 11, 12, 13
+NAMES_USED, NAMES_LOST, METADATA_REVISION, METADATA_USED, INTERNAL_ERRORS = 16, 17, 18, 19, 20
+DEPTH, FORWARDS, FRAMES = 24, 25, 26
+_FIXED = struct.Struct("<8sIIQQQQQQ")  # magic, version, record_bytes, capacity, then offset and size of each area
+
+
+class Kind(IntEnum):
+    """What a record is about. From DATA to RECOMPUTE: phases, whose time is taken out of the phase around them."""
+
+    STEP = 1
+    DATA = 2
+    FORWARD = 3
+    BACKWARD = 4
+    OPTIMIZER = 5
+    WAIT = 6
+    RECOMPUTE = 7
+    MODULE = 16
+    MODULE_BACKWARD = 17
+    SECTION = 18
+    COLLECTIVE = 19
+
+
+PHASES = (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT)
+
+
+class Flag(IntFlag):
+    """Flags of a record. The upper eight are for STEP records."""
+
+    EXCEPTION = 1
+    ASYNC = 2
+    TAIL = 4  # WAIT: the end of the backward pass, after the last gradient was computed
+    OTHER_THREAD = 8  # on a thread other than the training thread: no part of the step's time
+    EVALUATION = 256  # the step held a forward pass without gradients
+    INFERENCE = 512  # the step is a forward pass, no optimizer has stepped
+    SKIPPED = 1024  # GradScaler skipped the optimizer
+    PROBED = 2048  # observers were on: module backward times were taken
+    MANUAL = 4096  # the boundary is the user's w.step()
+
+
+class State(IntEnum):
+    """Who ended the writing. A writer that died leaves OPEN."""
+
+    OPEN = 0
+    CLOSED = 1
+
+
+class RingFile:
+    """The writer's side of a ring file: makes and maps it, interns names, publishes metadata.
+
+    Not thread-safe beyond the GIL; belongs to the process that made it.
+    """
+
+    def __init__(self, path: Path, capacity: int, first_step: int = 0) -> None:
+        """Creates the file, mode 0600, with room for `capacity` records (a power of two).
+
+        first_step: index of the step that the first records belong to.
+        Blocks are reserved, so that a full disk raises here and not as SIGBUS at a later store.
+        Raises OSError where the place cannot hold it.
+        """
+        self.path = path
+        size = RECORDS_OFFSET + capacity * RECORD_BYTES
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            self.buffer = mmap.mmap(descriptor, size)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
+        self._ids: dict[str, int] = {}
+        self._words = memoryview(self.buffer).cast("Q")
+        _FIXED.pack_into(
+            self.buffer, 0, MAGIC, VERSION, RECORD_BYTES, capacity,
+            METADATA_OFFSET, METADATA_BYTES, NAMES_OFFSET, NAMES_BYTES, RECORDS_OFFSET,
+        )  # fmt: skip
+        self._words[STEP] = first_step
+        self.intern(OTHER_NAMES)
+
+    def intern(self, name: str) -> int:
+        """Returns the id of `name`; 0, and counts it, once the table is full."""
+        known = self._ids.get(name)
+        if known is not None:
+            return known
+        text = name.encode("utf-8", "backslashreplace")[:LONGEST_NAME]
+        used = self._words[NAMES_USED]
+        if used + 2 + len(text) > NAMES_BYTES:
+            self._words[NAMES_LOST] += 1
+            return 0
+        struct.pack_into(f"<H{len(text)}s", self.buffer, NAMES_OFFSET + used, len(text), text)
+        self._words[NAMES_USED] = used + 2 + len(text)
+        self._ids[name] = len(self._ids)
+        return self._ids[name]
+
+    def names(self) -> list[str]:
+        """All names interned so far, by id."""
+        return list(self._ids)
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Replaces the metadata. A reader that sees an odd revision tries again. Raises RingError if it is too long."""
+        text = json.dumps(metadata, separators=(",", ":")).encode()
+        if len(text) > METADATA_BYTES:
+            raise RingError(f"ring metadata of {len(text)} bytes does not fit into {METADATA_BYTES}")
+        self._words[METADATA_REVISION] += 1
+        self.buffer[METADATA_OFFSET : METADATA_OFFSET + len(text)] = text
+        self._words[METADATA_USED] = len(text)
+        self._words[METADATA_REVISION] += 1
+
+    def count_internal_error(self) -> None:
+        """Counts an error of ours that was kept away from the training loop."""
+        self._words[INTERNAL_ERRORS] += 1
+
+    def close(self) -> None:
+        """Marks the ring as ended by its writer and unmaps it. The recorder on it must be closed before."""
+        self._words[STATE] = State.CLOSED
+        self._words.release()
+        self.buffer.close()
+
+
+class OpenSpan(NamedTuple):
+    """A span that has begun and not ended."""
+
+    kind: Kind
+    name: str
+    start_ns: int
+
+
+class Batch(NamedTuple):
+    """What one read returned: records, their sequence numbers, and how many were lost before or between them."""
+
+    records: npt.NDArray[np.void]
+    sequences: npt.NDArray[np.int64]
+    lost: int
+
+
+def record_dtype() -> np.dtype[np.void]:
+    """The 64 bytes of a record as a NumPy structure. Durations and times are nanoseconds of CLOCK_MONOTONIC."""
+    import numpy as np
+
+    return np.dtype(
+        [
+            ("stamp", "<u4"),
+            ("kind", "u1"),
+            ("depth", "u1"),
+            ("flags", "<u2"),
+            ("name_id", "<u4"),
+            ("step", "<u4"),
+            ("start_ns", "<i8"),
+            ("duration_ns", "<i8"),
+            ("nested_ns", "<i8"),
+            ("phase_ns", "<i8"),
+            ("value0", "<u8"),
+            ("value1", "<u8"),
+        ]
+    )
+
+
+class Reader:
+    """Reads a ring file that another process may be writing, or has left behind.
+
+    Maps the file read-only; one thread. Raises RingError if the file is not a ring file.
+    """
+
+    def __init__(self, path: Path, cursor: int = 0) -> None:
+        import numpy as np
+
+        self.path = path
+        self.cursor = cursor  # sequence number of the next record to read
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < RECORDS_OFFSET + RECORD_BYTES:
+                raise RingError(f"{path} is too short to be a ring file")
+            self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        magic, version, record_bytes, capacity, *_ = _FIXED.unpack_from(self._map)
+        if magic != MAGIC or version != VERSION or record_bytes != RECORD_BYTES:
+            raise RingError(f"{path} is not a ring file of version {VERSION}")
+        if capacity & (capacity - 1) or size != RECORDS_OFFSET + capacity * RECORD_BYTES:
+            raise RingError(f"{path} says it holds {capacity} records, which does not match its {size} bytes")
+        self.capacity: int = capacity
+        self._words = np.frombuffer(self._map, "<u8", RECORDS_OFFSET // 8)
+        self._records = np.frombuffer(self._map, record_dtype(), capacity, RECORDS_OFFSET)
+        self._names: list[str] = []
+        self._names_read = 0
+
+    def counter(self, word: int) -> int:
+        """A header counter: HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, NAMES_LOST or INTERNAL_ERRORS."""
+        return int(self._words[word])
+
+    def metadata(self) -> dict[str, Any]:
+        """The writer's metadata; empty while it is being replaced."""
+        revision = self.counter(METADATA_REVISION)
+        used = min(self.counter(METADATA_USED), METADATA_BYTES)
+        text = self._map[METADATA_OFFSET : METADATA_OFFSET + used]
+        if revision % 2 or revision != self.counter(METADATA_REVISION) or not used:
+            return {}
+        loaded = json.loads(text)
+        return loaded if isinstance(loaded, dict) else {}
+
+    def names(self) -> list[str]:
+        """All names interned so far; a record's name_id is a position in this list."""
+        used = min(self.counter(NAMES_USED), NAMES_BYTES)
+        while self._names_read < used:
+            (length,) = struct.unpack_from("<H", self._map, NAMES_OFFSET + self._names_read)
+            start = NAMES_OFFSET + self._names_read + 2
+            self._names.append(self._map[start : start + length].decode("utf-8", "replace"))
+            self._names_read += 2 + length
+        return self._names
+
+    def open_spans(self) -> list[OpenSpan]:
+        """What the training thread is inside of, outermost first. A snapshot: a running writer may change it midway."""
+        spans = []
+        names = self.names()
+        for i in range(min(self.counter(DEPTH), MAX_FRAMES)):
+            start_ns, _, _, packed = (int(word) for word in self._words[FRAMES + 4 * i : FRAMES + 4 * i + 4])
+            name_id, kind = packed & 0xFFFFFFFF, packed >> 32
+            if kind in Kind._value2member_map_ and name_id < len(names):
+                spans.append(OpenSpan(Kind(kind), names[name_id], start_ns))
+        return spans
+
+    def read(self, *, final: bool = False) -> Batch:
+        """The records since the last read. Overwritten ones are counted as lost and skipped.
+
+        A record that is still being written ends the batch and is read next time; with `final`, for a writer that has
+        ended, it is counted as lost.
+        """
+        import numpy as np
+
+        asked, stop = self.cursor, self.counter(HEAD)
+        first = max(asked, stop - self.capacity)
+        sequences = np.arange(first, max(first, stop), dtype=np.int64)
+        slots = sequences & (self.capacity - 1)
+        stamps = (sequences + 1).astype(np.uint32)
+        records = self._records[slots]
+        # A slot that was being rewritten while it was copied has another stamp now, or had one then.
+        whole = (records["stamp"] == stamps) & (self._records["stamp"][slots] == stamps)
+        if not whole.all():
+            head = self.counter(HEAD)
+            in_flight = (sequences > head - self.capacity) & (sequences >= head - IN_FLIGHT)
+            unfinished = np.flatnonzero(~whole & in_flight)
+            if len(unfinished) and not final:
+                cut = int(unfinished[0])
+                records, sequences, whole = records[:cut], sequences[:cut], whole[:cut]
+                stop = first + cut
+            records, sequences = records[whole], sequences[whole]
+        self.cursor = max(asked, stop)
+        return Batch(records, sequences, self.cursor - asked - len(records))
+
+    def close(self) -> None:
+        """Unmaps the file."""
+        del self._words, self._records
+        self._map.close()

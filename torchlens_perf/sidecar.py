@@ -1,0 +1,397 @@
+"""The per-node process: reads the rings, keeps the run directory, computes, exports. The job never waits for it.
+
+Started by watch.py of the node's first rank, or by hand: `torchlens-perf sidecar RUN_DIR`. It may be killed at any time
+and started again: statistics go on from the last saved state, segments from the last one written, and the records in
+between are still in the rings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf import node_state, ring
+from torchlens_perf.clock import Anchor, HostClock
+from torchlens_perf.config import Config
+from torchlens_perf.errors import RingError, RunStoreError
+from torchlens_perf.exporters import ExportBatch, Exporter
+from torchlens_perf.identity import Identity, process_started
+from torchlens_perf.node_state import NodeState, ProcessState
+from torchlens_perf.rank_statistics import RankStatistics
+from torchlens_perf.ring import Kind, Reader, State
+from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.run_store import Chunk, Origin, SegmentWriter, last_sequences
+from torchlens_perf.statistics import assemble_steps, step_traces
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.records import StepTable
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+FIRST_TRACED_STEPS = 3
+_FIRST_RING_TIMEOUT_S = 60.0
+_MISSING_RANKS_TIMEOUT_S = 30.0
+_MOST_UNKEPT_RECORDS = 1 << 18
+
+
+@dataclasses.dataclass
+class _Source:
+    """A ring file being read."""
+
+    path: Path
+    reader: Reader
+    state: ProcessState
+    settings: dict[str, Any]
+    kept: int  # sequence number of the last record in a segment
+    waiting: list[tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]] = dataclasses.field(default_factory=list)
+    lost: int = 0  # since the last account()
+    settled: bool = False  # ended, and all of it is accounted for
+    ended_monotonic_s: float = 0.0
+
+    @property
+    def origin(self) -> Origin:
+        identity = self.state.identity
+        return Origin(identity.key, identity.rank, identity.attempt, identity.host, self.state.anchor)
+
+
+def traced_steps(steps: list[int], every: int) -> set[int]:
+    """Which of these steps are exported span by span: the first ones, and one of `every`; none if it is 0."""
+    return {step for step in steps if every and (step < FIRST_TRACED_STEPS or step % every == 0)}
+
+
+class Sidecar:
+    """Reads the rings of one node of one run. One thread; step() does one round and never blocks for long."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        host: str,
+        exporter: Exporter | None,
+        report: Callable[[RunDirectory, dict[str, Any]], None],
+    ) -> None:
+        """report: writes the run's report.txt; gets what rank 0 asked for (its terminal's width and colour)."""
+        self._run = run
+        self._host = host
+        self._exporter = exporter
+        self._write_report = report
+        self._sources: dict[Path, _Source] = {}
+        self._unreadable: set[Path] = set()
+        self._unkept: list[Chunk] = []
+        self._clock = HostClock()
+        self._kept_before = last_sequences(run, host)
+        self._writer: SegmentWriter | None = None
+        self._reported: set[str] = set()
+        state_path = run.node_state(host)
+        self.state = node_state.load(state_path) if state_path.exists() else NodeState(host)
+
+    # -- one round
+
+    def poll(self) -> float:
+        """Copies new records out of the rings. Returns how full the fullest was, as a share of its capacity."""
+        self._open_new_rings()
+        fullest = 0.0
+        for source in self._sources.values():
+            if source.state.ended:
+                continue
+            final = self._has_ended(source)
+            batch = source.reader.read(final=bool(final))
+            source.lost += batch.lost
+            if len(batch.records):
+                source.waiting.append((batch.records, batch.sequences))
+            fullest = max(fullest, (len(batch.records) + batch.lost) / source.reader.capacity)
+            if final:
+                source.state.ended = final
+                source.ended_monotonic_s = time.monotonic()
+        return fullest
+
+    def account(self) -> None:
+        """Counts what poll() copied: statistics, export, and the queue for the next segment."""
+        for source in self._sources.values():
+            if source.state.ended and source.settled:
+                continue
+            self._read_counters(source)
+            self._account_records(source)
+            source.settled = bool(source.state.ended)
+
+    def keep(self) -> None:
+        """Writes a segment and the state, and removes the rings of processes that have ended and are kept whole."""
+        if self._unkept:
+            if self._writer is None:
+                self._writer = SegmentWriter(self._run, self._host, self._setting("disk_bytes"))
+            self._writer.write(self._unkept)
+            for chunk in self._unkept:
+                self._source_of(chunk.origin.key).kept = int(chunk.sequences[-1])
+            self._unkept.clear()
+            self.state.dropped_segments += self._writer.dropped_segments
+            self._writer.dropped_segments = 0
+        self.save()
+        for source in self._sources.values():
+            if source.settled:
+                source.path.unlink(missing_ok=True)
+
+    def save(self) -> None:
+        """Writes the node's state file."""
+        times = os.times()
+        self.state.sidecar_cpu_s = times.user + times.system
+        self.state.save(self._run)
+
+    def unkept_records(self) -> int:
+        """How many records the next segment would hold."""
+        return sum(len(chunk.records) for chunk in self._unkept)
+
+    def report_if_asked(self) -> None:
+        """Writes report.txt once rank 0 has ended and asks for it."""
+        for source in self._sources.values():
+            key = source.state.identity.key
+            if source.state.identity.rank == 0 and source.state.ended and key not in self._reported:
+                others_run = any(not other.state.ended for other in self._sources.values())
+                if others_run and time.monotonic() - source.ended_monotonic_s < 0.3:
+                    return  # they end a few milliseconds later: their last steps belong into the report
+                self._reported.add(key)
+                self.write_report()
+
+    def write_report(self) -> None:
+        """Writes report.txt as rank 0 asked for it."""
+        asked = [source.settings for source in self._sources.values() if source.state.identity.rank == 0]
+        if asked:
+            self.save()
+            self._write_report(self._run, asked[-1])
+
+    def has_more_to_come(self, waited_s: float) -> bool:
+        """Whether a process runs, or may still start. waited_s: how long the sidecar has run."""
+        sources = list(self._sources.values())
+        if not sources:
+            return waited_s < _FIRST_RING_TIMEOUT_S and not self.state.processes
+        if any(not source.state.ended for source in sources):
+            return True
+        last = max(sources, key=lambda source: (source.state.identity.attempt, source.ended_monotonic_s))
+        identity = last.state.identity
+        launcher_lives = process_started(identity.launcher_pid) is not None
+        died = any(s.state.ended == "died" and s.state.identity.attempt == identity.attempt for s in sources)
+        if identity.elastic and died and launcher_lives:
+            return True  # torchrun may start them again
+        present = sum(source.state.identity.attempt == identity.attempt for source in sources)
+        if present < identity.local_world_size and launcher_lives:
+            return time.monotonic() - last.ended_monotonic_s < _MISSING_RANKS_TIMEOUT_S
+        return False
+
+    # -- parts of a round
+
+    def _open_new_rings(self) -> None:
+        for path in self._run.registered_rings(self._host):
+            if path in self._sources or path in self._unreadable:
+                continue
+            try:
+                reader = Reader(path)
+                metadata = reader.metadata()
+                if not metadata:
+                    reader.close()
+                    continue  # its writer is about to fill it in
+                self._sources[path] = self._new_source(path, reader, metadata)
+            except FileNotFoundError:
+                self._unreadable.add(path)  # read to its end by an earlier sidecar, which removed it
+            except (OSError, RingError, ValueError, KeyError, TypeError) as error:
+                self._unreadable.add(path)
+                self.state.notes.append(f"ring file {path.name} could not be read: {error}")
+                logger.warning("%s could not be read: %s", path, error)
+
+    def _new_source(self, path: Path, reader: Reader, metadata: dict[str, Any]) -> _Source:
+        identity = Identity(**metadata["identity"])
+        state = self.state.processes.get(identity.key)
+        if state is None:
+            state = ProcessState(identity, Anchor(*metadata["anchor"].values()), RankStatistics())
+            self.state.processes[identity.key] = state
+        kept = self._kept_before.get(identity.key, -1)
+        reader.cursor = min(kept, state.counted) + 1
+        logger.info("reading %s from record %d", path, reader.cursor)
+        return _Source(path, reader, state, dict(metadata["settings"]), kept)
+
+    def _has_ended(self, source: _Source) -> str:
+        if source.reader.counter(ring.STATE) == State.CLOSED:
+            return "closed"
+        identity = source.state.identity
+        # A ring that was closed between the two looks is closed, not dead.
+        if process_started(identity.pid) != identity.process_started:
+            return "closed" if source.reader.counter(ring.STATE) == State.CLOSED else "died"
+        return ""
+
+    def _account_records(self, source: _Source) -> None:
+        """Counts the whole steps of what is waiting; everything, once the process has ended."""
+        statistics, lost, source.lost = source.state.statistics, source.lost, 0
+        if not source.waiting:
+            statistics.lost += lost
+            return
+        records = np.concatenate([records for records, _ in source.waiting])
+        sequences = np.concatenate([sequences for _, sequences in source.waiting])
+        ends = np.flatnonzero(records["kind"] == Kind.STEP)
+        cut = len(records) if source.state.ended else (int(ends[-1]) + 1 if len(ends) else 0)
+        source.waiting = [(records[cut:], sequences[cut:])] if cut < len(records) else []
+        if not cut:
+            statistics.lost += lost
+            return
+        records, sequences, names = records[:cut], sequences[:cut], list(source.reader.names())
+        # After a restart the two may differ: the state and the segments were not saved at the same instant.
+        uncounted, unkept = sequences > source.state.counted, sequences > source.kept
+        counted = records[uncounted]
+        steps = assemble_steps(counted)
+        statistics.add(counted, steps, names, lost)
+        source.state.counted = max(source.state.counted, int(sequences[-1]))
+        if self._exporter is not None:
+            self._exporter.export(self._export_batch(source, counted, names, steps))
+        if unkept.any():
+            kept = records[unkept]
+            self._unkept.append(Chunk(source.origin, kept, sequences[unkept], names, assemble_steps(kept)))
+
+    def _read_counters(self, source: _Source) -> None:
+        reader, state = source.reader, source.state
+        state.unbalanced = reader.counter(ring.UNBALANCED)
+        state.too_deep = reader.counter(ring.TOO_DEEP)
+        state.names_lost = reader.counter(ring.NAMES_LOST)
+        state.internal_errors = reader.counter(ring.INTERNAL_ERRORS)
+        state.tool_ns = reader.counter(ring.TOOL_NS)
+        metadata = reader.metadata()
+        if metadata:
+            state.native, state.notes = metadata["native"], metadata["notes"]
+            state.memory_source = metadata["memory_source"]
+            source.settings = dict(metadata["settings"])
+        if state.ended == "died":
+            state.open_spans = [span.name for span in reader.open_spans()[1:]]
+
+    def _export_batch(
+        self, source: _Source, records: npt.NDArray[np.void], names: list[str], steps: StepTable
+    ) -> ExportBatch:
+        wanted = traced_steps(steps.step.tolist(), int(source.settings.get("trace_every", 0)))
+        traces = step_traces(source.origin.key, records, names, wanted)
+        return ExportBatch(source.state.identity, self._clock.anchor(), steps, tuple(traces))
+
+    def _setting(self, name: str) -> int:
+        for source in self._sources.values():
+            if name in source.settings:
+                return int(source.settings[name])
+        return int(getattr(Config(), name))
+
+    def _source_of(self, key: str) -> _Source:
+        return next(source for source in self._sources.values() if source.state.identity.key == key)
+
+    def close(self) -> None:
+        """Unmaps the rings."""
+        for source in self._sources.values():
+            source.reader.close()
+
+
+class Lock:
+    """The node's sidecar lock: an open file description with flock(2), which a killed process loses by itself."""
+
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+        self.path = path
+        self._descriptor = descriptor if descriptor is not None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+    def acquire(self) -> bool:
+        """Takes the lock if nobody holds it."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+
+class Pacing:
+    """When to do what: reads sooner as rings fill faster, writes more rarely as the run gets longer. Pure."""
+
+    def __init__(self, now_s: float) -> None:
+        self._started_s = now_s
+        self.poll_s = 0.05
+        self._accounted_s = self._kept_s = self._saved_s = now_s
+
+    def polled(self, fullest: float) -> None:
+        """Aims at reading a ring when an eighth of it is new."""
+        if fullest > 1 / 8:
+            self.poll_s = max(0.005, self.poll_s / 2)
+        else:
+            self.poll_s = min(0.2, self.poll_s * 1.5)
+
+    def account_due(self, now_s: float) -> bool:
+        due = now_s - self._accounted_s >= min(1.0, 0.1 + (now_s - self._started_s) / 10)
+        if due:
+            self._accounted_s = now_s
+        return due
+
+    def keep_due(self, now_s: float, unkept_records: int) -> bool:
+        """A segment when there are many records, or after a twentieth of the run's age, from 2 s to 60 s."""
+        period_s = min(60.0, max(2.0, (now_s - self._started_s) / 20))
+        due = unkept_records >= _MOST_UNKEPT_RECORDS or now_s - self._kept_s >= period_s
+        if due:
+            self._kept_s = self._saved_s = now_s
+        return due
+
+    def save_due(self, now_s: float, took_s: float) -> bool:
+        """The state every 2 s, but so that writing it takes at most a twentieth of the time."""
+        due = now_s - self._saved_s >= max(2.0, 20 * took_s)
+        if due:
+            self._saved_s = now_s
+        return due
+
+
+def run_sidecar(sidecar: Sidecar, lock: Lock, exporter: Exporter | None) -> None:
+    """Works until the node's processes have ended. The caller holds the lock."""
+    started_s = time.monotonic()
+    pacing = Pacing(started_s)
+    save_took_s = 0.0
+    while True:
+        pacing.polled(sidecar.poll())
+        now_s = time.monotonic()
+        more = sidecar.has_more_to_come(now_s - started_s)
+        if not more or pacing.account_due(now_s):
+            sidecar.account()
+        sidecar.report_if_asked()
+        try:
+            if not more or pacing.keep_due(now_s, sidecar.unkept_records()):
+                sidecar.keep()
+            elif pacing.save_due(now_s, save_took_s):
+                sidecar.save()
+                save_took_s = time.monotonic() - now_s
+        except OSError as error:
+            logger.error("the run directory cannot be written: %s; trying again", error)
+            if not more:
+                break
+        if not more and _nobody_came(sidecar, lock):
+            break
+        time.sleep(0 if not more else pacing.poll_s)
+    if exporter is not None:
+        sidecar.state.notes += exporter.shutdown(timeout_s=30.0)
+    try:
+        sidecar.write_report()
+        sidecar.save()
+    except (OSError, RunStoreError) as error:
+        logger.error("the last report could not be written: %s", error)
+    sidecar.close()
+    lock.path.unlink(missing_ok=True)
+    with_rings = lock.path.parent
+    if not any(with_rings.iterdir()):
+        with_rings.rmdir()
+
+
+def _nobody_came(sidecar: Sidecar, lock: Lock) -> bool:
+    """Gives the lock back and looks once more.
+
+    A process makes its ring and then looks at the lock: either it finds the lock free, and starts a sidecar of its
+    own, or its ring was there before this look.
+    """
+    lock.release()
+    sidecar.poll()
+    if not sidecar.has_more_to_come(_FIRST_RING_TIMEOUT_S):
+        return True
+    return not lock.acquire()
