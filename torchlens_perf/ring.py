@@ -46,7 +46,7 @@ OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's
 # Header fields that change while the job runs: 64-bit words, by their index.
 HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE = 8, 9, 10, 11, 12, 13
 NAMES_USED, NAMES_LOST, METADATA_REVISION, METADATA_USED, INTERNAL_ERRORS = 16, 17, 18, 19, 20
-DEPTH, FORWARDS, FRAMES = 24, 25, 26
+DEPTH, FRAMES = 24, 25
 _FIXED = struct.Struct("<8sIIQQQQQQ")  # magic, version, record_bytes, capacity, then offset and size of each area
 
 
@@ -157,7 +157,9 @@ class RingFile:
         self._words[INTERNAL_ERRORS] += 1
 
     def close(self) -> None:
-        """Marks the ring as ended by its writer and unmaps it. The recorder on it must be closed before."""
+        """Marks the ring as ended by its writer and unmaps it; again is harmless. The recorder must be closed before."""
+        if self.buffer.closed:
+            return
         self._words[STATE] = State.CLOSED
         self._words.release()
         self.buffer.close()

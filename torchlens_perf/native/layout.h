@@ -48,8 +48,7 @@ typedef struct {
 } Frame;
 
 typedef struct {
-    uint64_t depth;    /* open spans; may exceed MAX_FRAMES, the surplus is not recorded */
-    uint64_t forwards; /* how many of them are FORWARD or RECOMPUTE */
+    uint64_t depth; /* open spans; may exceed MAX_FRAMES, the surplus is not recorded */
     Frame frames[MAX_FRAMES];
 } Stack;
 

@@ -45,7 +45,7 @@ static PyObject *layout(PyObject *module, PyObject *unused)
         FIELD(Record, name_id), FIELD(Record, step), FIELD(Record, start_ns), FIELD(Record, duration_ns),
         FIELD(Record, nested_ns), FIELD(Record, phase_ns), FIELD(Record, value0), FIELD(Record, value1),
         FIELD(Frame, start_ns), FIELD(Frame, nested_ns), FIELD(Frame, phase_ns), FIELD(Frame, name_id),
-        FIELD(Frame, kind), FIELD(Stack, depth), FIELD(Stack, forwards), FIELD(Stack, frames),
+        FIELD(Frame, kind), FIELD(Stack, depth), FIELD(Stack, frames),
     };
 #undef FIELD
     PyObject *offsets = PyDict_New();

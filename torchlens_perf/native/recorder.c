@@ -16,7 +16,6 @@ Stack *other_thread_spans(Recorder *self)
     if (thread_spans.generation != self->generation) {
         thread_spans.generation = self->generation;
         thread_spans.stack.depth = 1; /* depth 0 is the step, which the owner keeps */
-        thread_spans.stack.forwards = 0;
         thread_spans.stack.frames[0] = (Frame){0};
     }
     return &thread_spans.stack;
@@ -74,7 +73,6 @@ void spans_drop(Recorder *self, Stack *stack, uint64_t depth)
             continue;
         }
         uint32_t kind = stack->frames[stack->depth].kind;
-        stack->forwards -= is_forward(kind);
         self->backwards -= kind == KIND_BACKWARD;
         if (self->nvtx_pop != NULL) {
             nvtx_call(self->nvtx_pop, NULL);
@@ -86,15 +84,14 @@ void spans_drop(Recorder *self, Stack *stack, uint64_t depth)
  * checkpointing); the ones it calls are modules. */
 uint32_t kind_of_call(Recorder *self, Stack *stack)
 {
-    if (stack->forwards > 0 && stack->depth <= MAX_FRAMES) {
-        for (uint64_t depth = stack->depth; depth-- > 0;) {
-            uint32_t kind = stack->frames[depth].kind;
-            if (is_forward(kind)) {
-                return KIND_MODULE;
-            }
-            if (kind == KIND_BACKWARD) {
-                break;
-            }
+    uint64_t depth = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
+    while (depth-- > 0) {
+        uint32_t kind = stack->frames[depth].kind;
+        if (is_forward(kind)) {
+            return KIND_MODULE;
+        }
+        if (kind == KIND_BACKWARD) {
+            break;
         }
     }
     return self->backwards > 0 ? KIND_RECOMPUTE : KIND_FORWARD;
@@ -163,7 +160,6 @@ static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs)
         self->clock = clock;
     }
     header->stack.depth = 0;
-    header->stack.forwards = 0;
     span_open(self, &header->stack, KIND_STEP, 0);
     return 0;
 }

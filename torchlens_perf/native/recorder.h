@@ -107,7 +107,6 @@ static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, ui
     frame->phase_ns = 0;
     frame->name_id = name_id;
     frame->kind = kind;
-    stack->forwards += is_forward(kind);
     self->backwards += kind == KIND_BACKWARD;
     frame->start_ns = recorder_now(self);
     return depth;
