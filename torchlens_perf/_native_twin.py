@@ -174,8 +174,10 @@ class Recorder:
         self._words.release()
 
     def abandon(self) -> None:
-        self.deactivate()
-        self.closed = True
+        if not self.closed:
+            self.deactivate()
+            self.closed = True
+            self._words.release()
 
     def set_nvtx(self, push: Callable[[Any], Any], pop: Callable[[], Any], attributes: list[Any]) -> None:
         if not attributes:

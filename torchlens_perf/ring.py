@@ -157,7 +157,7 @@ class RingFile:
         self._words[INTERNAL_ERRORS] += 1
 
     def close(self) -> None:
-        """Marks the ring as ended by its writer and unmaps it; again is harmless. The recorder must be closed before."""
+        """Marks the ring as ended by its writer and unmaps it; the recorder must be closed. Again is harmless."""
         if self.buffer.closed:
             return
         self._words[STATE] = State.CLOSED
