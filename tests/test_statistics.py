@@ -1,0 +1,192 @@
+"""Sketches, and steps assembled from records."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.recorders import IMPLEMENTATIONS, Rig
+from torchlens_perf.records import OWN_PARTS, PARTS
+from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.statistics import (
+    BUCKETS,
+    LOWEST_OCTAVE,
+    SCALE,
+    Sketch,
+    assemble_steps,
+    bucket_bounds,
+    step_traces,
+)
+
+durations = st.lists(st.integers(0, 1 << 42), max_size=60)
+
+
+def sketch_of(values: list[int]) -> Sketch:
+    sketch = Sketch()
+    sketch.add(np.array(values, np.int64))
+    return sketch
+
+
+def test_bounds_are_exact() -> None:
+    """Each bound is the largest integer not above 2**(octave + i/32): checked with whole numbers, not floats."""
+    per_octave = 1 << SCALE
+    for index, bound in enumerate(bucket_bounds().tolist(), start=1):
+        power = 1 << (per_octave * LOWEST_OCTAVE + index)
+        assert bound**per_octave <= power < (bound + 1) ** per_octave
+
+
+@given(durations, durations)
+def test_merging_is_adding(first: list[int], second: list[int]) -> None:
+    """Merging two sketches, in either order, gives what one sketch of all values holds; also through JSON."""
+    together = sketch_of(first + second).to_json()
+    one, other = sketch_of(first), sketch_of(second)
+    one.merge(sketch_of(second))
+    other.merge(sketch_of(first))
+
+    assert one.to_json() == other.to_json() == together
+    assert Sketch.from_json(json.loads(json.dumps(together))).to_json() == together
+
+
+@given(durations)
+def test_sums_are_exact(values: list[int]) -> None:
+    """Sum, sum of squares, extremes and count have no rounding, however large the durations."""
+    sketch = sketch_of(values)
+
+    assert sketch.sum_ns == sum(values)
+    assert sketch.sum_squares == sum(value * value for value in values)
+    assert sketch.count == len(values)
+    assert (sketch.smallest, sketch.largest) == ((min(values), max(values)) if values else (0, 0))
+
+
+@given(st.lists(st.integers(64, 1 << 41), min_size=1, max_size=200), st.floats(0, 1))
+def test_quantiles_are_close(values: list[int], q: float) -> None:
+    """A quantile differs from the order statistic that it stands for by at most half a bucket: 1.1 %."""
+    exact = sorted(values)[max(1, math.ceil(q * len(values))) - 1]
+
+    assert sketch_of(values).quantile_ns(q) == pytest.approx(exact, rel=2 ** (0.5 / (1 << SCALE)) - 1 + 1e-9)
+
+
+def test_empty_sketch_has_no_value() -> None:
+    """No values: no quantile and no mean, rather than zero."""
+    assert math.isnan(Sketch().quantile_ns(0.5))
+    assert math.isnan(Sketch().mean_ns())
+    assert Sketch().count == 0
+
+
+def test_extremes_stay_in_the_table() -> None:
+    """Values beyond the buckets count in the first and the last one, and keep their extremes."""
+    sketch = sketch_of([0, 5, 1 << 60])
+
+    assert (sketch.counts[0], sketch.counts[BUCKETS - 1]) == (2, 1)
+    assert sketch.quantile_ns(1.0) <= sketch.largest == 1 << 60
+
+
+@pytest.fixture
+def rig(tmp_path: Path):
+    made = Rig(IMPLEMENTATIONS[0], tmp_path)
+    yield made
+    made.close()
+
+
+def test_step_is_divided_into_its_parts(rig: Rig) -> None:
+    """Phases count without the phases inside them; waiting is communication, charged time is the tool's."""
+    recorder, intern = rig.recorder, rig.ring.intern
+    rig.span(Kind.DATA, "data", 10)
+    recorder.begin(Kind.FORWARD, intern("forward"))
+    rig.span(Kind.MODULE, "block", 20)
+    rig.span(Kind.WAIT, "wait", 5)
+    recorder.end(Kind.FORWARD, intern("forward"))
+    recorder.begin(Kind.BACKWARD, intern("backward"))
+    rig.span(Kind.RECOMPUTE, "block", 7)
+    rig.clock.advance(30)
+    recorder.end(Kind.BACKWARD, intern("backward"))
+    rig.clock.advance(3)
+    recorder.charge(2)
+    rig.span(Kind.OPTIMIZER, "optimizer", 4)
+    recorder.next_step(int(Flag.PROBED), 1000, 3)
+    table = assemble_steps(rig.reader.read().records)
+
+    expected = {
+        "data": 10, "forward": 20, "recompute": 7, "backward": 30, "optimizer": 4, "communication": 5, "host": 1,
+        "tool": 2,
+    }  # fmt: skip
+    assert dict(zip(PARTS, table.parts_ns[0].tolist(), strict=True)) == expected
+    assert table.duration_ns.tolist() == [sum(expected.values())]
+    assert table.own_ns.tolist() == [10 + 20 + 7 + 30 + 4 + 1]
+    assert (table.memory_bytes[0], table.micro_steps[0], table.flags[0]) == (1000, 3, Flag.PROBED)
+
+
+def test_unfinished_step_is_left_out(rig: Rig) -> None:
+    """Phases after the last step's end make no step."""
+    rig.span(Kind.DATA, "data", 10)
+    rig.recorder.next_step()
+    rig.span(Kind.DATA, "data", 99)
+    table = assemble_steps(rig.reader.read().records)
+
+    assert table.step.tolist() == [0]
+    assert table.parts_ns[0, PARTS.index("data")] == 10
+
+
+def test_other_threads_are_no_part_of_a_step(rig: Rig) -> None:
+    """A span of another thread adds to no part."""
+    rig.recorder.interval(Kind.DATA, rig.ring.intern("prefetch"), 0, 50, int(Flag.OTHER_THREAD))
+    rig.clock.advance(80)
+    rig.recorder.next_step()
+    table = assemble_steps(rig.reader.read().records)
+
+    assert table.parts_ns[0, PARTS.index("data")] == 0
+
+
+spans = st.recursive(
+    st.tuples(st.sampled_from([*Kind][1:]), st.integers(0, 50), st.just(())),
+    lambda inner: st.tuples(st.sampled_from([*Kind][1:]), st.integers(0, 50), st.lists(inner, max_size=4).map(tuple)),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=st.lists(st.lists(spans, max_size=5), min_size=1, max_size=4), index=st.sampled_from(range(2)))
+def test_parts_add_up(steps: list, index: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """However spans nest, a step's parts add up to its duration, none is negative, and own time is work alone."""
+    implementation = IMPLEMENTATIONS[index % len(IMPLEMENTATIONS)]
+    rig = Rig(implementation, tmp_path_factory.mktemp("ring"))
+
+    def play(kind: Kind, nanoseconds: int, inside: tuple) -> None:
+        name_id = rig.ring.intern(kind.name)
+        rig.recorder.begin(kind, name_id)
+        rig.clock.advance(nanoseconds)
+        for each in inside:
+            play(*each)
+        rig.recorder.end(kind, name_id)
+
+    for step in steps:
+        for span in step:
+            play(*span)
+        rig.clock.advance(1)
+        rig.recorder.next_step()
+    table = assemble_steps(rig.reader.read().records)
+    rig.close()
+
+    assert (table.parts_ns.sum(axis=1) == table.duration_ns).all()
+    assert (table.parts_ns >= 0).all()
+    own = table.parts_ns[:, [PARTS.index(part) for part in OWN_PARTS]].sum(axis=1)
+    assert (table.own_ns == own).all()
+
+
+def test_traces_hold_whole_steps(rig: Rig) -> None:
+    """A wanted step comes with all its spans and no other step's."""
+    for step in range(3):
+        rig.span(Kind.DATA, f"data {step}", 5)
+        rig.span(Kind.SECTION, "part", 5)
+        rig.recorder.next_step()
+    records = rig.reader.read().records
+    (trace,) = step_traces("key", records, rig.reader.names(), {1, 7})
+
+    assert (trace.step, trace.duration_ns, trace.rank_key) == (1, 10, "key")
+    assert [(span.kind, span.name) for span in trace.spans] == [("data", "data 1"), ("section", "part")]
