@@ -171,6 +171,8 @@ class RankStatistics:
         self.history.add(table)
 
     def _add_named(self, records: npt.NDArray[np.void], names: list[str]) -> None:
+        if not len(records):
+            return
         keys = records["kind"].astype(np.int64) << 32 | records["name_id"]
         order = np.argsort(keys, kind="stable")
         unique, starts = np.unique(keys[order], return_index=True)

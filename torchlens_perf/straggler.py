@@ -8,7 +8,6 @@ share of the step and the noise between windows.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -118,19 +117,21 @@ def compare(ranks: Mapping[int, Windows]) -> Comparison:
 
 
 def _since(excess: npt.NDArray[np.float64]) -> int:
-    """The window from which on the excess lasts: the split with the largest rise, if it is a clear one; else 0."""
+    """The window from which on the excess lasts; 0 if it does not clearly rise.
+
+    The change-point that leaves the least absolute deviation from the medians before and after it.
+    """
     count = len(excess)
-    if count < 2 * LEAST_WINDOWS:
+    splits = range(LEAST_WINDOWS, count - LEAST_WINDOWS + 1)
+    if not splits:
         return 0
-    best, best_gain = 0, 0.0
-    for split in range(LEAST_WINDOWS, count - LEAST_WINDOWS + 1):
-        rise = float(np.median(excess[split:]) - np.median(excess[:split]))
-        gain = rise * math.sqrt(split * (count - split) / count)
-        if gain > best_gain:
-            best, best_gain = split, gain
-    before, after = float(np.median(excess[:best] if best else excess)), float(np.median(excess[best:]))
-    rises = best > 0 and after > 0 and before < after / 2
-    return best if rises else 0
+    best = min(splits, key=lambda split: _deviation(excess[:split]) + _deviation(excess[split:]))
+    before, after = float(np.median(excess[:best])), float(np.median(excess[best:]))
+    return best if after > 0 and before < after / 2 else 0
+
+
+def _deviation(values: npt.NDArray[np.float64]) -> float:
+    return float(np.abs(values - np.median(values)).sum())
 
 
 def _standard_error(values: npt.NDArray[np.float64]) -> float:

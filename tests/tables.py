@@ -1,0 +1,37 @@
+"""Step tables and records made by hand, for the parts that compute on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchlens_perf.records import PARTS, StepTable
+from torchlens_perf.ring import Kind, record_dtype
+
+MS = 1_000_000
+
+
+def step_table(parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags: int = 0, memory: int = 0) -> StepTable:
+    """Steps from their parts in ms; a step lasts as long as its parts."""
+    parts_ns = np.array([[round(step.get(part, 0) * MS) for part in PARTS] for step in parts_ms], np.int64)
+    parts_ns = parts_ns.reshape(len(parts_ms), len(PARTS))
+    count = len(parts_ms)
+    duration_ns = parts_ns.sum(axis=1)
+    return StepTable(
+        step=np.arange(first_step, first_step + count),
+        start_ns=np.cumsum(duration_ns) - duration_ns,
+        duration_ns=duration_ns,
+        parts_ns=parts_ns,
+        memory_bytes=np.full(count, memory),
+        micro_steps=np.ones(count, np.int64),
+        flags=np.full(count, flags),
+    )
+
+
+def records(rows: Sequence[tuple[Kind, int, int, int]]) -> np.ndarray:
+    """Records from (kind, name_id, step, duration_ns)."""
+    made = np.zeros(len(rows), record_dtype())
+    for record, (kind, name_id, step, duration_ns) in zip(made, rows, strict=True):
+        record["kind"], record["name_id"], record["step"], record["duration_ns"] = kind, name_id, step, duration_ns
+    return made
