@@ -106,27 +106,32 @@ def _sidecar(options: argparse.Namespace) -> int:
     from torchlens_perf.errors import RunStoreError, guard
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment
     from torchlens_perf.replay import replay
-    from torchlens_perf.sidecar import Lock, Sidecar, run_sidecar
+    from torchlens_perf.sidecar import Sidecar, run_sidecar
+    from torchlens_perf.sidecar_lock import SidecarLock
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run = RunDirectory(options.run_dir.absolute())
     if not run.nodes.is_dir():
         raise RunStoreError(f"{run.path} is not a run directory")
-    lock = Lock(run_directory.sidecar_lock(run.run_id), options.lock_descriptor)
+    lock = SidecarLock(run_directory.sidecar_lock(run.run_id), options.lock_descriptor)
     if not lock.acquire():
         raise RunStoreError(f"a sidecar for {run.run_id} runs on this node already")
     with guard("lowering the sidecar's priority"):
         os.nice(10)
-    exporter = exporter_from_environment(os.environ)
     rings_left = any(path.exists() for path in run.registered_rings(options.host))
     if options.lock_descriptor is None and not rings_left and run_store.hosts(run):
+        exporter = exporter_from_environment(os.environ)
         done = replay(run, exporter, Config(**from_environment(os.environ)).trace_every)
         where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
         print(f"replayed {done.steps} steps, {done.records} records{where}")
         for note in done.notes:
             print(f"  - {note}")
+        lock.remove()
         return 0
-    run_sidecar(Sidecar(run, options.host, exporter, _write_report), lock, exporter)
+    again = True
+    while again:
+        exporter = exporter_from_environment(os.environ)
+        again = run_sidecar(Sidecar(run, options.host, exporter, _write_report), lock, exporter)
     return 0
 
 

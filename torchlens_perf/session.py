@@ -102,7 +102,7 @@ class Session:
         """Something that is not measured, or measured otherwise, and why: shown in the report's data quality."""
         if text not in self._notes:
             self._notes.append(text)
-            self._publish()
+            self.publish()
 
     def communicates(self) -> bool:
         """Whether there are other ranks to wait for."""
@@ -172,7 +172,7 @@ class Session:
                     raise
                 swallowed.add(f"attaching {hook.name}", error)
                 self.note(f"{hook.name} could not be attached: {type(error).__name__}")
-        self._publish()
+        self.publish()
 
     def manual_step(self) -> None:
         """The user's own boundary."""
@@ -200,7 +200,7 @@ class Session:
             self._attached.close()
         swallowed.on_error = None
         self._report = report
-        self._publish()
+        self.publish()
         self.recorder.close()
         self._ring.close()
 
@@ -209,7 +209,8 @@ class Session:
         swallowed.on_error = None
         self.recorder.abandon()
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Writes what the sidecar must know of this rank into the ring file."""
         self._ring.set_metadata(
             {
                 "identity": self.identity.to_json(),

@@ -8,7 +8,6 @@ between are still in the rings.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import logging
 import os
 import time
@@ -29,6 +28,7 @@ from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.ring import Kind, Reader, State
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.run_store import Chunk, Origin, SegmentWriter, last_sequences
+from torchlens_perf.sidecar_lock import SidecarLock
 from torchlens_perf.statistics import assemble_steps, step_traces
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 FIRST_TRACED_STEPS = 3
 _FIRST_RING_TIMEOUT_S = 60.0
 _MISSING_RANKS_TIMEOUT_S = 30.0
+_SHUTDOWN_TIMEOUT_S = 30.0
 _MOST_UNKEPT_RECORDS = 1 << 18
 
 
@@ -185,6 +186,11 @@ class Sidecar:
             return time.monotonic() - last.ended_monotonic_s < _MISSING_RANKS_TIMEOUT_S
         return False
 
+    def has_unread_rings(self) -> bool:
+        """Whether a ring has been registered that this sidecar has not read."""
+        known = self._sources.keys() | self._unreadable
+        return any(path not in known and path.exists() for path in self._run.registered_rings(self._host))
+
     # -- parts of a round
 
     def _open_new_rings(self) -> None:
@@ -289,25 +295,6 @@ class Sidecar:
             source.reader.close()
 
 
-class Lock:
-    """The node's sidecar lock: an open file description with flock(2), which a killed process loses by itself."""
-
-    def __init__(self, path: Path, descriptor: int | None = None) -> None:
-        self.path = path
-        self._descriptor = descriptor if descriptor is not None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-
-    def acquire(self) -> bool:
-        """Takes the lock if nobody holds it."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def release(self) -> None:
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-
-
 class Pacing:
     """When to do what: reads sooner as rings fill faster, writes more rarely as the run gets longer. Pure."""
 
@@ -345,8 +332,11 @@ class Pacing:
         return due
 
 
-def run_sidecar(sidecar: Sidecar, lock: Lock, exporter: Exporter | None) -> None:
-    """Works until the node's processes have ended. The caller holds the lock."""
+def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) -> bool:
+    """Works until the node's processes have ended. The caller holds the lock, and has it back or gone afterwards.
+
+    Returns whether to begin anew: with the lock, for a ring that came in the last instant.
+    """
     started_s = time.monotonic()
     pacing = Pacing(started_s)
     save_took_s = 0.0
@@ -364,34 +354,31 @@ def run_sidecar(sidecar: Sidecar, lock: Lock, exporter: Exporter | None) -> None
                 sidecar.save()
                 save_took_s = time.monotonic() - now_s
         except OSError as error:
-            logger.error("the run directory cannot be written: %s; trying again", error)
-            if not more:
-                break
-        if not more and _nobody_came(sidecar, lock):
+            logger.error("the run directory cannot be written: %s", error)
+        if not more:
             break
-        time.sleep(0 if not more else pacing.poll_s)
+        time.sleep(pacing.poll_s)
     if exporter is not None:
-        sidecar.state.notes += exporter.shutdown(timeout_s=30.0)
+        sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
     try:
         sidecar.write_report()
         sidecar.save()
     except (OSError, RunStoreError) as error:
         logger.error("the last report could not be written: %s", error)
     sidecar.close()
-    lock.path.unlink(missing_ok=True)
-    with_rings = lock.path.parent
-    if not any(with_rings.iterdir()):
-        with_rings.rmdir()
+    return _give_back(sidecar, lock)
 
 
-def _nobody_came(sidecar: Sidecar, lock: Lock) -> bool:
-    """Gives the lock back and looks once more.
+def _give_back(sidecar: Sidecar, lock: SidecarLock) -> bool:
+    """Gives the lock back and looks once more whether a ring has come.
 
     A process makes its ring and then looks at the lock: either it finds the lock free, and starts a sidecar of its
     own, or its ring was there before this look.
     """
-    lock.release()
-    sidecar.poll()
-    if not sidecar.has_more_to_come(_FIRST_RING_TIMEOUT_S):
-        return True
-    return not lock.acquire()
+    lock.close()
+    again = sidecar.has_unread_rings()
+    if not lock.acquire():
+        return False
+    if not again:
+        lock.remove()
+    return again

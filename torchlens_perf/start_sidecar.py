@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
 
 from torchlens_perf.run_directory import RunDirectory, sidecar_lock
+from torchlens_perf.sidecar_lock import SidecarLock
 
 # Where the user's Python finds us, but not what would make the sidecar a training process.
 _DROPPED = ("TORCHLENS_PERF", "RANK", "LOCAL_RANK", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
@@ -19,26 +19,24 @@ def ensure(run: RunDirectory, host: str) -> bool:
     The child inherits the locked descriptor, so there is no instant at which two could start. It is detached: a new
     session, no terminal, no GPU. Nothing is waited for.
     """
-    descriptor = os.open(sidecar_lock(run.run_id), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    lock = SidecarLock(sidecar_lock(run.run_id))
+    if not lock.acquire():
         return False
-    else:
+    try:
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path)]
         with open(run.node_log(host), "ab") as log:
             subprocess.Popen(
-                [*command, "--lock-descriptor", str(descriptor)],
+                [*command, "--lock-descriptor", str(lock.descriptor)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=environment,
-                pass_fds=[descriptor],
+                pass_fds=[lock.descriptor],
                 start_new_session=True,
                 cwd="/",
             )
         return True
     finally:
-        os.close(descriptor)
+        lock.close()

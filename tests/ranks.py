@@ -1,0 +1,81 @@
+"""A rank without a training job: a real session and ring file, marks at times that the test chooses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.recorders import FakeClock
+from tests.tables import MS
+from torchlens_perf.config import Config
+from torchlens_perf.identity import Identity, process_started
+from torchlens_perf.recorder import Recorder
+from torchlens_perf.ring import Kind
+from torchlens_perf.run_directory import RunDirectory, create_ring
+from torchlens_perf.session import Session
+
+HOST = "node-a"
+KINDS = {
+    "data": Kind.DATA, "forward": Kind.FORWARD, "backward": Kind.BACKWARD, "optimizer": Kind.OPTIMIZER,
+    "communication": Kind.WAIT,
+}  # fmt: skip
+
+
+def identity_of(run: RunDirectory, rank: int, world_size: int = 2, **changed: Any) -> Identity:
+    """A rank on HOST; its process is this one, so it lives."""
+    values: dict[str, Any] = {
+        "run_id": run.run_id, "rank": rank, "local_rank": rank, "world_size": world_size,
+        "local_world_size": world_size, "attempt": 0, "host": HOST, "pid": os.getpid(),
+        "process_started": process_started(os.getpid()), "launcher_pid": os.getppid(), "elastic": False,
+        "program": "train.py", "traceparent": "", "attributes": {},
+    }  # fmt: skip
+    return Identity(**{**values, **changed})
+
+
+class Rank:
+    """One rank of a run, driven by hand."""
+
+    def __init__(self, run: RunDirectory, rank: int, world_size: int = 2, **settings: Any) -> None:
+        changed = settings.pop("identity", {})
+        config = Config(**{"ring_records": 4096, **settings})
+        self.identity = identity_of(run, rank, world_size, **changed)
+        ring = create_ring(run, self.identity, config.ring_capacity)
+        self.ring = ring
+        self.session = Session(config, self.identity, ring)
+        self.clock = FakeClock(1_000_000)
+        self.session.recorder = Recorder(ring.buffer, self.session.intern, self.clock)
+        self.session.publish()
+
+    @property
+    def ring_path(self) -> Path:
+        return self.ring.path
+
+    def steps(self, count: int, **parts_ms: float) -> None:
+        """That many steps, with these phases (ms) and `host` ms outside of them."""
+        recorder = self.session.recorder
+        for _ in range(count):
+            for part, milliseconds in parts_ms.items():
+                if part == "host":
+                    self.clock.advance(round(milliseconds * MS))
+                    continue
+                name_id = self.session.intern(part)
+                recorder.begin(KINDS[part], name_id)
+                self.clock.advance(round(milliseconds * MS))
+                recorder.end(KINDS[part], name_id)
+            recorder.next_step(0, 123_000_000, 1)
+
+    def begin(self, kind: Kind, name: str) -> None:
+        """A span that stays open."""
+        self.session.recorder.begin(kind, self.session.intern(name))
+
+    def close(self, **report: Any) -> None:
+        """Ends the rank as leaving its watch would."""
+        self.session.close(report)
+
+
+def make_run(folder: Path, name: str = "run-1") -> RunDirectory:
+    """An empty run directory."""
+    run = RunDirectory(folder / name)
+    run.create()
+    return run

@@ -1,0 +1,414 @@
+"""The sidecar over real ring files: live and dead ranks, restarts, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tests.ranks import HOST, Rank, make_run
+from torchlens_perf import node_state
+from torchlens_perf.exporters.memory import MemoryExporter
+from torchlens_perf.replay import replay
+from torchlens_perf.report.build import build
+from torchlens_perf.ring import Kind
+from torchlens_perf.run_directory import RunDirectory, local_folders, sidecar_lock
+from torchlens_perf.sidecar import FIRST_TRACED_STEPS, Pacing, Sidecar, run_sidecar, traced_steps
+from torchlens_perf.sidecar_lock import SidecarLock
+
+WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
+
+
+@pytest.fixture
+def run(tmp_path: Path, request: pytest.FixtureRequest):
+    made = make_run(tmp_path, f"{request.node.name[:40]}-{os.getpid()}".replace("[", "-").replace("]", ""))
+    yield made
+    for folder in local_folders(made.run_id):
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def sidecar(run: RunDirectory, exporter: MemoryExporter | None = None) -> tuple[Sidecar, list[dict[str, Any]]]:
+    """A sidecar, and what it was asked to report."""
+    asked: list[dict[str, Any]] = []
+    return Sidecar(run, HOST, exporter, lambda run, settings: asked.append(settings)), asked
+
+
+def finish(run: RunDirectory, exporter: MemoryExporter | None = None) -> list[dict[str, Any]]:
+    """Runs a sidecar to its end."""
+    made, asked = sidecar(run, exporter)
+    lock = SidecarLock(sidecar_lock(run.run_id))
+    assert lock.acquire()
+    assert not run_sidecar(made, lock, exporter)
+    return asked
+
+
+def report(run: RunDirectory) -> dict[str, Any]:
+    return build(run.run_id, node_state.load_all(run))
+
+
+def dead_process() -> dict[str, int]:
+    """Pid and start time of a process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    from torchlens_perf.identity import process_started
+
+    started = process_started(child.pid)
+    child.kill()
+    child.wait()
+    return {"pid": child.pid, "process_started": started or 0}
+
+
+def test_two_ranks_from_start_to_end(run: RunDirectory) -> None:
+    """Both ranks' steps are in state, segments and report; the rings are gone; rank 0's wish is passed on."""
+    ranks = [Rank(run, rank) for rank in range(2)]
+    ranks[0].steps(50, **WORK)
+    ranks[1].steps(50, **{**WORK, "forward": 9})
+    ranks[1].close()
+    ranks[0].close(columns=77, color=False)
+    asked = finish(run)
+    value = report(run)
+
+    assert [rank["steps"] for rank in value["ranks"]] == [50, 50]
+    assert [rank["state"] for rank in value["ranks"]] == ["closed", "closed"]
+    assert (value["quality"]["lost"], value["quality"]["coverage"], value["run"]["live"]) == (0, 1.0, False)
+    assert value["quality"]["records"] == 2 * 50 * 5
+    assert value["verdicts"][0]["kind"] == "straggler"
+    assert (value["verdicts"][0]["rank"], value["verdicts"][0]["phase"]) == (1, "forward")
+    steps = pd.read_parquet(run.steps)
+    assert steps.groupby("rank").size().to_dict() == {0: 50, 1: 50}
+    assert set(steps["duration_ns"]) == {14_000_000, 19_000_000}
+    assert asked[0]["columns"] == 77
+    assert not any(rank.ring_path.exists() for rank in ranks)
+    assert not sidecar_lock(run.run_id).exists()
+
+
+def test_live_report(run: RunDirectory) -> None:
+    """While the ranks run, the state on disk shows what has been so far."""
+    rank = Rank(run, 0, 1)
+    made, _ = sidecar(run)
+    rank.steps(20, **WORK)
+    made.poll()
+    made.account()
+    made.save()
+    rank.steps(7, **WORK)
+    first = report(run)
+    made.poll()
+    made.account()
+    made.save()
+    second = report(run)
+
+    assert (first["ranks"][0]["steps"], second["ranks"][0]["steps"]) == (20, 27)
+    assert (first["run"]["live"], first["run"]["ended"], first["ranks"][0]["state"]) == (True, None, "running")
+    assert made.has_more_to_come(1000.0)
+    rank.close()
+    made.close()
+
+
+def test_killed_rank_loses_nothing_finished(run: RunDirectory) -> None:
+    """A rank that died is shown as dead, with every finished step and what it was inside of."""
+    rank = Rank(run, 0, 1, identity=dead_process())
+    rank.steps(33, **WORK)
+    rank.begin(Kind.BACKWARD, "backward")
+    finish(run)
+    value = report(run)
+
+    assert (value["ranks"][0]["steps"], value["ranks"][0]["state"]) == (33, "died")
+    assert value["ranks"][0]["inside"] == ["backward"]
+    assert value["quality"]["lost"] == 0
+    assert not rank.ring_path.exists()
+    rank.session.recorder.abandon()
+
+
+@pytest.mark.parametrize("saved", ["state only", "segment and state", "segment only"])
+def test_restarted_sidecar_counts_everything_once(run: RunDirectory, saved: str) -> None:
+    """However far a killed sidecar had got, the next one counts and keeps every record once."""
+    rank = Rank(run, 0, 1)
+    first, _ = sidecar(run)
+    rank.steps(10, **WORK)
+    first.poll()
+    first.account()
+    state_path = run.node_state(HOST)
+    if saved == "state only":
+        first.save()
+    else:
+        first.keep()
+    if saved == "segment only":
+        state_path.unlink()
+    first.close()  # killed here: what it had in memory is gone
+    rank.steps(15, **WORK)
+    rank.close()
+    finish(run)
+    value = report(run)
+    spans = pd.read_parquet(run.spans)
+
+    assert value["ranks"][0]["steps"] == 25
+    assert (value["quality"]["records"], value["quality"]["lost"]) == (25 * 5, 0)
+    assert sorted(spans["sequence"]) == list(range(25 * 5))
+    assert pd.read_parquet(run.steps)["step"].tolist() == list(range(25))
+
+
+def test_overrun_is_counted(run: RunDirectory) -> None:
+    """Records that were overwritten before the sidecar came are counted as lost, and the report says what to do."""
+    rank = Rank(run, 0, 1, ring_records=1024)
+    rank.steps(1000, **WORK)
+    rank.close()
+    finish(run)
+    value = report(run)
+
+    assert value["quality"]["lost"] == 5000 - 1024
+    assert value["quality"]["records"] == 1024
+    assert value["ranks"][0]["steps"] == 1024 // 5 + (1024 % 5 > 0)
+    assert any("raise ring_records" in note for note in value["quality"]["notes"])
+
+
+def test_unreadable_ring_is_left_out(run: RunDirectory, tmp_path: Path) -> None:
+    """A registered file that is no ring is named in the notes; the others are read."""
+    (tmp_path / "no-ring").write_bytes(b"x" * 300_000)
+    run.register_ring(HOST, tmp_path / "no-ring")
+    run.register_ring(HOST, tmp_path / "missing")
+    rank = Rank(run, 0, 1)
+    rank.steps(12, **WORK)
+    rank.close()
+    finish(run)
+    value = report(run)
+
+    assert value["ranks"][0]["steps"] == 12
+    assert any("no-ring could not be read" in note for note in value["quality"]["notes"])
+
+
+def test_export_gets_every_step_once(run: RunDirectory) -> None:
+    """The exporter gets all steps of all ranks in order, and whole traces of the sampled ones, with their spans."""
+    exporter = MemoryExporter()
+    rank = Rank(run, 0, 1, trace_every=10)
+    made, _ = sidecar(run, exporter)
+    for _ in range(5):
+        rank.steps(5, **WORK)
+        made.poll()
+        made.account()
+    made.close()
+    rank.close()
+
+    steps = np.concatenate([batch.steps.step for batch in exporter.batches])
+    traces = [trace for batch in exporter.batches for trace in batch.traces]
+    assert steps.tolist() == list(range(25))
+    assert [trace.step for trace in traces] == [*range(FIRST_TRACED_STEPS), 10, 20]
+    assert [span.name for span in traces[3].spans] == ["data", "forward", "communication", "backward"]
+    assert traces[3].duration_ns == 14_000_000
+
+
+def test_traced_steps() -> None:
+    """The first steps and one of so many are exported span by span; with 0, none."""
+    assert traced_steps(list(range(25)), 10) == {0, 1, 2, 10, 20}
+    assert traced_steps(list(range(25)), 0) == set()
+
+
+def test_replay_sends_the_same_again(run: RunDirectory) -> None:
+    """A finished run, replayed, exports the same steps and traces, and leaves its saved state alone."""
+    live, again = MemoryExporter(), MemoryExporter()
+    rank = Rank(run, 0, 1)
+    rank.steps(30, **WORK)
+    rank.close()
+    finish(run, live)
+    state = run.node_state(HOST).read_text()
+    done = replay(run, again, trace_every=100)
+
+    def columns(exporter: MemoryExporter, field: str) -> list[Any]:
+        return np.concatenate([getattr(batch.steps, field) for batch in exporter.batches]).tolist()
+
+    assert (done.steps, done.records, done.notes) == (30, 150, [])
+    for field in ("step", "duration_ns", "parts_ns", "memory_bytes", "flags"):
+        assert columns(again, field) == columns(live, field)
+    assert [t for b in again.batches for t in b.traces] == [t for b in live.batches for t in b.traces]
+    assert run.node_state(HOST).read_text() == state
+
+
+def test_replay_rebuilds_a_lost_state(run: RunDirectory) -> None:
+    """Without a state file, a replay makes one from the records that are kept."""
+    rank = Rank(run, 0, 1)
+    rank.steps(30, **WORK)
+    rank.close()
+    finish(run)
+    before = report(run)
+    run.node_state(HOST).unlink()
+    replay(run, None, trace_every=100)
+    after = report(run)
+
+    assert after["steps"] == before["steps"]
+    assert after["ranks"][0]["phases"] == before["ranks"][0]["phases"]
+    assert "rebuilt from the records that are kept" in after["quality"]["notes"]
+
+
+def test_one_sidecar_a_node(run: RunDirectory) -> None:
+    """The lock admits one sidecar; a killed one's lock is free at once."""
+    path = sidecar_lock(run.run_id)
+    first, second = SidecarLock(path), SidecarLock(path)
+
+    assert first.acquire()
+    assert not second.acquire()
+    first.close()
+    assert second.acquire()
+    second.remove()
+    assert not path.parent.exists()
+
+
+def test_lock_on_a_removed_file_does_not_count(run: RunDirectory) -> None:
+    """A process that opened the file before its last holder removed it locks the new one instead."""
+    path = sidecar_lock(run.run_id)
+    holder, late, other = SidecarLock(path), SidecarLock(path), SidecarLock(path)
+    assert holder.acquire()
+    late._descriptor = os.open(path, os.O_RDWR)
+    path.unlink()
+    holder.close()
+
+    assert late.acquire()
+    assert path.exists()
+    assert not other.acquire()
+    late.remove()
+
+
+def test_ring_made_while_a_sidecar_ends_is_not_forgotten(run: RunDirectory) -> None:
+    """A rank that registers in the instant before the lock is given back is still read."""
+    early = Rank(run, 0, 1)
+    early.steps(10, **WORK)
+    early.close()
+
+    class Interrupted(SidecarLock):
+        def close(self) -> None:
+            super().close()
+            late = Rank(run, 0, 1, identity={"attempt": 1})
+            late.steps(20, **WORK)
+            late.close()
+
+    made, _ = sidecar(run)
+    lock = Interrupted(sidecar_lock(run.run_id))
+    assert lock.acquire()
+    assert run_sidecar(made, lock, None)
+    SidecarLock.close(lock)
+    finish(run)
+    value = report(run)
+
+    assert (value["run"]["attempt"], value["ranks"][0]["steps"]) == (1, 20)
+
+
+def test_elastic_restart_is_waited_for(run: RunDirectory) -> None:
+    """After a rank died under torchrun, the sidecar waits as long as torchrun lives; after a clean end it does not."""
+    elastic = {"elastic": True, "launcher_pid": os.getpid()}
+    died = Rank(run, 0, 1, identity={**elastic, **dead_process()})
+    died.steps(5, **WORK)
+    made, _ = sidecar(run)
+    made.poll()
+
+    assert made.has_more_to_come(1000.0)
+
+    again = Rank(run, 0, 1, identity={**elastic, "attempt": 1})
+    again.steps(9, **WORK)
+    again.close()
+    made.poll()
+    made.account()
+    made.keep()
+
+    assert not made.has_more_to_come(1000.0)
+    value = report(run)
+    assert (value["run"]["attempt"], value["ranks"][0]["steps"], value["ranks"][0]["state"]) == (1, 9, "closed")
+    assert set(pd.read_parquet(run.steps)["attempt"]) == {0, 1}
+    made.close()
+    died.session.recorder.abandon()
+
+
+def test_missing_rank_is_told(run: RunDirectory) -> None:
+    """A rank that never recorded is shown as missing, not as fast."""
+    rank = Rank(run, 0, 4, identity={"local_world_size": 1})
+    rank.steps(10, **WORK)
+    rank.close()
+    finish(run)
+
+    assert "3 of 4 ranks are missing: 1, 2, 3" in report(run)["quality"]["notes"]
+
+
+def test_full_disk_loses_no_records(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the run directory cannot be written, records wait; when it can, they are all there."""
+    from torchlens_perf import run_store
+
+    rank = Rank(run, 0, 1)
+    rank.steps(10, **WORK)
+    made, _ = sidecar(run)
+    write = run_store.pq.write_table
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    made.poll()
+    made.account()
+    monkeypatch.setattr(run_store.pq, "write_table", full)
+    with pytest.raises(OSError, match="No space left"):
+        made.keep()
+    monkeypatch.setattr(run_store.pq, "write_table", write)
+    rank.steps(5, **WORK)
+    rank.close()
+    made.poll()
+    made.account()
+    made.keep()
+    made.close()
+
+    assert sorted(pd.read_parquet(run.spans)["sequence"]) == list(range(15 * 5))
+
+
+class TestPacing:
+    def test_polls_sooner_as_rings_fill(self) -> None:
+        """A ring that fills fast is read up to every 5 ms, an idle one every 0.2 s."""
+        pacing = Pacing(0.0)
+        for _ in range(20):
+            pacing.polled(0.5)
+        assert pacing.poll_s == 0.005
+        for _ in range(50):
+            pacing.polled(0.0)
+        assert pacing.poll_s == 0.2
+
+    def test_segments_get_rarer(self) -> None:
+        """Segments come every 2 s at first and every minute in a long run; many records bring one at once."""
+        early, late = Pacing(0.0), Pacing(0.0)
+        assert not early.keep_due(1.9, 100)
+        assert early.keep_due(2.0, 100)
+        assert late.keep_due(10_000.0, 100)
+        assert not late.keep_due(10_050.0, 100)
+        assert late.keep_due(10_050.0, 1 << 18)
+
+    def test_saving_takes_a_bounded_share(self) -> None:
+        """A state that takes long to write is written more rarely."""
+        pacing = Pacing(0.0)
+        assert pacing.save_due(2.0, 0.01)
+        assert not pacing.save_due(7.0, 0.5)
+        assert pacing.save_due(12.0, 0.5)
+
+
+@pytest.mark.distributed
+def test_killed_sidecar_process_is_replaced(run: RunDirectory) -> None:
+    """The real process: killed with SIGKILL in the middle and started again by hand, it finishes the run."""
+    rank = Rank(run, 0, 1)
+    command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", HOST]
+    first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    rank.steps(40, **WORK)
+    deadline = time.monotonic() + 20
+    while not run.node_state(HOST).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    second = subprocess.run(command, capture_output=True, text=True)
+    first.kill()
+    first.wait()
+    rank.steps(40, **WORK)
+    rank.close()
+    third = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert (second.returncode, "runs on this node already" in second.stderr) == (2, True)
+    assert third.returncode == 0
+    assert json.loads(run.node_state(HOST).read_text())["processes"][rank.identity.key]["ended"] == "closed"
+    assert report(run)["ranks"][0]["steps"] == 80
+    assert run.report.read_text().count("80 steps") == 1
