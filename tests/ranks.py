@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ class Rank:
         self.session.close(report)
 
 
-def make_run(folder: Path, name: str = "run-1") -> RunDirectory:
-    """An empty run directory."""
-    run = RunDirectory(folder / name)
+def make_run(folder: Path, name: str = "") -> RunDirectory:
+    """An empty run directory; its name is also that of its rings' folder in shared memory, so it is unique."""
+    run = RunDirectory(folder / (name or f"test-{uuid.uuid4().hex[:12]}"))
     run.create()
     return run

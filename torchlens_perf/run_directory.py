@@ -134,13 +134,8 @@ def create_ring(
     Raises RunStoreError if no place has room.
     """
     size = RECORDS_OFFSET + capacity * RECORD_BYTES
-    if keep:
-        places = [run.path / "rings"]
-        places[0].mkdir(exist_ok=True)
-    else:
-        places = list(local_folders(run.run_id))
     problems = []
-    for place in places:
+    for place in _run_folder(run) if keep else local_folders(run.run_id):
         path = place / f"{identity.key}.ring"
         try:
             if place.is_relative_to(_SHARED_MEMORY) and _free_bytes(place) < _SHARE_OF_FREE * size:
@@ -153,6 +148,12 @@ def create_ring(
         run.register_ring(identity.host, path)
         return ring
     raise RunStoreError(f"no place for a ring file of {size} bytes: {'; '.join(problems)}")
+
+
+def _run_folder(run: RunDirectory) -> Iterator[Path]:
+    folder = run.path / "rings"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    yield folder
 
 
 def _free_bytes(place: Path) -> int:

@@ -7,6 +7,7 @@ between are still in the rings.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -137,8 +138,10 @@ class Sidecar:
             self._writer.dropped_segments = 0
         self.save()
         for source in self._sources.values():
-            if source.settled:
-                source.path.unlink(missing_ok=True)
+            if source.settled and source.path.exists():
+                source.path.unlink()
+                with contextlib.suppress(OSError):
+                    source.path.parent.rmdir()  # unless other rings, or our lock, are there
 
     def save(self) -> None:
         """Writes the node's state file."""

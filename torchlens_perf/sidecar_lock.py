@@ -29,6 +29,7 @@ class SidecarLock:
         """Takes the lock if nobody holds it. Raises OSError if the file cannot be made."""
         while True:
             if self._descriptor is None:
+                self.path.parent.mkdir(mode=0o700, exist_ok=True)  # the last holder may just have removed it
                 self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

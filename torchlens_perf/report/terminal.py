@@ -32,7 +32,7 @@ _PART_STYLES = {
 def show(report: dict[str, Any], file: IO[str], run_dir: str) -> None:
     """Prints the report: colours and the terminal's width on a terminal, plain text elsewhere."""
     if file.isatty():
-        Console(file=file, highlight=False).print(_layout(report, run_dir))
+        Console(file=file, highlight=False, markup=False, emoji=False).print(_layout(report, run_dir))
     else:
         file.write(render(report, run_dir, columns=_PLAIN_WIDTH, color=False))
 
@@ -46,6 +46,8 @@ def render(report: dict[str, Any], run_dir: str, *, columns: int, color: bool) -
         force_terminal=color,
         color_system="standard" if color else None,
         highlight=False,
+        markup=False,  # a module may be called "[bold]"
+        emoji=False,
     )
     console.print(_layout(report, run_dir))
     return _without_padding(file.getvalue())

@@ -15,15 +15,15 @@ def verdicts(report: dict[str, Any], comparison: Comparison) -> list[Verdict]:
     """The report's verdicts, the most important first. Never empty."""
     if not report["steps"]["count"]:
         return [_no_steps(report)]
+    if report["steps"]["p50_s"] is None:
+        return [_only_warm_up(report)]
     if comparison.straggler is not None:
         # First things first: while one rank holds up the others, their waiting is its doing and shares mislead.
         return [_straggler(report, comparison.straggler)]
     found = []
     if len(report["ranks"]) > 1:
         found.append(_no_straggler(report, comparison))
-    if any(rank["phases"] for rank in report["ranks"]):
-        found.append(_bottleneck(report))
-    return found or [_only_warm_up(report)]
+    return [*found, _bottleneck(report)]
 
 
 def duration(seconds: float) -> str:
