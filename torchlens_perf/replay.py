@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torchlens_perf import node_state, run_store
@@ -14,10 +16,13 @@ from torchlens_perf.sidecar import traced_steps
 from torchlens_perf.statistics import assemble_steps, step_traces
 
 if TYPE_CHECKING:
+    from torchlens_perf.records import StepTable, StepTrace
     from torchlens_perf.run_directory import RunDirectory
     from torchlens_perf.run_store import Origin
 
 _FLUSH_TIMEOUT_S = 60.0
+_PATIENCE_S = 30.0
+_SPANS_A_FLUSH = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +40,7 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int) -> Re
     A node's saved state is left alone: it also counts records that were removed since to save space.
     """
     steps = records = 0
+    sending = _Sending(exporter) if exporter is not None else None
     for host in run_store.hosts(run):
         saved = _saved(run, host)
         rebuilt = NodeState(host)
@@ -49,16 +55,59 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int) -> Re
             table = assemble_steps(kept)
             process.statistics.add(kept, table, names, lost)
             steps, records = steps + len(table), records + len(kept)
-            if exporter is not None:
+            if sending is not None:
                 wanted = traced_steps(table.step.tolist(), trace_every)
                 traces = step_traces(origin.key, kept, names, wanted)
-                exporter.export(ExportBatch(process.identity, origin.anchor, table, tuple(traces)))
-                exporter.force_flush(_FLUSH_TIMEOUT_S)  # a replay has time: nothing needs to be left out
+                sending.send(ExportBatch(process.identity, origin.anchor, table, tuple(traces)))
         if not saved.processes:
             rebuilt.notes.append("rebuilt from the records that are kept")
             rebuilt.save(run)
-    notes = exporter.shutdown(_FLUSH_TIMEOUT_S) if exporter is not None else []
-    return Replayed(steps, records, notes)
+    return Replayed(steps, records, sending.end() if sending is not None else [])
+
+
+class _Sending:
+    """Feeds an exporter no faster than it delivers, and stops when the endpoint is dead."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
+        self._waited_s = 0.0  # for flushes that failed
+        self._not_sent = 0
+
+    def send(self, batch: ExportBatch) -> None:
+        for part in _parts(batch):
+            if self._waited_s > _PATIENCE_S:
+                self._not_sent += len(part.steps)
+                continue
+            self._exporter.export(part)
+            started_s = time.monotonic()
+            if not self._exporter.force_flush(_FLUSH_TIMEOUT_S):
+                self._waited_s += time.monotonic() - started_s
+
+    def end(self) -> list[str]:
+        notes = self._exporter.shutdown(_FLUSH_TIMEOUT_S)
+        if self._not_sent:
+            notes.append(f"{self._not_sent} more steps were not sent, because the endpoint did not take those before")
+        return notes
+
+
+def _parts(batch: ExportBatch) -> Iterator[ExportBatch]:
+    """The batch in pieces of about so many spans, so that no exporter's queue runs over."""
+    steps = batch.steps.step.tolist()
+    traces: list[StepTrace] = []
+    first = spans = 0
+    for trace in batch.traces:
+        traces.append(trace)
+        spans += len(trace.spans)
+        if spans >= _SPANS_A_FLUSH:
+            end = steps.index(trace.step, first) + 1
+            yield dataclasses.replace(batch, steps=_rows(batch.steps, first, end), traces=tuple(traces))
+            first, spans, traces = end, 0, []
+    yield dataclasses.replace(batch, steps=_rows(batch.steps, first, len(steps)), traces=tuple(traces))
+
+
+def _rows(table: StepTable, first: int, end: int) -> StepTable:
+    columns = {field.name: getattr(table, field.name)[first:end] for field in dataclasses.fields(table)}
+    return dataclasses.replace(table, **columns)
 
 
 def _saved(run: RunDirectory, host: str) -> NodeState:

@@ -29,7 +29,7 @@ class Exporter(Protocol):
         ...
 
     def force_flush(self, timeout_s: float) -> bool:
-        """Waits at most about `timeout_s` for delivery. Returns whether everything so far was delivered."""
+        """Waits at most about `timeout_s` for delivery. Returns whether all since the last call was delivered."""
         ...
 
     def shutdown(self, timeout_s: float) -> list[str]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torchlens_perf.exporters import Exporter
+    from torchlens_perf.exporters.otlp_metrics import MetricSender
+    from torchlens_perf.exporters.otlp_spans import SpanSender
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _PROTOCOLS = ("http/protobuf", "grpc")
+_T = TypeVar("_T")
 
 
 def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
@@ -43,7 +46,7 @@ def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _protocol(environ: Mapping[str, str], upper: str) -> str:
     name = f"OTEL_EXPORTER_OTLP_{upper}_PROTOCOL"
-    protocol = environ.get(name) or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or _PROTOCOLS[0]
+    protocol = (environ.get(name) or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or _PROTOCOLS[0]).strip()
     if protocol not in _PROTOCOLS:
         logger.warning(
             "OTLP protocol %r is not supported (%s): %s are off", protocol, ", ".join(_PROTOCOLS), upper.lower()
@@ -58,40 +61,67 @@ def exporter_from_environment(environ: Mapping[str, str]) -> Exporter | None:
     if not signals:
         return None
     from torchlens_perf.exporters.otlp import OtlpExporter
+    from torchlens_perf.exporters.redaction import redact_logs
 
-    spans = _make("traces", signals.get("traces"))
-    metrics = _make("metrics", signals.get("metrics"))
+    redact_logs(environ)
+    spans = _make("traces", _span_sender, signals, environ)
+    metrics = _make("metrics", _metric_sender, signals, environ)
     return OtlpExporter(spans, metrics) if spans is not None or metrics is not None else None
 
 
-def _make(signal: str, kind: str | None) -> Any:
-    """The SDK's exporter, which reads its own variables. A variable that it refuses leaves the signal off."""
-    if kind is None:
+def _make(
+    signal: str, make: Callable[[str, Mapping[str, str]], _T], signals: Mapping[str, str], environ: Mapping[str, str]
+) -> _T | None:
+    """The signal's sender if it is wanted. A variable that the SDK refuses leaves the signal off."""
+    if signal not in signals:
         return None
     try:
-        if signal == "traces":
-            if kind == "console":
-                from opentelemetry.sdk.trace.export import ConsoleSpanExporter
-
-                return ConsoleSpanExporter()
-            if kind == "grpc":
-                from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpanExporter
-
-                return GrpcSpanExporter()
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-            return OTLPSpanExporter()
-        if kind == "console":
-            from opentelemetry.sdk.metrics.export import ConsoleMetricExporter
-
-            return ConsoleMetricExporter()
-        if kind == "grpc":
-            from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcMetricExporter
-
-            return GrpcMetricExporter()
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-
-        return OTLPMetricExporter()
-    except (ValueError, OSError) as error:
-        logger.warning("OTLP %s are off: %s", signal, error)
+        return make(signals[signal], environ)
+    except Exception as error:  # the SDK has no one type for it: ValueError, RuntimeError, one of its own, OSError
+        logger.warning("OTLP %s are off: %s: %s", signal, type(error).__name__, error)
         return None
+
+
+def _span_sender(kind: str, environ: Mapping[str, str]) -> SpanSender:
+    from torchlens_perf.exporters.otlp_spans import SpanSender
+
+    if kind == "console":
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+        return SpanSender(ConsoleSpanExporter())
+    if kind == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpanExporter
+
+        return SpanSender(GrpcSpanExporter())
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    from torchlens_perf.exporters.otlp_http import Answers
+
+    answers = Answers()
+    return SpanSender(OTLPSpanExporter(session=_session(answers, "TRACES", environ)), lambda: answers.rejected)
+
+
+def _metric_sender(kind: str, environ: Mapping[str, str]) -> MetricSender:
+    from torchlens_perf.exporters.otlp_metrics import MetricSender
+
+    if kind == "console":
+        from opentelemetry.sdk.metrics.export import ConsoleMetricExporter
+
+        return MetricSender(ConsoleMetricExporter())
+    if kind == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcMetricExporter
+
+        return MetricSender(GrpcMetricExporter())
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+
+    from torchlens_perf.exporters.otlp_http import Answers
+
+    answers = Answers()
+    return MetricSender(OTLPMetricExporter(session=_session(answers, "METRICS", environ)), lambda: answers.rejected)
+
+
+def _session(answers: Any, upper: str, environ: Mapping[str, str]) -> Any:
+    """Ours, unless the user has a credential provider, which brings its own session."""
+    provider = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}CREDENTIAL_PROVIDER"
+    told = environ.get(provider.format("")) or environ.get(provider.format(f"{upper}_"))
+    return None if told else answers.session()

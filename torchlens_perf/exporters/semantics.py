@@ -13,29 +13,30 @@ SPAN_STEP = "train step"
 SPAN_INFERENCE_STEP = "inference step"
 SPAN_RANK_STEP = "rank step"
 
-# Attributes of spans and metric points. Some backends drop resource attributes, so the rank is here too.
+# Attributes of every span. Some backends drop resource attributes, so the rank is here too, and on metric points.
 RUN_ID = "torch.run.id"
 STEP = "torch.train.step"
 RANK = "torch.distributed.rank"
-PHASE = "torch.train.phase"
+# Attributes of a rank's step. Steps last equally long on all ranks that wait for each other; own time tells them apart.
+OWN_SECONDS = "torch.train.step.own_time"
+MICRO_STEPS = "torch.train.micro_steps"
+# Attributes of the spans below it; size and sequence are a collective's.
 SPAN_KIND = "torchlens_perf.kind"
-MODULE_OR_NAME = "torchlens_perf.name"
 BYTES = "torch.collective.size"
 SEQUENCE = "torch.collective.sequence"
-MICRO_STEPS = "torch.train.micro_steps"
-OWN_SECONDS = "torch.train.step.own_time"
 
 # Resource attributes of a rank, besides service.*, host.name, process.pid and the scheduler's (identity.py).
 LOCAL_RANK = "torch.distributed.local_rank"
 WORLD_SIZE = "torch.distributed.world_size"
 RESTART_COUNT = "torch.elastic.restart_count"
 
-# Metrics.
+# Metrics, and the attribute that tells a phase's points apart.
 STEP_DURATION = "torch.train.step.duration"
 STEP_OWN_TIME = "torch.train.step.own_time"
 PHASE_DURATION = "torch.train.phase.duration"
 STEPS = "torch.train.steps"
 MEMORY = "torch.train.memory.usage"
+PHASE = "torch.train.phase"
 
 # Seconds: from launch-bound steps of 0.1 ms to a minute; OpenTelemetry's default bounds (0 to 10000) are for ms.
 DURATION_BOUNDS_S = (

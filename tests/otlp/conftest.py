@@ -1,0 +1,121 @@
+"""A receiver, and a recorded run of two ranks whose ring files no sidecar has read yet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.otlp_receiver import MISSING, PROGRAM, Receiver, wait_for
+from torchlens_perf.run_directory import RunDirectory
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+STEPS = 12
+"""Optimizer steps of a recorded run. The first is not measured, because recording begins with it."""
+
+
+def environment(folder: Path, told: Mapping[str, str]) -> dict[str, str]:
+    """What a process of the tests is started with; runs go into `folder`."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "TORCHLENS_PERF"))}
+    return {**inherited, "TORCHLENS_PERF_DIR": str(folder), "OMP_NUM_THREADS": "1", **told}
+
+
+def train(folder: Path, told: Mapping[str, str], steps: int = STEPS) -> RunDirectory:
+    """Trains two ranks under torchrun's flag, and returns the one run directory that this made."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "--logs-specs", "torchlens_perf", str(SCRIPTS / "train_two_ranks.py"), str(steps),
+    ]  # fmt: skip
+    done = subprocess.run(command, env=environment(folder, told), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (path,) = [path for path in folder.iterdir() if not path.is_symlink()]
+    return RunDirectory(path)
+
+
+def wait_for_sidecar(run: RunDirectory, timeout_s: float) -> float:
+    """Waits until no sidecar works on the run any more, and returns for how long."""
+    started_s = time.monotonic()
+    assert wait_for(lambda: not _sidecars(run), timeout_s), run.node_log(socket.gethostname()).read_text()
+    return time.monotonic() - started_s
+
+
+def _sidecars(run: RunDirectory) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended meanwhile
+        if b"sidecar" in arguments and str(run.path).encode() in arguments:
+            found.append(process.name)
+    return found
+
+
+class Sidecar:
+    """A sidecar process that the test has started, as the user would by hand, and that has ended."""
+
+    def __init__(self, run: RunDirectory, folder: Path, told: Mapping[str, str], timeout_s: float = 60) -> None:
+        started_s = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path)],
+            env=environment(folder, told),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        self.took_s = time.monotonic() - started_s
+        self.run = run
+        self.stdout, self.log, self.returncode = done.stdout, done.stderr, done.returncode
+
+    @property
+    def report(self) -> str:
+        """The report that it left."""
+        return self.run.report.read_text()
+
+
+@pytest.fixture(scope="session")
+def _one_receiver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver]:
+    if not PROGRAM.exists():
+        pytest.skip(MISSING)
+    receiver = Receiver(tmp_path_factory.mktemp("receiver"))
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture
+def receiver(_one_receiver: Receiver) -> Receiver:
+    """The receiver, empty."""
+    _one_receiver.clear()
+    return _one_receiver
+
+
+@pytest.fixture(scope="session")
+def _recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return train(tmp_path_factory.mktemp("recorded"), {"TORCHLENS_PERF_SIDECAR": "0"})
+
+
+@pytest.fixture
+def recorded(_recorded: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """A run of two ranks that have ended; nobody has read their ring files."""
+    run = RunDirectory(tmp_path / "runs" / _recorded.run_id)
+    shutil.copytree(_recorded.path, run.path)
+    rings = run.node_rings(socket.gethostname())
+    rings.write_text(rings.read_text().replace(str(_recorded.path), str(run.path)))
+    return run
+
+
+@pytest.fixture
+def sidecar(recorded: RunDirectory, tmp_path: Path) -> Callable[..., Sidecar]:
+    """Runs a sidecar over the recorded run with the OTEL_* variables given as keywords; again: a replay."""
+
+    def run(timeout_s: float = 60, **told: str) -> Sidecar:
+        return Sidecar(recorded, tmp_path, told, timeout_s)
+
+    return run

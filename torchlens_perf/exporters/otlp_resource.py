@@ -1,0 +1,47 @@
+"""Who sends: the OpenTelemetry resource of a rank's spans, and of a node's metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
+from torchlens_perf.exporters import semantics
+
+if TYPE_CHECKING:
+    from torchlens_perf.identity import Identity
+
+
+def rank_resource(identity: Identity) -> Resource:
+    """The resource of one process of one rank."""
+    known: dict[str, Any] = {
+        **_run(identity),
+        "service.instance.id": f"{identity.host}/{identity.key}",
+        semantics.RANK: identity.rank,
+        semantics.LOCAL_RANK: identity.local_rank,
+        semantics.RESTART_COUNT: identity.attempt,
+    }
+    if identity.pid:  # a replay of records without their node's state does not know it
+        known["process.pid"] = identity.pid
+    return _told(known)
+
+
+def node_resource(identity: Identity) -> Resource:
+    """The resource of all ranks of the identity's node, over its restarts."""
+    return _told({**_run(identity), "service.instance.id": f"{identity.host}/node"})
+
+
+def _run(identity: Identity) -> dict[str, Any]:
+    known = {
+        "host.name": identity.host,
+        semantics.RUN_ID: identity.run_id,
+        semantics.WORLD_SIZE: identity.world_size,
+        **identity.attributes,
+    }
+    service = identity.attributes.get("slurm.job.name") or identity.program.removesuffix(".py")
+    return {**known, "service.name": service} if service else known
+
+
+def _told(known: dict[str, Any]) -> Resource:
+    """What OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME say goes before what we know."""
+    return Resource.create().merge(Resource(known)).merge(OTELResourceDetector().detect())
