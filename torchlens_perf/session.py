@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchlens_perf import torch_private
 from torchlens_perf.clock import Clock, HostClock
 from torchlens_perf.errors import HookUnavailable, guard, swallowed
 from torchlens_perf.hooks.backward import BackwardHook
@@ -74,17 +76,20 @@ class Session:
         self._known_names = 1
         self._notes: list[str] = []
         self._flags = 0
-        self._micro_steps = 0
+        self._forwards = 0  # with gradients, since the last boundary
+        self._backwards = 0
         self._report: dict[str, Any] = {}
         self._backward = BackwardHook()
-        self._watched: set[int] = set()
+        self._watched: dict[int, weakref.ref[Module]] = {}  # by id, which a later module may have again
         self._models_known = False
         self._attached = ExitStack()
 
     # -- for hooks
 
     def intern(self, name: str) -> int:
-        """The id of a name in the ring file."""
+        """The id of a name in the ring file; 0 once the recorder is closed, for then the file is another process's."""
+        if self.recorder.closed:
+            return 0
         name_id = self._ring.intern(name)
         if name_id == self._known_names:
             self._known_names += 1
@@ -110,6 +115,8 @@ class Session:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """An optimizer's step has returned."""
+        if self.recorder.closed:
+            return
         if self._rule.optimizer_stepped(id(optimizer)):
             self.end_step()
         if not self._models_known:
@@ -123,12 +130,13 @@ class Session:
 
     def backward_ended(self) -> None:
         """A backward pass has returned."""
+        self._backwards += 1
         self._rule.backward_ended()
 
     def forward_ended(self, with_gradient: bool) -> None:
         """The model has returned a result."""
         if with_gradient:
-            self._micro_steps += 1
+            self._forwards += 1
         ends = self._rule.forward_ended(with_gradient=with_gradient)
         if self._rule.trains:
             self._flags |= 0 if with_gradient else int(Flag.EVALUATION)
@@ -143,6 +151,8 @@ class Session:
         models: None to find them when an optimizer steps. after_step_of: an optimizer that has just stepped.
         """
         swallowed.on_error = self._ring.count_internal_error
+        with guard("keeping torch.compile away from our hooks"):
+            torch_private.skip_our_code()
         self._attach(default_hooks(self.config, self._backward))
         if after_step_of is not None:
             self._rule.optimizer_stepped(id(after_step_of))
@@ -150,15 +160,20 @@ class Session:
             self.note("recording began after the first optimizer step, which is therefore not measured")
         if models is not None:
             self.watch_models(models)
+        self._choose_probe()
         self.recorder.activate()
 
     def watch_models(self, models: Sequence[Module]) -> None:
         """Times these models' modules too."""
         for model in models:
-            modules = [each for each in select(model, self.config) if id(each.module) not in self._watched]
-            self._watched.update(id(each.module) for each in modules)
+            modules = [each for each in select(model, self.config) if not self._watches(each.module)]
+            self._watched.update((id(each.module), weakref.ref(each.module)) for each in modules)
             self._attach([ModuleHook(modules, self._backward)])
         self._models_known = True
+
+    def _watches(self, module: Module) -> bool:
+        known = self._watched.get(id(module))
+        return known is not None and known() is module
 
     def _attach(self, hooks: Sequence[Hook]) -> None:
         """Attaches the hooks in order. One that is unavailable is left out, and noted."""
@@ -183,16 +198,27 @@ class Session:
     def end_step(self, flags: int = 0) -> None:
         """Closes the step in progress and decides whether the next one is probed."""
         recorder = self.recorder
+        if recorder.closed:
+            return
         start_ns = recorder.now_ns()
         for hook in self.at_step:
             hook()
         if recorder.probe:
             flags |= _PROBED
-        step = recorder.next_step(flags | self._flags, self.memory_bytes, max(1, self._micro_steps))
-        self._flags = self._micro_steps = 0
-        every = self.config.backward_every
-        recorder.probe = int(every > 0 and step % every == every // 2)
+        recorder.next_step(flags | self._flags, self.memory_bytes, self._micro_steps())
+        self._flags = self._forwards = self._backwards = 0
+        self._choose_probe()
         recorder.charge(recorder.now_ns() - start_ns)
+
+    def _micro_steps(self) -> int:
+        """How often gradients were accumulated: neither two calls of the model for one loss nor a gradient penalty's
+        second backward pass are another micro-step."""
+        return max(1, min(self._forwards, self._backwards or self._forwards))
+
+    def _choose_probe(self) -> None:
+        """Whether module backward times are taken in the step that begins."""
+        every, step = self.config.backward_every, self.recorder.step
+        self.recorder.probe = int(every > 0 and step % every == every // 2)
 
     def close(self, report: dict[str, Any]) -> None:
         """Detaches everything, last first, and ends the ring file. report: how rank 0 wants the report."""
@@ -211,6 +237,8 @@ class Session:
 
     def publish(self) -> None:
         """Writes what the sidecar must know of this rank into the ring file."""
+        if self.recorder.closed:
+            return
         self._ring.set_metadata(
             {
                 "identity": self.identity.to_json(),

@@ -8,6 +8,9 @@ what was therefore not measured.
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -103,15 +106,25 @@ def _tracing_context() -> bool:
 
 
 def _skip_code() -> bool:
-    from torch._dynamo.decorators import skip_code
+    _skip(_skip_code.__code__)
+    return True
 
-    return callable(skip_code)
+
+def _replicas() -> bool:
+    from torch import nn
+
+    return "_compiled_call_impl" not in nn.Identity()._replicate_for_data_parallel().__dict__
 
 
 PRIVATE_NAMES = (
     PrivateName(
         "torch.nn.Module._compiled_call_impl",
         _module_slot,
+        "modules are timed by public hooks, at 20 times the cost",
+    ),
+    PrivateName(
+        "torch.nn.Module._replicate_for_data_parallel",
+        _replicas,
         "modules are timed by public hooks, at 20 times the cost",
     ),
     PrivateName("torch.autograd._engine_run_backward", _engine, "the backward pass is not timed"),
@@ -124,7 +137,11 @@ PRIVATE_NAMES = (
     PrivateName("torch.ops.c10d at BackendSelect", _dispatcher_tap, "collectives are not recorded"),
     PrivateName("torch._C._distributed_c10d.Work.wait", _work_wait, "time blocked in collectives is not measured"),
     PrivateName("torch._guards.TracingContext", _tracing_context, "backward passes of the compiler count as the job's"),
-    PrivateName("torch._dynamo.decorators.skip_code", _skip_code, "modules are not timed where hooks are needed"),
+    PrivateName(
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        _skip_code,
+        "torch.compile compiles our hooks where it meets them, and modules are not timed where hooks are needed",
+    ),
 )
 _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
 
@@ -157,8 +174,47 @@ def has_tap(operator: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "BackendSelect"))
 
 
-def skip_in_compiled_code(function: Any) -> None:
-    """Makes Dynamo leave this Python function alone, without a graph break where it is called."""
-    from torch._dynamo.decorators import skip_code
+def compiled_autograd() -> bool:
+    """Whether backward passes are compiled too: a gradient hook would become a part of their graphs."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))
 
-    skip_code(function.__code__)
+
+def break_in_compiled_code(function: Any) -> Any:
+    """Makes Dynamo break the graph at a call of `function`, as it does at the function of torch that it stands for."""
+    function._torchdynamo_disable = True
+    return function
+
+
+def skip_our_code() -> None:
+    """Makes Dynamo leave all our frames alone.
+
+    Where compiled code breaks the graph, at backward() or in an optimizer, Dynamo tries to compile whatever Python
+    function runs there: also our hooks, and what they call.
+    """
+    if not works("torch._C._dynamo.eval_frame.set_code_exec_strategy"):
+        return
+    package = __name__.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        # What recorder.py wraps around the user's functions is compiled with them.
+        if module is not None and name.startswith(package + ".") and not name.endswith(".recorder"):
+            for value in vars(module).values():
+                members = vars(value).values() if isinstance(value, type) else (value,)
+                for member in members:
+                    if isinstance(member, (types.FunctionType, staticmethod, classmethod, property)):
+                        function: Any = member.fget if isinstance(member, property) else member
+                        function = inspect.unwrap(function)
+                        code = getattr(function, "__code__", None)
+                        if code is not None and code.co_filename == module.__file__:
+                            _skip(code)
+
+
+def _skip(code: types.CodeType) -> None:
+    # What torch._dynamo.skip() does, without the second that importing torch._dynamo takes.
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    # The frame itself is not compiled; those that it calls are looked at, for they may be the user's.
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _skip(constant)

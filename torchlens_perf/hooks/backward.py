@@ -35,15 +35,38 @@ class _Tail:
     waited_after_ns: int = 0
 
 
+def _gradient_hook(place: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a hook for tensors: our errors stay out of the backward pass, and our work out of its graph."""
+
+    def decorate(hook: Callable[..., None]) -> Callable[..., None]:
+        guarded = guard(place)(hook)
+        guarded.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning if the tensor is pickled
+        return guarded
+
+    return decorate
+
+
 @dataclasses.dataclass(slots=True)
 class _ModulePass:
     """One module's part of one backward pass: from its first output gradient to its last input gradient."""
 
     name_id: int
     step: int
+    mark: Callable[[], int]
     inputs_left: int = 0
     start: int | None = None
     end: int | None = None
+
+    @_gradient_hook("gradient hook of a module's input")
+    def input_gradient(self, _: Tensor) -> None:
+        self.inputs_left -= 1
+        if self.inputs_left == 0 and self.end is None:
+            self.end = self.mark()
+
+    @_gradient_hook("gradient hook of a module's output")
+    def output_gradient(self, _: Tensor) -> None:
+        if self.start is None:
+            self.start = self.mark()
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -99,10 +122,12 @@ class BackwardHook:
                 if tail is not None and tail.end_ns:
                     self._end_open_passes(tail.start_ns)
                     self._record_tail(session, tail, tail_id)
-                session.backward_ended()
                 recorder.end(_BACKWARD, name_id, flags)
+                if not recorder.backwards:  # else it was inside another one: reentrant checkpointing
+                    session.backward_ended()
 
         session.at_step.append(lambda: self._record_passes(session))
+        torch_private.break_in_compiled_code(timed_backward)
         with patched(torch.autograd, "_engine_run_backward", timed_backward):
             yield
 
@@ -124,7 +149,9 @@ class BackwardHook:
         recorder, later = session.recorder, []
         for each in self._passes:
             if each.start is None or each.end is None:
-                continue  # not reached by the backward pass of its step
+                if recorder.backwards and each.step == recorder.step:
+                    later.append(each)  # the optimizer steps inside the backward pass
+                continue  # else not reached by the backward pass of its step
             start_ns, end_ns = session.clock.read(each.start), session.clock.read(each.end)
             if start_ns is None or end_ns is None:
                 later.append(each)
@@ -137,8 +164,8 @@ class BackwardHook:
         import torch
 
         can_queue = torch_private.works("torch.autograd.Variable._execution_engine.queue_callback")
-        marked: list[Any] = [None]
 
+        @_gradient_hook("gradient hook of the model")
         def first_gradient(_: Tensor) -> None:
             if self._tail is None and torch._C._current_graph_task_id() != -1:
                 self._tail = tail = _Tail()
@@ -158,17 +185,16 @@ class BackwardHook:
 
             return computed
 
-        hook = guard("gradient hook of the model")(first_gradient)
-
         def seen(result: Any) -> None:
+            if session.recorder.backwards:
+                return  # recomputed, or called by a gradient hook: no new forward pass
             with_gradient = torch.is_grad_enabled()
             session.forward_ended(with_gradient)
-            if not with_gradient or not can_queue or session.recorder.backwards:
+            if not with_gradient or not can_queue or torch_private.compiled_autograd():
                 return
-            marked[0] = None
             for tensor in tensors(result):
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(hook)
+                    tensor.register_hook(first_gradient)
                     return
 
         return seen
@@ -183,40 +209,32 @@ class BackwardHook:
         name_id = session.intern(watched.name)
         waiting: list[_ModulePass] = []  # entered and not yet returned; more than one where the module recurses
 
+        def unobserved() -> bool:
+            return not torch.is_grad_enabled() or bool(recorder.backwards) or torch_private.compiled_autograd()
+
         def before(*args: Any, **kwargs: Any) -> None:
-            if not torch.is_grad_enabled() or recorder.backwards:
+            if unobserved():
                 return
-            entered = _ModulePass(name_id, recorder.step)
+            entered = _ModulePass(name_id, recorder.step, clock.mark)
             waiting.append(entered)
-
-            def input_gradient(_: Tensor) -> None:
-                entered.inputs_left -= 1
-                if entered.inputs_left == 0 and entered.end is None:
-                    entered.end = clock.mark()
-
             for tensor in tensors((args, kwargs)):
                 # A hook on a leaf would stay there and pile up with every step.
                 if tensor.requires_grad and not tensor.is_leaf:
                     entered.inputs_left += 1
-                    tensor.register_hook(input_gradient)
+                    tensor.register_hook(entered.input_gradient)
 
         def after(result: Any) -> None:
-            if not torch.is_grad_enabled() or recorder.backwards:
+            if unobserved():
                 return
             while waiting and waiting[0].step != recorder.step:
                 waiting.pop(0)  # its forward raised
             if not waiting:
                 return
             returned = waiting.pop()
-
-            def output_gradient(_: Tensor) -> None:
-                if returned.start is None:
-                    returned.start = clock.mark()
-
             hooked = False
             for tensor in tensors(result):
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(output_gradient)
+                    tensor.register_hook(returned.output_gradient)
                     hooked = True
             if hooked:
                 self._passes.append(returned)

@@ -96,6 +96,7 @@ class CollectiveHook:
                 recorder.end(_WAIT, name_id)
                 session.waited_ns += recorder.now_ns() - start_ns
 
+        torch_private.break_in_compiled_code(timed_wait)
         with patched(Work, "wait", timed_wait):
             yield
 

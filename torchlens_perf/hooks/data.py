@@ -45,5 +45,7 @@ class DataHook:
             finally:
                 recorder.end(_DATA, workers)
 
+        torch_private.break_in_compiled_code(timed_next)
+        torch_private.break_in_compiled_code(timed_iter)
         with patched(_BaseDataLoaderIter, "__next__", timed_next), patched(DataLoader, "__iter__", timed_iter):
             yield

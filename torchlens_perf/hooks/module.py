@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import gc
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchlens_perf import torch_private
 from torchlens_perf.errors import guard
+from torchlens_perf.hooks.patch import patched
 from torchlens_perf.recorder import ModuleCall
 from torchlens_perf.ring import Flag
 
@@ -26,6 +30,12 @@ _AUTO_LEVELS = 2
 # What wrappers call the module that they wrap: no part of the name that the user knows. DDP's "module" is one only
 # around the whole model; inside it may be the user's own.
 _WRAPPED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_SLOT = "_compiled_call_impl"
+_SLOT_NEEDS = ("torch.nn.Module._compiled_call_impl", "torch.nn.Module._replicate_for_data_parallel")
+_NONE: tuple[Callable[..., Any], tuple[()]] = (type(None), ())
+# In pickles and deep copies our call is None, which is what the slot holds without us. nn.Module leaves the slot out
+# itself; its subclasses that say on their own what is copied do not: nn.LSTM, DistributedDataParallel, fx.GraphModule.
+copyreg.pickle(ModuleCall, lambda call: _NONE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,63 +151,67 @@ class ModuleHook:
     """Times each selected module's calls through its `_compiled_call_impl` slot.
 
     Dynamo does not look at that slot, so compiled code keeps its graphs: a compiled module is timed where eager code
-    calls it, and the modules inside its graph are not timed. Pickling and deep copies leave the slot out.
+    calls it, and the modules inside its graph are not timed. Pickles and copies of a module leave the slot out.
+
+    Nothing here holds a module: one that the user deletes inside the watch is freed at once.
     """
 
     name = "module"
 
     def __init__(self, modules: Sequence[WatchedModule], observers: Observers) -> None:
-        self._modules = modules
+        self._modules = list(modules)
         self._observers = observers
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        by_slot = torch_private.works("torch.nn.Module._compiled_call_impl")
+        by_slot = all(torch_private.works(name) for name in _SLOT_NEEDS)
         if not by_slot:
-            torch_private.require("torch._dynamo.decorators.skip_code")
+            torch_private.require("torch._C._dynamo.eval_frame.set_code_exec_strategy")
             session.note("modules are timed by public hooks, at 20 times the usual cost: see torchlens-perf doctor")
         with ExitStack() as attached:
-            for watched in self._modules:
-                attached.enter_context(self._in_slot(watched, session) if by_slot else self._by_hooks(watched, session))
+            if by_slot:
+                attached.enter_context(_replicas_without_call())
+            while self._modules:
+                put = self._in_slot if by_slot else self._by_hooks
+                attached.callback(put(self._modules.pop(0), session))
             yield
 
-    @contextmanager
-    def _in_slot(self, watched: WatchedModule, session: Session) -> Iterator[None]:
-        slots = watched.module.__dict__
-        earlier = slots.get("_compiled_call_impl")  # module.compile() puts its compiled call here
-        before, after = self._observing(watched, session)
+    def _in_slot(self, watched: WatchedModule, session: Session) -> Callable[[], None]:
+        """Returns what takes it out again."""
+        slots, module = watched.module.__dict__, weakref.ref(watched.module)
+        earlier = slots.get(_SLOT)  # module.compile() puts its compiled call here
         call = ModuleCall(
             session.recorder,
             session.intern(_recorded_name(watched)),
-            earlier if earlier is not None else type(watched.module)._call_impl,
+            type(watched.module)._call_impl if earlier is None else earlier,
             watched.module if earlier is None else None,
-            before,
-            after,
+            *self._observing(watched, session),
             watched.is_root,
         )
-        slots["_compiled_call_impl"] = call
-        try:
-            yield
-        finally:
-            if slots.get("_compiled_call_impl") is not call:
-                pass  # module.compile() was called meanwhile: the slot is the user's
-            elif earlier is None:
-                del slots["_compiled_call_impl"]
-            else:
-                slots["_compiled_call_impl"] = earlier
+        slots[_SLOT] = call
+        in_slot = weakref.ref(call)
 
-    @contextmanager
-    def _by_hooks(self, watched: WatchedModule, session: Session) -> Iterator[None]:
+        def take_out() -> None:
+            owner = module()
+            # Else it was deleted; or module.compile() was called meanwhile, and the slot is the user's.
+            if owner is not None and owner.__dict__.get(_SLOT) is in_slot():
+                _empty_slot(owner)
+
+        return take_out
+
+    def _by_hooks(self, watched: WatchedModule, session: Session) -> Callable[[], None]:
+        """Returns what removes them again."""
         pre, post = _hook_pair(session, watched, *self._observing(watched, session))
-        handles = [
+        handles = (
             watched.module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True),
             watched.module.register_forward_hook(post, always_call=True),
-        ]
-        try:
-            yield
-        finally:
+        )
+
+        def remove() -> None:
             for handle in handles:
                 handle.remove()
+
+        return remove
 
     def _observing(
         self, watched: WatchedModule, session: Session
@@ -210,12 +224,40 @@ class ModuleHook:
         return guard("backward hook of a module")(pair[0]), guard("backward hook of a module")(pair[1])
 
 
+def _empty_slot(module: Module) -> None:
+    """Takes our call out of the module's slot, and puts back what was there before."""
+    call = module.__dict__.pop(_SLOT, None)
+    if isinstance(call, ModuleCall):
+        call = None if call.function is type(module)._call_impl else call.function
+    if call is not None:
+        module.__dict__[_SLOT] = call
+
+
+@contextmanager
+def _replicas_without_call() -> Iterator[None]:
+    """nn.DataParallel copies a module's dictionary, and our call in it would compute with the original's weights."""
+    from torch.nn import Module
+
+    replicate = Module._replicate_for_data_parallel
+
+    def replicate_and_empty_slot(self: Module) -> Module:
+        replica = replicate(self)
+        _empty_slot(replica)
+        return replica
+
+    with patched(Module, "_replicate_for_data_parallel", replicate_and_empty_slot):
+        yield
+
+
 def _recorded_name(watched: WatchedModule) -> str:
     return f"forward {watched.name}" if watched.is_root else watched.name
 
 
 class _Hook:
-    """A forward hook that copies of the module leave behind: deep copies share it, pickles hold nothing of it."""
+    """A forward hook that copies of the module leave behind: in them it is a function that does nothing.
+
+    That function is one of the standard library, so that a saved model loads where this package is not installed.
+    """
 
     def __init__(self, call: Callable[..., None]) -> None:
         self.call = call
@@ -226,15 +268,8 @@ class _Hook:
         if not torch.compiler.is_compiling():
             self.call(*args)
 
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return self
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
-
-
-def _no_hook() -> _Hook:
-    return _Hook(lambda *args: None)
+        return getattr, (nullcontext(), "__exit__")
 
 
 def _hook_pair(
@@ -244,7 +279,7 @@ def _hook_pair(
     after: Callable[[Any], None] | None,
 ) -> tuple[_Hook, _Hook]:
     """The fallback without the slot: public hooks that Dynamo passes over."""
-    recorder, name_id = session.recorder, session.intern(_recorded_name(watched))
+    recorder, name_id, is_root = session.recorder, session.intern(_recorded_name(watched)), watched.is_root
 
     def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if before is not None and recorder.probe:
@@ -252,10 +287,10 @@ def _hook_pair(
         recorder.begin_module(name_id)
 
     def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
-        recorder.end_module(name_id, 0 if result is not None else int(Flag.EXCEPTION))
-        if after is not None and result is not None and (watched.is_root or recorder.probe):
+        # Without a result, torch is handling an exception of the module's, or the module has returned None.
+        raised = result is None and sys.exc_info()[1] is not None
+        recorder.end_module(name_id, int(Flag.EXCEPTION) if raised else 0)
+        if after is not None and not raised and (is_root or recorder.probe):
             after(result)
 
-    for function in (enter, leave, _Hook.__call__):
-        torch_private.skip_in_compiled_code(function)
     return _Hook(enter), _Hook(leave)
