@@ -1,0 +1,39 @@
+"""For every test: no setting from outside, errors of ours are raised, and nothing stays attached."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from torchlens_perf.errors import swallowed
+from torchlens_perf.watch import running
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in list(os.environ):
+        if variable.startswith(("TORCHLENS_PERF", "OTEL_")):
+            monkeypatch.delenv(variable)
+
+
+@pytest.fixture(autouse=True)
+def _no_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes guard() raise. What is raised where nobody can catch it, inside the native recorder, is found here."""
+    unraisable: list[str] = []
+
+    def remember(raised: sys.UnraisableHookArgs) -> None:
+        unraisable.append(f"{raised.object!r}: {raised.exc_value!r}")
+
+    monkeypatch.setattr(sys, "unraisablehook", remember)
+    monkeypatch.setattr(swallowed, "strict", True)
+    before = swallowed.by_place.copy()
+    yield
+    left = running()
+    if left is not None:
+        left.close()
+    assert left is None
+    assert unraisable == []
+    assert swallowed.by_place == before
