@@ -104,6 +104,15 @@ def main():
             print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
         if step + 1 == STEPS:
             break
+
+    model.eval()
+    with torch.no_grad():
+        ids, targets = next(iter(loader))
+        loss = F.cross_entropy(model(ids.to(device)).flatten(0, 1), targets.to(device).flatten())
+    dist.all_reduce(loss)
+    if rank == 0:
+        print(f"trained  loss {loss.item() / dist.get_world_size():.3f}", flush=True)
+    dist.barrier()
     dist.destroy_process_group()
 
 

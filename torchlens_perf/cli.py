@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchlens_perf.errors import TorchlensPerfError
+from torchlens_perf.errors import ConfigError, TorchlensPerfError
 from torchlens_perf.run_directory import RunDirectory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["run"] and arguments[1:2] != ["--help"]:
+        arguments.insert(1, "--")  # what follows is the script's, also `-m module`
+    options = _parser().parse_args(arguments)
     try:
         result: int = options.command(options)
         return result
@@ -40,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         "run", help="run a script, recorded", description="Runs a script as python would, recorded."
     )
     run.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="a script, or -m module")
-    run.set_defaults(command=_run, needs=run)
+    run.set_defaults(command=_run)
 
     report = commands.add_parser("report", help="show a run's report, live or finished")
     report.add_argument("run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here")
@@ -61,11 +63,12 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     from torchlens_perf.launch import run_script
 
-    if not options.script or options.script == ["-m"]:
-        options.needs.error("a script is needed: torchlens-perf run train.py ARGS")
-    if options.script[0] != "-m" and not Path(options.script[0]).is_file():
-        options.needs.error(f"{options.script[0]} is not a file")
-    run_script(options.script)
+    script = options.script[options.script[:1] == ["--"] :]
+    if not script or script == ["-m"]:
+        raise ConfigError("a script is needed: torchlens-perf run train.py ARGS")
+    if script[0] != "-m" and not Path(script[0]).is_file():
+        raise ConfigError(f"{script[0]} is not a file")
+    run_script(script)
     return 0
 
 

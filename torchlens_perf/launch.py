@@ -29,8 +29,6 @@ from torchlens_perf.errors import TorchlensPerfError, guard
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
-_armed: list[Any] = []  # the handle of the hook that waits for the first step
-
 
 def autoload() -> None:
     """Entry point `torch.backends`. Never raises: that would make `import torch` itself fail."""
@@ -46,25 +44,22 @@ def arm() -> None:
 
     Raises ConfigError for a bad TORCHLENS_PERF_* variable.
     """
-    if _armed:
-        return
     configuration.from_environment(os.environ)
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torchlens_perf.hooks.optimizer import relay
 
     def first_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        while _armed:
-            _armed.pop().remove()
+        relay.after = None
         with guard("starting at the first optimizer step"):
             _start(optimizer)
 
-    _armed.append(register_optimizer_step_post_hook(first_step))
+    if relay.after is None:
+        relay.install()
+        relay.after = first_step
 
 
 def _start(optimizer: Any) -> None:
-    from torchlens_perf.watch import running, watch
+    from torchlens_perf.watch import watch
 
-    if running() is not None:
-        return  # the script has a watch() of its own
     started = watch()
     try:
         started.start(after_step_of=optimizer)

@@ -27,6 +27,7 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.identity import Identity
 from torchlens_perf.ring import RECORD_BYTES, RECORDS_OFFSET, RingFile
 
+_CLAIM = "run:"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_OF_FREE = 16  # a ring takes at most one part in so many: containers often have 64 MB, which DataLoaders need
 
@@ -89,9 +90,9 @@ def claim_run_id(folder: Path, digest: str) -> str:
     claim = folder / f".run-{digest}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        os.symlink(proposal, claim)
+        os.symlink(f"{_CLAIM}{proposal}", claim)  # leads nowhere: it is not to be taken for the run directory
     except FileExistsError:
-        return os.readlink(claim)
+        return os.readlink(claim).removeprefix(_CLAIM)
     except OSError as error:
         raise RunStoreError(f"cannot write to {folder}: {error.strerror or error}") from None
     return proposal

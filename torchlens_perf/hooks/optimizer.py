@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf import torch_private
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.patch import patched
 from torchlens_perf.ring import Kind
@@ -14,6 +15,57 @@ if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
 _OPTIMIZER = int(Kind.OPTIMIZER)
+
+
+Listener = Callable[[Any, Any, Any], None]
+
+
+class Relay:
+    """torch's global step hooks, handed on to whoever listens.
+
+    torch calls the hooks while it iterates over them, and registering or removing one from inside raises
+    "OrderedDict mutated during iteration" in the user's step. A watch that starts at the end of a step (launch.py) is
+    inside: so the hooks are there before it, and it only becomes their listener.
+    """
+
+    def __init__(self) -> None:
+        self.before: Listener | None = None
+        self.after: Listener | None = None
+        self._handles: list[Any] = []
+
+    @property
+    def installed(self) -> bool:
+        """Whether torch calls it."""
+        return bool(self._handles)
+
+    def install(self) -> None:
+        """Registers the hooks, once. Not from inside an optimizer's step."""
+        if self._handles:
+            return
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        def step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if self.before is not None:
+                self.before(optimizer, args, kwargs)
+
+        def step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if self.after is not None:
+                self.after(optimizer, args, kwargs)
+
+        # Traced into a graph they would not run, and the step would not be seen. A compiled optimizer breaks its graph
+        # around step() anyway, and its operations stay in one graph.
+        self._handles = [
+            register_optimizer_step_pre_hook(torch_private.break_in_compiled_code(step_begins)),
+            register_optimizer_step_post_hook(torch_private.break_in_compiled_code(step_ended)),
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks away. Not from inside an optimizer's step."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+relay = Relay()
 
 
 class OptimizerHook:
@@ -30,7 +82,6 @@ class OptimizerHook:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         import torch
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         recorder, opened = session.recorder, self._open
         name_ids: dict[type, int] = {}
@@ -62,13 +113,17 @@ class OptimizerHook:
 
         def timed_update(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = update(self, *args, **kwargs)
-            session.scaler_updated()
+            if not torch.compiler.is_compiling():
+                session.scaler_updated()
             return result
 
-        handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        ours = not relay.installed
+        relay.install()
+        relay.before, relay.after = before, after
         try:
             with patched(torch.amp.GradScaler, "update", timed_update):
                 yield
         finally:
-            for handle in handles:
-                handle.remove()
+            relay.before = relay.after = None
+            if ours:
+                relay.remove()

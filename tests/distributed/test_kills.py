@@ -1,0 +1,98 @@
+"""Processes that are killed at a random moment lose none of the steps that they had finished."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.processes import SCRIPTS, TRAIN, report, run, runs, torchrun, wait_for_sidecar
+from torchlens_perf.run_directory import RunDirectory
+
+pytestmark = pytest.mark.distributed
+
+KILLS = 20
+
+
+@pytest.mark.timeout(240)
+def test_killed_process_keeps_its_finished_steps(tmp_path: Path) -> None:
+    """After each of 20 SIGKILLs at random moments, every finished step is in the report, with all of its records."""
+    script = str(SCRIPTS / "train_until_killed.py")
+    done = run([sys.executable, script, str(tmp_path), str(KILLS), "11"], tmp_path, timeout_s=150)
+    assert done.returncode == 0, done.stderr
+    finished = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(finished) == KILLS
+    for number, steps in finished:
+        (path,) = [path.parent for path in (tmp_path / str(number)).glob("*/nodes")]
+        made = RunDirectory(path)
+        wait_for_sidecar(made)
+        value = report(made)
+        (rank,) = value["ranks"]
+
+        # The kill may come between the step's end and the script's own count of it.
+        assert rank["steps"] - steps in (0, 1)
+        assert (rank["state"], rank["lost"], rank["coverage"]) == ("died", 0, 1.0)
+        per_step = pd.read_parquet(made.spans).query(f"step < {steps}").groupby("step")["kind"].apply(list)
+        assert len(per_step) == steps
+        assert all({"forward", "backward", "optimizer", "section", "step"} <= set(kinds) for kinds in per_step)
+
+
+def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
+    """Rank and sidecar killed together: `torchlens-perf sidecar` finds the rest in the ring, and loses nothing."""
+    script = str(SCRIPTS / "train_until_killed.py")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    trainer = subprocess.Popen(
+        [sys.executable, script, str(tmp_path), "1", "3"], stdout=subprocess.PIPE, text=True, env=environ
+    )
+    deadline = time.monotonic() + 60
+    sidecars: list[int] = []
+    while not sidecars and time.monotonic() < deadline:
+        found = subprocess.run(["pgrep", "-f", f"torchlens_perf sidecar {tmp_path}/0/"], capture_output=True, text=True)
+        sidecars = [int(pid) for pid in found.stdout.split()]
+        time.sleep(0.01)
+    for pid in sidecars:
+        os.kill(pid, signal.SIGKILL)
+    steps = int(trainer.communicate(timeout=60)[0].split()[1])
+    (path,) = [path.parent for path in (tmp_path / "0").glob("*/nodes")]
+    by_hand = run([sys.executable, "-m", "torchlens_perf", "sidecar", str(path)], tmp_path)
+    value = report(RunDirectory(path))
+
+    assert len(sidecars) == 1
+    assert by_hand.returncode == 0, by_hand.stderr
+    assert value["ranks"][0]["steps"] - steps in (0, 1)
+    assert value["quality"]["lost"] == 0
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGABRT"])
+def test_signal_ends_the_job_as_without_us(name: str, tmp_path: Path) -> None:
+    """A signal ends the process with that signal, as it would unrecorded; the report has what was finished."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHLENS_PERF": "1"}
+    trainer = subprocess.Popen(
+        [sys.executable, TRAIN, "--steps", "100000"], cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("torchlens-perf/*/nodes/*.json")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    trainer.send_signal(getattr(signal, name))
+    trainer.communicate(timeout=30)
+    value = report(runs(tmp_path)[0])
+
+    assert trainer.returncode == -getattr(signal, name)
+    assert value["ranks"][0]["state"] == "died"
+    assert value["ranks"][0]["steps"] > 0
+
+
+def test_one_rank_fails(tmp_path: Path) -> None:
+    """When one rank raises, the job ends with torchrun's exit code, and the report holds both ranks' finished steps."""
+    done = run(torchrun("--logs-specs", "torchlens_perf", TRAIN, "--fail-at", "20"), tmp_path)
+    value = report(runs(tmp_path)[0])
+
+    assert done.returncode == 1
+    assert "planted failure" in done.stderr
+    assert min(rank["steps"] for rank in value["ranks"]) >= 19

@@ -1,0 +1,214 @@
+"""The ways to record a script that does not know of us: the torchrun flag, the variable, and `run`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import SCRIPTS, TRAIN, only_report, report, run, runs, torchrun
+
+pytestmark = pytest.mark.distributed
+
+FLAG = ("--logs-specs", "torchlens_perf")
+RUN = [sys.executable, "-m", "torchlens_perf", "run"]
+
+
+def said(stdout: str) -> list[str]:
+    """What the script printed: its view of the world, and the checksum of its parameters."""
+    return [line for line in stdout.splitlines() if line.startswith(("parameters", "started as"))]
+
+
+@pytest.fixture(scope="module")
+def unwatched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the script prints without us, alone and on two ranks."""
+    folder = tmp_path_factory.mktemp("unwatched")
+    alone, pair = run([sys.executable, TRAIN], folder), run(torchrun(TRAIN), folder)
+    assert (alone.returncode, pair.returncode) == (0, 0)
+    return {"alone": said(alone.stdout), "pair": said(pair.stdout)}
+
+
+def without_arguments(lines: list[str]) -> list[str]:
+    """The checksum only: arguments differ between the cases."""
+    return [line for line in lines if line.startswith("parameters")]
+
+
+@pytest.mark.parametrize("workers", ["fork", "spawn"])
+def test_torchrun_flag(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """torchrun's flag records every rank, with forked and spawned loader workers, and prints the verdict on rank 0."""
+    done = run(torchrun(*FLAG, TRAIN, "--workers", workers), tmp_path)
+    value = only_report(tmp_path)
+
+    assert done.returncode == 0
+    assert without_arguments(said(done.stdout)) == without_arguments(unwatched["pair"])
+    assert [rank["steps"] for rank in value["ranks"]] == [29, 29]
+    assert [rank["first_step"] for rank in value["ranks"]] == [1, 1]
+    assert value["quality"]["lost"] == 0
+    assert "data" in value["ranks"][0]["phases"]
+    assert done.stderr.count("torchlens_perf  train.py, run ") == 1
+    assert f"run directory: {runs(tmp_path)[0].path}" in done.stderr
+
+
+@pytest.mark.parametrize("workers", ["fork", "spawn"])
+def test_variable(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """TORCHLENS_PERF=1 records a script under plain python; its loader workers become no ranks."""
+    done = run([sys.executable, TRAIN, "--workers", workers], tmp_path, TORCHLENS_PERF="1")
+    value = only_report(tmp_path)
+
+    assert done.returncode == 0
+    assert without_arguments(said(done.stdout)) == without_arguments(unwatched["alone"])
+    assert [rank["steps"] for rank in value["ranks"]] == [29]
+    assert value["run"]["program"] == "train.py"
+
+
+@pytest.mark.parametrize("workers", ["fork", "spawn"])
+def test_run_command(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """`run` starts a script as python would: __main__, arguments, sys.path[0], pickles and spawned workers."""
+    arguments = ["--workers", workers]
+    done = run([*RUN, TRAIN, *arguments], tmp_path)
+    value = only_report(tmp_path)
+
+    assert done.returncode == 0
+    expected = unwatched["alone"][1].replace("[]", str(arguments))
+    assert said(done.stdout) == [unwatched["alone"][0], expected]
+    assert [rank["steps"] for rank in value["ranks"]] == [29]
+
+
+def test_run_command_under_torchrun(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """`torchrun -m torchlens_perf run` works where entry points do not."""
+    command = torchrun("-m", "torchlens_perf", "run", TRAIN)
+    done = run(command, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    value = only_report(tmp_path)
+
+    assert done.returncode == 0
+    assert said(done.stdout) == unwatched["pair"]
+    assert [rank["steps"] for rank in value["ranks"]] == [29, 29]
+
+
+def test_run_command_with_a_module(tmp_path: Path) -> None:
+    """`run -m module` starts a module as `python -m` would."""
+    (tmp_path / "trainer.py").write_text(Path(TRAIN).read_text())
+    done = run([*RUN, "-m", "trainer", "--steps", "12"], tmp_path)
+
+    assert done.returncode == 0
+    assert "started as __main__ trainer.py ['--steps', '12']" in done.stdout
+    assert only_report(tmp_path)["ranks"][0]["steps"] == 11
+
+
+def test_elastic_restart(tmp_path: Path) -> None:
+    """After a restart by torchrun the same run directory holds both attempts, and the report is about the last."""
+    done = run(torchrun("--max-restarts", "1", *FLAG, TRAIN, "--fail-at", "8"), tmp_path)
+    (made,) = runs(tmp_path)
+    value = report(made)
+
+    assert done.returncode == 0
+    assert (value["run"]["attempt"], [rank["steps"] for rank in value["ranks"]]) == (1, [29, 29])
+    import pandas as pd
+
+    steps = pd.read_parquet(made.steps)
+    assert steps.groupby("attempt")["step"].max().to_dict() == {0: 7, 1: 29}
+
+
+def test_autoload_switched_off(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """With torch's autoload off, the flag leaves the script untouched and says so in one line."""
+    done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
+
+    assert done.returncode == 0
+    assert said(done.stdout) == unwatched["pair"]
+    assert len(ours) == 1
+    assert ours[0].startswith("torchlens_perf is off: TORCH_DEVICE_BACKEND_AUTOLOAD=0")
+    assert not (tmp_path / "torchlens-perf").exists()
+
+
+def test_bad_variable(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """A bad variable switches recording off with one line on the node, and the job runs as without us."""
+    done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCHLENS_PERF_RING_RECORDS="many")
+    ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
+
+    assert (done.returncode, said(done.stdout)) == (0, unwatched["pair"])
+    assert ours == ["torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': cannot be read as ring_records"]
+
+
+def test_unwritable_directory(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """A folder that cannot be written switches recording off with one line, and the job runs as without us."""
+    (tmp_path / "file").write_text("in the way")
+    done = run(
+        [sys.executable, TRAIN], tmp_path, TORCHLENS_PERF="1", TORCHLENS_PERF_DIR=str(tmp_path / "file" / "runs")
+    )
+    ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
+
+    assert (done.returncode, said(done.stdout)) == (0, unwatched["alone"])
+    assert len(ours) == 1
+    assert ours[0].startswith("torchlens_perf is off: cannot write to ")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_exit_code_is_the_scripts(code: int, tmp_path: Path) -> None:
+    """sys.exit in the script ends the process with its code, recorded or not."""
+    done = run([sys.executable, TRAIN, "--exit", str(code)], tmp_path, TORCHLENS_PERF="1")
+
+    assert done.returncode == code
+    assert only_report(tmp_path)["ranks"][0]["state"] == "closed"
+
+
+def test_exception_is_the_scripts(tmp_path: Path) -> None:
+    """An exception ends the script with its own traceback and exit code 1."""
+    script = tmp_path / "fails.py"
+    script.write_text(Path(TRAIN).read_text().replace("and rank == 1", ""))
+    done = run([sys.executable, str(script), "--fail-at", "9"], tmp_path, TORCHLENS_PERF="1")
+
+    assert done.returncode == 1
+    assert "RuntimeError: planted failure" in done.stderr
+    assert only_report(tmp_path)["ranks"][0]["steps"] == 8
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_trainers_started_by_the_script(method: str, tmp_path: Path) -> None:
+    """Ranks that the script itself starts, by multiprocessing, are recorded into one run."""
+    done = run([sys.executable, str(SCRIPTS / "start_ranks.py"), method], tmp_path, TORCHLENS_PERF="1")
+    value = only_report(tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert value["run"]["world_size"] == 2
+    assert [(rank["rank"], rank["steps"], rank["state"]) for rank in value["ranks"]] == [
+        (0, 19, "closed"),
+        (1, 19, "closed"),
+    ]
+
+
+def test_script_with_a_watch_of_its_own(tmp_path: Path) -> None:
+    """A script that calls watch() under the flag is recorded once, by its own watch."""
+    script = tmp_path / "watched.py"
+    script.write_text(
+        "import torch, torchlens_perf as perf\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "with perf.watch(model, optimizer, report=False):\n"
+        "    for _ in range(12):\n"
+        "        model(torch.ones(2, 4)).sum().backward(); optimizer.step()\n"
+    )
+    done = run([sys.executable, str(script)], tmp_path, TORCHLENS_PERF="1")
+
+    assert done.returncode == 0, done.stderr
+    assert [rank["steps"] for rank in only_report(tmp_path)["ranks"]] == [12]
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    """TORCHLENS_PERF=0 wins over watch() in the script and over the flag: nothing is made."""
+    script = tmp_path / "watched.py"
+    script.write_text(
+        "import torchlens_perf as perf, threading\n"
+        "with perf.watch() as w:\n"
+        "    with perf.section('a'): pass\n"
+        "    w.step()\n"
+        "assert w.run_dir is None\n"
+    )
+    done = run([sys.executable, str(script)], tmp_path, TORCHLENS_PERF="0")
+    flagged = run(torchrun(*FLAG, TRAIN), tmp_path, TORCHLENS_PERF="0")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert flagged.returncode == 0
+    assert "torchlens" not in flagged.stderr
+    assert not (tmp_path / "torchlens-perf").exists()

@@ -1,0 +1,64 @@
+"""Running real training processes, and waiting for the sidecars that they leave to finish."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torchlens_perf import node_state
+from torchlens_perf.report.build import build
+from torchlens_perf.run_directory import RunDirectory, sidecar_lock
+from torchlens_perf.sidecar_lock import SidecarLock
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN = str(SCRIPTS / "train.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def run(
+    command: list[str], folder: Path, timeout_s: float = 90, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command in `folder`, with one thread per process and what is given of the environment added."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
+    environ.update({"OMP_NUM_THREADS": "1", **environment})
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s)
+
+
+def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
+    """A torchrun command line."""
+    return [*TORCHRUN, "--nproc-per-node", str(ranks), *arguments]
+
+
+def runs(folder: Path) -> list[RunDirectory]:
+    """The run directories that were made in `folder`, oldest first, once their sidecars have ended."""
+    found = [RunDirectory(path.parent) for path in sorted((folder / "torchlens-perf").glob("*/nodes"))]
+    for each in found:
+        wait_for_sidecar(each)
+    return found
+
+
+def wait_for_sidecar(run_directory: RunDirectory, timeout_s: float = 60) -> None:
+    """Waits until no sidecar of this run lives on this node."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        lock = SidecarLock(sidecar_lock(run_directory.run_id))
+        if lock.acquire():
+            lock.remove()
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"the sidecar of {run_directory.path} still runs after {timeout_s} s")
+
+
+def report(run_directory: RunDirectory) -> dict[str, Any]:
+    """The report on a run."""
+    return build(run_directory.run_id, node_state.load_all(run_directory))
+
+
+def only_report(folder: Path) -> dict[str, Any]:
+    """The report on the one run that was made in `folder`."""
+    (one,) = runs(folder)
+    return report(one)
