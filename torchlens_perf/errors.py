@@ -92,6 +92,13 @@ class guard:
         swallowed.add(self._place, error)
         return True
 
+    def succeeds(self, function: Callable[[], object]) -> bool:
+        """Calls the function; whether it returned."""
+        with self:
+            function()
+            return True
+        return False
+
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
         place = self._place
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchlens_perf.config import Config
     from torchlens_perf.identity import Identity
 
+_AT_STEP = guard("work at a step's end")
 _PROBED, _MANUAL = int(Flag.PROBED), int(Flag.MANUAL)
 
 
@@ -113,20 +114,17 @@ class Session:
         """Whether there are other ranks to wait for."""
         return self.identity.world_size > 1
 
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer's step has returned."""
+    def optimizer_stepped(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
+        """An optimizer's step has returned, or GradScaler has skipped it."""
         if self.recorder.closed:
             return
+        if skipped:
+            self._flags |= int(Flag.SKIPPED)
         if self._rule.optimizer_stepped(id(optimizer)):
             self.end_step()
         if not self._models_known:
             with guard("finding the model"):
                 self.watch_models(models_of(optimizer))
-
-    def scaler_updated(self) -> None:
-        """GradScaler.update() has returned."""
-        if self._rule.scaler_updated():
-            self.end_step(int(Flag.SKIPPED))
 
     def backward_ended(self) -> None:
         """A backward pass has returned."""
@@ -201,8 +199,10 @@ class Session:
         if recorder.closed:
             return
         start_ns = recorder.now_ns()
-        for hook in self.at_step:
-            hook()
+        for hook in tuple(self.at_step):
+            if not _AT_STEP.succeeds(hook):
+                self.at_step.remove(hook)
+                self.note(f"{hook.__qualname__.partition('.')[0]} failed and was switched off: see the job's log")
         if recorder.probe:
             flags |= _PROBED
         recorder.next_step(flags | self._flags, self.memory_bytes, self._micro_steps())

@@ -1,0 +1,260 @@
+"""A watch's life in its process: what it adds, what it leaves, and what it says at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchlens_perf as perf
+from tests.processes import report, run, wait_for_sidecar
+from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.watch import running
+
+
+def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def open_sockets() -> set[str]:
+    """The sockets among this process's descriptors."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:
+            continue  # the descriptor that listed the folder
+    return {link for link in links if link.startswith("socket:")}
+
+
+def signal_handlers() -> dict[int, object]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def test_adds_nothing_to_the_process(tmp_path: Path) -> None:
+    """Inside a watch there are the same threads, sockets and signal handlers; after it the same descriptors."""
+    model, optimizer = make_model()
+    train(model, optimizer, 2)  # torch starts what it starts
+    threads, sockets, handlers = os.listdir("/proc/self/task"), open_sockets(), signal_handlers()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    hooks = (sys.excepthook, threading.excepthook, sys.unraisablehook)
+    with perf.watch(model, optimizer, dir=str(tmp_path), report=False) as watch:
+        train(model, optimizer, 5)
+        assert os.listdir("/proc/self/task") == threads
+        assert open_sockets() == sockets
+        assert signal_handlers() == handlers
+        assert (sys.excepthook, threading.excepthook, sys.unraisablehook) == hooks
+    assert os.listdir("/proc/self/task") == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    wait_for_sidecar(RunDirectory(watch.run_dir))
+
+
+def test_report_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On leaving, rank 0 prints the report on stderr, and the run directory holds it all."""
+    model, optimizer = make_model()
+    with perf.watch(model, optimizer, dir=str(tmp_path), exit_timeout_s=20) as watch:
+        train(model, optimizer, 60)
+    out, err = capfd.readouterr()
+    made = RunDirectory(watch.run_dir)
+    wait_for_sidecar(made)
+
+    assert out == ""
+    assert "60 steps" in err
+    assert err.rstrip().endswith(f"run directory: {watch.run_dir}")
+    assert made.report.read_text().count("60 steps") == 1
+    assert sorted(path.name for path in watch.run_dir.iterdir()) == ["nodes", "report.txt", "spans", "steps"]
+    assert report(made)["ranks"][0]["steps"] == 60
+
+
+def test_late_report_is_not_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With no time to wait, leaving says where the report will be, and goes on."""
+    model, optimizer = make_model()
+    with perf.watch(model, optimizer, dir=str(tmp_path), exit_timeout_s=0) as watch:
+        train(model, optimizer, 3)
+    _, err = capfd.readouterr()
+    wait_for_sidecar(RunDirectory(watch.run_dir))
+
+    assert err == f"torchlens_perf: the report comes later. Next: torchlens-perf report {watch.run_dir}\n"
+
+
+def test_without_a_sidecar_the_rings_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With sidecar=False no process is started; the ring file waits in the run directory to be read by command."""
+    model, optimizer = make_model()
+    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False) as watch:
+        train(model, optimizer, 25)
+    _, err = capfd.readouterr()
+    rings = list((watch.run_dir / "rings").iterdir())
+    by_hand = run([sys.executable, "-m", "torchlens_perf", "sidecar", str(watch.run_dir)], tmp_path)
+
+    assert err == f"torchlens_perf: recorded. Next: torchlens-perf sidecar {watch.run_dir}\n"
+    assert len(rings) == 1
+    assert by_hand.returncode == 0, by_hand.stderr
+    assert report(RunDirectory(watch.run_dir))["ranks"][0]["steps"] == 25
+    assert not rings[0].exists()
+
+
+def test_watches_one_after_another(tmp_path: Path) -> None:
+    """Each watch of a process is a run of its own."""
+    model, optimizer = make_model()
+    folders = []
+    for steps in (10, 20):
+        with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False) as watch:
+            train(model, optimizer, steps)
+        folders.append(watch.run_dir)
+
+    assert len(set(folders)) == 2
+    assert all((folder / "rings").is_dir() for folder in folders)
+
+
+def test_watch_is_entered_once(tmp_path: Path) -> None:
+    """Entering a watch again, inside or after itself, is the user's mistake and says so."""
+    watch = perf.watch(dir=str(tmp_path), sidecar=False, report=False)
+    with watch, pytest.raises(perf.ConfigError, match="entered already"), watch:
+        pass
+    assert running() is None
+
+
+def test_unwritable_folder_is_the_users_mistake(tmp_path: Path) -> None:
+    """A folder that cannot be made raises ConfigError naming the field, and leaves nothing attached."""
+    (tmp_path / "file").write_text("in the way")
+    with (
+        pytest.raises(perf.ConfigError, match=r"^dir=.*cannot write to "),
+        perf.watch(dir=str(tmp_path / "file" / "x")),
+    ):
+        pass
+    assert running() is None
+
+
+def test_exception_passes_through(tmp_path: Path) -> None:
+    """An exception in the body comes out as the same object, and everything is detached."""
+    model, optimizer = make_model()
+    raised = KeyboardInterrupt()
+
+    def interrupted() -> None:
+        with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False):
+            train(model, optimizer, 2)
+            raise raised
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupted()
+
+    assert caught.value is raised
+    assert running() is None
+    assert "_compiled_call_impl" not in model.__dict__
+
+
+def test_switched_off_attaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With TORCHLENS_PERF=0 a watch makes nothing and changes nothing."""
+    monkeypatch.setenv("TORCHLENS_PERF", "0")
+    model, optimizer = make_model()
+    before = dict(model.__dict__)
+    with perf.watch(model, optimizer, dir=str(tmp_path / "runs")) as watch:
+        train(model, optimizer, 2)
+        watch.step()
+        assert model.__dict__ == before
+    assert watch.run_dir is None
+    assert not (tmp_path / "runs").exists()
+
+
+def test_importing_does_nothing() -> None:
+    """Importing the package imports no torch, NumPy or OpenTelemetry, starts no thread and opens no file."""
+    program = (
+        "import os, sys, threading\n"
+        "before = set(os.listdir('/proc/self/fd'))\n"
+        "import torchlens_perf\n"
+        "heavy = {'torch', 'numpy', 'opentelemetry', 'pyarrow', 'rich', 'nvtx'} & set(sys.modules)\n"
+        "print(heavy, threading.active_count(), set(os.listdir('/proc/self/fd')) == before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "set() 1 True\n"
+
+
+def test_forked_child_records_nothing(tmp_path: Path) -> None:
+    """A forked child has no recorder, writes nothing into the parent's ring, and can train on its own."""
+    model, optimizer = make_model()
+    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False) as watch:
+        train(model, optimizer, 3)
+        child = os.fork()
+        if child == 0:
+            train(model, optimizer, 50)
+            with perf.section("child"):
+                pass
+            os._exit(0 if running() is None else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        train(model, optimizer, 4)
+    by_hand = run([sys.executable, "-m", "torchlens_perf", "sidecar", str(watch.run_dir)], tmp_path)
+    value = report(RunDirectory(watch.run_dir))
+
+    assert by_hand.returncode == 0, by_hand.stderr
+    assert value["ranks"][0]["steps"] == 7
+    assert value["sections"] == []
+
+
+def test_many_forks_do_not_hang(tmp_path: Path) -> None:
+    """A hundred forks while another thread marks without pause: every child ends."""
+    stop = threading.Event()
+
+    def mark() -> None:
+        while not stop.is_set():
+            with perf.section("busy"):
+                pass
+
+    with perf.watch(dir=str(tmp_path), sidecar=False, report=False) as watch:
+        thread = threading.Thread(target=mark)
+        thread.start()
+        for _ in range(100):
+            child = os.fork()
+            if child == 0:
+                with perf.section("child"):
+                    pass
+                os._exit(0)
+            deadline = time.monotonic() + 10
+            while os.waitpid(child, os.WNOHANG) == (0, 0):
+                assert time.monotonic() < deadline
+                time.sleep(0.0005)
+        watch.step()
+        stop.set()
+        thread.join()
+
+
+def test_errors_of_ours_do_not_reach_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hook of ours that fails is logged, counted, switched off and told in the report; the steps go on."""
+    from torchlens_perf.errors import swallowed
+
+    monkeypatch.setattr(swallowed, "strict", False)
+    monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
+    model, optimizer = make_model()
+    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False) as watch:
+        running()._session.at_step.append(lambda: 1 / 0)
+        train(model, optimizer, 30)
+    lines = [record.getMessage() for record in caplog.records]
+    swallowed.by_place.clear()
+    run([sys.executable, "-m", "torchlens_perf", "sidecar", str(watch.run_dir)], tmp_path)
+    value = report(RunDirectory(watch.run_dir))
+
+    assert lines == [
+        "torchlens_perf: work at a step's end failed and was skipped, training goes on: ZeroDivisionError: division by "
+        "zero"
+    ]
+    assert value["ranks"][0]["steps"] == 30
+    assert any("1 errors of ours" in note for note in value["quality"]["notes"])
+    assert any("failed and was switched off" in note for note in value["quality"]["notes"])
