@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import torch_private
 from torchlens_perf.hooks.patch import patched
-from torchlens_perf.ring import Kind
+from torchlens_perf.ring import Flag, Kind
 
 if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
-_DATA = int(Kind.DATA)
+_DATA, _EXCEPTION = int(Kind.DATA), int(Flag.EXCEPTION)
 
 
 class DataHook:
@@ -33,10 +33,16 @@ class DataHook:
 
         def timed_next(self: Any) -> Any:
             recorder.begin(_DATA, data)
+            flags = 0
             try:
                 return next_batch(self)
+            except StopIteration:
+                raise
+            except BaseException:
+                flags = _EXCEPTION
+                raise
             finally:
-                recorder.end(_DATA, data)
+                recorder.end(_DATA, data, flags)
 
         def timed_iter(self: Any) -> Any:
             recorder.begin(_DATA, workers)

@@ -37,7 +37,8 @@ class MemoryHook:
 
             session.at_step.append(read_resident)
             yield
-            session.at_step.remove(read_resident)
+            if read_resident in session.at_step:  # else it failed, and is switched off
+                session.at_step.remove(read_resident)
         finally:
             os.close(descriptor)
 

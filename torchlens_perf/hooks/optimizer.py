@@ -69,7 +69,7 @@ relay = Relay()
 
 
 class OptimizerHook:
-    """Global step hooks, which fire for every torch.optim.Optimizer, and a wrap of GradScaler.update.
+    """Global step hooks, which fire for every torch.optim.Optimizer, and a wrap of GradScaler.step, which may skip one.
 
     A wrapper that calls another optimizer's step fires twice, nested; the outermost is the step.
     """
@@ -78,6 +78,7 @@ class OptimizerHook:
 
     def __init__(self) -> None:
         self._open: list[tuple[int, int]] = []  # (id of the optimizer, its name_id), outermost first
+        self._ended = 0  # steps that have returned
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -101,6 +102,7 @@ class OptimizerHook:
 
         @guard("optimizer hook")
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._ended += 1
             while opened:
                 identity, name_id = opened.pop()
                 if identity == id(optimizer):
@@ -109,19 +111,27 @@ class OptimizerHook:
             if not opened:
                 session.optimizer_stepped(optimizer)
 
-        update = torch.amp.GradScaler.update
+        scaled_step = torch.amp.GradScaler.step
 
-        def timed_update(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = update(self, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                session.scaler_updated()
+        def noticed_step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if recorder.closed or torch.compiler.is_compiling():
+                return scaled_step(scaler, *args, **kwargs)
+            ended = self._ended
+            result = scaled_step(scaler, *args, **kwargs)
+            if ended == self._ended:
+                no_step(args[0] if args else kwargs["optimizer"])
             return result
+
+        @guard("GradScaler.step")
+        def no_step(optimizer: Any) -> None:
+            # Other classes than torch's call no hooks: theirs may have stepped.
+            session.optimizer_stepped(optimizer, skipped=isinstance(optimizer, torch.optim.Optimizer))
 
         ours = not relay.installed
         relay.install()
         relay.before, relay.after = before, after
         try:
-            with patched(torch.amp.GradScaler, "update", timed_update):
+            with patched(torch.amp.GradScaler, "step", noticed_step):
                 yield
         finally:
             relay.before = relay.after = None
