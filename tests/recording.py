@@ -86,6 +86,7 @@ def recorded(folder: Path, model: Any = None, optimizer: Any = None, **settings:
     recording = Recording()
     settings = {"sidecar": False, "report": False, "dir": str(folder), **settings}
     with watch(model, optimizer, **settings) as recording.watch:
+        del model, optimizer  # the test may want to see them freed
         assert recording.watch.run_dir is not None
         ring = ring_of_this_process(recording.watch.run_dir)
         yield recording
