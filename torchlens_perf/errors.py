@@ -74,12 +74,13 @@ swallowed = Swallowed()
 class guard:
     """Context manager and decorator around our code in the user's process.
 
-    Swallows Exception, counted and logged by `place`; lets KeyboardInterrupt and SystemExit pass. ConfigError passes
-    too: it is the user's, and says what to do.
+    Swallows Exception, counted and logged by `place`. Lets KeyboardInterrupt and SystemExit pass, and errors of the
+    kind `passes`: ConfigError is the user's, and says what to do.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, passes: type[TorchlensPerfError] = ConfigError) -> None:
         self._place = place
+        self._passes = passes
 
     def __enter__(self) -> None:
         return None
@@ -87,7 +88,7 @@ class guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, ConfigError) or swallowed.strict:
+        if not isinstance(error, Exception) or isinstance(error, self._passes) or swallowed.strict:
             return False
         swallowed.add(self._place, error)
         return True
@@ -100,16 +101,10 @@ class guard:
         return False
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
-        place = self._place
-
         @functools.wraps(function)
         def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-            try:
+            with self:
                 return function(*args, **kwargs)
-            except Exception as error:
-                if swallowed.strict or isinstance(error, ConfigError):
-                    raise
-                swallowed.add(place, error)
-                return None
+            return None
 
         return guarded

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchlens_perf import config as configuration
-from torchlens_perf.errors import TorchlensPerfError, guard
+from torchlens_perf.errors import ConfigError, RunStoreError, TorchlensPerfError, guard
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -33,9 +33,10 @@ AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 def autoload() -> None:
     """Entry point `torch.backends`. Never raises: that would make `import torch` itself fail."""
     try:
-        if configuration.is_on(os.environ):
-            arm()
-    except Exception as error:
+        with guard("arming at `import torch`"):
+            if configuration.is_on(os.environ):
+                arm()
+    except ConfigError as error:
         _say_off(error)
 
 
@@ -63,7 +64,7 @@ def _start(optimizer: Any) -> None:
     started = watch()
     try:
         started.start(after_step_of=optimizer)
-    except TorchlensPerfError as error:
+    except RunStoreError as error:
         _say_off(error)
         return
     # A process that multiprocessing forked ends without atexit, but with its own finalizers.
@@ -71,19 +72,9 @@ def _start(optimizer: Any) -> None:
     multiprocessing.util.Finalize(None, started.close, exitpriority=100)
 
 
-def rearm_in_child() -> None:
-    """In a forked child of a recorded process: it waits for a step of its own, for it may be a trainer too."""
-    try:
-        if configuration.is_on(os.environ):
-            arm()
-    except Exception as error:
-        _say_off(error)
-
-
-def _say_off(error: Exception) -> None:
+def _say_off(error: TorchlensPerfError) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one line a node, not one a rank
-        what = str(error) if isinstance(error, TorchlensPerfError) else f"{type(error).__name__}: {error}"
-        print(f"torchlens_perf is off: {what}", file=sys.stderr)
+        print(f"torchlens_perf is off: {error}", file=sys.stderr)
 
 
 def run_script(arguments: Sequence[str]) -> None:

@@ -205,10 +205,12 @@ def _print_report(run: RunDirectory, config: Config) -> None:
 
 def _forget_in_child() -> None:
     if _running is not None:
-        from torchlens_perf.launch import rearm_in_child
+        from torchlens_perf.hooks.optimizer import relay
+        from torchlens_perf.launch import autoload
 
         _running.abandon()
-        rearm_in_child()
+        relay.before = relay.after = None
+        autoload()  # a child of a recorded process may be a trainer too: it waits for a step of its own
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -178,6 +178,29 @@ def test_trainers_started_by_the_script(method: str, tmp_path: Path) -> None:
     ]
 
 
+def test_recorded_trainer_that_forks_a_trainer(tmp_path: Path) -> None:
+    """A recorded process and the trainer that it forks are two runs, each with its own steps."""
+    script = tmp_path / "forks.py"
+    script.write_text(
+        "import torch, torch.multiprocessing as mp\n"
+        "def train(steps):\n"
+        "    model = torch.nn.Linear(4, 4)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for _ in range(steps):\n"
+        "        model(torch.ones(2, 4)).sum().backward(); optimizer.step()\n"
+        "train(10)\n"
+        "child = mp.get_context('fork').Process(target=train, args=(25,))\n"
+        "child.start(); child.join(); train(7)\n"
+    )
+    done = run([sys.executable, str(script)], tmp_path, TORCHLENS_PERF="1")
+    values = [report(each) for each in runs(tmp_path)]
+
+    assert done.returncode == 0, done.stderr
+    # Of 17 steps the first is not measured, and the second optimizer's first one is not yet known to end a step.
+    assert sorted(value["ranks"][0]["steps"] for value in values) == [15, 24]
+    assert {value["ranks"][0]["state"] for value in values} == {"closed"}
+
+
 def test_script_with_a_watch_of_its_own(tmp_path: Path) -> None:
     """A script that calls watch() under the flag is recorded once, by its own watch."""
     script = tmp_path / "watched.py"
