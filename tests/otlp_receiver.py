@@ -93,6 +93,10 @@ class Receiver:
         """All spans since the last clear(), in the order of arrival."""
         return [span for request in self._get("traces") for span in _spans(request)]
 
+    def batches(self) -> list[int]:
+        """How many spans each request held."""
+        return [sum(1 for _ in _spans(request)) for request in self._get("traces")]
+
     def points(self) -> list[ReceivedPoint]:
         """All metric points since the last clear(), in the order of arrival."""
         return [point for request in self._get("metrics") for point in _points(request)]

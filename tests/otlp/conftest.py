@@ -11,14 +11,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.otlp_receiver import MISSING, PROGRAM, Receiver, wait_for
 from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.sidecar import traced_steps
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 STEPS = 12
 """Optimizer steps of a recorded run. The first is not measured, because recording begins with it."""
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+"""What a recorded run found in its environment: the trace of whoever started it."""
 
 
 def environment(folder: Path, told: Mapping[str, str]) -> dict[str, str]:
@@ -37,6 +42,15 @@ def train(folder: Path, told: Mapping[str, str], steps: int = STEPS) -> RunDirec
     assert done.returncode == 0, done.stderr
     (path,) = [path for path in folder.iterdir() if not path.is_symlink()]
     return RunDirectory(path)
+
+
+def spans_of(run: RunDirectory, every: int) -> int:
+    """How many spans the run directory's sampled steps make: their records, and a root for each step of rank 0."""
+    rows = pq.read_table(run.path / "spans", columns=["rank", "step", "kind"]).to_pylist()
+    ended = {(row["rank"], row["step"]) for row in rows if row["kind"] == "step"}
+    sampled = traced_steps([step for _, step in ended], every)
+    records = sum((row["rank"], row["step"]) in ended and row["step"] in sampled for row in rows)
+    return records + sum(rank == 0 and step in sampled for rank, step in ended)
 
 
 def wait_for_sidecar(run: RunDirectory, timeout_s: float) -> float:
@@ -61,10 +75,14 @@ def _sidecars(run: RunDirectory) -> list[str]:
 class Sidecar:
     """A sidecar process that the test has started, as the user would by hand, and that has ended."""
 
-    def __init__(self, run: RunDirectory, folder: Path, told: Mapping[str, str], timeout_s: float = 60) -> None:
+    def __init__(
+        self, run: RunDirectory, folder: Path, told: Mapping[str, str], timeout_s: float = 60, then: str = ""
+    ) -> None:
+        """then: Python code that the process runs at its end."""
+        code = f"import sys, torchlens_perf.cli as cli\ncode = cli.main(sys.argv[1:])\n{then}\nsys.exit(code)"
         started_s = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path)],
+            [sys.executable, *(["-c", code] if then else ["-m", "torchlens_perf"]), "sidecar", str(run.path)],
             env=environment(folder, told),
             capture_output=True,
             text=True,
@@ -98,12 +116,13 @@ def receiver(_one_receiver: Receiver) -> Receiver:
 
 @pytest.fixture(scope="session")
 def _recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return train(tmp_path_factory.mktemp("recorded"), {"TORCHLENS_PERF_SIDECAR": "0"})
+    told = {"TORCHLENS_PERF_SIDECAR": "0", "TORCHLENS_PERF_TRACE_EVERY": "1", "TRACEPARENT": TRACEPARENT}
+    return train(tmp_path_factory.mktemp("recorded"), told)
 
 
 @pytest.fixture
 def recorded(_recorded: RunDirectory, tmp_path: Path) -> RunDirectory:
-    """A run of two ranks that have ended; nobody has read their ring files."""
+    """A run of two ranks that have ended; nobody has read their ring files. All its steps are to be traced."""
     run = RunDirectory(tmp_path / "runs" / _recorded.run_id)
     shutil.copytree(_recorded.path, run.path)
     rings = run.node_rings(socket.gethostname())
@@ -113,9 +132,9 @@ def recorded(_recorded: RunDirectory, tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def sidecar(recorded: RunDirectory, tmp_path: Path) -> Callable[..., Sidecar]:
-    """Runs a sidecar over the recorded run with the OTEL_* variables given as keywords; again: a replay."""
+    """Runs a sidecar over the recorded run with the variables given as keywords; again: a replay."""
 
-    def run(timeout_s: float = 60, **told: str) -> Sidecar:
-        return Sidecar(recorded, tmp_path, told, timeout_s)
+    def run(timeout_s: float = 60, then: str = "", **told: str) -> Sidecar:
+        return Sidecar(recorded, tmp_path, {"TORCHLENS_PERF_TRACE_EVERY": "1", **told}, timeout_s, then)
 
     return run

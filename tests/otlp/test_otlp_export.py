@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import socket
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -152,6 +153,26 @@ def test_durations_equal_the_run_directory(exported: Exported) -> None:
     assert expected == found
 
 
+def starts(spans: Iterable[ReceivedSpan]) -> list[int]:
+    """When the spans below the roots began, in order."""
+    return sorted(span.start_ns for span in spans if span.parent_id is not None)
+
+
+def starts_on_disk(exported: Exported) -> list[int]:
+    """The same from the run directory."""
+    table = pq.read_table(exported.run.path / "spans", columns=["step", "time"])
+    steps = sampled(exported)
+    times = table.column("time").cast("int64").to_pylist()
+    return sorted(time for time, step in zip(times, table.column("step").to_pylist(), strict=True) if step in steps)
+
+
+def test_spans_begin_when_they_did(exported: Exported) -> None:
+    """A span begins at the wall-clock time that the run directory has for it, to within a millisecond."""
+    found, expected = starts(exported.spans), starts_on_disk(exported)
+    assert len(expected) == len(found)
+    assert max(abs(one - other) for one, other in zip(expected, found, strict=True)) < 1_000_000
+
+
 def test_step_spans_tell_own_time(exported: Exported) -> None:
     """A rank's step span tells the own time and the micro-steps that the run directory has."""
     steps = sampled(exported)
@@ -278,6 +299,7 @@ def test_replay_sends_the_same_spans(exported: Exported, receiver: Receiver, tmp
 
     assert {place(span) for span in exported.spans} == {place(span) for span in receiver.spans()}
     assert len(exported.spans) == len(receiver.spans())
+    assert starts_on_disk(exported) == starts(receiver.spans())
 
 
 def test_nothing_is_missing_in_the_report(exported: Exported) -> None:

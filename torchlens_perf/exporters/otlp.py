@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from torchlens_perf.errors import guard
+
 if TYPE_CHECKING:
     from torchlens_perf.exporters import ExportBatch
     from torchlens_perf.exporters.otlp_metrics import MetricSender
@@ -46,16 +48,10 @@ class OtlpExporter:
 def _within(timeout_s: float, calls: Sequence[Callable[[], None]]) -> bool:
     """Runs each call in a daemon thread; whether all returned in time."""
     deadline_s = time.monotonic() + timeout_s
-    threads = [threading.Thread(target=_logged, args=(call,), daemon=True) for call in calls]
+    # The SDK raises where its own timeouts have passed; what is missing then is counted.
+    threads = [threading.Thread(target=guard("flushing OTLP")(call), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
-
-
-def _logged(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception as error:  # the SDK raises where its own timeouts have passed; what is missing is counted
-        logger.warning("OTLP: %s: %s", type(error).__name__, error)

@@ -6,6 +6,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchlens_perf.errors import guard
+from torchlens_perf.exporters import sdk_log
+
 if TYPE_CHECKING:
     from torchlens_perf.exporters import Exporter
     from torchlens_perf.exporters.otlp_metrics import MetricSender
@@ -61,9 +64,8 @@ def exporter_from_environment(environ: Mapping[str, str]) -> Exporter | None:
     if not signals:
         return None
     from torchlens_perf.exporters.otlp import OtlpExporter
-    from torchlens_perf.exporters.redaction import redact_logs
 
-    redact_logs(environ)
+    sdk_log.tame(environ)
     spans = _make("traces", _span_sender, signals, environ)
     metrics = _make("metrics", _metric_sender, signals, environ)
     return OtlpExporter(spans, metrics) if spans is not None or metrics is not None else None
@@ -75,11 +77,9 @@ def _make(
     """The signal's sender if it is wanted. A variable that the SDK refuses leaves the signal off."""
     if signal not in signals:
         return None
-    try:
+    with guard(f"exporting {signal} over OTLP"):  # for the SDK has no one type of error for it
         return make(signals[signal], environ)
-    except Exception as error:  # the SDK has no one type for it: ValueError, RuntimeError, one of its own, OSError
-        logger.warning("OTLP %s are off: %s: %s", signal, type(error).__name__, error)
-        return None
+    return None
 
 
 def _span_sender(kind: str, environ: Mapping[str, str]) -> SpanSender:

@@ -151,7 +151,7 @@ class _Counter(SpanExporter):
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
-        self._gave_up = False
+        self._failing = self._gave_up = False
         self.ending = False
         self.seen = 0
         self.succeeded = 0
@@ -166,8 +166,10 @@ class _Counter(SpanExporter):
             self.seen += len(spans)
             if result is SpanExportResult.SUCCESS:
                 self.succeeded += len(spans)
-            elif self.ending:
-                self._gave_up = True
+                if self._failing:
+                    logger.info("the OTLP endpoint takes spans again; it lacks %d", self.seen - self.succeeded)
+            self._failing = result is not SpanExportResult.SUCCESS
+            self._gave_up = self.ending and self._failing
         return result
 
     def shutdown(self) -> None:

@@ -1,23 +1,49 @@
-"""Keeps credentials out of the log: the SDK and its HTTP library put headers and addresses into their messages."""
+"""The log of the SDK and its libraries: without credentials, which they put into messages, and without floods."""
 
 from __future__ import annotations
 
 import logging
 import re
+import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import unquote, urlsplit
 
 _SHORTEST_SECRET = 4  # shorter ones, like the 0 in experiment-id=0, guard nothing and would tear other words apart
+_REPEATED_EVERY_S = 300.0
+_MOST_REMEMBERED = 256
 
 
-def redact_logs(environ: Mapping[str, str]) -> None:
-    """From here on, what OTEL_* variables hold in headers, and in addresses beside host and path, is logged as ***."""
-    redaction = Redaction(environ)
+def tame(environ: Mapping[str, str]) -> None:
+    """From here on, what OTEL_* variables hold in headers, and in addresses beside host and path, is logged as ***.
+
+    A message of the SDK, whatever its numbers, is logged at most once in five minutes.
+    """
     # Filters of a logger do not see its children's records; those of its handlers do.
     for handler in (*logging.getLogger().handlers, logging.lastResort):
         if handler is not None:
-            handler.addFilter(redaction)
+            handler.addFilter(Sparing())
+            handler.addFilter(Redaction(environ))
+
+
+class Sparing(logging.Filter):
+    """Drops a message of the SDK that was logged a moment ago: an endpoint that is down is told of at each try."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._logged_s: dict[tuple[str, str], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith("opentelemetry."):
+            return True
+        now_s, message = self._clock(), (record.name, str(record.msg))
+        if now_s - self._logged_s.get(message, float("-inf")) < _REPEATED_EVERY_S:
+            return False
+        if len(self._logged_s) >= _MOST_REMEMBERED:
+            self._logged_s.clear()
+        self._logged_s[message] = now_s
+        return True
 
 
 class Redaction(logging.Filter):
