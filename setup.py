@@ -14,7 +14,7 @@ setup(
             "torchlens_perf._native",
             sources=[f"torchlens_perf/native/{name}" for name in SOURCES],
             depends=["torchlens_perf/native/layout.h", "torchlens_perf/native/recorder.h"],
-            extra_compile_args=["-O2", "-std=gnu11", "-fvisibility=hidden", "-Wall"],
+            extra_compile_args=["-std=gnu11", "-fvisibility=hidden", "-Wall"],
             optional=True,
         )
     ]

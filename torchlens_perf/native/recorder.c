@@ -99,10 +99,9 @@ uint32_t kind_of_call(Recorder *self, Stack *stack)
 
 /* Closes the innermost open span of that kind and name. There may be none: it was dropped, and counted, when a span
  * around it closed first, or it was opened before recording began. */
-void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, uint32_t flags, uint64_t value0,
-                      uint64_t value1)
+void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, int64_t end_ns, uint32_t flags,
+                      uint64_t value0, uint64_t value1)
 {
-    int64_t end_ns = recorder_now(self);
     Stack *stack = open_spans(self);
     uint64_t depth = stack->depth;
     if (depth > MAX_FRAMES) { /* not kept; taken to be the innermost */
@@ -152,7 +151,7 @@ static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs)
     self->records = (Record *)((char *)self->buffer.buf + header->records_offset);
     self->mask = header->capacity - 1;
     self->generation = ++generations;
-    self->owner = PyThread_get_thread_ident();
+    self->owner = this_thread();
     Py_INCREF(intern);
     self->intern = intern;
     if (clock != Py_None) {
@@ -239,8 +238,8 @@ static PyObject *recorder_end(Recorder *self, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     if (self->header != NULL) {
-        span_close_named(self, (uint32_t)values[0], (uint32_t)values[1], (uint32_t)values[2], (uint64_t)values[3],
-                         (uint64_t)values[4]);
+        span_close_named(self, (uint32_t)values[0], (uint32_t)values[1], recorder_now(self), (uint32_t)values[2],
+                         (uint64_t)values[3], (uint64_t)values[4]);
     }
     Py_RETURN_NONE;
 }
@@ -389,7 +388,7 @@ static PyObject *recorder_deactivate(Recorder *self, PyObject *unused)
 
 static PyObject *recorder_close(Recorder *self, PyObject *unused)
 {
-    if (self->header != NULL && PyThread_get_thread_ident() == self->owner) {
+    if (self->header != NULL && this_thread() == self->owner) {
         spans_drop(self, &self->header->stack, 1); /* the step in progress stays, for the reader to see */
     }
     recorder_release(self);

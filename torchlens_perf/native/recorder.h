@@ -9,6 +9,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <time.h>
 
@@ -21,7 +22,7 @@ typedef struct {
     Record *records;
     uint64_t mask;
     uint64_t generation; /* tells this recorder's names and thread stacks from those of an earlier one */
-    unsigned long owner; /* the thread whose open spans are kept in the ring file */
+    uintptr_t owner;     /* the thread whose open spans are kept in the ring file */
     PyObject *intern;
     PyObject *clock; /* NULL: CLOCK_MONOTONIC */
     PyObject *nvtx_push, *nvtx_pop, *nvtx_attributes;
@@ -37,8 +38,8 @@ int64_t injected_clock_ns(Recorder *self);
 void nvtx_open(Recorder *self, uint32_t name_id);
 uint32_t attribute_elsewhere(Recorder *self, uint32_t kind, int64_t duration_ns);
 void spans_drop(Recorder *self, Stack *stack, uint64_t depth);
-void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, uint32_t flags, uint64_t value0,
-                      uint64_t value1);
+void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, int64_t end_ns, uint32_t flags,
+                      uint64_t value0, uint64_t value1);
 uint32_t kind_of_call(Recorder *self, Stack *stack);
 void charge_tool(Recorder *self, int64_t tool_ns);
 PyObject *section_lookup(PyObject *module, PyObject *name);
@@ -65,9 +66,23 @@ static inline int is_forward(uint32_t kind)
     return kind == KIND_FORWARD || kind == KIND_RECOMPUTE;
 }
 
+/* Names the running thread. The compiler's builtin is one register read, pthread_self() a call through the PLT. */
+static inline uintptr_t this_thread(void)
+{
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_thread_pointer)
+    return (uintptr_t)__builtin_thread_pointer();
+#else
+    return (uintptr_t)pthread_self();
+#endif
+#else
+    return (uintptr_t)pthread_self();
+#endif
+}
+
 static inline Stack *open_spans(Recorder *self)
 {
-    return PyThread_get_thread_ident() == self->owner ? &self->header->stack : other_thread_spans(self);
+    return this_thread() == self->owner ? &self->header->stack : other_thread_spans(self);
 }
 
 /* A reader sees these stores in this order: slot invalid, its fields, its stamp, the head. */

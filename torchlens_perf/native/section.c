@@ -26,6 +26,12 @@ typedef struct {
 
 static PyObject *sections;  /* name -> Section; they live as long as the process, like their types */
 static PyObject *overflow_name;
+
+enum { RECENTS = 64 };
+static struct recent {
+    PyObject *name;
+    PyObject *section; /* borrowed: sections are never freed */
+} recents[RECENTS];
 static PyObject *decorator; /* (section, function) -> wrapped function; recorder.py's */
 
 static int section_resolve(Section *self, Recorder *recorder)
@@ -59,8 +65,16 @@ static PyObject *section_exit(SectionMark *self, PyObject *const *args, size_t n
     Section *section = self->section;
     Recorder *recorder = active_recorder;
     if (recorder != NULL && section->generation == recorder->generation) {
-        int raised = PyVectorcall_NARGS(nargsf) > 0 && args[0] != Py_None;
-        span_close_named(recorder, KIND_SECTION, section->name_id, raised ? FLAG_EXCEPTION : 0, 0, 0);
+        uint32_t flags = PyVectorcall_NARGS(nargsf) > 0 && args[0] != Py_None ? FLAG_EXCEPTION : 0;
+        int64_t end_ns = recorder_now(recorder);
+        Stack *stack = open_spans(recorder);
+        uint64_t depth = stack->depth - 1;
+        Frame *innermost = &stack->frames[depth];
+        if (depth < MAX_FRAMES && innermost->name_id == section->name_id && innermost->kind == KIND_SECTION) {
+            span_close(recorder, stack, depth, end_ns, flags, 0, 0);
+        } else {
+            span_close_named(recorder, KIND_SECTION, section->name_id, end_ns, flags, 0, 0);
+        }
     }
     Py_RETURN_NONE;
 }
@@ -153,8 +167,17 @@ done:
 
 PyObject *section_lookup(PyObject *module, PyObject *name)
 {
+    /* A name is nearly always a constant in the code, the same object at every call. */
+    struct recent *recent = &recents[((uintptr_t)name >> 4) % RECENTS];
+    if (recent->name == name) {
+        Py_INCREF(recent->section);
+        return recent->section;
+    }
     PyObject *section = PyDict_GetItemWithError(sections, name);
     if (section != NULL) {
+        Py_INCREF(name); /* held, so that no other object can come to lie at its address */
+        Py_XSETREF(recent->name, name);
+        recent->section = section;
         Py_INCREF(section);
         return section;
     }

@@ -1,0 +1,1 @@
+"""What recording costs, measured. `make bench`, or `python -m benchmarks NAME ...`."""

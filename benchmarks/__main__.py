@@ -1,0 +1,36 @@
+"""Runs the benchmarks that are named, or all of them, and prints a table of each in Markdown."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+import torch
+
+from benchmarks import exit_delay, hot_path, long_run, training_step
+
+BENCHMARKS = {
+    "hot_path": hot_path.main,
+    "training_step": training_step.main,
+    "long_run": long_run.main,
+    "exit_delay": exit_delay.main,
+}
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(BENCHMARKS)
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        print(f"unknown benchmark {unknown[0]}; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    print(
+        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, Linux {platform.release()}"
+    )
+    missed = 0
+    for name in names:
+        print(f"\n## {name}\n", flush=True)
+        missed += BENCHMARKS[name]()
+    return 1 if missed else 0
+
+
+sys.exit(main())

@@ -1,0 +1,61 @@
+"""Timing on a machine that is never quiet: everything in one run, interleaved, as ratios with intervals."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+UNROLLED = 20
+
+
+def per_operation_ns(statement: str, names: Mapping[str, object], rounds: int) -> Callable[[], float]:
+    """A function that runs the statement UNROLLED times in a loop of `rounds`, and returns ns for one."""
+    body = "".join(f"        {line}\n" for line in statement.splitlines())
+    source = (
+        f"def timed():\n    start = now()\n    for _ in range({rounds}):\n{body * UNROLLED}    return now() - start\n"
+    )
+    scope = {**names, "now": time.perf_counter_ns}
+    exec(source, scope)
+    timed: Callable[[], int] = scope["timed"]  # type: ignore[assignment]
+    return lambda: timed() / rounds / UNROLLED
+
+
+def interleaved(variants: Mapping[str, Callable[[], float]], rounds: int, seed: int = 1) -> dict[str, list[float]]:
+    """Each variant once a round, in an order shuffled anew; all values, by round."""
+    order, draw = list(variants), random.Random(seed)
+    values: dict[str, list[float]] = {name: [] for name in order}
+    for _ in range(rounds):
+        draw.shuffle(order)
+        for name in order:
+            values[name].append(variants[name]())
+    return values
+
+
+def ratio_interval(above: Sequence[float], below: Sequence[float], seed: int = 1) -> tuple[float, float, float]:
+    """Median of the rounds' ratios, and its 95 % interval from 2000 bootstrap samples of rounds."""
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    draw = random.Random(seed)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return statistics.median(ratios), medians[50], medians[1949]
+
+
+class Table:
+    """Rows of a Markdown table, printed as they come, with a verdict where there is a bar."""
+
+    def __init__(self, *columns: str) -> None:
+        self.missed = 0
+        self._print(columns)
+        self._print(["---"] * len(columns))
+
+    def row(self, *cells: object) -> None:
+        self._print([str(cell) for cell in cells])
+
+    def bar(self, met: bool) -> str:
+        """The cell that says whether a bar is met; counts those that are not."""
+        self.missed += not met
+        return "met" if met else "**missed**"
+
+    def _print(self, cells: Sequence[str]) -> None:
+        print("| " + " | ".join(cells) + " |", flush=True)
