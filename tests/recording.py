@@ -41,7 +41,8 @@ class Recording:
     def __init__(self) -> None:
         self.watch: Watch | None = None
         self.records: list[Record] = []
-        self.notes: list[str] = []
+        self.metadata: dict[str, Any] = {}
+        self.known_names: set[str] = set()
         self.unbalanced = 0
         self.internal_errors = 0
 
@@ -57,7 +58,8 @@ class Recording:
             values: dict[str, Any] = {field: int(row[field]) for field in fields}
             values["kind"], values["flags"] = Kind(values["kind"]), Flag(values["flags"])
             self.records.append(Record(name=names[int(row["name_id"])], **values))
-        self.notes = reader.metadata()["notes"]
+        self.metadata = reader.metadata()
+        self.known_names = set(names)
         self.unbalanced, self.internal_errors = reader.counter(UNBALANCED), reader.counter(INTERNAL_ERRORS)
         reader.close()
 
@@ -68,6 +70,11 @@ class Recording:
     def names(self, kind: Kind) -> list[str]:
         """The names of the records of a kind, in the order of their ends."""
         return [each.name for each in self.of(kind)]
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not measured, and why."""
+        return self.metadata["notes"]
 
     @property
     def steps(self) -> list[Record]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +17,6 @@ from torch import nn
 from tests.model_zoo import CASES, Case, Outcome
 from tests.recording import EVERYTHING, Recording, recorded
 from torchlens_perf import torch_private
-from torchlens_perf.recorder import NATIVE
 from torchlens_perf.ring import Kind
 
 # Eager, so quick to run; between them they use every hook that there is on one rank.
@@ -171,19 +168,3 @@ def test_public_hooks_are_harmless(name: str, tmp_path: Path, monkeypatch: pytes
     recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
 
     assert any("public hooks" in note for note in recording.notes)
-
-
-@pytest.mark.skipif(not NATIVE, reason="this is that subprocess, or there is no native recorder")
-def test_python_twin_is_harmless() -> None:
-    """The same holds for the recorder in Python: all of this file, but for the compilers, in a process that uses it."""
-    program = """
-import sys
-sys.modules["torchlens_perf._native"] = None
-import pytest
-from torchlens_perf import recorder
-assert not recorder.NATIVE
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not compiled", sys.argv[1]]))
-"""
-    finished = subprocess.run([sys.executable, "-c", program, __file__], capture_output=True, text=True, check=False)
-
-    assert finished.returncode == 0, finished.stdout + finished.stderr

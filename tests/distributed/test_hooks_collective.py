@@ -1,0 +1,381 @@
+"""Collectives: what was issued, on which group, and how long the training thread was blocked. Two ranks over gloo."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Work
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed.gloo import run_ranks
+from tests.recording import EVERYTHING, Record, Recording, recorded
+from torchlens_perf import torch_private, watch
+from torchlens_perf.hooks.collective import operators, payload_bytes
+from torchlens_perf.ring import Flag, Kind
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+FLOATS = 1024
+LATE_NS = 30_000_000
+
+SCENARIOS: dict[str, Callable[[Path], Any]] = {}
+
+
+def scenario(run: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Runs on both ranks; what it returns is what the test of its name gets, from both."""
+    SCENARIOS[run.__name__] = run
+    return run
+
+
+def every_scenario(folder: Path) -> dict[str, Any]:
+    """One rank."""
+    results = {}
+    for name, run in SCENARIOS.items():
+        dist.barrier()
+        results[name] = run(folder / name)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By scenario, then by rank. All run in one pair of processes, because starting them takes longer than running."""
+    by_rank = run_ranks(every_scenario, tmp_path_factory.mktemp("ranks"))
+    return {name: [rank[name] for rank in by_rank] for name in SCENARIOS}
+
+
+def inside(inner: Record, outer: Record) -> bool:
+    return outer.start_ns <= inner.start_ns and inner.end_ns <= outer.end_ns
+
+
+def be_late(rank: int) -> None:
+    """That rank arrives later than the other one."""
+    if dist.get_rank() == rank:
+        deadline_ns = time.monotonic_ns() + LATE_NS
+        while time.monotonic_ns() < deadline_ns:
+            pass
+
+
+# -- what is recorded
+
+
+@scenario
+def forms(folder: Path) -> Recording:
+    other = 1 - dist.get_rank()
+    subgroup = dist.new_group([0, 1])
+    tensor = torch.ones(FLOATS)
+    with recorded(folder) as recording:
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=subgroup, async_op=True).wait()
+        dist.broadcast(tensor, 0)
+        dist.all_gather([torch.empty(FLOATS) for _ in range(2)], tensor)
+        dist.reduce_scatter_single(torch.empty(FLOATS // 2), tensor)
+        sending = dist.isend(tensor.half(), other)
+        dist.recv(torch.empty(FLOATS, dtype=torch.half), other)
+        sending.wait()
+        with torch.inference_mode():
+            dist.all_reduce(torch.ones(1), group=subgroup)
+        dist.monitored_barrier()
+        dist.barrier()
+    recording.metadata["subgroup"] = subgroup.group_name
+    return recording
+
+
+def test_operations_groups_bytes_and_sequences(results: dict[str, list[Recording]]) -> None:
+    """Each operation is recorded with its group, its payload's size, and a number that is the same on all ranks."""
+    for rank in results["forms"]:
+        subgroup = rank.metadata["subgroup"]
+        issued = [(each.name, each.value0, each.value1) for each in rank.of(Kind.COLLECTIVE)]
+
+        assert issued == [
+            ("allreduce group=0", 4 * FLOATS, 0),
+            (f"allreduce group={subgroup}", 4 * FLOATS, 0),
+            ("broadcast group=0", 4 * FLOATS, 1),
+            ("allgather group=0", 8 * FLOATS, 2),
+            ("reduce_scatter_base group=0", 2 * FLOATS, 3),
+            ("send group=0", 2 * FLOATS, 4),
+            ("recv group=0", 2 * FLOATS, 5),
+            (f"allreduce group={subgroup}", 4, 1),
+            ("monitored_barrier group=0", issued[8][1], 6),
+            ("barrier group=0", issued[9][1], 7),
+        ]
+        assert rank.unbalanced == 0
+
+
+def test_asynchronous_operations_are_marked(results: dict[str, list[Recording]]) -> None:
+    """Whether the caller asked for a handle, where the operation knows it; sends and receives are handles always."""
+    for rank in results["forms"]:
+        flags = [bool(each.flags & Flag.ASYNC) for each in rank.of(Kind.COLLECTIVE)]
+        assert flags == [False, True, False, False, False, True, True, False, True, False]
+
+
+def test_waiting_is_a_phase_of_its_own(results: dict[str, list[Recording]]) -> None:
+    """Each wait of the training thread is a span, also the one inside of a blocking call."""
+    for rank in results["forms"]:
+        waits = Counter(rank.names(Kind.WAIT))
+        assert waits["monitored_barrier group=0"] == 1
+        assert waits["wait"] >= 8
+
+
+@scenario
+def late_rank(folder: Path) -> Recording:
+    with recorded(folder) as recording:
+        for _ in range(STEPS):
+            be_late(1)
+            dist.all_reduce(torch.ones(FLOATS))
+            recording.watch.step()
+    return recording
+
+
+def test_who_waits_and_who_is_waited_for(results: dict[str, list[Recording]]) -> None:
+    """The punctual rank is blocked until the late one comes, and its step has that much less time of its own."""
+    punctual, late = results["late_rank"]
+
+    for mine, theirs, issued in zip(punctual.of(Kind.WAIT), late.of(Kind.WAIT), late.of(Kind.COLLECTIVE), strict=True):
+        assert mine.end_ns >= issued.start_ns
+        assert mine.duration_ns > theirs.duration_ns
+    for mine, theirs in zip(punctual.steps, late.steps, strict=True):
+        assert mine.duration_ns - mine.phase_ns < theirs.duration_ns - theirs.phase_ns
+        assert theirs.duration_ns - theirs.phase_ns >= LATE_NS
+
+
+# -- who issues them
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+        self.outer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x).relu())
+
+
+def train(model: nn.Module, folder: Path, late: int | None = None) -> Recording:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(folder, model, **EVERYTHING) as recording:
+        for _ in range(STEPS):
+            if late is not None:
+                be_late(late)
+            model(torch.randn(4, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return recording
+
+
+@scenario
+def data_parallel(folder: Path) -> Recording:
+    return train(DistributedDataParallel(Model()), folder, late=1)
+
+
+def test_reducer_is_seen(results: dict[str, list[Recording]]) -> None:
+    """DDP issues from C++, inside the backward pass, and waits behind the last gradient: that tail is waiting."""
+    punctual, late = results["data_parallel"]
+    for rank in (punctual, late):
+        reduced = rank.of(Kind.COLLECTIVE, "allreduce group=0")
+        # The first step's is followed by others, because DDP arranges its buckets anew.
+        assert len(reduced) >= STEPS
+        passes = rank.of(Kind.BACKWARD)
+        assert all(any(inside(each, whole) for whole in passes) for each in reduced[:1])
+        tails = [each for each in rank.of(Kind.WAIT) if each.flags & Flag.TAIL]
+        assert len(tails) == STEPS
+        assert all(any(inside(tail, whole) for whole in passes) for tail in tails)
+    waited = [sum(each.duration_ns for each in rank.of(Kind.WAIT)) for rank in (punctual, late)]
+    assert waited[0] > waited[1]
+
+
+def test_wrapper_is_no_part_of_names(results: dict[str, list[Recording]]) -> None:
+    """Modules inside DDP and FSDP2 have the names that their author gave them."""
+    for name in ("data_parallel", "fully_sharded"):
+        for rank in results[name]:
+            assert set(rank.names(Kind.MODULE)) == {"inner", "outer"}
+            (root,) = set(rank.names(Kind.FORWARD))
+            assert root.removeprefix("forward ").removeprefix("FSDP") == "Model"
+
+
+@scenario
+def fully_sharded(folder: Path) -> Recording:
+    model = Model()
+    for layer in (model.inner, model.outer):
+        fully_shard(layer)
+    return train(fully_shard(model), folder)
+
+
+def test_fully_sharded(results: dict[str, list[Recording]]) -> None:
+    """FSDP2 gathers in forward and backward, and scatters gradients; its waits in Python are spans."""
+    for rank in results["fully_sharded"]:
+        issued = Counter(rank.names(Kind.COLLECTIVE))
+        assert issued["reduce_scatter_base group=0"] == 2 * STEPS
+        assert issued["allgather_base group=0"] >= 2 * STEPS
+        assert rank.names(Kind.WAIT)
+        assert rank.unbalanced == 0
+
+
+@scenario
+def compiled(folder: Path) -> Recording:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def summed(x: Tensor) -> Tensor:
+        return functional.all_reduce(x.sin(), "sum", "0").cos()
+
+    with recorded(folder) as recording:
+        for _ in range(STEPS):
+            summed(torch.randn(8))
+            recording.watch.step()
+    return recording
+
+
+def test_compiled_collective_is_recorded_once_a_run(results: dict[str, list[Recording]]) -> None:
+    """Not while the graph is made; the graph itself has no break for us."""
+    for rank in results["compiled"]:
+        assert [(each.name, each.step) for each in rank.of(Kind.COLLECTIVE)] == [
+            ("allreduce group=0", step) for step in range(STEPS)
+        ]
+        assert [each.step for each in rank.of(Kind.WAIT)] == list(range(STEPS))
+
+
+@scenario
+def other_thread(folder: Path) -> Recording:
+    with recorded(folder) as recording:
+        thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(4),))
+        thread.start()
+        thread.join()
+        recording.watch.step()
+    return recording
+
+
+def test_other_thread_does_not_block_the_step(results: dict[str, list[Recording]]) -> None:
+    """Waiting on a thread of the user's own is recorded, and is no time of the training thread."""
+    for rank in results["other_thread"]:
+        assert [each.flags & Flag.OTHER_THREAD for each in rank.of(Kind.COLLECTIVE)] == [Flag.OTHER_THREAD]
+        assert {each.flags for each in rank.of(Kind.WAIT)} == {Flag.OTHER_THREAD}
+        assert rank.steps[0].phase_ns < rank.of(Kind.WAIT)[0].duration_ns + rank.steps[0].duration_ns
+
+
+@scenario
+def raising(folder: Path) -> tuple[Recording, str, str]:
+    def message() -> str:
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_gather_single(torch.empty(3), torch.ones(2))  # it takes four to hold two of each rank
+        return str(caught.value)
+
+    with recorded(folder) as recording:
+        watched = message()
+        dist.all_reduce(torch.ones(4))
+    return recording, watched, message()
+
+
+def test_error_of_a_collective(results: dict[str, list[Any]]) -> None:
+    """It is the same error as without a watch, and the next collective is recorded."""
+    for recording, watched, plain in results["raising"]:
+        assert plain == watched
+        assert recording.names(Kind.COLLECTIVE)[-1] == "allreduce group=0"
+        assert recording.unbalanced == 0
+
+
+# -- attaching and detaching
+
+
+@scenario
+def before_the_group(folder: Path) -> Recording:
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    with recorded(folder) as recording:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}-again", 2), rank=rank, world_size=2)
+        dist.all_reduce(torch.ones(4))
+    return recording
+
+
+def test_watch_before_the_group(results: dict[str, list[Recording]]) -> None:
+    """A group that is made inside the watch is recorded."""
+    for rank in results["before_the_group"]:
+        assert "allreduce group=0" in rank.names(Kind.COLLECTIVE)
+
+
+@scenario
+def another_tool(folder: Path) -> tuple[Recording, int]:
+    calls = []
+    library = torch.library.Library("c10d", "IMPL")
+    rest = torch_private.rest_of_dispatch()
+
+    def theirs(keys: Any, *args: Any) -> Any:
+        calls.append(1)
+        return torch.ops.c10d.allreduce_.default.redispatch(keys & rest, *args)
+
+    library.impl("allreduce_", theirs, "BackendSelect", with_keyset=True)
+    try:
+        with recorded(folder) as recording:
+            dist.all_reduce(torch.ones(4))
+            dist.broadcast(torch.ones(4), 0)
+        dist.all_reduce(torch.ones(4))
+    finally:
+        library._destroy()
+    return recording, len(calls)
+
+
+def test_another_tools_tap_is_left_to_it(results: dict[str, list[Any]]) -> None:
+    """Two kernels on one operator do not chain: theirs stays, and the report says what is therefore not recorded."""
+    for recording, calls in results["another_tool"]:
+        assert calls == 2
+        assert recording.names(Kind.COLLECTIVE) == ["broadcast group=0"]
+        assert [note for note in recording.notes if "allreduce_ is tapped" in note]
+
+
+@scenario
+def detached(folder: Path) -> dict[str, Any]:
+    wait = Work.wait
+    had = [name for name in operators() if torch_private.has_tap(name)]
+    with recorded(folder) as recording:
+        inside_watch = [name for name in operators() if not torch_private.has_tap(name)]
+        assert Work.wait is not wait
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+    work.wait()
+    tensor = torch.full((4,), float(dist.get_rank()))
+    dist.all_reduce(tensor)
+    with watch(dir=str(folder), sidecar=False, report=False, collectives=False):
+        off = [name for name in operators() if torch_private.has_tap(name)]
+        off_wait = Work.wait is wait
+    return {
+        "taps before": had,
+        "not tapped inside": inside_watch,
+        "taps after": [name for name in operators() if torch_private.has_tap(name)],
+        "taps with collectives=False": off,
+        "functional after": torch_private.has_tap("_c10d_functional::wait_tensor"),
+        "wait is back": Work.wait is wait and off_wait,
+        "sum": tensor.tolist(),
+        "recording": recording,
+    }
+
+
+def test_nothing_stays_attached(results: dict[str, list[dict[str, Any]]]) -> None:
+    """Every operator is tapped inside the watch, none outside of it; a handle outlives the watch."""
+    for rank in results["detached"]:
+        assert rank["taps before"] == rank["not tapped inside"] == rank["taps after"] == []
+        assert rank["taps with collectives=False"] == []
+        assert not rank["functional after"]
+        assert rank["wait is back"]
+        assert rank["sum"] == [1.0] * 4
+        assert rank["recording"].names(Kind.COLLECTIVE) == ["allreduce group=0"]
+        assert rank["recording"].of(Kind.WAIT) == []
+
+
+def test_payload() -> None:
+    """Tensors in nested lists count; whatever else an operation takes first does not."""
+    tensor = torch.ones(3, dtype=torch.float64)
+    assert payload_bytes([[tensor, tensor], [tensor]]) == 72
+    assert payload_bytes((tensor, None, 3, "text")) == 24
+    assert payload_bytes(None) == 0

@@ -1,0 +1,73 @@
+"""Memory at the end of each step."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.recording import recorded
+from torchlens_perf.errors import swallowed
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the device's memory")
+def test_resident_memory_is_on_each_step(tmp_path: Path) -> None:
+    """On a CPU: what the process has at the end of the step; a tensor that was made in a step is seen in its number."""
+    kept = []
+    with recorded(tmp_path) as recording:
+        for _ in range(3):
+            before = resident_bytes()
+            recording.watch.step()
+            after = resident_bytes()
+            kept.append((before, after))
+        big = torch.ones(1 << 24)
+        recording.watch.step()
+
+    *small, with_big = [step.value0 for step in recording.steps]
+    for (before, after), value in zip(kept, small, strict=True):
+        assert min(before, after) <= value <= max(before, after)
+    assert with_big - small[-1] > big.nbytes / 2
+
+
+def test_without_memory(tmp_path: Path) -> None:
+    """Switched off, no number is made up: the steps have none."""
+    with recorded(tmp_path, memory=False) as recording:
+        recording.watch.step()
+
+    assert [step.value0 for step in recording.steps] == [0]
+    assert recording.metadata["memory_source"] == ""
+
+
+def test_source_is_named(tmp_path: Path) -> None:
+    """The report says whose memory it is."""
+    with recorded(tmp_path) as recording:
+        recording.watch.step()
+
+    expected = "device allocator, peak" if torch.cuda.is_available() else "resident memory of the process"
+    assert expected == recording.metadata["memory_source"]
+
+
+def test_reading_that_fails_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step goes on without a number, and the report says what is missing."""
+
+    def fail(*args: object) -> bytes:
+        raise OSError("no /proc here")
+
+    with recorded(tmp_path) as recording:
+        with monkeypatch.context() as broken:
+            broken.setattr(swallowed, "strict", False)
+            broken.setattr(swallowed, "by_place", Counter())
+            broken.setattr(os, "pread", fail)
+            for _ in range(3):
+                recording.watch.step()
+
+    assert len(recording.steps) == 3
+    assert any("MemoryHook failed" in note for note in recording.notes)
+    assert recording.internal_errors == 1
