@@ -77,6 +77,13 @@ def _queue_callback() -> bool:
     return callable(Variable._execution_engine.queue_callback)
 
 
+def _step_wrapper() -> bool:
+    from torch.optim import Optimizer
+
+    codes = [each for each in Optimizer.profile_hook_step.__code__.co_consts if isinstance(each, types.CodeType)]
+    return [(each.co_name, "self" in each.co_varnames) for each in codes] == [("wrapper", True)]
+
+
 def _data_iterator() -> bool:
     from torch.utils.data import dataloader
 
@@ -133,6 +140,11 @@ PRIVATE_NAMES = (
         _queue_callback,
         "waiting at the end of the backward pass counts as backward, and slow ranks cannot be told from waiting ones",
     ),
+    PrivateName(
+        "torch.optim.Optimizer.profile_hook_step",
+        _step_wrapper,
+        "an optimizer that calls its base class's step may count as two steps",
+    ),
     PrivateName("torch.utils.data.dataloader._BaseDataLoaderIter", _data_iterator, "waiting for data is not timed"),
     PrivateName("torch.ops.c10d at BackendSelect", _dispatcher_tap, "collectives are not recorded"),
     PrivateName("torch._C._distributed_c10d.Work.wait", _work_wait, "time blocked in collectives is not measured"),
@@ -158,6 +170,18 @@ def compiler_is_tracing() -> bool:
     from torch._guards import TracingContext
 
     return TracingContext.try_get() is not None
+
+
+def steps_in_progress() -> list[int] | None:
+    """The ids of the optimizers whose step() the caller is inside of, innermost first; None if that cannot be told."""
+    if not works("torch.optim.Optimizer.profile_hook_step"):
+        return None
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
+            found.append(id(frame.f_locals.get("self")))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def rest_of_dispatch() -> torch._C.DispatchKeySet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,8 @@ class OptimizerHook:
     name = "optimizer"
 
     def __init__(self) -> None:
-        self._open: list[tuple[int, int]] = []  # (id of the optimizer, its name_id), outermost first
+        # (id of the optimizer, its name_id), outermost first; no name for a step inside a step of the same one.
+        self._open: list[tuple[int, int | None]] = []
         self._ended = 0  # steps that have returned
 
     @contextmanager
@@ -92,13 +94,26 @@ class OptimizerHook:
             kind = type(optimizer)
             if kind not in name_ids:
                 name_ids[kind] = session.intern(f"optimizer {kind.__name__}")
-            for index, (identity, name_id) in enumerate(opened):
-                if identity == id(optimizer):  # its last step raised: torch then calls no post hook
-                    recorder.drop(_OPTIMIZER, name_id)
-                    del opened[index:]
-                    break
+            if opened:
+                drop_raised(id(optimizer))
+            if any(identity == id(optimizer) for identity, _ in opened):
+                opened.append((id(optimizer), None))  # it calls its base class's step
+                return
             opened.append((id(optimizer), name_ids[kind]))
             recorder.begin(_OPTIMIZER, name_ids[kind])
+
+        def drop_raised(beginning: int) -> None:
+            """Forgets steps that raised: torch calls no post hook for them."""
+            live = torch_private.steps_in_progress()
+            # Where torch does not tell, an optimizer that begins a step is taken to be in no other one.
+            around = Counter([each for each, _ in opened if each != beginning] if live is None else live[1:])
+            for index, (identity, name_id) in enumerate(opened):
+                around[identity] -= 1
+                if around[identity] < 0:
+                    if name_id is not None:
+                        recorder.drop(_OPTIMIZER, name_id)
+                    del opened[index:]
+                    return
 
         @guard("optimizer hook")
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -106,7 +121,8 @@ class OptimizerHook:
             while opened:
                 identity, name_id = opened.pop()
                 if identity == id(optimizer):
-                    recorder.end(_OPTIMIZER, name_id)
+                    if name_id is not None:
+                        recorder.end(_OPTIMIZER, name_id)
                     break
             if not opened:
                 session.optimizer_stepped(optimizer)
