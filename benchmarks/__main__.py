@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 
@@ -23,9 +24,8 @@ def main() -> int:
     if unknown:
         print(f"unknown benchmark {unknown[0]}; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
-    print(
-        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, Linux {platform.release()}"
-    )
+    machine = f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release()}"
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {machine}")
     missed = 0
     for name in names:
         print(f"\n## {name}\n", flush=True)

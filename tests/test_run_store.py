@@ -163,7 +163,7 @@ from torchlens_perf.run_store import SegmentWriter
 folder = Path(sys.argv[1])
 (folder / "rings").mkdir()
 rig = Rig(IMPLEMENTATIONS[0], folder / "rings", capacity=65536)
-writer = SegmentWriter(make_run(folder), HOST, 1 << 30)
+writer = SegmentWriter(make_run(folder, "run"), HOST, 1 << 30)
 while True:
     made = chunk(rig, 50)
     writer.write([made])
@@ -186,7 +186,7 @@ def test_killed_writer_leaves_only_whole_files(tmp_path: Path) -> None:
         writer.send_signal(signal.SIGKILL)
         reported = [int(line) for line in writer.stdout.read().split()]
         writer.wait()
-        run = make_run(folder)
+        run = make_run(folder, "run")
         total = sum(len(records) for _, records, _, _ in read_chunks(run, HOST))
 
         assert total == last_sequences(run, HOST)["rank0"] + 1

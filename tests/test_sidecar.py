@@ -194,6 +194,7 @@ def test_export_gets_every_step_once(run: RunDirectory) -> None:
         rank.steps(5, **WORK)
         made.poll()
         made.account()
+        made.export()
     made.close()
     rank.close()
 

@@ -120,7 +120,7 @@ def _sidecar(options: argparse.Namespace) -> int:
     if not lock.acquire():
         raise RunStoreError(f"a sidecar for {run.run_id} runs on this node already")
     with guard("lowering the sidecar's priority"):
-        os.nice(10)
+        os.nice(5)
     rings_left = any(path.exists() for path in run.registered_rings(options.host))
     if options.lock_descriptor is None and not rings_left and run_store.hosts(run):
         exporter = exporter_from_environment(os.environ)

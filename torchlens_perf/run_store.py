@@ -78,18 +78,31 @@ class SegmentWriter:
                 "last_sequence": int(chunk.sequences[-1]),
                 "anchor": list(chunk.origin.anchor),
             }
-        _write_whole(self._run.spans / name, pa.concat_tables([_span_table(chunk) for chunk in chunks]), kept)
-        _write_whole(self._run.steps / name, pa.concat_tables([_step_table(chunk) for chunk in chunks]), kept)
-        self._rotate()
+        tables = {
+            self._run.spans / name: pa.concat_tables([_span_table(chunk) for chunk in chunks]),
+            self._run.steps / name: pa.concat_tables([_step_table(chunk) for chunk in chunks]),
+        }
+        partials = {path: path.with_suffix(".partial") for path in tables}
+        try:
+            for path, table in tables.items():
+                _write(partials[path], table, kept)
+            self._make_room(sum(partial.stat().st_size for partial in partials.values()))
+            for path, partial in partials.items():
+                os.replace(partial, path)
+        except BaseException:
+            for partial in partials.values():
+                partial.unlink(missing_ok=True)
+            raise
 
-    def _rotate(self) -> None:
+    def _make_room(self, needed_bytes: int) -> None:
+        """Removes the oldest segments until the new one fits below the cap."""
         numbers: dict[int, list[Path]] = {}
         for folder in (self._run.spans, self._run.steps):
             for path in _segments(folder, self._host):
                 numbers.setdefault(_number(path), []).append(path)
         sizes = {number: sum(path.stat().st_size for path in paths) for number, paths in numbers.items()}
-        total = sum(sizes.values())
-        for number in sorted(numbers)[:-1]:
+        total = sum(sizes.values()) + needed_bytes
+        for number in sorted(numbers):
             if total <= self._cap_bytes:
                 break
             for path in numbers[number]:
@@ -206,15 +219,9 @@ def _times(monotonic_ns: npt.NDArray[np.int64], anchor: Anchor) -> pa.Array:
     return pa.array(unix_ns, pa.timestamp("ns", tz="UTC"))
 
 
-def _write_whole(path: Path, table: pa.Table, kept: dict[str, Any]) -> None:
+def _write(path: Path, table: pa.Table, kept: dict[str, Any]) -> None:
     table = table.unify_dictionaries().replace_schema_metadata({_FOOTER: json.dumps(kept).encode()})
-    partial = path.with_suffix(".partial")
-    try:
-        pq.write_table(table, partial, compression="zstd", compression_level=1)
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    pq.write_table(table, path, compression="zstd", compression_level=1)
 
 
 def _footer(path: Path) -> dict[str, Any]:

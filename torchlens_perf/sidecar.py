@@ -89,6 +89,7 @@ class Sidecar:
         self._sources: dict[Path, _Source] = {}
         self._unreadable: set[Path] = set()
         self._unkept: list[Chunk] = []
+        self._unexported: list[ExportBatch] = []
         self._clock = HostClock()
         self._kept_before = last_sequences(run, host)
         self._writer: SegmentWriter | None = None
@@ -117,13 +118,20 @@ class Sidecar:
         return fullest
 
     def account(self) -> None:
-        """Counts what poll() copied: statistics, export, and the queue for the next segment."""
+        """Counts what poll() copied: statistics, and the queues for export and for the next segment."""
         for source in self._sources.values():
             if source.state.ended and source.settled:
                 continue
             self._read_counters(source)
             self._account_records(source)
             source.settled = bool(source.state.ended)
+
+    def export(self) -> None:
+        """Hands what account() counted to the exporter."""
+        if self._exporter is not None:
+            for batch in self._unexported:
+                self._exporter.export(batch)
+            self._unexported.clear()
 
     def keep(self) -> None:
         """Writes a segment and the state, and removes the rings of processes that have ended and are kept whole."""
@@ -256,7 +264,7 @@ class Sidecar:
         statistics.add(counted, steps, names, lost)
         source.state.counted = max(source.state.counted, int(sequences[-1]))
         if self._exporter is not None:
-            self._exporter.export(self._export_batch(source, counted, names, steps))
+            self._unexported.append(self._export_batch(source, counted, names, steps))
         if unkept.any():
             kept = records[unkept]
             self._unkept.append(Chunk(source.origin, kept, sequences[unkept], names, assemble_steps(kept)))
@@ -349,7 +357,8 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
         more = sidecar.has_more_to_come(now_s - started_s)
         if not more or pacing.account_due(now_s):
             sidecar.account()
-        sidecar.report_if_asked()
+        sidecar.report_if_asked()  # before what may take longer: rank 0 waits for it
+        sidecar.export()
         try:
             if not more or pacing.keep_due(now_s, sidecar.unkept_records()):
                 sidecar.keep()
