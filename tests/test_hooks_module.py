@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchlens_perf import torch_private, watch
 from torchlens_perf.config import Config
 from torchlens_perf.hooks import module as module_hook
 from torchlens_perf.hooks.module import models_of, select
+from torchlens_perf.recorder import NATIVE
 from torchlens_perf.ring import Flag, Kind
 
 SLOT = "_compiled_call_impl"
@@ -242,6 +244,51 @@ def test_watch_ends_inside_a_call(tmp_path: Path, way: str) -> None:
 
     assert torch.equal(model(batch), inside_result)
     assert not any(SLOT in vars(module) for module in model.modules())
+
+
+class Acts(dict):
+    """An argument or a result that does something when somebody looks for the tensors in it."""
+
+    def __init__(self, act: Callable[[], Any], **items: Tensor) -> None:
+        super().__init__(items)
+        self.act = act
+
+    def values(self) -> Any:
+        self.act()
+        return super().values()
+
+
+class TakesAndGives(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: Acts) -> Acts:
+        return self.inner(x)
+
+
+def test_interrupt_while_we_look_on(tmp_path: Path) -> None:
+    """A Ctrl-C that comes while our own code runs is the user's all the same: it is not swallowed with our errors."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    model = TakesAndGives()
+    with recorded(tmp_path, model, **EVERYTHING):
+        with pytest.raises(KeyboardInterrupt):
+            model(Acts(interrupt, x=torch.ones(1)))
+
+
+@pytest.mark.xfail(not NATIVE, reason="the twin opens a span on a buffer that it has released")
+def test_watch_ends_while_we_look_on(tmp_path: Path) -> None:
+    """Another thread may end the watch between our look at a module's arguments and the module's call."""
+    model = TakesAndGives()
+    watched = watch(model, dir=str(tmp_path), sidecar=False, report=False, **EVERYTHING)
+    x = Acts(watched.close, x=torch.ones(1))
+    with watched:
+        result = model(x)
+
+    assert result is x
 
 
 # -- which modules

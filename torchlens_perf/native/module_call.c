@@ -20,19 +20,18 @@ typedef struct {
     PyObject *weak_references;
 } ModuleCall;
 
-/* Observers run outside the module's span, and their time is kept out of the spans around it. */
-static void observe(ModuleCall *self, PyObject *observer, PyObject *const *args, size_t count, PyObject *kwnames)
+/* Observers run outside the module's span, and their time is kept out of the spans around it. They guard themselves
+ * (hooks/module.py): what still comes out of one is a KeyboardInterrupt, which is for the user's loop. */
+static int observe(ModuleCall *self, PyObject *observer, PyObject *const *args, size_t count, PyObject *kwnames)
 {
     Recorder *recorder = self->recorder;
     int64_t start_ns = recorder_now(recorder);
     PyObject *ignored = PyObject_Vectorcall(observer, args, count, kwnames);
-    if (ignored == NULL) {
-        PyErr_WriteUnraisable(observer);
-    }
     Py_XDECREF(ignored);
     if (recorder->header != NULL) {
         charge_tool(recorder, recorder_now(recorder) - start_ns);
     }
+    return ignored == NULL ? -1 : 0;
 }
 
 static PyObject *call_with_module(ModuleCall *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
@@ -82,7 +81,12 @@ static PyObject *module_call(ModuleCall *self, PyObject *const *args, size_t nar
     }
     int observed = self->always || recorder->probe;
     if (observed && self->before != NULL) {
-        observe(self, self->before, args, (size_t)PyVectorcall_NARGS(nargsf), kwnames);
+        if (observe(self, self->before, args, (size_t)PyVectorcall_NARGS(nargsf), kwnames) < 0) {
+            return NULL;
+        }
+        if (recorder->header == NULL) { /* another thread ended the watch while the observer ran */
+            return call_target(self, args, nargsf, kwnames);
+        }
     }
     Stack *stack = open_spans(recorder);
     uint64_t depth = span_open(recorder, stack, kind_of_call(recorder, stack), self->name_id);
@@ -92,8 +96,8 @@ static PyObject *module_call(ModuleCall *self, PyObject *const *args, size_t nar
     }
     int64_t end_ns = recorder_now(recorder);
     span_close(recorder, stack, depth, end_ns, result == NULL ? FLAG_EXCEPTION : 0, 0, 0);
-    if (observed && self->after != NULL && result != NULL) {
-        observe(self, self->after, &result, 1, NULL);
+    if (observed && self->after != NULL && result != NULL && observe(self, self->after, &result, 1, NULL) < 0) {
+        Py_CLEAR(result);
     }
     return result;
 }
