@@ -63,6 +63,8 @@ class ReceivedPoint:
     """A histogram's sum."""
     bounds: tuple[float, ...]
     buckets: tuple[int, ...]
+    exemplars: tuple[tuple[int, int, float], ...]
+    """Trace id, span id and value."""
 
 
 class Receiver:
@@ -191,6 +193,10 @@ def _points(request: dict[str, Any]) -> Iterator[ReceivedPoint]:
                             value=float(point.get("sum", point.get("as_double", point.get("as_int", 0)))),
                             bounds=tuple(point.get("explicit_bounds", ())),
                             buckets=tuple(int(count) for count in point.get("bucket_counts", ())),
+                            exemplars=tuple(
+                                (_id(each["trace_id"]), _id(each["span_id"]), each["as_double"])
+                                for each in point.get("exemplars", ())
+                            ),
                         )
 
 

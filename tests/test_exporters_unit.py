@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.tables import MS, step_table
 from torchlens_perf.clock import HostClock
+from torchlens_perf.config import Config
+from torchlens_perf.errors import swallowed
 from torchlens_perf.exporters import ExportBatch, Exporter, semantics
 from torchlens_perf.exporters.memory import MemoryExporter
 from torchlens_perf.exporters.otlp import OtlpExporter
@@ -29,7 +33,8 @@ from torchlens_perf.exporters.otlp_spans import DEFAULT_QUEUE_SIZE, SpanSender, 
 from torchlens_perf.exporters.sdk_log import Sparing
 from torchlens_perf.identity import Identity
 from torchlens_perf.records import Span, StepTrace
-from torchlens_perf.ring import Flag
+from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.sidecar import FIRST_TRACED_STEPS
 
 OTHER_THREAD = int(Flag.OTHER_THREAD)
 
@@ -263,6 +268,22 @@ def test_contract_unused(make: Callable[[], Any]) -> None:
     assert delivered() == (0, 0)
 
 
+def test_error_of_the_sdk_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception out of the SDK is kept from the sidecar's loop, and counted."""
+
+    class Broken(SpanSender):
+        def export(self, batch: ExportBatch) -> Any:
+            raise RuntimeError("on purpose")
+
+    exporter = OtlpExporter(Broken(InMemorySpanExporter()), None)
+    with monkeypatch.context() as lenient:
+        lenient.setattr(swallowed, "strict", False)
+        lenient.setattr(swallowed, "by_place", Counter[str]())
+        exporter.export(batch_of(identity(), [0]))
+        assert dict(swallowed.by_place) == {"exporting steps over OTLP": 1}
+    assert exporter.shutdown(10) == []
+
+
 # -- spans
 
 
@@ -419,7 +440,7 @@ def test_many_ranks_share_a_series() -> None:
     for rank, memory_bytes in ((0, 10), (1, 30), (2, 20)):
         full = batch_of(identity(rank, world_size=many), range(5))
         full.steps.memory_bytes[:] = memory_bytes
-        sender.export(full)
+        sender.export(full, {})
     sender.shutdown()
     (duration,), (gauge,) = points.last[semantics.STEP_DURATION], points.last[semantics.MEMORY]
     assert (duration.count, dict(duration.attributes)) == (15, {})
@@ -435,7 +456,7 @@ def test_phases_do_not_depend_on_the_batches() -> None:
         sender = MetricSender(points)
         for first, end in itertools.pairwise(cuts):
             columns = {name: value[first:end] for name, value in vars(table).items()}
-            sender.export(ExportBatch(identity(), HostClock().anchor(), type(table)(**columns), ()))
+            sender.export(ExportBatch(identity(), HostClock().anchor(), type(table)(**columns), ()), {})
         sender.shutdown()
         found.append({p.attributes[semantics.PHASE]: (p.count, p.sum) for p in points.last[semantics.PHASE_DURATION]})
     assert found == [{"forward": (3, pytest.approx(0.003)), "data": (1, pytest.approx(0.002))}] * 2
@@ -461,3 +482,20 @@ def test_repeated_messages_are_spared() -> None:
         True,
     ]
     assert [passes(ours, 302, 1), passes(ours, 302, 2)] == [True, True]
+
+
+# -- the page for users
+
+
+def test_page_names_what_is_sent() -> None:
+    """docs/opentelemetry.md has every name, every bucket bound, and the limits that the code has."""
+    page = (Path(__file__).parents[1] / "docs" / "opentelemetry.md").read_text()
+    names = {value for name, value in vars(semantics).items() if name.isupper() and isinstance(value, str)}
+    assert [name for name in sorted(names - {semantics.SCOPE}) if not re.search(rf"(`| |^){name}(`| )", page)] == []
+    bounds = re.search(r"Bucket bounds, in seconds: ([0-9., \n]+)\.", page)
+    assert bounds
+    assert tuple(float(bound) for bound in bounds[1].split(",")) == semantics.DURATION_BOUNDS_S
+    assert f"default here is {DEFAULT_QUEUE_SIZE}" in page
+    assert f"Beyond {semantics.MOST_RANK_SERIES} ranks" in page
+    assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one\nof so many, by default {Config.trace_every};" in page
+    assert all(f"{kind.name.lower()}" in page for kind in Kind)

@@ -117,8 +117,11 @@ def _saved(run: RunDirectory, host: str) -> NodeState:
 
 def _identity(run: RunDirectory, origin: Origin) -> Identity:
     """What the records alone tell of a rank."""
+    keys = [key for host in run_store.hosts(run) for key in run_store.last_sequences(run, host)]
+    ranks = {int(key.removeprefix("rank").partition("-")[0]) for key in keys}  # a key: rank00003-attempt0-...
+    world_size = 1 + max(ranks)
     return Identity(
-        run_id=run.run_id, rank=origin.rank, local_rank=origin.rank, world_size=origin.rank + 1,
-        local_world_size=origin.rank + 1, attempt=origin.attempt, host=origin.host, pid=0, process_started=0,
+        run_id=run.run_id, rank=origin.rank, local_rank=origin.rank, world_size=world_size,
+        local_world_size=world_size, attempt=origin.attempt, host=origin.host, pid=0, process_started=0,
         launcher_pid=0, elastic=False, program="", traceparent="", attributes={},
     )  # fmt: skip

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -277,6 +277,19 @@ def test_phase_histogram(exported: Exported) -> None:
         assert sum(values) / 1e9 == pytest.approx(points[key].value, rel=1e-9)
 
 
+def test_exemplars_lead_to_the_step(exported: Exported) -> None:
+    """A histogram's exemplars name the rank's span of a sampled step, and have its duration."""
+    spans = {
+        (span.trace_id, span.span_id): span.duration_ns / 1e9
+        for span in exported.spans
+        if span.name == semantics.SPAN_RANK_STEP
+    }
+    for point in exported.of_metric(semantics.STEP_DURATION):
+        assert point.exemplars
+        for in_trace, of_span, value in point.exemplars:
+            assert spans[in_trace, of_span] == value
+
+
 def test_counter_and_gauge(exported: Exported) -> None:
     """The counter has each rank's steps; the gauge has the memory at its last step, in bytes."""
     for rank in RANKS:
@@ -300,6 +313,19 @@ def test_replay_sends_the_same_spans(exported: Exported, receiver: Receiver, tmp
     assert {place(span) for span in exported.spans} == {place(span) for span in receiver.spans()}
     assert len(exported.spans) == len(receiver.spans())
     assert starts_on_disk(exported) == starts(receiver.spans())
+
+
+def test_replay_without_the_nodes_state(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
+    """Records whose node's state is gone are sent under the same ids; what they do not tell is not made up."""
+    endpoint = receiver.endpoint("http/protobuf")
+    run = sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint).run
+    whole = {(span.trace_id, span.span_id) for span in receiver.spans()}
+    receiver.clear()
+    run.node_state(socket.gethostname()).unlink()
+    sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)
+    assert whole == {(span.trace_id, span.span_id) for span in receiver.spans()}
+    assert {len(RANKS)} == {span.resource[semantics.WORLD_SIZE] for span in receiver.spans()}
+    assert [span for span in receiver.spans() if "process.pid" in span.resource] == []
 
 
 def test_nothing_is_missing_in_the_report(exported: Exported) -> None:

@@ -26,12 +26,16 @@ class OtlpExporter:
 
     def __init__(self, spans: SpanSender | None, metrics: MetricSender | None) -> None:
         """spans, metrics: None for a signal that is switched off."""
+        self._spans = spans
+        self._metrics = metrics
         self._senders: list[SpanSender | MetricSender] = [each for each in (spans, metrics) if each is not None]
         self._failed_before = 0
 
     def export(self, batch: ExportBatch) -> None:
-        for sender in self._senders:
-            sender.export(batch)
+        with guard("exporting steps over OTLP"):
+            sampled = self._spans.export(batch) if self._spans is not None else {}
+            if self._metrics is not None:
+                self._metrics.export(batch, sampled)
 
     def force_flush(self, timeout_s: float) -> bool:
         """Bounded by threads of ours: the SDK's own timeouts are not (force_flush(1 s) took up to 40 s)."""

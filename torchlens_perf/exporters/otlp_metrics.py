@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry.context import Context
 from opentelemetry.metrics import Histogram
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import (
@@ -23,6 +24,8 @@ from torchlens_perf.version import VERSION
 if TYPE_CHECKING:
     from torchlens_perf.identity import Identity
 
+_UNSAMPLED = Context()
+
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 
@@ -37,12 +40,12 @@ class MetricSender:
         self._instruments: _Instruments | None = None
         self._off = False
 
-    def export(self, batch: ExportBatch) -> None:
-        """Records the batch's steps."""
+    def export(self, batch: ExportBatch, sampled: Mapping[int, Context]) -> None:
+        """Records the batch's steps. sampled: steps whose spans are sent too, with the context of their span."""
         if self._provider is None and not self._off:
             self._start(batch.identity)
         if self._instruments is not None:
-            self._instruments.record(batch)
+            self._instruments.record(batch, sampled)
 
     def _start(self, identity: Identity) -> None:
         """The resource is known with the first batch, and not before."""
@@ -128,7 +131,7 @@ class _Instruments:
         self._memory = meter.create_gauge(semantics.MEMORY, "By", "Memory at the end of the last step")
         self._memory_bytes: dict[int, int] = {}
 
-    def record(self, batch: ExportBatch) -> None:
+    def record(self, batch: ExportBatch, sampled: Mapping[int, Context]) -> None:
         """Adds a batch's steps. On the sidecar's thread."""
         steps = batch.steps
         if not len(steps):
@@ -138,11 +141,13 @@ class _Instruments:
         if per_rank:
             attributes[semantics.RANK] = batch.identity.rank
         phases = [{**attributes, semantics.PHASE: part} for part in PARTS]
-        for duration_ns, own_ns, parts_ns in zip(
-            steps.duration_ns.tolist(), steps.own_ns.tolist(), steps.parts_ns.tolist(), strict=True
+        for step, duration_ns, own_ns, parts_ns in zip(
+            steps.step.tolist(), steps.duration_ns.tolist(), steps.own_ns.tolist(), steps.parts_ns.tolist(), strict=True
         ):
-            self._step.record(duration_ns / 1e9, attributes)
-            self._own.record(own_ns / 1e9, attributes)
+            # The SDK makes an exemplar of a value whose context is sampled: it leads from a bucket to a trace.
+            context = sampled.get(step, _UNSAMPLED)
+            self._step.record(duration_ns / 1e9, attributes, context)
+            self._own.record(own_ns / 1e9, attributes, context)
             for part_ns, of_phase in zip(parts_ns, phases, strict=True):
                 if part_ns:  # a phase that the step did not have is no phase of 0 s
                     self._phase.record(part_ns / 1e9, of_phase)

@@ -72,10 +72,14 @@ class SpanSender:
         self._left_out = 0
         self._too_large = 0
 
-    def export(self, batch: ExportBatch) -> None:
-        """Takes the batch's traces over; leaves out those that the queue has no room for, and counts them."""
+    def export(self, batch: ExportBatch) -> dict[int, Context]:
+        """Takes the batch's traces over; leaves out those that the queue has no room for, and counts them.
+
+        Returns for each step that it took the context of the rank's step span.
+        """
+        taken: dict[int, Context] = {}
         if not batch.traces:
-            return
+            return taken
         tracer = self._tracers.get(batch.identity.key)
         if tracer is None:
             tracer = _RankTracer(batch.identity, self._processor, self._sampler, self._limits)
@@ -90,8 +94,9 @@ class SpanSender:
                 self._left_out += size
                 self._too_large += size > self._queue_size
                 continue
-            tracer.export(trace, batch.anchor, _of_step(batch, rows.get(trace.step)))
+            taken[trace.step] = tracer.export(trace, batch.anchor, _of_step(batch, rows.get(trace.step)))
             self._fed += size
+        return taken
 
     def force_flush(self) -> None:
         """Blocks until everything so far was delivered or has failed: up to 10 s for each batch of the queue."""
@@ -216,8 +221,11 @@ class _RankTracer:
         """How many spans export() makes of it."""
         return len(trace.spans) + (2 if self._identity.rank == 0 else 1)
 
-    def export(self, trace: StepTrace, anchor: Anchor, of_step: Mapping[str, Any]) -> None:
-        """Hands the step's spans to the processor. of_step: more attributes of the rank's step span."""
+    def export(self, trace: StepTrace, anchor: Anchor, of_step: Mapping[str, Any]) -> Context:
+        """Hands the step's spans to the processor. Returns the context of the rank's step span.
+
+        of_step: more attributes of that span.
+        """
         identity = self._identity
         self._ids.trace_id = in_trace = trace_id(identity.run_id, identity.attempt, trace.step)
         root_id, rank_id = span_id(in_trace, "root"), span_id(in_trace, identity.rank)
@@ -242,6 +250,7 @@ class _RankTracer:
             if span.flags & Flag.EXCEPTION:
                 emitted.set_status(Status(StatusCode.ERROR))
             emitted.end(begin_ns + span.duration_ns)
+        return in_step
 
     def _start(
         self, this_id: int, name: str, context: Context, start_ns: int, attributes: Mapping[str, Any],
