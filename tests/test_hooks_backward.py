@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.autograd
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.recording import EVERYTHING, Record, Recording, recorded
 from torchlens_perf.hooks.backward import tensors
@@ -95,6 +95,20 @@ def test_checkpointing_is_one_backward_pass(use_reentrant: bool, tmp_path: Path)
     assert len(recording.of(Kind.BACKWARD)) == (4 if use_reentrant else 2)
     assert [each.value1 for each in recording.steps] == [1, 1]
     assert recording.names(Kind.RECOMPUTE) == ["second"] * 2
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_model_that_is_recomputed_as_a_whole(early_stop: bool, tmp_path: Path) -> None:
+    """Its second forward pass, inside the backward pass, is no pass of the loop's: it ends no step and counts none."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, **EVERYTHING) as recording, set_checkpoint_early_stop(early_stop):
+        for _ in range(2):
+            checkpoint(model, torch.randn(2, 4), use_reentrant=False).sum().backward()
+            optimizer.step()
+
+    assert [(each.flags & ~Flag.PROBED, each.value1) for each in recording.steps] == [(Flag(0), 1)] * 2
+    assert recording.names(Kind.FORWARD) == recording.names(Kind.RECOMPUTE) == ["forward Model"] * 2
 
 
 def test_compiler_backward_is_not_the_jobs(tmp_path: Path) -> None:

@@ -142,6 +142,30 @@ def test_forked_workers_record_nothing(tmp_path: Path) -> None:
     assert (recording.unbalanced, recording.internal_errors) == (0, 0)
 
 
+def test_forked_child_writes_nothing_into_the_parents_ring(tmp_path: Path) -> None:
+    """Whatever a hook that the child inherited still calls: names, notes and steps stay the parent's."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, optimizer, **EVERYTHING) as recording:
+        session = recording.watch._session
+        child = os.fork()
+        if child == 0:
+            try:
+                assert session.intern("a name of the child") == 0
+                session.note("a note of the child")
+                session.optimizer_stepped(optimizer)
+                session.manual_step()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        recording.watch.step()
+
+    assert "a name of the child" not in recording.known_names
+    assert "a note of the child" not in recording.notes
+    assert len(recording.steps) == 1
+
+
 def test_iteration_is_put_back(tmp_path: Path) -> None:
     """The two methods that were replaced are the ones from before."""
     before = DataLoader.__iter__, _BaseDataLoaderIter.__next__
