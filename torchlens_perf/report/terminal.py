@@ -32,7 +32,7 @@ _PART_STYLES = {
 def show(report: dict[str, Any], file: IO[str], run_dir: str) -> None:
     """Prints the report: colours and the terminal's width on a terminal, plain text elsewhere."""
     if file.isatty():
-        Console(file=file, highlight=False, markup=False, emoji=False).print(_layout(report, run_dir))
+        Console(file=file, highlight=False, markup=False, emoji=False).print(layout(report, run_dir))
     else:
         file.write(render(report, run_dir, columns=_PLAIN_WIDTH, color=False))
 
@@ -49,7 +49,7 @@ def render(report: dict[str, Any], run_dir: str, *, columns: int, color: bool) -
         markup=False,  # a module may be called "[bold]"
         emoji=False,
     )
-    console.print(_layout(report, run_dir))
+    console.print(layout(report, run_dir))
     return _without_padding(file.getvalue())
 
 
@@ -58,7 +58,8 @@ def _without_padding(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.split("\n"))
 
 
-def _layout(report: dict[str, Any], run_dir: str) -> RenderableType:
+def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
+    """The report for a rich console."""
     parts: list[RenderableType] = [_title(report), Text("")]
     parts += [_verdict(verdict) for verdict in report["verdicts"]]
     if report["steps"]["count"]:
@@ -148,6 +149,8 @@ def _rank_table(report: dict[str, Any]) -> Table:
         memory = rank["memory"]["max_bytes"]
         cells += ["-" if memory is None else _bytes(memory), _bar(rank["phases"], present)]
         table.add_row(*cells, style="bold" if rank["rank"] == suspect else None)
+    legend = ", ".join(f"{_LETTERS[part]} {_HEADERS.get(part, part)}" for part in present)
+    table.caption = f"{table.caption}\n{legend}" if table.caption else legend
     return table
 
 
