@@ -15,12 +15,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -824,6 +826,61 @@ def data_loader(watching: Watching) -> Outcome:
 
 def noisy(samples: list[tuple[Tensor]]) -> list[Tensor]:
     return [torch.stack([sample for (sample,) in samples]) + torch.rand(8) + random.random()]
+
+
+class Logged(Tensor):
+    """A tensor that notes what is done to it."""
+
+    log: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.log.append(getattr(function, "__qualname__", str(function)))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@case
+def tensor_subclass(watching: Watching) -> Outcome:
+    """Tensors of the user's own class, which see every function that is called with them, also getters."""
+    Logged.log.clear()
+    model = nn.Sequential(nn.Linear(8, 8), Residual())
+    outcome = train(watching, model, lambda batch: model(batch.as_subclass(Logged)).square().mean().as_subclass(Tensor))
+    return outcome._replace(extra=list(Logged.log))
+
+
+class FunctionLog(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(function, "__qualname__", str(function)))
+        return function(*args, **(kwargs or {}))
+
+
+class OperatorLog(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+@case
+def users_modes(watching: Watching) -> Outcome:
+    """Tools of the user's own that see every function and every operator: ours are not among them."""
+    with FunctionLog() as functions, OperatorLog() as operators:
+        outcome = train(watching, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Residual()))
+    return outcome._replace(extra=[functions.seen, operators.seen])
+
+
+@case
+def scripted_model(watching: Watching) -> Outcome:
+    """A model in TorchScript, as the whole and as a part."""
+    with torch.jit.optimized_execution(False):
+        return train(watching, nn.Sequential(nn.Linear(8, 8), torch.jit.script(mlp())))
 
 
 # -- torch.compile

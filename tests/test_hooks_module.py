@@ -359,6 +359,16 @@ def test_model_is_found_by_its_optimizer(tmp_path: Path) -> None:
     assert [(each.name, each.step) for each in recording.of(Kind.FORWARD)] == [("forward Sequential", 1)]
 
 
+def test_unfinished_modules_are_passed_over(tmp_path: Path) -> None:
+    """A module whose constructor failed before nn.Module's own ran may still lie about when the model is looked for."""
+    unfinished = nn.Module.__new__(Model)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    assert models_of(optimizer) == [model]
+    assert not hasattr(unfinished, "training")
+
+
 def test_nested_watch_joins(tmp_path: Path) -> None:
     """A watch inside a watch adds its models to the outer one; leaving it ends nothing."""
     outer, inner = Block(), Model()

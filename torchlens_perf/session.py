@@ -123,6 +123,7 @@ class Session:
         if self._rule.optimizer_stepped(id(optimizer)):
             self.end_step()
         if not self._models_known:
+            self._models_known = True  # looked for once: looking takes long
             with guard("finding the model"):
                 self.watch_models(models_of(optimizer))
 

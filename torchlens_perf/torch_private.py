@@ -12,6 +12,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import HookUnavailable
@@ -84,6 +85,13 @@ def _step_wrapper() -> bool:
     return [(each.co_name, "self" in each.co_varnames) for each in codes] == [("wrapper", True)]
 
 
+def _no_torch_function() -> bool:
+    import torch
+
+    with torch._C.DisableTorchFunction():
+        return True
+
+
 def _data_iterator() -> bool:
     from torch.utils.data import dataloader
 
@@ -145,6 +153,11 @@ PRIVATE_NAMES = (
         _step_wrapper,
         "an optimizer that calls its base class's step may count as two steps",
     ),
+    PrivateName(
+        "torch._C.DisableTorchFunction",
+        _no_torch_function,
+        "the user's own torch function modes and tensor classes see us hang hooks on tensors",
+    ),
     PrivateName("torch.utils.data.dataloader._BaseDataLoaderIter", _data_iterator, "waiting for data is not timed"),
     PrivateName("torch.ops.c10d at BackendSelect", _dispatcher_tap, "collectives are not recorded"),
     PrivateName("torch._C._distributed_c10d.Work.wait", _work_wait, "time blocked in collectives is not measured"),
@@ -170,6 +183,13 @@ def compiler_is_tracing() -> bool:
     from torch._guards import TracingContext
 
     return TracingContext.try_get() is not None
+
+
+def unseen_by_torch_function() -> AbstractContextManager[object]:
+    """Inside, what is done with tensors goes by the user's torch function modes and tensor classes."""
+    import torch
+
+    return torch._C.DisableTorchFunction() if works("torch._C.DisableTorchFunction") else nullcontext()
 
 
 def steps_in_progress() -> list[int] | None:

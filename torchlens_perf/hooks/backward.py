@@ -193,9 +193,10 @@ class BackwardHook:
             if not with_gradient or not can_queue or torch_private.compiled_autograd():
                 return
             for tensor in tensors(result):
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(first_gradient)
-                    return
+                with torch_private.unseen_by_torch_function():
+                    if tensor.requires_grad and tensor.grad_fn is not None:
+                        tensor.register_hook(first_gradient)
+                        return
 
         return seen
 
@@ -217,11 +218,13 @@ class BackwardHook:
                 return
             entered = _ModulePass(name_id, recorder.step, clock.mark)
             waiting.append(entered)
-            for tensor in tensors((args, kwargs)):
-                # A hook on a leaf would stay there and pile up with every step.
-                if tensor.requires_grad and not tensor.is_leaf:
-                    entered.inputs_left += 1
-                    tensor.register_hook(entered.input_gradient)
+            inputs = list(tensors((args, kwargs)))
+            with torch_private.unseen_by_torch_function():
+                for tensor in inputs:
+                    # A hook on a leaf would stay there and pile up with every step.
+                    if tensor.requires_grad and not tensor.is_leaf:
+                        entered.inputs_left += 1
+                        tensor.register_hook(entered.input_gradient)
 
         def after(result: Any) -> None:
             if unobserved():
@@ -231,11 +234,12 @@ class BackwardHook:
             if not waiting:
                 return
             returned = waiting.pop()
-            hooked = False
-            for tensor in tensors(result):
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(returned.output_gradient)
-                    hooked = True
+            hooked, results = False, list(tensors(result))
+            with torch_private.unseen_by_torch_function():
+                for tensor in results:
+                    if tensor.requires_grad and tensor.grad_fn is not None:
+                        tensor.register_hook(returned.output_gradient)
+                        hooked = True
             if hooked:
                 self._passes.append(returned)
 

@@ -69,8 +69,9 @@ def models_of(optimizer: Optimizer) -> list[Module]:
     from torch.nn import Module
 
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    # By type, not isinstance: asking a lazy proxy object for its class may run the user's code.
-    modules = [each for each in gc.get_objects() if issubclass(type(each), Module)]
+    # By type, not isinstance: asking a lazy proxy object for its class may run the user's code. A module whose
+    # constructor is still running, or has failed, has no children yet.
+    modules = [each for each in gc.get_objects() if issubclass(type(each), Module) and "_modules" in each.__dict__]
     children = {id(child) for module in modules for child in module.children()}
     return [
         module
