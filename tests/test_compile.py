@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -340,6 +342,26 @@ def test_sections_in_code_that_was_compiled_before_the_watch(tmp_path: Path) -> 
 
     assert torch.equal(expected, actual)
     assert len(recording.steps) <= 1
+
+
+@pytest.mark.parametrize("watching", ["without a watch", "first call inside a watch"])
+@pytest.mark.xfail(reason="Dynamo is told of sections by a watch, and only once it has been imported")
+def test_sections_in_compiled_code_of_a_new_process(watching: str, tmp_path: Path) -> None:
+    """A library with sections in it is compiled as one without, whether or not anybody watches."""
+    program = f"""
+import contextlib, torch, torchlens_perf as perf
+
+def call(x):
+    with perf.section("inside"):
+        return x.sin()
+
+watch = perf.watch(torch.nn.Linear(1, 1), dir={str(tmp_path)!r}, sidecar=False, report=False)
+with watch if {watching != "without a watch"} else contextlib.nullcontext():
+    torch.compile(call, backend="eager", fullgraph=True)(torch.ones(3))
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert finished.returncode == 0, finished.stderr
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not_strict"])
