@@ -220,7 +220,7 @@ def test_replay_sends_the_same_again(run: RunDirectory) -> None:
     rank.close()
     finish(run, live)
     state = run.node_state(HOST).read_text()
-    done = replay(run, again, trace_every=100)
+    done = replay(run, again)
 
     def columns(exporter: MemoryExporter, field: str) -> list[Any]:
         return np.concatenate([getattr(batch.steps, field) for batch in exporter.batches]).tolist()
@@ -240,7 +240,7 @@ def test_replay_rebuilds_a_lost_state(run: RunDirectory) -> None:
     finish(run)
     before = report(run)
     run.node_state(HOST).unlink()
-    replay(run, None, trace_every=100)
+    replay(run, None)
     after = report(run)
 
     assert after["steps"] == before["steps"]

@@ -105,7 +105,7 @@ def _build(run: RunDirectory) -> dict[str, Any]:
 
 def _sidecar(options: argparse.Namespace) -> int:
     from torchlens_perf import run_directory, run_store
-    from torchlens_perf.config import Config, from_environment
+    from torchlens_perf.config import from_environment
     from torchlens_perf.errors import RunStoreError, guard
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment
     from torchlens_perf.replay import replay
@@ -124,13 +124,13 @@ def _sidecar(options: argparse.Namespace) -> int:
     rings_left = any(path.exists() for path in run.registered_rings(options.host))
     if options.lock_descriptor is None and not rings_left and run_store.hosts(run):
         exporter = exporter_from_environment(os.environ)
-        done = replay(run, exporter, Config(**from_environment(os.environ)).trace_every)
+        done = replay(run, exporter, from_environment(os.environ).get("trace_every"))
         where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
         print(f"replayed {done.steps} steps, {done.records} records{where}")
         for note in done.notes:
             print(f"  - {note}")
         lock.remove()
-        return 0
+        return 1 if done.notes else 0
     again = True
     while again:
         exporter = exporter_from_environment(os.environ)

@@ -28,6 +28,7 @@ class ProcessState:
     """Sequence number of the last record that the statistics hold."""
     ended: str = ""
     """"closed" by its watch, "died", or "" while it runs."""
+    trace_every: int = 0
     native: bool = True
     memory_source: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -57,8 +58,8 @@ class ProcessState:
 
 
 _PLAIN_FIELDS = (
-    "counted", "ended", "native", "memory_source", "notes", "unbalanced", "too_deep", "names_lost", "internal_errors",
-    "tool_ns", "open_spans",
+    "counted", "ended", "trace_every", "native", "memory_source", "notes", "unbalanced", "too_deep", "names_lost",
+    "internal_errors", "tool_ns", "open_spans",
 )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torchlens_perf import node_state, run_store
-from torchlens_perf.exporters import ExportBatch, Exporter
+from torchlens_perf.config import Config
+from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter
 from torchlens_perf.identity import Identity
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics
@@ -34,10 +35,13 @@ class Replayed:
     notes: list[str]
 
 
-def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int) -> Replayed:
+def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None = None) -> Replayed:
     """Sends a run's kept records through the exporter, and writes the state of nodes that have none.
 
-    A node's saved state is left alone: it also counts records that were removed since to save space.
+    trace_every: which steps are sent as spans; None: those that were when the run was live.
+
+    A node's saved statistics are left alone: they also count records that were removed since to save space. Its notes
+    on what was not delivered go once this has delivered it.
     """
     steps = records = 0
     sending = _Sending(exporter) if exporter is not None else None
@@ -51,18 +55,32 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int) -> Re
                     saved.processes[origin.key].identity if origin.key in saved.processes else _identity(run, origin)
                 )
                 process = ProcessState(identity, origin.anchor, RankStatistics(), ended="closed")
+                known = saved.processes.get(origin.key)
+                process.trace_every = known.trace_every if known is not None else Config.trace_every
+                if trace_every is not None:
+                    process.trace_every = trace_every
                 rebuilt.processes[origin.key] = process
             table = assemble_steps(kept)
             process.statistics.add(kept, table, names, lost)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
-                wanted = traced_steps(table.step.tolist(), trace_every)
+                wanted = traced_steps(table.step.tolist(), process.trace_every)
                 traces = step_traces(origin.key, kept, names, wanted)
                 sending.send(ExportBatch(process.identity, origin.anchor, table, tuple(traces)))
         if not saved.processes:
             rebuilt.notes.append("rebuilt from the records that are kept")
             rebuilt.save(run)
-    return Replayed(steps, records, sending.end() if sending is not None else [])
+    notes = sending.end() if sending is not None else []
+    if sending is not None and not notes:
+        _forget_undelivered(run)
+    return Replayed(steps, records, notes)
+
+
+def _forget_undelivered(run: RunDirectory) -> None:
+    for host in run_store.hosts(run):
+        state = node_state.load(run.node_state(host))
+        state.notes = [note for note in state.notes if not note.startswith(UNDELIVERED)]
+        state.save(run)
 
 
 class _Sending:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf import node_state, ring
-from torchlens_perf.clock import Anchor, HostClock
+from torchlens_perf.clock import Anchor
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RingError, RunStoreError
 from torchlens_perf.exporters import ExportBatch, Exporter
@@ -90,7 +90,6 @@ class Sidecar:
         self._unreadable: set[Path] = set()
         self._unkept: list[Chunk] = []
         self._unexported: list[ExportBatch] = []
-        self._clock = HostClock()
         self._kept_before = last_sequences(run, host)
         self._writer: SegmentWriter | None = None
         self._reported: set[str] = set()
@@ -170,6 +169,8 @@ class Sidecar:
                 if others_run and time.monotonic() - source.ended_monotonic_s < 0.3:
                     return  # they end a few milliseconds later: their last steps belong into the report
                 self._reported.add(key)
+                # In a container that ends with rank 0, this is the last that we do.
+                self.keep()
                 self.write_report()
 
     def write_report(self) -> None:
@@ -281,15 +282,16 @@ class Sidecar:
             state.native, state.notes = metadata["native"], metadata["notes"]
             state.memory_source = metadata["memory_source"]
             source.settings = dict(metadata["settings"])
+            state.trace_every = int(source.settings["trace_every"])
         if state.ended == "died":
             state.open_spans = [span.name for span in reader.open_spans()[1:]]
 
     def _export_batch(
         self, source: _Source, records: npt.NDArray[np.void], names: list[str], steps: StepTable
     ) -> ExportBatch:
-        wanted = traced_steps(steps.step.tolist(), int(source.settings.get("trace_every", 0)))
+        wanted = traced_steps(steps.step.tolist(), source.state.trace_every)
         traces = step_traces(source.origin.key, records, names, wanted)
-        return ExportBatch(source.state.identity, self._clock.anchor(), steps, tuple(traces))
+        return ExportBatch(source.state.identity, source.state.anchor, steps, tuple(traces))
 
     def _setting(self, name: str) -> int:
         for source in self._sources.values():
@@ -357,9 +359,9 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
         more = sidecar.has_more_to_come(now_s - started_s)
         if not more or pacing.account_due(now_s):
             sidecar.account()
-        sidecar.report_if_asked()  # before what may take longer: rank 0 waits for it
-        sidecar.export()
         try:
+            sidecar.report_if_asked()  # before the export, which may take longer: rank 0 waits for it
+            sidecar.export()
             if not more or pacing.keep_due(now_s, sidecar.unkept_records()):
                 sidecar.keep()
             elif pacing.save_due(now_s, save_took_s):

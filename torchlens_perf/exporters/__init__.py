@@ -21,6 +21,10 @@ class ExportBatch:
     traces: tuple[StepTrace, ...]
 
 
+UNDELIVERED = "OTLP: "
+"""How notes on what was not delivered begin; a replay that delivers everything takes them away."""
+
+
 class Exporter(Protocol):
     """A sink. Called on the sidecar's only thread."""
 
