@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.recording import EVERYTHING, Record, Recording, recorded
 from torchlens_perf.hooks.backward import tensors
+from torchlens_perf.probe_schedule import ProbeSchedule
 from torchlens_perf.ring import Flag, Kind
 
 
@@ -213,12 +214,24 @@ def test_first_module_ends_with_the_computation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("every", "probed"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (3, [1, 4]), (4, [2])])
-def test_only_some_steps_are_probed(every: int, probed: list[int], tmp_path: Path) -> None:
-    """One in `backward_every`, and those say so."""
+def test_only_some_steps_are_probed(
+    every: int, probed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in `backward_every` where that is cheap, and those say so."""
+    monkeypatch.setattr(ProbeSchedule, "probed", lambda self, cost_ns, step_ns: None)
     recording = train(Model(), tmp_path, steps=6, backward_every=every)
 
     assert sorted({each.step for each in recording.of(Kind.MODULE_BACKWARD)}) == probed
     assert [each.step for each in recording.steps if each.flags & Flag.PROBED] == probed
+
+
+def test_probes_become_rare_where_they_are_dear(tmp_path: Path) -> None:
+    """In steps as short as these, probing one of 4 would take more than 0.1 % of the time."""
+    recording = train(Model(), tmp_path, steps=64, backward_every=4)
+    probed = [each.step for each in recording.steps if each.flags & Flag.PROBED]
+
+    assert probed[0] == 2
+    assert len(probed) <= 4  # the distance grows eightfold at most
 
 
 def test_module_called_twice_has_two_intervals(tmp_path: Path) -> None:

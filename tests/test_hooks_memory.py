@@ -11,6 +11,7 @@ import torch
 
 from tests.recording import recorded
 from torchlens_perf.errors import swallowed
+from torchlens_perf.hooks import memory
 
 
 def resident_bytes() -> int:
@@ -18,8 +19,9 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the device's memory")
-def test_resident_memory_is_on_each_step(tmp_path: Path) -> None:
+def test_resident_memory_is_on_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU: what the process has at the end of the step; a tensor that was made in a step is seen in its number."""
+    monkeypatch.setattr(memory, "_RESIDENT_EVERY_NS", 0)
     kept = []
     with recorded(tmp_path) as recording:
         for _ in range(3):
@@ -34,6 +36,21 @@ def test_resident_memory_is_on_each_step(tmp_path: Path) -> None:
     for (before, after), value in zip(kept, small, strict=True):
         assert min(before, after) <= value <= max(before, after)
     assert with_big - small[-1] > big.nbytes / 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the device's memory")
+def test_resident_memory_of_short_steps_is_read_once_in_50_ms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it costs as much as all other work at a step's end: between two readings the last one stands."""
+    reads, read = [], os.pread
+    with recorded(tmp_path) as recording:
+        with monkeypatch.context() as counted:
+            counted.setattr(os, "pread", lambda *args: reads.append(args) or read(*args))
+            for _ in range(50):
+                recording.watch.step()
+
+    elapsed_ns = recording.steps[-1].start_ns + recording.steps[-1].duration_ns - recording.steps[0].start_ns
+    assert 1 <= len(reads) <= 1 + elapsed_ns // 50_000_000
+    assert all(step.value0 > 0 for step in recording.steps)
 
 
 def test_without_memory(tmp_path: Path) -> None:
@@ -69,5 +86,5 @@ def test_reading_that_fails_is_switched_off(tmp_path: Path, monkeypatch: pytest.
                 recording.watch.step()
 
     assert len(recording.steps) == 3
-    assert any("MemoryHook failed" in note for note in recording.notes)
+    assert any("memory failed" in note for note in recording.notes)
     assert recording.internal_errors == 1

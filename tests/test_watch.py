@@ -244,7 +244,7 @@ def test_errors_of_ours_do_not_reach_training(
     monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
     model, optimizer = make_model()
     with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False) as watch:
-        running()._session.at_step.append(lambda: 1 / 0)
+        running()._session._at_step[lambda: 1 / 0] = "broken"
         train(model, optimizer, 30)
     lines = [record.getMessage() for record in caplog.records]
     swallowed.by_place.clear()

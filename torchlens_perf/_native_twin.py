@@ -187,6 +187,10 @@ class Recorder:
     def written(self) -> int:
         return 0 if self.closed else int(self._words[HEAD])
 
+    @property
+    def tool_ns(self) -> int:
+        return 0 if self.closed else int(self._words[TOOL_NS])
+
     def _open_spans(self) -> list[Frame]:
         if _get_ident() == self._owner:
             return self._frames

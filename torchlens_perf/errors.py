@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
@@ -88,23 +88,35 @@ class guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, self._passes) or swallowed.strict:
+        return isinstance(error, Exception) and self._swallow(error)
+
+    def _swallow(self, error: Exception) -> bool:
+        if isinstance(error, self._passes) or swallowed.strict:
             return False
         swallowed.add(self._place, error)
         return True
 
-    def succeeds(self, function: Callable[[], object]) -> bool:
-        """Calls the function; whether it returned."""
-        with self:
-            function()
-            return True
-        return False
+    def run(self, functions: Iterable[Callable[[], object]]) -> list[Callable[[], object]]:
+        """Calls them in order; returns those that failed."""
+        failed = []
+        for function in functions:
+            try:
+                function()
+            except Exception as error:
+                if not self._swallow(error):
+                    raise
+                failed.append(function)
+        return failed
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        # Not `with self`: its two calls cost as much as a short hook's work.
         @functools.wraps(function)
         def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-            with self:
+            try:
                 return function(*args, **kwargs)
+            except Exception as error:
+                if not self._swallow(error):
+                    raise
             return None
 
         return guarded

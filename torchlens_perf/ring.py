@@ -114,6 +114,8 @@ class RingFile:
             raise
         finally:
             os.close(descriptor)
+        for page in range(0, size, mmap.PAGESIZE):
+            self.buffer[page] = 0  # mapped now: a page fault costs more than a mark
         self._ids: dict[str, int] = {}
         self._words = memoryview(self.buffer).cast("Q")
         _FIXED.pack_into(

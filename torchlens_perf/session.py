@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchlens_perf import torch_private
@@ -19,6 +19,7 @@ from torchlens_perf.hooks.module import ModuleHook, models_of, select
 from torchlens_perf.hooks.nvtx import NvtxHook
 from torchlens_perf.hooks.optimizer import OptimizerHook
 from torchlens_perf.hooks.section import SectionHook
+from torchlens_perf.probe_schedule import ProbeSchedule
 from torchlens_perf.recorder import NATIVE, Recorder
 from torchlens_perf.ring import Flag, RingFile
 from torchlens_perf.steps import StepRule
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from torchlens_perf.identity import Identity
 
 _AT_STEP = guard("work at a step's end")
-_PROBED, _MANUAL = int(Flag.PROBED), int(Flag.MANUAL)
+_PROBED, _MANUAL, _EVALUATION, _INFERENCE = (
+    int(flag) for flag in (Flag.PROBED, Flag.MANUAL, Flag.EVALUATION, Flag.INFERENCE)
+)
 
 
 class Hook(Protocol):
@@ -66,13 +69,16 @@ class Session:
         self.identity = identity
         self.clock: Clock = HostClock()
         self.recorder = Recorder(ring.buffer, self.intern)
-        self.at_step: list[Callable[[], None]] = []  # run at each step's end, before its record is written
         self.waited_ns = 0  # time the training thread was blocked in collectives, in total
         self.memory_bytes = 0
         self.memory_source = ""
         self.collective_sequences: defaultdict[str, int] = defaultdict(int)
         self._ring = ring
         self._rule = StepRule(optimizers)
+        self._probes = ProbeSchedule(config.backward_every)
+        self._unprobed_since = 0, 0  # index and beginning of the step after the last probed one
+        self._before_probe = 0, 0  # when the probed step began, and the time in our hooks until then
+        self._at_step: dict[Callable[[], object], str] = {}
         self._new_name: list[Callable[[str], None]] = []
         self._known_names = 1
         self._notes: list[str] = []
@@ -110,6 +116,23 @@ class Session:
             self._notes.append(text)
             self.publish()
 
+    def start_work(self, name: str, work: Callable[[], object]) -> None:
+        """Runs `work` at each step's end, before the step's record is written. If it fails, it is not run again."""
+        self._at_step[work] = name
+
+    def stop_work(self, work: Callable[[], object]) -> None:
+        """Runs it no longer."""
+        self._at_step.pop(work, None)
+
+    @contextmanager
+    def each_step(self, name: str, work: Callable[[], object]) -> Iterator[None]:
+        """Runs `work` at each step's end for as long as the context is entered."""
+        self.start_work(name, work)
+        try:
+            yield
+        finally:
+            self.stop_work(work)
+
     def communicates(self) -> bool:
         """Whether there are other ranks to wait for."""
         return self.identity.world_size > 1
@@ -129,18 +152,19 @@ class Session:
 
     def backward_ended(self) -> None:
         """A backward pass has returned."""
-        self._backwards += 1
-        self._rule.backward_ended()
+        self._backwards += 1  # the rule is not asked where it would answer nothing new: this runs in every step
+        if not self._rule.trains:
+            self._rule.backward_ended()
 
     def forward_ended(self, with_gradient: bool) -> None:
         """The model has returned a result."""
         if with_gradient:
             self._forwards += 1
-        ends = self._rule.forward_ended(with_gradient=with_gradient)
         if self._rule.trains:
-            self._flags |= 0 if with_gradient else int(Flag.EVALUATION)
-        elif ends:
-            self.end_step(int(Flag.INFERENCE))
+            if not with_gradient:
+                self._flags |= _EVALUATION
+        elif self._rule.forward_ended(with_gradient=with_gradient):
+            self.end_step(_INFERENCE)
 
     # -- for watch.py
 
@@ -159,8 +183,11 @@ class Session:
             self.note("recording began after the first optimizer step, which is therefore not measured")
         if models is not None:
             self.watch_models(models)
-        self._choose_probe()
-        self.recorder.activate()
+        recorder = self.recorder
+        recorder.probe = int(self._probes.wants(recorder.step))
+        self._unprobed_since = recorder.step, recorder.now_ns()
+        self._before_probe = recorder.now_ns(), recorder.tool_ns
+        recorder.activate()
 
     def watch_models(self, models: Sequence[Module]) -> None:
         """Times these models' modules too."""
@@ -177,49 +204,59 @@ class Session:
     def _attach(self, hooks: Sequence[Hook]) -> None:
         """Attaches the hooks in order. One that is unavailable is left out, and noted."""
         for hook in hooks:
+            attached = False
             try:
-                self._attached.enter_context(hook.attach(self))
+                with guard(f"attaching {hook.name}", passes=HookUnavailable):
+                    self._attached.enter_context(hook.attach(self))
+                    attached = True
             except HookUnavailable as unavailable:
                 self.note(f"{hook.name}: {unavailable}")
-            except Exception as error:
-                if swallowed.strict:
-                    raise
-                swallowed.add(f"attaching {hook.name}", error)
-                self.note(f"{hook.name} could not be attached: {type(error).__name__}")
+            else:
+                if not attached:
+                    self.note(f"{hook.name} could not be attached: see the job's log")
         self.publish()
 
+    @guard("step boundary")
     def manual_step(self) -> None:
         """The user's own boundary."""
         self._rule.manual_step()
         self.end_step(_MANUAL)
 
-    @guard("step boundary")
     def end_step(self, flags: int = 0) -> None:
-        """Closes the step in progress and decides whether the next one is probed."""
+        """Closes the step in progress and decides whether the next one is probed. Its callers are guarded."""
         recorder = self.recorder
         if recorder.closed:
             return
         start_ns = recorder.now_ns()
-        for hook in tuple(self.at_step):
-            if not _AT_STEP.succeeds(hook):
-                self.at_step.remove(hook)
-                self.note(f"{hook.__qualname__.partition('.')[0]} failed and was switched off: see the job's log")
+        for failed in _AT_STEP.run(tuple(self._at_step)):
+            name = self._at_step.pop(failed, "work at a step's end")
+            self.note(f"{name} failed and was switched off: see the job's log")
         if recorder.probe:
             flags |= _PROBED
-        recorder.next_step(flags | self._flags, self.memory_bytes, self._micro_steps())
+            self._account_probe(start_ns)
+        micro_steps = 1 if self._forwards < 2 else self._micro_steps()
+        step = recorder.next_step(flags | self._flags, self.memory_bytes, micro_steps)
         self._flags = self._forwards = self._backwards = 0
-        self._choose_probe()
+        recorder.probe = int(self._probes.wants(step))
+        if recorder.probe:
+            self._before_probe = recorder.now_ns(), recorder.tool_ns
         recorder.charge(recorder.now_ns() - start_ns)
 
     def _micro_steps(self) -> int:
         """How often gradients were accumulated: neither two calls of the model for one loss nor a gradient penalty's
         second backward pass are another micro-step."""
-        return max(1, min(self._forwards, self._backwards or self._forwards))
+        return min(self._forwards, self._backwards or self._forwards)
 
-    def _choose_probe(self) -> None:
-        """Whether module backward times are taken in the step that begins."""
-        every, step = self.config.backward_every, self.recorder.step
-        self.recorder.probe = int(every > 0 and step % every == every // 2)
+    def _account_probe(self, now_ns: int) -> None:
+        """Tells the schedule what the probed step that ends has cost."""
+        recorder = self.recorder
+        step, since_ns = self._unprobed_since
+        begun_ns, tool_ns = self._before_probe
+        # The gradient hooks' time cannot be told from the backward pass. They take about as long as hanging them up.
+        cost_ns = 2 * (recorder.tool_ns - tool_ns)
+        if recorder.step > step:
+            self._probes.probed(cost_ns, (begun_ns - since_ns) / (recorder.step - step))
+        self._unprobed_since = recorder.step + 1, now_ns
 
     def close(self, report: dict[str, Any]) -> None:
         """Detaches everything, last first, and ends the ring file. report: how rank 0 wants the report."""

@@ -32,7 +32,7 @@ class StepRule:
     def manual_step(self) -> bool:
         """The user's own w.step()."""
         self.manual = self.trains = True
-        self._begin()
+        self._others.clear()
         return True
 
     def optimizer_stepped(self, optimizer: int) -> bool:
@@ -40,12 +40,13 @@ class StepRule:
         if self._only and optimizer not in self._only:
             return False
         self.trains = True
-        if self._ending is None or self._others[optimizer] >= (_GONE_AFTER if self._only else 1):
-            self._ending = optimizer  # the first one; or the one that used to end the step has gone
         if optimizer != self._ending:
-            self._others[optimizer] += 1
-            return False
-        self._begin()
+            if self._ending is not None and self._others[optimizer] < (_GONE_AFTER if self._only else 1):
+                self._others[optimizer] += 1
+                return False
+            self._ending = optimizer  # the first one; or the one that used to end the step has gone
+        if self._others:
+            self._others.clear()
         return not self.manual
 
     def backward_ended(self) -> None:
@@ -61,10 +62,5 @@ class StepRule:
             self._unused = True
             return False
         # Without gradients; or gradients are on and nobody uses them: inference without no_grad().
-        self._begin()
-        self._unused = with_gradient
+        self._learns, self._unused = False, with_gradient
         return True
-
-    def _begin(self) -> None:
-        self._learns = self._unused = False
-        self._others.clear()

@@ -178,18 +178,24 @@ def queue_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def compiler_is_tracing() -> bool:
-    """Whether torch.compile is building a graph on this thread."""
+def tracing_context() -> Callable[[], object]:
+    """What returns, while torch.compile is building a graph on the calling thread, something else than None."""
+    if not works("torch._guards.TracingContext"):
+        return lambda: None
     from torch._guards import TracingContext
 
-    return TracingContext.try_get() is not None
+    get: Callable[[], object] = TracingContext.try_get
+    return get
 
 
-def unseen_by_torch_function() -> AbstractContextManager[object]:
-    """Inside, what is done with tensors goes by the user's torch function modes and tensor classes."""
+def out_of_sight() -> Callable[[], AbstractContextManager[object]]:
+    """What makes a context that the user's torch function modes and tensor classes do not look into."""
+    if not works("torch._C.DisableTorchFunction"):
+        return nullcontext
     import torch
 
-    return torch._C.DisableTorchFunction() if works("torch._C.DisableTorchFunction") else nullcontext()
+    kind: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+    return kind
 
 
 def steps_in_progress() -> list[int] | None:

@@ -6,6 +6,7 @@ Never by `full_backward_hook`, which turns outputs into views, breaks in-place a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,7 @@ class BackwardHook:
     def __init__(self) -> None:
         self._tail: _Tail | None = None
         self._passes: list[_ModulePass] = []
+        self._record: Callable[[], None] | None = None  # once attached
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -105,10 +107,10 @@ class BackwardHook:
         recorder = session.recorder
         name_id, tail_id = session.intern("backward"), session.intern("backward tail")
         run_backward = torch.autograd._engine_run_backward
-        sees_compiler = torch_private.works("torch._guards.TracingContext")
+        tracing = torch_private.tracing_context()
 
         def timed_backward(*args: Any, **kwargs: Any) -> Any:
-            if recorder.closed or (sees_compiler and torch_private.compiler_is_tracing()):
+            if recorder.closed or tracing() is not None:
                 return run_backward(*args, **kwargs)
             outer, self._tail = self._tail, None
             flags = _EXCEPTION
@@ -126,8 +128,8 @@ class BackwardHook:
                 if not recorder.backwards:  # else it was inside another one: reentrant checkpointing
                     session.backward_ended()
 
-        session.at_step.append(lambda: self._record_passes(session))
         torch_private.break_in_compiled_code(timed_backward)
+        self._record = functools.partial(self._record_passes, session)
         with patched(torch.autograd, "_engine_run_backward", timed_backward):
             yield
 
@@ -145,7 +147,7 @@ class BackwardHook:
                 each.end = end_ns
 
     def _record_passes(self, session: Session) -> None:
-        """Once a step: marks that the clock can read by now become records; a device's may take until a later step."""
+        """At the end of a step: marks that the clock can read by now become records; a device's may take longer."""
         recorder, later = session.recorder, []
         for each in self._passes:
             if each.start is None or each.end is None:
@@ -158,12 +160,16 @@ class BackwardHook:
             else:
                 recorder.interval(_MODULE_BACKWARD, each.name_id, start_ns, end_ns - start_ns)
         self._passes = later
+        if not later and self._record is not None:
+            session.stop_work(self._record)
 
     def of_root(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
         """Each result of the model: counts micro-steps and evaluations, and finds the end of the computation."""
         import torch
 
         can_queue = torch_private.works("torch.autograd.Variable._execution_engine.queue_callback")
+        out_of_sight = torch_private.out_of_sight()
+        recorder, communicates = session.recorder, session.communicates()
 
         @_gradient_hook("gradient hook of the model")
         def first_gradient(_: Tensor) -> None:
@@ -186,14 +192,17 @@ class BackwardHook:
             return computed
 
         def seen(result: Any) -> None:
-            if session.recorder.backwards:
+            if recorder.backwards:
                 return  # recomputed, or called by a gradient hook: no new forward pass
             with_gradient = torch.is_grad_enabled()
             session.forward_ended(with_gradient)
-            if not with_gradient or not can_queue or torch_private.compiled_autograd():
+            # The end of the computation: without other ranks to wait for, only the modules' passes need it.
+            if not with_gradient or not can_queue or not (communicates or recorder.probe):
+                return
+            if torch_private.compiled_autograd():
                 return
             for tensor in tensors(result):
-                with torch_private.unseen_by_torch_function():
+                with out_of_sight():
                     if tensor.requires_grad and tensor.grad_fn is not None:
                         tensor.register_hook(first_gradient)
                         return
@@ -206,7 +215,10 @@ class BackwardHook:
         """In probed steps, hooks on a module's inputs and outputs bracket its part of the backward pass."""
         import torch
 
-        recorder, clock = session.recorder, session.clock
+        record = self._record
+        if record is None:
+            return None
+        recorder, clock, out_of_sight = session.recorder, session.clock, torch_private.out_of_sight()
         name_id = session.intern(watched.name)
         waiting: list[_ModulePass] = []  # entered and not yet returned; more than one where the module recurses
 
@@ -219,7 +231,7 @@ class BackwardHook:
             entered = _ModulePass(name_id, recorder.step, clock.mark)
             waiting.append(entered)
             inputs = list(tensors((args, kwargs)))
-            with torch_private.unseen_by_torch_function():
+            with out_of_sight():
                 for tensor in inputs:
                     # A hook on a leaf would stay there and pile up with every step.
                     if tensor.requires_grad and not tensor.is_leaf:
@@ -235,12 +247,14 @@ class BackwardHook:
                 return
             returned = waiting.pop()
             hooked, results = False, list(tensors(result))
-            with torch_private.unseen_by_torch_function():
+            with out_of_sight():
                 for tensor in results:
                     if tensor.requires_grad and tensor.grad_fn is not None:
                         tensor.register_hook(returned.output_gradient)
                         hooked = True
             if hooked:
+                if not self._passes:
+                    session.start_work(self.name, record)
                 self._passes.append(returned)
 
         return before, after

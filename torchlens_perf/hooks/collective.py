@@ -153,10 +153,10 @@ def _timed_operator(session: Session, operator: str) -> Callable[..., Any]:
 def _timed_wait_tensor(session: Session, operator: str) -> Callable[..., Any]:
     recorder, overload, rest = session.recorder, _overload(operator), torch_private.rest_of_dispatch()
     name_id = session.intern("wait")
-    sees_compiler = torch_private.works("torch._guards.TracingContext")
+    tracing = torch_private.tracing_context()
 
     def tap(keys: Any, *args: Any) -> Any:
-        if sees_compiler and torch_private.compiler_is_tracing():
+        if tracing() is not None:
             return overload.redispatch(keys & rest, *args)
         start_ns = recorder.now_ns()
         recorder.begin(_WAIT, name_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
 _DEVICE_EVERY = 16  # memory_stats() builds a dictionary of 100 counters: read in one step of so many
+_RESIDENT_EVERY_NS = 50_000_000  # a read of /proc takes 11 us: 0.02 % at most
 
 
 class MemoryHook:
@@ -24,21 +26,24 @@ class MemoryHook:
 
         if torch.cuda.is_available():
             session.memory_source = "device allocator, peak"
-            session.at_step.append(lambda: self._read_device(session))
-            yield
+            with session.each_step(self.name, functools.partial(self._read_device, session)):
+                yield
             return
         session.memory_source = "resident memory of the process"
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        recorder, read_ns = session.recorder, 0
 
-            def read_resident() -> None:
+        def read_resident() -> None:
+            nonlocal read_ns
+            now_ns = recorder.now_ns()
+            if now_ns - read_ns >= _RESIDENT_EVERY_NS:
+                read_ns = now_ns
                 session.memory_bytes = int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes
 
-            session.at_step.append(read_resident)
-            yield
-            if read_resident in session.at_step:  # else it failed, and is switched off
-                session.at_step.remove(read_resident)
+        try:
+            with session.each_step(self.name, read_resident):
+                yield
         finally:
             os.close(descriptor)
 

@@ -43,9 +43,8 @@ class NvtxHook:
             domain.end_range(step[0])
             step[0] = domain.start_range(attributes[0])
 
-        session.at_step.append(next_step)
         try:
-            yield
+            with session.each_step(self.name, next_step):
+                yield
         finally:
-            session.at_step.remove(next_step)
             domain.end_range(step[0])

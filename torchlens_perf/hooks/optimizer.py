@@ -91,16 +91,16 @@ class OptimizerHook:
 
         @guard("optimizer hook")
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            kind = type(optimizer)
-            if kind not in name_ids:
-                name_ids[kind] = session.intern(f"optimizer {kind.__name__}")
+            name_id = name_ids.get(type(optimizer))
+            if name_id is None:
+                name_id = name_ids[type(optimizer)] = session.intern(f"optimizer {type(optimizer).__name__}")
             if opened:
                 drop_raised(id(optimizer))
-            if any(identity == id(optimizer) for identity, _ in opened):
-                opened.append((id(optimizer), None))  # it calls its base class's step
-                return
-            opened.append((id(optimizer), name_ids[kind]))
-            recorder.begin(_OPTIMIZER, name_ids[kind])
+                if any(identity == id(optimizer) for identity, _ in opened):
+                    opened.append((id(optimizer), None))  # it calls its base class's step
+                    return
+            opened.append((id(optimizer), name_id))
+            recorder.begin(_OPTIMIZER, name_id)
 
         def drop_raised(beginning: int) -> None:
             """Forgets steps that raised: torch calls no post hook for them."""

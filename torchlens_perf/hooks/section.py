@@ -37,8 +37,6 @@ class SectionHook:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         tell_dynamo()
-        if not _told:
-            session.at_step.append(tell_dynamo)  # torch.compile has not been imported yet
-        yield
-        if tell_dynamo in session.at_step:
-            session.at_step.remove(tell_dynamo)
+        # torch.compile may be imported later.
+        with nullcontext() if _told else session.each_step(self.name, tell_dynamo):
+            yield

@@ -431,6 +431,11 @@ static PyObject *recorder_get_written(Recorder *self, void *closure)
     return PyLong_FromUnsignedLongLong(self->header != NULL ? self->header->head : 0);
 }
 
+static PyObject *recorder_get_tool_ns(Recorder *self, void *closure)
+{
+    return PyLong_FromUnsignedLongLong(self->header != NULL ? self->header->tool_ns : 0);
+}
+
 static PyObject *recorder_get_closed(Recorder *self, void *closure)
 {
     return PyBool_FromLong(self->header == NULL);
@@ -466,6 +471,7 @@ static PyMemberDef recorder_members[] = {
 static PyGetSetDef recorder_properties[] = {
     {"step", (getter)recorder_get_step, NULL, NULL, NULL},
     {"written", (getter)recorder_get_written, NULL, NULL, NULL},
+    {"tool_ns", (getter)recorder_get_tool_ns, NULL, NULL, NULL},
     {"closed", (getter)recorder_get_closed, NULL, NULL, NULL},
     {NULL},
 };
