@@ -35,7 +35,12 @@ def test_without_a_compiler(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-S", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-S", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return done.stdout + done.stderr
 

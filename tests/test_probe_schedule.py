@@ -60,5 +60,5 @@ def test_a_slow_first_probe_does_not_rule_for_long() -> None:
     schedule = ProbeSchedule(16)
     schedule.probed(cost_ns=5000 * MS, step_ns=3 * MS)
     assert schedule.period == 128
-    schedule.probed(cost_ns=0.05 * MS, step_ns=3 * MS)
+    schedule.probed(cost_ns=0.04 * MS, step_ns=3 * MS)
     assert schedule.period == 16
