@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.recording import recorded
+from torchlens_perf import session
 from torchlens_perf.errors import swallowed
-from torchlens_perf.hooks import memory
 
 
 def resident_bytes() -> int:
@@ -21,7 +21,7 @@ def resident_bytes() -> int:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the device's memory")
 def test_resident_memory_is_on_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU: what the process has at the end of the step; a tensor that was made in a step is seen in its number."""
-    monkeypatch.setattr(memory, "_RESIDENT_EVERY_NS", 0)
+    monkeypatch.setattr(session, "_NOW_AND_THEN_NS", 0)
     kept = []
     with recorded(tmp_path) as recording:
         for _ in range(3):

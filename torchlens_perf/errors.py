@@ -108,6 +108,20 @@ class guard:
                 failed.append(function)
         return failed
 
+    def calling(self, owner: object, name: str) -> Callable[..., None]:
+        """A function that calls what `owner.name` then is, if that is not None."""
+
+        def guarded(*args: object, **kwargs: object) -> None:
+            function = getattr(owner, name)
+            if function is not None:
+                try:
+                    function(*args, **kwargs)
+                except Exception as error:
+                    if not self._swallow(error):
+                        raise
+
+        return guarded
+
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
         # Not `with self`: its two calls cost as much as a short hook's work.
         @functools.wraps(function)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torchlens_perf.identity import Identity
 
 _AT_STEP = guard("work at a step's end")
+_NOW_AND_THEN_NS = 50_000_000
 _PROBED, _MANUAL, _EVALUATION, _INFERENCE = (
     int(flag) for flag in (Flag.PROBED, Flag.MANUAL, Flag.EVALUATION, Flag.INFERENCE)
 )
@@ -79,6 +80,8 @@ class Session:
         self._unprobed_since = 0, 0  # index and beginning of the step after the last probed one
         self._before_probe = 0, 0  # when the probed step began, and the time in our hooks until then
         self._at_step: dict[Callable[[], object], str] = {}
+        self._now_and_then: dict[Callable[[], object], str] = {}
+        self._now_and_then_ns = 0  # when that was last run
         self._new_name: list[Callable[[str], None]] = []
         self._known_names = 1
         self._notes: list[str] = []
@@ -123,6 +126,15 @@ class Session:
     def stop_work(self, work: Callable[[], object]) -> None:
         """Runs it no longer."""
         self._at_step.pop(work, None)
+
+    @contextmanager
+    def now_and_then(self, name: str, work: Callable[[], object]) -> Iterator[None]:
+        """Like each_step(), but at most once in 50 ms: for what takes as long as all else at a step's end."""
+        self._now_and_then[work] = name
+        try:
+            yield
+        finally:
+            self._now_and_then.pop(work, None)
 
     @contextmanager
     def each_step(self, name: str, work: Callable[[], object]) -> Iterator[None]:
@@ -228,9 +240,11 @@ class Session:
         if recorder.closed:
             return
         start_ns = recorder.now_ns()
-        for failed in _AT_STEP.run(tuple(self._at_step)):
-            name = self._at_step.pop(failed, "work at a step's end")
-            self.note(f"{name} failed and was switched off: see the job's log")
+        if self._at_step:
+            self._run(self._at_step)
+        if start_ns - self._now_and_then_ns >= _NOW_AND_THEN_NS:
+            self._now_and_then_ns = start_ns
+            self._run(self._now_and_then)
         if recorder.probe:
             flags |= _PROBED
             self._account_probe(start_ns)
@@ -241,6 +255,11 @@ class Session:
         if recorder.probe:
             self._before_probe = recorder.now_ns(), recorder.tool_ns
         recorder.charge(recorder.now_ns() - start_ns)
+
+    def _run(self, works: dict[Callable[[], object], str]) -> None:
+        for failed in _AT_STEP.run(tuple(works)):
+            name = works.pop(failed, "work at a step's end")
+            self.note(f"{name} failed and was switched off: see the job's log")
 
     def _micro_steps(self) -> int:
         """How often gradients were accumulated: neither two calls of the model for one loss nor a gradient penalty's

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
 _DEVICE_EVERY = 16  # memory_stats() builds a dictionary of 100 counters: read in one step of so many
-_RESIDENT_EVERY_NS = 50_000_000  # a read of /proc takes 11 us: 0.02 % at most
 
 
 class MemoryHook:
@@ -32,17 +31,12 @@ class MemoryHook:
         session.memory_source = "resident memory of the process"
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        recorder, read_ns = session.recorder, 0
 
         def read_resident() -> None:
-            nonlocal read_ns
-            now_ns = recorder.now_ns()
-            if now_ns - read_ns >= _RESIDENT_EVERY_NS:
-                read_ns = now_ns
-                session.memory_bytes = int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes
+            session.memory_bytes = int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes
 
         try:
-            with session.each_step(self.name, read_resident):
+            with session.now_and_then(self.name, read_resident):  # reading /proc takes 11 us
                 yield
         finally:
             os.close(descriptor)

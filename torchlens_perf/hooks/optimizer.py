@@ -45,14 +45,8 @@ class Relay:
             return
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        def step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if self.before is not None:
-                self.before(optimizer, args, kwargs)
-
-        def step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if self.after is not None:
-                self.after(optimizer, args, kwargs)
-
+        guarded = guard("optimizer hook")
+        step_begins, step_ended = guarded.calling(self, "before"), guarded.calling(self, "after")
         # Traced into a graph they would not run, and the step would not be seen. A compiled optimizer breaks its graph
         # around step() anyway, and its operations stay in one graph.
         self._handles = [
@@ -89,7 +83,6 @@ class OptimizerHook:
         recorder, opened = session.recorder, self._open
         name_ids: dict[type, int] = {}
 
-        @guard("optimizer hook")
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             name_id = name_ids.get(type(optimizer))
             if name_id is None:
@@ -115,7 +108,6 @@ class OptimizerHook:
                     del opened[index:]
                     return
 
-        @guard("optimizer hook")
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._ended += 1
             while opened:
