@@ -20,7 +20,6 @@ from torchlens_perf import torch_private, watch
 from torchlens_perf.config import Config
 from torchlens_perf.hooks import module as module_hook
 from torchlens_perf.hooks.module import models_of, select
-from torchlens_perf.recorder import NATIVE
 from torchlens_perf.ring import Flag, Kind
 
 SLOT = "_compiled_call_impl"
@@ -279,7 +278,6 @@ def test_interrupt_while_we_look_on(tmp_path: Path) -> None:
             model(Acts(interrupt, x=torch.ones(1)))
 
 
-@pytest.mark.xfail(not NATIVE, reason="the twin opens a span on a buffer that it has released")
 def test_watch_ends_while_we_look_on(tmp_path: Path) -> None:
     """Another thread may end the watch between our look at a module's arguments and the module's call."""
     model = TakesAndGives()
@@ -441,7 +439,7 @@ def test_module_compiled_inside_the_watch_keeps_its_slot(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "found",
     [
-        pytest.param(False, id="given", marks=pytest.mark.xfail(reason="Watch keeps the models that it was given")),
+        pytest.param(False, id="given"),
         pytest.param(True, id="found by its optimizer"),
     ],
 )

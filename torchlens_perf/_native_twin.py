@@ -378,6 +378,8 @@ class ModuleCall:
         observed = self._always or recorder.probe
         if observed and self._before is not None:
             self._observe(self._before, *args, **kwargs)
+            if recorder.closed:  # another thread ended the watch while the observer ran
+                return self._target(*args, **kwargs)
         frames = recorder._open_spans()
         depth = recorder._open(frames, _kind_of_call(recorder, frames), self._name_id)
         try:

@@ -137,7 +137,8 @@ class Watch:
             keep=not self._config.sidecar,
         )
         self._session = Session(self._config, who, ring, [id(optimizer) for optimizer in self._optimizers])
-        self._session.start(self._models, after_step_of)
+        models, self._models = self._models, None  # the user may delete one inside the watch, to free its memory
+        self._session.start(models, after_step_of)
         self.run_dir = run.path
         _running = self
         _watches_so_far += 1
