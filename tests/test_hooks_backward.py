@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import statistics
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.recording import EVERYTHING, Record, Recording, recorded
+from torchlens_perf.errors import swallowed
 from torchlens_perf.hooks.backward import tensors
 from torchlens_perf.probe_schedule import ProbeSchedule
 from torchlens_perf.ring import Flag, Kind
@@ -232,6 +235,35 @@ def test_probes_become_rare_where_they_are_dear(tmp_path: Path) -> None:
 
     assert probed[0] == 2
     assert len(probed) <= 4  # the distance grows eightfold at most
+
+
+def test_cost_of_a_probe_is_what_the_other_steps_do_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no module but the model is timed there is nothing to probe, and a probed step costs what others do."""
+    costs_ns: dict[str, list[float]] = {"none": [], "all": []}
+    for modules, seen in costs_ns.items():
+        monkeypatch.setattr(ProbeSchedule, "probed", lambda self, cost_ns, step_ns, seen=seen: seen.append(cost_ns))
+        train(Model(), tmp_path, steps=80, backward_every=4, modules=modules)
+
+    assert len(costs_ns["all"]) == 20
+    assert statistics.median(costs_ns["none"]) < statistics.median(costs_ns["all"]) / 4
+
+
+def test_module_hooks_that_failed_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be recorded once is not collected from then on."""
+    monkeypatch.setattr(swallowed, "strict", False)
+    monkeypatch.setattr(swallowed, "by_place", Counter())
+    with recorded(tmp_path, model := Model(), **EVERYTHING) as recording:
+        session = recording.watch._session
+        monkeypatch.setattr(session.clock, "read", lambda mark: 1 / 0)
+        for _ in range(5):
+            model(torch.randn(2, 4)).sum().backward()
+            recording.watch.step()
+        assert session._backward._passes == []
+    swallowed.by_place.clear()
+
+    assert recording.names(Kind.MODULE_BACKWARD) == []
+    assert any("backward failed" in note for note in recording.notes)
+    assert recording.internal_errors == 1
 
 
 def test_module_called_twice_has_two_intervals(tmp_path: Path) -> None:

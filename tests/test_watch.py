@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -258,3 +261,27 @@ def test_errors_of_ours_do_not_reach_training(
     assert value["ranks"][0]["steps"] == 30
     assert any("1 errors of ours" in note for note in value["quality"]["notes"])
     assert any("failed and was switched off" in note for note in value["quality"]["notes"])
+
+
+def test_watch_inside_a_watch_without_a_model(tmp_path: Path) -> None:
+    """The outer one still finds the model at the first optimizer step."""
+    model, optimizer = make_model()
+    with perf.watch(dir=str(tmp_path), sidecar=False, report=False), perf.watch(optimizer=optimizer):
+        train(model, optimizer, 2)
+        assert running()._session._watched
+
+
+@pytest.mark.parametrize("way", ["recording", "inside another", "off"])
+def test_deleted_model_and_optimizer_are_freed(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch holds neither: the user may delete them inside it, to free their memory."""
+    if way == "off":
+        monkeypatch.setenv("TORCHLENS_PERF", "0")
+    outer = perf.watch(torch.nn.Identity(), dir=str(tmp_path), sidecar=False, report=False)
+    model, optimizer = make_model()
+    left = [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
+    with outer if way == "inside another" else contextlib.nullcontext():
+        with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False):
+            train(model, optimizer, 2)
+            del model, optimizer
+            gc.collect()
+            assert [each() for each in left if each() is not None] == []

@@ -39,6 +39,7 @@ FRAME_BYTES = 32
 METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 NAMES_OFFSET, NAMES_BYTES = 12288, 262144
 RECORDS_OFFSET = 274432
+_MAPPED_AT_ONCE = 1 << 24  # the rest of a very long ring is mapped as it fills
 LONGEST_NAME = 256
 IN_FLIGHT = 64  # records that writers on several threads may have begun and not finished (the Python twin)
 OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's space
@@ -114,7 +115,7 @@ class RingFile:
             raise
         finally:
             os.close(descriptor)
-        for page in range(0, size, mmap.PAGESIZE):
+        for page in range(0, min(size, _MAPPED_AT_ONCE), mmap.PAGESIZE):
             self.buffer[page] = 0  # mapped now: a page fault costs more than a mark
         self._ids: dict[str, int] = {}
         self._words = memoryview(self.buffer).cast("Q")

@@ -77,8 +77,7 @@ class Session:
         self._ring = ring
         self._rule = StepRule(optimizers)
         self._probes = ProbeSchedule(config.backward_every)
-        self._unprobed_since = 0, 0  # index and beginning of the step after the last probed one
-        self._before_probe = 0, 0  # when the probed step began, and the time in our hooks until then
+        self._unprobed_since = self._before_probe = (0, 0, 0)  # _now() after the last probed step, before the next one
         self._at_step: dict[Callable[[], object], str] = {}
         self._now_and_then: dict[Callable[[], object], str] = {}
         self._now_and_then_ns = 0  # when that was last run
@@ -197,8 +196,7 @@ class Session:
             self.watch_models(models)
         recorder = self.recorder
         recorder.probe = int(self._probes.wants(recorder.step))
-        self._unprobed_since = recorder.step, recorder.now_ns()
-        self._before_probe = recorder.now_ns(), recorder.tool_ns
+        self._unprobed_since = self._before_probe = self._now()
         recorder.activate()
 
     def watch_models(self, models: Sequence[Module]) -> None:
@@ -247,14 +245,16 @@ class Session:
             self._run(self._now_and_then)
         if recorder.probe:
             flags |= _PROBED
-            self._account_probe(start_ns)
         micro_steps = 1 if self._forwards < 2 else self._micro_steps()
+        probed = recorder.probe
         step = recorder.next_step(flags | self._flags, self.memory_bytes, micro_steps)
         self._flags = self._forwards = self._backwards = 0
         recorder.probe = int(self._probes.wants(step))
-        if recorder.probe:
-            self._before_probe = recorder.now_ns(), recorder.tool_ns
         recorder.charge(recorder.now_ns() - start_ns)
+        if probed:
+            self._account_probe()
+        if recorder.probe:
+            self._before_probe = self._now()
 
     def _run(self, works: dict[Callable[[], object], str]) -> None:
         for failed in _AT_STEP.run(tuple(works)):
@@ -266,16 +266,20 @@ class Session:
         second backward pass are another micro-step."""
         return min(self._forwards, self._backwards or self._forwards)
 
-    def _account_probe(self, now_ns: int) -> None:
-        """Tells the schedule what the probed step that ends has cost."""
-        recorder = self.recorder
-        step, since_ns = self._unprobed_since
-        begun_ns, tool_ns = self._before_probe
-        # The gradient hooks' time cannot be told from the backward pass. They take about as long as hanging them up.
-        cost_ns = 2 * (recorder.tool_ns - tool_ns)
-        if recorder.step > step:
-            self._probes.probed(cost_ns, (begun_ns - since_ns) / (recorder.step - step))
-        self._unprobed_since = recorder.step + 1, now_ns
+    def _now(self) -> tuple[int, int, int]:
+        """Index of the step in progress, the time, and the time spent in our hooks until now."""
+        return self.recorder.step, self.recorder.now_ns(), self.recorder.tool_ns
+
+    def _account_probe(self) -> None:
+        """Tells the schedule what the probed step that has just ended has cost more than those before it."""
+        now = self._now()
+        (step, since_ns, tool_ns), (probed_step, begun_ns, begun_tool_ns) = self._unprobed_since, self._before_probe
+        if probed_step > step:
+            unprobed = probed_step - step
+            more_ns = now[2] - begun_tool_ns - (begun_tool_ns - tool_ns) / unprobed
+            # The gradient hooks' time is part of the backward pass. They take about as long as hanging them up.
+            self._probes.probed(2 * max(0.0, more_ns), (begun_ns - since_ns) / unprobed)
+        self._unprobed_since = now
 
     def close(self, report: dict[str, Any]) -> None:
         """Detaches everything, last first, and ends the ring file. report: how rank 0 wants the report."""

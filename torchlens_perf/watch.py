@@ -88,10 +88,13 @@ class Watch:
         if self._session is not None or self._joined is not None:
             raise ConfigError("this watch is entered already; make a new one with watch()")
         if not self._enabled:
+            self._models, self._optimizers = None, []
             return self
         if _running is not None:
             self._joined = _running
-            _running._watch_also(self._models or [])
+            models, self._models, self._optimizers = self._models, None, []
+            if models is not None:
+                _running._watch_also(models)
             self.run_dir = _running.run_dir
             return self
         try:
@@ -137,7 +140,8 @@ class Watch:
             keep=not self._config.sidecar,
         )
         self._session = Session(self._config, who, ring, [id(optimizer) for optimizer in self._optimizers])
-        models, self._models = self._models, None  # the user may delete one inside the watch, to free its memory
+        # The user may delete them inside the watch, to free their memory.
+        models, self._models, self._optimizers = self._models, None, []
         self._session.start(models, after_step_of)
         self.run_dir = run.path
         _running = self

@@ -148,8 +148,10 @@ class BackwardHook:
 
     def _record_passes(self, session: Session) -> None:
         """At the end of a step: marks that the clock can read by now become records; a device's may take longer."""
-        recorder, later = session.recorder, []
-        for each in self._passes:
+        record, self._record = self._record, None  # if this fails, modules have no more hooks
+        passes, self._passes = self._passes, []
+        recorder, later = session.recorder, self._passes
+        for each in passes:
             if each.start is None or each.end is None:
                 if recorder.backwards and each.step == recorder.step:
                     later.append(each)  # the optimizer steps inside the backward pass
@@ -159,9 +161,9 @@ class BackwardHook:
                 later.append(each)
             else:
                 recorder.interval(_MODULE_BACKWARD, each.name_id, start_ns, end_ns - start_ns)
-        self._passes = later
-        if not later and self._record is not None:
-            session.stop_work(self._record)
+        self._record = record
+        if record is not None and not later:
+            session.stop_work(record)
 
     def of_root(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
         """Each result of the model: counts micro-steps and evaluations, and finds the end of the computation."""
@@ -215,15 +217,19 @@ class BackwardHook:
         """In probed steps, hooks on a module's inputs and outputs bracket its part of the backward pass."""
         import torch
 
-        record = self._record
-        if record is None:
+        if self._record is None:
             return None
         recorder, clock, out_of_sight = session.recorder, session.clock, torch_private.out_of_sight()
         name_id = session.intern(watched.name)
         waiting: list[_ModulePass] = []  # entered and not yet returned; more than one where the module recurses
 
         def unobserved() -> bool:
-            return not torch.is_grad_enabled() or bool(recorder.backwards) or torch_private.compiled_autograd()
+            return (
+                not torch.is_grad_enabled()
+                or bool(recorder.backwards)
+                or self._record is None
+                or torch_private.compiled_autograd()
+            )
 
         def before(*args: Any, **kwargs: Any) -> None:
             if unobserved():
@@ -253,8 +259,8 @@ class BackwardHook:
                         tensor.register_hook(returned.output_gradient)
                         hooked = True
             if hooked:
-                if not self._passes:
-                    session.start_work(self.name, record)
+                if not self._passes and self._record is not None:
+                    session.start_work(self.name, self._record)
                 self._passes.append(returned)
 
         return before, after

@@ -1,4 +1,7 @@
-"""Memory at the end of each step: the device allocator's peak, or the process's resident memory on a CPU."""
+"""Memory: the device allocator's peak, read in one step of 16, or a CPU's resident memory, read once in 50 ms.
+
+A step's record has the value that was read last.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ class MemoryHook:
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
         def read_resident() -> None:
+            session.memory_bytes = 0  # if reading fails, there is no number
             session.memory_bytes = int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes
 
         try:
@@ -44,5 +48,6 @@ class MemoryHook:
     def _read_device(self, session: Session) -> None:
         import torch
 
-        if torch.cuda.is_initialized() and session.recorder.step % _DEVICE_EVERY == 0:
+        due = session.recorder.step % _DEVICE_EVERY == 0 or not session.memory_bytes
+        if due and torch.cuda.is_initialized():
             session.memory_bytes = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"]
