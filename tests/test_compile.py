@@ -295,6 +295,7 @@ def test_compiled_module_is_timed_at_its_boundary(tmp_path: Path, way: str) -> N
         for batch in batches():
             model(batch).sum().backward()
 
+    assert "blocks.0, blocks.1: compiled: no inner times" in recording.notes
     assert sorted(set(recording.names(Kind.MODULE))) == ["blocks.0", "blocks.1", "head"]
     assert len(recording.of(Kind.MODULE)) == 3 * STEPS
     assert len(recording.of(Kind.FORWARD, "forward Model")) == STEPS

@@ -434,6 +434,7 @@ def test_module_compiled_inside_the_watch_keeps_its_slot(tmp_path: Path) -> None
 
     assert vars(model.blocks[0])[SLOT] is compiled
     assert recording.names(Kind.MODULE).count("blocks.0") == 1
+    assert "blocks.0: compiled inside the watch: no times since then" in recording.notes
 
 
 @pytest.mark.parametrize(

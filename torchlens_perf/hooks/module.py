@@ -169,6 +169,7 @@ class ModuleHook:
         if not by_slot:
             torch_private.require("torch._C._dynamo.eval_frame.set_code_exec_strategy")
             session.note("modules are timed by public hooks, at 20 times the usual cost: see torchlens-perf doctor")
+        _note_compiled([each.name for each in self._modules if _is_compiled(each.module)], session)
         with ExitStack() as attached:
             if by_slot:
                 attached.enter_context(_replicas_without_call())
@@ -190,13 +191,17 @@ class ModuleHook:
             watched.is_root,
         )
         slots[_SLOT] = call
+        watched_name = watched.name
         in_slot = weakref.ref(call)
 
         def take_out() -> None:
             owner = module()
-            # Else it was deleted; or module.compile() was called meanwhile, and the slot is the user's.
-            if owner is not None and owner.__dict__.get(_SLOT) is in_slot():
+            if owner is None:
+                return  # it was deleted
+            if owner.__dict__.get(_SLOT) is in_slot():
                 _empty_slot(owner)
+            elif _is_compiled(owner):
+                session.note(f"{watched_name}: compiled inside the watch: no times since then")
 
         return take_out
 
@@ -223,6 +228,17 @@ class ModuleHook:
         if pair is None:
             return None, None
         return guard("backward hook of a module")(pair[0]), guard("backward hook of a module")(pair[1])
+
+
+def _is_compiled(module: Module) -> bool:
+    """Whether torch.compile(module) made this one, or module.compile() was called on it."""
+    return type(module).__name__ == "OptimizedModule" or module.__dict__.get(_SLOT) is not None
+
+
+def _note_compiled(names: list[str], session: Session) -> None:
+    if names:
+        others = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        session.note(f"{', '.join(names[:4])}{others}: compiled: no inner times")
 
 
 def _empty_slot(module: Module) -> None:
