@@ -270,12 +270,22 @@ def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> dict
 
 
 def _overhead_share(processes: dict[int, ProcessState]) -> float | None:
-    """Time in our own hooks, as they measured it, and MARK_NS for every record, as a share of the steps."""
-    total_ns = sum(p.statistics.step.sum_ns + p.statistics.warm_up.sum_ns for p in processes.values())
-    if not total_ns:
+    """What a step costs us, by what a step takes: time in our own hooks, as they measured it, and MARK_NS a record.
+
+    Taken by the steps after the warm-up, if there are any: one that compiles for a minute would hide what we cost.
+    """
+    statistics = [process.statistics for process in processes.values()]
+    steps, warm_up = Sketch(), Sketch()
+    for each in statistics:
+        steps.merge(each.step)
+        warm_up.merge(each.warm_up)
+    taken = steps if steps.count else warm_up
+    if not taken.sum_ns:
         return None
-    ours_ns = sum(process.tool_ns + MARK_NS * process.statistics.records for process in processes.values())
-    return ours_ns / total_ns
+    ours_ns = sum(process.tool_ns for process in processes.values()) + MARK_NS * sum(
+        each.records for each in statistics
+    )
+    return ours_ns / (steps.count + warm_up.count) / (taken.sum_ns / taken.count)
 
 
 def _rank_notes(process: ProcessState) -> list[str]:
