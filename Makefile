@@ -17,6 +17,7 @@ $(DEMO)/ready: pyproject.toml setup.py $(shell find torchlens_perf -name '*.[ch]
 	if $(PYTHON) scripts/usable_torch.py > $$site/caller.pth; then \
 		echo "using torch from $$(cat $$site/caller.pth)"; $(DEMO)/bin/python -m pip install -q .; \
 	else rm $$site/caller.pth; $(DEMO)/bin/python -m pip install -q '.[demo]'; fi
+	$(DEMO)/bin/torchlens-perf build-tap
 	touch $@
 
 test: check
@@ -35,6 +36,7 @@ format: $(TEST)/ready
 $(TEST)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*)
 	$(PYTHON) -m venv $(TEST)
 	$(TEST)/bin/python -m pip install -q -e '.[test]'
+	$(TEST)/bin/torchlens-perf build-tap
 	$(PYTHON) -m venv $(RECEIVER)
 	$(RECEIVER)/bin/python -m pip install -q 'ddapm-test-agent>=1.69,<2'
 	touch $@

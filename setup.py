@@ -6,14 +6,14 @@ The extension is optional: without a C compiler the package installs and records
 
 from setuptools import Extension, setup
 
-SOURCES = ["module.c", "recorder.c", "section.c", "module_call.c"]
+SOURCES = ["module.c", "recorder.c", "section.c", "module_call.c", "collective.c"]
 
 setup(
     ext_modules=[
         Extension(
             "torchlens_perf._native",
             sources=[f"torchlens_perf/native/{name}" for name in SOURCES],
-            depends=["torchlens_perf/native/layout.h", "torchlens_perf/native/recorder.h"],
+            depends=[f"torchlens_perf/native/{name}" for name in ("layout.h", "recorder.h", "collective.h")],
             extra_compile_args=["-std=gnu11", "-fvisibility=hidden", "-Wall"],
             optional=True,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchlens_perf import Watch, watch
-from torchlens_perf.ring import HEAD, INTERNAL_ERRORS, UNBALANCED, Flag, Kind, Reader
+from torchlens_perf.ring import HEAD, INTERNAL_ERRORS, UNBALANCED, Flag, GroupProgress, Kind, Reader
 
 # Settings under which every module is timed, and its backward pass in every step.
 EVERYTHING: dict[str, Any] = {"modules": "all", "backward_every": 1}
@@ -43,6 +43,8 @@ class Recording:
         self.records: list[Record] = []
         self.metadata: dict[str, Any] = {}
         self.known_names: set[str] = set()
+        self.interned: list[str] = []
+        self.groups: list[GroupProgress] = []
         self.unbalanced = 0
         self.internal_errors = 0
 
@@ -59,7 +61,8 @@ class Recording:
             values["kind"], values["flags"] = Kind(values["kind"]), Flag(values["flags"])
             self.records.append(Record(name=names[int(row["name_id"])], **values))
         self.metadata = reader.metadata()
-        self.known_names = set(names)
+        self.known_names, self.interned = set(names), list(names)
+        self.groups = reader.groups()
         self.unbalanced, self.internal_errors = reader.counter(UNBALANCED), reader.counter(INTERNAL_ERRORS)
         reader.close()
 

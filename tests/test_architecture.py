@@ -11,17 +11,18 @@ PACKAGE = Path(perf.__file__).parent
 
 # What a training process may load, and what only the sidecar and the command line may.
 TRAINING = {
-    "", "_native_twin", "clock", "config", "errors", "hooks", "identity", "launch", "probe_schedule", "recorder",
+    "", "_native_twin", "clock", "config", "errors", "hooks", "identity", "launch", "native_tap", "probe_schedule",
+    "rank_ranges", "recorder",
     "ring", "run_directory", "session", "sidecar_lock", "start_sidecar", "steps", "torch_private", "version", "watch",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
-PURE = {"probe_schedule", "records", "rank_statistics", "statistics", "steps", "straggler"}
+PURE = {"probe_schedule", "rank_ranges", "records", "rank_statistics", "statistics", "steps", "straggler"}
 THIRD_PARTY = {
     "nvtx": {"hooks.nvtx", "doctor"},
     "opentelemetry": {"exporters"},
     "pyarrow": {"run_store"},
     "rich": {"report.terminal"},
-    "torch": {"hooks", "torch_private", "torchrun_flag", "watch", "doctor"},
+    "torch": {"hooks", "native_tap", "torch_private", "torchrun_flag", "watch", "doctor"},
 }
 IMPURE = {"mmap", "os", "pathlib", "socket", "subprocess", "threading", "time"}
 

@@ -21,8 +21,10 @@ from typing import Any
 from torchlens_perf.ring import (
     DEPTH,
     FRAMES,
+    GROUPS,
     HEAD,
     MAX_FRAMES,
+    MAX_GROUPS,
     RECORD_BYTES,
     RECORDS_OFFSET,
     STEP,
@@ -35,6 +37,8 @@ from torchlens_perf.ring import (
 
 _STEP, _FORWARD, _BACKWARD, _RECOMPUTE = int(Kind.STEP), int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.RECOMPUTE)
 _MODULE, _SECTION, _WAIT = int(Kind.MODULE), int(Kind.SECTION), int(Kind.WAIT)
+_COLLECTIVE, _COMPLETED = int(Kind.COLLECTIVE), int(Flag.COMPLETED)
+_END_BY_WAIT, _END_BY_RETURN = 1, 3  # recorder.End
 _FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.RECOMPUTE)
 _CALLS = (_MODULE, _FORWARD, _RECOMPUTE)
 _EXCEPTION, _OTHER_THREAD = int(Flag.EXCEPTION), int(Flag.OTHER_THREAD)
@@ -46,6 +50,8 @@ _pack_frame = struct.Struct("<qqqII").pack_into
 _get_ident = threading.get_ident
 
 _active: Recorder | None = None
+_collecting: Recorder | None = None
+_wait_name_id = 0
 _generations = itertools.count(1)
 
 Frame = list[int]  # start, nested, phase, name_id, kind
@@ -78,6 +84,8 @@ class Recorder:
         self._owner = _get_ident()
         self._frames: list[Frame] = []
         self._threads = threading.local()
+        self.waited_ns = 0
+        self._ordinals = [0, 0]
         self._nvtx_push: Callable[[Any], Any] | None = None
         self._nvtx_pop: Callable[[], Any] = lambda: None
         self._nvtx_attributes: list[Any] = []
@@ -135,6 +143,78 @@ class Recorder:
             flags |= _OTHER_THREAD
         self._write([start_ns, 0, 0, name_id, kind], len(frames), duration_ns, flags, value0, value1)
 
+    def collect(self, wait_name_id: int) -> None:
+        global _collecting, _wait_name_id
+        if not self.closed:
+            _collecting, _wait_name_id = self, wait_name_id
+
+    def issue(self, name_id: int, group: int, sequence: int, flags: int, size: int) -> list[int] | None:
+        if self is not _collecting or self.closed:
+            return None
+        self._end_waited_for(None)
+        frames = self._open_spans()
+        if frames is not self._frames:
+            flags |= _OTHER_THREAD
+        if self._ordinals[0] != self.step:
+            self._ordinals = [self.step, 0]
+        self._ordinals[1] += 1
+        start_ns = self.now_ns()
+        if group < MAX_GROUPS:
+            self._words[GROUPS + 4 * group + 1] = sequence + 1
+            self._words[GROUPS + 4 * group + 3] = start_ns
+        within = frames[-1][_NAME]
+        return [
+            name_id, group, sequence, flags, size, start_ns, 0, self.step, len(frames), within, self._ordinals[1] - 1,
+        ]  # fmt: skip
+
+    def returned(self, issued: list[int], end: int) -> None:
+        if self is not _collecting or self.closed:
+            return
+        issued[6] = call_ns = self.now_ns() - issued[5]
+        if end == _END_BY_WAIT:
+            self._threads.waited_for = issued
+        elif end == _END_BY_RETURN:
+            self._write_collective(issued, call_ns, _COMPLETED)
+            self.interval(_WAIT, issued[0], issued[5], call_ns)
+            if _get_ident() == self._owner:
+                self.waited_ns += call_ns
+        else:
+            self._write_collective(issued, call_ns, 0)
+
+    def begin_wait(self) -> None:
+        if self is _collecting:
+            self.begin(_WAIT, _wait_name_id)
+
+    def end_wait(self) -> None:
+        if self is not _collecting or self.closed:
+            return
+        frames = self._open_spans()
+        if frames is self._frames and frames[-1][_KIND] == _WAIT:
+            self.waited_ns += self.now_ns() - frames[-1][_START]
+        self.end(_WAIT, _wait_name_id)
+        self._end_waited_for(self.now_ns())
+
+    def _end_waited_for(self, end_ns: int | None) -> None:
+        issued = getattr(self._threads, "waited_for", None)
+        if issued is not None:
+            self._threads.waited_for = None
+            if end_ns is None:
+                self._write_collective(issued, issued[6], 0)
+            else:
+                self._write_collective(issued, end_ns - issued[5], _COMPLETED)
+
+    def _write_collective(self, issued: list[int], duration_ns: int, more_flags: int) -> None:
+        name_id, group, sequence, flags, size, start_ns, call_ns, step, depth, within, ordinal = issued
+        at = self._next_sequence()
+        _pack_record(
+            self._buffer, RECORDS_OFFSET + ((at & self._mask) << 6), (at + 1) & 0xFFFFFFFF, _COLLECTIVE, depth & 0xFF,
+            flags | more_flags, name_id, step, start_ns, duration_ns, call_ns, ordinal, size, sequence | within << 32,
+        )  # fmt: skip
+        self._words[HEAD] = at + 1
+        if group < MAX_GROUPS:
+            word = GROUPS + 4 * group + 2
+            self._words[word] = max(self._words[word], sequence + 1)
+
     def next_step(self, flags: int = 0, value0: int = 0, value1: int = 0) -> int:
         if self.closed:
             return 0
@@ -169,6 +249,7 @@ class Recorder:
         self.deactivate()
         if _get_ident() == self._owner:
             self._drop(self._frames, 1)
+        self._end_waited_for(None)
         self.closed = True
         self._words.release()
 
@@ -405,6 +486,22 @@ def _kind_of_call(recorder: Recorder, frames: list[Frame]) -> int:
         if frame[_KIND] == _BACKWARD:
             break
     return _RECOMPUTE if recorder.backwards > 0 else _FORWARD
+
+
+def timed_wait(work_type: type, wait: Callable[..., Any]) -> Callable[..., Any]:
+    """A method for the class `Work` that times its `wait`."""
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = _collecting
+        if recorder is None or recorder.closed:
+            return wait(self, *args, **kwargs)
+        recorder.begin_wait()
+        try:
+            return wait(self, *args, **kwargs)
+        finally:
+            recorder.end_wait()
+
+    return timed
 
 
 _sections: dict[str, Section] = {}

@@ -55,6 +55,14 @@ def _parser() -> argparse.ArgumentParser:
     sidecar.add_argument("--lock-descriptor", type=int, help=argparse.SUPPRESS)
     sidecar.set_defaults(command=_sidecar)
 
+    build_tap = commands.add_parser(
+        "build-tap",
+        help="compile the native tap on collectives for the torch at hand",
+        description="Compiles the native tap on collectives against the torch at hand: once, some ten seconds, with "
+        "g++. Without it they are tapped from Python, at 50 us each, and the end of asynchronous ones is not recorded.",
+    )
+    build_tap.set_defaults(command=_build_tap)
+
     doctor = commands.add_parser("doctor", help="what works in this environment, and what to do where it does not")
     doctor.set_defaults(command=_doctor)
     return parser
@@ -146,6 +154,13 @@ def _write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
     partial = run.report.with_suffix(".partial")
     partial.write_text(text)
     os.replace(partial, run.report)
+
+
+def _build_tap(options: argparse.Namespace) -> int:
+    from torchlens_perf import native_tap
+
+    print(native_tap.find() or native_tap.build())
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ class Check:
 
 def examine() -> Iterator[Check]:
     """All checks, in order. Imports torch; starts nothing, writes nothing that stays."""
-    for check in (_platform, _native, _torch, _autoload, _settings, _ring_place, _run_directory, _export, _tools):
+    for check in (_platform, _native, _torch, _tap, _autoload, _settings, _ring_place, _run_directory, _export, _tools):
         try:
             yield from check()
         except Exception as error:
@@ -60,6 +60,16 @@ def _native() -> Iterator[Check]:
     if compiler is None:
         remedy = "install a C compiler and Python's headers, then " + remedy
     yield Check(WORSE, "recorder", "the Python twin: marks cost about ten times more", remedy)
+
+
+def _tap() -> Iterator[Check]:
+    from torchlens_perf import native_tap
+
+    if native_tap.load() is not None:
+        yield Check(OK, "tap on collectives", "native")
+        return
+    finding = "Python: 50 us a collective, and no end of asynchronous ones"
+    yield Check(WORSE, "tap on collectives", finding, "torchlens-perf build-tap")
 
 
 def _torch() -> Iterator[Check]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,7 +21,22 @@ NATIVE: bool = _implementation.__name__.endswith("._native")
 ModuleCall = _implementation.ModuleCall
 Recorder = _implementation.Recorder
 Section = _implementation.Section
+timed_wait = _implementation.timed_wait
 section = _implementation.section
+
+
+class End(IntEnum):
+    """How the end of a collective is known; the same as in native/collective.h."""
+
+    BY_CALLBACK = 0
+    BY_WAIT = 1
+    UNKNOWN = 2
+    BY_RETURN = 3
+
+
+def collective_marks() -> Any:
+    """What the native tap records with. Only where NATIVE."""
+    return _implementation.collective_marks()
 
 
 def _timed(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:

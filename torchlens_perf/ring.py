@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAGIC = b"TLPRING\0"
-VERSION = 1
+VERSION = 2
 RECORD_BYTES = 64
 MAX_FRAMES = 64
+MAX_GROUPS = 48
 FRAME_BYTES = 32
 METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 NAMES_OFFSET, NAMES_BYTES = 12288, 262144
@@ -48,6 +49,7 @@ OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's
 HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE = 8, 9, 10, 11, 12, 13
 NAMES_USED, NAMES_LOST, METADATA_REVISION, METADATA_USED, INTERNAL_ERRORS = 16, 17, 18, 19, 20
 DEPTH, FRAMES = 24, 25
+GROUPS_USED, GROUPS = 281, 282
 _FIXED = struct.Struct("<8sIIQQQQQQ")  # magic, version, record_bytes, capacity, then offset and size of each area
 
 
@@ -76,12 +78,16 @@ class Flag(IntFlag):
     EXCEPTION = 1
     ASYNC = 2
     TAIL = 4  # WAIT: the end of the backward pass, after the last gradient was computed
+    COMPLETED = 16  # COLLECTIVE: the duration goes until the operation's end; else it is the issuing call's
     OTHER_THREAD = 8  # on a thread other than the training thread: no part of the step's time
     EVALUATION = 256  # the step held a forward pass without gradients
     INFERENCE = 512  # the step is a forward pass, no optimizer has stepped
     SKIPPED = 1024  # GradScaler skipped the optimizer
     PROBED = 2048  # observers were on: module backward times were taken
     MANUAL = 4096  # the boundary is the user's w.step()
+    CHECKPOINT = 8192  # something was saved
+    COMPILED = 16384  # torch.compile was at work
+    COLLECTED = 32768  # Python's garbage collector went through its oldest generation
 
 
 class State(IntEnum):
@@ -145,6 +151,14 @@ class RingFile:
         """All names interned so far, by id."""
         return list(self._ids)
 
+    def add_group(self, name: str) -> int:
+        """A row in the table that shows how far a process group is; MAX_GROUPS, and no row, once the table is full."""
+        slot = self._words[GROUPS_USED]
+        if slot < MAX_GROUPS:
+            self._words[GROUPS + 4 * slot] = self.intern(name)
+            self._words[GROUPS_USED] = slot + 1
+        return int(slot)
+
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replaces the metadata. A reader that sees an odd revision tries again. Raises RingError if it is too long."""
         text = json.dumps(metadata, separators=(",", ":")).encode()
@@ -174,6 +188,18 @@ class OpenSpan(NamedTuple):
     kind: Kind
     name: str
     start_ns: int
+
+
+class GroupProgress(NamedTuple):
+    """How far one rank is in one process group, or with one peer."""
+
+    name: str
+    issued: int
+    """Sequence number of the last operation that it issued, plus 1."""
+    ended: int
+    """The same of the last one that is known to have ended, or whose end the backend does not tell."""
+    issued_ns: int
+    """When the last one was issued."""
 
 
 class Batch(NamedTuple):
@@ -270,6 +296,15 @@ class Reader:
             if kind in Kind._value2member_map_ and name_id < len(names):
                 spans.append(OpenSpan(Kind(kind), names[name_id], start_ns))
         return spans
+
+    def groups(self) -> list[GroupProgress]:
+        """How far the rank is in each of its groups. A snapshot, as of open_spans()."""
+        names, found = self.names(), []
+        for i in range(min(self.counter(GROUPS_USED), MAX_GROUPS)):
+            name_id, issued, ended, issued_ns = (int(word) for word in self._words[GROUPS + 4 * i : GROUPS + 4 * i + 4])
+            if name_id & 0xFFFFFFFF < len(names):
+                found.append(GroupProgress(names[name_id & 0xFFFFFFFF], issued, ended, issued_ns))
+        return found
 
     def read(self, *, final: bool = False) -> Batch:
         """The records since the last read. Overwritten ones are counted as lost and skipped.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,8 +19,9 @@ from torchlens_perf.hooks.nvtx import NvtxHook
 from torchlens_perf.hooks.optimizer import OptimizerHook
 from torchlens_perf.hooks.section import SectionHook
 from torchlens_perf.probe_schedule import ProbeSchedule
+from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.recorder import NATIVE, Recorder
-from torchlens_perf.ring import Flag, RingFile
+from torchlens_perf.ring import MAX_GROUPS, Flag, RingFile
 from torchlens_perf.steps import StepRule
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ class Session:
         self.identity = identity
         self.clock: Clock = HostClock()
         self.recorder = Recorder(ring.buffer, self.intern)
-        self.waited_ns = 0  # time the training thread was blocked in collectives, in total
         self.memory_bytes = 0
         self.memory_source = ""
-        self.collective_sequences: defaultdict[str, int] = defaultdict(int)
+        self.groups: dict[str, dict[str, Any]] = {}  # process groups that were used: members and description
+        self._group_slots: dict[str, int] = {}
         self._ring = ring
         self._rule = StepRule(optimizers)
         self._probes = ProbeSchedule(config.backward_every)
@@ -117,6 +117,18 @@ class Session:
         if text not in self._notes:
             self._notes.append(text)
             self.publish()
+
+    def group_slot(self, name: str) -> int:
+        """The row of a process group, or of a pair of peers, in the ring's table."""
+        slot = self._group_slots.get(name)
+        if slot is None and not self.recorder.closed:
+            slot = self._group_slots[name] = self._ring.add_group(name)
+        return MAX_GROUPS if slot is None else slot
+
+    def know_group(self, name: str, members: list[int], description: str) -> None:
+        """A process group has been used for the first time."""
+        self.groups[name] = {"ranks": ranges(members), "description": description}
+        self.publish()
 
     def start_work(self, name: str, work: Callable[[], object]) -> None:
         """Runs `work` at each step's end, before the step's record is written. If it fails, it is not run again."""
@@ -307,6 +319,7 @@ class Session:
                 "native": NATIVE,
                 "memory_source": self.memory_source,
                 "notes": self._notes,
+                "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
                 "settings": {
                     "disk_bytes": self.config.disk_bytes,
                     "trace_every": self.config.trace_every,

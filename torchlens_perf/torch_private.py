@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 OLDEST_TORCH = (2, 11)
+WAIT_TENSOR = "_c10d_functional::wait_tensor"
 
 
 class PrivateName(NamedTuple):
@@ -230,9 +231,38 @@ def compiled_autograd() -> bool:
     return bool(getattr(module, "compiled_autograd_enabled", False))
 
 
+def members_of_group(name: str) -> tuple[list[int], str]:
+    """The global ranks of a process group, and its description: "mesh_tp" for a DeviceMesh's dimension "tp"."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    group = _resolve_process_group(name)
+    return dist.get_process_group_ranks(group), group.group_desc
+
+
+def backend_of_group(name: str) -> str:
+    """The names of a group's backends: "gloo", or "cpu:gloo,cuda:nccl"."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    group = _resolve_process_group(name)
+    return str(group.name())
+
+
+def sequence_of_group(group: Any) -> int:
+    """How many operations the backend says it has issued on a group; -1 if it does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return -1
+
+
 def break_in_compiled_code(function: Any) -> Any:
-    """Makes Dynamo break the graph at a call of `function`, as it does at the function of torch that it stands for."""
-    function._torchdynamo_disable = True
+    """Makes Dynamo break the graph at a call of `function`, as it does at the function of torch that it stands for.
+
+    A method in C it leaves alone anyway.
+    """
+    if isinstance(function, types.FunctionType):
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 

@@ -265,7 +265,8 @@ def test_watch_adds_no_collective(name: str, results: list[dict[str, Result]]) -
 def test_every_collective_is_recorded_once(name: str, results: list[dict[str, Result]]) -> None:
     """The flight recorder, which works beside the dispatcher, and the tap agree on what the job has issued."""
     for rank in results:
-        recorded_names = [each.partition(" group=") for each in rank[name].recording.names(Kind.COLLECTIVE)]
-        actual = [(IN_FLIGHT_RECORDER[operation], group) for operation, _, group in recorded_names]
+        issued = sorted(rank[name].recording.of(Kind.COLLECTIVE), key=lambda each: each.start_ns)
+        recorded_names = [each.name.partition(" group=") for each in issued]
+        actual = [(IN_FLIGHT_RECORDER[operation], rest.partition(" ")[0]) for operation, _, rest in recorded_names]
 
         assert [(each.operation, each.group) for each in rank[name].inside] == [each for each in actual if each[0]]

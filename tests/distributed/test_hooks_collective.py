@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.gloo import run_ranks
 from tests.recording import EVERYTHING, Record, Recording, recorded
-from torchlens_perf import torch_private, watch
+from torchlens_perf import native_tap, section, torch_private, watch
 from torchlens_perf.hooks.collective import operators, payload_bytes
 from torchlens_perf.ring import Flag, Kind
 
@@ -48,11 +48,37 @@ def every_scenario(folder: Path) -> dict[str, Any]:
     return results
 
 
+def every_scenario_in_python(folder: Path) -> dict[str, Any]:
+    """One rank, with the tap that is there where the native one has not been built."""
+    native_tap.find = lambda: None  # type: ignore[assignment]
+    assert native_tap.load() is None
+    return every_scenario(folder)
+
+
+@pytest.fixture(scope="module", params=["native", "python"])
+def tap(request: pytest.FixtureRequest) -> str:
+    """Which tap the ranks have. The native one is built if it is not there."""
+    if request.param == "native" and native_tap.find() is None:
+        native_tap.build()
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def results(tap: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """By scenario, then by rank. All run in one pair of processes, because starting them takes longer than running."""
-    by_rank = run_ranks(every_scenario, tmp_path_factory.mktemp("ranks"))
+    function = every_scenario if tap == "native" else every_scenario_in_python
+    by_rank = run_ranks(function, tmp_path_factory.mktemp("ranks"))
     return {name: [rank[name] for rank in by_rank] for name in SCENARIOS}
+
+
+def in_order(recording: Recording) -> list[Record]:
+    """The collectives in the order of their issue; their records come in that of their ends."""
+    return sorted(recording.of(Kind.COLLECTIVE), key=lambda each: each.start_ns)
+
+
+def sequence(record: Record) -> int:
+    """The collective's number in its group."""
+    return record.value1 & 0xFFFFFFFF
 
 
 def inside(inner: Record, outer: Record) -> bool:
@@ -87,37 +113,83 @@ def forms(folder: Path) -> Recording:
         with torch.inference_mode():
             dist.all_reduce(torch.ones(1), group=subgroup)
         dist.monitored_barrier()
-        dist.barrier()
+        with section("in the end"):
+            dist.barrier()
+        recording.watch.step()
+        dist.all_reduce(tensor)
     recording.metadata["subgroup"] = subgroup.group_name
     return recording
 
 
 def test_operations_groups_bytes_and_sequences(results: dict[str, list[Recording]]) -> None:
     """Each operation is recorded with its group, its payload's size, and a number that is the same on all ranks."""
-    for rank in results["forms"]:
+    for index, rank in enumerate(results["forms"]):
         subgroup = rank.metadata["subgroup"]
-        issued = [(each.name, each.value0, each.value1) for each in rank.of(Kind.COLLECTIVE)]
+        issued = in_order(rank)
+        first = sequence(issued[0])  # the group was in use before the watch: numbers go on from the backend's
 
-        assert issued == [
-            ("allreduce group=0", 4 * FLOATS, 0),
-            (f"allreduce group={subgroup}", 4 * FLOATS, 0),
-            ("broadcast group=0", 4 * FLOATS, 1),
-            ("allgather group=0", 8 * FLOATS, 2),
-            ("reduce_scatter_base group=0", 2 * FLOATS, 3),
-            ("send group=0", 2 * FLOATS, 4),
-            ("recv group=0", 2 * FLOATS, 5),
-            (f"allreduce group={subgroup}", 4, 1),
-            ("monitored_barrier group=0", issued[8][1], 6),
-            ("barrier group=0", issued[9][1], 7),
+        assert [(each.name, each.value0, sequence(each)) for each in issued] == [
+            ("allreduce group=0 dtype=float32", 4 * FLOATS, first),
+            (f"allreduce group={subgroup} dtype=float32", 4 * FLOATS, 0),
+            ("broadcast group=0 dtype=float32 root=0", 4 * FLOATS, first + 1),
+            ("allgather group=0 dtype=float32", 8 * FLOATS, first + 2),
+            ("reduce_scatter_base group=0 dtype=float32", 2 * FLOATS, first + 3),
+            (f"send group=0 dtype=float16 peer={1 - index}", 2 * FLOATS, 0),
+            (f"recv group=0 dtype=float16 peer={1 - index}", 2 * FLOATS, 0),
+            (f"allreduce group={subgroup} dtype=float32", 4, 1),
+            ("monitored_barrier group=0", 0, first + 4),
+            ("barrier group=0", 0, first + 5),
+            ("allreduce group=0 dtype=float32", 4 * FLOATS, first + 6),
         ]
+        assert [each.phase_ns for each in issued] == [*range(10), 0]  # the ordinal in the step
+        assert [each.step for each in issued] == [0] * 10 + [1]
         assert rank.unbalanced == 0
+    assert sequence(in_order(results["forms"][0])[0]) == sequence(in_order(results["forms"][1])[0])
+
+
+def test_where_it_was_issued(results: dict[str, list[Recording]]) -> None:
+    """The innermost span around the call: a section, a module, the backward pass, or the step itself."""
+    for rank in results["forms"]:
+        within = [rank.interned[each.value1 >> 32] for each in in_order(rank)]
+        assert within == ["(other)"] * 9 + ["in the end", "(other)"]
+    for rank in results["data_parallel"]:
+        reduced = [each for each in in_order(rank) if each.name.startswith("allreduce")]
+        assert rank.interned[reduced[0].value1 >> 32] == "backward"
+
+
+def test_how_far_each_group_is(results: dict[str, list[Recording]]) -> None:
+    """The ring's table says what each rank has issued last, and which of it has ended: for seeing who is missing."""
+    for index, rank in enumerate(results["forms"]):
+        last = {each.name: sequence(each) + 1 for each in in_order(rank) if "group=0" in each.name}
+        assert {each.name: (each.issued, each.ended) for each in rank.groups} == {
+            "0": (last["allreduce group=0 dtype=float32"],) * 2,
+            rank.metadata["subgroup"]: (2, 2),
+            f"send group=0 peer={1 - index}": (1, 1),
+            f"recv group=0 peer={1 - index}": (1, 1),
+        }
+        assert rank.metadata["groups"]["0"] == {"ranks": "0-1", "description": "default_pg"}
+
+
+def test_end_of_an_operation(tap: str, results: dict[str, list[Recording]]) -> None:
+    """Its duration goes until its end where somebody tells it; where nobody does, it is the call's, and marked so."""
+    untold = {"send", "recv"} if tap == "native" else {"send", "recv", "asynchronous"}
+    for rank in results["forms"]:
+        for each in in_order(rank):
+            kind = each.name.partition(" ")[0]
+            if kind == "allreduce" and each.flags & Flag.ASYNC:
+                kind = "asynchronous"
+            assert bool(each.flags & Flag.COMPLETED) == (kind not in untold), each
+            if each.flags & Flag.COMPLETED:
+                assert each.duration_ns >= each.nested_ns
+            else:
+                assert each.duration_ns == each.nested_ns
 
 
 def test_asynchronous_operations_are_marked(results: dict[str, list[Recording]]) -> None:
     """Whether the caller asked for a handle, where the operation knows it; sends and receives are handles always."""
     for rank in results["forms"]:
-        flags = [bool(each.flags & Flag.ASYNC) for each in rank.of(Kind.COLLECTIVE)]
-        assert flags == [False, True, False, False, False, True, True, False, True, False]
+        flags = [bool(each.flags & Flag.ASYNC) for each in in_order(rank)]
+        assert flags == [False, True, False, False, False, True, True, False, True, False, False]
 
 
 def test_waiting_is_a_phase_of_its_own(results: dict[str, list[Recording]]) -> None:
@@ -184,7 +256,7 @@ def test_reducer_is_seen(results: dict[str, list[Recording]]) -> None:
     """DDP issues from C++, inside the backward pass, and waits behind the last gradient: that tail is waiting."""
     punctual, late = results["data_parallel"]
     for rank in (punctual, late):
-        reduced = rank.of(Kind.COLLECTIVE, "allreduce group=0")
+        reduced = rank.of(Kind.COLLECTIVE, "allreduce group=0 dtype=float32")
         # The first step's is followed by others, because DDP arranges its buckets anew.
         assert len(reduced) >= STEPS
         passes = rank.of(Kind.BACKWARD)
@@ -217,8 +289,8 @@ def test_fully_sharded(results: dict[str, list[Recording]]) -> None:
     """FSDP2 gathers in forward and backward, and scatters gradients; its waits in Python are spans."""
     for rank in results["fully_sharded"]:
         issued = Counter(rank.names(Kind.COLLECTIVE))
-        assert issued["reduce_scatter_base group=0"] == 2 * STEPS
-        assert issued["allgather_base group=0"] >= 2 * STEPS
+        assert issued["reduce_scatter_base group=0 dtype=float32"] == 2 * STEPS
+        assert issued["allgather_base group=0 dtype=float32"] >= 2 * STEPS
         assert rank.names(Kind.WAIT)
         assert rank.unbalanced == 0
 
@@ -242,7 +314,7 @@ def test_compiled_collective_is_recorded_once_a_run(results: dict[str, list[Reco
     """Not while the graph is made; the graph itself has no break for us."""
     for rank in results["compiled"]:
         assert [(each.name, each.step) for each in rank.of(Kind.COLLECTIVE)] == [
-            ("allreduce group=0", step) for step in range(STEPS)
+            ("allreduce group=0 dtype=float32", step) for step in range(STEPS)
         ]
         assert [each.step for each in rank.of(Kind.WAIT)] == list(range(STEPS))
 
@@ -282,7 +354,7 @@ def test_error_of_a_collective(results: dict[str, list[Any]]) -> None:
     """It is the same error as without a watch, and the next collective is recorded."""
     for recording, watched, plain in results["raising"]:
         assert plain == watched
-        assert recording.names(Kind.COLLECTIVE)[-1] == "allreduce group=0"
+        assert recording.names(Kind.COLLECTIVE)[-1] == "allreduce group=0 dtype=float32"
         assert recording.unbalanced == 0
 
 
@@ -303,7 +375,7 @@ def before_the_group(folder: Path) -> Recording:
 def test_watch_before_the_group(results: dict[str, list[Recording]]) -> None:
     """A group that is made inside the watch is recorded."""
     for rank in results["before_the_group"]:
-        assert "allreduce group=0" in rank.names(Kind.COLLECTIVE)
+        assert "allreduce group=0 dtype=float32" in rank.names(Kind.COLLECTIVE)
 
 
 @scenario
@@ -331,7 +403,7 @@ def test_another_tools_tap_is_left_to_it(results: dict[str, list[Any]]) -> None:
     """Two kernels on one operator do not chain: theirs stays, and the report says what is therefore not recorded."""
     for recording, calls in results["another_tool"]:
         assert calls == 2
-        assert recording.names(Kind.COLLECTIVE) == ["broadcast group=0"]
+        assert recording.names(Kind.COLLECTIVE) == ["broadcast group=0 dtype=float32 root=0"]
         assert [note for note in recording.notes if "allreduce_ is tapped" in note]
 
 
@@ -369,7 +441,7 @@ def test_nothing_stays_attached(results: dict[str, list[dict[str, Any]]]) -> Non
         assert not rank["functional after"]
         assert rank["wait is back"]
         assert rank["sum"] == [1.0] * 4
-        assert rank["recording"].names(Kind.COLLECTIVE) == ["allreduce group=0"]
+        assert rank["recording"].names(Kind.COLLECTIVE) == ["allreduce group=0 dtype=float32"]
         assert rank["recording"].of(Kind.WAIT) == []
 
 

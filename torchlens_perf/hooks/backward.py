@@ -184,12 +184,12 @@ class BackwardHook:
         def guarded_computed(tail: _Tail) -> Callable[[], None]:
             @guard("backward callback")
             def computed() -> None:
-                tail.start_ns, tail.waited_before_ns = session.recorder.now_ns(), session.waited_ns
+                tail.start_ns, tail.waited_before_ns = session.recorder.now_ns(), session.recorder.waited_ns
                 torch_private.queue_callback(finished)
 
             @guard("backward callback")
             def finished() -> None:
-                tail.end_ns, tail.waited_after_ns = session.recorder.now_ns(), session.waited_ns
+                tail.end_ns, tail.waited_after_ns = session.recorder.now_ns(), session.recorder.waited_ns
 
             return computed
 

@@ -1,28 +1,39 @@
-"""Collectives: what was issued, and how long the training thread was blocked for them.
+"""Collectives: what was issued, until when it took, and how long the training thread was blocked for them.
 
 A tap on the dispatcher sees every operation of c10d, also those that DDP's reducer, FSDP2, DTensor and compiled graphs
-issue from C++; it sends them on unchanged. Blocked time is taken on the calling thread alone. There is no callback on a
-backend's thread: a Python one aborted 3 of 19 processes at their exit.
+issue from C++; it sends them on unchanged. The native tap (native/tap.cpp) also learns from the backend when an
+operation has ended, without the GIL. Without it the tap is Python, some 50 us an operation, and knows the end of those
+that the caller waits for at once. There is no Python callback on a backend's thread: that aborted 3 of 19 processes at
+their exit.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf import torch_private
+from torchlens_perf import native_tap, torch_private
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.patch import patched
-from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.recorder import End, timed_wait
+from torchlens_perf.ring import Flag
+from torchlens_perf.torch_private import WAIT_TENSOR
 
 if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
-_COLLECTIVE, _WAIT, _ASYNC = int(Kind.COLLECTIVE), int(Kind.WAIT), int(Flag.ASYNC)
+_ASYNC, _EXCEPTION = int(Flag.ASYNC), int(Flag.EXCEPTION)
 _NOT_COLLECTIVES = ("c10d::check_for_nan",)
-_BLOCKING = ("c10d::monitored_barrier_",)  # waits inside the operation; all others are waited for through their Work
+_PEERS = {"root_rank": "root", "dst": "peer", "src": "peer"}
+# How C++ names what Python calls torch.float32.
+_DTYPES = {
+    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
+    "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}  # fmt: skip
+# Backends whose future is complete when the operation is. NCCL's is when it has been enqueued.
+_FUTURE_IS_COMPLETION = ("gloo",)
 
 
 def operators() -> list[str]:
@@ -53,52 +64,105 @@ class CollectiveHook:
         if not torch.distributed.is_available():
             yield
             return
+        session.recorder.collect(session.intern("wait"))
         with ExitStack() as attached:
             attached.enter_context(self._tap(session))
-            attached.enter_context(self._waits(session))
+            attached.enter_context(self._waits())
             yield
 
     @contextmanager
     def _tap(self, session: Session) -> Iterator[None]:
         torch_private.require("torch.ops.c10d at BackendSelect")
+        groups = Groups(session)
+        taps = {name: None for name in (*operators(), WAIT_TENSOR) if not _left_to_another(name, session)}
+        native = native_tap.load()
+        if native is not None:
+            waits = [name for name in taps if name == WAIT_TENSOR]
+            native.attach(
+                native_tap.marks(), [name for name in taps if name != WAIT_TENSOR], waits, groups.describe_native
+            )
+            try:
+                yield
+            finally:
+                native.detach()
+            return
+        if session.communicates():
+            session.note(
+                "collectives are tapped from Python, some 50 us each, and the end of asynchronous ones is not "
+                "recorded: torchlens-perf build-tap compiles the native tap"
+            )
+        with self._python_tap(list(taps), groups, session):
+            yield
+
+    @contextmanager
+    def _python_tap(self, taps: list[str], groups: Groups, session: Session) -> Iterator[None]:
         import torch
 
         libraries = {name: torch.library.Library(name, "IMPL") for name in ("c10d", "_c10d_functional")}
         try:
-            for operator in operators():
-                self._put(libraries["c10d"], operator, _timed_operator(session, operator), session)
-            wait = "_c10d_functional::wait_tensor"
-            self._put(libraries["_c10d_functional"], wait, _timed_wait_tensor(session, wait), session)
+            for operator in taps:
+                namespace, _, name = operator.partition("::")
+                tap = _timed_wait_tensor(session) if operator == WAIT_TENSOR else _recorded(operator, groups, session)
+                libraries[namespace].impl(name, tap, "BackendSelect", with_keyset=True)
             yield
         finally:
             for library in libraries.values():
                 library._destroy()
 
-    def _put(self, library: Any, operator: str, kernel: Callable[..., Any], session: Session) -> None:
-        if torch_private.has_tap(operator):
-            session.note(f"{operator} is tapped by another tool and was left to it: not recorded")
-            return
-        library.impl(operator.partition("::")[2], kernel, "BackendSelect", with_keyset=True)
-
     @contextmanager
-    def _waits(self, session: Session) -> Iterator[None]:
+    def _waits(self) -> Iterator[None]:
         torch_private.require("torch._C._distributed_c10d.Work.wait")
         from torch._C._distributed_c10d import Work
 
-        recorder, name_id, wait = session.recorder, session.intern("wait"), Work.wait
-
-        def timed_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-            start_ns = recorder.now_ns()
-            recorder.begin(_WAIT, name_id)
-            try:
-                return wait(self, *args, **kwargs)
-            finally:
-                recorder.end(_WAIT, name_id)
-                session.waited_ns += recorder.now_ns() - start_ns
-
-        torch_private.break_in_compiled_code(timed_wait)
-        with patched(Work, "wait", timed_wait):
+        with patched(Work, "wait", torch_private.break_in_compiled_code(timed_wait(Work, Work.wait))):
             yield
+
+
+def _left_to_another(operator: str, session: Session) -> bool:
+    if torch_private.has_tap(operator):
+        session.note(f"{operator} is tapped by another tool and was left to it: not recorded")
+        return True
+    return False
+
+
+class Groups:
+    """Names for what is issued, and a row in the ring's table of groups for each group and pair of peers."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._next: dict[str, int] = {}  # sequence number of each group's next operation (the Python tap)
+
+    def describe_native(
+        self, operator: str, group: str, dtype: str, peer: int, on_cpu: bool, backend_sequence: int
+    ) -> tuple[int, int, int, bool]:
+        """For the native tap, with the GIL: name id, slot, first sequence number, whether the future tells the end."""
+        with guard("naming a collective"):
+            calls_back = on_cpu and any(name in _backend(group) for name in _FUTURE_IS_COMPLETION)
+            name_id, slot = self.describe(operator, group, _DTYPES.get(dtype, dtype.lower()), peer)
+            return name_id, slot, max(0, backend_sequence), calls_back
+        return 0, 1 << 16, 0, False
+
+    def describe(self, operator: str, group: str, dtype: str, peer: int) -> tuple[int, int]:
+        """The name's id, and the slot in the table of groups."""
+        operation = operator.partition("::")[2].strip("_")
+        text = f"{operation} group={group}" + (f" dtype={dtype}" if dtype else "")
+        point_to_point = operation in ("send", "recv", "recv_any_source")
+        if peer >= 0:
+            text += f" {'peer' if point_to_point else 'root'}={peer}"
+        slot = self._session.group_slot(f"{operation} group={group} peer={peer}" if point_to_point else group)
+        if group not in self._session.groups:
+            self._session.know_group(group, *torch_private.members_of_group(group))
+        return self._session.intern(text), slot
+
+    def next_sequence(self, key: str, backend_sequence: int) -> int:
+        """The sequence number of the next operation of a group, or of a pair of peers."""
+        sequence = self._next.get(key, max(0, backend_sequence))
+        self._next[key] = sequence + 1
+        return sequence
+
+
+def _backend(group: str) -> str:
+    return torch_private.backend_of_group(group)
 
 
 def _overload(operator: str) -> Any:
@@ -108,62 +172,75 @@ def _overload(operator: str) -> Any:
     return getattr(getattr(torch.ops, namespace), name).default
 
 
-def _timed_operator(session: Session, operator: str) -> Callable[..., Any]:
+def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., Any]:
+    """The Python tap of one operator."""
     from torch._C._distributed_c10d import ProcessGroup
 
     recorder, overload, rest = session.recorder, _overload(operator), torch_private.rest_of_dispatch()
     arguments = [argument.name for argument in overload._schema.arguments]
     group_at = arguments.index("process_group")
     async_at = arguments.index("async_op") if "async_op" in arguments else None
-    blocking = operator in _BLOCKING
-    shown = operator.partition("::")[2].strip("_")
-    name_ids: dict[str, int] = {}
-    sequences: defaultdict[str, int] = session.collective_sequences
+    peer_at = next((index for index, name in enumerate(arguments) if name in _PEERS), None)
+    blocking = not overload._schema.returns  # waits inside the operation; all others are waited for through their Work
+    point_to_point, payload = "tag" in arguments, "barrier" not in operator  # a barrier's tensor is none
+    known: dict[tuple[str, Any, int], tuple[int, int, str]] = {}
+
+    def first_tensor(value: Any) -> Any:
+        while isinstance(value, (list, tuple)):
+            value = value[0] if value else None
+        return value
 
     @guard("collective tap")
-    def record(args: tuple[Any, ...], start_ns: int, end_ns: int) -> None:
-        group = ProcessGroup.unbox(args[group_at]).group_name
-        if group not in name_ids:
-            name_ids[group] = session.intern(f"{shown} group={group}")
-        sequence = sequences[group]
-        sequences[group] += 1
+    def issue(args: tuple[Any, ...]) -> tuple[Any, int] | None:
+        group = ProcessGroup.unbox(args[group_at])
+        name = group.group_name
+        peer = -1 if peer_at is None else int(args[peer_at])
+        dtype = getattr(first_tensor(args[0]), "dtype", None) if payload else None
+        key = name, dtype, peer
+        if key not in known:
+            name_id, slot = groups.describe(operator, name, str(dtype).removeprefix("torch.") if dtype else "", peer)
+            known[key] = name_id, slot, f"{operator}/{name}/{peer}" if point_to_point else name
+        name_id, slot, counter = known[key]
+        backend_sequence = 0 if point_to_point else torch_private.sequence_of_group(group)
+        sequence = groups.next_sequence(counter, backend_sequence)
         is_async = async_at is None or len(args) <= async_at or bool(args[async_at])
-        recorder.interval(
-            _COLLECTIVE,
-            name_ids[group],
-            start_ns,
-            end_ns - start_ns,
-            _ASYNC if is_async else 0,
-            payload_bytes(args[0]),
-            sequence,
+        end = End.BY_RETURN if blocking else End.UNKNOWN if is_async else End.BY_WAIT
+        issued = recorder.issue(
+            name_id, slot, sequence, _ASYNC if is_async else 0, payload_bytes(args[0]) if payload else 0
         )
-        if blocking:
-            recorder.interval(_WAIT, name_ids[group], start_ns, end_ns - start_ns)
-            session.waited_ns += end_ns - start_ns
+        return issued, int(end)
+
+    @guard("collective tap")
+    def returned(issued: tuple[Any, int], raised: bool) -> None:
+        ticket, end = issued
+        if ticket is not None:
+            recorder.returned(ticket, int(End.UNKNOWN) if raised else end)
 
     def tap(keys: Any, *args: Any) -> Any:
-        start_ns = recorder.now_ns()
-        result = overload.redispatch(keys & rest, *args)
-        record(args, start_ns, recorder.now_ns())
-        return result
+        issued = issue(args)
+        raised = True
+        try:
+            result = overload.redispatch(keys & rest, *args)
+            raised = False
+            return result
+        finally:
+            if issued is not None:
+                returned(issued, raised)
 
     return tap
 
 
-def _timed_wait_tensor(session: Session, operator: str) -> Callable[..., Any]:
-    recorder, overload, rest = session.recorder, _overload(operator), torch_private.rest_of_dispatch()
-    name_id = session.intern("wait")
+def _timed_wait_tensor(session: Session) -> Callable[..., Any]:
+    recorder, overload, rest = session.recorder, _overload(WAIT_TENSOR), torch_private.rest_of_dispatch()
     tracing = torch_private.tracing_context()
 
     def tap(keys: Any, *args: Any) -> Any:
         if tracing() is not None:
             return overload.redispatch(keys & rest, *args)
-        start_ns = recorder.now_ns()
-        recorder.begin(_WAIT, name_id)
+        recorder.begin_wait()
         try:
             return overload.redispatch(keys & rest, *args)
         finally:
-            recorder.end(_WAIT, name_id)
-            session.waited_ns += recorder.now_ns() - start_ns
+            recorder.end_wait()
 
     return tap

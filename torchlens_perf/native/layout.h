@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-enum { MAX_FRAMES = 64 };
+enum { MAX_FRAMES = 64, MAX_GROUPS = 48 };
 
 /* Kinds from DATA to RECOMPUTE are phases: their time is taken out of the phase around them. */
 enum kind {
@@ -17,12 +17,14 @@ enum kind {
     KIND_RECOMPUTE = 7,
     KIND_MODULE = 16,
     KIND_SECTION = 18,
+    KIND_COLLECTIVE = 19,
 };
 #define LAST_PHASE KIND_RECOMPUTE
 
 enum flag {
     FLAG_EXCEPTION = 1,
     FLAG_OTHER_THREAD = 8,
+    FLAG_COMPLETED = 16,
 };
 
 /* One closed span: one cache line, so that a record never straddles two. */
@@ -52,6 +54,15 @@ typedef struct {
     Frame frames[MAX_FRAMES];
 } Stack;
 
+/* How far a process group is, so that a reader sees who is missing in a collective. */
+typedef struct {
+    uint32_t name_id;
+    uint32_t reserved;
+    uint64_t issued;   /* sequence number of the last operation issued, plus 1 */
+    uint64_t ended;    /* the same of the last one that is known to have ended, or whose end nobody tells */
+    int64_t issued_ns; /* when the last one was issued */
+} Group;
+
 typedef struct {
     char magic[8];
     uint32_t version;
@@ -75,6 +86,8 @@ typedef struct {
     uint64_t padding[3];
     /* offset 192: the open spans of the training thread, so that a reader sees where a hung or killed rank is */
     Stack stack;
+    uint64_t groups_used;
+    Group groups[MAX_GROUPS];
 } Header;
 
 _Static_assert(sizeof(Record) == 64, "a record is one cache line");
@@ -82,5 +95,7 @@ _Static_assert(sizeof(Frame) == 32, "frame size is part of the file format");
 _Static_assert(__builtin_offsetof(Header, head) == 64, "header layout is part of the file format");
 _Static_assert(__builtin_offsetof(Header, names_used) == 128, "header layout is part of the file format");
 _Static_assert(__builtin_offsetof(Header, stack) == 192, "header layout is part of the file format");
+_Static_assert(sizeof(Group) == 32, "group size is part of the file format");
+_Static_assert(sizeof(Header) <= 4096, "the metadata begin there");
 
 #endif

@@ -163,12 +163,12 @@ static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-static void recorder_release(Recorder *self)
+static void recorder_release(Recorder *self, int forked)
 {
     if (active_recorder == self) {
         active_recorder = NULL;
     }
-    self->header = NULL;
+    collective_release(self, forked);
     if (self->buffer.obj != NULL) {
         PyBuffer_Release(&self->buffer);
     }
@@ -197,14 +197,14 @@ static int recorder_clear(Recorder *self)
 static void recorder_dealloc(Recorder *self)
 {
     PyObject_GC_UnTrack(self);
-    recorder_release(self);
+    recorder_release(self, 0);
     recorder_clear(self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 /* Reads a fastcall argument vector of integers; the optional ones that are missing keep their value. */
-static int read_integers(const char *name, PyObject *const *args, Py_ssize_t count, Py_ssize_t least, Py_ssize_t most,
-                         int64_t *values)
+int read_integers(const char *name, PyObject *const *args, Py_ssize_t count, Py_ssize_t least, Py_ssize_t most,
+                  int64_t *values)
 {
     if (count < least || count > most) {
         PyErr_Format(PyExc_TypeError, "%s() takes %zd to %zd integers, got %zd", name, least, most, count);
@@ -391,14 +391,14 @@ static PyObject *recorder_close(Recorder *self, PyObject *unused)
     if (self->header != NULL && this_thread() == self->owner) {
         spans_drop(self, &self->header->stack, 1); /* the step in progress stays, for the reader to see */
     }
-    recorder_release(self);
+    recorder_release(self, 0);
     Py_RETURN_NONE;
 }
 
 /* In a forked child: forgets the ring file, which stays the parent's, without a store to it. */
 static PyObject *recorder_abandon(Recorder *self, PyObject *unused)
 {
-    recorder_release(self);
+    recorder_release(self, 1);
     Py_RETURN_NONE;
 }
 
@@ -436,6 +436,11 @@ static PyObject *recorder_get_tool_ns(Recorder *self, void *closure)
     return PyLong_FromUnsignedLongLong(self->header != NULL ? self->header->tool_ns : 0);
 }
 
+static PyObject *recorder_get_waited_ns(Recorder *self, void *closure)
+{
+    return PyLong_FromLongLong(self->waited_ns);
+}
+
 static PyObject *recorder_get_closed(Recorder *self, void *closure)
 {
     return PyBool_FromLong(self->header == NULL);
@@ -452,6 +457,11 @@ static PyMethodDef recorder_methods[] = {
     {"interval", FASTCALL(recorder_interval), METH_FASTCALL, NULL},
     {"next_step", FASTCALL(recorder_next_step), METH_FASTCALL, NULL},
     {"charge", FASTCALL(recorder_charge), METH_FASTCALL, NULL},
+    {"collect", (PyCFunction)recorder_collect, METH_O, NULL},
+    {"issue", FASTCALL(recorder_issue), METH_FASTCALL, NULL},
+    {"returned", FASTCALL(recorder_returned), METH_FASTCALL, NULL},
+    {"begin_wait", (PyCFunction)recorder_begin_wait, METH_NOARGS, NULL},
+    {"end_wait", (PyCFunction)recorder_end_wait, METH_NOARGS, NULL},
     {"now_ns", (PyCFunction)recorder_now_ns, METH_NOARGS, NULL},
     {"intern", (PyCFunction)recorder_intern, METH_O, NULL},
     {"activate", (PyCFunction)recorder_activate, METH_NOARGS, NULL},
@@ -472,6 +482,7 @@ static PyGetSetDef recorder_properties[] = {
     {"step", (getter)recorder_get_step, NULL, NULL, NULL},
     {"written", (getter)recorder_get_written, NULL, NULL, NULL},
     {"tool_ns", (getter)recorder_get_tool_ns, NULL, NULL, NULL},
+    {"waited_ns", (getter)recorder_get_waited_ns, NULL, NULL, NULL},
     {"closed", (getter)recorder_get_closed, NULL, NULL, NULL},
     {NULL},
 };

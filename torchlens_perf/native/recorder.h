@@ -26,6 +26,8 @@ typedef struct {
     PyObject *intern;
     PyObject *clock; /* NULL: CLOCK_MONOTONIC */
     PyObject *nvtx_push, *nvtx_pop, *nvtx_attributes;
+    int shared;        /* not 0: records are also written without the GIL, see collective.c */
+    int64_t waited_ns; /* how long the owner was blocked in collectives, in total */
     int probe;     /* not 0: module calls show their arguments and results to their observers */
     int backwards; /* open BACKWARD spans, on any thread */
 } Recorder;
@@ -42,6 +44,16 @@ void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, int64_t e
                       uint64_t value0, uint64_t value1);
 uint32_t kind_of_call(Recorder *self, Stack *stack);
 void charge_tool(Recorder *self, int64_t tool_ns);
+int read_integers(const char *name, PyObject *const *args, Py_ssize_t count, Py_ssize_t least, Py_ssize_t most,
+                  int64_t *values);
+PyObject *recorder_collect(Recorder *self, PyObject *name_id);
+PyObject *recorder_issue(Recorder *self, PyObject *const *args, Py_ssize_t count);
+PyObject *recorder_returned(Recorder *self, PyObject *const *args, Py_ssize_t count);
+PyObject *recorder_begin_wait(Recorder *self, PyObject *unused);
+PyObject *recorder_end_wait(Recorder *self, PyObject *unused);
+PyObject *collective_timed_wait(PyObject *module, PyObject *args);
+PyObject *collective_capsule(PyObject *module, PyObject *unused);
+void collective_release(Recorder *self, int forked);
 PyObject *section_lookup(PyObject *module, PyObject *name);
 PyObject *section_set_decorator(PyObject *module, PyObject *function);
 int section_setup(PyObject *module);
@@ -85,18 +97,22 @@ static inline Stack *open_spans(Recorder *self)
     return this_thread() == self->owner ? &self->header->stack : other_thread_spans(self);
 }
 
-/* A reader sees these stores in this order: slot invalid, its fields, its stamp, the head. */
-static inline void write_record(Recorder *self, const Record *record, uint32_t kind, uint64_t depth, uint32_t flags)
+/* A reader sees these stores in this order: slot invalid, its fields, its stamp, the head. With several writers the
+ * head goes first, and a reader finds the slot unfinished. */
+static inline void write_record_of_step(Recorder *self, const Record *record, uint32_t kind, uint64_t depth,
+                                        uint32_t flags)
 {
     Header *header = self->header;
-    uint64_t sequence = header->head;
+    int shared = self->shared;
+    uint64_t sequence = shared ? atomic_fetch_add_explicit((_Atomic uint64_t *)&header->head, 1, memory_order_relaxed)
+                               : header->head;
     Record *slot = &self->records[sequence & self->mask];
     uint64_t tag = (uint32_t)(sequence + 1) | (uint64_t)kind << 32 | (depth & 0xff) << 40 | (uint64_t)flags << 48;
 
     atomic_store_explicit((_Atomic uint64_t *)&slot->tag, 0, memory_order_relaxed);
     atomic_thread_fence(memory_order_release);
     slot->name_id = record->name_id;
-    slot->step = (uint32_t)header->step;
+    slot->step = record->step;
     slot->start_ns = record->start_ns;
     slot->duration_ns = record->duration_ns;
     slot->nested_ns = record->nested_ns;
@@ -104,9 +120,18 @@ static inline void write_record(Recorder *self, const Record *record, uint32_t k
     slot->value0 = record->value0;
     slot->value1 = record->value1;
     atomic_store_explicit((_Atomic uint64_t *)&slot->tag, tag, memory_order_release);
-    atomic_store_explicit((_Atomic uint64_t *)&header->head, sequence + 1, memory_order_release);
+    if (!shared) {
+        atomic_store_explicit((_Atomic uint64_t *)&header->head, sequence + 1, memory_order_release);
+    }
     /* The ring is larger than the caches: the next slot is fetched while the user's code runs. */
     __builtin_prefetch(&self->records[(sequence + 1) & self->mask], 1);
+}
+
+/* A record of the step in progress. */
+static inline void write_record(Recorder *self, Record *record, uint32_t kind, uint64_t depth, uint32_t flags)
+{
+    record->step = (uint32_t)self->header->step;
+    write_record_of_step(self, record, kind, depth, flags);
 }
 
 /* Returns the depth of the new span. The clock is read last, so that the span does not hold our own work. */

@@ -1,0 +1,50 @@
+/* How collectives are recorded, for the Python recorder and for the native tap (tap.cpp), which is built apart from this
+ * extension, against the torch at hand, and gets at these functions through a capsule.
+ *
+ * All of it may be called on any thread, with or without the GIL.
+ */
+#ifndef TORCHLENS_PERF_NATIVE_COLLECTIVE_H
+#define TORCHLENS_PERF_NATIVE_COLLECTIVE_H
+
+#include <stdint.h>
+
+#define COLLECTIVE_MARKS_CAPSULE "torchlens_perf._native.collective_marks"
+enum { COLLECTIVE_MARKS_VERSION = 1 };
+
+/* One operation: what the tap knows of it, and what issue() adds. */
+typedef struct {
+    uint32_t name_id;
+    uint32_t group; /* slot in the ring file's table of groups; beyond the table: not shown there */
+    uint32_t sequence;
+    uint32_t flags;
+    uint64_t bytes;
+    uint64_t generation; /* of the recorder that was there when it was issued */
+    int64_t start_ns;
+    int64_t call_ns; /* how long the issuing call took */
+    uint32_t step;
+    uint32_t depth;
+    uint32_t within; /* name of the span that it was issued in */
+    uint32_t ordinal; /* among the step's operations */
+} Collective;
+
+enum collective_end {
+    END_BY_CALLBACK, /* completed() will be called */
+    END_BY_WAIT,     /* the issuing thread waits for it at once: the end of that wait is its end */
+    END_UNKNOWN,     /* nobody tells */
+    END_BY_RETURN,   /* the call itself was blocked until the end */
+};
+
+typedef struct {
+    int version;
+    /* Before the operation. Returns 0, and records nothing, if nobody records. */
+    int (*issue)(Collective *collective);
+    /* After the issuing call. */
+    void (*returned)(Collective *collective, enum collective_end end);
+    /* The operation is over. `collective` as returned() left it. */
+    void (*completed)(const Collective *collective);
+    /* A wait of the calling thread, in a functional collective's wait_tensor. Returns 0 if nobody records. */
+    int (*wait_began)(void);
+    void (*wait_ended)(void);
+} CollectiveMarks;
+
+#endif

@@ -1,0 +1,31 @@
+"""Sets of ranks as short text: "0-3,8,16-1000/8". A group of ten thousand ranks is one regular range, or a few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Ascending ranks as ranges `first-last/stride`, joined by commas."""
+    parts, left = [], sorted(ranks)
+    while left:
+        stride = left[1] - left[0] if len(left) > 1 else 1
+        count = 1
+        while count < len(left) and left[count] - left[count - 1] == stride:
+            count += 1
+        if count == 2 and stride > 1:
+            count = 1  # two ranks are no pattern: the second may begin a range
+        first, last = left[0], left[count - 1]
+        parts.append(str(first) if count == 1 else f"{first}-{last}" + (f"/{stride}" if stride > 1 else ""))
+        left = left[count:]
+    return ",".join(parts)
+
+
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """The ranks that ranges() wrote. Raises ValueError for other text."""
+    ranks: list[int] = []
+    for part in filter(None, text.split(",")):
+        span, _, stride = part.partition("/")
+        first, _, last = span.partition("-")
+        ranks.extend(range(int(first), int(last or first) + 1, int(stride or 1)))
+    return tuple(ranks)
