@@ -10,6 +10,7 @@ the cost of a section.
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 import threading
 import time
@@ -37,6 +38,8 @@ from torchlens_perf.ring import (
 
 _STEP, _FORWARD, _BACKWARD, _RECOMPUTE = int(Kind.STEP), int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.RECOMPUTE)
 _MODULE, _SECTION, _WAIT = int(Kind.MODULE), int(Kind.SECTION), int(Kind.WAIT)
+_THREAD_TIME = int(Kind.THREAD_TIME)
+_MOST_READS, _LEAST_STEP_NS = 32, 10_000_000
 _COLLECTIVE, _COMPLETED = int(Kind.COLLECTIVE), int(Flag.COMPLETED)
 _END_BY_WAIT, _END_BY_RETURN = 1, 3  # recorder.End
 _FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.RECOMPUTE)
@@ -85,6 +88,7 @@ class Recorder:
         self._frames: list[Frame] = []
         self._threads = threading.local()
         self.waited_ns = 0
+        self._thread_time: ThreadTime | None = None
         self._ordinals = [0, 0]
         self._nvtx_push: Callable[[Any], Any] | None = None
         self._nvtx_pop: Callable[[], Any] = lambda: None
@@ -143,6 +147,22 @@ class Recorder:
             flags |= _OTHER_THREAD
         self._write([start_ns, 0, 0, name_id, kind], len(frames), duration_ns, flags, value0, value1)
 
+    def start_thread_time(self) -> bool:
+        try:
+            path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+            self._thread_time = ThreadTime(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            return False
+        return _get_ident() == self._owner
+
+    def own_work_paused(self) -> None:
+        if self._thread_time is not None and _get_ident() == self._owner:
+            self._thread_time.wait_began()
+
+    def own_work_resumed(self) -> None:
+        if self._thread_time is not None and _get_ident() == self._owner:
+            self._thread_time.wait_ended()
+
     def collect(self, wait_name_id: int) -> None:
         global _collecting, _wait_name_id
         if not self.closed:
@@ -183,6 +203,7 @@ class Recorder:
 
     def begin_wait(self) -> None:
         if self is _collecting:
+            self.own_work_paused()
             self.begin(_WAIT, _wait_name_id)
 
     def end_wait(self) -> None:
@@ -192,6 +213,7 @@ class Recorder:
         if frames is self._frames and frames[-1][_KIND] == _WAIT:
             self.waited_ns += self.now_ns() - frames[-1][_START]
         self.end(_WAIT, _wait_name_id)
+        self.own_work_resumed()
         self._end_waited_for(self.now_ns())
 
     def _end_waited_for(self, end_ns: int | None) -> None:
@@ -220,6 +242,10 @@ class Recorder:
             return 0
         end_ns = self.now_ns()
         frame = self._frames[0]
+        if self._thread_time is not None:
+            times = self._thread_time.step(end_ns - frame[_START])
+            if times is not None:
+                self._write([frame[_START], 0, 0, 0, _THREAD_TIME], 1, end_ns - frame[_START], 0, *times)
         self._write(frame, 0, end_ns - frame[_START], flags, value0, value1)
         frame[:3] = end_ns, 0, 0
         self.step += 1
@@ -250,14 +276,21 @@ class Recorder:
         if _get_ident() == self._owner:
             self._drop(self._frames, 1)
         self._end_waited_for(None)
+        self._stop_thread_time()
         self.closed = True
         self._words.release()
 
     def abandon(self) -> None:
         if not self.closed:
             self.deactivate()
+            self._stop_thread_time()
             self.closed = True
             self._words.release()
+
+    def _stop_thread_time(self) -> None:
+        if self._thread_time is not None:
+            os.close(self._thread_time.descriptor)
+            self._thread_time = None
 
     def set_nvtx(self, push: Callable[[Any], Any], pop: Callable[[], Any], attributes: list[Any]) -> None:
         if not attributes:
@@ -353,6 +386,47 @@ class Recorder:
             depth & 0xFF, flags, name_id, self.step, start_ns, duration_ns, nested_ns, phase_ns, value0, value1,
         )  # fmt: skip
         self._words[HEAD] = sequence + 1
+
+
+class ThreadTime:
+    """CPU time of the training thread and time ready without a CPU, in its own work; native/thread_time.c says why."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._measured = False
+        self._reads = self._waits_open = 0
+        self._last = self._read()
+        self._wait_began = self._waited = (0, 0)
+
+    def _read(self) -> tuple[int, int]:
+        cpu_ns, ready_ns, *_ = os.pread(self.descriptor, 96, 0).split()
+        return int(cpu_ns), int(ready_ns)
+
+    def wait_began(self) -> None:
+        if self._measured:
+            self._waits_open += 1
+            if self._waits_open == 1:
+                self._reads += 1
+                self._measured = self._reads <= _MOST_READS
+                self._wait_began = self._read()
+
+    def wait_ended(self) -> None:
+        if self._measured and self._waits_open:
+            self._waits_open -= 1
+            if not self._waits_open:
+                now, began, waited = self._read(), self._wait_began, self._waited
+                self._waited = waited[0] + now[0] - began[0], waited[1] + now[1] - began[1]
+
+    def step(self, duration_ns: int) -> tuple[int, int] | None:
+        measured, wanted = self._measured and not self._waits_open, duration_ns >= _LEAST_STEP_NS
+        times = None
+        if measured or wanted:
+            now, last, waited = self._read(), self._last, self._waited
+            if measured:
+                times = max(0, now[0] - last[0] - waited[0]), max(0, now[1] - last[1] - waited[1])
+            self._last = now
+        self._measured, self._reads, self._waits_open, self._waited = wanted, 0, 0, (0, 0)
+        return times
 
 
 class Section:

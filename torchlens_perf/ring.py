@@ -67,6 +67,7 @@ class Kind(IntEnum):
     MODULE_BACKWARD = 17
     SECTION = 18
     COLLECTIVE = 19
+    THREAD_TIME = 20  # of a step's own work: CPU time, and time ready without a CPU
 
 
 PHASES = (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT)

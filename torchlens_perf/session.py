@@ -207,6 +207,8 @@ class Session:
         if models is not None:
             self.watch_models(models)
         recorder = self.recorder
+        if self.communicates():
+            recorder.start_thread_time()
         recorder.probe = int(self._probes.wants(recorder.step))
         self._unprobed_since = self._before_probe = self._now()
         recorder.activate()

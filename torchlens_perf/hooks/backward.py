@@ -184,11 +184,13 @@ class BackwardHook:
         def guarded_computed(tail: _Tail) -> Callable[[], None]:
             @guard("backward callback")
             def computed() -> None:
+                recorder.own_work_paused()
                 tail.start_ns, tail.waited_before_ns = session.recorder.now_ns(), session.recorder.waited_ns
                 torch_private.queue_callback(finished)
 
             @guard("backward callback")
             def finished() -> None:
+                recorder.own_work_resumed()
                 tail.end_ns, tail.waited_after_ns = session.recorder.now_ns(), session.recorder.waited_ns
 
             return computed

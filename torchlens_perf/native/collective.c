@@ -19,6 +19,14 @@ static __thread struct {
     Collective collective;
 } waited_for;
 
+/* Operations that have not ended, whose backend will call back; the surplus is recorded without an end. */
+enum { MOST_PENDING = 1024 };
+static struct {
+    int used;
+    Collective collective;
+} pending[MOST_PENDING];
+static uint32_t next_pending;
+
 /* The operations of the step in progress so far, on the training thread and elsewhere. */
 static struct {
     uint32_t step, count;
@@ -58,6 +66,17 @@ static void flush_waited_for(int64_t end_ns, uint32_t flags)
         if (is_recorded(collective)) {
             write_collective(collecting, collective, flags ? end_ns - collective->start_ns : collective->call_ns, flags);
         }
+    }
+}
+
+/* When recording ends: what is on its way is recorded, without an end. */
+static void write_pending(void)
+{
+    for (uint32_t i = 0; i < MOST_PENDING; i++) {
+        if (pending[i].used && is_recorded(&pending[i].collective)) {
+            write_collective(collecting, &pending[i].collective, pending[i].collective.call_ns, 0);
+        }
+        pending[i].used = 0;
     }
 }
 
@@ -101,7 +120,17 @@ static void returned(Collective *collective, enum collective_end end)
     if (is_recorded(collective)) {
         int64_t now_ns = recorder_now(collecting);
         collective->call_ns = now_ns - collective->start_ns;
-        if (end == END_BY_WAIT) {
+        if (end == END_BY_CALLBACK) {
+            uint32_t place = next_pending++ % MOST_PENDING;
+            collective->pending = place;
+            if (pending[place].used && is_recorded(&pending[place].collective)) {
+                write_collective(collecting, collective, collective->call_ns, 0);
+                collective->pending = MOST_PENDING;
+            } else {
+                pending[place].used = 1;
+                pending[place].collective = *collective;
+            }
+        } else if (end == END_BY_WAIT) {
             waited_for.pending = 1;
             waited_for.collective = *collective;
         } else if (end == END_UNKNOWN) {
@@ -127,7 +156,8 @@ static void returned(Collective *collective, enum collective_end end)
 static void completed(const Collective *collective)
 {
     pthread_mutex_lock(&lock);
-    if (is_recorded(collective)) {
+    if (collective->pending < MOST_PENDING && is_recorded(collective)) {
+        pending[collective->pending].used = 0;
         int64_t end_ns = recorder_now(collecting);
         write_collective(collecting, collective, end_ns - collective->start_ns, FLAG_COMPLETED);
     }
@@ -149,7 +179,11 @@ static int wait_began(void)
     Recorder *recorder = collecting;
     int records = recorder != NULL && recorder->header != NULL;
     if (records) {
-        span_open(recorder, open_spans(recorder), KIND_WAIT, wait_name_id);
+        Stack *stack = open_spans(recorder);
+        if (stack == &recorder->header->stack) {
+            thread_time_wait_began(&recorder->thread_time);
+        }
+        span_open(recorder, stack, KIND_WAIT, wait_name_id);
     }
     pthread_mutex_unlock(&lock);
     if (gil) {
@@ -173,6 +207,9 @@ static void wait_ended(void)
             recorder->waited_ns += end_ns - stack->frames[innermost - 1].start_ns;
         }
         span_close_named(recorder, KIND_WAIT, wait_name_id, end_ns, 0, 0, 0);
+        if (stack == &recorder->header->stack) {
+            thread_time_wait_ended(&recorder->thread_time);
+        }
         flush_waited_for(end_ns, FLAG_COMPLETED);
     }
     pthread_mutex_unlock(&lock);
@@ -216,6 +253,10 @@ void collective_release(Recorder *self, int forked)
     }
     pthread_mutex_lock(&lock);
     if (collecting == self) {
+        if (self->header != NULL && !forked) {
+            flush_waited_for(0, 0);
+            write_pending();
+        }
         collecting = NULL;
     }
     self->header = NULL;

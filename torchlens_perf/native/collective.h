@@ -25,6 +25,7 @@ typedef struct {
     uint32_t depth;
     uint32_t within; /* name of the span that it was issued in */
     uint32_t ordinal; /* among the step's operations */
+    uint32_t pending; /* place in the table of those that have not ended */
 } Collective;
 
 enum collective_end {

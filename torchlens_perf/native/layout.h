@@ -18,6 +18,7 @@ enum kind {
     KIND_MODULE = 16,
     KIND_SECTION = 18,
     KIND_COLLECTIVE = 19,
+    KIND_THREAD_TIME = 20,
 };
 #define LAST_PHASE KIND_RECOMPUTE
 

@@ -169,6 +169,7 @@ static void recorder_release(Recorder *self, int forked)
         active_recorder = NULL;
     }
     collective_release(self, forked);
+    thread_time_stop(&self->thread_time);
     if (self->buffer.obj != NULL) {
         PyBuffer_Release(&self->buffer);
     }
@@ -335,6 +336,16 @@ static PyObject *recorder_next_step(Recorder *self, PyObject *const *args, Py_ss
     }
     int64_t end_ns = recorder_now(self);
     Frame *frame = &self->header->stack.frames[0];
+    int64_t cpu_ns, ready_ns;
+    if (thread_time_step(&self->thread_time, end_ns - frame->start_ns, &cpu_ns, &ready_ns)) {
+        Record times = {
+            .start_ns = frame->start_ns,
+            .duration_ns = end_ns - frame->start_ns,
+            .value0 = (uint64_t)(cpu_ns > 0 ? cpu_ns : 0),
+            .value1 = (uint64_t)(ready_ns > 0 ? ready_ns : 0),
+        };
+        write_record(self, &times, KIND_THREAD_TIME, 1, 0);
+    }
     Record record = {
         .start_ns = frame->start_ns,
         .duration_ns = end_ns - frame->start_ns,
@@ -358,6 +369,30 @@ static PyObject *recorder_charge(Recorder *self, PyObject *const *args, Py_ssize
     }
     if (self->header != NULL) {
         charge_tool(self, tool_ns);
+    }
+    Py_RETURN_NONE;
+}
+
+/* start_thread_time(): from here on, whether the kernel tells. */
+static PyObject *recorder_start_thread_time(Recorder *self, PyObject *unused)
+{
+    return PyBool_FromLong(self->header != NULL && this_thread() == self->owner &&
+                           thread_time_start(&self->thread_time));
+}
+
+/* Around a wait that is no span: the end of the backward pass. */
+static PyObject *recorder_own_work_paused(Recorder *self, PyObject *unused)
+{
+    if (self->header != NULL && this_thread() == self->owner) {
+        thread_time_wait_began(&self->thread_time);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_own_work_resumed(Recorder *self, PyObject *unused)
+{
+    if (self->header != NULL && this_thread() == self->owner) {
+        thread_time_wait_ended(&self->thread_time);
     }
     Py_RETURN_NONE;
 }
@@ -462,6 +497,9 @@ static PyMethodDef recorder_methods[] = {
     {"returned", FASTCALL(recorder_returned), METH_FASTCALL, NULL},
     {"begin_wait", (PyCFunction)recorder_begin_wait, METH_NOARGS, NULL},
     {"end_wait", (PyCFunction)recorder_end_wait, METH_NOARGS, NULL},
+    {"start_thread_time", (PyCFunction)recorder_start_thread_time, METH_NOARGS, NULL},
+    {"own_work_paused", (PyCFunction)recorder_own_work_paused, METH_NOARGS, NULL},
+    {"own_work_resumed", (PyCFunction)recorder_own_work_resumed, METH_NOARGS, NULL},
     {"now_ns", (PyCFunction)recorder_now_ns, METH_NOARGS, NULL},
     {"intern", (PyCFunction)recorder_intern, METH_O, NULL},
     {"activate", (PyCFunction)recorder_activate, METH_NOARGS, NULL},

@@ -15,6 +15,15 @@
 
 #include "layout.h"
 
+/* See thread_time.c. */
+typedef struct {
+    int on, measured, descriptor;
+    unsigned reads, waits_open;
+    int64_t cpu_ns, ready_ns;             /* at the last step's end */
+    int64_t wait_cpu_ns, wait_ready_ns;   /* when the wait in progress began */
+    int64_t waited_cpu_ns, waited_ready_ns; /* in the waits of this step */
+} ThreadTime;
+
 typedef struct {
     PyObject_HEAD
     Py_buffer buffer;
@@ -27,6 +36,7 @@ typedef struct {
     PyObject *clock; /* NULL: CLOCK_MONOTONIC */
     PyObject *nvtx_push, *nvtx_pop, *nvtx_attributes;
     int shared;        /* not 0: records are also written without the GIL, see collective.c */
+    ThreadTime thread_time;
     int64_t waited_ns; /* how long the owner was blocked in collectives, in total */
     int probe;     /* not 0: module calls show their arguments and results to their observers */
     int backwards; /* open BACKWARD spans, on any thread */
@@ -46,6 +56,11 @@ uint32_t kind_of_call(Recorder *self, Stack *stack);
 void charge_tool(Recorder *self, int64_t tool_ns);
 int read_integers(const char *name, PyObject *const *args, Py_ssize_t count, Py_ssize_t least, Py_ssize_t most,
                   int64_t *values);
+int thread_time_start(ThreadTime *times);
+void thread_time_stop(ThreadTime *times);
+void thread_time_wait_began(ThreadTime *times);
+void thread_time_wait_ended(ThreadTime *times);
+int thread_time_step(ThreadTime *times, int64_t duration_ns, int64_t *cpu_ns, int64_t *ready_ns);
 PyObject *recorder_collect(Recorder *self, PyObject *name_id);
 PyObject *recorder_issue(Recorder *self, PyObject *const *args, Py_ssize_t count);
 PyObject *recorder_returned(Recorder *self, PyObject *const *args, Py_ssize_t count);
