@@ -26,6 +26,9 @@ def step_table(parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags:
         memory_bytes=np.full(count, memory),
         micro_steps=np.ones(count, np.int64),
         flags=np.full(count, flags),
+        workload=np.full(count, -1),
+        cpu_ns=np.full((count, len(PARTS)), -1),
+        ready_ns=np.full((count, len(PARTS)), -1),
     )
 
 

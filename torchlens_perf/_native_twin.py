@@ -39,7 +39,7 @@ from torchlens_perf.ring import (
 _STEP, _FORWARD, _BACKWARD, _RECOMPUTE = int(Kind.STEP), int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.RECOMPUTE)
 _MODULE, _SECTION, _WAIT = int(Kind.MODULE), int(Kind.SECTION), int(Kind.WAIT)
 _THREAD_TIME = int(Kind.THREAD_TIME)
-_MOST_READS, _LEAST_STEP_NS = 32, 10_000_000
+_MOST_READS, _LEAST_STEP_NS = 64, 10_000_000
 _COLLECTIVE, _COMPLETED = int(Kind.COLLECTIVE), int(Flag.COMPLETED)
 _END_BY_WAIT, _END_BY_RETURN = 1, 3  # recorder.End
 _FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.RECOMPUTE)
@@ -156,12 +156,19 @@ class Recorder:
         return _get_ident() == self._owner
 
     def own_work_paused(self) -> None:
-        if self._thread_time is not None and _get_ident() == self._owner:
-            self._thread_time.wait_began()
+        times = self._thread_time
+        if times is not None and times.measured and _get_ident() == self._owner:
+            times.mark(self._phase(self._frames))
+            times.paused = True
 
     def own_work_resumed(self) -> None:
-        if self._thread_time is not None and _get_ident() == self._owner:
-            self._thread_time.wait_ended()
+        times = self._thread_time
+        if times is not None and times.measured and times.paused and _get_ident() == self._owner:
+            times.mark(_WAIT)
+            times.paused = False
+
+    def _phase(self, frames: list[Frame]) -> int:
+        return next((frame[_KIND] for frame in reversed(frames[1:]) if frame[_KIND] < _MODULE), _STEP)
 
     def collect(self, wait_name_id: int) -> None:
         global _collecting, _wait_name_id
@@ -203,7 +210,6 @@ class Recorder:
 
     def begin_wait(self) -> None:
         if self is _collecting:
-            self.own_work_paused()
             self.begin(_WAIT, _wait_name_id)
 
     def end_wait(self) -> None:
@@ -213,7 +219,6 @@ class Recorder:
         if frames is self._frames and frames[-1][_KIND] == _WAIT:
             self.waited_ns += self.now_ns() - frames[-1][_START]
         self.end(_WAIT, _wait_name_id)
-        self.own_work_resumed()
         self._end_waited_for(self.now_ns())
 
     def _end_waited_for(self, end_ns: int | None) -> None:
@@ -243,9 +248,11 @@ class Recorder:
         end_ns = self.now_ns()
         frame = self._frames[0]
         if self._thread_time is not None:
-            times = self._thread_time.step(end_ns - frame[_START])
-            if times is not None:
-                self._write([frame[_START], 0, 0, 0, _THREAD_TIME], 1, end_ns - frame[_START], 0, *times)
+            if self._thread_time.measured:
+                self._thread_time.mark(self._phase(self._frames))
+            for kind, (cpu_ns, ready_ns) in self._thread_time.step(end_ns - frame[_START]).items():
+                record = [frame[_START], 0, 0, 0, _THREAD_TIME]
+                self._write(record, 1, end_ns - frame[_START], kind, cpu_ns, ready_ns)
         self._write(frame, 0, end_ns - frame[_START], flags, value0, value1)
         frame[:3] = end_ns, 0, 0
         self.step += 1
@@ -318,6 +325,8 @@ class Recorder:
             known = name_id < len(self._nvtx_attributes)
             self._nvtx_push(self._nvtx_attributes[name_id if known else 0])
         depth = len(frames)
+        if kind < _MODULE and frames is self._frames and self._thread_time is not None and self._thread_time.measured:
+            self._thread_time.mark(self._phase(frames))
         frame = [0, 0, 0, name_id, kind]
         frames.append(frame)
         if kind == _BACKWARD:
@@ -355,6 +364,8 @@ class Recorder:
             self._words[UNBALANCED] += len(frames) - depth - 1
         frame = frames[depth]
         kind = frame[_KIND]
+        if kind < _MODULE and frames is self._frames and self._thread_time is not None and self._thread_time.measured:
+            self._thread_time.mark(kind)
         if kind < _MODULE or self._nvtx_push is not None or len(frames) > depth + 1:
             self._drop(frames, depth)
         else:
@@ -389,44 +400,37 @@ class Recorder:
 
 
 class ThreadTime:
-    """CPU time of the training thread and time ready without a CPU, in its own work; native/thread_time.c says why."""
+    """CPU time of the training thread and time ready without a CPU, phase by phase; native/thread_time.c says why."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._measured = False
-        self._reads = self._waits_open = 0
+        self.measured = self.paused = False
+        self._reads = 0
         self._last = self._read()
-        self._wait_began = self._waited = (0, 0)
+        self._phases: dict[int, list[int]] = {}
 
     def _read(self) -> tuple[int, int]:
         cpu_ns, ready_ns, *_ = os.pread(self.descriptor, 96, 0).split()
         return int(cpu_ns), int(ready_ns)
 
-    def wait_began(self) -> None:
-        if self._measured:
-            self._waits_open += 1
-            if self._waits_open == 1:
-                self._reads += 1
-                self._measured = self._reads <= _MOST_READS
-                self._wait_began = self._read()
+    def mark(self, kind: int) -> None:
+        self._reads += 1
+        if self._reads > _MOST_READS:
+            self.measured = False
+            return
+        now, last = self._read(), self._last
+        phase = self._phases.setdefault(_WAIT if self.paused else kind, [0, 0])
+        phase[0] += now[0] - last[0]
+        phase[1] += now[1] - last[1]
+        self._last = now
 
-    def wait_ended(self) -> None:
-        if self._measured and self._waits_open:
-            self._waits_open -= 1
-            if not self._waits_open:
-                now, began, waited = self._read(), self._wait_began, self._waited
-                self._waited = waited[0] + now[0] - began[0], waited[1] + now[1] - began[1]
-
-    def step(self, duration_ns: int) -> tuple[int, int] | None:
-        measured, wanted = self._measured and not self._waits_open, duration_ns >= _LEAST_STEP_NS
-        times = None
-        if measured or wanted:
-            now, last, waited = self._read(), self._last, self._waited
-            if measured:
-                times = max(0, now[0] - last[0] - waited[0]), max(0, now[1] - last[1] - waited[1])
-            self._last = now
-        self._measured, self._reads, self._waits_open, self._waited = wanted, 0, 0, (0, 0)
-        return times
+    def step(self, duration_ns: int) -> dict[int, list[int]]:
+        phases = self._phases if self.measured else {}
+        wanted = duration_ns >= _LEAST_STEP_NS
+        if wanted and not self.measured:
+            self._last = self._read()
+        self.measured, self.paused, self._reads, self._phases = wanted, False, 0, {}
+        return phases
 
 
 class Section:

@@ -13,8 +13,9 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.identity import Identity
 from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.straggler import NOTHING, Findings
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclasses.dataclass
@@ -39,6 +40,8 @@ class ProcessState:
     tool_ns: int = 0
     open_spans: list[str] = dataclasses.field(default_factory=list)
     """What a process that died was inside of."""
+    groups: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Process groups that it has used: members and description."""
 
     def to_json(self) -> dict[str, Any]:
         value = {field: getattr(self, field) for field in _PLAIN_FIELDS}
@@ -59,7 +62,7 @@ class ProcessState:
 
 _PLAIN_FIELDS = (
     "counted", "ended", "trace_every", "native", "memory_source", "notes", "unbalanced", "too_deep", "names_lost",
-    "internal_errors", "tool_ns", "open_spans",
+    "internal_errors", "tool_ns", "open_spans", "groups",
 )  # fmt: skip
 
 
@@ -72,6 +75,8 @@ class NodeState:
     dropped_segments: int = 0
     notes: list[str] = dataclasses.field(default_factory=list)
     sidecar_cpu_s: float = 0.0
+    findings: Findings = NOTHING
+    """What this node's sidecar has judged: its own ranks, or on node 0 those of all nodes."""
 
     def save(self, run: RunDirectory) -> None:
         """Replaces the node's file. Raises OSError on a full disk."""
@@ -82,6 +87,7 @@ class NodeState:
             "dropped_segments": self.dropped_segments,
             "notes": self.notes,
             "sidecar_cpu_s": self.sidecar_cpu_s,
+            "findings": self.findings.to_json(),
         }
         path = run.node_state(self.host)
         partial = path.with_suffix(".partial")
@@ -101,6 +107,7 @@ def load(path: Path) -> NodeState:
             dropped_segments=value["dropped_segments"],
             notes=value["notes"],
             sidecar_cpu_s=value["sidecar_cpu_s"],
+            findings=Findings.from_json(value["findings"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunStoreError(f"{path} cannot be read: {type(error).__name__}: {error}") from None

@@ -44,6 +44,12 @@ class StepTable:
     memory_bytes: npt.NDArray[np.int64]
     micro_steps: npt.NDArray[np.int64]
     flags: npt.NDArray[np.int64]
+    workload: npt.NDArray[np.int64]
+    """Tokens or samples, as the job told them or its batches have them; -1 where it is not known."""
+    cpu_ns: npt.NDArray[np.int64]
+    """Shape [steps, len(PARTS)]: CPU time of the training thread; -1 where it was not measured."""
+    ready_ns: npt.NDArray[np.int64]
+    """Shape [steps, len(PARTS)]: time that the training thread was ready and had no CPU; -1 where not measured."""
 
     def __len__(self) -> int:
         return len(self.step)

@@ -43,6 +43,9 @@ RECORDS_OFFSET = 274432
 _MAPPED_AT_ONCE = 1 << 24  # the rest of a very long ring is mapped as it fills
 LONGEST_NAME = 256
 IN_FLIGHT = 64  # records that writers on several threads may have begun and not finished (the Python twin)
+# A STEP record's value1: micro-steps, and above them the workload plus 1 (0: not known).
+WORKLOAD_SHIFT = 16
+MICRO_STEPS_MASK = (1 << WORKLOAD_SHIFT) - 1
 OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's space
 
 # Header fields that change while the job runs: 64-bit words, by their index.

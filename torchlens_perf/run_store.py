@@ -199,7 +199,16 @@ def _step_table(chunk: Chunk) -> pa.Table:
     }
     columns.update({f"{part}_ns": np.ascontiguousarray(steps.parts_ns[:, i]) for i, part in enumerate(PARTS)})
     columns.update(memory_bytes=steps.memory_bytes, micro_steps=steps.micro_steps, flags=steps.flags)
+    columns["workload"] = _known(steps.workload)
+    for name in ("cpu_ns", "ready_ns"):
+        times = getattr(steps, name)
+        columns[name] = _known(np.where(times[:, 0] < 0, -1, times.sum(axis=1)))
     return pa.table(columns)
+
+
+def _known(values: npt.NDArray[np.int64]) -> pa.Array:
+    """Null where nothing was measured."""
+    return pa.array(values, mask=values < 0)
 
 
 def _origin_columns(origin: Origin, rows: int) -> dict[str, Any]:

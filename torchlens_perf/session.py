@@ -18,10 +18,11 @@ from torchlens_perf.hooks.module import ModuleHook, models_of, select
 from torchlens_perf.hooks.nvtx import NvtxHook
 from torchlens_perf.hooks.optimizer import OptimizerHook
 from torchlens_perf.hooks.section import SectionHook
+from torchlens_perf.hooks.tags import TagHook
 from torchlens_perf.probe_schedule import ProbeSchedule
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.recorder import NATIVE, Recorder
-from torchlens_perf.ring import MAX_GROUPS, Flag, RingFile
+from torchlens_perf.ring import MAX_GROUPS, MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, RingFile
 from torchlens_perf.steps import StepRule
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def default_hooks(config: Config, backward: BackwardHook) -> list[Hook]:
         (True, backward),
         (config.collectives, CollectiveHook()),
         (config.memory, MemoryHook()),
+        (True, TagHook()),
     ]
     return [hook for want, hook in wanted if want]
 
@@ -71,6 +73,7 @@ class Session:
         self.clock: Clock = HostClock()
         self.recorder = Recorder(ring.buffer, self.intern)
         self.memory_bytes = 0
+        self.workload = -1  # of the step in progress, as its batches have it; -1: no batch with a tensor yet
         self.memory_source = ""
         self.groups: dict[str, dict[str, Any]] = {}  # process groups that were used: members and description
         self._group_slots: dict[str, int] = {}
@@ -155,6 +158,10 @@ class Session:
             yield
         finally:
             self.stop_work(work)
+
+    def tag(self, flag: Flag) -> None:
+        """The step in progress gets this flag."""
+        self._flags |= int(flag)
 
     def communicates(self) -> bool:
         """Whether there are other ranks to wait for."""
@@ -241,8 +248,10 @@ class Session:
         self.publish()
 
     @guard("step boundary")
-    def manual_step(self) -> None:
+    def manual_step(self, tokens: int | None = None) -> None:
         """The user's own boundary."""
+        if tokens is not None:
+            self.workload = tokens
         self._rule.manual_step()
         self.end_step(_MANUAL)
 
@@ -261,7 +270,9 @@ class Session:
             flags |= _PROBED
         micro_steps = 1 if self._forwards < 2 else self._micro_steps()
         probed = recorder.probe
-        step = recorder.next_step(flags | self._flags, self.memory_bytes, micro_steps)
+        packed = min(micro_steps, MICRO_STEPS_MASK) | (self.workload + 1) << WORKLOAD_SHIFT
+        step = recorder.next_step(flags | self._flags, self.memory_bytes, packed)
+        self.workload = -1
         self._flags = self._forwards = self._backwards = 0
         recorder.probe = int(self._probes.wants(step))
         recorder.charge(recorder.now_ns() - start_ns)

@@ -24,6 +24,7 @@ from torchlens_perf.config import Config
 from torchlens_perf.errors import RingError, RunStoreError
 from torchlens_perf.exporters import ExportBatch, Exporter
 from torchlens_perf.identity import Identity, process_started
+from torchlens_perf.node_judge import NodeJudge, place_of
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.ring import Kind, Reader, State
@@ -91,6 +92,7 @@ class Sidecar:
         self._unkept: list[Chunk] = []
         self._unexported: list[ExportBatch] = []
         self._kept_before = last_sequences(run, host)
+        self._judge = NodeJudge()
         self._writer: SegmentWriter | None = None
         self._reported: set[str] = set()
         state_path = run.node_state(host)
@@ -123,7 +125,11 @@ class Sidecar:
                 continue
             self._read_counters(source)
             self._account_records(source)
-            source.settled = bool(source.state.ended)
+            if source.state.ended:
+                source.settled = True
+                self._judge.end(source.state.identity.attempt, source.state.identity.rank)
+        final = bool(self._sources) and all(source.settled for source in self._sources.values())
+        self.state.findings = self._judge.judge(final=final)
 
     def export(self) -> None:
         """Hands what account() counted to the exporter."""
@@ -263,12 +269,18 @@ class Sidecar:
         counted = records[uncounted]
         steps = assemble_steps(counted)
         statistics.add(counted, steps, names, lost)
+        self._judge_steps(source, steps)
         source.state.counted = max(source.state.counted, int(sequences[-1]))
         if self._exporter is not None:
             self._unexported.append(self._export_batch(source, counted, names, steps))
         if unkept.any():
             kept = records[unkept]
             self._unkept.append(Chunk(source.origin, kept, sequences[unkept], names, assemble_steps(kept)))
+
+    def _judge_steps(self, source: _Source, steps: StepTable) -> None:
+        identity, state = source.state.identity, source.state
+        place = place_of(identity.rank, identity.host, state.statistics.modules, state.groups)
+        self._judge.add_steps(identity.attempt, identity.rank, place, steps)
 
     def _read_counters(self, source: _Source) -> None:
         reader, state = source.reader, source.state
@@ -281,6 +293,7 @@ class Sidecar:
         if metadata:
             state.native, state.notes = metadata["native"], metadata["notes"]
             state.memory_source = metadata["memory_source"]
+            state.groups = metadata["groups"]
             source.settings = dict(metadata["settings"])
             state.trace_every = int(source.settings["trace_every"])
         if state.ended == "died":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.records import PARTS, Span, StepTable, StepTrace
-from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -164,6 +164,7 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
     own_ns = records["duration_ns"][phases] - records["phase_ns"][phases]
     np.add.at(parts_ns, (step_of_phase, parts[phases]), own_ns)
     parts_ns = parts_ns[:-1]
+    cpu_ns, ready_ns = _thread_times(records, ends)
     parts_ns[:, PARTS.index("tool")] = np.maximum(steps["phase_ns"] - parts_ns.sum(axis=1), 0)
     parts_ns[:, PARTS.index("host")] = np.maximum(steps["duration_ns"] - parts_ns.sum(axis=1), 0)
     return StepTable(
@@ -172,9 +173,38 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
         duration_ns=steps["duration_ns"].astype(np.int64),
         parts_ns=parts_ns,
         memory_bytes=steps["value0"].astype(np.int64),
-        micro_steps=steps["value1"].astype(np.int64),
+        micro_steps=(steps["value1"] & MICRO_STEPS_MASK).astype(np.int64),
         flags=steps["flags"].astype(np.int64),
+        workload=(steps["value1"] >> WORKLOAD_SHIFT).astype(np.int64) - 1,
+        cpu_ns=cpu_ns,
+        ready_ns=ready_ns,
     )
+
+
+def _thread_times(
+    records: npt.NDArray[np.void], ends: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """CPU time and time ready without a CPU, by step and part; -1 in steps that were not measured."""
+    times = np.flatnonzero(records["kind"] == Kind.THREAD_TIME)
+    of_step = np.searchsorted(ends, times)
+    inside = of_step < len(ends)
+    times, of_step = times[inside], of_step[inside]
+    parts = _parts_of_thread_times()[records["flags"][times] & 0xFF]
+    tables = []
+    for column in ("value0", "value1"):
+        table = np.full((len(ends), len(PARTS)), -1, np.int64)
+        table[of_step] = 0
+        np.add.at(table, (of_step, parts), records[column][times].astype(np.int64))
+        tables.append(table)
+    return tables[0], tables[1]
+
+
+@functools.cache
+def _parts_of_thread_times() -> npt.NDArray[np.int64]:
+    """The part of each kind of phase; what is in none is the host's."""
+    parts = _parts_of_kinds()
+    parts[parts < 0] = PARTS.index("host")
+    return parts
 
 
 def step_traces(rank_key: str, records: npt.NDArray[np.void], names: list[str], wanted: set[int]) -> list[StepTrace]:

@@ -111,11 +111,20 @@ class Watch:
         else:
             self.close()
 
-    def step(self) -> None:
-        """Ends a step here. From the first call on, nothing else ends one."""
+    def step(self, tokens: int | None = None) -> None:
+        """Ends a step here. From the first call on, nothing else ends one.
+
+        tokens: how much work this rank had in the step, in tokens or whatever else its time grows with; without it, the
+        elements of the first tensor of each batch are counted. A rank that has more to do is not called slow for it.
+        Raises ConfigError for a negative number.
+        """
+        if tokens is not None and (
+            isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens < 1 << 40
+        ):
+            raise ConfigError(f"tokens={tokens!r}: must be a whole number, from 0 to {1 << 40}")
         watch = self._joined or self
         if watch._session is not None:
-            watch._session.manual_step()
+            watch._session.manual_step(tokens)
 
     def start(self, after_step_of: Optimizer | None = None) -> None:
         """Makes the run directory, the ring, the hooks and the sidecar; does nothing where recording is off.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import torch_private
+from torchlens_perf.errors import guard
 from torchlens_perf.hooks.patch import patched
 from torchlens_perf.ring import Flag, Kind
 
@@ -14,6 +15,22 @@ if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
 _DATA, _EXCEPTION = int(Kind.DATA), int(Flag.EXCEPTION)
+
+
+def batch_elements(batch: Any) -> int | None:
+    """Elements of a batch's first tensor, which grow with its sequence length and its size; None without a tensor.
+
+    Of a mapping, "input_ids" goes first.
+    """
+    for _ in range(3):
+        if isinstance(batch, (list, tuple)):
+            batch = batch[0] if batch else None
+        elif isinstance(batch, Mapping):
+            batch = batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()), None)
+        else:
+            break
+    count = getattr(batch, "numel", None)
+    return int(count()) if callable(count) else None
 
 
 class DataHook:
@@ -35,7 +52,7 @@ class DataHook:
             recorder.begin(_DATA, data)
             flags = 0
             try:
-                return next_batch(self)
+                batch = next_batch(self)
             except StopIteration:
                 raise
             except BaseException:
@@ -43,6 +60,14 @@ class DataHook:
                 raise
             finally:
                 recorder.end(_DATA, data, flags)
+            weigh(batch)
+            return batch
+
+        @guard("size of a batch")
+        def weigh(batch: Any) -> None:
+            elements = batch_elements(batch)
+            if elements is not None:
+                session.workload = max(0, session.workload) + elements
 
         def timed_iter(self: Any) -> Any:
             recorder.begin(_DATA, workers)

@@ -179,11 +179,7 @@ static int wait_began(void)
     Recorder *recorder = collecting;
     int records = recorder != NULL && recorder->header != NULL;
     if (records) {
-        Stack *stack = open_spans(recorder);
-        if (stack == &recorder->header->stack) {
-            thread_time_wait_began(&recorder->thread_time);
-        }
-        span_open(recorder, stack, KIND_WAIT, wait_name_id);
+        span_open(recorder, open_spans(recorder), KIND_WAIT, wait_name_id);
     }
     pthread_mutex_unlock(&lock);
     if (gil) {
@@ -207,9 +203,6 @@ static void wait_ended(void)
             recorder->waited_ns += end_ns - stack->frames[innermost - 1].start_ns;
         }
         span_close_named(recorder, KIND_WAIT, wait_name_id, end_ns, 0, 0, 0);
-        if (stack == &recorder->header->stack) {
-            thread_time_wait_ended(&recorder->thread_time);
-        }
         flush_waited_for(end_ns, FLAG_COMPLETED);
     }
     pthread_mutex_unlock(&lock);

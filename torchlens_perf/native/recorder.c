@@ -325,6 +325,32 @@ static PyObject *recorder_interval(Recorder *self, PyObject *const *args, Py_ssi
     Py_RETURN_NONE;
 }
 
+/* One record for each phase of the step, with the phase's kind in its flags. */
+static void write_thread_time(Recorder *self, int64_t start_ns, int64_t duration_ns)
+{
+    PhaseTime phases[LAST_PHASE + 1];
+    if (!self->thread_time.on) {
+        return;
+    }
+    if (self->thread_time.measured) {
+        thread_time_mark(&self->thread_time, innermost_phase(&self->header->stack));
+    }
+    if (!thread_time_step(&self->thread_time, duration_ns, phases)) {
+        return;
+    }
+    for (uint32_t kind = KIND_STEP; kind <= LAST_PHASE; kind++) {
+        if (phases[kind].cpu_ns > 0 || phases[kind].ready_ns > 0) {
+            Record record = {
+                .start_ns = start_ns,
+                .duration_ns = duration_ns,
+                .value0 = (uint64_t)phases[kind].cpu_ns,
+                .value1 = (uint64_t)phases[kind].ready_ns,
+            };
+            write_record(self, &record, KIND_THREAD_TIME, 1, kind);
+        }
+    }
+}
+
 static PyObject *recorder_next_step(Recorder *self, PyObject *const *args, Py_ssize_t count)
 {
     int64_t values[3] = {0}; /* flags, value0, value1 */
@@ -336,16 +362,7 @@ static PyObject *recorder_next_step(Recorder *self, PyObject *const *args, Py_ss
     }
     int64_t end_ns = recorder_now(self);
     Frame *frame = &self->header->stack.frames[0];
-    int64_t cpu_ns, ready_ns;
-    if (thread_time_step(&self->thread_time, end_ns - frame->start_ns, &cpu_ns, &ready_ns)) {
-        Record times = {
-            .start_ns = frame->start_ns,
-            .duration_ns = end_ns - frame->start_ns,
-            .value0 = (uint64_t)(cpu_ns > 0 ? cpu_ns : 0),
-            .value1 = (uint64_t)(ready_ns > 0 ? ready_ns : 0),
-        };
-        write_record(self, &times, KIND_THREAD_TIME, 1, 0);
-    }
+    write_thread_time(self, frame->start_ns, end_ns - frame->start_ns);
     Record record = {
         .start_ns = frame->start_ns,
         .duration_ns = end_ns - frame->start_ns,
@@ -384,7 +401,10 @@ static PyObject *recorder_start_thread_time(Recorder *self, PyObject *unused)
 static PyObject *recorder_own_work_paused(Recorder *self, PyObject *unused)
 {
     if (self->header != NULL && this_thread() == self->owner) {
-        thread_time_wait_began(&self->thread_time);
+        if (self->thread_time.measured) {
+            thread_time_mark(&self->thread_time, innermost_phase(&self->header->stack));
+            self->thread_time.paused = 1;
+        }
     }
     Py_RETURN_NONE;
 }
@@ -392,7 +412,10 @@ static PyObject *recorder_own_work_paused(Recorder *self, PyObject *unused)
 static PyObject *recorder_own_work_resumed(Recorder *self, PyObject *unused)
 {
     if (self->header != NULL && this_thread() == self->owner) {
-        thread_time_wait_ended(&self->thread_time);
+        if (self->thread_time.measured && self->thread_time.paused) {
+            thread_time_mark(&self->thread_time, KIND_WAIT);
+            self->thread_time.paused = 0;
+        }
     }
     Py_RETURN_NONE;
 }

@@ -17,11 +17,14 @@
 
 /* See thread_time.c. */
 typedef struct {
-    int on, measured, descriptor;
-    unsigned reads, waits_open;
-    int64_t cpu_ns, ready_ns;             /* at the last step's end */
-    int64_t wait_cpu_ns, wait_ready_ns;   /* when the wait in progress began */
-    int64_t waited_cpu_ns, waited_ready_ns; /* in the waits of this step */
+    int64_t cpu_ns, ready_ns;
+} PhaseTime;
+
+typedef struct {
+    int on, measured, paused, descriptor;
+    unsigned reads;
+    int64_t last_cpu_ns, last_ready_ns;
+    PhaseTime phases[LAST_PHASE + 1]; /* by kind; KIND_STEP: outside of all phases */
 } ThreadTime;
 
 typedef struct {
@@ -58,9 +61,8 @@ int read_integers(const char *name, PyObject *const *args, Py_ssize_t count, Py_
                   int64_t *values);
 int thread_time_start(ThreadTime *times);
 void thread_time_stop(ThreadTime *times);
-void thread_time_wait_began(ThreadTime *times);
-void thread_time_wait_ended(ThreadTime *times);
-int thread_time_step(ThreadTime *times, int64_t duration_ns, int64_t *cpu_ns, int64_t *ready_ns);
+void thread_time_mark(ThreadTime *times, uint32_t kind);
+int thread_time_step(ThreadTime *times, int64_t duration_ns, PhaseTime *phases);
 PyObject *recorder_collect(Recorder *self, PyObject *name_id);
 PyObject *recorder_issue(Recorder *self, PyObject *const *args, Py_ssize_t count);
 PyObject *recorder_returned(Recorder *self, PyObject *const *args, Py_ssize_t count);
@@ -149,6 +151,18 @@ static inline void write_record(Recorder *self, Record *record, uint32_t kind, u
     write_record_of_step(self, record, kind, depth, flags);
 }
 
+/* The phase that the owner is in. */
+static inline uint32_t innermost_phase(const Stack *stack)
+{
+    uint64_t depth = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
+    while (depth-- > 1) {
+        if (is_phase(stack->frames[depth].kind)) {
+            return stack->frames[depth].kind;
+        }
+    }
+    return KIND_STEP;
+}
+
 /* Returns the depth of the new span. The clock is read last, so that the span does not hold our own work. */
 static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, uint32_t name_id)
 {
@@ -158,6 +172,11 @@ static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, ui
     }
     if (self->nvtx_push != NULL) {
         nvtx_open(self, name_id);
+    }
+    if (is_phase(kind) && self->thread_time.measured && stack == &self->header->stack) {
+        stack->depth = depth;
+        thread_time_mark(&self->thread_time, innermost_phase(stack));
+        stack->depth = depth + 1;
     }
     Frame *frame = &stack->frames[depth];
     frame->nested_ns = 0;
@@ -202,6 +221,9 @@ static inline void span_close(Recorder *self, Stack *stack, uint64_t depth, int6
         spans_drop(self, stack, depth);
     }
     int64_t duration_ns = end_ns - frame.start_ns;
+    if (is_phase(frame.kind) && self->thread_time.measured && stack == &self->header->stack) {
+        thread_time_mark(&self->thread_time, frame.kind);
+    }
     if (stack != &self->header->stack) {
         flags |= attribute_elsewhere(self, frame.kind, duration_ns);
     }

@@ -1,8 +1,8 @@
-/* CPU time of the training thread, and the time that it stood ready without a CPU, in its own work alone.
+/* CPU time of the training thread in each phase, and the time that it stood ready there without a CPU.
  *
  * Linux adds both up per thread (Documentation/scheduler/sched-stats.rst: /proc/PID/task/TID/schedstat, in ns). They are
- * read at a step's end and around waits for other ranks: one system call each. Steps shorter than LEAST_STEP_NS, and
- * those with very many waits, are not measured, to keep the cost below a thousandth.
+ * read where a phase begins or ends: one system call of about 1 us each. Steps shorter than LEAST_STEP_NS, and those with
+ * very many phases, are not measured, to keep the cost below a thousandth.
  */
 #include "recorder.h"
 
@@ -11,7 +11,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { MOST_READS = 32 };
+enum { MOST_READS = 64 };
 static const int64_t LEAST_STEP_NS = 10000000;
 
 /* strtoll() would look at the locale. */
@@ -46,8 +46,7 @@ int thread_time_start(ThreadTime *times)
         return 0;
     }
     times->on = 1;
-    times->measured = 0;
-    if (read_times(times, &times->cpu_ns, &times->ready_ns) < 0 || times->cpu_ns == 0) {
+    if (read_times(times, &times->last_cpu_ns, &times->last_ready_ns) < 0 || times->last_cpu_ns == 0) {
         thread_time_stop(times);
         return 0;
     }
@@ -56,58 +55,40 @@ int thread_time_start(ThreadTime *times)
 
 void thread_time_stop(ThreadTime *times)
 {
+    times->measured = 0;
     if (times->on) {
         times->on = 0;
         close(times->descriptor);
     }
 }
 
-void thread_time_wait_began(ThreadTime *times)
-{
-    if (!times->measured || times->waits_open++ > 0) {
-        return;
-    }
-    if (++times->reads > MOST_READS || read_times(times, &times->wait_cpu_ns, &times->wait_ready_ns) < 0) {
-        times->measured = 0;
-    }
-}
-
-void thread_time_wait_ended(ThreadTime *times)
+/* What has passed since the last call belongs to this phase. */
+void thread_time_mark(ThreadTime *times, uint32_t kind)
 {
     int64_t cpu_ns, ready_ns;
-    if (!times->measured || times->waits_open == 0 || --times->waits_open > 0) {
-        return;
-    }
-    if (read_times(times, &cpu_ns, &ready_ns) < 0) {
+    if (++times->reads > MOST_READS || read_times(times, &cpu_ns, &ready_ns) < 0) {
         times->measured = 0;
         return;
     }
-    times->waited_cpu_ns += cpu_ns - times->wait_cpu_ns;
-    times->waited_ready_ns += ready_ns - times->wait_ready_ns;
+    PhaseTime *phase = &times->phases[times->paused ? KIND_WAIT : kind];
+    phase->cpu_ns += cpu_ns - times->last_cpu_ns;
+    phase->ready_ns += ready_ns - times->last_ready_ns;
+    times->last_cpu_ns = cpu_ns;
+    times->last_ready_ns = ready_ns;
 }
 
-/* At a step's end. Returns whether the step was measured. */
-int thread_time_step(ThreadTime *times, int64_t duration_ns, int64_t *cpu_ns, int64_t *ready_ns)
+/* At a step's end, after its last mark. Returns whether `phases` holds the step's times; decides about the next one. */
+int thread_time_step(ThreadTime *times, int64_t duration_ns, PhaseTime *phases)
 {
-    if (!times->on) {
-        return 0;
-    }
-    int measured = times->measured && times->waits_open == 0;
-    int wanted = duration_ns >= LEAST_STEP_NS;
-    if (measured || wanted) {
-        int64_t cpu_now_ns, ready_now_ns;
-        if (read_times(times, &cpu_now_ns, &ready_now_ns) < 0) {
-            times->measured = 0;
-            return 0;
-        }
-        *cpu_ns = cpu_now_ns - times->cpu_ns - times->waited_cpu_ns;
-        *ready_ns = ready_now_ns - times->ready_ns - times->waited_ready_ns;
-        times->cpu_ns = cpu_now_ns;
-        times->ready_ns = ready_now_ns;
-    }
-    times->waited_cpu_ns = times->waited_ready_ns = 0;
+    int measured = times->measured;
+    memcpy(phases, times->phases, sizeof(times->phases));
+    memset(times->phases, 0, sizeof(times->phases));
     times->reads = 0;
-    times->waits_open = 0;
+    times->paused = 0;
+    int wanted = times->on && duration_ns >= LEAST_STEP_NS;
+    if (wanted && !measured && read_times(times, &times->last_cpu_ns, &times->last_ready_ns) < 0) {
+        wanted = 0;
+    }
     times->measured = wanted;
     return measured;
 }

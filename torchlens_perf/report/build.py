@@ -6,16 +6,16 @@ The top level is stable: `schema` counts up when a field changes its meaning or 
 from __future__ import annotations
 
 import datetime
-import math
 from typing import Any
 
-from torchlens_perf import straggler
+from torchlens_perf.node_judge import place_of
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics, Windows
 from torchlens_perf.records import PARTS
 from torchlens_perf.report import verdict
 from torchlens_perf.ring import Flag
 from torchlens_perf.statistics import Sketch
+from torchlens_perf.straggler import NOTHING, Findings, Place
 
 SCHEMA = 1
 _QUANTILES = {"p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99}
@@ -32,7 +32,6 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
         merged.merge(process.statistics.step)
         warm_up.merge(process.statistics.warm_up)
     windows = {rank: process.statistics.history.windows() for rank, process in processes.items()}
-    comparison = straggler.compare(windows) if windows else straggler.Comparison(None, 0, 0.0, math.inf)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "run": _run(run_id, nodes, processes),
@@ -43,8 +42,20 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
         "collectives": _collectives(processes),
         "quality": _quality(nodes, processes),
     }
-    report["verdicts"] = [found.to_json() for found in verdict.verdicts(report, comparison)]
+    report["verdicts"] = [found.to_json() for found in verdict.verdicts(report, _findings(nodes), _places(processes))]
     return report
+
+
+def _findings(nodes: list[NodeState]) -> Findings:
+    """Those of the node that has compared the most ranks."""
+    return max((node.findings for node in nodes), key=lambda findings: findings.compared, default=NOTHING)
+
+
+def _places(processes: dict[int, ProcessState]) -> dict[int, Place]:
+    return {
+        rank: place_of(rank, process.identity.host, process.statistics.modules, process.groups)
+        for rank, process in processes.items()
+    }
 
 
 def _latest_attempt(nodes: list[NodeState]) -> dict[int, ProcessState]:

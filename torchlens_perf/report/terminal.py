@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchlens_perf.records import PARTS
-from torchlens_perf.report.verdict import duration
+from torchlens_perf.report.quantities import duration
 
 _MOST_MODULES, _MOST_SECTIONS, _MOST_COLLECTIVES, _MOST_RANKS = 8, 8, 6, 16
 _STYLES = {"straggler": "bold red", "none": "bold green", "no_steps": "bold yellow"}

@@ -1,0 +1,108 @@
+"""The statistics of the judgement: excess over other ranks, its noise, and the strongest interval. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+JUDGED_ROWS = 256
+CLIP = 4.0  # standard deviations that one row may count
+FALSE_ALARMS = 1e-4  # a judgement of a clean job, by the bound that threshold() takes
+_FEW_RANKS = 16  # so many are compared with the others alone; of more, one does not move the median
+_SAMPLE = 1024  # ranks from which the noise is taken
+_TO_SIGMA = 1.4826  # of a normal distribution's median absolute deviation
+
+
+def excess_over_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """[ranks, rows]: each value above the median of the other ranks' in its row."""
+    ranks = len(values)
+    if ranks > _FEW_RANKS:
+        return values - np.median(values, axis=0)
+    return np.stack([values[rank] - np.median(np.delete(values, rank, axis=0), axis=0) for rank in range(ranks)])
+
+
+def noise(excess: npt.NDArray[np.float64]) -> float:
+    """Standard deviation of the excess from row to row, as it counts in a mean over many rows.
+
+    From differences of neighbours, which a lasting excess does not move; and of means over four rows, which are larger
+    where neighbours are alike. Robust: medians over rows, and over ranks.
+    """
+    if len(excess) > _SAMPLE:
+        excess = excess[:: len(excess) // _SAMPLE]
+    sigmas = [1.0]
+    for length in (1, 4):
+        count = excess.shape[1] // length
+        if count >= 3:
+            means = excess[:, : count * length].reshape(len(excess), count, length).mean(axis=2)
+            steps = np.abs(np.diff(means, axis=1)) / np.sqrt(2)
+            # By rank, then the middle one of the ranks: of four, one that is slow now and then does not count.
+            by_rank = np.sort(np.median(steps, axis=1))
+            sigmas.append(_TO_SIGMA * float(by_rank[(len(by_rank) - 1) // 2]) * float(np.sqrt(length)))
+    return max(sigmas)
+
+
+class Interval(NamedTuple):
+    """For each rank, the interval up to now over which its mean is the most standard errors above zero."""
+
+    start: npt.NDArray[np.int64]
+    strength: npt.NDArray[np.float64]
+
+
+def strongest_interval(deviations: npt.NDArray[np.float64], least_rows: int) -> Interval:
+    """deviations: [ranks, rows], in standard deviations."""
+    ranks, rows = deviations.shape
+    if rows < least_rows:
+        return Interval(np.zeros(ranks, np.int64), np.full(ranks, -np.inf))
+    sums = np.cumsum(np.clip(deviations, -CLIP, CLIP)[:, ::-1], axis=1)[:, least_rows - 1 :]
+    strengths = sums / np.sqrt(np.arange(least_rows, rows + 1))
+    best = strengths.argmax(axis=1)
+    return Interval(rows - least_rows - best, strengths[np.arange(ranks), best])
+
+
+def over_since(slow: npt.NDArray[np.bool_], usual_share: float, least_rows: int) -> int | None:
+    """From which row on slow rows are so rare that the slowness is over; None if it is not.
+
+    A likelihood ratio test of a fifth of the usual share against the usual share of slow rows, over the rows up to now.
+    """
+    usual = min(max(usual_share, 0.05), 0.95)
+    rare = usual / 5
+    evidence = np.where(slow, np.log(rare / usual), np.log((1 - rare) / (1 - usual)))
+    sums = np.cumsum(evidence[::-1])[least_rows - 1 :]
+    if not len(sums) or sums.max() < -np.log(FALSE_ALARMS):
+        return None
+    return len(slow) - least_rows - int(sums.argmax())
+
+
+def threshold(ranks: int) -> float:
+    """Standard errors that chance does not give: sqrt(2 ln(n / p)) bounds n = ranks x intervals normal values."""
+    return float(np.sqrt(2 * np.log(ranks * JUDGED_ROWS / FALSE_ALARMS)))
+
+
+def lasts(series: npt.NDArray[np.float64], *, strict: bool = False) -> bool:
+    """Whether an interval's excess is there in all its quarters, but for one; strict: in all, and evenly."""
+    mean = float(series.mean())
+    quarters = np.array([part.mean() for part in np.array_split(series, 4)])
+    if strict:
+        return bool((quarters > mean / 2).all())
+    return bool((quarters > 0).all() and (quarters > 0.3 * mean).sum() >= 3)
+
+
+def without_workload(excess: npt.NDArray[np.float64], workload: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The excess without what a rank's larger workload explains: [ranks, rows], as are both arguments.
+
+    One straight line for all ranks and rows; only where that makes the excess smaller.
+    """
+    if not np.isfinite(workload).all():
+        return excess
+    more = excess_over_others(workload)
+    variance = float((more * more).mean())
+    if variance <= 0:
+        return excess
+    clipped = np.clip(excess, *np.quantile(excess, (0.01, 0.99)))
+    slope = float((more * clipped).mean()) / variance
+    left = excess - slope * more
+    return left if slope > 0 and np.median(np.abs(left)) < 0.95 * np.median(np.abs(excess)) else excess

@@ -1,0 +1,93 @@
+"""What else happens in a step, so that it is not taken for slowness: garbage collection, checkpoints, compilation.
+
+Garbage collections and saved checkpoints are sections of their own ("python gc", "torch.save"), and the step carries a
+tag. Steps that save or compile are not compared with others'.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.hooks.patch import patched
+from torchlens_perf.ring import Flag, Kind
+
+if TYPE_CHECKING:
+    from torchlens_perf.session import Session
+
+_SECTION, _EXCEPTION = int(Kind.SECTION), int(Flag.EXCEPTION)
+_OLDEST_GENERATION = 2  # the younger ones take microseconds
+
+
+class TagHook:
+    """Listens to Python's garbage collector, wraps torch.save, and looks at torch.compile's counters."""
+
+    name = "tags"
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        with ExitStack() as attached:
+            attached.enter_context(self._collections(session))
+            attached.enter_context(self._saves(session))
+            attached.enter_context(session.each_step("watching torch.compile", _compilations(session)))
+            yield
+
+    @contextmanager
+    def _collections(self, session: Session) -> Iterator[None]:
+        recorder, name_id = session.recorder, session.intern("python gc")
+
+        def collecting(phase: str, info: dict[str, int]) -> None:
+            if info.get("generation") != _OLDEST_GENERATION or recorder.closed:
+                return
+            if phase == "start":
+                recorder.begin(_SECTION, name_id)
+            else:
+                recorder.end(_SECTION, name_id)
+                session.tag(Flag.COLLECTED)
+
+        gc.callbacks.append(collecting)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(collecting)
+
+    @contextmanager
+    def _saves(self, session: Session) -> Iterator[None]:
+        import torch
+
+        recorder, name_id, save = session.recorder, session.intern("torch.save"), torch.save
+
+        def timed_save(*args: Any, **kwargs: Any) -> Any:
+            recorder.begin(_SECTION, name_id)
+            flags = _EXCEPTION
+            try:
+                result = save(*args, **kwargs)
+                flags = 0
+                return result
+            finally:
+                recorder.end(_SECTION, name_id, flags)
+                session.tag(Flag.CHECKPOINT)
+
+        timed_save.__wrapped__ = save  # type: ignore[attr-defined]
+        with patched(torch, "save", timed_save):
+            yield
+
+
+def _compilations(session: Session) -> Callable[[], None]:
+    """Tags a step in which Dynamo has compiled a frame; free where it is not loaded."""
+    compiled_before = 0
+
+    def look() -> None:
+        nonlocal compiled_before
+        utils = sys.modules.get("torch._dynamo.utils")
+        if utils is None:
+            return
+        compiled = sum(utils.counters["frames"].values())
+        if compiled != compiled_before:
+            compiled_before = compiled
+            session.tag(Flag.COMPILED)
+
+    return look

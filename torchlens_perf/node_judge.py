@@ -1,0 +1,94 @@
+"""Feeds the judge with the ranks of this node, and with what the sidecars of other nodes send. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.rank_ranges import parse_ranges
+from torchlens_perf.step_rows import RowMaker, Rows
+from torchlens_perf.straggler import NOTHING, Findings, Judge, Place
+
+if TYPE_CHECKING:
+    from torchlens_perf.records import StepTable
+
+# Names of a mesh's dimension whose positions do different work: they are not compared with each other.
+STAGES = ("pp", "pipeline", "stage")
+_NOT_DIMENSIONS = ("", "undefined", "default_pg")
+
+
+def dimension(description: str) -> str:
+    """The mesh dimension that a process group's description names: "mesh_tp" is "tp"; "" if it names none."""
+    return "" if description in _NOT_DIMENSIONS else description.removeprefix("mesh_")
+
+
+def place_of(rank: int, host: str, modules: Iterable[str], groups: Mapping[str, Mapping[str, Any]]) -> Place:
+    """Where a rank is: its host, what it computes, and its position in the groups that it uses."""
+    coordinates = {}
+    for group in groups.values():
+        name, members = dimension(group["description"]), parse_ranges(group["ranks"])
+        if name and rank in members:
+            coordinates[name] = members.index(rank)
+    digest = hashlib.sha256("\0".join(sorted(modules)).encode()).hexdigest()[:12]
+    stage = "".join(f"/{name}{coordinates[name]}" for name in STAGES if name in coordinates)
+    return Place(host, digest + stage, coordinates)
+
+
+class NodeJudge:
+    """Judges one attempt of a job after the other: a restart may have other ranks."""
+
+    def __init__(self) -> None:
+        self.attempt = -1
+        self.places: dict[int, Place] = {}
+        self.findings: Findings = NOTHING
+        self._judge = Judge()
+        self._makers: dict[int, RowMaker] = {}
+        self._last: dict[int, int] = {}
+        self._changed = False
+
+    def add_steps(self, attempt: int, rank: int, place: Place, table: StepTable) -> Rows | None:
+        """Finished steps of a rank of this node. Returns the rows that they complete, for the other nodes."""
+        if not self._takes(attempt, rank, place):
+            return None
+        rows = self._makers.setdefault(rank, RowMaker()).add(table)
+        return self._add(rank, rows)
+
+    def add_rows(self, attempt: int, rank: int, place: Place, rows: Rows) -> None:
+        """Rows of a rank of another node."""
+        if self._takes(attempt, rank, place):
+            self._add(rank, rows)
+
+    def end(self, attempt: int, rank: int) -> Rows | None:
+        """The rank's process has ended. Returns its last rows."""
+        if attempt != self.attempt:
+            return None
+        rows = self._makers[rank].rest() if rank in self._makers else None
+        self._add(rank, rows)
+        self._judge.end(rank)
+        self._changed = True
+        return rows
+
+    def judge(self, *, final: bool = False) -> Findings:
+        """Judges what has come."""
+        if self._changed or final:
+            self._changed = False
+            self.findings = self._judge.judge(final=final)
+        return self.findings
+
+    def _takes(self, attempt: int, rank: int, place: Place) -> bool:
+        if attempt < self.attempt:
+            return False
+        if attempt > self.attempt:
+            self.__init__()  # type: ignore[misc]
+            self.attempt = attempt
+        if rank not in self.places:
+            self.places[rank] = place
+            self._judge.know(rank, place)
+        return True
+
+    def _add(self, rank: int, rows: Rows | None) -> Rows | None:
+        if rows is not None and len(rows):
+            self._judge.add(rank, rows)
+            self._changed = True
+        return rows

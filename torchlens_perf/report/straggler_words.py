@@ -1,0 +1,214 @@
+"""Slow ranks in words: who, where, since when, what it costs, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchlens_perf.culprits import Culprit, StageImbalance, culprits, stage_imbalance
+from torchlens_perf.rank_ranges import ranges
+from torchlens_perf.records import Verdict
+from torchlens_perf.report.quantities import duration, percent
+from torchlens_perf.straggler import Episode, Findings, Place
+
+_MOST_NAMED = 4
+_SHORT_STEPS = 30  # an episode that was over so soon is transient
+_NOW_AND_THEN = 0.6  # share of slow steps below which the slowness comes and goes
+_MORE_WORK = 0.05
+
+
+def straggler_verdicts(
+    report: dict[str, Any], findings: Findings, places: Mapping[int, Place]
+) -> tuple[list[Verdict], list[Verdict]]:
+    """Who is slow now, the costliest first, and who was before."""
+    now = [episode for episode in findings.episodes if episode.until_step is None]
+    before = [episode for episode in findings.episodes if episode.until_step is not None]
+    compared = {rank: places[rank] for rank in places}
+    named = [_slow(report, culprit, places) for culprit in culprits(now, compared)[:_MOST_NAMED]]
+    imbalance = stage_imbalance(findings, places)
+    if imbalance is not None:
+        named.append(_imbalance(imbalance, findings))
+    before.sort(key=lambda episode: -episode.since_step)
+    return named, [_was_slow(report, episode) for episode in before[:_MOST_NAMED]]
+
+
+def phase_name(phase: str) -> str:
+    """A part of the step, as people call it."""
+    return {
+        "data": "data loading",
+        "forward": "the forward pass",
+        "recompute": "recomputing activations",
+        "backward": "the backward pass",
+        "optimizer": "the optimizer",
+        "host": "host code between the phases",
+        "compute": "computing, forward and backward alike",
+        "cpu": "getting a CPU",
+    }[phase]
+
+
+def cause_class(episode: Episode) -> str:
+    """slow_compute, slow_data, slow_host, or more_work where it has more to do than the others."""
+    if episode.more_workload > _MORE_WORK:
+        return "more_work"
+    return {"data": "slow_data", "host": "slow_host", "cpu": "slow_host"}.get(episode.phase, "slow_compute")
+
+
+def _slow(report: dict[str, Any], culprit: Culprit, places: Mapping[int, Place]) -> Verdict:
+    episode = culprit.lead
+    hosts = {rank["rank"]: rank["host"] for rank in report["ranks"]}
+    host = hosts.get(episode.rank) or (places[episode.rank].host if episode.rank in places else "")
+    if culprit.kind == "node":
+        who = f"Node {culprit.name} is slow (ranks {ranges(culprit.ranks)}), most of all rank {episode.rank},"
+    elif culprit.kind == "position":
+        who = f"The ranks at {culprit.name} are slow ({ranges(culprit.ranks)}), most of all rank {episode.rank},"
+    else:
+        who = f"Rank {episode.rank} ({host}) is slow" if host else f"Rank {episode.rank} is slow"
+    modules, module_excess_s = _modules_of(report, episode)
+    where = f", most of it in {', '.join(modules)} (+{duration(module_excess_s)} a step)" if modules else ""
+    cost_s, share = episode.cost_ns / 1e9, episode.cost_ns / episode.step_ns if episode.step_ns else 0.0
+    since = "since the start" if episode.from_start else f"since step {episode.since_step}"
+    text = (
+        f"{who} in {phase_name(episode.phase)}: {_against(episode, len(report['ranks']))}{where}{_pattern(episode)}. "
+        f"It costs the job {duration(cost_s)} a step ({percent(share)}), {since}. "
+        f"Next: {_next_action(episode, modules, culprit)}"
+    )
+    evidence = {
+        "class": cause_class(episode) if culprit.kind != "position" else "imbalance",
+        "scope": culprit.kind,
+        "ranks": list(culprit.ranks),
+        "work_s": episode.work_ns / 1e9,
+        "others_work_s": episode.others_work_ns / 1e9,
+        "excess_s": episode.excess_ns / 1e9,
+        "phase_excess_s": episode.phase_excess_ns / 1e9,
+        "share_of_steps": episode.slow_share,
+        "excess_when_slow_s": episode.slow_excess_ns / 1e9,
+        "standard_errors": episode.strength,
+        "named_at_step": episode.named_step,
+        "more_workload": episode.more_workload,
+        "modules": modules,
+        "module_excess_s": module_excess_s,
+    }
+    return Verdict(
+        "straggler", episode.rank, episode.phase, cost_s, share, episode.since_step, _confidence(episode), text, evidence
+    )  # fmt: skip
+
+
+def _against(episode: Episode, ranks: int) -> str:
+    others = "the other rank" if ranks == 2 else "the other ranks"
+    if episode.phase == "cpu":
+        return (
+            f"its thread was ready but had no CPU for {duration(episode.excess_ns / 1e9)} a step more than on {others}"
+        )
+    mine, theirs = duration(episode.work_ns / 1e9), duration(episode.others_work_ns / 1e9)
+    return f"{mine} of work a step against {theirs} on {others}"
+
+
+def _pattern(episode: Episode) -> str:
+    text = ""
+    if episode.slow_share < _NOW_AND_THEN:
+        text = (
+            f"; it comes and goes: +{duration(episode.slow_excess_ns / 1e9)} in {percent(episode.slow_share)} of steps"
+        )
+    if episode.more_workload > _MORE_WORK:
+        text += f"; it has {percent(episode.more_workload)} more to do than they"
+    return text
+
+
+def _confidence(episode: Episode) -> float:
+    """From 0.5 at the threshold towards 1: how far the excess is beyond what chance gives."""
+    return 1 - 0.5 * min(1.0, (5.0 / max(episode.strength, 1e-9)) ** 2)
+
+
+def _next_action(episode: Episode, modules: list[str], culprit: Culprit) -> str:
+    rank, what = episode.rank, modules[0] if modules else "the model"
+    if culprit.kind == "node":
+        return f"look at {culprit.name}: clocks, temperature, power cap, other jobs; then run without it."
+    if culprit.kind == "position":
+        return f"compare what the ranks at {culprit.name} are given: tokens per expert, or the split of the layers."
+    if episode.more_workload > _MORE_WORK:
+        return f"balance the batches: rank {rank} gets longer sequences or more samples than the others."
+    actions = {
+        "data": f"look at rank {rank}'s loader: its workers, its storage, and the size of its batches.",
+        "forward": f"compare {what} on rank {rank}: its input sizes, then clocks and neighbours on that machine.",
+        "recompute": f"compare rank {rank}'s input sizes and its machine's clocks with the others'.",
+        "backward": f"compare {what} on rank {rank}: its input sizes, then clocks and neighbours on that machine.",
+        "compute": f"compare rank {rank}'s input sizes with the others', then its clocks, temperature and neighbours.",
+        "optimizer": f"see whether rank {rank} holds more parameters or offloads them.",
+        "host": f"look for what only rank {rank} does between the phases: logging, checkpoints, .item(), garbage "
+        "collection.",
+        "cpu": f"see what else runs on rank {rank}'s CPUs, how many threads it has, and how it is pinned.",
+    }
+    return actions[episode.phase]
+
+
+def _modules_of(report: dict[str, Any], episode: Episode) -> tuple[list[str], float]:
+    """The fewest modules, at most three, that together explain most of the phase's excess, and by how much."""
+    tables = {"forward": ("by_rank",), "backward": ("backward_by_rank",), "compute": ("by_rank", "backward_by_rank")}
+    excesses = []
+    for module in report["modules"]:
+        excess_s, seen = 0.0, False
+        for table in tables.get(episode.phase, ()):
+            mine = module[table].get(str(episode.rank))
+            others = [value for rank, value in module[table].items() if rank != str(episode.rank)]
+            if mine is not None and others:
+                excess_s, seen = excess_s + mine - sum(others) / len(others), True
+        if seen:
+            excesses.append((excess_s, module["name"]))
+    names: list[str] = []
+    total_s = 0.0
+    for excess_s, name in sorted(excesses, reverse=True)[:3]:
+        names.append(name)
+        total_s += excess_s
+        if total_s >= 0.6 * episode.phase_excess_ns / 1e9:
+            return names, total_s
+    return [], 0.0
+
+
+def _was_slow(report: dict[str, Any], episode: Episode) -> Verdict:
+    assert episode.until_step is not None
+    kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
+    cost_s, share = episode.cost_ns / 1e9, episode.cost_ns / episode.step_ns if episode.step_ns else 0.0
+    since = "from the start" if episode.from_start else f"from step {episode.since_step}"
+    text = (
+        f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step {episode.until_step}: "
+        f"+{duration(episode.excess_ns / 1e9)} a step{_pattern(episode)}, which cost the job {duration(cost_s)} a step "
+        f"({percent(share)}). It is over."
+    )
+    evidence = {"class": cause_class(episode), "until_step": episode.until_step, "excess_s": episode.excess_ns / 1e9}
+    return Verdict(
+        f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step, _confidence(episode), text,
+        evidence,
+    )  # fmt: skip
+
+
+def _imbalance(found: StageImbalance, findings: Findings) -> Verdict:
+    cost_s = (found.work_ns - found.others_work_ns) / 1e9
+    share = cost_s * 1e9 / findings.step_ns
+    text = (
+        f"The pipeline is out of balance: stage {found.stage} (ranks {ranges(found.ranks)}) has "
+        f"{duration(found.work_ns / 1e9)} of work a step, the other stages {duration(found.others_work_ns / 1e9)}. "
+        f"Next: move layers out of {found.stage}."
+    )
+    evidence = {"class": "imbalance", "scope": "stage", "ranks": list(found.ranks)}
+    return Verdict("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)
+
+
+def no_straggler(report: dict[str, Any], findings: Findings) -> Verdict:
+    """Nobody is slow, and what would have been seen; or it cannot be told yet."""
+    count = report["steps"]["count"]
+    if not findings.compared or findings.detectable_ns == float("inf"):
+        text = (
+            f"Too few steps to compare the ranks ({count}): a slow rank cannot be told from noise yet. "
+            "Next: run at least 40 steps."
+        )
+        if not findings.compared and count >= 40:
+            text = "The ranks were not compared: each does other work than the others, or they were not seen together."
+        return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, {"rows": findings.rows})
+    seen_s = findings.detectable_ns / 1e9
+    share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
+    text = (
+        f"No rank stands out over {count} steps. One with {duration(seen_s)} more work a step ({percent(share)}) would "
+        "have been named."
+    )
+    evidence = {"rows": findings.rows, "detectable_s": seen_s, "compared": findings.compared}
+    return Verdict("none", None, None, 0.0, 0.0, None, 0.9, text, evidence)

@@ -1,0 +1,123 @@
+"""Rows: what the judge looks at of each rank, a row for one step, or for several where steps are short. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.records import OWN_PARTS, PARTS, StepTable
+from torchlens_perf.ring import Flag
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+LEAST_ROW_NS = 20_000_000
+WIDEST_ROW = 1024
+_WIDTH_AFTER = 8  # steps, from which the width of the rows is chosen
+_OWN = [PARTS.index(part) for part in OWN_PARTS]
+_WAIT = PARTS.index("communication")
+# Steps that are not compared: they do other work than training steps. One rank's makes the step incomparable for all.
+OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.PROBED | Flag.CHECKPOINT | Flag.COMPILED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Consecutive steps of one rank: row i is the mean over steps [step[i], step[i] + width)."""
+
+    width: int
+    step: npt.NDArray[np.int64]
+    """Multiples of the width, ascending."""
+    duration_ns: npt.NDArray[np.float64]
+    work_ns: npt.NDArray[np.float64]
+    """Shape [rows, len(OWN_PARTS)]: the rank's own time, without that in which its thread was ready and had no CPU."""
+    wait_ns: npt.NDArray[np.float64]
+    ready_ns: npt.NDArray[np.float64]
+    """That time; NaN where it was not measured, and then it is in work_ns."""
+    workload: npt.NDArray[np.float64]
+    """Tokens, or what else the job counts; NaN where it does not."""
+    flags: npt.NDArray[np.int64]
+    """Of all its steps."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+class RowMaker:
+    """Makes rows of one rank's steps, as they come."""
+
+    def __init__(self, width: int = 0) -> None:
+        """width: steps a row, a power of two; 0 to choose it by the first steps' duration."""
+        self.width = width
+        self._tables: list[StepTable] = []
+
+    def add(self, table: StepTable) -> Rows | None:
+        """Adds finished steps, in order. Returns the rows that are complete now, if any."""
+        if len(table):
+            self._tables.append(table)
+        count = sum(len(each) for each in self._tables)
+        if not self.width:
+            if count < _WIDTH_AFTER:
+                return None
+            durations = np.concatenate([each.duration_ns for each in self._tables])
+            self.width = row_width(float(np.median(durations[2:])))
+        if not count:
+            return None
+        steps = np.concatenate([each.step for each in self._tables])
+        complete = steps // self.width < (int(steps[-1]) + 1) // self.width
+        if not complete.any():
+            return None
+        merged = _concatenate(self._tables)
+        self._tables = [_select(merged, ~complete)] if not complete.all() else []
+        return _rows(_select(merged, complete), self.width)
+
+    def rest(self) -> Rows | None:
+        """The last row, of the steps that do not fill one; when the run has ended."""
+        if not self._tables:
+            return None
+        merged = _concatenate(self._tables)
+        self._tables = []
+        return _rows(merged, self.width or row_width(float(np.median(merged.duration_ns))))
+
+
+def row_width(step_ns: float) -> int:
+    """How many steps of that duration make a row: a power of two."""
+    width = 1
+    while width < WIDEST_ROW and width * step_ns < LEAST_ROW_NS:
+        width *= 2
+    return width
+
+
+def _concatenate(tables: list[StepTable]) -> StepTable:
+    fields = [field.name for field in dataclasses.fields(StepTable)]
+    return StepTable(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in fields})
+
+
+def _select(table: StepTable, chosen: npt.NDArray[np.bool_]) -> StepTable:
+    return StepTable(**{field.name: getattr(table, field.name)[chosen] for field in dataclasses.fields(StepTable)})
+
+
+def _rows(table: StepTable, width: int) -> Rows:
+    keys = table.step // width * width
+    steps, starts = np.unique(keys, return_index=True)
+    counts = np.diff([*starts, len(keys)])
+    measured = table.ready_ns[:, 0] >= 0
+    ready = np.where(measured[:, None], table.ready_ns, 0)[:, _OWN].astype(np.float64)
+    own = table.parts_ns[:, _OWN].astype(np.float64)
+    ready = np.minimum(ready, own)
+
+    def mean(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        sums = np.add.reduceat(values, starts, axis=0)
+        return sums / (counts if values.ndim == 1 else counts[:, None])
+
+    return Rows(
+        width=width,
+        step=steps,
+        duration_ns=mean(table.duration_ns.astype(np.float64)),
+        work_ns=mean(own - ready),
+        wait_ns=mean(table.parts_ns[:, _WAIT].astype(np.float64)),
+        ready_ns=mean(np.where(measured, ready.sum(axis=1), np.nan)),
+        workload=mean(np.where(table.workload >= 0, table.workload, np.nan)),
+        flags=np.bitwise_or.reduceat(table.flags, starts),
+    )
