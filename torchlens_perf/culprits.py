@@ -6,9 +6,10 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from torchlens_perf.episodes import Episode
 from torchlens_perf.node_judge import STAGES
 from torchlens_perf.rank_ranges import parse_ranges
-from torchlens_perf.straggler import Episode, Findings, Place
+from torchlens_perf.straggler import Findings, Place
 
 MOST_OF_A_NODE = 0.75  # of its ranks must be slow for the node to be named
 LEAST_IMBALANCE = 0.1  # of the step: what a pipeline stage does more than the others on average

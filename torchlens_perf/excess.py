@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-JUDGED_ROWS = 256
+_INTERVALS = 256  # at most, of a rank at a time
 CLIP = 4.0  # standard deviations that one row may count
 FALSE_ALARMS = 1e-4  # a judgement of a clean job, by the bound that threshold() takes
 _FEW_RANKS = 16  # so many are compared with the others alone; of more, one does not move the median
@@ -17,15 +17,16 @@ _SAMPLE = 1024  # ranks from which the noise is taken
 _TO_SIGMA = 1.4826  # of a normal distribution's median absolute deviation
 
 
-def excess_over_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
     """[ranks, rows]: each value above the median of the other ranks' in its row."""
     ranks = len(values)
     if ranks > _FEW_RANKS:
-        return values - np.median(values, axis=0)
+        above: npt.NDArray[np.floating[Any]] = values - np.median(values, axis=0)
+        return above
     return np.stack([values[rank] - np.median(np.delete(values, rank, axis=0), axis=0) for rank in range(ranks)])
 
 
-def noise(excess: npt.NDArray[np.float64]) -> float:
+def noise(excess: npt.NDArray[np.floating[Any]]) -> float:
     """Standard deviation of the excess from row to row, as it counts in a mean over many rows.
 
     From differences of neighbours, which a lasting excess does not move; and of means over four rows, which are larger
@@ -49,10 +50,10 @@ class Interval(NamedTuple):
     """For each rank, the interval up to now over which its mean is the most standard errors above zero."""
 
     start: npt.NDArray[np.int64]
-    strength: npt.NDArray[np.float64]
+    strength: npt.NDArray[np.floating[Any]]
 
 
-def strongest_interval(deviations: npt.NDArray[np.float64], least_rows: int) -> Interval:
+def strongest_interval(deviations: npt.NDArray[np.floating[Any]], least_rows: int) -> Interval:
     """deviations: [ranks, rows], in standard deviations."""
     ranks, rows = deviations.shape
     if rows < least_rows:
@@ -79,10 +80,10 @@ def over_since(slow: npt.NDArray[np.bool_], usual_share: float, least_rows: int)
 
 def threshold(ranks: int) -> float:
     """Standard errors that chance does not give: sqrt(2 ln(n / p)) bounds n = ranks x intervals normal values."""
-    return float(np.sqrt(2 * np.log(ranks * JUDGED_ROWS / FALSE_ALARMS)))
+    return float(np.sqrt(2 * np.log(ranks * _INTERVALS / FALSE_ALARMS)))
 
 
-def lasts(series: npt.NDArray[np.float64], *, strict: bool = False) -> bool:
+def lasts(series: npt.NDArray[np.floating[Any]], *, strict: bool = False) -> bool:
     """Whether an interval's excess is there in all its quarters, but for one; strict: in all, and evenly."""
     mean = float(series.mean())
     quarters = np.array([part.mean() for part in np.array_split(series, 4)])
@@ -91,14 +92,16 @@ def lasts(series: npt.NDArray[np.float64], *, strict: bool = False) -> bool:
     return bool((quarters > 0).all() and (quarters > 0.3 * mean).sum() >= 3)
 
 
-def without_workload(excess: npt.NDArray[np.float64], workload: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def without_workload(
+    excess: npt.NDArray[np.floating[Any]], workload: npt.NDArray[np.floating[Any]]
+) -> npt.NDArray[np.floating[Any]]:
     """The excess without what a rank's larger workload explains: [ranks, rows], as are both arguments.
 
     One straight line for all ranks and rows; only where that makes the excess smaller.
     """
     if not np.isfinite(workload).all():
         return excess
-    more = excess_over_others(workload)
+    more = excess_over_others(workload.astype(np.float64))
     variance = float((more * more).mean())
     if variance <= 0:
         return excess

@@ -101,6 +101,12 @@ def detect(environ: Mapping[str, str], claim: Callable[[str], str], nth_watch: i
     )
 
 
+def job_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where the job's TCPStore is, as torch.distributed's env:// reads it; None where nobody said."""
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    return (host, int(port)) if host and port.isdigit() else None
+
+
 def _distributed() -> tuple[int, int] | tuple[int, None]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

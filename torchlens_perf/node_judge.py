@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.rank_ranges import parse_ranges
-from torchlens_perf.step_rows import RowMaker, Rows
+from torchlens_perf.step_rows import LEAST_ROW_NS, RowMaker, Rows
 from torchlens_perf.straggler import NOTHING, Findings, Judge, Place
 
 if TYPE_CHECKING:
+    from torchlens_perf.board import Block
     from torchlens_perf.records import StepTable
 
 # Names of a mesh's dimension whose positions do different work: they are not compared with each other.
@@ -47,17 +48,19 @@ class NodeJudge:
         self._last: dict[int, int] = {}
         self._changed = False
 
-    def add_steps(self, attempt: int, rank: int, place: Place, table: StepTable) -> Rows | None:
+    def add_steps(
+        self, attempt: int, rank: int, place: Place, table: StepTable, least_row_ns: float = LEAST_ROW_NS
+    ) -> Rows | None:
         """Finished steps of a rank of this node. Returns the rows that they complete, for the other nodes."""
-        if not self._takes(attempt, rank, place):
+        if not self.know(attempt, rank, place):
             return None
-        rows = self._makers.setdefault(rank, RowMaker()).add(table)
+        rows = self._makers.setdefault(rank, RowMaker(least_row_ns=least_row_ns)).add(table)
         return self._add(rank, rows)
 
-    def add_rows(self, attempt: int, rank: int, place: Place, rows: Rows) -> None:
-        """Rows of a rank of another node."""
-        if self._takes(attempt, rank, place):
-            self._add(rank, rows)
+    def add_block(self, population: str, block: Block) -> None:
+        """Rows of ranks of other nodes, which know() has told of."""
+        self._judge.add_block(population, block)
+        self._changed = True
 
     def end(self, attempt: int, rank: int) -> Rows | None:
         """The rank's process has ended. Returns its last rows."""
@@ -76,7 +79,8 @@ class NodeJudge:
             self.findings = self._judge.judge(final=final)
         return self.findings
 
-    def _takes(self, attempt: int, rank: int, place: Place) -> bool:
+    def know(self, attempt: int, rank: int, place: Place) -> bool:
+        """A rank's place, when it is first seen. Returns whether it belongs to the attempt that is judged."""
         if attempt < self.attempt:
             return False
         if attempt > self.attempt:

@@ -75,6 +75,8 @@ class NodeState:
     dropped_segments: int = 0
     notes: list[str] = dataclasses.field(default_factory=list)
     sidecar_cpu_s: float = 0.0
+    hang: dict[str, Any] | None = None
+    """The hang in progress, see JobView.hang."""
     findings: Findings = NOTHING
     """What this node's sidecar has judged: its own ranks, or on node 0 those of all nodes."""
 
@@ -87,6 +89,7 @@ class NodeState:
             "dropped_segments": self.dropped_segments,
             "notes": self.notes,
             "sidecar_cpu_s": self.sidecar_cpu_s,
+            "hang": self.hang,
             "findings": self.findings.to_json(),
         }
         path = run.node_state(self.host)
@@ -107,6 +110,7 @@ def load(path: Path) -> NodeState:
             dropped_segments=value["dropped_segments"],
             notes=value["notes"],
             sidecar_cpu_s=value["sidecar_cpu_s"],
+            hang=value["hang"],
             findings=Findings.from_json(value["findings"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,6 +20,7 @@ from torchlens_perf.hooks.nvtx import NvtxHook
 from torchlens_perf.hooks.optimizer import OptimizerHook
 from torchlens_perf.hooks.section import SectionHook
 from torchlens_perf.hooks.tags import TagHook
+from torchlens_perf.identity import job_store
 from torchlens_perf.probe_schedule import ProbeSchedule
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.recorder import NATIVE, Recorder
@@ -332,6 +334,7 @@ class Session:
                 "native": NATIVE,
                 "memory_source": self.memory_source,
                 "notes": self._notes,
+                "job_store": job_store(os.environ),
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
                 "settings": {
                     "disk_bytes": self.config.disk_bytes,

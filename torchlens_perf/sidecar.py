@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,20 +24,24 @@ from torchlens_perf.clock import Anchor
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RingError, RunStoreError
 from torchlens_perf.exporters import ExportBatch, Exporter
+from torchlens_perf.hang import Progress, sole_operations
 from torchlens_perf.identity import Identity, process_started
-from torchlens_perf.node_judge import NodeJudge, place_of
+from torchlens_perf.job_view import JobView, usual_step_s
+from torchlens_perf.node_judge import place_of
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.ring import Kind, Reader, State
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.run_store import Chunk, Origin, SegmentWriter, last_sequences
 from torchlens_perf.sidecar_lock import SidecarLock
+from torchlens_perf.stacks import process_state
 from torchlens_perf.statistics import assemble_steps, step_traces
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.records import StepTable
+    from torchlens_perf.straggler import Place
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -45,6 +50,7 @@ _FIRST_RING_TIMEOUT_S = 60.0
 _MISSING_RANKS_TIMEOUT_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 30.0
 _MOST_UNKEPT_RECORDS = 1 << 18
+_USUAL_STEPS = 32  # from which a rank's usual step time is taken
 
 
 @dataclasses.dataclass
@@ -60,6 +66,19 @@ class _Source:
     lost: int = 0  # since the last account()
     settled: bool = False  # ended, and all of it is accounted for
     ended_monotonic_s: float = 0.0
+    job_store: tuple[str, int] | None = None
+    durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=_USUAL_STEPS))
+    step_s: float = 0.0  # when the step in progress was first seen
+    mark_s: float = 0.0  # when something was last seen to be recorded
+    _step: int = -1
+    _head: int = -1
+
+    def seen(self, step: int, head: int, now_s: float) -> None:
+        """How far the ring is now."""
+        if step != self._step:
+            self._step, self.step_s = step, now_s
+        if head != self._head:
+            self._head, self.mark_s = head, now_s
 
     @property
     def origin(self) -> Origin:
@@ -92,7 +111,7 @@ class Sidecar:
         self._unkept: list[Chunk] = []
         self._unexported: list[ExportBatch] = []
         self._kept_before = last_sequences(run, host)
-        self._judge = NodeJudge()
+        self.job = JobView(host)
         self._writer: SegmentWriter | None = None
         self._reported: set[str] = set()
         state_path = run.node_state(host)
@@ -127,9 +146,7 @@ class Sidecar:
             self._account_records(source)
             if source.state.ended:
                 source.settled = True
-                self._judge.end(source.state.identity.attempt, source.state.identity.rank)
-        final = bool(self._sources) and all(source.settled for source in self._sources.values())
-        self.state.findings = self._judge.judge(final=final)
+                self.job.end(source.state.identity)
 
     def export(self) -> None:
         """Hands what account() counted to the exporter."""
@@ -165,6 +182,11 @@ class Sidecar:
     def unkept_records(self) -> int:
         """How many records the next segment would hold."""
         return sum(len(chunk.records) for chunk in self._unkept)
+
+    def end_exchange(self) -> None:
+        """Tells the other nodes that this one has ended; notes what did not arrive."""
+        self.job.close()
+        self.state.notes += self.job.notes()
 
     def report_if_asked(self) -> None:
         """Writes report.txt once rank 0 has ended and asks for it."""
@@ -278,9 +300,42 @@ class Sidecar:
             self._unkept.append(Chunk(source.origin, kept, sequences[unkept], names, assemble_steps(kept)))
 
     def _judge_steps(self, source: _Source, steps: StepTable) -> None:
-        identity, state = source.state.identity, source.state
-        place = place_of(identity.rank, identity.host, state.statistics.modules, state.groups)
-        self._judge.add_steps(identity.attempt, identity.rank, place, steps)
+        source.durations_ns.extend(steps.duration_ns[-_USUAL_STEPS:].tolist())
+        self.job.add_steps(source.state.identity, self._place(source), steps, source.job_store)
+
+    def _place(self, source: _Source) -> Place:
+        state = source.state
+        return place_of(state.identity.rank, state.identity.host, state.statistics.modules, state.groups)
+
+    def look_around(self, now_s: float, *, final: bool = False) -> None:
+        """Judges the ranks, exchanges windows with other nodes, and looks for hangs."""
+        for source in self._sources.values():
+            self.job.progress(
+                source.state.identity, self._place(source), self._progress(source, now_s), source.state.groups
+            )
+        self.state.findings = self.job.look(now_s, final=final)
+        self.state.hang = self.job.hang
+
+    def _progress(self, source: _Source, now_s: float) -> Progress:
+        reader, state = source.reader, source.state
+        if not state.ended:
+            source.seen(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
+        issued = {group.name: group.issued - 1 for group in reader.groups() if " peer=" not in group.name}
+        ended = {"died": "dead", "closed": "closed"}.get(state.ended)
+        return Progress(
+            rank=state.identity.rank,
+            host=state.identity.host,
+            step=reader.counter(ring.STEP),
+            since_step_s=now_s - source.step_s,
+            told_s=0.0,
+            usual_step_s=usual_step_s(source.durations_ns),
+            issued=issued,
+            inside=tuple(span.name for span in reader.open_spans()[1:]),
+            state=ended or process_state(state.identity.pid, state.identity.process_started),
+            operations=sole_operations(issued, reader.names()),
+            since_mark_s=now_s - source.mark_s,
+            all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS,
+        )
 
     def _read_counters(self, source: _Source) -> None:
         reader, state = source.reader, source.state
@@ -294,6 +349,7 @@ class Sidecar:
             state.native, state.notes = metadata["native"], metadata["notes"]
             state.memory_source = metadata["memory_source"]
             state.groups = metadata["groups"]
+            source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
             source.settings = dict(metadata["settings"])
             state.trace_every = int(source.settings["trace_every"])
         if state.ended == "died":
@@ -372,6 +428,7 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
         more = sidecar.has_more_to_come(now_s - started_s)
         if not more or pacing.account_due(now_s):
             sidecar.account()
+            sidecar.look_around(now_s, final=not more)
         try:
             sidecar.report_if_asked()  # before the export, which may take longer: rank 0 waits for it
             sidecar.export()
@@ -387,6 +444,7 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
         time.sleep(pacing.poll_s)
     if exporter is not None:
         sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
+    sidecar.end_exchange()
     try:
         sidecar.write_report()
         sidecar.save()

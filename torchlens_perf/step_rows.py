@@ -47,9 +47,11 @@ class Rows:
 class RowMaker:
     """Makes rows of one rank's steps, as they come."""
 
-    def __init__(self, width: int = 0) -> None:
-        """width: steps a row, a power of two; 0 to choose it by the first steps' duration."""
+    def __init__(self, width: int = 0, least_row_ns: float = LEAST_ROW_NS) -> None:
+        """width: steps a row, a power of two; 0 to choose it by the first steps' duration, so that a row takes
+        `least_row_ns` at least."""
         self.width = width
+        self._least_row_ns = least_row_ns
         self._tables: list[StepTable] = []
 
     def add(self, table: StepTable) -> Rows | None:
@@ -61,7 +63,7 @@ class RowMaker:
             if count < _WIDTH_AFTER:
                 return None
             durations = np.concatenate([each.duration_ns for each in self._tables])
-            self.width = row_width(float(np.median(durations[2:])))
+            self.width = row_width(float(np.median(durations[2:])), self._least_row_ns)
         if not count:
             return None
         steps = np.concatenate([each.step for each in self._tables])
@@ -78,13 +80,13 @@ class RowMaker:
             return None
         merged = _concatenate(self._tables)
         self._tables = []
-        return _rows(merged, self.width or row_width(float(np.median(merged.duration_ns))))
+        return _rows(merged, self.width or row_width(float(np.median(merged.duration_ns)), self._least_row_ns))
 
 
-def row_width(step_ns: float) -> int:
+def row_width(step_ns: float, least_row_ns: float = LEAST_ROW_NS) -> int:
     """How many steps of that duration make a row: a power of two."""
     width = 1
-    while width < WIDEST_ROW and width * step_ns < LEAST_ROW_NS:
+    while width < WIDEST_ROW and width * step_ns < least_row_ns:
         width *= 2
     return width
 

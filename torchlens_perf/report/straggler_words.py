@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchlens_perf.culprits import Culprit, StageImbalance, culprits, stage_imbalance
+from torchlens_perf.episodes import Episode
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.records import Verdict
 from torchlens_perf.report.quantities import duration, percent
-from torchlens_perf.straggler import Episode, Findings, Place
+from torchlens_perf.straggler import Findings, Place
 
 _MOST_NAMED = 4
 _SHORT_STEPS = 30  # an episode that was over so soon is transient
@@ -88,9 +89,10 @@ def _slow(report: dict[str, Any], culprit: Culprit, places: Mapping[int, Place])
         "modules": modules,
         "module_excess_s": module_excess_s,
     }
+    confidence = _confidence(episode)
     return Verdict(
-        "straggler", episode.rank, episode.phase, cost_s, share, episode.since_step, _confidence(episode), text, evidence
-    )  # fmt: skip
+        "straggler", episode.rank, episode.phase, cost_s, share, episode.since_step, confidence, text, evidence
+    )
 
 
 def _against(episode: Episode, ranks: int) -> str:

@@ -1,0 +1,328 @@
+"""Python stacks and states of real processes: running, stopped, traced, forbidden, gone; and py-spy itself hanging."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from torchlens_perf.identity import process_started
+from torchlens_perf.stacks import MOST_LINES, Stack, find_py_spy, process_state, python_stack
+
+needs_py_spy = pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed")
+
+BLOCKED = """
+import sys, threading, time
+
+def blocks():
+    print("ready", flush=True)
+    print("read", sys.stdin.readline().strip(), flush=True)
+
+def descend(levels):
+    return descend(levels - 1) if levels else blocks()
+
+threading.Thread(target=time.sleep, args=(60,), name="other", daemon=True).start()
+descend({levels})
+"""
+GREEDY = """
+import ctypes, threading, time
+
+def takes_the_gil():
+    print("ready", flush=True)
+    ctypes.PyDLL(None).sleep(60)  # PyDLL: with the GIL held
+
+threading.Thread(target=takes_the_gil, name="greedy", daemon=True).start()
+while True:
+    time.sleep(0.001)
+"""
+# The parent waits in the kernel for its child to exec or end, in state D; it must never run again.
+VFORKS = """
+import ctypes, os
+if ctypes.CDLL(None).vfork() == 0:
+    os.write(1, b"ready %d\\n" % os.getpid())
+    ctypes.CDLL(None).sleep(60)
+    os._exit(0)
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts programs in Python that print a line once they are ready; they end with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def starts(program: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield starts
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def ready(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def wait_for(pid: int, state: str) -> None:
+    """The kernel stops a process soon after it was told to."""
+    deadline = time.monotonic() + 30
+    while process_state(pid) != state:
+        assert time.monotonic() < deadline, process_state(pid)
+        time.sleep(0.001)
+
+
+def functions(stack: Stack) -> list[str]:
+    assert stack.reason == ""
+    return [line.partition(" (")[0] for line in stack.lines]
+
+
+# -- stacks
+
+
+@needs_py_spy
+def test_main_thread_from_inside_out(start: Start) -> None:
+    """The frames are the main thread's, the innermost first, with file and line; other threads are left out."""
+    process = start(BLOCKED.format(levels=2))
+    ready(process)
+
+    stack = python_stack(process.pid)
+
+    assert functions(stack) == ["blocks", "descend", "descend", "descend", "<module>"]
+    assert stack.lines[0] == "blocks (<string>:6)"
+
+
+@needs_py_spy
+def test_stopped_process_is_read_and_stays_stopped(start: Start) -> None:
+    """A process under SIGSTOP shows its stack, is still stopped afterwards, and goes on unharmed when it may."""
+    process = start(BLOCKED.format(levels=0))
+    ready(process)
+    os.kill(process.pid, signal.SIGSTOP)
+    wait_for(process.pid, "stopped")
+
+    stacks = [python_stack(process.pid) for _ in range(5)]
+
+    assert {tuple(functions(stack)) for stack in stacks} == {("blocks", "descend", "<module>")}
+    assert process_state(process.pid) == "stopped"
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.communicate("all is well\n", timeout=30)[0] == "read all is well\n"
+    assert process.returncode == 0
+
+
+@needs_py_spy
+def test_deep_stack_is_cut(start: Start) -> None:
+    """Of a long stack the innermost frames are shown, and how many there are beyond."""
+    process = start(BLOCKED.format(levels=100))
+    ready(process)
+
+    stack = python_stack(process.pid)
+
+    assert len(stack.lines) == MOST_LINES + 1
+    assert stack.lines[0].startswith("blocks ")
+    assert stack.lines[-1] == f"and {103 - MOST_LINES} more"  # blocks, 101 times descend, <module>
+
+
+@needs_py_spy
+def test_thread_that_keeps_the_gil_is_named(start: Start) -> None:
+    """When another thread holds the GIL, the stack says which: the main thread waits for that one."""
+    process = start(GREEDY)
+    ready(process)
+    deadline = time.monotonic() + 30
+    while not (stack := python_stack(process.pid)).gil_holder:
+        assert time.monotonic() < deadline, stack
+
+    assert stack.gil_holder == "greedy"
+    assert functions(stack)[-1] == "<module>"
+
+
+@needs_py_spy
+def test_forbidden_process_is_a_reason(start: Start, tmp_path: Path) -> None:
+    """A process that this user may not read gives that reason, and at the first try."""
+    if os.getuid() == 0:
+        setpriv = shutil.which("setpriv")
+        if setpriv is None:
+            pytest.skip("root may read all processes, and there is no setpriv to become another user")
+        victim = start(BLOCKED.format(levels=0))
+        ready(victim)
+        with tempfile.TemporaryDirectory() as name:  # tmp_path is closed to others
+            # The real py-spy as a user who owns nothing here.
+            program, calls, folder = tmp_path / "py-spy", tmp_path / "calls", Path(name)
+            folder.chmod(0o755)
+            copy = shutil.copy(find_py_spy() or "", folder / "program")
+            as_nobody = f"{setpriv} --reuid=65534 --regid=65534 --clear-groups"
+            program.write_text(f'#!/bin/sh\necho call >> {calls}\nexec {as_nobody} {copy} "$@"\n')
+            program.chmod(0o755)
+            stack = python_stack(victim.pid, program=str(program))
+        assert calls.read_text() == "call\n"
+    else:
+        stack = python_stack(1)
+
+    assert stack.lines == ()
+    assert stack.reason.startswith("not permitted to read the process: ")
+
+
+@needs_py_spy
+def test_what_is_not_python_is_a_reason() -> None:
+    """A process without Python gives py-spy's own words, without its backtrace."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        stack = python_stack(process.pid)
+        process.kill()
+
+    assert stack.lines == ()
+    assert stack.reason == "py-spy: Failed to find python version from target process"
+
+
+def test_gone_process_is_a_reason() -> None:
+    """A pid that no process has any more gives that reason."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+
+    assert python_stack(process.pid, program=sys.executable) == Stack((), f"there is no process {process.pid}")
+
+
+def test_missing_py_spy_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without py-spy the reason says how to get it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+
+    assert python_stack(os.getpid()) == Stack((), "py-spy is not installed: pip install 'torchlens-perf[stacks]'")
+
+
+def test_py_spy_is_found_next_to_python_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The one of Python's own environment comes before PATH, which serves where the former is missing."""
+    programs = [tmp_path / folder / "py-spy" for folder in ("environment", "path")]
+    for program in programs:
+        program.parent.mkdir()
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs[1].parent))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "environment" / "python"))
+
+    assert find_py_spy() == str(programs[0])
+    programs[0].unlink()
+    assert find_py_spy() == str(programs[1])
+
+
+def test_py_spy_that_hangs_is_ended(tmp_path: Path) -> None:
+    """A program that does not answer is killed after the timeout, and the reason says so."""
+    program, pid_file = tmp_path / "py-spy", tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid_file}\nexec sleep 600\n")
+    program.chmod(0o755)
+
+    stack = python_stack(os.getpid(), timeout_s=2.0, program=str(program))
+
+    assert stack == Stack((), "py-spy did not answer within 2 s (process state: running)")
+    assert process_state(int(pid_file.read_text())) == "dead"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("not json", "py-spy: its answer cannot be read"),
+        ('{"pid": 1}', "py-spy: its answer cannot be read"),
+        ("[]", "the main thread runs no Python code"),
+    ],
+)
+def test_answer_that_is_no_stack_is_a_reason(tmp_path: Path, answer: str, reason: str) -> None:
+    """A version of py-spy that answers otherwise gives a reason, no exception."""
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+
+    assert python_stack(os.getpid(), program=str(program)) == Stack((), reason)
+
+
+def test_program_that_cannot_run_is_a_reason(tmp_path: Path) -> None:
+    """A py-spy of another processor or without the right to execute gives a reason, no exception."""
+    program = tmp_path / "py-spy"
+    program.write_bytes(b"\x7fELF")
+
+    assert python_stack(os.getpid(), program=str(program)).reason == "py-spy cannot be run: Permission denied"
+
+
+# -- states
+
+
+def test_states_of_a_process_through_its_life(start: Start) -> None:
+    """Running, stopped, running again, a zombie, and gone."""
+    process = start(BLOCKED.format(levels=0))
+    ready(process)
+    assert process_state(process.pid) == "running"
+    os.kill(process.pid, signal.SIGSTOP)
+    wait_for(process.pid, "stopped")
+    os.kill(process.pid, signal.SIGCONT)
+    wait_for(process.pid, "running")
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process_state(process.pid) == "dead"  # a zombie
+    process.wait()
+    assert process_state(process.pid) == "dead"
+
+
+def test_traced_process(start: Start) -> None:
+    """A process that a debugger holds is traced, not stopped."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    attach, detach = 16, 17
+    process = start(BLOCKED.format(levels=0))
+    ready(process)
+    if libc.ptrace(attach, process.pid, None, None):
+        pytest.skip(f"ptrace is not permitted here: {os.strerror(ctypes.get_errno())}")
+    try:
+        wait_for(process.pid, "traced")
+    finally:
+        os.waitpid(process.pid, os.WUNTRACED)
+        libc.ptrace(detach, process.pid, None, None)
+
+
+def test_uninterruptible_process(start: Start) -> None:
+    """A process that waits in the kernel where no signal reaches it is uninterruptible."""
+    process = start(VFORKS)
+    child = int(ready(process).split()[1])
+    try:
+        wait_for(process.pid, "uninterruptible")
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_other_process_of_that_pid_is_dead(start: Start) -> None:
+    """A pid that belongs to another process by now counts as dead."""
+    process = start(BLOCKED.format(levels=0))
+    ready(process)
+    started = process_started(process.pid)
+    assert started is not None
+
+    assert process_state(process.pid, started) == "running"
+    assert process_state(process.pid, started - 1) == "dead"
+
+
+def test_name_of_a_program_is_not_taken_for_a_state(tmp_path: Path) -> None:
+    """A program whose name looks like the rest of the line is read right."""
+    program = tmp_path / "x) T 1 ("
+    program.symlink_to(shutil.which("sleep") or "/bin/sleep")
+    with subprocess.Popen([str(program), "60"]) as process:
+        deadline = time.monotonic() + 30
+        while b"x) T 1 (" not in Path(f"/proc/{process.pid}/stat").read_bytes():
+            assert time.monotonic() < deadline
+        state = process_state(process.pid)
+        process.kill()
+
+    assert state == "running"

@@ -1,0 +1,163 @@
+"""The newest rows of all ranks that are compared, side by side: what the judge looks at. Pure.
+
+Rows come rank by rank and late; a column, the rows of the same steps, is ready when all ranks have it. What is needed
+of it again and again, each rank's excess, is computed once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.excess import excess_over_others
+from torchlens_perf.records import OWN_PARTS
+from torchlens_perf.step_rows import OTHER_WORK, Rows
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+LATE_ROWS = 64  # a rank that is so far behind the others is missing, and is not waited for
+_MANY_RANKS = 4096
+_VALUES = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
+
+
+def judged_rows(ranks: int) -> int:
+    """How many rows are looked back at: fewer for many ranks, whose rows would fill the memory."""
+    return 256 if ranks <= _MANY_RANKS else 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Rows of several ranks at once: arrays [ranks, rows], as in Rows. A key of -1: no row there."""
+
+    width: int
+    ranks: npt.NDArray[np.int64]
+    key: npt.NDArray[np.int64]
+    """Row numbers: first step / width."""
+    flags: npt.NDArray[np.int64]
+    duration_ns: npt.NDArray[np.floating[Any]]
+    wait_ns: npt.NDArray[np.floating[Any]]
+    ready_ns: npt.NDArray[np.floating[Any]]
+    workload: npt.NDArray[np.floating[Any]]
+    parts_ns: npt.NDArray[np.floating[Any]]
+    """[ranks, rows, len(OWN_PARTS)]: work."""
+
+    @classmethod
+    def of(cls, rank: int, rows: Rows) -> Block:
+        """One rank's rows."""
+        values = {
+            name: getattr(rows, name)[None] for name in ("flags", "duration_ns", "wait_ns", "ready_ns", "workload")
+        }
+        return cls(rows.width, np.array([rank]), (rows.step // rows.width)[None], parts_ns=rows.work_ns[None], **values)
+
+    def between(self, low: int, high: int) -> Block:
+        """The rows of steps from `low` to below `high`."""
+        steps = self.key * self.width
+        inside = (self.key >= 0) & (steps >= low) & (steps < high)
+        return dataclasses.replace(self, key=np.where(inside, self.key, -1))
+
+    def widened(self, width: int) -> Block:
+        """Rows as means over `width` steps; what does not fill a row is left out."""
+        per = width // self.width
+        first = np.where(self.key >= 0, self.key, np.iinfo(np.int64).max).min() // per
+        count = max(1, int(self.key.max()) // per - int(first) + 1)
+        at = np.where(self.key >= 0, self.key // per - first, count)  # a column more, for what is no row
+        index = np.arange(len(self.ranks))[:, None]
+        filled = np.zeros((len(self.ranks), count + 1), np.int64)
+        np.add.at(filled, (index, at), 1)
+        values: dict[str, Any] = {}
+        for name in ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns"):
+            column = getattr(self, name)
+            sums = np.zeros((len(self.ranks), count + 1, *column.shape[2:]))
+            np.add.at(sums, (index, at), column)
+            values[name] = sums[:, :count] / per
+        flags = np.zeros((len(self.ranks), count + 1), np.int64)
+        np.bitwise_or.at(flags, (index, at), self.flags)
+        key = np.where(filled[:, :count] == per, first + np.arange(count), -1)
+        return Block(width, self.ranks, key, flags=flags[:, :count], **values)
+
+
+class Board:
+    """Arrays [ranks, columns], a column for each row of steps, used in turn. The last column takes what is no row."""
+
+    def __init__(self, ranks: npt.NDArray[np.int64], width: int) -> None:
+        """ranks: ascending."""
+        self.ranks = ranks
+        self.width = width
+        self.rows = judged_rows(len(ranks))
+        self.columns = self.rows + LATE_ROWS
+        shape = (len(ranks), self.columns + 1)
+        self.key = np.full(shape, -1, np.int32)
+        self.flags = np.zeros(shape, np.uint16)
+        self.duration_ns, self.wait_ns, self.ready_ns, self.workload = (
+            np.full(shape, np.nan, np.float32) for _ in range(4)
+        )
+        self.parts_ns = np.full((*shape, len(OWN_PARTS)), np.nan, np.float32)
+        self.excess_ns = np.zeros(shape, np.float32)
+        self.newest = np.full(len(ranks), -1, np.int64)
+        # Of each column: the row number whose excess has been computed, and whether it may be compared.
+        self._computed = np.full(self.columns, -1, np.int64)
+        self._good = np.zeros(self.columns, bool)
+
+    def put(self, block: Block) -> None:
+        """Rows of ranks that are on the board, of its width."""
+        index = np.searchsorted(self.ranks, block.ranks)[:, None]
+        keys = np.where(block.key > block.key.max() - self.columns, block.key, -1)
+        at = np.where(keys >= 0, keys % self.columns, self.columns)
+        self.flags[index, at] = block.flags
+        for name in _VALUES:
+            getattr(self, name)[index, at] = getattr(block, name)
+        self.key[index, at] = keys
+        self.newest[index[:, 0]] = np.maximum(self.newest[index[:, 0]], keys.max(axis=1))
+
+    def with_ranks(self, ranks: npt.NDArray[np.int64]) -> Board:
+        """The same board with more ranks."""
+        grown = Board(ranks, self.width)
+        if grown.columns != self.columns:
+            return grown  # so many ranks more that less is kept of each: begins anew
+        at = np.searchsorted(ranks, self.ranks)
+        for name in ("key", "flags", "newest", *_VALUES):
+            getattr(grown, name)[at] = getattr(self, name)
+        return grown
+
+    def frontier(self, ended: Collection[int]) -> int:
+        """The newest row that all ranks have, but for those that have ended or are far behind."""
+        live = np.array([rank not in ended for rank in self.ranks.tolist()]) if ended else slice(None)
+        newest = self.newest[live]
+        if not len(newest):
+            return int(self.newest.max())
+        return int(newest[newest >= newest.max() - LATE_ROWS].min())
+
+    def oldest(self) -> int:
+        """The oldest row that any rank has."""
+        keys = self.key[:, :-1]
+        return int(keys[keys >= 0].min())
+
+    def judged(
+        self, first: int, end: int, ended: Collection[int]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Row numbers from `first` to below `end` that can be compared, and the ranks (indices) that take part."""
+        keys = np.arange(max(first, end - self.rows, 0), end)
+        late = self.newest < end - 1
+        if ended:
+            late |= np.isin(self.ranks, list(ended)) & (self.newest < end - 1)
+        present = np.flatnonzero(~late)
+        at = keys % self.columns
+        for key, column in zip(keys.tolist(), at.tolist(), strict=True):
+            if self._computed[column] != key:
+                self._computed[column] = key
+                self._good[column] = self._compute(key, column, present)
+        return keys[self._good[at]], present
+
+    def _compute(self, key: int, column: int, present: npt.NDArray[np.int64]) -> bool:
+        self.excess_ns[:, column] = 0.0
+        there = self.key[present, column] == key
+        if not there.all() or np.bitwise_or.reduce(self.flags[present, column]) & OTHER_WORK:
+            return False
+        work = self.parts_ns[present, column].sum(axis=1, dtype=np.float64)
+        if len(present) > 1:
+            self.excess_ns[present, column] = excess_over_others(work[:, None])[:, 0]
+        return True

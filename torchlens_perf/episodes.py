@@ -1,0 +1,132 @@
+"""Episodes: times in which a rank was slow, and what is to be said of them. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.excess import CLIP
+from torchlens_perf.records import OWN_PARTS
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.board import Board
+
+_COMPUTE = ("forward", "backward")
+_SAMPLE = 256  # of many ranks, from which the others' usual times are taken
+
+
+@dataclasses.dataclass
+class Episode:
+    """A time in which one rank was slow. Times in ns, means per step over the episode."""
+
+    rank: int
+    phase: str
+    """An own part, "compute" where forward and backward grew alike, or "cpu" where it lacked a CPU."""
+    since_step: int
+    from_start: bool
+    """Whether it was slow from the first steps on that were judged."""
+    last_step: int
+    until_step: int | None
+    """The step from which on it was no longer slow; None while it is."""
+    named_step: int
+    """The step after which it was named."""
+    excess_ns: float
+    phase_excess_ns: float
+    cost_ns: float
+    """How much sooner the step would have ended without it."""
+    work_ns: float
+    others_work_ns: float
+    step_ns: float
+    strength: float
+    """Standard errors, with clipped values."""
+    slow_share: float
+    """Share of the steps in which it was slow by at least half of its usual excess when slow."""
+    slow_excess_ns: float
+    """Median excess in those."""
+    more_workload: float
+    """How much more workload it had than the others, as a share; 0 if not known."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def describe(
+    episode: Episode,
+    board: Board,
+    index: int,
+    others: npt.NDArray[np.int64],
+    keys: npt.NDArray[np.int64],
+    series: npt.NDArray[np.float64],
+    scale: float,
+) -> None:
+    """Fills in what is measured over the rows `keys`.
+
+    index, others: the rank's and the others' places on the board. series: the rank's excess in those rows; scale: its
+    noise.
+    """
+    at = keys % board.columns
+    episode.last_step = int(keys[-1] + 1) * board.width - 1
+    episode.excess_ns = float(series.mean())
+    high = series[series > episode.excess_ns / 2]
+    usual = float(np.median(high)) if len(high) else episode.excess_ns
+    slow = series > usual / 2
+    episode.slow_share = float(slow.mean())
+    episode.slow_excess_ns = float(np.median(series[slow])) if slow.any() else episode.excess_ns
+    episode.strength = float(np.clip(series / scale, -CLIP, CLIP).sum() / np.sqrt(len(series)))
+    sample = others[:: max(1, len(others) // _SAMPLE)]
+    parts = board.parts_ns[index, at].astype(np.float64)
+    usual_parts = np.median(board.parts_ns[np.ix_(sample, at)], axis=0).astype(np.float64)
+    episode.work_ns = float(parts.sum(axis=1).mean())
+    episode.others_work_ns = float(np.median(board.parts_ns[np.ix_(sample, at)].sum(axis=2), axis=0).mean())
+    episode.step_ns = float(np.median(board.duration_ns[index, at]))
+    episode.cost_ns = _cost_ns(board, index, others, at)
+    load = board.workload[np.ix_(np.append(sample, index), at)].astype(np.float64)
+    if np.isfinite(load).all() and (typical := float(np.median(load[:-1]))) > 0:
+        episode.more_workload = float(load[-1].mean()) / typical - 1
+    if episode.phase == "cpu":
+        episode.phase_excess_ns = episode.excess_ns
+        return
+    above = (parts - usual_parts)[slow].mean(axis=0) if slow.any() else np.zeros(len(OWN_PARTS))
+    episode.phase, part_ns = phase_of(above, usual_parts.mean(axis=0))
+    episode.phase_excess_ns = part_ns * episode.slow_share
+
+
+def _cost_ns(board: Board, index: int, others: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> float:
+    """The step ends with the slowest rank: how much sooner it would without this one, less what noise gives any."""
+    ranks = np.append(others, index)
+    own = np.empty((len(ranks), len(at)), np.float32)
+    for column, place in enumerate(at.tolist()):  # column by column: of many ranks, all at once would fill the memory
+        own[:, column] = board.parts_ns[ranks, place].sum(axis=1) + np.nan_to_num(board.ready_ns[ranks, place])
+    largest, second = _two_largest(own)
+    gains = np.where(own == largest, largest - second, 0.0).mean(axis=1)
+    return max(0.0, float(gains[-1] - np.median(gains[:-1])))
+
+
+def _two_largest(own: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Of each column."""
+    largest = own.argmax(axis=0)
+    columns = np.arange(own.shape[1])
+    highest = own[largest, columns]
+    own[largest, columns] = -np.inf
+    second = own.max(axis=0)
+    own[largest, columns] = highest
+    return highest, second
+
+
+def phase_of(above_ns: npt.NDArray[np.float64], usual_ns: npt.NDArray[np.float64]) -> tuple[str, float]:
+    """The phase that explains most of an excess, and how much: from the excess and the usual time of each own part.
+
+    Where forward and backward are both slower, by a similar ratio, the rank computes slowly: "compute".
+    """
+    largest = int(np.argmax(above_ns))
+    forward, backward = (OWN_PARTS.index(part) for part in _COMPUTE)
+    pair = above_ns[forward] + above_ns[backward]
+    if largest in (forward, backward) and min(above_ns[forward], above_ns[backward]) > 0.15 * pair:
+        ratios = [above_ns[part] / max(1.0, usual_ns[part]) for part in (forward, backward)]
+        if max(ratios) < 3 * min(ratios):
+            return "compute", float(pair)
+    return OWN_PARTS[largest], float(above_ns[largest])

@@ -1,0 +1,263 @@
+"""The job as this node's sidecar sees it: judges its ranks, exchanges windows with other nodes, looks for hangs.
+
+In a job of several nodes every sidecar sends its ranks' windows to that of node 0, which judges all ranks together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf import summary
+from torchlens_perf.exchange import Exchange
+from torchlens_perf.exchange_meeting import exchange_key
+from torchlens_perf.hang import Hang, Progress, find_hang
+from torchlens_perf.node_judge import NodeJudge
+from torchlens_perf.rank_ranges import parse_ranges
+from torchlens_perf.report import hang_words
+from torchlens_perf.stacks import python_stack
+from torchlens_perf.step_rows import Rows
+from torchlens_perf.straggler import Findings, Place
+from torchlens_perf.summary import Summary
+
+if TYPE_CHECKING:
+    from torchlens_perf.identity import Identity
+    from torchlens_perf.records import StepTable
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+ROUND_S = 1.0  # between two posts of a rank that makes no steps, and two looks for hangs
+SILENT_S = 6.0  # a node that posts every ROUND_S and is not heard of for so long is silent
+MOST_STACKS = 3
+_LEAST_ROW_NS = 100_000_000  # between nodes: at most ten rows a second and rank
+
+
+@dataclasses.dataclass
+class _Local:
+    """A rank of this node."""
+
+    identity: Identity
+    place: Place
+    world_size: int
+    progress: Progress | None = None
+    unsent: list[Rows] = dataclasses.field(default_factory=list)
+    sections_ns: Sequence[float] = ()
+    ended: bool = False
+    told_end: bool = False
+
+
+class JobView:
+    """Belongs to the sidecar's thread."""
+
+    def __init__(self, host: str, open_exchange: Callable[..., Exchange] = Exchange) -> None:
+        self.hang: dict[str, Any] | None = None
+        """The hang in progress: its sentence, its ranks, and the stacks that were taken; None while the job moves."""
+        self.hang_key: object = None
+        self._host = host
+        self._judge = NodeJudge()
+        self._local: dict[int, _Local] = {}
+        self._remote: dict[int, Progress] = {}
+        self._remote_heard_s: dict[int, float] = {}
+        self._groups: dict[str, tuple[int, ...]] = {}
+        self._open_exchange = open_exchange
+        self._exchange: Exchange | None = None
+        self._exchange_attempt = -1
+        self._round_s = float("-inf")
+        self._missing: dict[str, str] = {}
+
+    # -- from the sidecar's sources
+
+    def add_steps(self, identity: Identity, place: Place, steps: StepTable, job_store: tuple[str, int] | None) -> None:
+        """Finished steps of a rank of this node. job_store: the job's TCPStore, for a job of several nodes."""
+        local = self._local_of(identity, place)
+        if local is None:
+            return
+        self._join(identity, job_store)
+        least_row_ns = _LEAST_ROW_NS if self._exchange is not None else 0
+        rows = self._judge.add_steps(identity.attempt, identity.rank, place, steps, least_row_ns)
+        if rows is not None and self._sends:
+            local.unsent.append(rows)
+
+    def progress(
+        self, identity: Identity, place: Place, now: Progress, groups: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """How far a rank of this node is."""
+        local = self._local_of(identity, place)
+        if local is not None:
+            local.progress = now
+            self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
+
+    def end(self, identity: Identity) -> None:
+        """A process of this node has ended, and all of it is counted."""
+        local = self._local.get(identity.rank)
+        rows = self._judge.end(identity.attempt, identity.rank)
+        if local is not None and local.identity.key == identity.key:
+            local.ended = True
+            if rows is not None and self._sends:
+                local.unsent.append(rows)
+
+    # -- once in every round of the sidecar
+
+    def look(self, now_s: float, *, final: bool = False) -> Findings:
+        """Sends, receives and judges. now_s: a monotonic clock. final: the run has ended."""
+        if self._exchange is not None and self._merges:
+            self._receive(now_s)
+        due = now_s - self._round_s >= ROUND_S
+        full = any(sum(map(len, each.unsent)) >= summary.ROWS for each in self._local.values())
+        if self._sends and (due or final or full):
+            self._post()
+        if due:
+            self._round_s = now_s
+            self._look_for_hang(now_s)
+        return self._judge.judge(final=final)
+
+    def notes(self) -> list[str]:
+        """What is to be said of the exchange between nodes."""
+        notes = list(self._missing.values())
+        return notes + (self._exchange.notes() if self._exchange is not None else [])
+
+    def close(self) -> None:
+        """Sends what is left and ends the exchange."""
+        if self._exchange is not None:
+            if self._sends:
+                self._post()
+            self._exchange.close()
+            self._exchange = None
+
+    # -- parts
+
+    @property
+    def _merges(self) -> bool:
+        return 0 in self._local
+
+    @property
+    def _sends(self) -> bool:
+        return self._exchange is not None and not self._merges
+
+    def _local_of(self, identity: Identity, place: Place) -> _Local | None:
+        if identity.attempt < self._exchange_attempt:
+            return None
+        if identity.attempt > self._exchange_attempt:
+            self.close()
+            self._exchange_attempt = identity.attempt
+            for known in (self._local, self._remote, self._remote_heard_s, self._groups, self._missing):
+                known.clear()
+        local = self._local.get(identity.rank)
+        if local is None or local.identity.key != identity.key:
+            local = self._local[identity.rank] = _Local(identity, place, identity.world_size)
+        return local
+
+    def _join(self, identity: Identity, job_store: tuple[str, int] | None) -> None:
+        if self._exchange is not None or job_store is None or identity.world_size <= identity.local_world_size:
+            return
+        # Launchers number a node's ranks one after the other.
+        first = identity.rank - identity.local_rank
+        merges = first == 0
+        key = exchange_key(identity.run_id, identity.attempt)
+        logger.info(
+            "%s windows between nodes; the job's store is %s:%d", "merging" if merges else "sending", *job_store
+        )
+        self._exchange = self._open_exchange(job_store, key, f"{self._host}/{first}", merges)
+
+    def _post(self) -> None:
+        assert self._exchange is not None
+        while True:
+            payloads, more = {}, False
+            for rank, local in self._local.items():
+                if local.progress is None or (local.told_end and not local.unsent):
+                    continue
+                rows = _take(local.unsent)
+                more |= bool(local.unsent)
+                local.told_end = local.ended and not local.unsent
+                payloads[rank] = summary.pack(
+                    Summary(
+                        attempt=local.identity.attempt,
+                        world_size=local.world_size,
+                        place=local.place,
+                        progress=local.progress,
+                        pid=local.identity.pid,
+                        rows=rows,
+                        sections_ns=local.sections_ns,
+                        ended=local.told_end,
+                    )
+                )  # fmt: skip
+            if payloads:
+                self._exchange.post(payloads)
+            if not more:
+                return
+
+    def _receive(self, now_s: float) -> None:
+        assert self._exchange is not None
+        collected = self._exchange.collect()
+        received = [(each, node) for parts in collected.payloads.values() for each in parts for node in (each.node,)]
+        if received:
+            values = summary.unpack([each.payload for each, _ in received])
+            for value, (each, node) in zip(values, received, strict=True):
+                rank, host = int(value["rank"]), node.partition("/")[0]
+                self._judge.know(self._exchange_attempt, rank, summary.place(value, host))
+                self._remote[rank] = summary.progress(value, host, each.age_s)
+                self._remote_heard_s[rank] = now_s - each.age_s
+                if value["ended"]:
+                    self._judge.end(self._exchange_attempt, rank)
+            for population, block in summary.blocks(values):
+                self._judge.add_block(population, block)
+        self._missing = {
+            node: f"node {node} has not been heard of for {contact.silent_s:.0f} s: its ranks are not compared"
+            for node, contact in collected.nodes.items()
+            if contact.silent_s > SILENT_S and not contact.left
+        }
+
+    def _look_for_hang(self, now_s: float) -> None:
+        ranks = {rank: local.progress for rank, local in self._local.items() if local.progress is not None}
+        for rank, told in self._remote.items():
+            age_s = now_s - self._remote_heard_s[rank]
+            ranks[rank] = dataclasses.replace(told, told_s=age_s, since_step_s=told.since_step_s + age_s - told.told_s)
+        if not ranks:
+            return
+        world_size = max(local.world_size for local in self._local.values())
+        groups = dict(self._groups)
+        for name, members in groups.items():
+            if len(members) == world_size:
+                groups[name] = tuple(range(world_size))
+        hang = find_hang(ranks, groups, silent_s=SILENT_S)
+        if hang is None or not hang.alarm:
+            self.hang, self.hang_key = None, None
+        elif hang.key != self.hang_key:
+            self.hang_key = hang.key
+            self.hang = self._described(hang)
+            logger.warning("%s", self.hang["text"])
+
+    def _described(self, hang: Hang) -> dict[str, Any]:
+        stacks: dict[str, Any] = {}
+        for rank in hang.look_at:
+            local = self._local.get(rank)
+            if local is not None and len(stacks) < MOST_STACKS:
+                stack = python_stack(local.identity.pid)
+                stacks[str(rank)] = {"lines": list(stack.lines), "reason": stack.reason}
+        return {
+            "text": hang_words.text(hang),
+            "kind": hang.kind,
+            "since_s": hang.since_s,
+            "step": hang.step,
+            "ranks": [culprit.progress.rank for culprit in hang.culprits],
+            "waiting": list(hang.waiting),
+            "stacks": stacks,
+        }
+
+
+def _take(unsent: list[Rows]) -> Rows | None:
+    """The next rows, as many as fit into a summary."""
+    if not unsent:
+        return None
+    first, *later = list(summary.windows(unsent.pop(0)))
+    unsent[:0] = later
+    return first
+
+
+def usual_step_s(durations_ns: Sequence[float]) -> float:
+    """The median of the last steps; 0 until there are ten."""
+    return float(np.median(durations_ns)) / 1e9 if len(durations_ns) >= 10 else 0.0

@@ -1,0 +1,149 @@
+"""What a process that hangs is doing: its Python stack, read from outside by py-spy, and its state in the kernel.
+
+py-spy runs with `--nonblocking`: it reads the process's memory, and neither attaches to it nor pauses it. Its usual way
+(ptrace) pauses a running process for 0.4 ms, and fails on one that is stopped. Nothing is installed in the training
+process: no signal handler, no `faulthandler`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MOST_LINES = 15
+_TRIES = 3  # a process that runs meanwhile may change its frames under the reader
+_KILLED_WITHIN_S = 0.5
+_MOST_WORDS = 200  # characters of py-spy's own explanation
+_STATES = {"T": "stopped", "t": "traced", "D": "uninterruptible", "Z": "dead", "X": "dead", "x": "dead"}
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The Python stack of a process's main thread, or why there is none."""
+
+    lines: tuple[str, ...]
+    """Frames as "function (file:line)", the innermost first: at most MOST_LINES, and then how many more there are."""
+    reason: str
+    """Why `lines` is empty; else ""."""
+    gil_holder: str = ""
+    """Name of the thread that holds the GIL, if that is another one: the main thread may be waiting for it."""
+
+
+def process_state(pid: int, started: int | None = None) -> str:
+    """One of "running", "stopped" (SIGSTOP), "traced" (by a debugger), "uninterruptible" (state D) and "dead".
+
+    It is the state of the main thread. started: when the process began, in clock ticks after boot
+    (identity.process_started); another process with that pid counts as dead.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return "dead"
+    state, *rest = stat.rpartition(b")")[2].split()
+    if started is not None and int(rest[18]) != started:
+        return "dead"
+    return _STATES.get(state.decode(), "running")
+
+
+def find_py_spy() -> str | None:
+    """The py-spy program: of this Python's environment, or else on PATH; None if there is none."""
+    return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+
+
+def python_stack(pid: int, timeout_s: float = 5.0, program: str | None = None) -> Stack:
+    """The stack of a process of this node. Blocks for at most about timeout_s; usually for 10 to 40 ms.
+
+    The process is not paused; one that is stopped is read as it is, and stays stopped.
+    program: py-spy, where find_py_spy() would not find it. Raises nothing.
+    """
+    program = program or find_py_spy()
+    if program is None:
+        return Stack((), "py-spy is not installed: pip install 'torchlens-perf[stacks]'")
+    if process_state(pid) == "dead":
+        return Stack((), f"there is no process {pid}")
+    command = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+    deadline_s = time.monotonic() + timeout_s
+    errors = ""
+    for _ in range(_TRIES):
+        try:
+            succeeded, answer, errors = _run(command, deadline_s - time.monotonic())
+        except subprocess.TimeoutExpired:
+            return Stack((), f"py-spy did not answer within {timeout_s:g} s (process state: {process_state(pid)})")
+        except OSError as error:
+            return Stack((), f"py-spy cannot be run: {error.strerror or error}")
+        if succeeded:
+            return _main_thread(pid, answer)
+        if "permission denied" in errors.lower():
+            return Stack((), _not_permitted())
+    return Stack((), f"py-spy: {_last_cause(errors)}")
+
+
+def _run(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
+    """Whether it succeeded, what it wrote, and its errors. Raises OSError, or TimeoutExpired once it is killed."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "RUST_BACKTRACE": "0"},
+    )
+    try:
+        answer, errors = process.communicate(timeout=max(0.0, timeout_s))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        # Not subprocess.run, which then waits for good: who reads a process that is stuck in the kernel may get stuck
+        # there too, where no signal arrives.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_KILLED_WITHIN_S)
+        raise
+    return process.returncode == 0, answer, errors.decode("utf-8", "replace")
+
+
+def _main_thread(pid: int, answer: bytes) -> Stack:
+    try:
+        threads = json.loads(answer)
+        # It has no name where threading was not imported. Before Python 3.11, threads have no id.
+        mains = [each for each in threads if each["os_thread_id"] == pid]
+        mains += [each for each in threads if each["thread_name"] == "MainThread"]
+        lines = [_line(frame) for main in mains[:1] for frame in main["frames"]]
+        holders = [each["thread_name"] or "?" for each in threads if each["owns_gil"] and each not in mains[:1]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Stack((), "py-spy: its answer cannot be read")
+    if not lines:
+        return Stack((), "the main thread runs no Python code")
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
+    return Stack(tuple(lines), "", holders[0] if holders else "")
+
+
+def _line(frame: dict[str, Any]) -> str:
+    return f"{frame['name']} ({frame['short_filename'] or frame['filename']}:{frame['line']})"
+
+
+def _not_permitted() -> str:
+    """The kernel's rules for reading another process's memory."""
+    try:
+        scope = _YAMA.read_text().strip()
+    except OSError:
+        scope = "0"  # a kernel without Yama
+    if scope != "0":
+        return (
+            f"not permitted to read the process: kernel.yama.ptrace_scope is {scope}. Allow it with "
+            "`sysctl kernel.yama.ptrace_scope=0` on this node, or with CAP_SYS_PTRACE in this container"
+        )
+    return "not permitted to read the process: it is another user's, or has more rights than its sidecar"
+
+
+def _last_cause(errors: str) -> str:
+    """The innermost cause: py-spy prints an error, "Caused by:", and one cause a line."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    return (lines or ["no answer"])[-1].removeprefix("Error: ")[:_MOST_WORDS]

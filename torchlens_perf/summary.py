@@ -1,0 +1,181 @@
+"""What a rank's sidecar tells node 0's about one window: at most 1024 bytes, the same size for every rank. Pure.
+
+A window has up to ROWS rows (step_rows.py), the rank's place, how far it is in its groups, and the mean time of up to
+SECTIONS modules. Their names do not travel: ranks of one population have the same modules, so the i-th of their sorted
+names is the same one everywhere. Times are 32-bit floats of ns; those of modules have 8 bits of mantissa.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.board import Block
+from torchlens_perf.hang import Progress
+from torchlens_perf.records import OWN_PARTS
+from torchlens_perf.step_rows import Rows
+from torchlens_perf.straggler import Place
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+VERSION = 1
+ROWS, SECTIONS, GROUPS, DIMENSIONS, INSIDE = 12, 64, 6, 4, 4
+MOST_BYTES = 1024
+NO_ROW = 0xFFFFFFFF
+_STATES = ("unknown", "running", "stopped", "traced", "uninterruptible", "dead", "closed")
+
+LAYOUT = np.dtype(
+    [
+        ("version", "<u2"),
+        ("attempt", "<u2"),
+        ("rank", "<u4"),
+        ("world_size", "<u4"),
+        ("width", "<u4"),
+        ("state", "u1"),
+        ("ended", "u1"),
+        ("all_groups", "u1"),
+        ("reserved", "u1"),
+        ("step", "<u8"),
+        ("since_step_s", "<f4"),
+        ("usual_step_s", "<f4"),
+        ("since_mark_s", "<f4"),  # negative: not known
+        ("pid", "<u4"),
+        ("population", "S28"),
+        ("dimensions", [("name", "S6"), ("coordinate", "<u2")], DIMENSIONS),
+        ("groups", [("name", "S12"), ("issued", "<u4")], GROUPS),
+        ("inside", "S16", INSIDE),
+        ("row", "<u4", ROWS),  # step / width; NO_ROW: none
+        ("flags", "<u2", ROWS),
+        ("times", "<f4", (ROWS, 4)),  # duration, wait, ready, workload
+        ("work", "<f4", (ROWS, len(OWN_PARTS))),
+        ("sections", "<u2", SECTIONS),
+    ]
+)
+assert LAYOUT.itemsize <= MOST_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """One rank's window."""
+
+    attempt: int
+    world_size: int
+    place: Place
+    progress: Progress
+    pid: int
+    rows: Rows | None = None
+    sections_ns: Sequence[float] = ()
+    """Mean own time a step of the rank's modules, in the order of their names."""
+    ended: bool = False
+
+
+def pack(summary: Summary) -> bytes:
+    """The summary as it travels. Longer texts are cut, more groups and rows than fit are left out."""
+    value = np.zeros((), LAYOUT)
+    progress, place = summary.progress, summary.place
+    value["version"], value["attempt"], value["rank"] = VERSION, summary.attempt, progress.rank
+    value["world_size"], value["ended"], value["pid"] = summary.world_size, summary.ended, summary.pid
+    value["state"] = _STATES.index(progress.state) if progress.state in _STATES else 0
+    value["step"], value["since_step_s"] = max(0, progress.step), progress.since_step_s
+    value["usual_step_s"] = progress.usual_step_s
+    value["since_mark_s"] = -1.0 if progress.since_mark_s is None else progress.since_mark_s
+    value["all_groups"] = progress.all_groups and len(progress.issued) <= GROUPS
+    value["population"] = place.population.encode()[:28]
+    for i, (name, coordinate) in enumerate(list(place.coordinates.items())[:DIMENSIONS]):
+        value["dimensions"][i] = name.encode()[:6], coordinate
+    last_issued = sorted(progress.issued.items(), key=lambda item: -item[1])[:GROUPS]
+    for i, (name, sequence) in enumerate(last_issued):
+        value["groups"][i] = name.encode()[:12], sequence + 1
+    inside = progress.inside if len(progress.inside) <= INSIDE else (progress.inside[0], *progress.inside[1 - INSIDE :])
+    for i, name in enumerate(inside):
+        value["inside"][i] = name.encode()[:16]
+    value["row"] = NO_ROW
+    rows = summary.rows
+    if rows is not None:
+        count = min(len(rows), ROWS)
+        value["width"] = rows.width
+        value["row"][:count] = rows.step[-count:] // rows.width
+        value["flags"][:count] = rows.flags[-count:]
+        for i, name in enumerate(("duration_ns", "wait_ns", "ready_ns", "workload")):
+            value["times"][:count, i] = getattr(rows, name)[-count:]
+        value["work"][:count] = rows.work_ns[-count:]
+    sections = np.asarray(summary.sections_ns[:SECTIONS], "<f4")
+    value["sections"][: len(sections)] = sections.view("<u4") >> 16
+    return value.tobytes()
+
+
+def windows(rows: Rows) -> Iterator[Rows]:
+    """Rows in pieces that fit into a summary each."""
+    for first in range(0, len(rows), ROWS):
+        chosen = slice(first, first + ROWS)
+        fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(Rows)}
+        yield Rows(**{name: value if name == "width" else value[chosen] for name, value in fields.items()})
+
+
+def unpack(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
+    """Many ranks' summaries as one array. Raises ValueError for a payload of another version or size."""
+    joined = b"".join(payloads)
+    if len(joined) != LAYOUT.itemsize * len(payloads):
+        raise ValueError("a summary has another size")
+    values = np.frombuffer(joined, LAYOUT)
+    if len(values) and (values["version"] != VERSION).any():
+        raise ValueError("a summary is of another version")
+    return values
+
+
+def blocks(values: npt.NDArray[np.void]) -> Iterator[tuple[str, Block]]:
+    """The summaries' rows, by population and width."""
+    has_rows = (values["row"] != NO_ROW).any(axis=1)
+    for width in np.unique(values["width"][has_rows]).tolist():
+        of_width = values[has_rows & (values["width"] == width)]
+        for population in np.unique(of_width["population"]).tolist():
+            chosen = of_width[of_width["population"] == population]
+            row = chosen["row"].astype(np.int64)
+            times = chosen["times"]
+            yield (
+                population.decode(),
+                Block(
+                    width=width,
+                    ranks=chosen["rank"].astype(np.int64),
+                    key=np.where(row == NO_ROW, -1, row),
+                    flags=chosen["flags"].astype(np.int64),
+                    duration_ns=times[..., 0],
+                    wait_ns=times[..., 1],
+                    ready_ns=times[..., 2],
+                    workload=times[..., 3],
+                    parts_ns=chosen["work"],
+                ),
+            )
+
+
+def sections_ns(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]:
+    """[summaries, SECTIONS]: mean time a step of each module; 0 where there is none."""
+    return (values["sections"].astype("<u4") << 16).view("<f4")
+
+
+def place(value: np.void, host: str) -> Place:
+    """Where the rank of one summary is."""
+    coordinates = {entry["name"].decode(): int(entry["coordinate"]) for entry in value["dimensions"] if entry["name"]}
+    return Place(host, value["population"].decode(), coordinates)
+
+
+def progress(value: np.void, host: str, told_s: float) -> Progress:
+    """How far the rank of one summary is. told_s: how old the summary is."""
+    fields: dict[str, Any] = {
+        "rank": int(value["rank"]),
+        "host": host,
+        "step": int(value["step"]),
+        "since_step_s": float(value["since_step_s"]) + told_s,
+        "told_s": told_s,
+        "usual_step_s": float(value["usual_step_s"]),
+        "issued": {group["name"].decode(): int(group["issued"]) - 1 for group in value["groups"] if group["name"]},
+        "inside": tuple(name.decode("utf-8", "replace") for name in value["inside"] if name),
+        "state": _STATES[value["state"]],
+        "since_mark_s": None if value["since_mark_s"] < 0 else float(value["since_mark_s"]),
+        "all_groups": bool(value["all_groups"]),
+    }
+    return Progress(**fields)
