@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torchlens_perf.episodes import Episode
 from torchlens_perf.node_judge import STAGES
@@ -12,6 +13,7 @@ from torchlens_perf.rank_ranges import parse_ranges
 from torchlens_perf.straggler import Findings, Place
 
 MOST_OF_A_NODE = 0.75  # of its ranks must be slow for the node to be named
+MOST_NAMED = 8
 LEAST_IMBALANCE = 0.1  # of the step: what a pipeline stage does more than the others on average
 
 
@@ -27,9 +29,8 @@ class Culprit:
     lead: Episode
     """That of the slowest rank."""
 
-    @property
-    def since_step(self) -> int:
-        return self.lead.since_step
+    host: str = ""
+    """Of the slowest rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,37 @@ class StageImbalance:
     others_work_ns: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """Who is to be named now."""
+
+    culprits: tuple[Culprit, ...] = ()
+    imbalance: StageImbalance | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Named:
+        return cls(
+            tuple(
+                Culprit(**{**each, "ranks": tuple(each["ranks"]), "lead": Episode(**each["lead"])})
+                for each in value["culprits"]
+            ),
+            value["imbalance"]
+            and StageImbalance(**{**value["imbalance"], "ranks": tuple(value["imbalance"]["ranks"])}),
+        )
+
+
+NOBODY = Named()
+
+
+def name(findings: Findings, places: Mapping[int, Place]) -> Named:
+    """Who is slow now. `places` has all ranks that were compared."""
+    now = [episode for episode in findings.episodes if episode.until_step is None]
+    return Named(tuple(culprits(now, places)[:MOST_NAMED]), stage_imbalance(findings, places))
+
+
 def culprits(episodes: Sequence[Episode], places: Mapping[int, Place]) -> list[Culprit]:
     """Who is to be named for these episodes, the costliest first. `places` has all ranks that were compared."""
     left = {episode.rank: episode for episode in episodes}
@@ -51,6 +83,7 @@ def culprits(episodes: Sequence[Episode], places: Mapping[int, Place]) -> list[C
         if len(slow) >= 2 and len(slow) >= MOST_OF_A_NODE * len(members) and len(members) < len(places):
             found.append(Culprit(kind, name, tuple(slow), _lead([left.pop(rank) for rank in slow])))
     found += [Culprit("rank", "", (rank,), episode) for rank, episode in left.items()]
+    found = [dataclasses.replace(each, host=places.get(each.lead.rank, Place()).host) for each in found]
     return sorted(found, key=lambda each: (-each.lead.cost_ns, -each.lead.excess_ns))
 
 

@@ -69,6 +69,11 @@ class JobView:
         self._round_s = float("-inf")
         self._missing: dict[str, str] = {}
 
+    @property
+    def places(self) -> Mapping[int, Place]:
+        """Of all ranks that are judged here."""
+        return self._judge.places
+
     # -- from the sidecar's sources
 
     def add_steps(self, identity: Identity, place: Place, steps: StepTable, job_store: tuple[str, int] | None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlens_perf.clock import Anchor
+from torchlens_perf.culprits import NOBODY, Named
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.identity import Identity
 from torchlens_perf.rank_statistics import RankStatistics
@@ -77,6 +78,8 @@ class NodeState:
     sidecar_cpu_s: float = 0.0
     hang: dict[str, Any] | None = None
     """The hang in progress, see JobView.hang."""
+    named: Named = NOBODY
+    """Whom its findings name."""
     findings: Findings = NOTHING
     """What this node's sidecar has judged: its own ranks, or on node 0 those of all nodes."""
 
@@ -90,6 +93,7 @@ class NodeState:
             "notes": self.notes,
             "sidecar_cpu_s": self.sidecar_cpu_s,
             "hang": self.hang,
+            "named": self.named.to_json(),
             "findings": self.findings.to_json(),
         }
         path = run.node_state(self.host)
@@ -111,6 +115,7 @@ def load(path: Path) -> NodeState:
             notes=value["notes"],
             sidecar_cpu_s=value["sidecar_cpu_s"],
             hang=value["hang"],
+            named=Named.from_json(value["named"]),
             findings=Findings.from_json(value["findings"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.records import PARTS, StepTable
+from torchlens_perf.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.ring import Flag, Kind
 from torchlens_perf.statistics import Sketch
+from torchlens_perf.step_rows import OTHER_WORK
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -17,76 +19,117 @@ if TYPE_CHECKING:
 WARM_UP_STEPS = 3  # allocator, caches, lazy initialisation: counted apart
 FIRST_WINDOW_STEPS = 8
 MOST_WINDOWS = 512
-# Steps that are not compared: they do other work than training steps.
+# What else a step may do that a reader of its time wants to know.
+TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION)
+# Steps that are in no window: they do other work than training steps.
 _OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.PROBED)
+_OWN = [PARTS.index(part) for part in OWN_PARTS]
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Medians over consecutive steps: row i is about steps [first_step[i], first_step[i] + width)."""
+    """Medians over consecutive steps, and their work: row i is about steps [first_step[i], first_step[i] + width)."""
 
     width: int
     first_step: npt.NDArray[np.int64]
     duration_ns: npt.NDArray[np.float64]
     parts_ns: npt.NDArray[np.float64]
     """Shape [windows, len(PARTS)]."""
+    work_sum_ns: npt.NDArray[np.float64]
+    """Own time, without that in which the thread was ready and had no CPU: summed, as a mean also shows the slowness
+    that is in some steps only. Without the warm-up, and without steps that do other work than the other ranks'."""
+    work_steps: npt.NDArray[np.int64]
+    """How many steps that sum is over; 0: there is no work to compare."""
+    tags: Mapping[int, int]
+    """By a window's first step, what else its steps did, as flags of TAGS; also of windows that have no row."""
+
+
+class _Row(NamedTuple):
+    first_step: int
+    duration_ns: float
+    parts_ns: npt.NDArray[np.float64]
+    work_sum_ns: float
+    work_steps: int
 
 
 class WindowHistory:
-    """Medians of every `width` steps. When there are too many, neighbours are merged and the width doubles.
+    """Windows of `width` steps. When there are too many, neighbours are merged and the width doubles.
 
     Windows are aligned to multiples of the width, so those of different ranks are about the same steps.
     """
 
     def __init__(self) -> None:
         self.width = FIRST_WINDOW_STEPS
-        self._rows: list[tuple[int, float, npt.NDArray[np.float64]]] = []
-        self._steps: list[tuple[int, int, npt.NDArray[np.int64]]] = []  # of the window in progress
+        self._rows: list[_Row] = []
+        self._tags: dict[int, int] = {}
+        self._warm_from: int | None = None  # the first step that is no warm-up
+        # Of the window in progress: step, duration, parts, work; NaN where the work is not compared.
+        self._steps: list[tuple[int, int, npt.NDArray[np.int64], float]] = []
 
     def add(self, table: StepTable) -> None:
         """Adds steps, in order."""
+        if not len(table):
+            return
+        if self._warm_from is None:
+            self._warm_from = int(table.step[0]) + WARM_UP_STEPS
         compared = (table.flags & _OTHER_WORK) == 0
-        for step, duration_ns, parts_ns, good in zip(
-            table.step.tolist(), table.duration_ns.tolist(), table.parts_ns, compared.tolist(), strict=True
-        ):
+        uncompared_work = ((table.flags & OTHER_WORK) != 0) | (table.step < self._warm_from)
+        work_ns = np.where(uncompared_work, np.nan, _work_ns(table))
+        for step, duration_ns, parts_ns, step_work_ns, good in zip(
+            table.step.tolist(), table.duration_ns.tolist(), table.parts_ns, work_ns.tolist(), compared.tolist(),
+            strict=True,
+        ):  # fmt: skip
             if self._steps and step // self.width != self._steps[0][0] // self.width:
                 self._close_window()
             if good:
-                self._steps.append((step, duration_ns, parts_ns))
+                self._steps.append((step, duration_ns, parts_ns, step_work_ns))
+        tagged = (table.flags & TAGS) != 0
+        for step, flags in zip(table.step[tagged].tolist(), table.flags[tagged].tolist(), strict=True):
+            first = step // self.width * self.width
+            self._tags[first] = self._tags.get(first, 0) | (flags & TAGS)
+        while len(self._tags) > MOST_WINDOWS:
+            self._merge_neighbours()
 
     def windows(self) -> Windows:
         """The history, with the window in progress as its last row if it has half its steps."""
         rows = list(self._rows)
         if 2 * len(self._steps) >= self.width or (self._steps and not rows):
-            rows.append(self._row())
+            _append(rows, self._row())
         return Windows(
             width=self.width,
-            first_step=np.array([row[0] for row in rows], np.int64),
-            duration_ns=np.array([row[1] for row in rows], np.float64),
-            parts_ns=np.array([row[2] for row in rows], np.float64).reshape(len(rows), len(PARTS)),
+            first_step=np.array([row.first_step for row in rows], np.int64),
+            duration_ns=np.array([row.duration_ns for row in rows], np.float64),
+            parts_ns=np.array([row.parts_ns for row in rows], np.float64).reshape(len(rows), len(PARTS)),
+            work_sum_ns=np.array([row.work_sum_ns for row in rows], np.float64),
+            work_steps=np.array([row.work_steps for row in rows], np.int64),
+            tags=dict(self._tags),
         )
 
-    def _row(self) -> tuple[int, float, npt.NDArray[np.float64]]:
+    def _row(self) -> _Row:
         durations = np.array([step[1] for step in self._steps])
         parts = np.array([step[2] for step in self._steps])
-        return self._steps[0][0] // self.width * self.width, float(np.median(durations)), np.median(parts, axis=0)
+        work = [step[3] for step in self._steps if step[3] == step[3]]
+        first = self._steps[0][0] // self.width * self.width
+        return _Row(first, float(np.median(durations)), np.median(parts, axis=0), sum(work), len(work))
 
     def _close_window(self) -> None:
         if 2 * len(self._steps) >= self.width:
-            self._rows.append(self._row())
+            _append(self._rows, self._row())
         self._steps.clear()
         if len(self._rows) > MOST_WINDOWS:
             self._merge_neighbours()
 
     def _merge_neighbours(self) -> None:
         self.width *= 2
-        merged: dict[int, list[tuple[int, float, npt.NDArray[np.float64]]]] = {}
+        merged: list[_Row] = []
         for row in self._rows:
-            merged.setdefault(row[0] // self.width * self.width, []).append(row)
-        self._rows = [
-            (first, float(np.mean([row[1] for row in rows])), np.mean([row[2] for row in rows], axis=0))
-            for first, rows in merged.items()
-        ]
+            _append(merged, row._replace(first_step=row.first_step // self.width * self.width))
+        self._rows = merged
+        tags: dict[int, int] = {}
+        for step, flags in self._tags.items():
+            first = step // self.width * self.width
+            tags[first] = tags.get(first, 0) | flags
+        self._tags = tags
 
     def to_json(self) -> dict[str, Any]:
         """A value for from_json(). The window in progress begins anew on the other side."""
@@ -96,17 +139,48 @@ class WindowHistory:
             "first_step": windows.first_step.tolist(),
             "duration_ns": windows.duration_ns.tolist(),
             "parts_ns": windows.parts_ns.tolist(),
+            "work_sum_ns": windows.work_sum_ns.tolist(),
+            "work_steps": windows.work_steps.tolist(),
+            "tags": list(self._tags.items()),
+            "warm_from": self._warm_from,
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> WindowHistory:
+        """The history that to_json() wrote."""
         history = cls()
         history.width = int(value["width"])
+        columns = ("first_step", "duration_ns", "parts_ns", "work_sum_ns", "work_steps")
         history._rows = [
-            (int(first), float(duration), np.array(parts, np.float64))
-            for first, duration, parts in zip(value["first_step"], value["duration_ns"], value["parts_ns"], strict=True)
+            _Row(int(first), float(duration), np.array(parts, np.float64), float(work), int(steps))
+            for first, duration, parts, work, steps in zip(*(value[column] for column in columns), strict=True)
         ]
+        history._tags = {int(first): int(flags) for first, flags in value["tags"]}
+        history._warm_from = value["warm_from"]
         return history
+
+
+def _append(rows: list[_Row], row: _Row) -> None:
+    """Adds a row, or merges it into the last one if that is about the same steps."""
+    if not rows or rows[-1].first_step != row.first_step:
+        rows.append(row)
+        return
+    last = rows[-1]
+    rows[-1] = _Row(
+        row.first_step,
+        (last.duration_ns + row.duration_ns) / 2,
+        (last.parts_ns + row.parts_ns) / 2,
+        last.work_sum_ns + row.work_sum_ns,
+        last.work_steps + row.work_steps,
+    )
+
+
+def _work_ns(table: StepTable) -> npt.NDArray[np.float64]:
+    """Own time of each step, without the part of it in which the thread was ready and had no CPU, where measured."""
+    own = table.parts_ns[:, _OWN]
+    ready = np.where(table.ready_ns[:, :1] >= 0, table.ready_ns[:, _OWN], 0)
+    work: npt.NDArray[np.float64] = (own - np.minimum(ready, own)).sum(axis=1).astype(np.float64)
+    return work
 
 
 @dataclasses.dataclass

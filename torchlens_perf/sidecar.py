@@ -22,6 +22,7 @@ import numpy as np
 from torchlens_perf import node_state, ring
 from torchlens_perf.clock import Anchor
 from torchlens_perf.config import Config
+from torchlens_perf.culprits import name
 from torchlens_perf.errors import RingError, RunStoreError
 from torchlens_perf.exporters import ExportBatch, Exporter
 from torchlens_perf.hang import Progress, sole_operations
@@ -314,6 +315,7 @@ class Sidecar:
                 source.state.identity, self._place(source), self._progress(source, now_s), source.state.groups
             )
         self.state.findings = self.job.look(now_s, final=final)
+        self.state.named = name(self.state.findings, self.job.places)
         self.state.hang = self.job.hang
 
     def _progress(self, source: _Source, now_s: float) -> Progress:

@@ -13,9 +13,10 @@ from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics, Windows
 from torchlens_perf.records import PARTS
 from torchlens_perf.report import verdict
+from torchlens_perf.report.heat import heat
 from torchlens_perf.ring import Flag
 from torchlens_perf.statistics import Sketch
-from torchlens_perf.straggler import NOTHING, Findings, Place
+from torchlens_perf.straggler import Place
 
 SCHEMA = 1
 _QUANTILES = {"p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99}
@@ -32,23 +33,22 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
         merged.merge(process.statistics.step)
         warm_up.merge(process.statistics.warm_up)
     windows = {rank: process.statistics.history.windows() for rank, process in processes.items()}
+    judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "run": _run(run_id, nodes, processes),
         "steps": _steps(merged, warm_up, processes, windows),
         "ranks": [_rank(rank, processes[rank]) for rank in sorted(processes)],
+        "heat": heat(windows, judging.findings, _places(processes)),
         "modules": _modules(processes),
         "sections": _sections(processes),
         "collectives": _collectives(processes),
         "quality": _quality(nodes, processes),
     }
-    report["verdicts"] = [found.to_json() for found in verdict.verdicts(report, _findings(nodes), _places(processes))]
+    hang = next((node.hang for node in nodes if node.hang is not None and report["run"]["live"]), None)
+    found = verdict.verdicts(report, judging.findings, judging.named, hang)
+    report["verdicts"] = [each.to_json() for each in found]
     return report
-
-
-def _findings(nodes: list[NodeState]) -> Findings:
-    """Those of the node that has compared the most ranks."""
-    return max((node.findings for node in nodes), key=lambda findings: findings.compared, default=NOTHING)
 
 
 def _places(processes: dict[int, ProcessState]) -> dict[int, Place]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from torchlens_perf.culprits import Culprit, StageImbalance, culprits, stage_imbalance
+from torchlens_perf.culprits import Culprit, Named, StageImbalance
 from torchlens_perf.episodes import Episode
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.records import Verdict
 from torchlens_perf.report.quantities import duration, percent
-from torchlens_perf.straggler import Findings, Place
+from torchlens_perf.straggler import Findings
 
 _MOST_NAMED = 4
 _SHORT_STEPS = 30  # an episode that was over so soon is transient
@@ -18,19 +17,14 @@ _NOW_AND_THEN = 0.6  # share of slow steps below which the slowness comes and go
 _MORE_WORK = 0.05
 
 
-def straggler_verdicts(
-    report: dict[str, Any], findings: Findings, places: Mapping[int, Place]
-) -> tuple[list[Verdict], list[Verdict]]:
+def straggler_verdicts(report: dict[str, Any], findings: Findings, named: Named) -> tuple[list[Verdict], list[Verdict]]:
     """Who is slow now, the costliest first, and who was before."""
-    now = [episode for episode in findings.episodes if episode.until_step is None]
     before = [episode for episode in findings.episodes if episode.until_step is not None]
-    compared = {rank: places[rank] for rank in places}
-    named = [_slow(report, culprit, places) for culprit in culprits(now, compared)[:_MOST_NAMED]]
-    imbalance = stage_imbalance(findings, places)
-    if imbalance is not None:
-        named.append(_imbalance(imbalance, findings))
+    now = [_slow(report, culprit, findings) for culprit in named.culprits[:_MOST_NAMED]]
+    if named.imbalance is not None:
+        now.append(_imbalance(named.imbalance, findings))
     before.sort(key=lambda episode: -episode.since_step)
-    return named, [_was_slow(report, episode) for episode in before[:_MOST_NAMED]]
+    return now, [_was_slow(report, episode) for episode in before[:_MOST_NAMED]]
 
 
 def phase_name(phase: str) -> str:
@@ -54,10 +48,8 @@ def cause_class(episode: Episode) -> str:
     return {"data": "slow_data", "host": "slow_host", "cpu": "slow_host"}.get(episode.phase, "slow_compute")
 
 
-def _slow(report: dict[str, Any], culprit: Culprit, places: Mapping[int, Place]) -> Verdict:
-    episode = culprit.lead
-    hosts = {rank["rank"]: rank["host"] for rank in report["ranks"]}
-    host = hosts.get(episode.rank) or (places[episode.rank].host if episode.rank in places else "")
+def _slow(report: dict[str, Any], culprit: Culprit, findings: Findings) -> Verdict:
+    episode, host = culprit.lead, culprit.host
     if culprit.kind == "node":
         who = f"Node {culprit.name} is slow (ranks {ranges(culprit.ranks)}), most of all rank {episode.rank},"
     elif culprit.kind == "position":
@@ -69,7 +61,7 @@ def _slow(report: dict[str, Any], culprit: Culprit, places: Mapping[int, Place])
     cost_s, share = episode.cost_ns / 1e9, episode.cost_ns / episode.step_ns if episode.step_ns else 0.0
     since = "since the start" if episode.from_start else f"since step {episode.since_step}"
     text = (
-        f"{who} in {phase_name(episode.phase)}: {_against(episode, len(report['ranks']))}{where}{_pattern(episode)}. "
+        f"{who} in {phase_name(episode.phase)}: {_against(episode, findings.compared)}{where}{_pattern(episode)}. "
         f"It costs the job {duration(cost_s)} a step ({percent(share)}), {since}. "
         f"Next: {_next_action(episode, modules, culprit)}"
     )

@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from torchlens_perf.records import PARTS
+from torchlens_perf.report.heat_map import HeatMap
 from torchlens_perf.report.quantities import duration
 
 _MOST_MODULES, _MOST_SECTIONS, _MOST_COLLECTIVES, _MOST_RANKS = 8, 8, 6, 16
-_STYLES = {"straggler": "bold red", "none": "bold green", "no_steps": "bold yellow"}
+_STYLES = {"hang": "bold red", "straggler": "bold red", "none": "bold green", "no_steps": "bold yellow"}
 _PLAIN_WIDTH = 118
 _BAR_LETTERS = 16
 _HEADERS = {"communication": "wait", "recompute": "recomp."}
@@ -63,7 +64,7 @@ def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
     parts: list[RenderableType] = [_title(report), Text("")]
     parts += [_verdict(verdict) for verdict in report["verdicts"]]
     if report["steps"]["count"]:
-        parts += [_step_line(report), _rank_table(report)]
+        parts += [_step_line(report), _rank_table(report), HeatMap(report["heat"])]
     if report["modules"]:
         parts.append(_module_table(report))
     if report["sections"]:
@@ -95,6 +96,11 @@ def _verdict(verdict: dict[str, Any]) -> RenderableType:
     if action:
         text.append("\nNext: ", style="bold")
         text.append(_clean(action), style="default not bold")
+    for rank, stack in verdict["evidence"].get("stacks", {}).items():
+        lines = stack["lines"] or [f"none: {stack['reason']}"]
+        text.append(f"\nPython stack of rank {rank}, innermost first:", style="bold")
+        for line in lines:
+            text.append("\n  " + _clean(line), style="default not bold")
     return Padding(text, (0, 0, 1, 2))
 
 

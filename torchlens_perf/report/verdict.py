@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from torchlens_perf.culprits import Named
 from torchlens_perf.records import Verdict
 from torchlens_perf.report.quantities import duration, percent
 from torchlens_perf.report.straggler_words import no_straggler, phase_name, straggler_verdicts
-from torchlens_perf.straggler import Findings, Place
+from torchlens_perf.straggler import Findings
 
 # Shares of the step from which a part is worth naming when no rank stands out.
 _DATA_SHARE, _HOST_SHARE, _COMMUNICATION_SHARE = 0.15, 0.25, 0.30
 
 
-def verdicts(report: dict[str, Any], findings: Findings, places: Mapping[int, Place]) -> list[Verdict]:
+def verdicts(report: dict[str, Any], findings: Findings, named: Named, hang: dict[str, Any] | None) -> list[Verdict]:
     """The report's verdicts, the most important first. Never empty."""
+    if hang is not None:
+        return [_hang(hang)]
     if not report["steps"]["count"]:
         return [_no_steps(report)]
     if report["steps"]["p50_s"] is None:
         return [_only_warm_up(report)]
-    now, before = straggler_verdicts(report, findings, places)
+    now, before = straggler_verdicts(report, findings, named)
     if now:
         # First things first: while one rank holds up the others, their waiting is its doing and shares mislead.
         return [*now, *before]
-    found = [no_straggler(report, findings)] if len(report["ranks"]) > 1 else []
+    found = [no_straggler(report, findings)] if report["run"]["world_size"] > 1 else []
     return [*found, *before, _bottleneck(report)]
+
+
+def _hang(hang: dict[str, Any]) -> Verdict:
+    rank = hang["ranks"][0] if hang["ranks"] else None
+    evidence = {field: value for field, value in hang.items() if field != "text"}
+    return Verdict("hang", rank, None, 0.0, 0.0, hang["step"], 0.9, hang["text"], evidence)
 
 
 def _no_steps(report: dict[str, Any]) -> Verdict:

@@ -1,0 +1,173 @@
+"""The heat map of ranks and steps: where in the run which rank had more work than the others, in a terminal or as text.
+
+One character for each rank and window; it grows darker with the excess, and has a colour where there are any.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
+
+MOST_RANKS = 16
+_TYPICAL_RANKS = 4  # of those, where there are more: what the slow ones are to be laid beside
+_LEAST_COLUMNS, _WIDEST_CELL = 4, 3
+_BOUNDS = (0.03, 0.06, 0.12, 0.25)
+_SHADES, _ASCII_SHADES = "·░▒▓█", ".:+%#"
+_STYLES = ("dim", "", "yellow", "red", "bold red")
+_TAG_LETTERS = {"checkpoint": "S", "evaluation": "E", "compile": "C"}
+_TAG_WORDS = {"S": "saved a checkpoint", "E": "evaluated", "C": "compiled"}
+
+
+class HeatMap:
+    """A rich renderable of report["heat"]; nothing where there is too little to see."""
+
+    def __init__(self, heat: dict[str, Any] | None) -> None:
+        self._heat = heat
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        heat = self._heat
+        if heat is None or len(heat["first_steps"]) < _LEAST_COLUMNS:
+            return
+        ranks = chosen(heat["ranks"])
+        label = max(len(f"rank {rank['rank']} ") for rank in ranks)
+        room = options.max_width - label - 2
+        if room < _LEAST_COLUMNS:
+            return
+        for line in _Picture(heat, ranks, label, room, ascii_only=options.ascii_only).lines():
+            line.no_wrap, line.overflow = True, "crop"
+            yield line
+        shades = _ASCII_SHADES if options.ascii_only else _SHADES
+        yield Text(_legend(heat, ranks, shades), style="italic dim")
+        yield Text("")
+
+
+def chosen(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most MOST_RANKS of these ranks: the slow ones, those with most excess, and typical ones."""
+    if len(ranks) <= MOST_RANKS:
+        return list(ranks)
+    means = {rank["rank"]: _mean(rank["excess"]) for rank in ranks}
+    by_slowness = sorted(
+        ranks,
+        key=lambda rank: (
+            not any(until is None for _, until in rank["slow"]),
+            not rank["slow"],
+            -means[rank["rank"]],
+            rank["rank"],
+        ),
+    )
+    slow, others = by_slowness[: MOST_RANKS - _TYPICAL_RANKS], by_slowness[MOST_RANKS - _TYPICAL_RANKS :]
+    usual = statistics.median(means[rank["rank"]] for rank in others)
+    typical = sorted(others, key=lambda rank: (abs(means[rank["rank"]] - usual), rank["rank"]))[:_TYPICAL_RANKS]
+    return sorted([*slow, *typical], key=lambda rank: int(rank["rank"]))
+
+
+def _mean(excess: Iterable[float | None]) -> float:
+    present = [value for value in excess if value is not None]
+    return sum(present) / len(present) if present else 0.0
+
+
+class _Picture:
+    """The lines of a heat map that is as wide as there is room."""
+
+    def __init__(
+        self, heat: dict[str, Any], ranks: Sequence[dict[str, Any]], label: int, room: int, *, ascii_only: bool
+    ) -> None:
+        first_steps: list[int] = heat["first_steps"]
+        self._ranks, self._label = ranks, label
+        self._together = -(-len(first_steps) // room)  # windows in one column
+        self._steps = first_steps[:: self._together]
+        self._columns = len(self._steps)
+        self._cell = max(1, min(_WIDEST_CELL, min(room, 64) // self._columns))
+        self._tags = [sorted(set().union(*group)) for group in self._grouped(heat["tags"])]
+        self._column_steps = int(heat["width"]) * self._together
+        self._shades = _ASCII_SHADES if ascii_only else _SHADES
+        self._frame = "|" if ascii_only else "│"
+        self._bar = tuple("`-'>" if ascii_only else "└─┘>")
+
+    def _grouped(self, values: Sequence[Any]) -> list[Sequence[Any]]:
+        return [values[index : index + self._together] for index in range(0, len(values), self._together)]
+
+    def lines(self) -> Iterator[Text]:
+        yield Text("each rank's work above that of the others, over the run", style="bold")
+        for rank in self._ranks:
+            line = Text(f"rank {rank['rank']:>{self._label - 6}} {self._frame}")
+            for group in self._grouped(rank["excess"]):
+                self._shade(line, group)
+            line.append(self._frame)
+            yield line
+            if rank["slow"]:
+                yield Text(" " * (self._label + 1)).append(self._episodes(rank["slow"]), style="red")
+        if any(self._tags):
+            letters = (_letter(tags) * (1 if tags else self._cell) for tags in self._tags)
+            yield Text(" " * (self._label + 1) + "".join(letter.ljust(self._cell) for letter in letters))
+        yield Text("step".rjust(self._label - 1) + "  " + self._axis(), style="dim")
+
+    def _shade(self, line: Text, group: Sequence[float | None]) -> None:
+        present = [value for value in group if value is not None]
+        if not present:
+            line.append(" " * self._cell)
+            return
+        level = sum(_mean(present) >= bound for bound in _BOUNDS)
+        line.append(self._shades[level] * self._cell, style=_STYLES[level])
+
+    def _episodes(self, slow: Sequence[tuple[int, int | None]]) -> str:
+        """A bar below the cells of each time in which the rank was a straggler, with its steps where there is room."""
+        width = self._columns * self._cell
+        line = [" "] * width
+        begin_mark, middle, end_mark, still = self._bar
+        for since, until in slow:
+            begin = self._column(since) * self._cell
+            end = width if until is None else min(width, (self._column(until - 1) + 1) * self._cell)
+            end = max(end, begin + 1)
+            line[begin:end] = [begin_mark, *middle * (end - begin - 2), end_mark if until is not None else still][
+                : end - begin
+            ]
+            told = f" slow since {since} " if until is None else f" slow {since} to {until - 1} "
+            for at in (end, begin - len(told), begin + 1):
+                inside = at == begin + 1
+                if at < 0 or at + len(told) > (end - 1 if inside else width):
+                    continue
+                if inside or not "".join(line[at : at + len(told)]).strip():
+                    line[at : at + len(told)] = told
+                    break
+        return "".join(line).rstrip()
+
+    def _column(self, step: int) -> int:
+        return min(self._columns - 1, max(0, (step - self._steps[0]) // self._column_steps))
+
+    def _axis(self) -> str:
+        """The first step of every so many columns."""
+        longest = len(str(self._steps[-1]))
+        every = 1
+        while every * self._cell < longest + 3:
+            every *= 2
+        told = [str(step).ljust(every * self._cell) for step in self._steps[::every]]
+        return "".join(told).rstrip()
+
+
+def _letter(tags: Sequence[str]) -> str:
+    return "*" if len(tags) > 1 else _TAG_LETTERS[tags[0]] if tags else " "
+
+
+def _legend(heat: dict[str, Any], ranks: Sequence[dict[str, Any]], shades: str) -> str:
+    scale = f"{shades[0]} below {_BOUNDS[0]:.0%}"
+    scale += "".join(f"  {shade} {bound:.0%}" for shade, bound in zip(shades[1:], _BOUNDS, strict=True))
+    parts = [f"{scale} and more above the median of the others"]
+    excess = [value for rank in ranks for value in rank["excess"]]
+    if None in excess:
+        parts.append("blank: nothing to compare")
+    found = {_TAG_LETTERS[tag] for tags in heat["tags"] for tag in tags}
+    if found:
+        words = [f"{letter} {word}" for letter, word in _TAG_WORDS.items() if letter in found]
+        parts.append(", ".join(words if len(found) == 1 else [*words, "* several of these"]))
+    if len(ranks) < len(heat["ranks"]):
+        slow = MOST_RANKS - _TYPICAL_RANKS
+        parts.append(
+            f"{len(ranks)} of {len(heat['ranks'])} ranks: the {slow} that stand out most and {_TYPICAL_RANKS} typical "
+            "ones; --json has all"
+        )
+    return "; ".join(parts)
