@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 _INTERVALS = 256  # at most, of a rank at a time
 CLIP = 4.0  # standard deviations that one row may count
 FALSE_ALARMS = 1e-4  # a judgement of a clean job, by the bound that threshold() takes
-_FEW_RANKS = 16  # so many are compared with the others alone; of more, one does not move the median
 _SAMPLE = 1024  # ranks from which the noise is taken
+_FEW_RANKS = 16  # so many are compared with the others alone; of more, one does not move the median
 _TO_SIGMA = 1.4826  # of a normal distribution's median absolute deviation
 
 
@@ -27,10 +27,11 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
 
 
 def noise(excess: npt.NDArray[np.floating[Any]]) -> float:
-    """Standard deviation of the excess from row to row, as it counts in a mean over many rows.
+    """Standard deviation of the excess from row to row, as it counts in a mean over many rows: the middle rank's.
 
-    From differences of neighbours, which a lasting excess does not move; and of means over four rows, which are larger
-    where neighbours are alike. Robust: medians over rows, and over ranks.
+    From differences of neighbours, which a lasting excess does not move; and of means over four rows, which vary more
+    where neighbours are alike. Medians over rows: single stalls do not count. Not each rank's own, which an excess that
+    comes and goes would raise.
     """
     if len(excess) > _SAMPLE:
         excess = excess[:: len(excess) // _SAMPLE]
@@ -40,7 +41,6 @@ def noise(excess: npt.NDArray[np.floating[Any]]) -> float:
         if count >= 3:
             means = excess[:, : count * length].reshape(len(excess), count, length).mean(axis=2)
             steps = np.abs(np.diff(means, axis=1)) / np.sqrt(2)
-            # By rank, then the middle one of the ranks: of four, one that is slow now and then does not count.
             by_rank = np.sort(np.median(steps, axis=1))
             sigmas.append(_TO_SIGMA * float(by_rank[(len(by_rank) - 1) // 2]) * float(np.sqrt(length)))
     return max(sigmas)
@@ -83,9 +83,24 @@ def threshold(ranks: int) -> float:
     return float(np.sqrt(2 * np.log(ranks * _INTERVALS / FALSE_ALARMS)))
 
 
-def lasts(series: npt.NDArray[np.floating[Any]], *, strict: bool = False) -> bool:
-    """Whether an interval's excess is there in all its quarters, but for one; strict: in all, and evenly."""
+def own_errors(ranks: int) -> float:
+    """Standard errors by an interval's own spread: the same bound, for one interval of each rank and one chance in 40.
+
+    Less than threshold(): it is asked of intervals that threshold() has let pass.
+    """
+    return float(np.sqrt(2 * np.log(40 * ranks)))
+
+
+def lasts(series: npt.NDArray[np.floating[Any]], scale: float, least_errors: float, *, strict: bool = False) -> bool:
+    """Whether an interval's excess is there in all its quarters, but for one; strict: in all, and evenly.
+
+    And whether it is clear by the interval's own spread: a few long stalls are no lasting excess. scale: its noise;
+    least_errors: standard errors of the interval's own.
+    """
     mean = float(series.mean())
+    clipped = np.clip(series, -2 * CLIP * scale, 2 * CLIP * scale)
+    if float(clipped.mean()) * np.sqrt(len(series)) < least_errors * float(clipped.std(ddof=1)):
+        return False
     quarters = np.array([part.mean() for part in np.array_split(series, 4)])
     if strict:
         return bool((quarters > mean / 2).all())

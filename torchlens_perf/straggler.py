@@ -26,6 +26,7 @@ from torchlens_perf.excess import (
     lasts,
     noise,
     over_since,
+    own_errors,
     strongest_interval,
     threshold,
     without_workload,
@@ -37,12 +38,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 EVERY = 4  # rows between two judgements
-LEAST_ROWS = 10  # of an interval that names somebody
+LEAST_ROWS = 12  # of an interval that names somebody
 WARM_UP_ROWS = 4
 LEAST_SHARE = 0.025  # of the step: what is not worth a person's time
 SPREAD_FACTOR = 4.0  # times the ranks' own spread, where there are enough ranks to know it
 _RANKS_WITH_A_SPREAD = 8
 _CHUNK_ROWS = 32
+_MOST_SUSPECTS = 16  # at a time: if more ranks are slow at once, the slowest go first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +293,8 @@ class _Judged:
         if cpu and not np.isfinite(self._board.ready_ns[self._present, self._at[-1]]).all():
             return []
         series = self.series(phase)
-        deviations = series / self.scale(phase)
+        scale = self.scale(phase)
+        deviations = series / scale
         found = strongest_interval(deviations, least_rows)
         for rank, step in over.items():
             index, first = self.index_of(rank), self.row_of(step)
@@ -299,13 +302,13 @@ class _Judged:
                 again = strongest_interval(deviations[index : index + 1, first:], least_rows)
                 found.start[index], found.strength[index] = again.start[0] + first, again.strength[0]
         suspects = []
-        for index in np.argsort(-found.strength, kind="stable")[: max(16, len(self.ranks) // 4)].tolist():
+        for index in np.argsort(-found.strength, kind="stable")[:_MOST_SUSPECTS].tolist():
             if found.strength[index] < self.threshold:
                 break
             start = int(found.start[index])
             interval = series[index, start:]
             mean = float(interval.mean())
-            if mean < least_share * step_ns or not lasts(interval, strict=cpu):
+            if mean < least_share * step_ns or not lasts(interval, scale, own_errors(len(self.ranks)), strict=cpu):
                 continue
             if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
                 means = np.delete(series[:, start:].mean(axis=1), index)
