@@ -64,6 +64,15 @@ def strongest_interval(deviations: npt.NDArray[np.floating[Any]], least_rows: in
     return Interval(rows - least_rows - best, strengths[np.arange(ranks), best])
 
 
+def change_point(series: npt.NDArray[np.floating[Any]], mean: float) -> int:
+    """The row from which on the series' mean is rather `mean` than zero: the most likely one for normal values.
+
+    Hinkley, Biometrika 57, 1970. Values are clipped at twice the mean around it.
+    """
+    gains = np.clip(series, -mean, 3 * mean) - mean / 2
+    return len(series) - 1 - int(np.cumsum(gains[::-1]).argmax())
+
+
 def over_since(slow: npt.NDArray[np.bool_], usual_share: float, least_rows: int) -> int | None:
     """From which row on slow rows are so rare that the slowness is over; None if it is not.
 

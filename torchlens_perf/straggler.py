@@ -22,6 +22,7 @@ import numpy as np
 from torchlens_perf.board import Block, Board
 from torchlens_perf.episodes import Episode, describe
 from torchlens_perf.excess import (
+    change_point,
     excess_over_others,
     lasts,
     noise,
@@ -224,6 +225,11 @@ class Population:
             if over is not None:
                 episode.until_step = int(rows.keys[begin + over]) * rows.width
                 continue
+            if not episode.from_start and begin >= LEAST_ROWS and len(series) < 4 * LEAST_ROWS:
+                # With few rows it was named with those before it; with more, it is clearer when it began.
+                before = begin - LEAST_ROWS
+                begin = before + change_point(rows.series(episode.phase)[index, before:], episode.excess_ns)
+                episode.since_step = int(rows.keys[begin]) * rows.width
             rows.describe(episode, index, begin)
 
     def _begin_episodes(self, rows: _Judged) -> None:
@@ -315,8 +321,16 @@ class _Judged:
                 spread = 1.4826 * float(np.median(np.abs(means - np.median(means))))
                 if mean < SPREAD_FACTOR * spread:
                     continue
-            suspects.append((index, start))
+            if cpu and not self._is_last_for_lack_of_cpu(index, start, interval):
+                continue
+            suspects.append((index, start + min(change_point(interval, mean), len(interval) - LEAST_ROWS)))
         return suspects
+
+    def _is_last_for_lack_of_cpu(self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]) -> bool:
+        """Whether it lacks a CPU in most steps, and is the one that the others wait for."""
+        at = np.ix_(self._present, self._at[start:])
+        own = self._board.parts_ns[at].sum(axis=2).mean(axis=1) + self._board.ready_ns[at].mean(axis=1)
+        return int(own.argmax()) == index and float((lack_ns > lack_ns.mean() / 2).mean()) > 0.6
 
     def episode(self, rank: int, index: int, start: int, phase: str, *, from_start: bool) -> Episode:
         """What is to be said of a rank that is slow from row `start` on."""
