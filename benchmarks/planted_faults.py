@@ -1,0 +1,125 @@
+"""The fault campaign: real runs of four gloo ranks with a fault planted in one of them, and who names it.
+
+    python -m benchmarks.planted_faults record --kinds compute data --seeds 0-19 --out FOLDER
+    python -m benchmarks.planted_faults traceml --python PYTHON --seeds 0-19 --out FOLDER
+    python -m benchmarks.planted_faults judge --out FOLDER
+
+`record` leaves FOLDER/KIND-SEED/ with the run directory and truth.json; it goes on where it was broken off. `traceml`
+runs the same seeds again under TraceML, with a Python that has it installed; its summaries lie in FOLDER/traceml/.
+`judge` prints how often each judge names the right rank and phase. A run takes about a quarter of a minute; so the
+campaign is no part of `make bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.planted_truth import KINDS, RANKS, Truth, plant
+from benchmarks.planted_verdicts import print_judgement
+
+RUNS_PER_GROUP = 20  # then fresh processes: what one run leaves in them cannot reach far
+RUN_TIMEOUT_S = 180
+REPOSITORY = Path(__file__).parent.parent
+
+
+def seeds(text: str) -> list[int]:
+    """The seeds that "0-4,7" names. Raises ValueError if it names none."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found.extend(range(int(first), int(last or first) + 1))
+    if not found:
+        raise ValueError("no seeds")
+    return found
+
+
+def environment() -> dict[str, str]:
+    """What ranks are started with: one thread each, and no settings of the caller's."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), environ.get("PYTHONPATH"))))
+    return {**environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def record(truths: list[Truth], out: Path) -> None:
+    """Records the runs that `out` does not hold yet. Raises RuntimeError where ranks fail twice without a run done."""
+    out.mkdir(parents=True, exist_ok=True)
+    fruitless = 0
+    while missing := [truth for truth in truths if not (out / truth.name / "truth.json").exists()]:
+        print(f"{len(truths) - len(missing)} of {len(truths)} recorded", flush=True)
+        group = missing[:RUNS_PER_GROUP]
+        failed = _run_group(group, out)
+        fruitless = fruitless + 1 if not (out / group[0].name / "truth.json").exists() else 0
+        if failed:
+            print(f"the group ended: {failed}; see {out / 'rank*.log'}", file=sys.stderr, flush=True)
+        if fruitless == 2:
+            raise RuntimeError(f"{group[0].name} failed twice: {failed}")
+    print(f"all {len(truths)} recorded in {out}", flush=True)
+
+
+def _run_group(truths: list[Truth], out: Path) -> str:
+    """One group of ranks that does these runs. Returns what went wrong, or ""."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.planted_training", "--out", str(out)]
+        command += ["--store", f"{folder}/store", *(f"{truth.kind}:{truth.seed}" for truth in truths)]
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(RANKS):
+                environ = {**environment(), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+                with open(out / f"rank{rank}.log", "ab") as log:
+                    ranks.append(subprocess.Popen(command, cwd=REPOSITORY, env=environ, stderr=log))
+            return _wait(ranks, time.monotonic() + RUN_TIMEOUT_S * len(truths))
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> str:
+    """Waits until all have ended, or the first one failed: the others would wait for it."""
+    while time.monotonic() < deadline_s:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            return f"rank {failed[0]} with exit code {codes[failed[0]]}"
+        if None not in codes:
+            return ""
+        time.sleep(0.2)
+    return f"still running after {RUN_TIMEOUT_S} s a run"
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("record", "traceml", "judge"):
+        command = commands.add_parser(name)
+        command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+        command.add_argument("--seeds", type=seeds, default=None, help="like 0-19 or 3,5")
+        if name == "traceml":
+            command.add_argument("--python", type=Path, required=True, help="a Python with TraceML and torch installed")
+        if name == "judge":
+            command.add_argument("--most-others", type=float, default=1.0, help="leave out runs disturbed more, 0 to 1")
+            command.add_argument("--each", action="store_true", help="a line for every run")
+    asked = parser.parse_args()
+    out: Path = asked.out.absolute()
+    if asked.command == "judge":
+        return print_judgement(out, asked.kinds, asked.seeds, asked.most_others, asked.each)
+    truths = [plant(kind, seed) for seed in asked.seeds or seeds("0-19") for kind in asked.kinds]
+    if asked.command == "traceml":
+        from benchmarks.planted_traceml import run_all
+
+        run_all(truths, out, asked.python, environment())
+    else:
+        record(truths, out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Who is named in the recorded runs of the fault campaign, by us and by others, and how often that is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.measure import Table
+from benchmarks.planted_truth import FAULTY, KINDS, Fault, Truth
+from torchlens_perf import node_state
+from torchlens_perf.report.build import build
+from torchlens_perf.run_directory import RunDirectory
+
+WARM_UP_STEPS = 3
+# Phases that are right for a planted one. Compute is forward and backward both: either has it.
+_RIGHT = {"compute": ("compute", "forward", "backward")}
+_TRACEML_PHASES = {"INPUT_STRAGGLER": "data", "COMPUTE_STRAGGLER": "forward", "H2D_STRAGGLER": "h2d", "STRAGGLER": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A judge's answer: the rank that is slow, and in which phase; None where it does not say."""
+
+    rank: int
+    phase: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """How one answer compares with the truth."""
+
+    named: bool
+    right_rank: bool
+    right_phase: bool
+    """The right phase of the right rank."""
+
+
+Judge = Callable[[Path], "Named | None"]
+
+
+def fact(folder: Path, name: str) -> Any:
+    """What was noted of a recorded run beside its truth: `run`, its run directory's name, or `others_share`."""
+    return json.loads((folder / "truth.json").read_text())[name]
+
+
+def run_directory(folder: Path) -> RunDirectory:
+    """The run directory of a recorded run."""
+    return RunDirectory(folder / fact(folder, "run"))
+
+
+def slowest_step(folder: Path) -> Named | None:
+    """The rank whose steps take longest on average: what a dashboard of step times shows. It always names one."""
+    steps = pd.read_parquet(run_directory(folder).steps, columns=["rank", "step", "duration_ns"])
+    means = steps[steps["step"] >= WARM_UP_STEPS].groupby("rank")["duration_ns"].mean()
+    return Named(int(means.idxmax()), None)
+
+
+def live_report(folder: Path) -> Named | None:
+    """What the report says that the live sidecar left."""
+    run = run_directory(folder)
+    for verdict in build(run.run_id, node_state.load_all(run))["verdicts"]:
+        if verdict["kind"] == "straggler":
+            return Named(verdict["rank"], verdict["phase"])
+    return None
+
+
+def traceml(folder: Path) -> Named | None:
+    """The diagnosis in TraceML's final summary of the same seed. Raises FileNotFoundError where it was not run."""
+    summary = json.loads((folder.parent / "traceml" / f"{folder.name}.json").read_text())
+    return traceml_verdict(summary["step_time"]["diagnosis"])
+
+
+def traceml_on_recorded(folder: Path) -> Named | None:
+    """TraceML's rules on the last steps of this very run. Raises FileNotFoundError where they were not applied."""
+    diagnoses = json.loads((folder.parent / "traceml" / "recorded.json").read_text())
+    if folder.name not in diagnoses:
+        raise FileNotFoundError(f"{folder.name} was recorded after TraceML's rules were applied")
+    return traceml_verdict(diagnoses[folder.name]["live"])
+
+
+def traceml_verdict(diagnosis: dict[str, Any]) -> Named | None:
+    """TraceML's step-time diagnosis as an answer. Its other kinds (COMPUTE_BOUND, BALANCED ...) name no rank."""
+    if diagnosis["kind"] not in _TRACEML_PHASES:
+        return None
+    (rank,) = diagnosis["ranks"]
+    return Named(int(rank), _TRACEML_PHASES[diagnosis["kind"]])
+
+
+JUDGES: dict[str, Judge] = {
+    "torchlens_perf": live_report,
+    "TraceML": traceml,
+    "TraceML's rules": traceml_on_recorded,
+    "slowest step": slowest_step,
+}
+
+
+def score(truth: Truth, named: Named | None) -> Score:
+    """Compares an answer about the whole run. After a fault has moved, the rank that has it at the end is right."""
+    if named is None or not truth.faults:
+        return Score(named is not None, False, False)
+    at_end: Fault = truth.faults[-1]
+    right_rank = named.rank == at_end.rank
+    right_phases = _RIGHT.get(at_end.phase, (at_end.phase,))
+    return Score(True, right_rank, right_rank and named.phase in right_phases)
+
+
+def recorded(
+    out: Path, kinds: Iterable[str], seeds: Iterable[int] | None, most_others: float = 1.0
+) -> list[tuple[Path, Truth]]:
+    """The folders and truths of the runs that are recorded whole, by kind and seed.
+
+    most_others: leaves out runs of which other processes took more than this share of the machine's processors.
+    """
+    wanted_kinds, wanted_seeds = list(kinds), None if seeds is None else set(seeds)
+    found = [(path.parent, Truth.read(path)) for path in out.glob("*/truth.json")]
+    chosen = [
+        (folder, truth)
+        for folder, truth in found
+        if truth.kind in wanted_kinds and (wanted_seeds is None or truth.seed in wanted_seeds)
+        if most_others >= 1 or fact(folder, "others_share") <= most_others
+    ]
+    return sorted(chosen, key=lambda each: (KINDS.index(each[1].kind), each[1].seed))
+
+
+def print_judgement(
+    out: Path, kinds: Iterable[str], seeds: Iterable[int] | None, most_others: float = 1.0, each: bool = False
+) -> int:
+    """Prints a table of kinds and judges; with `each`, a line per run before it. Returns 1 if nothing is recorded."""
+    runs = recorded(out, kinds, seeds, most_others)
+    table: dict[tuple[str, str], list[Score]] = {}
+    for folder, truth in runs:
+        answers = {}
+        for name, judge in JUDGES.items():
+            try:
+                answers[name] = judge(folder)
+            except FileNotFoundError:
+                continue  # not run under that tool
+            table.setdefault((truth.kind, name), []).append(score(truth, answers[name]))
+        if each:
+            planted = ", ".join(f"rank {fault.rank} {fault.phase} {fault.ms or ''}" for fault in truth.faults)
+            said = "; ".join(
+                f"{name}: {f'rank {named.rank} {named.phase}' if named else 'none'}" for name, named in answers.items()
+            )
+            print(f"{truth.name}: planted {planted or 'nothing'}; {said}")
+    shown = Table("kind", "runs", *(f"{name}: {what}" for name in JUDGES for what in ("right rank", "phase", "named")))
+    for kind in dict.fromkeys(truth.kind for _, truth in runs):
+        cells = []
+        for name in JUDGES:
+            scores = table.get((kind, name), [])
+            for field in ("right_rank", "right_phase", "named"):
+                told = scores and (field == "named" or kind in FAULTY)  # in a healthy run nobody is right
+                cells.append(f"{sum(getattr(one, field) for one in scores)}/{len(scores)}" if told else "")
+        shown.row(kind, sum(truth.kind == kind for _, truth in runs), *cells)
+    return 0 if runs else 1

@@ -1,0 +1,387 @@
+"""The exchange of several nodes as real processes: with links that are cut, killed, stopped, started again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.processes import SCRIPTS, run, torchrun
+from torchlens_perf.bounded_store import connect
+from torchlens_perf.exchange import Timing
+from torchlens_perf.exchange_meeting import Address, exchange_key
+
+pytestmark = pytest.mark.distributed
+
+TIMING = Timing(operation_s=2.0, connect_s=2.0, beat_s=0.5, look_s=0.1, first_retry_s=0.1, last_retry_s=1.0)
+KEY = exchange_key("run", 0)
+SCRIPT = SCRIPTS / "exchange_node.py"
+CLOSE_S = 30.0
+BLOCKED_S = 0.6 * TIMING.operation_s  # a call that waited for an operation would have taken longer
+LONG_S = 60.0  # only a broken test waits so long
+_HOST_A_STORE = """if True:
+    import sys, time
+    from torch.distributed import TCPStore
+    store = TCPStore(sys.argv[1], 0, None, True, wait_for_workers=False)
+    print(store.port, flush=True)
+    time.sleep(300)
+"""
+
+
+def node_settings(job_store: tuple[str, int], rank: int) -> dict[str, Any]:
+    """What tests/scripts/exchange_node.py is told: node and rank have one number, 0 merges."""
+    timing = dataclasses.asdict(TIMING)
+    return {
+        "job_store": job_store, "key": KEY, "node": f"n{rank}", "rank": rank, "merges": rank == 0, "timing": timing,
+        "close_s": CLOSE_S,
+    }  # fmt: skip
+
+
+class Process:
+    """A child that prints a line of JSON now and then, and lives no longer than the test."""
+
+    def __init__(self, command: list[str], stack: ExitStack) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.lines: list[Any] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        stack.callback(self.kill)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(json.loads(line))
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def finish(self, timeout_s: float = LONG_S) -> Any:
+        """Asks it to close, and returns its last line."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        assert self._process.returncode == 0
+        return self.lines[-1]
+
+
+class Node(Process):
+    """The sidecar of a node that has one rank."""
+
+    def __init__(self, stack: ExitStack, job_store: tuple[str, int], rank: int, prefix: list[str]) -> None:
+        super().__init__([*prefix, sys.executable, str(SCRIPT), json.dumps(node_settings(job_store, rank))], stack)
+
+    def numbers(self, rank: int) -> list[int]:
+        """What it has collected of a rank."""
+        return [number for line in list(self.lines) for number in line["payloads"].get(str(rank), [])]
+
+    def contact(self, rank: int) -> dict[str, Any]:
+        """What it knows of the node of a rank."""
+        return dict(self.lines[-1]["nodes"].get(f"n{rank}", {})) if self.lines else {}
+
+    def wait(self, condition: Callable[[Node], bool]) -> None:
+        deadline = time.monotonic() + LONG_S
+        while not (self.lines and condition(self)):
+            assert time.monotonic() < deadline, self.lines[-1:]
+            assert self._process.poll() is None, "it has ended"
+            time.sleep(0.02)
+
+    def wait_for_next(self, rank: int, more: int = 5) -> None:
+        """Waits until it has collected some more of a rank."""
+        so_far = len(self.numbers(rank))
+        self.wait(lambda node: len(node.numbers(rank)) >= so_far + more)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def host_a_store(stack: ExitStack, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> tuple[Process, int]:
+    """A job's store in a process of its own, and its port."""
+    process = Process([*prefix, sys.executable, "-c", _HOST_A_STORE, host], stack)
+    deadline = time.monotonic() + LONG_S
+    while not process.lines:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process, process.lines[0]
+
+
+class TestLinks:
+    """Nodes with a network of their own each: namespaces that a bridge connects."""
+
+    @pytest.fixture
+    def nodes(self, stack: ExitStack) -> list[list[str]]:
+        """Of three nodes 10.83.0.1 to .3 the commands that run something there. Link n is `link<n>` on the bridge."""
+        if shutil.which("ip") is None:
+            pytest.skip("no `ip` command: nodes cannot get networks of their own")
+        self._hub = f"tlp-{os.getpid()}-hub"
+        made = subprocess.run(["ip", "netns", "add", self._hub], capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip(f"network namespaces are not permitted here: {made.stderr.strip()}")
+        stack.callback(ip, "netns", "del", self._hub)
+        self._in_hub("link", "add", "bridge", "type", "bridge")
+        self._in_hub("link", "set", "bridge", "up")
+        prefixes = []
+        for number in range(3):
+            name = f"tlp-{os.getpid()}-{number}"
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+            ip("-n", self._hub, "link", "add", f"link{number}", "type", "veth", "peer", "eth0", "netns", name)
+            self._in_hub("link", "set", f"link{number}", "master", "bridge", "up")
+            ip("-n", name, "address", "add", f"10.83.0.{number + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            prefixes.append(["ip", "netns", "exec", name])
+        return prefixes
+
+    def _in_hub(self, *arguments: str) -> None:
+        ip("-n", self._hub, *arguments)
+
+    def _link(self, number: int, state: str) -> None:
+        self._in_hub("link", "set", f"link{number}", state)
+
+    def test_a_node_that_is_cut_off_comes_back(self, stack: ExitStack, nodes: list[list[str]]) -> None:
+        """While a node's link is down the others go on and its silence grows; when it is up again, so is the node."""
+        _, port = host_a_store(stack, "10.83.0.1", tuple(nodes[0]))
+        n0, n1, n2 = (Node(stack, ("10.83.0.1", port), rank, nodes[rank]) for rank in range(3))
+        for rank in range(3):
+            n0.wait_for_next(rank)
+        missed = [n0.contact(rank)["missed"] for rank in range(3)]  # before they had found node 0
+        posted = len(n2.lines)
+        self._link(2, "down")
+        n2.wait(lambda node: any("node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]))
+        noticed = len(n2.lines) - posted
+        n0.wait(lambda node: node.contact(2)["silent_s"] > 4.0)
+        cut = len(n0.numbers(2))
+        n0.wait_for_next(1, more=10)
+        silent = n0.contact(1)["silent_s"]
+        away = len(n0.numbers(2)) - cut
+        self._link(2, "up")
+        n0.wait_for_next(2, more=20)
+        back, other = n0.contact(2), n0.contact(1)
+        oldest_s = max(age for line in n0.lines for age in line["ages"])
+        ends = [n.finish() for n in (n1, n2, n0)]
+        numbers = {rank: n0.numbers(rank) for rank in range(3)}
+
+        assert (away, silent < 2 * TIMING.beat_s) == (0, True)
+        assert back["silent_s"] < 2 * TIMING.beat_s
+        assert noticed < 100  # a tenth of a second each; TCP by itself takes minutes
+        assert (back["restarts"], other["missed"]) == (0, missed[1])
+        for rank in range(3):
+            assert numbers[rank] == sorted(set(numbers[rank]))
+        # It posted ten times a second, eight of which were kept: those are here, the others are counted.
+        gap = max(b - a for a, b in zip(numbers[2], numbers[2][1:], strict=False)) - 1
+        assert back["missed"] - missed[2] == gap > 20
+        assert 8 * 0.1 <= oldest_s < 4.0
+        assert all(end["in_time"] and end["longest_s"] < BLOCKED_S for end in ends)
+
+    def test_a_node_is_cut_off_until_the_end(self, stack: ExitStack, nodes: list[list[str]]) -> None:
+        """A node whose link stays down closes in bounded time, and node 0 does not think that it left."""
+        _, port = host_a_store(stack, "10.83.0.1", tuple(nodes[0]))
+        n0, n1 = (Node(stack, ("10.83.0.1", port), rank, nodes[rank]) for rank in range(2))
+        n0.wait_for_next(1)
+        self._link(1, "down")
+        end = n1.finish()
+        n0.wait(lambda node: node.contact(1)["silent_s"] > 1.0)
+
+        assert not n0.contact(1)["left"]
+        assert end["longest_s"] < BLOCKED_S
+
+    def test_node_0_need_not_host_the_jobs_store(self, stack: ExitStack, nodes: list[list[str]]) -> None:
+        """Where the job's store is on another node, node 0 is found by its own address."""
+        _, port = host_a_store(stack, "10.83.0.3", tuple(nodes[2]))
+        n0, _ = (Node(stack, ("10.83.0.3", port), rank, nodes[rank]) for rank in range(2))
+        n0.wait_for_next(1)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+class TestProcesses:
+    """Nodes on loopback."""
+
+    def test_node_0_is_killed_and_started_again(self, stack: ExitStack) -> None:
+        """With node 0's sidecar killed the others go on, and find the next one, with its own store, by themselves."""
+        _, port = host_a_store(stack)
+        job_store = ("127.0.0.1", port)
+        first, other = Node(stack, job_store, 0, []), Node(stack, job_store, 1, [])
+        first.wait_for_next(1)
+        before = address(job_store)
+        first.kill()
+        last = first.numbers(1)[-1]
+        other.wait(lambda node: any("node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]))
+        second = Node(stack, job_store, 0, [])
+        second.wait_for_next(1, more=12)
+        after = address(job_store)
+        ends = [other.finish(), second.finish()]
+
+        assert second.numbers(1) == sorted(set(second.numbers(1)))
+        assert second.numbers(1)[-1] > last
+        assert (before.token, before.port) != (after.token, after.port)
+        assert all(end["in_time"] and end["longest_s"] < BLOCKED_S for end in ends)
+
+    def test_a_sidecar_is_killed_and_started_again(self, stack: ExitStack) -> None:
+        """A killed sidecar is silent, not gone; its successor is known as a restart, and counted on."""
+        _, port = host_a_store(stack)
+        n0, n1 = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(2))
+        n0.wait_for_next(1)
+        n1.kill()
+        n0.wait(lambda node: node.contact(1)["silent_s"] > 1.5)
+        silent = n0.contact(1)
+        Node(stack, ("127.0.0.1", port), 1, [])
+        n0.wait(lambda node: node.contact(1)["restarts"] == 1)
+        n0.wait_for_next(1)
+
+        assert (silent["left"], silent["restarts"]) == (False, 0)
+        assert n0.contact(1)["posts"] > silent["posts"]
+
+    def test_the_job_is_killed(self, stack: ExitStack) -> None:
+        """Without the job's store, which died with the job, the nodes go on, and close when told to."""
+        store, port = host_a_store(stack)
+        n0, n1 = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(2))
+        n0.wait_for_next(1)
+        store.kill()
+        n0.wait_for_next(1, more=10)
+        notes = n0.lines[-1]["notes"]
+        n0.kill()
+        n1.wait(lambda node: any("node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]))
+        end = n1.finish()
+
+        assert notes == []
+        assert end["in_time"]
+        assert end["longest_s"] < BLOCKED_S
+
+    def test_node_0_is_stopped(self, stack: ExitStack) -> None:
+        """A node 0 that hangs keeps nobody: no call of the others waits for it, nor does their end."""
+        _, port = host_a_store(stack)
+        n0, n1, _ = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(3))
+        n0.wait_for_next(1)
+        n0.wait_for_next(2)
+        n0.send(signal.SIGSTOP)
+        n1.wait(lambda node: any("node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]))
+        end = n1.finish()
+        n0.send(signal.SIGCONT)
+        n0.wait_for_next(2, more=20)
+
+        assert end["longest_s"] < BLOCKED_S
+        assert n0.contact(2)["restarts"] == 0
+        assert n0.numbers(2) == sorted(set(n0.numbers(2)))
+
+
+def address(job_store: tuple[str, int]) -> Address:
+    store = connect(*job_store, 1.0)
+    try:
+        return Address.decode(store.get_all([KEY])[0])
+    finally:
+        store.close()
+
+
+class TestJob:
+    """What the job notices of an exchange: nothing."""
+
+    def test_its_store_waits_for_its_own_workers(self, stack: ExitStack) -> None:
+        """Connections of ours are no workers: a store that waits for two workers still waits after many of them."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        entered: list[float] = []
+
+        def rank(number: int) -> None:
+            store = TCPStore("127.0.0.1", port, 2, number == 0, timedelta(seconds=60), wait_for_workers=True)
+            entered.append(time.monotonic())
+            stack.callback(lambda: store)
+
+        ranks = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(2)]
+        ranks[0].start()
+        n0, n1 = (Node(stack, ("127.0.0.1", port), number, []) for number in range(2))
+        n0.wait_for_next(1)
+        waited = not entered
+        ranks[1].start()
+        for each in ranks:
+            each.join(LONG_S)
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
+
+        assert waited
+        assert len(entered) == 2
+        assert [key for key in store.list_keys() if "torchlens_perf" in key] == [KEY]
+        n1.finish()
+        n0.finish()
+
+    def test_a_torchrun_job_runs_as_without(self, tmp_path: Path) -> None:
+        """Barriers, collectives, keys, output and exit code of a torchrun job are the same with three nodes on it."""
+        script = tmp_path / "job.py"
+        script.write_text(_JOB)
+        with_us, without = (
+            run(
+                torchrun(str(script), str(tmp_path / name)), tmp_path, NODES=nodes, PYTHONPATH=os.pathsep.join(sys.path)
+            )
+            for name, nodes in (
+                ("with", json.dumps([node_settings(("", 0), rank) for rank in range(3)])),
+                ("without", ""),
+            )
+        )
+        assert (with_us.returncode, without.returncode) == (0, 0), with_us.stderr
+        keys = {name: set((tmp_path / name).read_text().split()) for name in ("with", "without")}
+
+        assert with_us.stdout == without.stdout == "sum 3.0\n"
+        assert with_us.stderr == without.stderr
+        assert keys["with"] - keys["without"] == {KEY}
+        assert keys["without"] - keys["with"] == set()
+
+
+_JOB = f"""if True:
+    import os, sys, subprocess, json, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    job_store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    nodes = []
+    if os.environ["NODES"] and rank == 0:
+        for number in range(3):
+            settings = {{**json.loads(os.environ["NODES"])[number], "job_store": job_store}}
+            nodes.append(subprocess.Popen([sys.executable, {str(SCRIPT)!r}, json.dumps(settings)],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        heard = set()
+        while heard != {{"0", "1", "2"}}:
+            heard |= set(json.loads(nodes[0].stdout.readline())["payloads"])
+    for _ in range(300):
+        total = torch.ones(1) + rank
+        dist.all_reduce(total)
+        dist.barrier()
+    if rank == 0:
+        store = dist.TCPStore(*job_store, None, False, wait_for_workers=False)
+        with open(sys.argv[1], "w") as file:
+            file.write(" ".join(store.list_keys()))
+        print("sum", total.item())
+    for node in nodes:
+        node.communicate(timeout=30)
+        assert node.returncode == 0
+    dist.destroy_process_group()
+"""

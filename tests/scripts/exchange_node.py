@@ -1,0 +1,44 @@
+"""The exchange of one node: posts a number ten times a second, prints what it collects, closes when its input ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+from torchlens_perf.exchange import Exchange, Timing
+
+
+def main(settings: dict[str, Any]) -> None:
+    stop = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+    host, port = settings["job_store"]
+    exchange = Exchange(
+        (host, port), settings["key"], settings["node"], settings["merges"], timing=Timing(**settings["timing"])
+    )
+    number, longest_s = 0, 0.0
+    while not stop.wait(0.1):
+        started_s = time.monotonic()
+        exchange.post({settings["rank"]: str(number).encode()})
+        collected, notes = exchange.collect(), exchange.notes()
+        longest_s = max(longest_s, time.monotonic() - started_s)
+        number += 1
+        say(
+            payloads={rank: [int(each.payload) for each in received] for rank, received in collected.payloads.items()},
+            ages=[each.age_s for received in collected.payloads.values() for each in received],
+            nodes={name: vars(contact) for name, contact in collected.nodes.items()},
+            notes=notes,
+        )
+    started_s = time.monotonic()
+    in_time = exchange.close(settings["close_s"])
+    say(payloads={}, nodes={}, in_time=in_time, close_s=time.monotonic() - started_s, longest_s=longest_s)
+
+
+def say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
