@@ -40,6 +40,10 @@ class Config:
     collectives: bool = True
     """Time collectives and the time blocked in them."""
 
+    exchange: bool = True
+    """In a job of several nodes: sidecars send windows to node 0's, which judges all ranks together. Without it, each
+    node's sidecar judges its own ranks."""
+
     memory: bool = True
     """Record device memory, or resident memory on a CPU: there it is read once in 50 ms at most,
     on a device in one step of 16."""
@@ -68,7 +72,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check("dir", isinstance(self.dir, str) and bool(self.dir), "a folder's name")
-        for field in ("collectives", "memory", "nvtx", "sidecar", "report"):
+        for field in ("collectives", "exchange", "memory", "nvtx", "sidecar", "report"):
             self._check(field, isinstance(getattr(self, field), bool), "True or False")
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)

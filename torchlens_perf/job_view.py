@@ -68,6 +68,7 @@ class JobView:
         self._exchange_attempt = -1
         self._round_s = float("-inf")
         self._missing: dict[str, str] = {}
+        self._others: list[str] = []
 
     @property
     def places(self) -> Mapping[int, Place]:
@@ -124,6 +125,10 @@ class JobView:
         """What is to be said of the exchange between nodes."""
         notes = list(self._missing.values())
         return notes + (self._exchange.notes() if self._exchange is not None else [])
+
+    def others_are_there(self) -> bool:
+        """Whether node 0 hears of nodes that have not ended: their last windows are still to come."""
+        return self._exchange is not None and self._merges and bool(self._others)
 
     def close(self) -> None:
         """Sends what is left and ends the exchange."""
@@ -210,6 +215,12 @@ class JobView:
                     self._judge.end(self._exchange_attempt, rank)
             for population, block in summary.blocks(values):
                 self._judge.add_block(population, block)
+        own = f"{self._host}/"
+        self._others = [
+            node
+            for node, contact in collected.nodes.items()
+            if not contact.left and contact.silent_s < SILENT_S and not node.startswith(own)
+        ]
         self._missing = {
             node: f"node {node} has not been heard of for {contact.silent_s:.0f} s: its ranks are not compared"
             for node, contact in collected.nodes.items()

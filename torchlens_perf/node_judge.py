@@ -74,6 +74,9 @@ class NodeJudge:
 
     def judge(self, *, final: bool = False) -> Findings:
         """Judges what has come."""
+        if final:
+            for rank, maker in self._makers.items():
+                self._add(rank, maker.rest())
         if self._changed or final:
             self._changed = False
             self.findings = self._judge.judge(final=final)

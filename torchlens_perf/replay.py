@@ -7,12 +7,17 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from torchlens_perf import node_state, run_store
 from torchlens_perf.config import Config
+from torchlens_perf.culprits import name
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter
 from torchlens_perf.identity import Identity
+from torchlens_perf.node_judge import NodeJudge, place_of
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics
+from torchlens_perf.ring import Kind
 from torchlens_perf.sidecar import traced_steps
 from torchlens_perf.statistics import assemble_steps, step_traces
 
@@ -20,10 +25,12 @@ if TYPE_CHECKING:
     from torchlens_perf.records import StepTable, StepTrace
     from torchlens_perf.run_directory import RunDirectory
     from torchlens_perf.run_store import Origin
+    from torchlens_perf.straggler import Findings
 
 _FLUSH_TIMEOUT_S = 60.0
 _PATIENCE_S = 30.0
 _SPANS_A_FLUSH = 512
+_MODULES = (int(Kind.MODULE), int(Kind.FORWARD))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +52,7 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
     """
     steps = records = 0
     sending = _Sending(exporter) if exporter is not None else None
+    judge, rebuilt_states = NodeJudge(), []
     for host in run_store.hosts(run):
         saved = _saved(run, host)
         rebuilt = NodeState(host)
@@ -57,11 +65,14 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
                 process = ProcessState(identity, origin.anchor, RankStatistics(), ended="closed")
                 known = saved.processes.get(origin.key)
                 process.trace_every = known.trace_every if known is not None else Config.trace_every
+                process.groups = known.groups if known is not None else {}
                 if trace_every is not None:
                     process.trace_every = trace_every
                 rebuilt.processes[origin.key] = process
             table = assemble_steps(kept)
             process.statistics.add(kept, table, names, lost)
+            place = place_of(origin.rank, origin.host, process.statistics.modules, process.groups)
+            judge.add_steps(origin.attempt, origin.rank, place, table)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
                 wanted = traced_steps(table.step.tolist(), process.trace_every)
@@ -69,11 +80,31 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
                 sending.send(ExportBatch(process.identity, origin.anchor, table, tuple(traces)))
         if not saved.processes:
             rebuilt.notes.append("rebuilt from the records that are kept")
-            rebuilt.save(run)
+            rebuilt_states.append(rebuilt)
+    if rebuilt_states:
+        findings = judge.judge(final=True)
+        for state in rebuilt_states:
+            state.findings, state.named = findings, name(findings, judge.places)
+            state.save(run)
     notes = sending.end() if sending is not None else []
     if sending is not None and not notes:
         _forget_undelivered(run)
     return Replayed(steps, records, notes)
+
+
+def judged(run: RunDirectory) -> Findings:
+    """What the judge of this version says of a run's kept records. Sends and changes nothing."""
+    judge = NodeJudge()
+    modules: dict[str, set[str]] = {}
+    for host in run_store.hosts(run):
+        saved = _saved(run, host)
+        for origin, kept, names, _ in run_store.read_chunks(run, host):
+            known = saved.processes.get(origin.key)
+            used = {names[i] for i in np.unique(kept["name_id"][np.isin(kept["kind"], _MODULES)]).tolist()}
+            modules.setdefault(origin.key, used)
+            place = place_of(origin.rank, origin.host, modules[origin.key], known.groups if known is not None else {})
+            judge.add_steps(origin.attempt, origin.rank, place, assemble_steps(kept))
+    return judge.judge(final=True)
 
 
 def _forget_undelivered(run: RunDirectory) -> None:

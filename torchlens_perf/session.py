@@ -334,7 +334,7 @@ class Session:
                 "native": NATIVE,
                 "memory_source": self.memory_source,
                 "notes": self._notes,
-                "job_store": job_store(os.environ),
+                "job_store": job_store(os.environ) if self.config.exchange else None,
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
                 "settings": {
                     "disk_bytes": self.config.disk_bytes,

@@ -51,6 +51,7 @@ _FIRST_RING_TIMEOUT_S = 60.0
 _MISSING_RANKS_TIMEOUT_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 30.0
 _MOST_UNKEPT_RECORDS = 1 << 18
+_LAST_WINDOWS_S = 5.0
 _USUAL_STEPS = 32  # from which a rank's usual step time is taken
 
 
@@ -185,7 +186,11 @@ class Sidecar:
         return sum(len(chunk.records) for chunk in self._unkept)
 
     def end_exchange(self) -> None:
-        """Tells the other nodes that this one has ended; notes what did not arrive."""
+        """On node 0, waits a little for the others' last windows; tells them that this one has ended."""
+        deadline_s = time.monotonic() + _LAST_WINDOWS_S
+        while self.job.others_are_there() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            self.look_around(time.monotonic(), final=True)
         self.job.close()
         self.state.notes += self.job.notes()
 
