@@ -85,6 +85,7 @@ def test_every_field_is_a_variable() -> None:
         "TORCHLENS_PERF_BACKWARD_EVERY": "4",
         "TORCHLENS_PERF_COLLECTIVES": "off",
         "TORCHLENS_PERF_EXCHANGE": "0",
+        "TORCHLENS_PERF_FAULTHANDLER": "yes",
         "TORCHLENS_PERF_MEMORY": "0",
         "TORCHLENS_PERF_NVTX": "False",
         "TORCHLENS_PERF_RING_RECORDS": "2048",
@@ -98,7 +99,8 @@ def test_every_field_is_a_variable() -> None:
 
     assert {"TORCHLENS_PERF_" + field.name.upper() for field in dataclasses.fields(Config)} == set(environ)
     assert config == Config(
-        dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False, exchange=False, memory=False, nvtx=False,
+        dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False, exchange=False,
+        faulthandler=True, memory=False, nvtx=False,
         ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
     )  # fmt: skip
 

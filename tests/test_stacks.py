@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from torchlens_perf.identity import process_started
-from torchlens_perf.stacks import MOST_LINES, Stack, find_py_spy, process_state, python_stack
+from torchlens_perf.stacks import MOST_LINES, Stack, asked_stack, find_py_spy, process_state, python_stack
 
 needs_py_spy = pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed")
 
@@ -326,3 +326,34 @@ def test_name_of_a_program_is_not_taken_for_a_state(tmp_path: Path) -> None:
         process.kill()
 
     assert state == "running"
+
+
+def test_asked_by_signal(tmp_path: Path) -> None:
+    """With `faulthandler` switched on, a blocked process writes its stack upon SIGUSR2; the signal is free again after."""
+    script = tmp_path / "blocked.py"
+    script.write_text(
+        "import signal, sys, time, torchlens_perf as perf\n"
+        "def stuck():\n"
+        "    print('ready', flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "with perf.watch(faulthandler=True, sidecar=False, report=False, dir=sys.argv[1]) as w:\n"
+        "    stuck()\n"
+        "print(signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "runs")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (file,) = (tmp_path / "runs").rglob("*.stack")
+        stack = asked_stack(process.pid, file)
+        assert "in stuck" in stack.lines[0], stack
+        assert asked_stack(process.pid, file).lines == stack.lines
+        output, _ = process.communicate("\n", timeout=60)
+        assert output == "True\n"
+        assert not file.exists()
+        assert asked_stack(process.pid, file).reason
+    finally:
+        process.kill()
+        process.wait()

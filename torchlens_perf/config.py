@@ -44,6 +44,9 @@ class Config:
     """In a job of several nodes: sidecars send windows to node 0's, which judges all ranks together. Without it, each
     node's sidecar judges its own ranks."""
 
+    faulthandler: bool = False
+    """Let the sidecar ask a hanging rank for its Python stack by SIGUSR2, where py-spy is missing or not permitted."""
+
     memory: bool = True
     """Record device memory, or resident memory on a CPU: there it is read once in 50 ms at most,
     on a device in one step of 16."""
@@ -72,7 +75,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check("dir", isinstance(self.dir, str) and bool(self.dir), "a folder's name")
-        for field in ("collectives", "exchange", "memory", "nvtx", "sidecar", "report"):
+        for field in ("collectives", "exchange", "faulthandler", "memory", "nvtx", "sidecar", "report"):
             self._check(field, isinstance(getattr(self, field), bool), "True or False")
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torchlens_perf.hang import Hang, Progress, find_hang
 from torchlens_perf.node_judge import NodeJudge
 from torchlens_perf.rank_ranges import parse_ranges
 from torchlens_perf.report import hang_words
-from torchlens_perf.stacks import python_stack
+from torchlens_perf.stacks import asked_stack, python_stack
 from torchlens_perf.step_rows import Rows
 from torchlens_perf.straggler import Findings, Place
 from torchlens_perf.summary import Summary
@@ -46,6 +47,7 @@ class _Local:
     progress: Progress | None = None
     unsent: list[Rows] = dataclasses.field(default_factory=list)
     sections_ns: Sequence[float] = ()
+    stack_file: str = ""
     ended: bool = False
     told_end: bool = False
 
@@ -89,12 +91,17 @@ class JobView:
             local.unsent.append(rows)
 
     def progress(
-        self, identity: Identity, place: Place, now: Progress, groups: Mapping[str, Mapping[str, Any]]
+        self,
+        identity: Identity,
+        place: Place,
+        now: Progress,
+        groups: Mapping[str, Mapping[str, Any]],
+        stack_file: str = "",
     ) -> None:
-        """How far a rank of this node is."""
+        """How far a rank of this node is. stack_file: where it writes its stack when it is asked to."""
         local = self._local_of(identity, place)
         if local is not None:
-            local.progress = now
+            local.progress, local.stack_file = now, stack_file
             self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
 
     def end(self, identity: Identity) -> None:
@@ -253,6 +260,8 @@ class JobView:
             local = self._local.get(rank)
             if local is not None and len(stacks) < MOST_STACKS:
                 stack = python_stack(local.identity.pid)
+                if not stack.lines and local.stack_file:
+                    stack = asked_stack(local.identity.pid, Path(local.stack_file))
                 stacks[str(rank)] = {"lines": list(stack.lines), "reason": stack.reason}
         return {
             "text": hang_words.text(hang),

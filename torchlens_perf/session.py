@@ -19,6 +19,7 @@ from torchlens_perf.hooks.module import ModuleHook, models_of, select
 from torchlens_perf.hooks.nvtx import NvtxHook
 from torchlens_perf.hooks.optimizer import OptimizerHook
 from torchlens_perf.hooks.section import SectionHook
+from torchlens_perf.hooks.stack import StackHook
 from torchlens_perf.hooks.tags import TagHook
 from torchlens_perf.identity import job_store
 from torchlens_perf.probe_schedule import ProbeSchedule
@@ -62,6 +63,7 @@ def default_hooks(config: Config, backward: BackwardHook) -> list[Hook]:
         (config.collectives, CollectiveHook()),
         (config.memory, MemoryHook()),
         (True, TagHook()),
+        (config.faulthandler, StackHook()),
     ]
     return [hook for want, hook in wanted if want]
 
@@ -77,6 +79,8 @@ class Session:
         self.memory_bytes = 0
         self.workload = -1  # of the step in progress, as its batches have it; -1: no batch with a tensor yet
         self.memory_source = ""
+        self.stack_file = ""  # where this process writes its stack when it is asked to; "": nowhere
+        self.ring_path = ring.path
         self.groups: dict[str, dict[str, Any]] = {}  # process groups that were used: members and description
         self._group_slots: dict[str, int] = {}
         self._ring = ring
@@ -335,6 +339,7 @@ class Session:
                 "memory_source": self.memory_source,
                 "notes": self._notes,
                 "job_store": job_store(os.environ) if self.config.exchange else None,
+                "stack_file": self.stack_file,
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
                 "settings": {
                     "disk_bytes": self.config.disk_bytes,

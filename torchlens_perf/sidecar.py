@@ -69,6 +69,7 @@ class _Source:
     settled: bool = False  # ended, and all of it is accounted for
     ended_monotonic_s: float = 0.0
     job_store: tuple[str, int] | None = None
+    stack_file: str = ""
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=_USUAL_STEPS))
     step_s: float = 0.0  # when the step in progress was first seen
     mark_s: float = 0.0  # when something was last seen to be recorded
@@ -316,9 +317,8 @@ class Sidecar:
     def look_around(self, now_s: float, *, final: bool = False) -> None:
         """Judges the ranks, exchanges windows with other nodes, and looks for hangs."""
         for source in self._sources.values():
-            self.job.progress(
-                source.state.identity, self._place(source), self._progress(source, now_s), source.state.groups
-            )
+            identity, groups = source.state.identity, source.state.groups
+            self.job.progress(identity, self._place(source), self._progress(source, now_s), groups, source.stack_file)
         self.state.findings = self.job.look(now_s, final=final)
         self.state.named = name(self.state.findings, self.job.places)
         self.state.hang = self.job.hang
@@ -356,6 +356,7 @@ class Sidecar:
             state.native, state.notes = metadata["native"], metadata["notes"]
             state.memory_source = metadata["memory_source"]
             state.groups = metadata["groups"]
+            source.stack_file = metadata["stack_file"]
             source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
             source.settings = dict(metadata["settings"])
             state.trace_every = int(source.settings["trace_every"])

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -85,6 +86,22 @@ def python_stack(pid: int, timeout_s: float = 5.0, program: str | None = None) -
         if "permission denied" in errors.lower():
             return Stack((), _not_permitted())
     return Stack((), f"py-spy: {_last_cause(errors)}")
+
+
+def asked_stack(pid: int, path: Path, timeout_s: float = 1.0) -> Stack:
+    """What the process writes into `path` upon SIGUSR2 (hooks/stack.py), most recent call first."""
+    try:
+        before = path.stat().st_size
+        os.kill(pid, signal.SIGUSR2)
+        deadline_s = time.monotonic() + timeout_s
+        while path.stat().st_size == before and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        time.sleep(0.02)  # it writes line by line
+        lines = path.read_bytes()[before:].decode("utf-8", "replace").splitlines()
+    except OSError as error:
+        return Stack((), f"it could not be asked: {error.strerror}")
+    found = tuple(line.strip() for line in lines if line.startswith("  File"))
+    return Stack(found[:MOST_LINES], "" if found else "it did not answer SIGUSR2")
 
 
 def _run(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
