@@ -19,7 +19,7 @@ TRAINING = {
 PURE = {
     "board", "collective_channel", "collective_join", "collective_semantics", "collective_statistics", "culprits",
     "episodes", "excess", "exchange_posts", "hang", "node_judge", "probe_schedule", "rank_ranges", "rank_statistics",
-    "records", "report.hang_words", "report.straggler_words", "report.verdict", "statistics", "step_rows", "steps",
+    "records", "report.hang_words", "report.straggler_words", "slow_link", "statistics", "step_rows", "steps",
     "straggler", "summary",
 }  # fmt: skip
 THIRD_PARTY = {

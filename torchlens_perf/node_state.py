@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlens_perf.clock import Anchor
+from torchlens_perf.collective_join import CollectiveJoin
 from torchlens_perf.culprits import NOBODY, Named
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.identity import Identity
@@ -76,6 +77,8 @@ class NodeState:
     dropped_segments: int = 0
     notes: list[str] = dataclasses.field(default_factory=list)
     sidecar_cpu_s: float = 0.0
+    join: CollectiveJoin = dataclasses.field(default_factory=CollectiveJoin)
+    """The node's collectives, joined across its ranks."""
     hang: dict[str, Any] | None = None
     """The hang in progress, see JobView.hang."""
     named: Named = NOBODY
@@ -92,6 +95,7 @@ class NodeState:
             "dropped_segments": self.dropped_segments,
             "notes": self.notes,
             "sidecar_cpu_s": self.sidecar_cpu_s,
+            "join": self.join.to_json(),
             "hang": self.hang,
             "named": self.named.to_json(),
             "findings": self.findings.to_json(),
@@ -114,6 +118,7 @@ def load(path: Path) -> NodeState:
             dropped_segments=value["dropped_segments"],
             notes=value["notes"],
             sidecar_cpu_s=value["sidecar_cpu_s"],
+            join=CollectiveJoin.from_json(value["join"]),
             hang=value["hang"],
             named=Named.from_json(value["named"]),
             findings=Findings.from_json(value["findings"]),

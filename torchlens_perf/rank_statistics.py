@@ -205,6 +205,7 @@ class RankStatistics:
         self.warm_up = Sketch()
         self.step = Sketch()
         self.own = Sketch()
+        self.work = Sketch()  # own time without that in which the thread was ready and had no CPU, where that is known
         self.parts = {part: Sketch() for part in PARTS}
         self.modules: dict[str, Sketch] = {}
         self.module_backwards: dict[str, Sketch] = {}
@@ -236,6 +237,8 @@ class RankStatistics:
         self.warm_up.add(table.duration_ns[~warm])
         self.step.add(table.duration_ns[warm])
         self.own.add(table.own_ns[warm])
+        measured = warm & (table.ready_ns[:, 0] >= 0)
+        self.work.add(_work_ns(table)[measured].astype(np.int64))
         for index, part in enumerate(PARTS):
             self.parts[part].add(table.parts_ns[warm, index])
         self.memory_bytes = int(table.memory_bytes[-1])
@@ -307,5 +310,5 @@ _PLAIN_FIELDS = (
     "records", "lost", "first_step", "last_step", "counted_steps", "started_ns", "ended_ns", "memory_bytes",
     "memory_most_bytes", "micro_steps", "flags_seen",
 )  # fmt: skip
-_SKETCHES = ("warm_up", "step", "own")
+_SKETCHES = ("warm_up", "step", "own", "work")
 _SKETCH_TABLES = ("parts", "modules", "module_backwards", "sections")

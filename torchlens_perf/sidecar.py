@@ -30,7 +30,7 @@ from torchlens_perf.identity import Identity, process_started
 from torchlens_perf.job_view import JobView, usual_step_s
 from torchlens_perf.node_judge import place_of
 from torchlens_perf.node_state import NodeState, ProcessState
-from torchlens_perf.rank_statistics import RankStatistics
+from torchlens_perf.rank_statistics import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.ring import Kind, Reader, State
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.run_store import Chunk, Origin, SegmentWriter, last_sequences
@@ -70,6 +70,7 @@ class _Source:
     ended_monotonic_s: float = 0.0
     job_store: tuple[str, int] | None = None
     stack_file: str = ""
+    joins: bool = False  # the join of collectives knows of it
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=_USUAL_STEPS))
     step_s: float = 0.0  # when the step in progress was first seen
     mark_s: float = 0.0  # when something was last seen to be recorded
@@ -150,6 +151,8 @@ class Sidecar:
             if source.state.ended:
                 source.settled = True
                 self.job.end(source.state.identity)
+                self.state.join.end(source.state.identity.attempt, source.state.identity.rank)
+        self.state.join.join()
 
     def export(self) -> None:
         """Hands what account() counted to the exporter."""
@@ -299,12 +302,22 @@ class Sidecar:
         steps = assemble_steps(counted)
         statistics.add(counted, steps, names, lost)
         self._judge_steps(source, steps)
+        self._join_collectives(source, counted, names)
         source.state.counted = max(source.state.counted, int(sequences[-1]))
         if self._exporter is not None:
             self._unexported.append(self._export_batch(source, counted, names, steps))
         if unkept.any():
             kept = records[unkept]
             self._unkept.append(Chunk(source.origin, kept, sequences[unkept], names, assemble_steps(kept)))
+
+    def _join_collectives(self, source: _Source, records: npt.NDArray[np.void], names: list[str]) -> None:
+        identity, state = source.state.identity, source.state
+        if not source.joins:
+            source.joins = True
+            first = identity.rank - identity.local_rank
+            self.state.join.know(identity.attempt, range(first, first + identity.local_world_size))
+        warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
+        self.state.join.add(identity.attempt, identity.rank, records[warm], names, state.groups)
 
     def _judge_steps(self, source: _Source, steps: StepTable) -> None:
         source.durations_ns.extend(steps.duration_ns[-_USUAL_STEPS:].tolist())

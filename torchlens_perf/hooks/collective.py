@@ -134,13 +134,14 @@ class Groups:
 
     def describe_native(
         self, operator: str, group: str, dtype: str, peer: int, on_cpu: bool, backend_sequence: int
-    ) -> tuple[int, int, int, bool]:
-        """For the native tap, with the GIL: name id, slot, first sequence number, whether the future tells the end."""
+    ) -> tuple[int, int, int, bool, bool]:
+        """For the native tap, with the GIL: name id, slot, first sequence number, whether the future tells the end, and
+        whether the end of a wait does."""
         with guard("naming a collective"):
             calls_back = on_cpu and any(name in _backend(group) for name in _FUTURE_IS_COMPLETION)
             name_id, slot = self.describe(operator, group, _DTYPES.get(dtype, dtype.lower()), peer)
-            return name_id, slot, max(0, backend_sequence), calls_back
-        return 0, 1 << 16, 0, False
+            return name_id, slot, max(0, backend_sequence), calls_back, on_cpu
+        return 0, 1 << 16, 0, False, False
 
     def describe(self, operator: str, group: str, dtype: str, peer: int) -> tuple[int, int]:
         """The name's id, and the slot in the table of groups."""
@@ -195,7 +196,8 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
         group = ProcessGroup.unbox(args[group_at])
         name = group.group_name
         peer = -1 if peer_at is None else int(args[peer_at])
-        dtype = getattr(first_tensor(args[0]), "dtype", None) if payload else None
+        tensor = first_tensor(args[0])
+        dtype = getattr(tensor, "dtype", None) if payload else None
         key = name, dtype, peer
         if key not in known:
             name_id, slot = groups.describe(operator, name, str(dtype).removeprefix("torch.") if dtype else "", peer)
@@ -204,7 +206,9 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
         backend_sequence = 0 if point_to_point else torch_private.sequence_of_group(group)
         sequence = groups.next_sequence(counter, backend_sequence)
         is_async = async_at is None or len(args) <= async_at or bool(args[async_at])
-        end = End.BY_RETURN if blocking else End.UNKNOWN if is_async else End.BY_WAIT
+        # On a device, waiting for a Work only orders streams: its end is not the operation's.
+        on_cpu = getattr(getattr(tensor, "device", None), "type", "cpu") == "cpu"
+        end = End.BY_RETURN if blocking else End.BY_WAIT if on_cpu and not is_async else End.UNKNOWN
         issued = recorder.issue(
             name_id, slot, sequence, _ASYNC if is_async else 0, payload_bytes(args[0]) if payload else 0
         )

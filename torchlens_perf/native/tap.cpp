@@ -24,7 +24,8 @@ namespace {
 constexpr uint32_t FLAG_EXCEPTION = 1, FLAG_ASYNC = 2;
 
 const CollectiveMarks *marks;
-PyObject *describe; // (operator, group, dtype, peer, on_cpu, backend's sequence) -> (name_id, slot, first sequence, called back)
+// (operator, group, dtype, peer, on_cpu, backend's sequence) -> (name_id, slot, first sequence, called back, waited for)
+PyObject *describe;
 std::vector<std::unique_ptr<torch::Library>> libraries;
 
 const c10::DispatchKeySet below_tap(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
@@ -42,6 +43,7 @@ struct Calls {
     uint32_t name_id = 0, slot = 0;
     std::shared_ptr<std::atomic<uint32_t>> next_sequence;
     std::atomic<bool> calls_back{false};
+    bool waited_for = false; // the end of the caller's wait is the end: not where waiting only orders a device's streams
 };
 
 std::mutex lock; // of the three tables
@@ -116,21 +118,25 @@ bool fill(Calls &calls, const Arguments &places, const std::string &group_name, 
                                            static_cast<long long>(peer), on_cpu ? Py_True : Py_False,
                                            static_cast<long long>(backend_sequence));
     unsigned int name_id = 0, slot = 0, first = 0;
-    int calls_back = 0;
-    bool filled = told != nullptr && PyArg_ParseTuple(told, "IIIp", &name_id, &slot, &first, &calls_back);
+    int calls_back = 0, waited_for = 0;
+    bool filled =
+        told != nullptr && PyArg_ParseTuple(told, "IIIpp", &name_id, &slot, &first, &calls_back, &waited_for);
     if (filled) {
         calls.name_id = name_id;
         calls.slot = slot;
         calls.calls_back = calls_back != 0;
+        calls.waited_for = waited_for != 0;
+        // Point-to-point operations are counted by pair and direction, others by group.
+        std::string counted = group_name;
         if (places.point_to_point) {
-            calls.next_sequence = std::make_shared<std::atomic<uint32_t>>(0);
-        } else {
-            auto &shared = sequence_of[group_name];
-            if (!shared) {
-                shared = std::make_shared<std::atomic<uint32_t>>(first);
-            }
-            calls.next_sequence = shared;
+            counted = places.name + '/' + group_name + '/' + std::to_string(peer);
+            first = 0;
         }
+        auto &shared = sequence_of[counted];
+        if (!shared) {
+            shared = std::make_shared<std::atomic<uint32_t>>(first);
+        }
+        calls.next_sequence = shared;
     } else {
         PyErr_WriteUnraisable(describe);
     }
@@ -226,7 +232,7 @@ void collective_tap(const c10::OperatorHandle &op, c10::DispatchKeySet keys, tor
     }
     auto future = future_of(*stack, *calls);
     if (!future) {
-        marks->returned(&collective, is_async ? END_UNKNOWN : END_BY_WAIT);
+        marks->returned(&collective, is_async || !calls->waited_for ? END_UNKNOWN : END_BY_WAIT);
         return;
     }
     marks->returned(&collective, END_BY_CALLBACK);

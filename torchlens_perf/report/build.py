@@ -8,13 +8,16 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+from torchlens_perf.collective_statistics import merged_operations
 from torchlens_perf.node_judge import place_of
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics, Windows
 from torchlens_perf.records import PARTS
 from torchlens_perf.report import verdict
+from torchlens_perf.report.collective_table import collective_rows, newest_joins
 from torchlens_perf.report.heat import heat
 from torchlens_perf.ring import Flag
+from torchlens_perf.slow_link import slow_links
 from torchlens_perf.statistics import Sketch
 from torchlens_perf.straggler import Place
 
@@ -34,6 +37,9 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
         warm_up.merge(process.statistics.warm_up)
     windows = {rank: process.statistics.history.windows() for rank, process in processes.items()}
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
+    joins = [node.join.to_json() for node in nodes]
+    hosts = {rank: process.identity.host for rank, process in processes.items()}
+    links = slow_links(merged_operations([join.operations() for join in newest_joins(joins)]), hosts)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "run": _run(run_id, nodes, processes),
@@ -42,11 +48,12 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
         "heat": heat(windows, judging.findings, _places(processes)),
         "modules": _modules(processes),
         "sections": _sections(processes),
-        "collectives": _collectives(processes),
+        "collectives": collective_rows(joins),
+        "slow_links": links.to_json(),
         "quality": _quality(nodes, processes),
     }
     hang = next((node.hang for node in nodes if node.hang is not None and report["run"]["live"]), None)
-    found = verdict.verdicts(report, judging.findings, judging.named, hang)
+    found = verdict.verdicts(report, judging.findings, judging.named, hang, links)
     report["verdicts"] = [each.to_json() for each in found]
     return report
 
@@ -159,6 +166,7 @@ def _rank(rank: int, process: ProcessState) -> dict[str, Any]:
         "last_step": statistics.last_step,
         "step_s": _distribution(statistics.step),
         "own_s": _distribution(statistics.own),
+        "work_s": _distribution(statistics.work) if statistics.work.count else None,
         "phases": phases,
         "memory": {
             "last_bytes": statistics.memory_bytes or None,
@@ -226,28 +234,6 @@ def _sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
             }
         )
     return sorted(rows, key=lambda row: -row["s_per_step"])
-
-
-def _collectives(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
-    rows = []
-    for name in _all_names(processes, "collectives"):
-        operation, _, group = name.partition(" group=")
-        merged, total_bytes = Sketch(), 0
-        for process in processes.values():
-            count = process.statistics.collectives.get(name)
-            if count is not None:
-                merged.merge(count.sketch)
-                total_bytes += count.bytes
-        rows.append(
-            {
-                "operation": operation,
-                "group": group,
-                "count": merged.count,
-                "bytes": total_bytes,
-                "issue_s": _distribution(merged),
-            }
-        )
-    return sorted(rows, key=lambda row: -row["bytes"])
 
 
 def _all_names(processes: dict[int, ProcessState], table: str) -> list[str]:

@@ -5,6 +5,7 @@ One character for each rank and window; it grows darker with the excess, and has
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -95,43 +96,38 @@ class _Picture:
         yield Text("each rank's work above that of the others, over the run", style="bold")
         for rank in self._ranks:
             line = Text(f"rank {rank['rank']:>{self._label - 6}} {self._frame}")
-            for group in self._grouped(rank["excess"]):
-                self._shade(line, group)
+            levels = (_level(group) for group in self._grouped(rank["excess"]))
+            for level, cells in itertools.groupby(levels):  # one escape sequence for each run of cells
+                shade, style = (self._shades[level], _STYLES[level]) if level is not None else (" ", "")
+                line.append(shade * self._cell * len(list(cells)), style=style)
             line.append(self._frame)
             yield line
             if rank["slow"]:
                 yield Text(" " * (self._label + 1)).append(self._episodes(rank["slow"]), style="red")
         if any(self._tags):
             letters = (_letter(tags) * (1 if tags else self._cell) for tags in self._tags)
-            yield Text(" " * (self._label + 1) + "".join(letter.ljust(self._cell) for letter in letters))
+            below = "".join(letter.ljust(self._cell) for letter in letters)
+            yield Text(" " * (self._label + 1) + below.rstrip())
         yield Text("step".rjust(self._label - 1) + "  " + self._axis(), style="dim")
-
-    def _shade(self, line: Text, group: Sequence[float | None]) -> None:
-        present = [value for value in group if value is not None]
-        if not present:
-            line.append(" " * self._cell)
-            return
-        level = sum(_mean(present) >= bound for bound in _BOUNDS)
-        line.append(self._shades[level] * self._cell, style=_STYLES[level])
 
     def _episodes(self, slow: Sequence[tuple[int, int | None]]) -> str:
         """A bar below the cells of each time in which the rank was a straggler, with its steps where there is room."""
         width = self._columns * self._cell
         line = [" "] * width
         begin_mark, middle, end_mark, still = self._bar
+        places = []
         for since, until in slow:
             begin = self._column(since) * self._cell
             end = width if until is None else min(width, (self._column(until - 1) + 1) * self._cell)
-            end = max(end, begin + 1)
-            line[begin:end] = [begin_mark, *middle * (end - begin - 2), end_mark if until is not None else still][
-                : end - begin
-            ]
-            told = f" slow since {since} " if until is None else f" slow {since} to {until - 1} "
-            for at in (end, begin - len(told), begin + 1):
-                inside = at == begin + 1
-                if at < 0 or at + len(told) > (end - 1 if inside else width):
-                    continue
-                if inside or not "".join(line[at : at + len(told)]).strip():
+            bar = [begin_mark, *middle * (end - begin - 2), end_mark if until is not None else still]
+            line[begin:end] = bar[: end - begin]
+            places.append((begin, end, f"since {since}" if until is None else f"{since} to {until - 1}"))
+        for begin, end, steps in places:
+            for told in (f" slow {steps} ", f" {steps} "):
+                at = next((at for at in (end, begin - len(told)) if _free(line, at, len(told))), None)
+                if at is None and len(told) <= end - begin - 2:
+                    at = begin + 1
+                if at is not None:
                     line[at : at + len(told)] = told
                     break
         return "".join(line).rstrip()
@@ -145,8 +141,22 @@ class _Picture:
         every = 1
         while every * self._cell < longest + 3:
             every *= 2
-        told = [str(step).ljust(every * self._cell) for step in self._steps[::every]]
-        return "".join(told).rstrip()
+        line = ""
+        for column in range(0, self._columns, every):
+            at, told = column * self._cell, str(self._steps[column])
+            if at + len(told) <= self._columns * self._cell + 1 or not line:  # none that is cut off
+                line = line.ljust(at) + told
+        return line
+
+
+def _free(line: Sequence[str], at: int, length: int) -> bool:
+    return at >= 0 and at + length <= len(line) and not "".join(line[at : at + length]).strip()
+
+
+def _level(excess: Sequence[float | None]) -> int | None:
+    """How dark a cell is; None for blank."""
+    present = [value for value in excess if value is not None]
+    return sum(_mean(present) >= bound for bound in _BOUNDS) if present else None
 
 
 def _letter(tags: Sequence[str]) -> str:

@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from torchlens_perf.records import PARTS
+from torchlens_perf.report.collective_table import collective_table
 from torchlens_perf.report.heat_map import HeatMap
 from torchlens_perf.report.quantities import duration
 
-_MOST_MODULES, _MOST_SECTIONS, _MOST_COLLECTIVES, _MOST_RANKS = 8, 8, 6, 16
+_MOST_MODULES, _MOST_SECTIONS, _MOST_RANKS = 8, 8, 16
 _STYLES = {"hang": "bold red", "straggler": "bold red", "none": "bold green", "no_steps": "bold yellow"}
 _PLAIN_WIDTH = 118
 _BAR_LETTERS = 16
@@ -70,7 +71,7 @@ def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
     if report["sections"]:
         parts.append(_section_table(report))
     if report["collectives"]:
-        parts.append(_collective_table(report))
+        parts.append(collective_table(report["collectives"]))
     parts += [_quality(report), Text(f"run directory: {_clean(run_dir)}", style="dim")]
     return Group(*parts)
 
@@ -136,7 +137,17 @@ def _table(*columns: str, title: str) -> Table:
 def _rank_table(report: dict[str, Any]) -> Table:
     present = [part for part in PARTS if any(part in rank["phases"] for rank in report["ranks"]) and part != "tool"]
     headers = [_HEADERS.get(part, part) for part in present]
-    table = _table("rank", "step", "own", *headers, "memory", "share of the step", title="median per step and rank")
+    works = any(rank["work_s"] for rank in report["ranks"])
+    table = _table(
+        "rank",
+        "step",
+        "own",
+        *(["work"] if works else []),
+        *headers,
+        "memory",
+        "share of the step",
+        title="median per step and rank",
+    )
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", True
     suspect = next((v["rank"] for v in report["verdicts"] if v["kind"] == "straggler"), None)
     ranks = report["ranks"]
@@ -149,13 +160,16 @@ def _rank_table(report: dict[str, Any]) -> Table:
         label = f"{rank['rank']} {_clean(rank['host'])}" if several_hosts else str(rank["rank"])
         cells: list[RenderableType] = [label + (" died" if rank["state"] == "died" else "")]
         cells += [_optional(rank[field]["p50_s"]) for field in ("step_s", "own_s")]
+        if works:
+            cells.append("-" if rank["work_s"] is None else _optional(rank["work_s"]["p50_s"]))
         for part in present:
             value = rank["phases"].get(part)
             cells.append("-" if value is None else duration(value["p50_s"]))
         memory = rank["memory"]["max_bytes"]
         cells += ["-" if memory is None else _bytes(memory), _bar(rank["phases"], present)]
         table.add_row(*cells, style="bold" if rank["rank"] == suspect else None)
-    legend = ", ".join(f"{_LETTERS[part]} {_HEADERS.get(part, part)}" for part in present)
+    legend = "own: without waiting; work: without lack of a CPU too; " if works else ""
+    legend += ", ".join(f"{_LETTERS[part]} {_HEADERS.get(part, part)}" for part in present)
     table.caption = f"{table.caption}\n{legend}" if table.caption else legend
     return table
 
@@ -196,19 +210,6 @@ def _section_table(report: dict[str, Any]) -> Table:
             str(section["calls"]),
             _optional(section["total_s"]["p50_s"]),
             duration(section["s_per_step"]),
-        )
-    return table
-
-
-def _collective_table(report: dict[str, Any]) -> Table:
-    table = _table("collective", "group", "count", "bytes", "issue p50", title="collectives")
-    for row in report["collectives"][:_MOST_COLLECTIVES]:
-        table.add_row(
-            _clean(row["operation"]),
-            _clean(row["group"]),
-            str(row["count"]),
-            _bytes(row["bytes"]),
-            _optional(row["issue_s"]["p50_s"]),
         )
     return table
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from torchlens_perf.culprits import Named
+from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.records import Verdict
+from torchlens_perf.report.collective_table import slow_link_text
 from torchlens_perf.report.quantities import duration, percent
 from torchlens_perf.report.straggler_words import no_straggler, phase_name, straggler_verdicts
+from torchlens_perf.slow_link import LinkFindings
 from torchlens_perf.straggler import Findings
 
 # Shares of the step from which a part is worth naming when no rank stands out.
 _DATA_SHARE, _HOST_SHARE, _COMMUNICATION_SHARE = 0.15, 0.25, 0.30
 
 
-def verdicts(report: dict[str, Any], findings: Findings, named: Named, hang: dict[str, Any] | None) -> list[Verdict]:
+def verdicts(
+    report: dict[str, Any], findings: Findings, named: Named, hang: dict[str, Any] | None, links: LinkFindings
+) -> list[Verdict]:
     """The report's verdicts, the most important first. Never empty."""
     if hang is not None:
         return [_hang(hang)]
@@ -23,11 +28,24 @@ def verdicts(report: dict[str, Any], findings: Findings, named: Named, hang: dic
     if report["steps"]["p50_s"] is None:
         return [_only_warm_up(report)]
     now, before = straggler_verdicts(report, findings, named)
+    if links.links:
+        now.append(_slow_link(report, links))
     if now:
         # First things first: while one rank holds up the others, their waiting is its doing and shares mislead.
         return [*now, *before]
     found = [no_straggler(report, findings)] if report["run"]["world_size"] > 1 else []
     return [*found, *before, _bottleneck(report)]
+
+
+def _slow_link(report: dict[str, Any], links: LinkFindings) -> Verdict:
+    worst = links.links[0]
+    where = f"rank {links.shared_ranks[0]}" if links.shared_ranks else f"ranks {ranges(worst.ranks)}"
+    text = f"{slow_link_text(links)} Next: test the network between {where} with nccl-tests, and look at their NICs and cables."
+    steps = max(1, report["steps"]["count"])
+    cost_s = worst.cost_ns / 1e9 / steps
+    share = cost_s / report["steps"]["mean_s"] if report["steps"]["mean_s"] else 0.0
+    evidence = {"class": "slow_communication", **links.to_json()}
+    return Verdict("slow_link", None, "communication", cost_s, share, None, 0.8, text, evidence)
 
 
 def _hang(hang: dict[str, Any]) -> Verdict:

@@ -1,0 +1,141 @@
+"""Joining what three real ranks have recorded over gloo, without any clock in common."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.gloo import run_ranks
+from tests.recording import Recording, recorded
+from torchlens_perf import native_tap
+from torchlens_perf.collective_join import CollectiveJoin
+from torchlens_perf.collective_statistics import OperationStatistics
+from torchlens_perf.report.collective_table import collective_rows
+from torchlens_perf.ring import Kind, record_dtype
+
+pytestmark = pytest.mark.distributed
+
+RANKS = 3
+REPEATED = 8
+LATE_S = 0.03
+FLOATS = 4096
+
+
+def be_late(rank: int) -> None:
+    """That rank comes later than the others."""
+    if dist.get_rank() == rank:
+        time.sleep(LATE_S)
+
+
+def one_rank(folder: Path) -> Recording:
+    """All-reduces with a late rank, broadcasts from a late root, messages, and a sub-group."""
+    rank = dist.get_rank()
+    subgroup = dist.new_group([1, 2])
+    tensor = torch.ones(FLOATS)
+    dist.all_reduce(tensor)  # connects them
+    dist.broadcast(tensor, 0)
+    with recorded(folder) as recording:
+        dist.barrier()  # attaching takes some ranks longer than others
+        for _ in range(REPEATED):
+            be_late(2)
+            dist.all_reduce(tensor)
+            dist.barrier()
+            be_late(1)
+            dist.broadcast(tensor, 1)
+            dist.barrier()
+            if rank == 0:
+                dist.send(tensor, 1)
+            elif rank == 1:
+                dist.recv(tensor, 0)
+            if rank in (1, 2):
+                be_late(1)
+                dist.all_reduce(tensor, group=subgroup)
+        recording.watch.step()
+    return recording
+
+
+def records_of(recording: Recording) -> Any:
+    """As they were in the ring."""
+    import numpy as np
+
+    made = np.zeros(len(recording.records), record_dtype())
+    for row, each in zip(made, recording.records, strict=True):
+        for field in set(each._fields) - {"name"}:
+            row[field] = getattr(each, field)
+        row["name_id"] = recording.interned.index(each.name)
+    return made
+
+
+@pytest.fixture(scope="module")
+def join(tmp_path_factory: pytest.TempPathFactory) -> CollectiveJoin:
+    """What the three ranks have written, joined."""
+    if native_tap.find() is None:
+        native_tap.build()
+    join = CollectiveJoin()
+    join.know(0, range(RANKS))
+    for rank, recording in enumerate(run_ranks(one_rank, tmp_path_factory.mktemp("ranks"), RANKS)):
+        assert recording.of(Kind.COLLECTIVE)
+        join.add(0, rank, records_of(recording), recording.interned, recording.metadata["groups"])
+    join.join()
+    return join
+
+
+def of(join: CollectiveJoin, operation: str, ranks: tuple[int, ...]) -> OperationStatistics:
+    (row,) = [row for row in join.operations() if (row.key.operation, row.key.members) == (operation, ranks)]
+    return row
+
+
+def test_all_reduce_names_the_late_rank(join: CollectiveJoin) -> None:
+    """The late rank is last nearly always, by about its delay; the two others waited that long, and it did not."""
+    totals = of(join, "allreduce", (0, 1, 2)).totals()
+    late_ns = REPEATED * LATE_S * 1e9
+
+    assert of(join, "allreduce", (0, 1, 2)).joined == REPEATED
+    assert totals[2]["last"] >= REPEATED - 1
+    assert totals[2]["exposed_lag_ns"] > 0.8 * late_ns
+    for victim in (0, 1):
+        assert totals[victim]["exposed_wait_ns"] > 0.8 * late_ns
+        assert totals[victim]["exposed_lag_ns"] < 0.5 * totals[2]["exposed_lag_ns"]
+        assert totals[2]["exposed_wait_ns"] < 0.5 * totals[victim]["exposed_wait_ns"]
+
+
+def test_subgroup_has_its_own_late_rank(join: CollectiveJoin) -> None:
+    """Rank 1 is late there; its numbers are not mixed with the world's."""
+    row = of(join, "allreduce", (1, 2))
+
+    assert row.joined == REPEATED
+    assert row.totals()[1]["last"] >= REPEATED - 1
+
+
+def test_late_root_of_a_broadcast_is_a_bound(join: CollectiveJoin) -> None:
+    """Both receivers waited alike: at most the delay, for certain less; and nobody is blamed on that evidence."""
+    row = of(join, "broadcast", (0, 1, 2))
+    totals, late_ns = row.totals(), REPEATED * LATE_S * 1e9
+
+    assert row.joined == REPEATED
+    assert totals[0]["wait_at_most_ns"] + totals[2]["wait_at_most_ns"] > 1.6 * late_ns
+    assert totals[0]["exposed_wait_ns"] + totals[2]["exposed_wait_ns"] < late_ns
+    assert [each["last"] for each in totals.values()] == [0, 0, 0]
+
+
+def test_messages_whose_end_nobody_tells(join: CollectiveJoin) -> None:
+    """gloo calls nobody back for a send: each is counted, put beside its receive, and concluded nothing from."""
+    row = of(join, "send/recv", (0, 1))
+    (counts,) = [counts for (_, pair), counts in join.counts().items() if pair == (0, 1)]
+    (told,) = [row for row in collective_rows([join.to_json()]) if row["pair"] == [0, 1]]
+
+    assert (row.records, row.joined, row.ended) == (2 * REPEATED, 0, 0)
+    assert counts.unended == REPEATED
+    assert "does not tell when" in told["cannot_tell"][0]
+
+
+def test_nothing_is_left_or_mistaken(join: CollectiveJoin) -> None:
+    """Every operation of real ranks is accounted for."""
+    for counts in join.counts().values():
+        assert (counts.unjoined, counts.mismatched, counts.late_records, counts.unmatched_records) == (0, 0, 0, 0)
+    assert join.pending_operations() == 0

@@ -1,0 +1,161 @@
+"""What the native tap calls, also on a backend's thread and without the GIL: by its C functions, so no tap is built."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.collective_rig import NAME, CollectiveRig, on_thread, sequence
+from tests.recorders import IDS, IMPLEMENTATIONS
+from torchlens_perf.recorder import End
+from torchlens_perf.ring import Flag, Kind
+
+pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler")
+
+MOST_PENDING = 1024  # native/collective.c
+
+
+class _Operation(ctypes.Structure):
+    """`Collective` of native/collective.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("name_id", "group", "sequence", "flags")),
+        ("bytes", ctypes.c_uint64),
+        ("generation", ctypes.c_uint64),
+        ("start_ns", ctypes.c_int64),
+        ("call_ns", ctypes.c_int64),
+        *((name, ctypes.c_uint32) for name in ("step", "depth", "within", "ordinal", "pending")),
+    ]  # fmt: skip
+
+
+class _Marks(ctypes.Structure):
+    """`CollectiveMarks`."""
+
+    _fields_ = [("version", ctypes.c_int)] + [
+        (name, ctypes.c_void_p) for name in ("issue", "returned", "completed", "wait_began", "wait_ended")
+    ]
+
+
+class NativeMarks:
+    """The functions that the native tap calls. Those made with `gil=False` run without it, as on a backend's thread."""
+
+    def __init__(self, implementation: ModuleType, *, gil: bool) -> None:
+        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        capsule = implementation.collective_marks()
+        marks = _Marks.from_address(pointer_of(capsule, b"torchlens_perf._native.collective_marks"))
+        made = ctypes.PYFUNCTYPE if gil else ctypes.CFUNCTYPE
+        operation = ctypes.POINTER(_Operation)
+        self.version = marks.version
+        self.issue = made(ctypes.c_int, operation)(marks.issue)
+        self.returned = made(None, operation, ctypes.c_int)(marks.returned)
+        self.completed = made(None, operation)(marks.completed)
+
+    def start(self, name_id: int, sequence: int, *, group: int = 0) -> _Operation:
+        """An operation that has been issued, and whose backend will call back."""
+        operation = _Operation(name_id=name_id, group=group, sequence=sequence, bytes=4096)
+        assert self.issue(operation) == 1
+        self.returned(operation, int(End.BY_CALLBACK))
+        return operation
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Iterator[CollectiveRig]:
+    made = CollectiveRig(IMPLEMENTATIONS[0], tmp_path, capacity=1 << 14)
+    yield made
+    made.close()
+
+
+def test_backend_tells_the_end(native: CollectiveRig) -> None:
+    """From a thread of the backend: the record has the issuer's step and depth, and lasts until that instant."""
+    marks = NativeMarks(native.implementation, gil=True)
+    native.ring.add_group("0")
+    operation = marks.start(native.ring.intern(NAME), 3)
+    native.recorder.next_step()
+    native.clock.advance(70)
+    assert [(each.issued, each.ended) for each in native.reader.groups()] == [(4, 0)]
+    assert [each["kind"] for each in native.records()] == [Kind.STEP]
+    on_thread(marks.completed, operation)
+    (record,) = native.records()
+
+    assert (record["duration_ns"], record["step"], record["depth"]) == (70, 0, 1)
+    assert record["flags"] == Flag.COMPLETED  # where it ends says nothing of who issued it
+    assert [(each.issued, each.ended) for each in native.reader.groups()] == [(4, 4)]
+
+
+def test_operation_ends_once(native: CollectiveRig) -> None:
+    """What close() has written, a backend that comes later does not write again, nor into the next watch's file."""
+    marks = NativeMarks(native.implementation, gil=True)
+    name_id = native.ring.intern(NAME)
+    before, ended = marks.start(name_id, 0), marks.start(name_id, 1)
+    marks.completed(ended)
+    native.recorder.close()
+    assert [(sequence(each), each["flags"]) for each in native.records()] == [(1, Flag.COMPLETED), (0, 0)]
+
+    following = CollectiveRig(native.implementation, native.ring.path.parent)
+    operation = marks.start(following.ring.intern(NAME), 5)
+    marks.completed(before)
+    assert following.records() == native.records() == []
+    marks.completed(operation)
+    assert [sequence(each) for each in following.records()] == [5]
+    following.close()
+    marks.completed(operation)
+
+
+def test_more_under_way_than_are_remembered(native: CollectiveRig) -> None:
+    """The surplus is recorded at once, without an end, and its end writes nothing; room that is free again is used."""
+    marks = NativeMarks(native.implementation, gil=True)
+    name_id = native.ring.intern(NAME)
+    under_way = [marks.start(name_id, number) for number in range(MOST_PENDING)]
+    assert native.records() == []
+    surplus = [marks.start(name_id, MOST_PENDING + number) for number in range(3)]
+    assert [(sequence(each), each["flags"]) for each in native.records()] == [(MOST_PENDING + n, 0) for n in range(3)]
+
+    for operation in (*surplus, *under_way):
+        marks.completed(operation)
+    assert [(sequence(each), each["flags"]) for each in native.records()] == [
+        (number, Flag.COMPLETED) for number in range(MOST_PENDING)
+    ]
+    again = marks.start(name_id, 5000)
+    assert native.records() == []
+    marks.completed(again)
+    assert [(sequence(each), each["flags"]) for each in native.records()] == [(5000, Flag.COMPLETED)]
+
+
+def test_writers_without_the_interpreters_lock(tmp_path: Path) -> None:
+    """Backends' threads and the training thread write at the same time: every record is whole, none is lost."""
+    threads, operations = 4, 3000
+    rig = CollectiveRig(IMPLEMENTATIONS[0], tmp_path, capacity=1 << 15, clock=None)
+    marks = NativeMarks(rig.implementation, gil=False)
+    name_id, section = rig.ring.intern(NAME), rig.ring.intern("section")
+
+    def backend(first: int) -> None:
+        for number in range(first, first + operations):
+            marks.completed(marks.start(name_id, number))
+
+    working = [threading.Thread(target=backend, args=(index * operations,)) for index in range(threads)]
+    for thread in working:
+        thread.start()
+    sections = 0
+    while any(thread.is_alive() for thread in working) and sections < 1 << 14:
+        rig.recorder.begin(Kind.SECTION, section)
+        rig.recorder.end(Kind.SECTION, section)
+        sections += 1
+    for thread in working:
+        thread.join()
+    batch = rig.reader.read()
+    written = batch.records[batch.records["kind"] == int(Kind.COLLECTIVE)]
+
+    assert batch.lost == 0
+    assert sorted(written["value1"] & 0xFFFFFFFF) == list(range(threads * operations))
+    # A thread that is held up between the two calls keeps its place while others come round to it: see the surplus.
+    without_end, with_end = int(Flag.OTHER_THREAD), int(Flag.OTHER_THREAD | Flag.COMPLETED)
+    assert with_end in written["flags"]
+    assert set(written["flags"]) <= {without_end, with_end}
+    assert (batch.records["kind"] == int(Kind.SECTION)).sum() == sections
+    rig.close()

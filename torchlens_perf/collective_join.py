@@ -1,0 +1,352 @@
+"""Joins the ranks' records of one collective by (group, sequence number), and sums up what they tell together. Pure.
+
+No clock is shared: each rank's own duration is enough (collective_semantics.py). What does not belong together is never
+joined: other members, another attempt, other names or bytes at the same number. What stays incomplete, because a rank
+left or its record was lost, is dropped and counted, so that neither memory nor time grows with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.collective_channel import (
+    BYTES,
+    CALL,
+    COLUMNS,
+    DURATION,
+    NOT_ENDED,
+    OVERLAPPED,
+    RANK,
+    ROW,
+    SEQUENCE,
+    SIGNATURE,
+    Channel,
+    Counts,
+)
+from torchlens_perf.collective_semantics import (
+    SEND_RECV,
+    Operation,
+    Waits,
+    attribute,
+    parse,
+    semantics_of,
+    size_bytes,
+)
+from torchlens_perf.collective_statistics import GroupKey, OperationKey, OperationStatistics
+from torchlens_perf.rank_ranges import parse_ranges
+from torchlens_perf.ring import Flag, Kind
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_ANY_SOURCE = "recv_any_source"
+_NOT_LEARNT, _NONE = -2, -1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Signature:
+    """What must be the same on all ranks."""
+
+    row: int
+    root: int | None
+    """Global rank."""
+
+
+class _Names:
+    """Of one rank, by name id: a record's channel, signature and row; _NONE where there is none."""
+
+    def __init__(self) -> None:
+        self.places = np.zeros((0, 3), np.int64)
+
+    def grow(self, names: int) -> None:
+        more = np.full((names - len(self.places), 3), _NOT_LEARNT, np.int64)
+        self.places = np.concatenate([self.places, more])
+
+
+class CollectiveJoin:
+    """Fed with the records of this node's ranks; add() keeps them and join() joins what is complete. One thread.
+
+    Results are those of the newest attempt: a restart may have other ranks. Between add() and join() it holds what was
+    added; after join(), at most MOST_PENDING incomplete operations of each group, whatever the ranks do.
+    """
+
+    def __init__(self) -> None:
+        self.outdated_records = 0  # of attempts that are over
+        self._begin(-1)
+
+    def _begin(self, attempt: int) -> None:
+        self.attempt = attempt
+        self._local: set[int] = set()
+        self._left: set[int] = set()
+        self._names: dict[int, _Names] = {}
+        self._channels: list[Channel] = []
+        self._channel_of: dict[tuple[GroupKey, str, tuple[int, int] | None], int] = {}
+        self._signatures: list[_Signature] = []
+        self._signature_of: dict[_Signature, int] = {}
+        self._rows: list[OperationStatistics] = []
+        self._row_of: dict[OperationKey, int] = {}
+        self._groups: dict[str, set[GroupKey]] = {}  # those with known members, by name
+        self._uncounted: list[npt.NDArray[np.int64]] = []
+        self._from_any: set[tuple[GroupKey, int]] = set()  # ranks that receive from any source
+
+    # -- what comes in
+
+    def know(self, attempt: int, ranks: Iterable[int]) -> None:
+        """The ranks of this node, whose records will come: an operation is joined when theirs are all there."""
+        if self._takes(attempt):
+            self._local.update(ranks)
+
+    def add(
+        self,
+        attempt: int,
+        rank: int,
+        records: npt.NDArray[np.void],
+        names: Sequence[str],
+        groups: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Records of one rank, of any kind and in any order; leave out steps that are not to count, as warm-up.
+
+        records: ring.record_dtype(), whose name_id is a position in `names`. groups: the process groups that the rank
+        has published, {"0": {"ranks": "0-3", "description": "default_pg"}}.
+        """
+        records = records[records["kind"] == Kind.COLLECTIVE]
+        if not self._takes(attempt):
+            self.outdated_records += len(records)
+            return
+        self._local.add(rank)
+        if not len(records):
+            return
+        places = self._learn(rank, records["name_id"].astype(np.int64), names, groups)
+        flags = records["flags"].astype(np.int64)
+        ended = flags & (Flag.COMPLETED | Flag.EXCEPTION) == Flag.COMPLETED
+        table = np.empty((len(records), COLUMNS), np.int64)
+        table[:, SEQUENCE] = records["value1"] & 0xFFFFFFFF
+        table[:, RANK] = rank
+        table[:, DURATION] = np.where(ended, np.maximum(records["duration_ns"], 0), NOT_ENDED)
+        table[:, SIGNATURE] = places[:, 1]
+        table[:, BYTES] = records["value0"]
+        table[:, OVERLAPPED] = flags & (Flag.ASYNC | Flag.OTHER_THREAD) != 0
+        table[:, CALL] = records["nested_ns"]
+        table[:, ROW] = places[:, 2]
+        self._uncounted.append(table)
+        for index, chosen in _by(places[:, 0]):
+            self._channels[index].add(rank, table[chosen])
+
+    def end(self, attempt: int, rank: int) -> None:
+        """The rank's process has ended, and all of its records were added: what lacks one is not waited for."""
+        if attempt == self.attempt:
+            self._left.add(rank)
+
+    def _takes(self, attempt: int) -> bool:
+        if attempt > self.attempt:
+            self._begin(attempt)
+        return attempt == self.attempt
+
+    # -- names
+
+    def _learn(
+        self,
+        rank: int,
+        name_ids: npt.NDArray[np.int64],
+        names: Sequence[str],
+        groups: Mapping[str, Mapping[str, Any]],
+    ) -> npt.NDArray[np.int64]:
+        """The channel, signature and row of each record; shape [records, 3]."""
+        known = self._names.setdefault(rank, _Names())
+        known.grow(max(len(names), int(name_ids.max()) + 1, len(known.places)))
+        passing = []  # names of a group whose members may yet be published
+        for name_id in np.flatnonzero(np.bincount(name_ids)).tolist():
+            if known.places[name_id, 2] == _NOT_LEARNT:
+                operation = parse(names[name_id]) if name_id < len(names) else None
+                if operation is None:
+                    known.places[name_id] = _NONE
+                    continue
+                group = self._group(rank, operation.group, groups)
+                known.places[name_id] = self._place(rank, operation, group)
+                if not group.ranks:
+                    passing.append(name_id)
+        found: npt.NDArray[np.int64] = known.places[name_ids]
+        known.places[passing] = _NOT_LEARNT
+        return found
+
+    def _group(self, rank: int, name: str, groups: Mapping[str, Mapping[str, Any]]) -> GroupKey:
+        """The group as the rank published it, else as another of its members has."""
+        told = groups.get(name)
+        if told is not None:
+            key = GroupKey(name, parse_ranges(told["ranks"]), told["description"])
+            self._groups.setdefault(name, set()).add(key)
+            return key
+        others = [key for key in self._groups.get(name, ()) if rank in key.ranks]
+        return others[0] if len(others) == 1 else GroupKey(name, ())
+
+    def _place(self, rank: int, operation: Operation, group: GroupKey) -> tuple[int, int, int]:
+        pair, meaning = _pair(rank, operation, group), semantics_of(operation.operation)
+        dtype = operation.dtype if meaning.equal_dtype else ""
+        key = OperationKey(SEND_RECV if pair else operation.operation, dtype, group, pair)
+        row = self._row_of.setdefault(key, len(self._rows))
+        if row == len(self._rows):
+            self._rows.append(OperationStatistics(key))
+        if operation.operation == _ANY_SOURCE:
+            self._receives_from_any(group, rank)
+        if operation.operation == _ANY_SOURCE or (pair is None and meaning.waits is Waits.PAIR):
+            return _NONE, _NONE, row
+        signature = _Signature(row, _member(group, operation.root))
+        code = self._signature_of.setdefault(signature, len(self._signatures))
+        if code == len(self._signatures):
+            self._signatures.append(signature)
+        # Messages are numbered by pair, direction and, by the native tap, dtype.
+        return self._channel(group, dtype if pair else "", pair), code, row
+
+    def _channel(self, group: GroupKey, dtype: str, pair: tuple[int, int] | None) -> int:
+        index = self._channel_of.setdefault((group, dtype, pair), len(self._channels))
+        if index == len(self._channels):
+            self._channels.append(Channel(group, pair))
+            if pair is not None and (group, pair[1]) in self._from_any:
+                self._channels[index].disorder()
+        return index
+
+    def _receives_from_any(self, group: GroupKey, rank: int) -> None:
+        """Which of the messages to that rank it has received from any source is not known, so neither are the others'
+        places in the sequence."""
+        self._from_any.add((group, rank))
+        for channel in self._channels:
+            if channel.group == group and channel.pair is not None and channel.pair[1] == rank:
+                channel.disorder()
+
+    # -- joining
+
+    def join(self) -> None:
+        """Joins what is complete, and drops what will not be. Call it when every rank's new records were added."""
+        if self._uncounted:
+            table = np.concatenate(self._uncounted)
+            self._uncounted = []
+            for index, chosen in _by(table[:, ROW]):
+                self._rows[index].count(table[chosen])
+        for channel in self._channels:
+            if not channel.group.ranks and self._groups.get(channel.group.name):
+                channel.disorder()  # several groups have this name, and these records' is not known
+            ranks = channel.ranks(self._local)
+            table = channel.join(ranks, self._left)
+            if len(table):
+                self._account(channel, ranks, table)
+
+    def _account(self, channel: Channel, ranks: tuple[int, ...], table: npt.NDArray[np.int64]) -> None:
+        """Sums up complete operations, shape [operations, ranks, COLUMNS]."""
+        codes = table[:, :, SIGNATURE]
+        same = (codes == codes[:, :1]).all(axis=1)
+        same &= (table[:, :, BYTES] == table[:, :1, BYTES]).all(axis=1) | ~self._equal_bytes()[codes[:, 0]]
+        ended = (table[:, :, DURATION] != NOT_ENDED).all(axis=1)
+        channel.counts.mismatched += int((~same).sum())
+        channel.counts.unended += int((same & ~ended).sum())
+        table, codes = table[same & ended], codes[same & ended, 0]
+        channel.counts.joined += len(table)
+        for code, chosen in _by(codes):
+            self._add(self._signatures[code], ranks, table[chosen])
+
+    def _equal_bytes(self) -> npt.NDArray[np.bool_]:
+        """By signature, whether all ranks must have the same bytes."""
+        operations = (self._rows[signature.row].key.operation for signature in self._signatures)
+        return np.array([semantics_of(operation).equal_bytes for operation in operations])
+
+    def _add(self, signature: _Signature, ranks: tuple[int, ...], table: npt.NDArray[np.int64]) -> None:
+        row = self._rows[signature.row]
+        operation = row.key.operation
+        sizes = size_bytes(operation, table[:, :, BYTES], len(row.key.members) or len(ranks))
+        root = ranks.index(signature.root) if signature.root in ranks else None
+        overlapped = (table[:, :, OVERLAPPED] != 0) & (not semantics_of(operation).blocks)
+        for octave, chosen in _by(np.frexp(sizes.astype(np.float64))[1].astype(np.int64)):
+            found = attribute(operation, table[chosen][:, :, DURATION], root)
+            row.size(octave).add(ranks, sizes[chosen], overlapped[chosen], found)
+
+    # -- what comes out
+
+    def operations(self) -> list[OperationStatistics]:
+        """What is known by operation, dtype and group, as of the last join(); not to be changed."""
+        return self._rows
+
+    def counts(self) -> dict[tuple[GroupKey, tuple[int, int] | None], Counts]:
+        """What became of the operations of each group, and of those between two ranks."""
+        found: dict[tuple[GroupKey, tuple[int, int] | None], Counts] = {}
+        for channel in self._channels:
+            place = channel.group, channel.pair
+            found[place] = found.get(place, Counts()).plus(channel.counts)
+        return found
+
+    def pending_operations(self) -> int:
+        """Operations that wait for a rank's record, of all groups."""
+        return sum(channel.pending_operations for channel in self._channels)
+
+    def to_json(self) -> dict[str, Any]:
+        """A value for from_json(). What is pending stays here; the other side counts it as unjoined."""
+        return {
+            "attempt": self.attempt,
+            "outdated_records": self.outdated_records,
+            "local": sorted(self._local),
+            "left": sorted(self._left),
+            "operations": [row.to_json() for row in self._rows],
+            "from_any": [[group.to_json(), rank] for group, rank in sorted(self._from_any)],
+            "channels": [
+                {
+                    "group": group.to_json(),
+                    "dtype": dtype,
+                    "pair": pair,
+                    "counts": dataclasses.asdict(self._channels[index].counts),
+                    "pending": self._channels[index].pending_operations,
+                    "floor": self._channels[index].floor,
+                }
+                for (group, dtype, pair), index in self._channel_of.items()
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> CollectiveJoin:
+        """The join that to_json() wrote; what was pending is counted, and never joined."""
+        join = cls()
+        join._begin(int(value["attempt"]))
+        join.outdated_records = int(value["outdated_records"])
+        join._local, join._left = set(value["local"]), set(value["left"])
+        join._from_any = {(GroupKey.from_json(group), rank) for group, rank in value["from_any"]}
+        for each in value["operations"]:
+            row = OperationStatistics.from_json(each)
+            join._row_of[row.key] = len(join._rows)
+            join._rows.append(row)
+        for each in value["channels"]:
+            group, pair = GroupKey.from_json(each["group"]), tuple(each["pair"]) if each["pair"] else None
+            channel = join._channels[join._channel(group, each["dtype"], pair)]
+            channel.counts = Counts(**each["counts"])
+            channel.counts.unjoined += int(each["pending"])
+            channel.go_on_from(each["floor"])
+            if group.ranks:
+                join._groups.setdefault(group.name, set()).add(group)
+        return join
+
+
+def _by(values: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+    """Each value that is not negative, with the places that have it, in their order."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=-1 << 40))
+    for first, stop in zip(starts.tolist(), [*starts.tolist(), len(order)][1:], strict=True):
+        if ordered[first] >= 0:
+            yield int(ordered[first]), order[first:stop]
+
+
+def _member(group: GroupKey, position: int | None) -> int | None:
+    """The global rank at a position in the group; in a group whose members are not known, the position."""
+    if position is None or not group.ranks:
+        return position
+    return group.ranks[position] if position < len(group.ranks) else None
+
+
+def _pair(rank: int, operation: Operation, group: GroupKey) -> tuple[int, int] | None:
+    """Sender and receiver of a message; None if it is none, or the other rank is not known."""
+    if operation.operation not in ("send", "recv") or not group.ranks:
+        return None
+    peer = _member(group, operation.peer)
+    if peer is None or peer == rank:
+        return None
+    return (rank, peer) if operation.operation == "send" else (peer, rank)

@@ -1,0 +1,243 @@
+"""Collectives in the report: rows of the JSON, and the table that a terminal shows of them."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from torchlens_perf.collective_channel import Counts
+from torchlens_perf.collective_join import CollectiveJoin
+from torchlens_perf.collective_semantics import cannot_tell
+from torchlens_perf.collective_statistics import TOTALS, GroupKey, OperationStatistics, merged_operations
+from torchlens_perf.rank_ranges import ranges
+from torchlens_perf.report.quantities import duration
+from torchlens_perf.slow_link import LinkFindings, SlowLink
+from torchlens_perf.statistics import Sketch
+
+_MOST_ROWS = 6
+_QUANTILES = {"p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99}
+_TIMES = tuple(name for name in TOTALS if name.endswith("_ns"))
+_Place = tuple[GroupKey, tuple[int, int] | None]
+
+
+def newest_joins(joins: Iterable[dict[str, Any]]) -> list[CollectiveJoin]:
+    """The nodes' joins from their JSON, those of the newest attempt. What is pending counts as unjoined."""
+    loaded = [CollectiveJoin.from_json(join) for join in joins]
+    newest = max((join.attempt for join in loaded), default=-1)
+    return [join for join in loaded if join.attempt == newest]
+
+
+def collective_rows(joins: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each operation, dtype and group, or pair of ranks; most bytes first.
+
+    joins: CollectiveJoin.to_json() of each node. `count` and `bytes` are sums over the records of all ranks, `joined`
+    counts operations that were compared between ranks. Times are in seconds, bandwidths in bytes per second; null is
+    not known. `groups_operations` tells what became of all operations of the row's group, not of the row's alone.
+    """
+    nodes = newest_joins(joins)
+    counts: dict[_Place, Counts] = {}
+    for node in nodes:
+        for place, counted in node.counts().items():
+            counts[place] = counts.get(place, Counts()).plus(counted)
+    rows = [_row(each, counts) for each in merged_operations([node.operations() for node in nodes])]
+    return sorted(rows, key=lambda row: (-row["bytes"], -row["count"], row["operation"], row["group"]))
+
+
+def _row(statistics: OperationStatistics, counts: dict[_Place, Counts]) -> dict[str, Any]:
+    key, size = statistics.key, statistics.main_size()
+    bandwidth = None if size is None else statistics.bandwidth(size)
+    by_rank = statistics.totals()
+    counted = counts.get((key.group, key.pair), Counts())
+    seen = sorted({*statistics.ranks, *by_rank})
+    slowest = max(by_rank, key=lambda rank: (_lag_ns(by_rank[rank]), by_rank[rank]["last"]), default=None)
+    if slowest is not None and not by_rank[slowest]["last"]:
+        slowest = None
+    return {
+        "operation": key.operation,
+        "group": key.group.name,
+        "dtype": key.dtype or None,
+        "description": key.group.description,
+        "pair": None if key.pair is None else list(key.pair),
+        "ranks": ranges(sorted(key.members)) if key.members else None,
+        "ranks_seen": ranges(seen),
+        "count": statistics.records,
+        "ended": statistics.ended,
+        "asynchronous": statistics.asynchronous,
+        "bytes": statistics.bytes,
+        "joined": statistics.joined,
+        "issue_s": _distribution(statistics.issue),
+        "duration_s": _distribution(statistics.duration),
+        "wait_s": _distribution(statistics.whole("wait")),
+        "wait_at_most_s": _distribution(statistics.whole("wait_at_most")),
+        "transfer_s": _distribution(statistics.whole("transfer")),
+        "bandwidth_at_bytes": size.mean_bytes if bandwidth and size else None,
+        "algbw": bandwidth[0] if bandwidth else None,
+        "busbw": bandwidth[1] if bandwidth else None,
+        "slowest_rank": slowest,
+        "by_rank": {
+            str(rank): {_unit(name): value / 1e9 if name in _TIMES else value for name, value in row.items()}
+            for rank, row in by_rank.items()
+        },
+        "groups_operations": {
+            name: getattr(counted, name)
+            for name in ("joined", "unjoined", "mismatched", "unended", "late_records", "unmatched_records")
+        },
+        "cannot_tell": list(
+            cannot_tell(
+                key.operation,
+                overlapped=statistics.asynchronous > 0,
+                all_seen=bool(key.members) and set(key.members) <= set(seen),
+                ended=statistics.ended > 0,
+            )
+        ),
+    }
+
+
+def _unit(name: str) -> str:
+    return name.removesuffix("_ns") + "_s" if name in _TIMES else name
+
+
+def _lag_ns(totals: dict[str, int]) -> int:
+    return totals["exposed_lag_ns"] + totals["overlapped_lag_ns"]
+
+
+def _distribution(sketch: Sketch) -> dict[str, float | None]:
+    if not sketch.count:
+        return {**dict.fromkeys(_QUANTILES), "max_s": None, "mean_s": None}
+    quantiles: dict[str, float | None] = {name: sketch.quantile_ns(q) / 1e9 for name, q in _QUANTILES.items()}
+    return {**quantiles, "max_s": sketch.largest / 1e9, "mean_s": sketch.mean_ns() / 1e9}
+
+
+def collective_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows for a terminal. What could not be told is a dash, and the caption says why."""
+    table = Table(box=SIMPLE_HEAD, title="collectives", title_justify="left", title_style="bold", pad_edge=False)
+    columns = ("collective", "ranks", "count", "bytes", "p50", "wait", "transfer", "bus", "slowest rank")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < 2 else "right", overflow="fold")
+    for row in rows[:_MOST_ROWS]:
+        table.add_row(
+            _clean(row["operation"]),
+            _clean(_ranks(row)),
+            str(row["count"]),
+            _amount(row["bytes"], "B"),
+            _seconds(row["duration_s"]["p50_s"]),
+            _wait(row),
+            _seconds(row["transfer_s"]["p50_s"]),
+            _bus(row),
+            _slowest(row),
+        )
+    table.caption = "\n".join(_notes(rows))
+    table.caption_justify = "left"
+    return table
+
+
+def _ranks(row: dict[str, Any]) -> str:
+    if row["pair"] is not None:
+        return f"{row['pair'][0]} to {row['pair'][1]}"
+    if row["ranks"] is None:
+        return f"{row['ranks_seen']} seen"
+    text = f"{row['ranks']} {row['description'].removeprefix('mesh_')}" if _has_name(row) else row["ranks"]
+    return text if row["ranks_seen"] == row["ranks"] else f"{text} ({row['ranks_seen']} seen)"
+
+
+def _has_name(row: dict[str, Any]) -> bool:
+    return row["description"] not in ("", "undefined", "default_pg")
+
+
+def _wait(row: dict[str, Any]) -> str:
+    """Total waiting of a rank by the mean, because a rank that is late now and then leaves no mark on the median."""
+    least, most = row["wait_s"]["mean_s"], row["wait_at_most_s"]["mean_s"]
+    if least is None:
+        return "-"
+    mark = " ~" if row["asynchronous"] else ""
+    return f"{duration(least)}{mark}" if most <= 1.1 * least else f"<= {duration(most)}{mark}"
+
+
+def _bus(row: dict[str, Any]) -> str:
+    """A dash where the transfer may be mostly waiting."""
+    least, most = row["wait_s"]["mean_s"], row["wait_at_most_s"]["mean_s"]
+    if row["busbw"] is None or (row["pair"] is None and most > 1.1 * least):
+        return "-"
+    about = "~ " if row["pair"] is not None else ">= " if row["asynchronous"] else ""
+    return about + _amount(row["busbw"], "B/s")
+
+
+def _slowest(row: dict[str, Any]) -> str:
+    if row["slowest_rank"] is None:
+        return "-"
+    share = row["by_rank"][str(row["slowest_rank"])]["last"] / row["joined"]
+    return f"{row['slowest_rank']} (last in {share:.0%})"
+
+
+def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    notes = ["wait: mean a rank; transfer: once the last rank was there; bus: bandwidth as nccl-tests counts it"]
+    if any(row["asynchronous"] and row["joined"] for row in rows[:_MOST_ROWS]):
+        notes.append("~ asynchronous: how much earlier a rank issued it, not time that it was blocked")
+    shown = [row for row in rows[:_MOST_ROWS] if row["wait_s"]["mean_s"] is None]
+    if shown:
+        reasons = dict.fromkeys(f"{row['operation']}: {_why_not_joined(row)}" for row in shown)
+        notes += list(reasons)
+    if len(rows) > _MOST_ROWS:
+        notes.append(f"{_MOST_ROWS} of {len(rows)}; --json has all, and what each cannot tell")
+    return notes
+
+
+def _why_not_joined(row: dict[str, Any]) -> str:
+    counts = row["groups_operations"]
+    if not row["ended"]:
+        return str(row["cannot_tell"][0])
+    if counts["unmatched_records"]:
+        return "a rank receives from any source, so that messages cannot be told apart"
+    if counts["mismatched"]:
+        return f"ranks had other operations at the same place, {counts['mismatched']} times"
+    if counts["unjoined"]:
+        return f"the records of some ranks never came, {counts['unjoined']} times"
+    return "no other rank of the group is on this node"
+
+
+def slow_link_text(findings: LinkFindings) -> str:
+    """The slow links in words, for a verdict; why nothing could be told, if so; "" if none is slow."""
+    if not findings.links:
+        return findings.undecided
+    worst = findings.links[0]
+    text = f"{_link(worst)} is slow: {worst.operation} of {_amount(worst.bytes, 'B')} takes "
+    text += f"{duration(worst.transfer_ns / 1e9)}, {duration(worst.peers_transfer_ns / 1e9)} on its {worst.peers} peers"
+    if worst.busbw is not None and worst.peers_busbw is not None:
+        text += f" ({_amount(worst.busbw, 'B/s')} against {_amount(worst.peers_busbw, 'B/s')} on the bus)"
+    at_most = "at most " if worst.overlapped else ""
+    text += f"; that cost {at_most}{duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
+    if len(findings.links) > 1:
+        text += f" {len(findings.links)} links are slow"
+        if findings.shared_ranks:
+            text += f"; all of them have rank {ranges(findings.shared_ranks)}"
+        elif findings.shared_nodes:
+            text += f"; all of them reach node {', '.join(map(_clean, findings.shared_nodes))}"
+        text += "."
+    return text
+
+
+def _link(link: SlowLink) -> str:
+    if link.pair:
+        return f"the link from rank {link.ranks[0]} to {link.ranks[1]}"
+    return f"the communication of ranks {ranges(link.ranks)}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
+
+
+def _amount(count: float, unit: str) -> str:
+    for prefix in ("", "K", "M", "G", "T"):
+        if count < 1000 or prefix == "T":
+            return f"{count:.0f} {prefix}{unit}" if not prefix or count >= 100 else f"{count:.1f} {prefix}{unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def _clean(text: str) -> str:
+    """Without control characters."""
+    return "".join(c if unicodedata.category(c)[0] != "C" else "?" for c in text)
