@@ -40,7 +40,8 @@ def verdicts(
 def _slow_link(report: dict[str, Any], links: LinkFindings) -> Verdict:
     worst = links.links[0]
     where = f"rank {links.shared_ranks[0]}" if links.shared_ranks else f"ranks {ranges(worst.ranks)}"
-    text = f"{slow_link_text(links)} Next: test the network between {where} with nccl-tests, and look at their NICs and cables."
+    action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
+    text = f"{slow_link_text(links)} Next: {action}"
     steps = max(1, report["steps"]["count"])
     cost_s = worst.cost_ns / 1e9 / steps
     share = cost_s / report["steps"]["mean_s"] if report["steps"]["mean_s"] else 0.0
