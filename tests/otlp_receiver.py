@@ -67,6 +67,22 @@ class ReceivedPoint:
     """Trace id, span id and value."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ReceivedEvent:
+    """A log record with an event's name, as the receiver got it."""
+
+    name: str
+    body: str
+    severity: str
+    time_ns: int
+    attributes: dict[str, Any]
+    resource: dict[str, Any]
+    scope: str
+    trace_id: int
+    """0 if it has none."""
+    span_id: int
+
+
 class Receiver:
     """The running agent."""
 
@@ -102,6 +118,10 @@ class Receiver:
     def points(self) -> list[ReceivedPoint]:
         """All metric points since the last clear(), in the order of arrival."""
         return [point for request in self._get("metrics") for point in _points(request)]
+
+    def events(self) -> list[ReceivedEvent]:
+        """All log records since the last clear(), in the order of arrival."""
+        return [event for request in self._get("logs") for event in _events(request)]
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -198,6 +218,24 @@ def _points(request: dict[str, Any]) -> Iterator[ReceivedPoint]:
                                 for each in point.get("exemplars", ())
                             ),
                         )
+
+
+def _events(request: dict[str, Any]) -> Iterator[ReceivedEvent]:
+    for of_resource in request.get("resource_logs", []):
+        resource = _attributes(of_resource["resource"])
+        for of_scope in of_resource["scope_logs"]:
+            for record in of_scope["log_records"]:
+                yield ReceivedEvent(
+                    name=record["event_name"],
+                    body=record["body"]["string_value"],
+                    severity=f"{record['severity_text']} {record['severity_number']}",
+                    time_ns=int(record["time_unix_nano"]),
+                    attributes=_attributes(record),
+                    resource=resource,
+                    scope=f"{of_scope['scope']['name']} {of_scope['scope'].get('version', '')}",
+                    trace_id=_id(record.get("trace_id", "")),
+                    span_id=_id(record.get("span_id", "")),
+                )
 
 
 def _id(text: str) -> int:

@@ -20,13 +20,16 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tests.findings import PLACES, episode, findings, hang
 from tests.tables import MS, step_table
+from torchlens_perf.alerts import AlertLog, stragglers_by_class
 from torchlens_perf.clock import HostClock
 from torchlens_perf.config import Config
 from torchlens_perf.errors import swallowed
-from torchlens_perf.exporters import ExportBatch, Exporter, semantics
+from torchlens_perf.exporters import ExportBatch, Exporter, Judgement, semantics
 from torchlens_perf.exporters.memory import MemoryExporter
 from torchlens_perf.exporters.otlp import OtlpExporter
+from torchlens_perf.exporters.otlp_alerts import AlertSender
 from torchlens_perf.exporters.otlp_metrics import MetricSender
 from torchlens_perf.exporters.otlp_resource import node_resource, rank_resource
 from torchlens_perf.exporters.otlp_spans import DEFAULT_QUEUE_SIZE, SpanSender, nest, span_id, trace_id
@@ -35,6 +38,7 @@ from torchlens_perf.identity import Identity
 from torchlens_perf.records import Span, StepTrace
 from torchlens_perf.ring import Flag, Kind
 from torchlens_perf.sidecar import FIRST_TRACED_STEPS
+from torchlens_perf.straggler import NOTHING, Findings
 
 OTHER_THREAD = int(Flag.OTHER_THREAD)
 
@@ -60,6 +64,18 @@ def batch_of(who: Identity, steps: Sequence[int], spans_a_step: int = 3) -> Expo
     table = step_table([{"forward": 5, "communication": 1}] * len(steps), first_step=steps[0], memory=1000)
     traces = tuple(StepTrace(who.key, step, 0, 6 * MS, 0, spans) for step in steps)
     return ExportBatch(who, HostClock().anchor(), table, traces)
+
+
+def judgement_of(
+    found: Findings = NOTHING,
+    log: AlertLog | None = None,
+    hung: dict[str, Any] | None = None,
+    who: Identity | None = None,
+    whole_job: bool = True,
+) -> Judgement:
+    """What a sidecar holds to be wrong; with a log, also what is new to that."""
+    alerts = log.changes(0, found, hung, PLACES, 1_700_000_000_000_000_000) if log is not None else ()
+    return Judgement(who or identity(), found, hung, alerts, whole_job)
 
 
 # -- nesting
@@ -215,6 +231,31 @@ class Points(MetricExporter):
         pass
 
 
+class Records:
+    """Keeps log records: delivers, fails or raises, at once or once it is open."""
+
+    def __init__(self, failure: str = "", opened: bool = True) -> None:
+        self.failure = failure
+        self.opened = threading.Event()
+        if opened:
+            self.opened.set()
+        self.kept: list[Any] = []
+        self.calls = 0
+
+    def export(self, batch: Sequence[Any]) -> Any:
+        self.calls += 1
+        if self.failure == "raises":
+            raise RuntimeError("on purpose")
+        if self.failure == "fails":
+            return SpanExportResult.FAILURE
+        self.opened.wait(20)
+        self.kept += [each.log_record for each in batch]
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        pass
+
+
 def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
     """The in-memory exporter, and how many steps and sampled steps of ranks it got."""
     exporter = MemoryExporter()
@@ -227,7 +268,7 @@ def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
 def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
     """The OTLP exporter over the SDK's in-memory one."""
     spans, points = InMemorySpanExporter(), Points()
-    return OtlpExporter(SpanSender(spans), MetricSender(points)), lambda: (
+    return OtlpExporter(SpanSender(spans), MetricSender(points), AlertSender(Records())), lambda: (
         sum(point.count for point in points.last.get(semantics.STEP_DURATION, [])),
         sum(each.name == semantics.SPAN_RANK_STEP for each in spans.get_finished_spans()),
     )
@@ -257,6 +298,19 @@ def test_contract_batch_without_traces(make: Callable[[], Any]) -> None:
     assert exporter.force_flush(10) is True
     assert delivered() == (4, 0)
     assert exporter.shutdown(10) == []
+
+
+@pytest.mark.parametrize("make", [memory, otlp])
+def test_contract_judgement_before_any_batch(make: Callable[[], Any]) -> None:
+    """A judgement may come first, and with alerts or without; all of it is delivered."""
+    exporter, delivered = make()
+    log = AlertLog("run")
+    exporter.judged(judgement_of(NOTHING, log))
+    exporter.judged(judgement_of(findings(episode()), log, hang()))
+    assert exporter.force_flush(10) is True
+    exporter.export(batch_of(identity(), range(4)))
+    assert exporter.shutdown(10) == []
+    assert delivered() == (4, 4)
 
 
 @pytest.mark.parametrize("make", [memory, otlp])
@@ -462,6 +516,283 @@ def test_phases_do_not_depend_on_the_batches() -> None:
     assert found == [{"forward": (3, pytest.approx(0.003)), "data": (1, pytest.approx(0.002))}] * 2
 
 
+def test_rank_that_stands_out_has_series_of_its_own() -> None:
+    """In a large job a named rank's steps go into series of its own while it is named, and into no other."""
+    points, slow = Points(), episode(1)
+    sender = MetricSender(points)
+    many = semantics.MOST_RANK_SERIES + 1
+
+    def export(first: int) -> None:
+        for rank in (0, 1):
+            full = batch_of(identity(rank, world_size=many), range(first, first + 5))
+            full.steps.memory_bytes[:] = 100 * (rank + 1)
+            sender.export(full, {})
+
+    export(0)
+    sender.judged(judgement_of(findings(slow)))
+    export(5)
+    slow.until_step = 9
+    sender.judged(judgement_of(findings(slow)))
+    export(10)
+    sender.shutdown()
+    for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME):
+        found = {point.attributes.get(semantics.RANK): point.count for point in points.last[metric]}
+        assert found == {None: 25, 1: 5}
+    phases = {
+        (p.attributes.get(semantics.RANK), p.attributes[semantics.PHASE])
+        for p in points.last["torch.train.phase.duration"]
+    }
+    assert {(1, "forward"), (1, "communication"), (None, "forward")} <= phases
+    assert {p.attributes.get(semantics.RANK): p.value for p in points.last[semantics.STEPS]} == {None: 25, 1: 5}
+    assert {p.attributes.get(semantics.RANK): p.value for p in points.last[semantics.MEMORY]} == {None: 200, 1: 200}
+
+
+def test_fullest_rank_is_one_without_series_of_its_own() -> None:
+    """While a rank is named, its memory is not the others' gauge."""
+    points = Points()
+    sender = MetricSender(points)
+    for rank, memory_bytes in ((1, 900), (0, 100)):
+        sender.judged(judgement_of(findings(episode(1)) if rank == 0 else NOTHING))
+        full = batch_of(identity(rank, world_size=semantics.MOST_RANK_SERIES + 1), range(5))
+        full.steps.memory_bytes[:] = memory_bytes
+        sender.export(full, {})
+    sender.shutdown()
+    assert [(dict(point.attributes), point.value) for point in points.last[semantics.MEMORY]] == [({}, 100)]
+
+
+# -- what is wrong now
+
+
+def gauges(sender: MetricSender, points: Points) -> dict[tuple[Any, ...], float]:
+    """What the gauges of what is wrong send now: by name and attributes."""
+    points.last.clear()
+    sender.force_flush()
+    names = (semantics.STRAGGLER_COST, semantics.STRAGGLERS, semantics.DETECTABLE, semantics.HANG_DURATION)
+    return {
+        (name, *point.attributes.values()): point.value
+        for name in names
+        for point in points.last.get(name, [])
+        if name != semantics.STRAGGLERS or point.value
+    }
+
+
+def test_gauges_tell_what_is_wrong_now() -> None:
+    """Cost by rank and phase, stragglers by class, what would be named; zero for a while once it is over, then gone."""
+    points, slow = Points(), episode(3)
+    sender = MetricSender(points)
+    sender.judged(judgement_of(findings(slow, episode(5, phase="data", cost_ns=5e6))))
+    now = gauges(sender, points)
+    slow.until_step = 180
+    sender.judged(judgement_of(findings(slow, detectable_ns=4e6)))
+    after = [gauges(sender, points) for _ in range(5)]
+    sender.shutdown()
+
+    assert now == {
+        (semantics.STRAGGLER_COST, 3, "backward"): 0.015,
+        (semantics.STRAGGLER_COST, 5, "data"): 0.005,
+        (semantics.STRAGGLERS, "slow_compute"): 1,
+        (semantics.STRAGGLERS, "slow_data"): 1,
+        (semantics.DETECTABLE,): 0.003,
+    }
+    over = {(semantics.STRAGGLER_COST, 3, "backward"): 0.0, (semantics.STRAGGLER_COST, 5, "data"): 0.0}
+    assert after == [{**over, (semantics.DETECTABLE,): 0.004}] * 3 + [{(semantics.DETECTABLE,): 0.004}] * 2
+
+
+def test_gauge_of_one_that_is_slow_again() -> None:
+    """A rank that is slow once more is not told as 0 any longer."""
+    points = Points()
+    sender = MetricSender(points)
+    for found in (findings(episode(3)), findings(), findings(episode(3, since=300, cost_ns=7e6))):
+        sender.judged(judgement_of(found))
+    assert gauges(sender, points)[semantics.STRAGGLER_COST, 3, "backward"] == 0.007
+    sender.shutdown()
+
+
+def test_hang_gauge_goes_on() -> None:
+    """While a job hangs, the gauge tells for how long; then it is 0 for a while."""
+    now_s = [1000.0]
+    points, hung = Points(), hang(since_s=12)
+    sender = MetricSender(points, clock=lambda: now_s[0])
+    found = []
+    for second, each in ((0, hung), (60, hung), (61, hang(kind="dead", since_s=75)), (62, None)):
+        now_s[0] = 1000.0 + second
+        sender.judged(judgement_of(hung=each))
+        found.append(gauges(sender, points))
+    sender.shutdown()
+
+    name = semantics.HANG_DURATION
+    assert found == [
+        {(name, "missing"): 12.0},
+        {(name, "missing"): 72.0},
+        {(name, "dead"): 75.0, (name, "missing"): 0.0},
+        {(name, "dead"): 0.0, (name, "missing"): 0.0},
+    ]
+
+
+def test_nothing_compared_is_not_zero() -> None:
+    """Before any ranks were compared no gauge is sent; then every class is, also as 0."""
+    points = Points()
+    sender = MetricSender(points)
+    sender.judged(judgement_of(NOTHING))
+    sender.force_flush()
+    assert points.last == {}
+    sender.judged(judgement_of(findings(detectable_ns=float("inf"))))
+    sender.force_flush()
+    assert {p.attributes[semantics.STRAGGLER_CLASS]: p.value for p in points.last.pop(semantics.STRAGGLERS)} == {
+        "slow_compute": 0, "slow_data": 0, "slow_host": 0, "more_work": 0,
+    }  # fmt: skip
+    assert points.last == {}
+    sender.shutdown()
+
+
+def test_only_one_node_tells_what_is_wrong() -> None:
+    """A sidecar that does not judge the whole job sends no such gauges: another one does."""
+    points = Points()
+    sender = MetricSender(points)
+    sender.judged(judgement_of(findings(episode()), hung=hang(), whole_job=False))
+    assert gauges(sender, points) == {}
+    sender.shutdown()
+
+
+# -- alerts
+
+
+def test_alert_is_an_event() -> None:
+    """A log record with an event's name, the sentence, the severity, ids, and the numbers; ends are no warnings."""
+    records, log, slow = Records(), AlertLog("run"), episode()
+    exporter = OtlpExporter(None, None, AlertSender(records))
+    exporter.judged(judgement_of(findings(slow), log))
+    slow.until_step = 180
+    exporter.judged(judgement_of(findings(slow), log))
+    exporter.judged(judgement_of(hung=hang(), log=log))
+    assert exporter.shutdown(10) == []
+    started, ended, hung = records.kept
+
+    assert [(each.event_name, each.severity_text, each.severity_number.value) for each in records.kept] == [
+        ("torch.train.straggler.started", "WARN", 13),
+        ("torch.train.straggler.ended", "INFO", 9),
+        ("torch.train.hang.started", "WARN", 13),
+    ]
+    assert started.body.startswith("Rank 3 (node-a) is slow in the backward pass")
+    assert started.timestamp == 1_700_000_000_000_000_000
+    about = started.attributes[semantics.ALERT_ABOUT]
+    assert dict(started.attributes) == {
+        "log.record.uid": started.attributes["log.record.uid"],
+        "torch.train.alert.id": about,
+        "torch.run.id": "run",
+        "torch.elastic.restart_count": 0,
+        "torch.distributed.rank": 3,
+        "torch.distributed.ranks": "3",
+        "torch.train.alert.host": "node-a",
+        "torch.train.phase": "backward",
+        "torch.train.since_step": 100,
+        "torch.train.straggler.class": "slow_compute",
+        "torch.train.straggler.scope": "rank",
+        "torch.train.straggler.cost": 0.015,
+        "torch.train.straggler.cost_share": 0.15,
+    }
+    assert (ended.attributes[semantics.ALERT_ABOUT], ended.attributes[semantics.UNTIL_STEP]) == (about, 180)
+    assert hung.attributes[semantics.HANG_KIND] == "missing"
+    assert hung.attributes[semantics.HANG_DURATION] == 12.0
+    assert semantics.STRAGGLER_CLASS not in hung.attributes
+
+
+@pytest.mark.parametrize(
+    ("traced", "until", "expected"),
+    [((0, 1, 90, 104, 110), None, 104), ((0, 1, 90), None, None), ((0, 190), 180, None), ((104,), 180, 104)],
+)
+def test_alert_links_to_the_suspects_trace(traced: tuple[int, ...], until: int | None, expected: int | None) -> None:
+    """An alert has the context of the suspect's span in the first step that was sent, by any rank, since it is slow."""
+    records = Records()
+    exporter = OtlpExporter(SpanSender(InMemorySpanExporter()), None, AlertSender(records))
+    for step in traced:
+        exporter.export(batch_of(identity(0), [step]))
+    exporter.export(batch_of(identity(0, attempt=1), [102]))  # not of this attempt
+    exporter.judged(judgement_of(findings(episode(3, 100, until)), AlertLog("run")))
+    assert exporter.shutdown(10) == []
+    in_trace = trace_id("run", 0, expected) if expected is not None else 0
+    context = (in_trace, span_id(in_trace, 3) if in_trace else 0)
+    assert {(each.trace_id, each.span_id) for each in records.kept[-1:]} == {context}
+
+
+def test_traced_steps_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only so many of the newest steps can be linked to."""
+    monkeypatch.setattr("torchlens_perf.exporters.otlp._MOST_TRACED", 3)
+    records = Records()
+    exporter = OtlpExporter(SpanSender(InMemorySpanExporter()), None, AlertSender(records))
+    exporter.export(batch_of(identity(0), [100, 101, 102, 103, 104]))
+    exporter.judged(judgement_of(findings(episode(3, 100)), AlertLog("run")))
+    exporter.shutdown(10)
+    assert records.kept[0].trace_id == trace_id("run", 0, 102)
+
+
+def test_alerts_do_not_wait_for_the_endpoint() -> None:
+    """While the endpoint blocks, alerts are taken over at once; all that does not arrive in time is counted."""
+    records, log = Records(opened=False), AlertLog("run")
+    exporter = OtlpExporter(None, None, AlertSender(records))
+    started_s = time.monotonic()
+    for rank in range(8):
+        exporter.judged(judgement_of(findings(*(episode(each) for each in range(rank + 1))), log))
+    assert exporter.force_flush(0.1) is False
+    notes = exporter.shutdown(0.2)
+    assert time.monotonic() - started_s < 5
+    assert notes == ["OTLP: 8 of 8 alerts were not delivered; the report has what they were about"]
+    records.opened.set()
+
+
+@pytest.mark.parametrize("failure", ["fails", "raises"])
+def test_undelivered_alerts_are_counted(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the endpoint refuses is counted and makes a flush fail; what it takes later is delivered."""
+    monkeypatch.setenv("OTEL_BLRP_SCHEDULE_DELAY", "60000")
+    records, log = Records(failure), AlertLog("run")
+    exporter = OtlpExporter(None, None, AlertSender(records))
+    exporter.judged(judgement_of(findings(episode(1)), log))
+    assert exporter.force_flush(10) is False
+    records.failure = ""
+    exporter.judged(judgement_of(findings(episode(1), episode(2)), log))
+    assert exporter.force_flush(10) is True
+    assert exporter.shutdown(10) == ["OTLP: 1 of 2 alerts were not delivered; the report has what they were about"]
+    assert [each.attributes[semantics.RANK] for each in records.kept] == [2]
+
+
+def test_dead_endpoint_gets_one_try_of_the_last_alerts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end the first batch that fails is the last one that is tried; all of them are counted."""
+    monkeypatch.setenv("OTEL_BLRP_SCHEDULE_DELAY", "60000")
+    monkeypatch.setenv("OTEL_BLRP_MAX_EXPORT_BATCH_SIZE", "2")
+    records = Records(opened=False)
+    exporter = OtlpExporter(None, None, AlertSender(records))
+    exporter.judged(judgement_of(findings(*(episode(rank) for rank in range(8))), AlertLog("run")))
+    deadline_s = time.monotonic() + 5
+    while not records.calls and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # until the processor's thread is inside the first request
+    records.failure = "fails"
+    ending = threading.Thread(target=exporter.shutdown, args=(10,))
+    ending.start()
+    time.sleep(0.05)
+    records.opened.set()
+    ending.join(10)
+    assert records.calls == 2
+    assert exporter.shutdown(1)[0].startswith("OTLP: 6 of 8 alerts")
+
+
+def test_rejected_alerts_are_counted() -> None:
+    """Records that an endpoint rejects in a successful answer count as not delivered."""
+    sender = AlertSender(Records(), lambda: 1)
+    exporter = OtlpExporter(None, None, sender)
+    exporter.judged(judgement_of(findings(episode(1), episode(2)), AlertLog("run")))
+    assert exporter.shutdown(10) == ["OTLP: 1 of 2 alerts were not delivered; the report has what they were about"]
+
+
+def test_memory_exporter_keeps_alerts() -> None:
+    """All alerts, and the newest judgement."""
+    exporter, log = MemoryExporter(), AlertLog("run")
+    exporter.judged(judgement_of(findings(episode()), log))
+    exporter.judged(judgement_of(findings(episode()), log, hang()))
+    assert [(alert.kind, alert.change) for alert in exporter.alerts] == [("straggler", "started"), ("hang", "started")]
+    assert exporter.judgement is not None
+    assert exporter.judgement.hang == hang()
+
+
 # -- the SDK's log
 
 
@@ -495,7 +826,10 @@ def test_page_names_what_is_sent() -> None:
     bounds = re.search(r"Bucket bounds, in seconds: ([0-9., \n]+)\.", page)
     assert bounds
     assert tuple(float(bound) for bound in bounds[1].split(",")) == semantics.DURATION_BOUNDS_S
+    for kind, changes in (("straggler", ("started", "ended")), ("hang", ("started", "updated", "ended"))):
+        assert all(f"`{semantics.event_name(kind, change)}`" in page for change in changes)
+    assert all(name in page for name in stragglers_by_class(NOTHING))
     assert f"default here is {DEFAULT_QUEUE_SIZE}" in page
     assert f"Beyond {semantics.MOST_RANK_SERIES} ranks" in page
     assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one\nof so many, by default {Config.trace_every};" in page
-    assert all(f"{kind.name.lower()}" in page for kind in Kind)
+    assert all(kind.name.lower() in page for kind in Kind if kind is not Kind.THREAD_TIME)

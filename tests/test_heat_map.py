@@ -188,7 +188,7 @@ def test_bar_marks_when_a_rank_was_slow() -> None:
     below = lines[3][len("rank 1 │") :]
 
     assert below.index("└") == 100 // 8
-    assert below[below.index("┘") :].startswith("┘ slow 100 to 199 ")
+    assert below.index("┘ slow 100 to 199 ") == 199 // 8
     assert below.rindex("└") == 400 // 8
     assert below.endswith(">")
     assert len(below) == 512 // 8
@@ -223,7 +223,7 @@ def test_axis_tells_first_steps() -> None:
 
 def test_no_number_of_the_axis_is_cut_off() -> None:
     """In a narrow terminal every number on the axis is still the first step of a window."""
-    value = of([windows(500, first=100_000), windows(500, first=100_000)])
+    value = of([windows(500, first=1_000_000), windows(500, first=1_000_000)])
     for columns in range(20, 60):
         (axis,) = [line for line in picture(value, columns) if "step" in line]
         assert {int(number) for number in axis.split()[1:]} <= set(value["first_steps"])

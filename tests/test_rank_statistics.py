@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -17,7 +18,7 @@ from torchlens_perf.rank_statistics import (
     RankStatistics,
     WindowHistory,
 )
-from torchlens_perf.records import PARTS
+from torchlens_perf.records import PARTS, StepTable
 from torchlens_perf.ring import Flag, Kind
 
 NO_RECORDS = records([])
@@ -146,3 +147,71 @@ def test_survives_json() -> None:
     right.pop("history")
     assert left == right
     assert np.array_equal(straight.step.counts, saved.step.counts)
+
+
+def flagged(table: StepTable, *steps: tuple[int, Flag]) -> StepTable:
+    """The table with flags on some of its rows."""
+    flags = table.flags.copy()
+    for row, flag in steps:
+        flags[row] |= int(flag)
+    return dataclasses.replace(table, flags=flags)
+
+
+def test_work_is_a_mean_without_time_ready_and_waiting() -> None:
+    """Work is the own time without that in which there was no CPU, where it was measured; and no time blocked."""
+    table = step_table([{"forward": 10, "data": 4, "communication": 50}] * (WARM_UP_STEPS + 4))
+    ready_ns = np.zeros_like(table.ready_ns)
+    ready_ns[:, PARTS.index("forward")] = 3 * MS
+    ready_ns[:, PARTS.index("communication")] = 40 * MS
+    ready_ns[-2:] = -1
+    ready_ns[-3, PARTS.index("data")] = 9 * MS  # more than the part itself: sampled a moment too late
+    history = WindowHistory()
+    history.add(dataclasses.replace(table, ready_ns=ready_ns))
+    windows = history.windows()
+
+    assert windows.work_steps.tolist() == [4]
+    assert windows.work_sum_ns.tolist() == [(11 + 7 + 14 + 14) * MS]
+
+
+def test_work_is_of_comparable_steps() -> None:
+    """The warm-up, and steps that compile, save or evaluate, have no work; a window of such steps has a tag instead."""
+    table = step_table([{"forward": 10}] * 24)
+    tagged = [(4, Flag.COMPILED), (5, Flag.CHECKPOINT), *((row, Flag.EVALUATION) for row in range(8, 16))]
+    history = WindowHistory()
+    history.add(flagged(table, *tagged, (20, Flag.COLLECTED)))
+    windows = history.windows()
+
+    assert windows.first_step.tolist() == [0, 16]
+    assert windows.work_steps.tolist() == [8 - WARM_UP_STEPS - 2, 8]
+    assert windows.tags == {0: Flag.COMPILED | Flag.CHECKPOINT, 8: Flag.EVALUATION}
+
+
+def test_work_and_tags_survive_merging_and_json() -> None:
+    """Sums, counts and tags of merged windows are those of all their steps, also after a restart of the sidecar."""
+    straight, restarted = WindowHistory(), WindowHistory()
+    for first in range(0, 16_000, 1000):
+        table = flagged(step_table([{"forward": 10}] * 1000, first_step=first), (3, Flag.CHECKPOINT))
+        for history in (straight, restarted):
+            history.add(table)
+        restarted = WindowHistory.from_json(json.loads(json.dumps(restarted.to_json(), allow_nan=False)))
+    left, right = straight.windows(), restarted.windows()
+
+    # The window in progress begins anew: half of it may be missing after a restart, and nothing is there twice.
+    assert left.first_step.tolist() == right.first_step.tolist() == sorted(set(right.first_step.tolist()))
+    assert left.work_sum_ns.sum() == (16_000 - WARM_UP_STEPS - 16) * 10 * MS
+    assert np.array_equal(left.work_sum_ns / left.work_steps, right.work_sum_ns / right.work_steps)
+    assert 0 <= left.work_steps.sum() - right.work_steps.sum() <= 16 * left.width
+    assert left.tags == right.tags
+    assert sorted(left.tags) == sorted({(first + 3) // left.width * left.width for first in range(0, 16_000, 1000)})
+
+
+def test_tags_do_not_grow_with_the_run() -> None:
+    """A run that evaluates in every step has no windows, and at most so many tags."""
+    history = WindowHistory()
+    for first in range(0, 20_000, 1000):
+        history.add(step_table([{"forward": 10}] * 1000, first_step=first, flags=int(Flag.EVALUATION)))
+    windows = history.windows()
+
+    assert len(windows.first_step) == 0
+    assert MOST_WINDOWS / 2 < len(windows.tags) <= MOST_WINDOWS
+    assert all(first % windows.width == 0 for first in windows.tags)

@@ -73,6 +73,16 @@ class JobView:
         self._others: list[str] = []
 
     @property
+    def judges_alone(self) -> bool:
+        """Whether this node judges; else node 0 does."""
+        return not self._sends
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that is judged."""
+        return self._judge.attempt
+
+    @property
     def places(self) -> Mapping[int, Place]:
         """Of all ranks that are judged here."""
         return self._judge.places

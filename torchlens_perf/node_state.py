@@ -17,7 +17,7 @@ from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.straggler import NOTHING, Findings
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclasses.dataclass

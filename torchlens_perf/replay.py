@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf import node_state, run_store
+from torchlens_perf.alerts import AlertLog
 from torchlens_perf.config import Config
 from torchlens_perf.culprits import name
-from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter
+from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, Judgement
 from torchlens_perf.identity import Identity
 from torchlens_perf.node_judge import NodeJudge, place_of
 from torchlens_perf.node_state import NodeState, ProcessState
@@ -86,6 +87,8 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
         for state in rebuilt_states:
             state.findings, state.named = findings, name(findings, judge.places)
             state.save(run)
+    if sending is not None:
+        sending.judged(run, judge)
     notes = sending.end() if sending is not None else []
     if sending is not None and not notes:
         _forget_undelivered(run)
@@ -121,8 +124,10 @@ class _Sending:
         self._exporter = exporter
         self._waited_s = 0.0  # for flushes that failed
         self._not_sent = 0
+        self._last: ExportBatch | None = None
 
     def send(self, batch: ExportBatch) -> None:
+        self._last = batch if len(batch.steps) else self._last
         for part in _parts(batch):
             if self._waited_s > _PATIENCE_S:
                 self._not_sent += len(part.steps)
@@ -131,6 +136,16 @@ class _Sending:
             started_s = time.monotonic()
             if not self._exporter.force_flush(_FLUSH_TIMEOUT_S):
                 self._waited_s += time.monotonic() - started_s
+
+    def judged(self, run: RunDirectory, judge: NodeJudge) -> None:
+        """The alerts of the whole run, with the ids that they had when it was live."""
+        if self._last is None:
+            return
+        findings = judge.judge(final=True)
+        ended_ns = self._last.anchor.unix_ns - self._last.anchor.monotonic_ns
+        ended_ns += int(self._last.steps.start_ns[-1] + self._last.steps.duration_ns[-1])
+        alerts = AlertLog(run.run_id).changes(judge.attempt, findings, None, judge.places, ended_ns)
+        self._exporter.judged(Judgement(self._last.identity, findings, None, alerts, True))
 
     def end(self) -> list[str]:
         notes = self._exporter.shutdown(_FLUSH_TIMEOUT_S)

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf import node_state, ring
+from torchlens_perf.alerts import Alert, AlertLog
 from torchlens_perf.clock import Anchor
 from torchlens_perf.config import Config
 from torchlens_perf.culprits import name
 from torchlens_perf.errors import RingError, RunStoreError
-from torchlens_perf.exporters import ExportBatch, Exporter
+from torchlens_perf.exporters import ExportBatch, Exporter, Judgement
 from torchlens_perf.hang import Progress, sole_operations
 from torchlens_perf.identity import Identity, process_started
 from torchlens_perf.job_view import JobView, usual_step_s
@@ -37,6 +38,7 @@ from torchlens_perf.run_store import Chunk, Origin, SegmentWriter, last_sequence
 from torchlens_perf.sidecar_lock import SidecarLock
 from torchlens_perf.stacks import process_state
 from torchlens_perf.statistics import assemble_steps, step_traces
+from torchlens_perf.straggler import continued
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -120,6 +122,9 @@ class Sidecar:
         self._reported: set[str] = set()
         state_path = run.node_state(host)
         self.state = node_state.load(state_path) if state_path.exists() else NodeState(host)
+        attempts = [process.identity.attempt for process in self.state.processes.values()]
+        self._earlier, self._earlier_attempt = self.state.findings, max(attempts, default=-1)
+        self._alerts = AlertLog(run.run_id, self._earlier_attempt, self.state.findings, self.state.hang)
 
     # -- one round
 
@@ -160,6 +165,18 @@ class Sidecar:
             for batch in self._unexported:
                 self._exporter.export(batch)
             self._unexported.clear()
+            self._export_judgement(self._exporter)
+
+    def _export_judgement(self, exporter: Exporter) -> None:
+        """After the steps, so that the traces that alerts point to are known."""
+        if not self._sources:
+            return
+        who = max((source.state.identity for source in self._sources.values()), key=lambda each: each.attempt)
+        findings, hang = self.state.findings, self.state.hang
+        alerts: tuple[Alert, ...] = ()
+        if self.job.judges_alone:
+            alerts = self._alerts.changes(who.attempt, findings, hang, self.job.places, time.time_ns())
+        exporter.judged(Judgement(who, findings, hang, alerts, self.job.judges_alone))
 
     def keep(self) -> None:
         """Writes a segment and the state, and removes the rings of processes that have ended and are kept whole."""
@@ -332,7 +349,11 @@ class Sidecar:
         for source in self._sources.values():
             identity, groups = source.state.identity, source.state.groups
             self.job.progress(identity, self._place(source), self._progress(source, now_s), groups, source.stack_file)
-        self.state.findings = self.job.look(now_s, final=final)
+        findings = self.job.look(now_s, final=final)
+        if self.job.attempt == self._earlier_attempt:
+            findings = continued(self._earlier, findings)
+        if findings.rows or not self.state.findings.rows:
+            self.state.findings = findings
         self.state.named = name(self.state.findings, self.job.places)
         self.state.hang = self.job.hang
 

@@ -24,6 +24,7 @@ _PER_OCTAVE = 1 << SCALE
 LOWEST_OCTAVE, HIGHEST_OCTAVE = 6, 42  # 64 ns to 73 minutes; values outside count in the first and last bucket
 BUCKETS = _PER_OCTAVE * (HIGHEST_OCTAVE - LOWEST_OCTAVE)
 
+_NO_SPANS = (int(Kind.STEP), int(Kind.THREAD_TIME))
 _PART_OF_KIND = {
     Kind.DATA: "data",
     Kind.FORWARD: "forward",
@@ -208,13 +209,17 @@ def _parts_of_thread_times() -> npt.NDArray[np.int64]:
 
 
 def step_traces(rank_key: str, records: npt.NDArray[np.void], names: list[str], wanted: set[int]) -> list[StepTrace]:
-    """The wanted steps among these records, span by span. `records` holds whole steps."""
+    """The wanted steps among these records, span by span. `records` holds whole steps.
+
+    A span belongs to the step that its record names: collectives may end, and be recorded, after their step.
+    """
     traces = []
     ends = np.flatnonzero(records["kind"] == Kind.STEP)
-    starts = np.concatenate(([0], ends[:-1] + 1)) if len(ends) else ends
-    for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
+    spans = np.flatnonzero(~np.isin(records["kind"], _NO_SPANS))
+    for end in ends.tolist():
         boundary = records[end]
         if int(boundary["step"]) in wanted:
+            of_step = spans[records["step"][spans] == boundary["step"]]
             traces.append(
                 StepTrace(
                     rank_key=rank_key,
@@ -222,7 +227,7 @@ def step_traces(rank_key: str, records: npt.NDArray[np.void], names: list[str], 
                     start_ns=int(boundary["start_ns"]),
                     duration_ns=int(boundary["duration_ns"]),
                     flags=int(boundary["flags"]),
-                    spans=tuple(to_span(record, names) for record in records[first:end]),
+                    spans=tuple(to_span(record, names) for record in records[of_step]),
                 )
             )
     return traces

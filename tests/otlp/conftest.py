@@ -47,6 +47,7 @@ def train(folder: Path, told: Mapping[str, str], steps: int = STEPS) -> RunDirec
 def spans_of(run: RunDirectory, every: int) -> int:
     """How many spans the run directory's sampled steps make: their records, and a root for each step of rank 0."""
     rows = pq.read_table(run.path / "spans", columns=["rank", "step", "kind"]).to_pylist()
+    rows = [row for row in rows if row["kind"] != "thread_time"]  # counters, no spans
     ended = {(row["rank"], row["step"]) for row in rows if row["kind"] == "step"}
     sampled = traced_steps([step for _, step in ended], every)
     records = sum((row["rank"], row["step"]) in ended and row["step"] in sampled for row in rows)

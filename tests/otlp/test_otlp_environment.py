@@ -9,7 +9,6 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from opentelemetry.context import Context
@@ -18,6 +17,7 @@ from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from tests.otlp.conftest import TRACEPARENT, Sidecar, train, wait_for_sidecar
 from tests.otlp.endpoints import serving
 from tests.otlp_receiver import Receiver, free_port, wait_for
+from tests.tables import step_table
 from torchlens_perf import node_state
 from torchlens_perf.clock import HostClock
 from torchlens_perf.exporters import ExportBatch, semantics
@@ -25,7 +25,7 @@ from torchlens_perf.exporters.otlp_environment import exporter_from_environment,
 from torchlens_perf.exporters.otlp_spans import trace_id
 from torchlens_perf.exporters.sdk_log import Redaction
 from torchlens_perf.identity import Identity
-from torchlens_perf.records import PARTS, StepTable, StepTrace
+from torchlens_perf.records import StepTrace
 from torchlens_perf.run_directory import RunDirectory
 
 pytestmark = pytest.mark.distributed
@@ -34,6 +34,7 @@ Run = Callable[..., Sidecar]
 CANARY = "canary7f3a9e51"
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
+HTTP = "http/protobuf"
 LIBRARIES = ("opentelemetry", "grpc", "requests")
 
 
@@ -42,20 +43,26 @@ LIBRARIES = ("opentelemetry", "grpc", "requests")
     [
         ({}, {}),
         ({ENDPOINT: ""}, {}),
-        ({ENDPOINT: "http://c:4318"}, {"traces": "http/protobuf", "metrics": "http/protobuf"}),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, {"traces": "http/protobuf"}),
-        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://c:4318/v1/metrics"}, {"metrics": "http/protobuf"}),
-        ({ENDPOINT: "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, {"traces": "grpc", "metrics": "grpc"}),
+        ({ENDPOINT: "http://c:4318"}, {"traces": HTTP, "metrics": HTTP, "logs": HTTP}),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, {"traces": HTTP}),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://c:4318/v1/metrics"}, {"metrics": HTTP}),
+        ({"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://c:4318/v1/logs"}, {"logs": HTTP}),
+        (
+            {ENDPOINT: "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            {"traces": "grpc", "metrics": "grpc", "logs": "grpc"},
+        ),
         (
             {ENDPOINT: "http://c", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": " grpc "},
-            {"traces": "grpc", "metrics": "http/protobuf"},
+            {"traces": "grpc", "metrics": HTTP, "logs": HTTP},
         ),
         ({ENDPOINT: "http://c", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, {}),
-        ({ENDPOINT: "http://c", "OTEL_TRACES_EXPORTER": "none"}, {"metrics": "http/protobuf"}),
-        ({ENDPOINT: "http://c", "OTEL_METRICS_EXPORTER": "none"}, {"traces": "http/protobuf"}),
-        ({ENDPOINT: "http://c", "OTEL_TRACES_EXPORTER": "zipkin"}, {"metrics": "http/protobuf"}),
+        ({ENDPOINT: "http://c", "OTEL_TRACES_EXPORTER": "none"}, {"metrics": HTTP, "logs": HTTP}),
+        ({ENDPOINT: "http://c", "OTEL_METRICS_EXPORTER": "none"}, {"traces": HTTP, "logs": HTTP}),
+        ({ENDPOINT: "http://c", "OTEL_LOGS_EXPORTER": "none"}, {"traces": HTTP, "metrics": HTTP}),
+        ({ENDPOINT: "http://c", "OTEL_TRACES_EXPORTER": "zipkin"}, {"metrics": HTTP, "logs": HTTP}),
         ({ENDPOINT: "http://c", "OTEL_SDK_DISABLED": "TRUE"}, {}),
-        ({"OTEL_TRACES_EXPORTER": "otlp"}, {"traces": "http/protobuf"}),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, {"traces": HTTP}),
+        ({"OTEL_LOGS_EXPORTER": "console"}, {"logs": "console"}),
         ({"OTEL_TRACES_EXPORTER": "console"}, {"traces": "console"}),
         ({"OTEL_SERVICE_NAME": "x", "OTEL_RESOURCE_ATTRIBUTES": "a=b", HEADERS: "a=b"}, {}),
     ],
@@ -70,10 +77,10 @@ def test_wanted_signals(told: dict[str, str], expected: dict[str, str]) -> None:
     [
         {},
         {ENDPOINT: "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"},
-        {ENDPOINT: "http://127.0.0.1:1", "OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"},
+        {ENDPOINT: "http://127.0.0.1:1", **{f"OTEL_{name}_EXPORTER": "none" for name in ("TRACES", "METRICS", "LOGS")}},
         {"OTEL_SERVICE_NAME": "x", HEADERS: "a=b"},
     ],
-    ids=["nothing is set", "disabled", "both signals none", "no endpoint"],
+    ids=["nothing is set", "disabled", "all signals none", "no endpoint"],
 )
 def test_without_endpoint_no_sdk(sidecar: Run, told: dict[str, str]) -> None:
     """Without anywhere to send to, the sidecar does not even import the OpenTelemetry SDK, gRPC or requests."""
@@ -85,11 +92,12 @@ def test_without_endpoint_no_sdk(sidecar: Run, told: dict[str, str]) -> None:
 def test_no_global_provider(sidecar: Run, receiver: Receiver) -> None:
     """The sidecar leaves OpenTelemetry's global providers as they are."""
     asked = (
-        "from opentelemetry import metrics, trace\n"
-        "print(type(trace.get_tracer_provider()).__name__, type(metrics.get_meter_provider()).__name__)"
+        "from opentelemetry import _logs, metrics, trace\n"
+        "providers = trace.get_tracer_provider(), metrics.get_meter_provider(), _logs.get_logger_provider()\n"
+        "print(*(type(each).__name__ for each in providers))"
     )
     ended = sidecar(then=asked, **{ENDPOINT: receiver.endpoint("http/protobuf")})
-    assert ended.stdout == "ProxyTracerProvider _ProxyMeterProvider\n"
+    assert ended.stdout == "ProxyTracerProvider _ProxyMeterProvider ProxyLoggerProvider\n"
     assert receiver.spans()
 
 
@@ -319,6 +327,7 @@ def test_ratio_sampler(sidecar: Run, receiver: Receiver, sampler: str, rate: flo
         OTEL_TRACES_SAMPLER_ARG=str(rate),
     )
     rows = pq.read_table(ended.run.path / "spans").to_pylist()
+    rows = [row for row in rows if row["kind"] != "thread_time"]  # counters, no spans
     decide = TraceIdRatioBased(rate)
     expected: dict[tuple[int, int], int] = defaultdict(int)
     for row in rows:
@@ -362,9 +371,12 @@ def test_queue_size(sidecar: Run, receiver: Receiver) -> None:
 def one_step() -> ExportBatch:
     """A step of one rank, to be traced."""
     identity = Identity("run", 0, 0, 1, 1, 0, "host", 1, 1, 1, False, "train.py", "", {})
-    column = np.array([1_000_000])
-    table = StepTable(np.array([0]), column, column, np.ones((1, len(PARTS)), np.int64), column, column, column)
-    return ExportBatch(identity, HostClock().anchor(), table, (StepTrace("key", 0, 1_000_000, 1_000_000, 0, ()),))
+    return ExportBatch(
+        identity,
+        HostClock().anchor(),
+        step_table([{"forward": 1}]),
+        (StepTrace("key", 0, 1_000_000, 1_000_000, 0, ()),),
+    )
 
 
 def test_intervals(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:

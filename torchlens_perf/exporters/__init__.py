@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from torchlens_perf.alerts import Alert
     from torchlens_perf.clock import Anchor
     from torchlens_perf.identity import Identity
     from torchlens_perf.records import StepTable, StepTrace
+    from torchlens_perf.straggler import Findings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,20 @@ class ExportBatch:
     traces: tuple[StepTrace, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What a sidecar holds to be wrong at this moment, and what has changed since the last time."""
+
+    identity: Identity
+    """Of any process of the node, in the attempt that was judged."""
+    findings: Findings
+    hang: Mapping[str, Any] | None
+    """As the node's state has it; None while steps are made."""
+    alerts: tuple[Alert, ...]
+    whole_job: bool = True
+    """Whether this sidecar judges all ranks. If another one does, this one's findings are only its own ranks'."""
+
+
 UNDELIVERED = "OTLP: "
 """How notes on what was not delivered begin; a replay that delivers everything takes them away."""
 
@@ -30,6 +47,10 @@ class Exporter(Protocol):
 
     def export(self, batch: ExportBatch) -> None:
         """Takes the batch over. Does not wait for delivery; counts what cannot be delivered."""
+        ...
+
+    def judged(self, judgement: Judgement) -> None:
+        """Takes the judgement over; called in every round of the sidecar, after the batches. Does not wait either."""
         ...
 
     def force_flush(self, timeout_s: float) -> bool:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from torchlens_perf.exporters import ExportBatch
+from typing import TYPE_CHECKING
+
+from torchlens_perf.exporters import ExportBatch, Judgement
+
+if TYPE_CHECKING:
+    from torchlens_perf.alerts import Alert
 
 
 class MemoryExporter:
-    """Keeps every batch."""
+    """Keeps every batch and every alert, and the newest judgement."""
 
     def __init__(self) -> None:
         self.batches: list[ExportBatch] = []
+        self.alerts: list[Alert] = []
+        self.judgement: Judgement | None = None
 
     def export(self, batch: ExportBatch) -> None:
         self.batches.append(batch)
+
+    def judged(self, judgement: Judgement) -> None:
+        self.judgement = judgement
+        self.alerts += judgement.alerts
 
     def force_flush(self, timeout_s: float) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Traces and metrics over OTLP, through the OpenTelemetry SDK. Runs in the sidecar; sets no global provider.
+"""Traces, metrics and alerts over OTLP, through the OpenTelemetry SDK. Runs in the sidecar; sets no global provider.
 
 All OTEL_* variables act as the SDK documents them (docs/opentelemetry.md lists them, and the one exception).
 """
@@ -14,28 +14,57 @@ from typing import TYPE_CHECKING
 from torchlens_perf.errors import guard
 
 if TYPE_CHECKING:
-    from torchlens_perf.exporters import ExportBatch
+    from torchlens_perf.alerts import Alert
+    from torchlens_perf.exporters import ExportBatch, Judgement
+    from torchlens_perf.exporters.otlp_alerts import AlertSender
     from torchlens_perf.exporters.otlp_metrics import MetricSender
     from torchlens_perf.exporters.otlp_spans import SpanSender
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
+_MOST_TRACED = 1024  # steps that an alert may link to
+
 
 class OtlpExporter:
-    """Sends sampled steps as spans and all steps as metrics, and bounds the time that the SDK takes for it."""
+    """Sends sampled steps as spans, all steps as metrics, and alerts; bounds the time that the SDK takes for it."""
 
-    def __init__(self, spans: SpanSender | None, metrics: MetricSender | None) -> None:
-        """spans, metrics: None for a signal that is switched off."""
+    def __init__(
+        self, spans: SpanSender | None, metrics: MetricSender | None, alerts: AlertSender | None = None
+    ) -> None:
+        """spans, metrics, alerts: None for a signal that is switched off."""
         self._spans = spans
         self._metrics = metrics
-        self._senders: list[SpanSender | MetricSender] = [each for each in (spans, metrics) if each is not None]
+        self._alerts = alerts
+        self._senders: list[SpanSender | MetricSender | AlertSender] = [
+            each for each in (spans, metrics, alerts) if each is not None
+        ]
         self._failed_before = 0
+        self._traced: dict[tuple[int, int], None] = {}  # attempt and step, as they came
 
     def export(self, batch: ExportBatch) -> None:
         with guard("exporting steps over OTLP"):
             sampled = self._spans.export(batch) if self._spans is not None else {}
+            self._traced.update(((batch.identity.attempt, step), None) for step in sampled)
+            while len(self._traced) > _MOST_TRACED:
+                del self._traced[next(iter(self._traced))]
             if self._metrics is not None:
                 self._metrics.export(batch, sampled)
+
+    def judged(self, judgement: Judgement) -> None:
+        with guard("exporting alerts over OTLP"):
+            if self._metrics is not None:
+                self._metrics.judged(judgement)
+            if self._alerts is not None:
+                for alert in judgement.alerts:
+                    self._alerts.send(alert, judgement.identity, self._traced_step(alert))
+
+    def _traced_step(self, alert: Alert) -> int | None:
+        """The first step in which the suspect was slow and that was sent as spans: all ranks send the same steps."""
+        if alert.since_step is None or alert.duration_s is not None:  # a step that hangs has no span yet
+            return None
+        end = alert.until_step if alert.until_step is not None else float("inf")
+        steps = (step for attempt, step in self._traced if attempt == alert.attempt)
+        return min((step for step in steps if alert.since_step <= step < end), default=None)
 
     def force_flush(self, timeout_s: float) -> bool:
         """Bounded by threads of ours: the SDK's own timeouts are not (force_flush(1 s) took up to 40 s)."""

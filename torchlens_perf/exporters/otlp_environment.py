@@ -11,17 +11,19 @@ from torchlens_perf.exporters import sdk_log
 
 if TYPE_CHECKING:
     from torchlens_perf.exporters import Exporter
+    from torchlens_perf.exporters.otlp_alerts import AlertSender
     from torchlens_perf.exporters.otlp_metrics import MetricSender
     from torchlens_perf.exporters.otlp_spans import SpanSender
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
+_SIGNALS = ("traces", "metrics", "logs")
 _PROTOCOLS = ("http/protobuf", "grpc")
 _T = TypeVar("_T")
 
 
 def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
-    """For "traces" and "metrics", where switched on: the protocol, or "console".
+    """For "traces", "metrics" and "logs", where switched on: the protocol, or "console".
 
     A signal is on if an endpoint is configured for it or for all, or its OTEL_*_EXPORTER says so; OTEL_SDK_DISABLED and
     OTEL_*_EXPORTER=none switch it off. An unknown exporter or protocol leaves the signal off, with a line in the log.
@@ -29,7 +31,7 @@ def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return {}
     signals = {}
-    for signal in ("traces", "metrics"):
+    for signal in _SIGNALS:
         upper = signal.upper()
         exporter = environ.get(f"OTEL_{upper}_EXPORTER", "").strip()
         endpoint = environ.get(f"OTEL_EXPORTER_OTLP_{upper}_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -68,7 +70,10 @@ def exporter_from_environment(environ: Mapping[str, str]) -> Exporter | None:
     sdk_log.tame(environ)
     spans = _make("traces", _span_sender, signals, environ)
     metrics = _make("metrics", _metric_sender, signals, environ)
-    return OtlpExporter(spans, metrics) if spans is not None or metrics is not None else None
+    alerts = _make("logs", _alert_sender, signals, environ)
+    if spans is None and metrics is None and alerts is None:
+        return None
+    return OtlpExporter(spans, metrics, alerts)
 
 
 def _make(
@@ -118,6 +123,27 @@ def _metric_sender(kind: str, environ: Mapping[str, str]) -> MetricSender:
 
     answers = Answers()
     return MetricSender(OTLPMetricExporter(session=_session(answers, "METRICS", environ)), lambda: answers.rejected)
+
+
+def _alert_sender(kind: str, environ: Mapping[str, str]) -> AlertSender:
+    from torchlens_perf.exporters.otlp_alerts import AlertSender
+
+    if kind == "console":
+        from opentelemetry.sdk._logs import export
+
+        # ConsoleLogExporter is its name up to 1.38.
+        name = "ConsoleLogRecordExporter" if hasattr(export, "ConsoleLogRecordExporter") else "ConsoleLogExporter"
+        return AlertSender(getattr(export, name)())
+    if kind == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter as GrpcLogExporter
+
+        return AlertSender(GrpcLogExporter())
+    from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
+
+    from torchlens_perf.exporters.otlp_http import Answers
+
+    answers = Answers()
+    return AlertSender(OTLPLogExporter(session=_session(answers, "LOGS", environ)), lambda: answers.rejected)
 
 
 def _session(answers: Any, upper: str, environ: Mapping[str, str]) -> Any:

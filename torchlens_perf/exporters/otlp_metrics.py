@@ -1,13 +1,18 @@
-"""Steps as metrics: histograms of durations, a counter and a gauge. Their size does not grow with the run."""
+"""Steps as metrics: histograms of durations, a counter and a gauge; and gauges of what is wrong now.
+
+Their size does not grow with the run.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context
-from opentelemetry.metrics import Histogram
+from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import (
     MetricExporter,
@@ -16,7 +21,8 @@ from opentelemetry.sdk.metrics.export import (
     PeriodicExportingMetricReader,
 )
 
-from torchlens_perf.exporters import ExportBatch, semantics
+from torchlens_perf.alerts import stragglers_by_class
+from torchlens_perf.exporters import ExportBatch, Judgement, semantics
 from torchlens_perf.exporters.otlp_resource import node_resource
 from torchlens_perf.records import PARTS
 from torchlens_perf.version import VERSION
@@ -25,6 +31,8 @@ if TYPE_CHECKING:
     from torchlens_perf.identity import Identity
 
 _UNSAMPLED = Context()
+# How often a gauge is 0 after its end: a series that just stops is taken to have kept its last value for minutes.
+_ZERO_POINTS = 3
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -32,9 +40,15 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 class MetricSender:
     """Records steps into the SDK's instruments, and counts exports that failed."""
 
-    def __init__(self, exporter: MetricExporter, rejected: Callable[[], int] = lambda: 0) -> None:
-        """rejected: how many points the endpoint has rejected of those that the exporter could send."""
+    def __init__(
+        self,
+        exporter: MetricExporter,
+        rejected: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """rejected: how many points the endpoint has rejected of those that the exporter could send. clock: seconds."""
         self._rejected = rejected
+        self._clock = clock
         self._counter = _Counter(exporter)
         self._provider: MeterProvider | None = None
         self._instruments: _Instruments | None = None
@@ -47,6 +61,13 @@ class MetricSender:
         if self._instruments is not None:
             self._instruments.record(batch, sampled)
 
+    def judged(self, judgement: Judgement) -> None:
+        """Sets the gauges of what is wrong now."""
+        if self._provider is None and not self._off:
+            self._start(judgement.identity)
+        if self._instruments is not None:
+            self._instruments.judged(judgement)
+
     def _start(self, identity: Identity) -> None:
         """The resource is known with the first batch, and not before."""
         try:
@@ -56,7 +77,7 @@ class MetricSender:
             self._off = True
             logger.warning("OTLP metrics are off: %s", error)
             return
-        self._instruments = _Instruments(self._provider)
+        self._instruments = _Instruments(self._provider, self._clock)
 
     def force_flush(self) -> None:
         """Blocks until everything so far was delivered or has failed."""
@@ -116,7 +137,7 @@ class _Counter(MetricExporter):
 class _Instruments:
     """The instruments, and how a batch goes into them."""
 
-    def __init__(self, provider: MeterProvider) -> None:
+    def __init__(self, provider: MeterProvider, clock: Callable[[], float]) -> None:
         meter = provider.get_meter(semantics.SCOPE, VERSION)
 
         def duration(name: str, description: str) -> Histogram:
@@ -130,6 +151,14 @@ class _Instruments:
         self._steps = meter.create_counter(semantics.STEPS, "{step}", "Steps finished")
         self._memory = meter.create_gauge(semantics.MEMORY, "By", "Memory at the end of the last step")
         self._memory_bytes: dict[int, int] = {}
+        self._standing = _Standing(meter, clock)
+        self._named: frozenset[int] = frozenset()
+
+    def judged(self, judgement: Judgement) -> None:
+        """Takes the judgement over. On the sidecar's thread."""
+        self._named = frozenset(each.rank for each in judgement.findings.episodes if each.until_step is None)
+        if judgement.whole_job:
+            self._standing.judged(judgement)
 
     def record(self, batch: ExportBatch, sampled: Mapping[int, Context]) -> None:
         """Adds a batch's steps. On the sidecar's thread."""
@@ -137,9 +166,11 @@ class _Instruments:
         if not len(steps):
             return
         attributes: dict[str, Any] = {}
-        per_rank = batch.identity.world_size <= semantics.MOST_RANK_SERIES
+        rank = batch.identity.rank
+        # A rank that stands out has series of its own in any job; then its steps are not in the others' series.
+        per_rank = batch.identity.world_size <= semantics.MOST_RANK_SERIES or rank in self._named
         if per_rank:
-            attributes[semantics.RANK] = batch.identity.rank
+            attributes[semantics.RANK] = rank
         phases = [{**attributes, semantics.PHASE: part} for part in PARTS]
         for step, duration_ns, own_ns, parts_ns in zip(
             steps.step.tolist(), steps.duration_ns.tolist(), steps.own_ns.tolist(), steps.parts_ns.tolist(), strict=True
@@ -153,6 +184,87 @@ class _Instruments:
                     self._phase.record(part_ns / 1e9, of_phase)
         self._steps.add(len(steps), attributes)
         if steps.memory_bytes[-1]:
-            self._memory_bytes[batch.identity.rank] = memory_bytes = int(steps.memory_bytes[-1])
+            self._memory_bytes[rank] = memory_bytes = int(steps.memory_bytes[-1])
             # Without a series for each rank, the node's fullest rank is the one to know about.
-            self._memory.set(memory_bytes if per_rank else max(self._memory_bytes.values()), attributes)
+            unnamed = [value for each, value in self._memory_bytes.items() if each not in self._named]
+            self._memory.set(memory_bytes if per_rank else max(unnamed), attributes)
+
+
+class _Standing:
+    """Gauges of what is wrong now. Written on the sidecar's thread, read on the metric reader's."""
+
+    def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._costs_s = _Fading()
+        self._hangs_s = _Fading()
+        self._classes: Mapping[str, int] = {}
+        self._detectable_s: float | None = None
+        self._hang: Mapping[str, Any] | None = None
+        self._hang_found_s = 0.0
+        for name, unit, description, callback in (
+            (semantics.STRAGGLER_COST, "s", "How much sooner each step would end without this rank", self._cost),
+            (semantics.STRAGGLERS, "{rank}", "Ranks that are slow now", self._count),
+            (semantics.DETECTABLE, "s", "The smallest excess a step that would be named by now", self._detectable),
+            (semantics.HANG_DURATION, "s", "How long no rank has made a step, while that is too long", self._duration),
+        ):
+            meter.create_observable_gauge(name, [callback], unit, description)
+
+    def judged(self, judgement: Judgement) -> None:
+        """Takes the judgement over."""
+        findings, hang = judgement.findings, judgement.hang
+        slow = [each for each in findings.episodes if each.until_step is None]
+        with self._lock:
+            self._costs_s.set({(each.rank, each.phase): each.cost_ns / 1e9 for each in slow})
+            self._classes = stragglers_by_class(findings) if findings.compared else {}
+            known = findings.compared and findings.detectable_ns != float("inf")
+            self._detectable_s = findings.detectable_ns / 1e9 if known else None
+            if hang is not self._hang:
+                self._hang, self._hang_found_s = hang, self._clock()
+            since_found_s = self._clock() - self._hang_found_s
+            self._hangs_s.set({hang["kind"]: hang["since_s"] + since_found_s} if hang is not None else {})
+
+    def _cost(self, options: CallbackOptions) -> Iterator[Observation]:
+        with self._lock:
+            points = self._costs_s.points()
+        for (rank, phase), value in points:
+            yield Observation(value, {semantics.RANK: rank, semantics.PHASE: phase})
+
+    def _count(self, options: CallbackOptions) -> Iterator[Observation]:
+        with self._lock:
+            classes = self._classes
+        for name, count in classes.items():
+            yield Observation(count, {semantics.STRAGGLER_CLASS: name})
+
+    def _detectable(self, options: CallbackOptions) -> Iterator[Observation]:
+        with self._lock:
+            value = self._detectable_s
+        if value is not None:
+            yield Observation(value)
+
+    def _duration(self, options: CallbackOptions) -> Iterator[Observation]:
+        with self._lock:
+            points = self._hangs_s.points()
+        for kind, value in points:
+            yield Observation(value, {semantics.HANG_KIND: kind})
+
+
+class _Fading:
+    """Values by key; one that is gone is a few times 0 before it is gone."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, float] = {}
+        self._zeros: dict[Any, int] = {}
+
+    def set(self, values: Mapping[Any, float]) -> None:
+        """These there are now, and no others."""
+        self._zeros.update(dict.fromkeys(self._values.keys() - values.keys(), _ZERO_POINTS))
+        for key in values:
+            self._zeros.pop(key, None)
+        self._values = dict(values)
+
+    def points(self) -> list[tuple[Any, float]]:
+        """What is to be sent now."""
+        points = [*self._values.items(), *((key, 0.0) for key in self._zeros)]
+        self._zeros = {key: left - 1 for key, left in self._zeros.items() if left > 1}
+        return points

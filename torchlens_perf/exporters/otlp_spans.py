@@ -267,7 +267,8 @@ def _root_name(trace: StepTrace) -> str:
 def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
     """Spans by start, each with the index of the smallest span that contains it; None: it lies in the step itself.
 
-    Nothing on the training thread lies in a span of another thread: that one only happens at the same time.
+    Nothing on the training thread lies in a span of another thread: that one only happens at the same time. A
+    collective lies where it was issued; it may last longer than what is around it, and nothing lies in it.
     """
     ordered = sorted(spans, key=lambda span: (span.start_ns, -span.duration_ns, span.depth))
     nested: list[tuple[Span, int | None]] = []
@@ -277,7 +278,8 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
         around = [
             other
             for other in running
-            if _end(ordered[other]) >= _end(span)
+            if _end(ordered[other]) >= (span.start_ns if span.kind == "collective" else _end(span))
+            and ordered[other].kind != "collective"
             and (span.flags & Flag.OTHER_THREAD or not ordered[other].flags & Flag.OTHER_THREAD)
         ]
         # Of several that last equally long, the last one is the innermost.
@@ -294,7 +296,7 @@ def _end(span: Span) -> int:
 def _details(span: Span) -> dict[str, Any]:
     details: dict[str, Any] = {semantics.SPAN_KIND: span.kind}
     if span.kind == "collective":
-        details[semantics.BYTES], details[semantics.SEQUENCE] = span.value0, span.value1
+        details[semantics.BYTES], details[semantics.SEQUENCE] = span.value0, span.value1 & 0xFFFFFFFF
     return details
 
 

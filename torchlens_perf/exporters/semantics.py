@@ -25,6 +25,18 @@ SPAN_KIND = "torchlens_perf.kind"
 BYTES = "torch.collective.size"
 SEQUENCE = "torch.collective.sequence"
 
+# Attributes of an alert, besides RUN_ID, RANK, PHASE, RESTART_COUNT, STRAGGLER_COST and HANG_DURATION.
+ALERT_UID = "log.record.uid"
+ALERT_ABOUT = "torch.train.alert.id"
+RANKS = "torch.distributed.ranks"
+SUSPECT_HOST = "torch.train.alert.host"
+SINCE_STEP = "torch.train.since_step"
+UNTIL_STEP = "torch.train.until_step"
+COST_SHARE = "torch.train.straggler.cost_share"
+STRAGGLER_CLASS = "torch.train.straggler.class"
+STRAGGLER_SCOPE = "torch.train.straggler.scope"
+HANG_KIND = "torch.train.hang.kind"
+
 # Resource attributes of a rank, besides service.*, host.name, process.pid and the scheduler's (identity.py).
 LOCAL_RANK = "torch.distributed.local_rank"
 WORLD_SIZE = "torch.distributed.world_size"
@@ -37,6 +49,11 @@ PHASE_DURATION = "torch.train.phase.duration"
 STEPS = "torch.train.steps"
 MEMORY = "torch.train.memory.usage"
 PHASE = "torch.train.phase"
+# Gauges of what is wrong now.
+STRAGGLER_COST = "torch.train.straggler.cost"
+STRAGGLERS = "torch.train.stragglers"
+DETECTABLE = "torch.train.straggler.detectable"
+HANG_DURATION = "torch.train.hang.duration"
 
 # Seconds: from launch-bound steps of 0.1 ms to a minute; OpenTelemetry's default bounds (0 to 10000) are for ms.
 DURATION_BOUNDS_S = (
@@ -45,3 +62,8 @@ DURATION_BOUNDS_S = (
 )  # fmt: skip
 # Per-rank points up to this many ranks: beyond, a series per rank would be what the backend mostly holds.
 MOST_RANK_SERIES = 64
+
+
+def event_name(kind: str, change: str) -> str:
+    """An alert is an event: a log record with a name, as "torch.train.straggler.started"."""
+    return f"torch.train.{kind}.{change}"
