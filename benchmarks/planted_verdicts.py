@@ -12,9 +12,11 @@ import pandas as pd
 
 from benchmarks.measure import Table
 from benchmarks.planted_truth import FAULTY, KINDS, Fault, Truth
-from torchlens_perf import node_state
-from torchlens_perf.report.build import build
+from torchlens_perf import run_store
+from torchlens_perf.node_judge import NodeJudge
 from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.statistics import assemble_steps
+from torchlens_perf.straggler import Findings, Place
 
 WARM_UP_STEPS = 3
 # Phases that are right for a planted one. Compute is forward and backward both: either has it.
@@ -60,13 +62,29 @@ def slowest_step(folder: Path) -> Named | None:
     return Named(int(means.idxmax()), None)
 
 
-def live_report(folder: Path) -> Named | None:
-    """What the report says that the live sidecar left."""
-    run = run_directory(folder)
-    for verdict in build(run.run_id, node_state.load_all(run))["verdicts"]:
-        if verdict["kind"] == "straggler":
-            return Named(verdict["rank"], verdict["phase"])
-    return None
+def judged_again(folder: Path) -> Named | None:
+    """What the judge of this version says of the recorded run, which is what a live sidecar of this version would.
+
+    Of several, the one that is slow at the end, the costliest first.
+    """
+    episodes = findings(folder).episodes
+    return Named(episodes[0].rank, episodes[0].phase) if episodes else None
+
+
+def findings(folder: Path) -> Findings:
+    """All that the judge finds in a recorded run."""
+    run, judge = run_directory(folder), NodeJudge()
+    for host in run_store.hosts(run):
+        for origin, records, _, _ in run_store.read_chunks(run, host):
+            judge.add_steps(origin.attempt, origin.rank, Place(host), assemble_steps(records))
+    return judge.judge(final=True)
+
+
+def steps_until_named(folder: Path, truth: Truth) -> int | None:
+    """How many steps from the first fault's first step until its rank was named; None if it was not."""
+    fault = truth.faults[0]
+    named = [each.named_step for each in findings(folder).episodes if each.rank == fault.rank]
+    return min(named) - fault.first_step + 1 if named else None
 
 
 def traceml(folder: Path) -> Named | None:
@@ -92,7 +110,7 @@ def traceml_verdict(diagnosis: dict[str, Any]) -> Named | None:
 
 
 JUDGES: dict[str, Judge] = {
-    "torchlens_perf": live_report,
+    "torchlens_perf": judged_again,
     "TraceML": traceml,
     "TraceML's rules": traceml_on_recorded,
     "slowest step": slowest_step,
@@ -156,4 +174,13 @@ def print_judgement(
                 told = scores and (field == "named" or kind in FAULTY)  # in a healthy run nobody is right
                 cells.append(f"{sum(getattr(one, field) for one in scores)}/{len(scores)}" if told else "")
         shown.row(kind, sum(truth.kind == kind for _, truth in runs), *cells)
+    delays: dict[str, list[int | None]] = {}
+    for folder, truth in runs:
+        if truth.faults:
+            delays.setdefault(truth.kind, []).append(steps_until_named(folder, truth))
+    for kind, taken in delays.items():
+        named = sorted(each for each in taken if each is not None)
+        median = named[len(named) // 2] if named else None
+        within = sum(each <= 60 for each in named)
+        print(f"{kind}: named after {median} steps (median), within 60 steps in {within} of {len(taken)}")
     return 0 if runs else 1

@@ -35,6 +35,7 @@ def report_on(run: RunDirectory, ranks: list[Rank], exporter: Exporter | None = 
     sidecar = Sidecar(run, HOST, exporter, lambda run, asked: None)
     sidecar.poll()
     sidecar.account()
+    sidecar.look_around(1e6, final=True)
     sidecar.keep()
     sidecar.close()
     return build(run.run_id, [sidecar.state])
@@ -54,7 +55,7 @@ def test_schema(run: RunDirectory) -> None:
 
     assert SCHEMA == value["schema"] == 1
     assert set(value) == {
-        "schema", "run", "steps", "ranks", "modules", "sections", "collectives", "verdicts", "quality",
+        "schema", "run", "steps", "ranks", "modules", "sections", "collectives", "verdicts", "quality", "heat", "slow_links",
     }  # fmt: skip
     assert {"id", "world_size", "nodes", "started", "ended"} <= set(value["run"])
     assert {"count", "p50_s", "p95_s", "p99_s", "max_s"} <= set(value["steps"])
@@ -122,11 +123,11 @@ def test_straggler_in_words(run: RunDirectory) -> None:
         "backward",
         0,
     )
-    assert verdict["cost_s_per_step"] == pytest.approx(0.010)
-    assert verdict["cost_share"] == pytest.approx(10 / 24)
+    assert verdict["cost_s_per_step"] == pytest.approx(0.010, rel=0.01)
+    assert verdict["cost_share"] == pytest.approx(10 / 24, rel=0.01)
     assert verdict["confidence"] > 0.8
     assert verdict["text"] == (
-        f"Rank 1 ({HOST}) is slow in the backward pass: 22.0 ms of own time a step against 12.0 ms on the other rank. "
+        f"Rank 1 ({HOST}) is slow in the backward pass: 22.0 ms of work a step against 12.0 ms on the other rank. "
         "It costs the job 10.0 ms a step (42%), since the start. Next: compare the model on rank 1: its input sizes, "
         "then clocks and neighbours on that machine."
     )
@@ -162,9 +163,9 @@ def test_no_straggler_says_what_would_have_been_seen(run: RunDirectory) -> None:
 
     assert verdict["kind"] == "none"
     assert verdict["text"] == (
-        "No rank stands out over 80 steps. One slower by 280 us a step (2.0%) in most windows would have been named."
+        "No rank stands out over 80 steps. One with 350 us more work a step (2.5%) would have been named."
     )
-    assert verdict["evidence"]["detectable_s"] == pytest.approx(0.00028)
+    assert verdict["evidence"]["detectable_s"] == pytest.approx(0.00035)
 
 
 def test_cost_of_the_tool_is_not_hidden_by_a_first_step_that_compiles(run: RunDirectory) -> None:
@@ -220,7 +221,7 @@ def test_trend(run: RunDirectory) -> None:
 
 
 def test_several_nodes(run: RunDirectory) -> None:
-    """Ranks of several nodes are one report, and shown with their hosts."""
+    """Ranks of several nodes are one report, and shown with their hosts. Judged are those that sidecars told of."""
     states = []
     for index, host in enumerate(("node-a", "node-b")):
         rank = Rank(run, index, identity={"host": host, "local_world_size": 1})
@@ -235,7 +236,7 @@ def test_several_nodes(run: RunDirectory) -> None:
     text = render(value, "/runs/1", columns=130, color=False)
 
     assert value["run"]["nodes"] == ["node-a", "node-b"]
-    assert (value["verdicts"][0]["rank"], value["verdicts"][0]["phase"]) == (1, "data")
+    assert value["verdicts"][0]["text"].startswith("The ranks were not compared")
     assert "2 ranks on 2 nodes" in text
     assert "1 node-b" in text
 

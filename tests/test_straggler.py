@@ -1,115 +1,501 @@
-"""Judging ranks by windows made by hand: pure values in, a comparison out."""
+"""The judge over rows of whole jobs: who is named, when, why, and who never is."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.tables import MS, step_table
-from torchlens_perf.rank_statistics import WindowHistory, Windows
-from torchlens_perf.straggler import LEAST_WINDOWS, compare
-
-WORK = {"data": 2.0, "forward": 20.0, "backward": 40.0, "optimizer": 5.0, "host": 1.0}
-
-
-def windows(
-    steps: int, *, extra: dict[str, float] | None = None, since: int = 0, until: int = 1 << 30, wait: float = 0.0,
-    noise: float = 0.02, seed: int = 0,
-) -> Windows:  # fmt: skip
-    """A rank's windows: WORK with noise, and `extra` ms in some parts from step `since` to `until`."""
-    random, history = np.random.default_rng(seed), WindowHistory()
-    rows = []
-    for step in range(steps):
-        row = {part: value * (1 + noise * random.standard_normal()) for part, value in WORK.items()}
-        for part, value in (extra or {}).items():
-            row[part] += value if since <= step < until else 0.0
-        row["communication"] = wait
-        rows.append(row)
-    history.add(step_table(rows))
-    return history.windows()
+from tests.planted import MS, WORK_NS, Job, part_of, wider
+from torchlens_perf.board import LATE_ROWS
+from torchlens_perf.episodes import Episode
+from torchlens_perf.ring import Flag
+from torchlens_perf.straggler import EVERY, LEAST_ROWS, LEAST_SHARE, NOTHING, Findings, Judge, Place
 
 
-@pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer", "host"])
-def test_slow_phase_is_named(phase: str) -> None:
-    """A rank that is slower in one phase is named with that phase and what it costs."""
-    ranks = {rank: windows(200, seed=rank, wait=10) for rank in range(4)}
-    ranks[2] = windows(200, seed=9, extra={phase: 10})
-    found = compare(ranks).straggler
-
-    assert found is not None
-    assert (found.rank, found.phase, found.since_step) == (2, phase, 0)
-    assert found.excess_ns == pytest.approx(10 * MS, rel=0.15)
-    assert found.blame > 0.9
+def only(found: Findings) -> Episode:
+    (episode,) = found.episodes
+    return episode
 
 
-def test_equal_ranks_are_not_blamed() -> None:
-    """Noise alone names nobody, over many seeds; the answer says what would have been seen."""
-    for seed in range(40):
-        comparison = compare({rank: windows(300, seed=100 * seed + rank) for rank in range(4)})
-
-        assert comparison.straggler is None
-        assert 0.01 * comparison.step_ns < comparison.detectable_ns < 0.1 * comparison.step_ns
+def two_of_seven(first: int, end: int) -> np.ndarray:
+    rows = np.arange(first, end)
+    return rows[(rows % 7 == 1) | (rows % 7 == 4)]
 
 
-def test_waiting_is_not_slowness() -> None:
-    """A rank that waits long for the others is their victim: communication does not count against it."""
-    ranks = {0: windows(200, seed=1, wait=50), 1: windows(200, seed=2, extra={"forward": 50})}
-    found = compare(ranks).straggler
+class TestNamed:
+    @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
+    @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer", "host", "compute"])
+    def test_rank_phase_and_step(self, ranks: int, phase: str) -> None:
+        """A rank that is 6 % slower is named alone, with its phase, since when, by how much; its victims never are."""
+        rank = ranks // 2
+        found = only(Job.of(ranks, 200, seed=1).slow(rank, 12, phase, slice(80, None)).judged())
 
-    assert found is not None
-    assert found.rank == 1
+        assert (found.rank, found.phase, found.until_step, found.from_start) == (rank, phase, None, False)
+        assert abs(found.since_step - 80) <= 4
+        assert 80 < found.named_step < 80 + 3 * LEAST_ROWS
+        assert found.excess_ns == pytest.approx(12 * MS, rel=0.15)
+        assert found.phase_excess_ns == pytest.approx(12 * MS, rel=0.25)
+        assert found.work_ns - found.others_work_ns == pytest.approx(12 * MS, rel=0.15)
+        assert 0.4 * found.excess_ns < found.cost_ns < 1.001 * found.excess_ns
+
+    def test_since_the_start(self) -> None:
+        """A rank that was slow when the judgement began says so, whatever its warm-up was like."""
+        job = Job.of(4, 100).slow(3, 12)
+        job.slow(0, 5000, rows=slice(0, 3))
+        found = only(job.judged())
+
+        assert (found.rank, found.from_start, found.since_step) == (3, True, 4)
+
+    def test_a_slow_rank_that_moves(self) -> None:
+        """Two episodes: the first one ends when the slowness leaves the rank, the second one begins there."""
+        job = Job.of(4, 400, seed=2).slow(0, 20, "data", slice(60, 200)).slow(1, 20, "data", slice(200, None))
+        now, before = job.judged().episodes
+
+        assert (now.rank, now.until_step, before.rank) == (1, None, 0)
+        assert before.until_step is not None
+        assert abs(before.until_step - 200) <= 5
+        assert abs(before.since_step - 60) <= 4
+        assert abs(now.since_step - 200) <= 4
+        assert before.excess_ns == pytest.approx(20 * MS, rel=0.15)
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_intermittent(self, seed: int) -> None:
+        """Slow in two of seven steps: named within 60 of them, with its share of steps and its excess in those."""
+        job = Job.of((2, 3, 4, 8)[seed % 4], 200, seed=seed).slow(1, 40, "host", two_of_seven(80, 200))
+        found = only(job.judged())
+
+        assert (found.rank, found.phase, found.until_step) == (1, "host", None)
+        assert found.named_step < 140
+        assert abs(found.since_step - 80) <= 21
+        assert found.slow_share == pytest.approx(2 / 7, abs=0.05)
+        assert found.slow_excess_ns == pytest.approx(40 * MS, rel=0.15)
+
+    def test_two_slow_ranks_of_four(self) -> None:
+        """Both are named; neither alone costs the job much, for the other one would hold it up as long."""
+        one, other = Job.of(4, 200).slow(1, 20).slow(2, 20).judged().episodes
+
+        assert {one.rank, other.rank} == {1, 2}
+        for found in (one, other):
+            assert found.excess_ns == pytest.approx(20 * MS, rel=0.15)
+            assert found.cost_ns < 3 * MS
+
+    def test_more_workload_is_said(self) -> None:
+        """A rank that always has more to do is named, and by how much more it has."""
+        for ranks in (2, 4, 32):
+            lengths = 1 + 0.05 * np.random.default_rng(ranks).standard_normal((ranks, 200))
+            lengths[1, 60:] *= 1.4
+            found = only(Job.of(ranks, 200).load(lengths, told=True).judged())
+
+            assert (found.rank, found.phase) == (1, "compute")
+            assert abs(found.since_step - 60) <= 4
+            assert found.more_workload == pytest.approx(0.4, abs=0.06)
+
+    def test_slow_in_spite_of_varying_workload(self) -> None:
+        """Where the workload is told, a slow rank is found that would drown in its variation."""
+        lengths = np.clip(1 + 0.3 * np.random.default_rng(3).standard_normal((4, 150)), 0.1, 2)
+        told, untold = (
+            Job.of(4, 150).load(lengths, told=told).slow(2, 14, "backward", slice(60, None)) for told in (True, False)
+        )
+
+        assert only(told.judged()).rank == 2
+        assert abs(only(told.judged()).more_workload) < 0.1
+        assert untold.judged().episodes == ()
 
 
-@pytest.mark.parametrize("since", [64, 400])
-def test_since_when(since: int) -> None:
-    """The verdict says from about which step on, and its cost is that of the slow part of the run."""
-    ranks = {0: windows(800, seed=1), 1: windows(800, seed=2, extra={"backward": 15}, since=since)}
-    found = compare(ranks).straggler
+class TestCpu:
+    def job(self, excess_ms: float, rows: slice, ranks: int = 4) -> Job:
+        job = Job.of(ranks, 300, seed=3)
+        job.ready_ns = 2 * MS * np.abs(np.random.default_rng(0).standard_normal((ranks, 300)))
+        job.ready_ns[1, rows] += excess_ms * MS
+        return job
 
-    assert found is not None
-    assert abs(found.since_step - since) <= 16
-    assert found.excess_ns == pytest.approx(15 * MS, rel=0.15)
+    def test_lasting_lack(self) -> None:
+        """A rank without a CPU in every step, for long, that the others wait for: named, in the phase "cpu"."""
+        found = only(self.job(60, slice(100, None)).judged())
 
+        assert (found.rank, found.phase) == (1, "cpu")
+        assert abs(found.since_step - 100) <= 4
+        assert found.named_step >= 100 + 6 * LEAST_ROWS
+        assert found.excess_ns == pytest.approx(60 * MS, rel=0.15)
+        assert found.phase_excess_ns == found.excess_ns
+        assert found.cost_ns == pytest.approx(58 * MS, rel=0.1)
 
-def test_small_excess_is_not_worth_a_verdict() -> None:
-    """Less than 2 % of the step is nothing to wake a person for, however certain."""
-    ranks = {0: windows(400, seed=1, noise=0.0), 1: windows(400, seed=2, noise=0.0, extra={"forward": 1.0})}
-    comparison = compare(ranks)
+    def test_a_while_is_nothing(self) -> None:
+        """CPUs change hands by chance for seconds: what passes is not named."""
+        assert self.job(60, slice(100, 100 + 5 * LEAST_ROWS)).judged().episodes == ()
 
-    assert comparison.straggler is None
-    assert comparison.detectable_ns == pytest.approx(0.02 * comparison.step_ns)
+    def test_now_and_then_is_nothing(self) -> None:
+        """Nor is a lack in fewer than half of the steps, however long."""
+        job = self.job(0, slice(0))
+        job.ready_ns[1, 50::3] += 200 * MS
+        assert job.judged().episodes == ()
 
+    def test_nobody_waits_for_it(self) -> None:
+        """A rank that lacks a CPU while another one is slower is not the job's problem."""
+        found = only(self.job(60, slice(100, None)).slow(2, 100, "data", slice(50, None)).judged())
 
-def test_two_equally_slow_ranks_are_an_imbalance() -> None:
-    """If two of four are equally slow, none of them alone costs the job anything."""
-    ranks = {rank: windows(200, seed=rank, extra={"forward": 20} if rank > 1 else None) for rank in range(4)}
+        assert (found.rank, found.phase) == (2, "data")
 
-    assert compare(ranks).straggler is None
-
-
-def test_one_rank_or_few_steps_cannot_be_compared() -> None:
-    """A single rank, or too few windows, gives no straggler, and nothing that would have been seen."""
-    alone = compare({0: windows(400)})
-    few = compare({0: windows(16), 1: windows(16, extra={"forward": 50})})
-
-    assert (alone.straggler, alone.windows) == (None, 0)
-    assert few.straggler is None
-    assert few.windows < LEAST_WINDOWS
-    assert few.detectable_ns == float("inf")
-
-
-def test_ranks_of_different_length() -> None:
-    """A rank that recorded fewer steps is compared over the windows that all have."""
-    ranks = {0: windows(8000, seed=1), 1: windows(900, seed=2, extra={"data": 20})}
-    found = compare(ranks).straggler
-
-    assert found is not None
-    assert (found.rank, found.phase) == (1, "data")
+    def test_not_measured_on_all(self) -> None:
+        """Where one rank's time without a CPU is not known, nobody is named for it."""
+        job = self.job(60, slice(100, None))
+        job.ready_ns[3] = np.nan
+        assert job.judged().episodes == ()
 
 
-def test_nothing_in_common() -> None:
-    """Ranks without a common window are not compared, and nothing fails."""
-    history = WindowHistory()
-    history.add(step_table([WORK] * 64, first_step=10_000))
+def autocorrelated(random: np.random.Generator, shape: tuple[int, ...], factor: float = 0.5) -> np.ndarray:
+    values = random.standard_normal(shape)
+    for row in range(1, shape[-1]):
+        values[..., row] = factor * values[..., row - 1] + np.sqrt(1 - factor**2) * values[..., row]
+    return values
 
-    assert compare({0: windows(64), 1: history.windows()}).straggler is None
+
+def stalls(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return random.standard_normal(shape) + (random.random(shape) < 0.01) * random.exponential(30, shape)
+
+
+NOISES: dict[str, Any] = {
+    "normal": lambda random, shape: random.standard_normal(shape),
+    "heavy tails": lambda random, shape: random.standard_t(3, shape),
+    "autocorrelated": autocorrelated,
+    "giant stalls": stalls,
+}
+
+
+class TestNobody:
+    @pytest.mark.parametrize("ranks", [2, 4, 16, 64])
+    @pytest.mark.parametrize("noise", NOISES)
+    def test_clean_jobs(self, noise: str, ranks: int) -> None:
+        """50 healthy jobs of each size: whatever the noise is like, nobody is named."""
+        share = 0.01 if noise == "autocorrelated" else 0.05
+        deviations = NOISES[noise](np.random.default_rng(ranks), (50, ranks, 80))
+        for each in deviations:
+            assert Job.of(ranks, 80, noise=share, deviations=each).judged().episodes == ()
+
+    def test_much_autocorrelated_noise(self) -> None:
+        """Steps that vary by 5 % and are like their neighbours look slow for a while: in few jobs, and not for ever."""
+        deviations = autocorrelated(np.random.default_rng(1), (60, 4, 160))
+        found = [Job.of(4, 160, noise=0.05, deviations=each).judged() for each in deviations]
+
+        assert sum(len(each.episodes) > 0 for each in found) <= 3
+        assert sum(episode.until_step is None for each in found for episode in each.episodes) <= 2
+
+    def test_named_for_nothing(self) -> None:
+        """Who was named by chance, and is no slower in the long run, is dropped, though its noise goes on."""
+        for seed in (6, 10, 15, 16):
+            found = only(Job.of(2, 600, noise=0.05, seed=seed).slow(1, 16, rows=slice(40, 70)).judged())
+            assert found.until_step is not None
+            assert abs(found.until_step - 70) <= 10
+
+    @pytest.mark.parametrize("noise", NOISES)
+    def test_long_clean_job(self, noise: str) -> None:
+        """Nor in one that is judged five hundred times."""
+        share = 0.01 if noise == "autocorrelated" else 0.05
+        deviations = NOISES[noise](np.random.default_rng(7), (4, 2000))
+        assert Job.of(4, 2000, noise=share, deviations=deviations).judged().episodes == ()
+
+    @pytest.mark.parametrize("told", [True, False])
+    def test_varying_workload(self, told: bool) -> None:
+        """Sequences of any length, drawn anew on each rank in each step: nobody, whether they are told or not."""
+        for seed in range(20):
+            ranks = (2, 3, 4, 8)[seed % 4]
+            lengths = np.clip(1 + 0.3 * np.random.default_rng(seed).standard_normal((ranks, 120)), 0.1, 2)
+            assert Job.of(ranks, 120, seed=seed).load(lengths, told=told).judged().episodes == ()
+
+    def test_not_worth_a_persons_time(self) -> None:
+        """2 % of the step is nothing to be named, however certain; 3 % is."""
+        assert Job.of(4, 200, noise=1e-4).slow(1, 0.02 * WORK_NS / MS).judged().episodes == ()
+        assert only(Job.of(4, 200, noise=1e-4).slow(1, 0.03 * WORK_NS / MS).judged()).rank == 1
+
+    def test_ranks_that_always_differ(self) -> None:
+        """Where eight or more ranks differ lastingly, the slowest of them is none that stands out."""
+        spread = np.linspace(-15, 15, 16)
+        job = Job.of(16, 200)
+        for rank, excess_ms in enumerate(spread):
+            job.slow(rank, float(excess_ms))
+
+        assert job.judged().episodes == ()
+        assert only(job.slow(3, 80).judged()).rank == 3
+
+    def test_all_slow_together(self) -> None:
+        """What slows all ranks alike, however much, names none of them."""
+        job = Job.of(4, 200)
+        job.parts_ns[:, 100:] *= 1.5
+        assert job.judged().episodes == ()
+
+
+class TestHysteresis:
+    @pytest.mark.parametrize("noise", [0.01, 0.04])
+    def test_constant(self, noise: float) -> None:
+        """One fault over 1500 rows is one episode, also where it is hardly above the noise."""
+        found = only(Job.of(4, 2000, noise=noise).slow(1, 20, rows=slice(500, None)).judged())
+
+        assert (found.until_step, found.last_step) == (None, 1999)
+        assert found.since_step == pytest.approx(500, abs=4 if noise == 0.01 else 16)
+
+    def test_intermittent(self) -> None:
+        """So is one that comes and goes."""
+        found = only(Job.of(4, 2000).slow(1, 40, "host", two_of_seven(500, 2000)).judged())
+
+        assert (found.until_step, found.last_step) == (None, 1999)
+
+    def test_back_again(self) -> None:
+        """A fault that was over for long and comes back is a second episode, not a longer first one."""
+        job = Job.of(4, 400).slow(1, 20, rows=slice(50, 150)).slow(1, 20, rows=slice(300, None))
+        now, before = job.judged().episodes
+
+        assert [round(step / 10) for step in (before.since_step, before.until_step or 0, now.since_step)] == [5, 15, 30]
+
+
+def with_splits(draw: Any, job: Job) -> Iterator[tuple[int, slice, bool]]:
+    """The rows of all ranks cut anywhere and mixed, each rank's in order; and whether to judge after each piece."""
+    left = dict.fromkeys(range(job.ranks), 0)
+    while left:
+        rank = draw(st.sampled_from(sorted(left)))
+        end = min(job.rows, left[rank] + draw(st.integers(1, 40)))
+        yield rank, slice(left[rank], end), draw(st.booleans())
+        left[rank] = end
+        if end == job.rows:
+            del left[rank]
+
+
+class TestBatching:
+    JOB = Job.of(3, 60, seed=4).slow(1, 30, "data", slice(12, 36)).slow(2, 30, "forward", slice(36, None))
+    WHOLE = JOB.judged()
+
+    @settings(max_examples=40, deadline=None)
+    @given(data=st.data())
+    def test_any_split(self, data: st.DataObject) -> None:
+        """However the rows come, rank by rank, in whatever pieces: the findings are the same to the last digit."""
+        assert [(each.rank, each.until_step is None) for each in self.WHOLE.episodes] == [(2, True), (1, False)]
+        judge = Judge()
+        judge.add_block("", self.JOB.block(rows=slice(0, 1)))
+        for rank, rows, now in with_splits(data.draw, self.JOB):
+            judge.add(rank, self.JOB.rows_of(rank, rows))
+            if now:
+                judge.judge()
+
+        assert judge.judge(final=True) == self.WHOLE
+
+    def test_more_than_the_board_holds(self) -> None:
+        """A thousand rows at once are judged as if they had come one after the other."""
+        job = Job.of(3, 1000).slow(0, 20, rows=slice(100, 300)).slow(1, 20, rows=slice(700, None))
+        judge = Judge()
+        for row in range(0, 1000, 50):
+            judge.add_block("", job.block(rows=slice(row, row + 50)))
+            judge.judge()
+
+        assert judge.judge(final=True) == job.judged()
+        assert len(job.judged().episodes) == 2
+
+    def test_rank_order(self) -> None:
+        """Ranks in another order, with the same rows, change nothing but their numbers."""
+        order = [2, 0, 1]
+        mixed = dataclasses.replace(self.JOB, parts_ns=self.JOB.parts_ns[order]).judged()
+
+        for found, expected in zip(mixed.episodes, self.WHOLE.episodes, strict=True):
+            assert order[found.rank] == expected.rank
+            assert dataclasses.replace(found, rank=0) == dataclasses.replace(expected, rank=0)
+
+    @pytest.mark.parametrize("piece", [1, 3, 7, 200])
+    def test_ranks_with_rows_of_different_width(self, piece: int) -> None:
+        """Rows of one, two and four steps, in any pieces, are compared as rows of four: none is lost on the way."""
+        job = Job.of(3, 400, noise=0.02).slow(1, 20, "data", slice(100, None))
+        rows = [wider(job.rows_of(rank), width) for rank, width in enumerate((1, 2, 4))]
+        judge = Judge()
+        for first in range(0, 400, 4 * piece):
+            for each in rows:
+                part = part_of(each, first // each.width, first // each.width + 4 * piece // each.width)
+                for at in range(0, len(part), piece):
+                    judge.add(rows.index(each), part_of(part, at, at + piece))
+            judge.judge()
+        found = judge.judge(final=True)
+
+        assert (only(found).rank, only(found).phase) == (1, "data")
+        assert abs(only(found).since_step - 100) <= 8
+        assert found.rows == 100 - 4  # all but the warm-up
+
+
+def streamed(job: Job, hidden: dict[int, slice], piece: int = 10) -> tuple[Judge, list[Findings]]:
+    """Judges every ten rows; what is hidden of a rank never comes."""
+    judge, all_found = Judge(), []
+    for first in range(0, job.rows, piece):
+        for rank in range(job.ranks):
+            not_here = hidden.get(rank, slice(0, 0))
+            if not not_here.start <= first < not_here.stop:
+                judge.add(rank, job.rows_of(rank, slice(first, first + piece)))
+        all_found.append(judge.judge())
+    return judge, all_found
+
+
+class TestLateAndMissing:
+    def job(self, rows: int = 300) -> Job:
+        return Job.of(4, rows, seed=5).slow(1, 20, "data", slice(60, None))
+
+    def test_waits_for_a_rank_that_is_behind(self) -> None:
+        """Rows are judged when all ranks have them: while one lags by less than LATE_ROWS, the others' rest."""
+        _, found = streamed(self.job(), {3: slice(40, 40 + LATE_ROWS)})
+
+        assert found[8].last_step == 39
+
+    def test_does_not_wait_for_ever(self) -> None:
+        """A rank that is more than LATE_ROWS behind is left out, and the others go on."""
+        _, found = streamed(self.job(), {3: slice(40, 1 << 30)})
+
+        assert [each.last_step for each in found[8:12]] == [39, 39, 107, 119]
+        assert only(found[-1]).rank == 1
+
+    def test_a_rank_that_comes_late(self) -> None:
+        """A rank whose rows begin later is compared from then on; what was found before stays."""
+        for rank in (0, 1):
+            job = self.job().slow(3, 25, "host", slice(150, None))
+            _, found = streamed(job, {rank: slice(0, 100)})
+            slow = {each.rank: each for each in found[-1].episodes}
+
+            assert set(slow) == {1, 3}
+            assert abs(slow[3].since_step - 150) <= 4
+            assert all(np.isfinite(value) for each in slow.values() for value in numbers(each))
+
+    def test_a_hole_in_one_rank(self) -> None:
+        """Rows that a rank lost are compared on no rank once it is back, and nothing becomes "not a number"."""
+        for hole in (slice(70, 100), slice(70, 170)):
+            for rank in (0, 1, 3):
+                judge, found = streamed(Job.of(4, 300, seed=5).slow(1, 20, "data"), {rank: hole})
+                last = judge.judge(final=True)
+
+                assert (only(last).rank, only(last).until_step) == (1, None)
+                assert only(last).excess_ns == pytest.approx(20 * MS, rel=0.15)
+                for each in found:
+                    assert np.isfinite(each.step_ns)
+                    assert all(np.isfinite(value) for episode in each.episodes for value in numbers(episode))
+                    assert all(np.isfinite([usual.work_ns, usual.wait_ns]).all() for usual in each.usual)
+
+    def test_a_rank_that_catches_up(self) -> None:
+        """Rows that come after the others were judged without them count as if they had come in time."""
+        job = self.job()
+        judge = Judge()
+        for rank in (0, 1, 2):
+            judge.add(rank, job.rows_of(rank))
+        judge.add(3, job.rows_of(3, slice(0, 100)))
+        judge.judge()
+        judge.add(3, job.rows_of(3, slice(100, None)))
+        late, whole = judge.judge(final=True), job.judged()
+
+        assert only(late).excess_ns == pytest.approx(only(whole).excess_ns, rel=0.01)
+        assert late.rows == whole.rows
+
+    def test_a_rank_that_ends_early(self) -> None:
+        """The others are judged on without it, at once."""
+        job = self.job()
+        judge = Judge()
+        for rank in range(4):
+            judge.add(rank, job.rows_of(rank, slice(0, 40 if rank == 3 else 80)))
+        assert judge.judge().last_step == 39
+        judge.end(3)
+        found = judge.judge()
+
+        assert found.last_step == 79
+        assert only(found).rank == 1
+
+    def test_the_slow_rank_ends_first(self) -> None:
+        """It stays named: what it was is not undone by its end."""
+        job = self.job()
+        judge = Judge()
+        for rank in range(4):
+            judge.add(rank, job.rows_of(rank, slice(0, 120 if rank == 1 else 300)))
+        judge.judge()
+        judge.end(1)
+
+        assert (only(judge.judge(final=True)).rank, only(judge.judge(final=True)).last_step) == (1, 119)
+
+    @pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.SKIPPED, Flag.PROBED, Flag.CHECKPOINT, Flag.COMPILED])
+    def test_other_work(self, flag: Flag) -> None:
+        """A step with other work on one rank is compared on none."""
+        job = Job.of(4, 200)
+        job.slow(1, 300, "host", slice(0, 200, 3)).flags[1, ::3] = flag
+        found = job.judged()
+
+        assert found.episodes == ()
+        assert found.rows == sum(row % 3 > 0 for row in range(4, 200))
+        job.flags[:] = Flag.COLLECTED | Flag.MANUAL | Flag.INFERENCE
+        assert only(job.judged()).rank == 1
+
+    def test_the_last_rows(self) -> None:
+        """What does not fill EVERY rows is judged at the end."""
+        job = Job.of(2, 4 * EVERY + 3)
+        judge = Judge()
+        judge.add_block("", job.block())
+
+        assert judge.judge().last_step == 4 * EVERY - 1
+        assert judge.judge(final=True).last_step == 4 * EVERY + 2
+
+
+def numbers(episode: Episode) -> list[float]:
+    return [value for value in dataclasses.asdict(episode).values() if isinstance(value, float)]
+
+
+class TestPopulations:
+    def test_never_mixed(self) -> None:
+        """Ranks that do different work are not compared: the busier stage is not slow, and its work is told."""
+        judge = Judge()
+        job = Job.of(8, 100)
+        job.parts_ns[4:] *= 1.3
+        for rank in range(8):
+            judge.know(rank, Place("", f"stage{rank // 4}"))
+            judge.add(rank, job.rows_of(rank))
+        found = judge.judge(final=True)
+
+        assert found.episodes == ()
+        assert found.compared == 8
+        assert [(usual.population, usual.ranks) for usual in found.usual] == [("stage0", "0-3"), ("stage1", "4-7")]
+        assert found.usual[1].work_ns / found.usual[0].work_ns == pytest.approx(1.3, rel=0.02)
+        assert found.usual[0].wait_ns == pytest.approx(0.3 * WORK_NS, rel=0.2)
+
+    def test_slow_in_its_stage(self) -> None:
+        """A rank that is slow among its like is named, though those of another stage work longer."""
+        job = Job.of(8, 100).slow(2, 20, "optimizer")
+        job.parts_ns[4:] *= 1.3
+        judge = Judge()
+        judge.add_block("a", job.block(range(4)))
+        judge.add_block("b", job.block(range(4, 8)))
+
+        assert only(judge.judge(final=True)).rank == 2
+
+    def test_one_rank_a_stage(self) -> None:
+        """A rank without its like is compared with nobody; what it does is known."""
+        judge = Judge()
+        judge.add_block("a", Job.of(1, 100).block())
+        found = judge.judge(final=True)
+
+        assert (found.compared, found.episodes, found.detectable_ns) == (0, (), float("inf"))
+        assert Judge().judge(final=True) == NOTHING
+
+
+def test_detectable() -> None:
+    """What would have been seen is told: that much is found, and half of it is not; few rows detect nothing."""
+    found = Job.of(4, 64, noise=0.05, seed=6).judged()
+    assert LEAST_SHARE * found.step_ns < found.detectable_ns < 0.2 * found.step_ns
+    seen_ms = found.detectable_ns / MS
+
+    assert only(Job.of(4, 64, noise=0.05, seed=6).slow(1, 1.5 * seen_ms).judged()).rank == 1
+    assert Job.of(4, 64, noise=0.05, seed=6).slow(1, 0.5 * seen_ms).judged().episodes == ()
+    assert Job.of(4, LEAST_ROWS + 3, seed=6).judged().detectable_ns == float("inf")
+    quiet = Job.of(4, 100, noise=0.0).judged()
+    assert quiet.detectable_ns == pytest.approx(LEAST_SHARE * quiet.step_ns)
+
+
+def test_json() -> None:
+    """Findings survive plain JSON, also those that detect nothing yet."""
+    judge = Judge()
+    judge.add_block("a/pp0", Job.of(4, 100).slow(1, 20).block())
+    for found in (judge.judge(final=True), NOTHING):
+        text = json.dumps(found.to_json(), allow_nan=False)
+        assert Findings.from_json(json.loads(text)) == found
+    assert len(judge.judge().episodes) == 1

@@ -59,25 +59,59 @@ class Block:
         inside = (self.key >= 0) & (steps >= low) & (steps < high)
         return dataclasses.replace(self, key=np.where(inside, self.key, -1))
 
-    def widened(self, width: int) -> Block:
-        """Rows as means over `width` steps; what does not fill a row is left out."""
+
+@dataclasses.dataclass(frozen=True)
+class _NarrowRows:
+    """Rows of any ranks one below the other, [rows, ...], of which the board's rows are means."""
+
+    width: int
+    rank: npt.NDArray[np.int64]
+    key: npt.NDArray[np.int64]
+    flags: npt.NDArray[np.int64]
+    values: dict[str, npt.NDArray[np.floating[Any]]]
+
+    @classmethod
+    def of(cls, block: Block) -> _NarrowRows:
+        rank, row = np.nonzero(block.key >= 0)
+        values = {name: getattr(block, name)[rank, row] for name in _VALUES}
+        return cls(block.width, block.ranks[rank], block.key[rank, row], block.flags[rank, row], values)
+
+    def and_then(self, later: _NarrowRows) -> _NarrowRows:
+        values = {name: np.concatenate([self.values[name], later.values[name]]) for name in _VALUES}
+        rank, key, flags = (
+            np.concatenate([getattr(self, name), getattr(later, name)]) for name in ("rank", "key", "flags")
+        )
+        return _NarrowRows(self.width, rank, key, flags, values)
+
+    def chosen(self, which: npt.NDArray[np.bool_]) -> _NarrowRows:
+        values = {name: value[which] for name, value in self.values.items()}
+        return _NarrowRows(self.width, self.rank[which], self.key[which], self.flags[which], values)
+
+    def widened(self, width: int) -> tuple[Block | None, _NarrowRows]:
+        """Means over `width` steps, where all their rows are there; and the rows that are left, to be completed."""
         per = width // self.width
-        first = np.where(self.key >= 0, self.key, np.iinfo(np.int64).max).min() // per
-        count = max(1, int(self.key.max()) // per - int(first) + 1)
-        at = np.where(self.key >= 0, self.key // per - first, count)  # a column more, for what is no row
-        index = np.arange(len(self.ranks))[:, None]
-        filled = np.zeros((len(self.ranks), count + 1), np.int64)
-        np.add.at(filled, (index, at), 1)
-        values: dict[str, Any] = {}
-        for name in ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns"):
-            column = getattr(self, name)
-            sums = np.zeros((len(self.ranks), count + 1, *column.shape[2:]))
-            np.add.at(sums, (index, at), column)
-            values[name] = sums[:, :count] / per
-        flags = np.zeros((len(self.ranks), count + 1), np.int64)
-        np.bitwise_or.at(flags, (index, at), self.flags)
-        key = np.where(filled[:, :count] == per, first + np.arange(count), -1)
-        return Block(width, self.ranks, key, flags=flags[:, :count], **values)
+        wide = self.key // per
+        (pairs, group, count) = np.unique(np.stack([self.rank, wide]), axis=1, return_inverse=True, return_counts=True)
+        group = group.reshape(-1)
+        full = count == per
+        left = self.chosen(~full[group] & (wide > wide.max() - LATE_ROWS))
+        if not full.any():
+            return None, left
+        ranks, index = np.unique(pairs[0, full], return_inverse=True)
+        at = pairs[1, full] - pairs[1, full].min()
+        shape = (len(ranks), int(at.max()) + 1)
+        key = np.full(shape, -1, np.int64)
+        key[index, at] = pairs[1, full]
+        flags = np.zeros(len(count), np.int64)
+        np.bitwise_or.at(flags, group, self.flags)
+        values: dict[str, Any] = {"flags": np.zeros(shape, np.int64)}
+        values["flags"][index, at] = flags[full]
+        for name, value in self.values.items():
+            sums = np.zeros((len(count), *value.shape[1:]))
+            np.add.at(sums, group, value)
+            values[name] = np.full((*shape, *value.shape[1:]), np.nan)
+            values[name][index, at] = sums[full] / per
+        return Block(width, ranks, key, **values), left
 
 
 class Board:
@@ -101,9 +135,19 @@ class Board:
         # Of each column: the row number whose excess has been computed, and whether it may be compared.
         self._computed = np.full(self.columns, -1, np.int64)
         self._good = np.zeros(self.columns, bool)
+        self._compared = np.zeros(0, np.int64)  # the ranks, by index, that they were computed for
+        self._narrow: dict[int, _NarrowRows] = {}  # by width: rows that do not fill one of the board's yet
 
     def put(self, block: Block) -> None:
-        """Rows of ranks that are on the board, of its width."""
+        """Rows of ranks that are on the board. Those that are narrower than its own wait until they fill one."""
+        if block.width != self.width:
+            narrow = _NarrowRows.of(block)
+            if block.width in self._narrow:
+                narrow = self._narrow[block.width].and_then(narrow)
+            wide, self._narrow[block.width] = narrow.widened(self.width)
+            if wide is None:
+                return
+            block = wide
         index = np.searchsorted(self.ranks, block.ranks)[:, None]
         keys = np.where(block.key > block.key.max() - self.columns, block.key, -1)
         at = np.where(keys >= 0, keys % self.columns, self.columns)
@@ -112,6 +156,7 @@ class Board:
             getattr(self, name)[index, at] = getattr(block, name)
         self.key[index, at] = keys
         self.newest[index[:, 0]] = np.maximum(self.newest[index[:, 0]], keys.max(axis=1))
+        self._computed[at[keys >= 0]] = -1  # rows that come late change what was computed without them
 
     def with_ranks(self, ranks: npt.NDArray[np.int64]) -> Board:
         """The same board with more ranks."""
@@ -121,6 +166,7 @@ class Board:
         at = np.searchsorted(ranks, self.ranks)
         for name in ("key", "flags", "newest", *_VALUES):
             getattr(grown, name)[at] = getattr(self, name)
+        grown._narrow = self._narrow
         return grown
 
     def frontier(self, ended: Collection[int]) -> int:
@@ -136,15 +182,13 @@ class Board:
         keys = self.key[:, :-1]
         return int(keys[keys >= 0].min())
 
-    def judged(
-        self, first: int, end: int, ended: Collection[int]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def judged(self, first: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Row numbers from `first` to below `end` that can be compared, and the ranks (indices) that take part."""
         keys = np.arange(max(first, end - self.rows, 0), end)
-        late = self.newest < end - 1
-        if ended:
-            late |= np.isin(self.ranks, list(ended)) & (self.newest < end - 1)
-        present = np.flatnonzero(~late)
+        present = np.flatnonzero(self.newest >= end - 1)
+        if not np.array_equal(present, self._compared):
+            self._compared = present
+            self._computed[:] = -1
         at = keys % self.columns
         for key, column in zip(keys.tolist(), at.tolist(), strict=True):
             if self._computed[column] != key:

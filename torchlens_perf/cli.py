@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchlens_perf import simulate_command
 from torchlens_perf.errors import ConfigError, TorchlensPerfError
 from torchlens_perf.run_directory import RunDirectory
 
@@ -54,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     sidecar.add_argument("--host", default=socket.gethostname(), help="the node whose ring files are read")
     sidecar.add_argument("--lock-descriptor", type=int, help=argparse.SUPPRESS)
     sidecar.set_defaults(command=_sidecar)
+
+    simulate_command.add_command(commands)
 
     build_tap = commands.add_parser(
         "build-tap",

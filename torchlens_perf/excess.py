@@ -14,6 +14,7 @@ CLIP = 4.0  # standard deviations that one row may count
 FALSE_ALARMS = 1e-4  # a judgement of a clean job, by the bound that threshold() takes
 _SAMPLE = 1024  # ranks from which the noise is taken
 _FEW_RANKS = 16  # so many are compared with the others alone; of more, one does not move the median
+_NEIGHBOURS = (1, 4, 8)  # rows, over which means are taken for the noise
 _TO_SIGMA = 1.4826  # of a normal distribution's median absolute deviation
 
 
@@ -29,21 +30,25 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
 def noise(excess: npt.NDArray[np.floating[Any]]) -> float:
     """Standard deviation of the excess from row to row, as it counts in a mean over many rows: the middle rank's.
 
-    From differences of neighbours, which a lasting excess does not move; and of means over four rows, which vary more
-    where neighbours are alike. Medians over rows: single stalls do not count. Not each rank's own, which an excess that
-    comes and goes would raise.
+    From differences of neighbours, which a lasting excess does not move; and of means over four and eight rows, which
+    vary more where neighbours are alike; of few such means, that may be more than is seen. Medians over rows, and means
+    of clipped values: single stalls do not count. Not each rank's own, which an excess that comes and goes would raise.
     """
     if len(excess) > _SAMPLE:
         excess = excess[:: len(excess) // _SAMPLE]
-    sigmas = [1.0]
-    for length in (1, 4):
+    largest = 1.0
+    for length in _NEIGHBOURS:
         count = excess.shape[1] // length
         if count >= 3:
             means = excess[:, : count * length].reshape(len(excess), count, length).mean(axis=2)
             steps = np.abs(np.diff(means, axis=1)) / np.sqrt(2)
             by_rank = np.sort(np.median(steps, axis=1))
-            sigmas.append(_TO_SIGMA * float(by_rank[(len(by_rank) - 1) // 2]) * float(np.sqrt(length)))
-    return max(sigmas)
+            sigma = _TO_SIGMA * float(by_rank[(len(by_rank) - 1) // 2]) * float(np.sqrt(length))
+            largest = max(largest, sigma if length == 1 else sigma * (1 + 1 / (count - 1)))
+        if length == 1:
+            middle = np.median(excess, axis=1, keepdims=True)
+            excess = np.clip(excess, middle - CLIP * largest, middle + CLIP * largest)
+    return largest
 
 
 class Interval(NamedTuple):
@@ -117,11 +122,12 @@ def lasts(series: npt.NDArray[np.floating[Any]], scale: float, least_errors: flo
 
 
 def without_workload(
-    excess: npt.NDArray[np.floating[Any]], workload: npt.NDArray[np.floating[Any]]
+    excess: npt.NDArray[np.floating[Any]], workload: npt.NDArray[np.floating[Any]], least_rows: int
 ) -> npt.NDArray[np.floating[Any]]:
     """The excess without what a rank's larger workload explains: [ranks, rows], as are both arguments.
 
-    One straight line for all ranks and rows; only where that makes the excess smaller.
+    One straight line for all ranks and rows; only where that makes the excess smaller. And only for workload that
+    varies: the excess of a rank that has had clearly more of it for `least_rows` rows or longer, up to now, stays.
     """
     if not np.isfinite(workload).all():
         return excess
@@ -132,4 +138,12 @@ def without_workload(
     clipped = np.clip(excess, *np.quantile(excess, (0.01, 0.99)))
     slope = float((more * clipped).mean()) / variance
     left = excess - slope * more
-    return left if slope > 0 and np.median(np.abs(left)) < 0.95 * np.median(np.abs(excess)) else excess
+    if slope <= 0 or np.median(np.abs(left)) >= 0.95 * np.median(np.abs(excess)):
+        return excess
+    scale = noise(more)
+    lasting = strongest_interval(more / scale, least_rows)
+    for rank in np.flatnonzero(lasting.strength > threshold(len(more))).tolist():
+        since = slice(int(lasting.start[rank]), None)
+        if lasts(more[rank, since], scale, own_errors(len(more)), strict=True):
+            left[rank, since] = excess[rank, since]
+    return left

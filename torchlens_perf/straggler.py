@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 EVERY = 4  # rows between two judgements
 LEAST_ROWS = 12  # of an interval that names somebody
 WARM_UP_ROWS = 4
+_LASTING_WORKLOAD = 48  # rows with more workload than the others, from which on that is a finding, and no excuse
 LEAST_SHARE = 0.025  # of the step: what is not worth a person's time
 SPREAD_FACTOR = 4.0  # times the ranks' own spread, where there are enough ranks to know it
 _RANKS_WITH_A_SPREAD = 8
@@ -105,6 +106,28 @@ class Findings:
         )
 
 
+def continued(earlier: Findings, now: Findings) -> Findings:
+    """`now`, of a judge that began in the middle of a run, with what the one before it had found."""
+    slow = {episode.rank for episode in now.episodes if episode.until_step is None}
+    first = min((episode.since_step for episode in now.episodes), default=earlier.last_step)
+    kept = []
+    for episode in earlier.episodes:
+        if episode.until_step is None and episode.rank not in slow and now.rows >= LEAST_ROWS:
+            episode = dataclasses.replace(episode, until_step=max(episode.last_step, first))
+        elif episode.until_step is None and episode.rank in slow:
+            continue
+        kept.append(episode)
+    own = []
+    for episode in now.episodes:
+        before = next((e for e in earlier.episodes if e.rank == episode.rank and e.until_step is None), None)
+        if before is not None and episode.until_step is None:
+            episode = dataclasses.replace(
+                episode, since_step=before.since_step, from_start=before.from_start, named_step=before.named_step
+            )
+        own.append(episode)
+    return dataclasses.replace(now, episodes=(*own, *kept))
+
+
 NOTHING = Findings((), 0, 0.0, float("inf"), 0, -1)
 
 
@@ -118,6 +141,7 @@ class Population:
         self._judged = -1  # row number up to which was judged
         self._first: int | None = None  # row number that the judgement began with
         self._ended: set[int] = set()
+        self._with_workload: set[int] = set()  # ranks that were named for an excess that their workload is part of
         self.rows = 0
         self.step_ns = self.work_ns = self.wait_ns = 0.0
         self.detectable_ns = float("inf")
@@ -144,8 +168,7 @@ class Population:
         for chunk in self._chunks():
             self._place(chunk)
             self._judge_ready(final=False)
-        if final:
-            self._judge_ready(final=True)
+        self._judge_ready(final=final)  # also without new rows: a rank that has ended is not waited for
 
     def _chunks(self) -> list[list[Block]]:
         """The pending rows in pieces that the board has room for, whatever came at once."""
@@ -175,9 +198,7 @@ class Population:
             board = board.with_ranks(ranks)
         self._board = board
         for block in chunk:
-            wide = block if block.width == width else block.widened(width)
-            if (wide.key >= 0).any():
-                board.put(wide)
+            board.put(block)
 
     def _judge_ready(self, *, final: bool) -> None:
         board = self._board
@@ -197,7 +218,7 @@ class Population:
         """Judges the rows before number `end`."""
         self._judged = end - 1
         first = self._first or 0
-        keys, present = board.judged(first + (WARM_UP_ROWS if first == 0 else 0), end, self._ended)
+        keys, present = board.judged(first + (WARM_UP_ROWS if first == 0 else 0), end)
         if len(keys) < LEAST_ROWS or not len(present):
             return
         sample = present[:: max(1, len(present) // 256)]
@@ -209,7 +230,9 @@ class Population:
         self.wait_ns = float(np.median(board.wait_ns[recent]))
         if len(present) < 2:  # nobody to compare it with, as in a pipeline of one rank a stage
             return
-        rows = _Judged(board, present, keys)
+        open_since = {episode.rank: episode.since_step for episode in self.episodes if episode.until_step is None}
+        self._with_workload.intersection_update(open_since)
+        rows = _Judged(board, present, keys, {rank: open_since[rank] for rank in self._with_workload})
         self._end_episodes(rows)
         self._begin_episodes(rows)
         self.detectable_ns = rows.detectable_ns(self.step_ns)
@@ -222,6 +245,9 @@ class Population:
             begin = rows.row_of(episode.since_step)
             series = rows.series(episode.phase)[index, begin:]
             over = over_since(series > episode.slow_excess_ns / 2, episode.slow_share, LEAST_ROWS)
+            worth_ns = LEAST_SHARE * self.step_ns
+            if over is None and series.mean() < worth_ns / 2:  # little is left, hidden in much noise
+                over = min(int(np.cumsum(series - worth_ns).argmax()) + 1, len(series) - 1)
             if over is not None:
                 episode.until_step = int(rows.keys[begin + over]) * rows.width
                 continue
@@ -245,12 +271,21 @@ class Population:
                     from_start = start == 0 and int(rows.keys[0]) <= (self._first or 0) + WARM_UP_ROWS
                     self.episodes.append(rows.episode(rank, index, start, phase, from_start=from_start))
                     slow.add(rank)
+                    if rows.has_workload_in(index, start):
+                        self._with_workload.add(rank)
 
 
 class _Judged:
     """The rows that are judged at one time: common to all ranks that are there."""
 
-    def __init__(self, board: Board, present: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        board: Board,
+        present: npt.NDArray[np.int64],
+        keys: npt.NDArray[np.int64],
+        with_workload: Mapping[int, int],
+    ) -> None:
+        """with_workload: ranks that are named for an excess that their workload is part of, and since which step."""
         self._board = board
         self._present = present
         self._at = keys % board.columns
@@ -258,10 +293,19 @@ class _Judged:
         self.width = board.width
         self.ranks = board.ranks[present]
         self.threshold = threshold(len(self.ranks))
-        excess = board.excess_ns[np.ix_(present, self._at)]
-        workload = board.workload[np.ix_(present, self._at)]
-        self._series = {"": without_workload(excess, workload) if np.isfinite(workload[:, -1]).all() else excess}
+        self._excess = board.excess_ns[np.ix_(present, self._at)]
         self._scales: dict[str, float] = {}
+        self._series = {"": self._excess}
+        workload = board.workload[np.ix_(present, self._at)]
+        if np.isfinite(workload[:, -1]).all():
+            self._series[""] = left = without_workload(self._excess, workload, _LASTING_WORKLOAD)
+            for rank, step in with_workload.items():
+                if (index := self.index_of(rank)) is not None:
+                    left[index, self.row_of(step) :] = self._excess[index, self.row_of(step) :]
+
+    def has_workload_in(self, index: int, start: int) -> bool:
+        """Whether the excess from row `start` on is judged as it was measured."""
+        return bool((self._series[""][index, start:] == self._excess[index, start:]).all())
 
     def index_of(self, rank: int) -> int | None:
         index = int(np.searchsorted(self.ranks, rank))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 VERSION = 1
-ROWS, SECTIONS, GROUPS, DIMENSIONS, INSIDE = 12, 64, 6, 4, 4
+ROWS, SECTIONS, GROUPS, DIMENSIONS, INSIDE = 12, 64, 6, 6, 4
 MOST_BYTES = 1024
 NO_ROW = 0xFFFFFFFF
 _STATES = ("unknown", "running", "stopped", "traced", "uninterruptible", "dead", "closed")
@@ -44,8 +44,8 @@ LAYOUT = np.dtype(
         ("usual_step_s", "<f4"),
         ("since_mark_s", "<f4"),  # negative: not known
         ("pid", "<u4"),
-        ("population", "S28"),
-        ("dimensions", [("name", "S6"), ("coordinate", "<u2")], DIMENSIONS),
+        ("population", "S48"),
+        ("dimensions", [("name", "S12"), ("coordinate", "<u2")], DIMENSIONS),
         ("groups", [("name", "S12"), ("issued", "<u4")], GROUPS),
         ("inside", "S16", INSIDE),
         ("row", "<u4", ROWS),  # step / width; NO_ROW: none
@@ -84,15 +84,15 @@ def pack(summary: Summary) -> bytes:
     value["usual_step_s"] = progress.usual_step_s
     value["since_mark_s"] = -1.0 if progress.since_mark_s is None else progress.since_mark_s
     value["all_groups"] = progress.all_groups and len(progress.issued) <= GROUPS
-    value["population"] = place.population.encode()[:28]
+    value["population"] = _cut(place.population, 48)
     for i, (name, coordinate) in enumerate(list(place.coordinates.items())[:DIMENSIONS]):
-        value["dimensions"][i] = name.encode()[:6], coordinate
+        value["dimensions"][i] = _cut(name, 12), coordinate
     last_issued = sorted(progress.issued.items(), key=lambda item: -item[1])[:GROUPS]
     for i, (name, sequence) in enumerate(last_issued):
-        value["groups"][i] = name.encode()[:12], sequence + 1
+        value["groups"][i] = _cut(name, 12), sequence + 1
     inside = progress.inside if len(progress.inside) <= INSIDE else (progress.inside[0], *progress.inside[1 - INSIDE :])
     for i, name in enumerate(inside):
-        value["inside"][i] = name.encode()[:16]
+        value["inside"][i] = _cut(name, 16)
     value["row"] = NO_ROW
     rows = summary.rows
     if rows is not None:
@@ -106,6 +106,11 @@ def pack(summary: Summary) -> bytes:
     sections = np.asarray(summary.sections_ns[:SECTIONS], "<f4")
     value["sections"][: len(sections)] = sections.view("<u4") >> 16
     return value.tobytes()
+
+
+def _cut(text: str, most_bytes: int) -> bytes:
+    """The text's first bytes, without a piece of a character at the end."""
+    return text.encode()[:most_bytes].decode(errors="ignore").encode()
 
 
 def windows(rows: Rows) -> Iterator[Rows]:
@@ -173,7 +178,7 @@ def progress(value: np.void, host: str, told_s: float) -> Progress:
         "told_s": told_s,
         "usual_step_s": float(value["usual_step_s"]),
         "issued": {group["name"].decode(): int(group["issued"]) - 1 for group in value["groups"] if group["name"]},
-        "inside": tuple(name.decode("utf-8", "replace") for name in value["inside"] if name),
+        "inside": tuple(name.decode() for name in value["inside"] if name),
         "state": _STATES[value["state"]],
         "since_mark_s": None if value["since_mark_s"] < 0 else float(value["since_mark_s"]),
         "all_groups": bool(value["all_groups"]),

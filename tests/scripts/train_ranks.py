@@ -1,4 +1,4 @@
-"""Trains under watch() on any number of ranks, with DDP over gloo. Rank SLOW_RANK computes more, from step SLOW_FROM on.
+"""Trains under watch() with DDP over gloo. Rank SLOW_RANK computes more, from step SLOW_FROM on.
 
 STEPS: how many; 0 for until killed. HANG_RANK leaves the loop after HANG_AFTER steps and sleeps.
 """

@@ -81,10 +81,8 @@ def _slow(report: dict[str, Any], culprit: Culprit, findings: Findings) -> Verdi
         "modules": modules,
         "module_excess_s": module_excess_s,
     }
-    confidence = _confidence(episode)
-    return Verdict(
-        "straggler", episode.rank, episode.phase, cost_s, share, episode.since_step, confidence, text, evidence
-    )
+    confidence, since_step = _confidence(episode), 0 if episode.from_start else episode.since_step
+    return Verdict("straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence)
 
 
 def _against(episode: Episode, ranks: int) -> str:

@@ -1,0 +1,343 @@
+"""Who is named in simulated runs, by us and by other tools' rules: how soon, how often right, how often for nothing.
+
+    python -m benchmarks.accuracy_simulated size --ranks 256 --deviation 0.01 --runs 200 --clean 200
+    python -m benchmarks.accuracy_simulated curve --ranks 256
+    python -m benchmarks.accuracy_simulated spread --ranks 64
+    python -m benchmarks.accuracy_simulated kinds --ranks 256
+    python -m benchmarks.accuracy_simulated window --ranks 16384
+
+deviation: standard deviation of a rank's work from step to step, without what all ranks have in common.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import other_judges
+from benchmarks.measure import Table
+from torchlens_perf.simulated_faults import Constant, parse_fault
+from torchlens_perf.simulation import BLOCK, Fault, Simulation, Steps, Topology, recorded_noise
+from torchlens_perf.straggler import Findings, Judge
+
+WITHIN = 20  # steps after the fault's first
+CLEAN_STEPS = 512
+FIRST_FAULTY = 2 * BLOCK  # and up to a block later
+US = "torchlens_perf"
+OTHERS = ("NVRx relative < 0.75", "NVRx relative < 0.95", "NVRx individual < 0.75", "Megatron forward", "slowest step")
+
+
+@dataclasses.dataclass
+class Tally:
+    """Runs with a fault, or without, as one judge saw them."""
+
+    runs: int = 0
+    named: int = 0
+    """The right rank, within WITHIN steps."""
+    first: int = 0
+    """The rank that it holds to be the slowest, named or not, is the right one; ours: that it named first."""
+    alarms: int = 0
+    """Runs in which a rank was named that was not at fault."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is run: its size, its noise, and the fault."""
+
+    ranks: int
+    deviation: float
+    share: float = 0.05
+    phase: str = "compute"
+    stages: int = 1
+    """Pipeline stages. One is one population of all ranks, the hardest for a judge."""
+    spread: float = 0.003
+    """Standard deviation of the ranks' lasting differences, as a share of their work."""
+
+    def simulation(self, seed: int, faults: Sequence[Fault] = ()) -> Simulation:
+        """Tensor parallel in a node, then data parallel, then stages."""
+        tp = min(8, self.ranks // self.stages)
+        topology = Topology(
+            self.ranks // (tp * self.stages), tp, self.stages, node_size=max(1, min(8, self.ranks // 4))
+        )
+        noise = self.deviation / recorded_noise().deviation[0]
+        return Simulation(topology, faults=faults, seed=seed, noise=noise, spread=self.spread)
+
+
+def judged(run: Simulation, steps: int, seen: Callable[[Steps], None] | None = None) -> Findings:
+    """All of it, through the judge that the sidecar has."""
+    judge = Judge()
+    for rank in range(run.topology.ranks):
+        judge.know(rank, run.topology.place(rank))
+    findings = judge.judge()
+    for part in run.steps(steps):
+        for population, block in part.blocks(1):
+            judge.add_block(population, block)
+        findings = judge.judge()
+        if seen is not None:
+            seen(part)
+    return findings
+
+
+class Others:
+    """The other tools, asked once in WITHIN steps about those."""
+
+    def __init__(self, first: int, seed: int) -> None:
+        """first: the step that the first interval begins with."""
+        self.answers: list[dict[str, other_judges.Answer]] = []
+        self._first = first
+        self._parts: list[np.ndarray] = []
+        self._durations: list[np.ndarray] = []
+        self._best: np.ndarray | None = None
+        self._random = np.random.default_rng([seed, 9])
+
+    def see(self, part: Steps) -> None:
+        skipped = max(0, self._first - part.first_step)
+        self._parts.append(part.parts_ns[:, skipped:])
+        self._durations.append(part.duration_ns[skipped:])
+        while sum(map(len, self._durations)) >= WITHIN:
+            parts, durations = np.concatenate(self._parts, axis=1), np.concatenate(self._durations)
+            self.answers.append(self._asked(parts[:, :WITHIN], durations[:WITHIN]))
+            self._parts, self._durations = [parts[:, WITHIN:]], [durations[WITHIN:]]
+
+    def _asked(self, parts_ns: np.ndarray, duration_ns: np.ndarray) -> dict[str, other_judges.Answer]:
+        relative = other_judges.relative_score(parts_ns)
+        individual, self._best = other_judges.individual_score(parts_ns, self._best)
+        answers = (
+            other_judges.below(relative, 0.75),
+            other_judges.below(relative, 0.95),
+            other_judges.below(individual, 0.75),
+            other_judges.slowest_forward(parts_ns),
+            other_judges.slowest_step(duration_ns, len(parts_ns), self._random),
+        )
+        return dict(zip(OTHERS, answers, strict=True))
+
+
+def faulty_run(job: Job, seed: int, others: bool = True) -> dict[str, list[bool]]:
+    """One run with a rank that becomes slower. By judge: named in time, its slowest is the right one, and somebody else
+    was named."""
+    random = np.random.default_rng([seed, 7])
+    rank, since = int(random.integers(job.ranks)), FIRST_FAULTY + int(random.integers(BLOCK))
+    run = job.simulation(seed, [Constant(rank=rank, share=job.share, phase=job.phase, since=since)])
+    asked = Others(since - WITHIN, seed)  # an interval before the fault, for those that compare with the past
+    findings = judged(run, since + 2 * WITHIN, asked.see if others else None)
+    order = sorted(findings.episodes, key=lambda episode: (episode.named_step, -episode.excess_ns))
+    right = [episode for episode in order if episode.rank == rank and episode.named_step >= since]
+    in_time = bool(right) and right[0].named_step - since < WITHIN
+    said = {US: [in_time, bool(right) and order[0] is right[0], len(right) < len(order)]}
+    for name, answer in asked.answers[1].items() if others else ():
+        said[name] = [rank in answer.named, answer.first == rank, bool(answer.named - {rank})]
+    return said
+
+
+def clean_run(job: Job, seed: int, others: bool = True) -> dict[str, bool]:
+    """One run without a fault. By judge: whether it named somebody."""
+    asked = Others(0, seed)
+    findings = judged(job.simulation(seed), CLEAN_STEPS, asked.see if others else None)
+    alarmed = {name: any(answers[name].named for answers in asked.answers) for name in OTHERS if others}
+    return {US: bool(findings.episodes), **alarmed}
+
+
+def share_with_interval(hits: int, runs: int) -> str:
+    """A share and its 95 % interval by Wilson's score."""
+    if not runs:
+        return ""
+    z, share = 1.96, hits / runs
+    middle = (share + z * z / (2 * runs)) / (1 + z * z / runs)
+    half = z / (1 + z * z / runs) * math.sqrt(share * (1 - share) / runs + z * z / (4 * runs * runs))
+    return f"{hits}/{runs}: {share:.1%} ({max(0.0, middle - half):.1%} to {min(1.0, middle + half):.1%})"
+
+
+def size(options: argparse.Namespace) -> int:
+    """A job's size and noise: +5 % on one rank, and clean runs, through all judges."""
+    faulty: dict[str, Tally] = {name: Tally() for name in (US, *OTHERS)}
+    clean: dict[str, Tally] = {name: Tally() for name in (US, *OTHERS)}
+    for what, run in results(options):
+        for name, value in run.items():
+            tally = (faulty if what == "faulty" else clean)[name]
+            tally.runs += 1
+            if what == "faulty":
+                tally.named += value[0]
+                tally.first += value[1]
+                tally.alarms += value[2]
+            else:
+                tally.alarms += value
+    stages = f" in {options.stages} stages" if options.stages > 1 else ""
+    fault = f"+{options.share:.0%} in {options.phase} on one rank"
+    print(f"{options.ranks} ranks{stages}, deviation {options.deviation:.1%}, {fault}\n")
+    table = Table(
+        "judge",
+        f"right rank within {WITHIN} steps",
+        "its slowest is the right one",
+        "another named too",
+        "named in a clean run",
+    )
+    for name in (US, *OTHERS):
+        mine, quiet = faulty[name], clean[name]
+        table.row(
+            name,
+            *(share_with_interval(hits, mine.runs) for hits in (mine.named, mine.first, mine.alarms)),
+            share_with_interval(quiet.alarms, quiet.runs),
+        )
+    return 0
+
+
+def results(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs of a size: those kept in options.keep, and new ones, which are added to it."""
+    job = Job(options.ranks, options.deviation, options.share, options.phase, options.stages)
+    key = dataclasses.asdict(job)
+    known: set[tuple[str, int]] = set()
+    if options.keep is not None and options.keep.exists():
+        for line in options.keep.read_text().splitlines():
+            row = json.loads(line)
+            if row["key"] == key:
+                known.add((row["what"], row["seed"]))
+                yield row["what"], row["run"]
+    wanted = [("faulty", seed) for seed in range(options.runs)] + [("clean", seed) for seed in range(options.clean)]
+    until = time.monotonic() + options.seconds
+    for what, seed in sorted(wanted, key=lambda each: each[1]):
+        if (what, seed) in known or time.monotonic() > until:
+            continue
+        run: dict[str, Any] = faulty_run(job, seed) if what == "faulty" else clean_run(job, 1_000_000 + seed)
+        if options.keep is not None:
+            with options.keep.open("a") as file:
+                file.write(json.dumps({"key": key, "what": what, "seed": seed, "run": run}) + "\n")
+        yield what, run
+
+
+def curve(options: argparse.Namespace) -> int:
+    """How large a slowdown is named within WITHIN steps, by noise."""
+    shares, deviations = (0.03, 0.05, 0.1, 0.25), (0.005, 0.01, 0.02, 0.05, 0.1)
+    table = Table("deviation", *(f"+{share:.0%}" for share in shares), "named in a clean run")
+    for deviation in deviations:
+        cells = []
+        for share in shares:
+            job = Job(options.ranks, deviation, share, options.phase, options.stages)
+            runs = [faulty_run(job, seed, others=False)[US] for seed in range(options.runs)]
+            in_time, others = sum(run[0] for run in runs), sum(run[2] for run in runs)
+            cells.append(f"{in_time / len(runs):.0%}" + (f", others named in {others / len(runs):.0%}" * (others > 0)))
+        job = Job(options.ranks, deviation, stages=options.stages)
+        quiet = [clean_run(job, 1_000_000 + seed, others=False)[US] for seed in range(options.clean)]
+        table.row(f"{deviation:.1%}", *cells, share_with_interval(sum(quiet), len(quiet)))
+    return 0
+
+
+def spread(options: argparse.Namespace) -> int:
+    """The same where ranks differ for good, as two GPUs of one type do."""
+    deviations, shares = (0.005, 0.01), (0.05, 0.1)
+    columns = [(deviation, share) for deviation in deviations for share in shares]
+    table = Table("lasting spread", *(f"deviation {deviation:.1%}, +{share:.0%}" for deviation, share in columns))
+    for lasting in (0.0, 0.003, 0.01, 0.02):
+        cells = []
+        for deviation, share in columns:
+            job = Job(options.ranks, deviation, share, spread=lasting)
+            in_time = sum(faulty_run(job, seed, others=False)[US][0] for seed in range(options.runs))
+            cells.append(f"{in_time}/{options.runs}")
+        table.row(f"{lasting:.1%}", *cells)
+    return 0
+
+
+KINDS = {
+    "constant +5 %": "constant:rank=3,share=0.05,since=64",
+    "constant +5 %, data": "constant:rank=3,share=0.05,since=64,phase=data",
+    "drifting to +10 % in 200 steps": "drifting:rank=3,share=0.1,over=200,since=64",
+    "one step in four +20 %": "intermittent:rank=3,share=0.2,slow=1,of=4,since=64",
+    "one step in ten +50 %": "intermittent:rank=3,share=0.5,slow=1,of=10,since=64",
+    "moving +10 %, 100 steps each": "moving:ranks=3+5,share=0.1,every=100,since=64",
+    "one node +5 %": "node:node=1,share=0.05,since=64",
+    "data stall in one step of 50, +200 %": "stalls:rank=3,share=2,every=50,since=64",
+    "GC in one step of 100, each at its time, +30 %": "pauses:share=0.3,every=100",
+    "GC all together, one step of 100, +30 %": "pauses:share=0.3,every=100,together=yes",
+    "slow link, +10 %": "link:rank=3,share=0.1,since=64",
+    "variable length, sd 20 %, not told": "variable_length:spread=0.2",
+    "variable length, sd 20 %, told": "variable_length:spread=0.2,told=yes",
+    "variable length told, and +5 %": "variable_length:spread=0.2,told=yes constant:rank=3,share=0.05,since=64",
+}
+
+
+def kinds(options: argparse.Namespace) -> int:
+    """Each kind of fault: is one at fault named, how soon, and is anybody else."""
+    table = Table("fault", "one at fault named by the end", "median steps until then", "somebody else named")
+    for label, text in KINDS.items():
+        faults = [parse_fault(one) for one in text.split(" ") if one]
+        named, wrong, delays = 0, 0, []
+        for seed in range(options.runs):
+            run = Job(options.ranks, options.deviation, stages=options.stages).simulation(seed, faults)
+            findings = judged(run, FIRST_FAULTY + 256)
+            right = [each for each in findings.episodes if each.rank in run.slow_ranks(each.named_step)]
+            named += bool(right)
+            wrong += len(right) < len(findings.episodes)
+            delays += [min(each.named_step for each in right) + 1 - FIRST_FAULTY] if right else []
+        planted = any(run.slow_ranks(step) for step in range(FIRST_FAULTY + 256))
+        table.row(
+            label,
+            f"{named}/{options.runs}" if planted else "nobody is at fault",
+            f"{np.median(delays):.0f}" if delays else "",
+            share_with_interval(wrong, options.runs),
+        )
+    return 0
+
+
+def window(options: argparse.Namespace) -> int:
+    """What one window of four rows of all ranks costs the judge once its history is full, on one core."""
+    run = Job(options.ranks, 0.01).simulation(1)
+    judge = Judge()
+    for rank in range(options.ranks):
+        judge.know(rank, run.topology.place(rank))
+    times: list[tuple[float, float]] = []
+    history = 12
+    for number in range(history + 1):
+        part = run.block(number)
+        for first in range(0, BLOCK, 4):
+            blocks = [
+                (population, dataclasses.replace(block, **_columns(block, first)))
+                for population, block in part.blocks(1)
+            ]
+            begun = time.process_time()
+            for population, block in blocks:
+                judge.add_block(population, block)
+            added = time.process_time()
+            judge.judge()
+            if number == history:
+                times.append((added - begun, time.process_time() - added))
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    table = Table("ranks", "add", "judge", "both, worst of 8", "peak resident memory, simulation included")
+    add_s, judge_s = (float(np.median(column)) for column in zip(*times, strict=True))
+    worst_s = max(sum(each) for each in times)
+    table.row(options.ranks, f"{add_s:.3f} s", f"{judge_s:.3f} s", f"{worst_s:.3f} s", f"{peak_mb:.0f} MB")
+    return 0
+
+
+def _columns(block: Any, first: int) -> dict[str, Any]:
+    names = ("key", "flags", "duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
+    return {name: getattr(block, name)[:, first : first + 4] for name in names}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("size", "curve", "spread", "kinds", "window"))
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--deviation", type=float, default=0.01)
+    parser.add_argument("--share", type=float, default=0.05)
+    parser.add_argument("--phase", default="compute", help="in which the fault is")
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--clean", type=int, default=50)
+    parser.add_argument("--keep", type=Path, help="a file of runs: these are taken over, new ones are added")
+    parser.add_argument("--seconds", type=float, default=280.0, help="begins no new run of `size` after so long")
+    options = parser.parse_args(arguments)
+    commands = {"size": size, "curve": curve, "spread": spread, "kinds": kinds, "window": window}
+    return commands[options.what](options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
