@@ -329,7 +329,7 @@ def test_name_of_a_program_is_not_taken_for_a_state(tmp_path: Path) -> None:
 
 
 def test_asked_by_signal(tmp_path: Path) -> None:
-    """With `faulthandler` switched on, a blocked process writes its stack upon SIGUSR2; the signal is free again after."""
+    """With `faulthandler` switched on, a blocked process writes its stack upon SIGUSR2; after it the signal is free."""
     script = tmp_path / "blocked.py"
     script.write_text(
         "import signal, sys, time, torchlens_perf as perf\n"
