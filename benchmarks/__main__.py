@@ -8,13 +8,18 @@ import sys
 
 import torch
 
-from benchmarks import exit_delay, hot_path, long_run, training_step
+from benchmarks import collective_cost, exchange_scale, exit_delay, hot_path, long_run, short_runs, training_step
 
 BENCHMARKS = {
     "hot_path": hot_path.main,
     "training_step": training_step.main,
     "long_run": long_run.main,
     "exit_delay": exit_delay.main,
+    "collective_cost": collective_cost.main,
+    "short_runs": short_runs.main,
+    "collective_cost": collective_cost.main,
+    "exchange_scale": exchange_scale.main,
+    "short_runs": short_runs.main,
 }
 
 

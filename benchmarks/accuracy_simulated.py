@@ -154,7 +154,7 @@ def share_with_interval(hits: int, runs: int) -> str:
     z, share = 1.96, hits / runs
     middle = (share + z * z / (2 * runs)) / (1 + z * z / runs)
     half = z / (1 + z * z / runs) * math.sqrt(share * (1 - share) / runs + z * z / (4 * runs * runs))
-    return f"{hits}/{runs}: {share:.1%} ({max(0.0, middle - half):.1%} to {min(1.0, middle + half):.1%})"
+    return f"{hits}/{runs} ({max(0.0, middle - half):.0%} to {min(1.0, middle + half):.0%})"
 
 
 def size(options: argparse.Namespace) -> int:

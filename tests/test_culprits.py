@@ -1,68 +1,155 @@
-"""What slow ranks have in common, and pipeline stages out of balance."""
+"""From slow ranks to what they have in common: whole jobs are judged, and places say who belongs together."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
-from tests.findings import episode as made_episode
-from torchlens_perf.culprits import Named, name
-from torchlens_perf.episodes import Episode
-from torchlens_perf.straggler import NOTHING, Findings, Place, Usual
+import pytest
+
+from tests.findings import episode, findings
+from tests.planted import WORK_NS, Job, places
+from torchlens_perf.culprits import MOST_NAMED, NOBODY, Named, culprits, name, stage_imbalance
+from torchlens_perf.straggler import NOTHING, Findings, Judge, Place, Usual
+
+MS = 1e6
 
 
-def slow(rank: int, excess_ns: float = 1e6) -> Episode:
-    """An episode that goes on."""
-    import dataclasses
+def test_a_slow_node() -> None:
+    """Ranks of one host that are all slow are one culprit: the node, with the slowest of them in front."""
+    job = Job.of(32, 100)
+    for rank in range(8, 16):
+        job.slow(rank, 30 + (rank == 11) * 10, "backward")
+    (found,) = name(job.judged(), places(32)).culprits
 
-    return dataclasses.replace(made_episode(rank), rank=rank, excess_ns=excess_ns, cost_ns=excess_ns, until_step=None)
-
-
-def named(ranks: list[int], places: dict[int, Place]) -> Named:
-    import dataclasses
-
-    return name(dataclasses.replace(NOTHING, episodes=tuple(slow(rank, 1e6 + rank) for rank in ranks)), places)
+    assert (found.kind, found.name, found.host) == ("node", "node-1", "node-1")
+    assert (found.ranks, found.lead.rank) == (tuple(range(8, 16)), 11)
 
 
-def test_one_rank() -> None:
-    """One slow rank is named alone, with its host."""
-    places = {rank: Place(f"node-{rank // 4}") for rank in range(8)}
-    (culprit,) = named([5], places).culprits
-    assert (culprit.kind, culprit.ranks, culprit.host) == ("rank", (5,), "node-1")
+def test_most_of_a_node() -> None:
+    """Six of eight are the node; five are five ranks."""
+    slow = [episode(rank) for rank in (8, 9, 11, 12, 14, 15)]
+    (node,) = culprits(slow, places(32))
+
+    assert (node.kind, node.ranks) == ("node", (8, 9, 11, 12, 14, 15))
+    assert [each.kind for each in culprits(slow[1:], places(32))] == ["rank"] * 5
 
 
-def test_a_whole_node() -> None:
-    """Where most ranks of a node are slow, the node is named, its slowest rank first; not where all nodes are."""
-    places = {rank: Place(f"node-{rank // 4}") for rank in range(8)}
-    (culprit,) = named([4, 5, 7], places).culprits
-    assert (culprit.kind, culprit.name, culprit.ranks, culprit.lead.rank) == ("node", "node-1", (4, 5, 7), 7)
-    assert [each.kind for each in named([4, 5], places).culprits] == ["rank", "rank"]
-    one_node = {rank: Place("node-0") for rank in range(4)}
-    assert {each.kind for each in named([0, 1, 2], one_node).culprits} == {"rank"}
+def test_no_node_without_others() -> None:
+    """A job of one host has no slow node, and a host of one rank is that rank."""
+    assert [each.kind for each in culprits([episode(rank) for rank in range(8)], places(8))] == ["rank"] * 8
+    (found,) = culprits([episode(3)], places(8, node_size=1))
+    assert (found.kind, found.host, found.ranks) == ("rank", "node-3", (3,))
 
 
 def test_a_position() -> None:
-    """Ranks that are slow at one position of a mesh dimension, on several nodes, are an imbalance there."""
-    places = {rank: Place(f"node-{rank // 4}", coordinates={"ep": rank % 4}) for rank in range(16)}
-    (culprit,) = named([2, 6, 10, 14], places).culprits
-    assert (culprit.kind, culprit.name) == ("position", "ep 2")
+    """Slow ranks that hold the same experts, on all nodes, are a position in the mesh."""
+    job = Job.of(32, 100)
+    ep = [rank % 8 for rank in range(32)]
+    for rank in range(3, 32, 8):
+        job.slow(rank, 30, "forward")
+    (found,) = name(job.judged(), places(32, ep=ep, dp=[rank // 8 for rank in range(32)])).culprits
+
+    assert (found.kind, found.name, found.ranks) == ("position", "ep 3", (3, 11, 19, 27))
+    assert found.host == f"node-{found.lead.rank // 8}"
 
 
-def test_stage_imbalance() -> None:
-    """The stage with clearly more work than the others is named; stages that are nearly alike are not."""
-    places = {rank: Place("h", f"p{rank // 2}", {"pp": rank // 2}) for rank in range(6)}
+def test_stages_are_no_positions() -> None:
+    """Pipeline stages do different work: those of one stage are not named together for that."""
+    slow = [episode(rank) for rank in (0, 8, 16, 24)]
 
-    def findings(works: tuple[float, ...]) -> Findings:
-        usual = tuple(Usual(f"p{i}", f"{2 * i}-{2 * i + 1}", work, 0.0) for i, work in enumerate(works))
-        return Findings((), 64, 100e6, 1e6, 6, 63, usual)
+    assert {each.kind for each in culprits(slow, places(32, pp=[rank % 8 for rank in range(32)]))} == {"rank"}
 
-    found = name(findings((40e6, 40e6, 60e6)), places).imbalance
-    assert found is not None
-    assert (found.stage, found.ranks, found.work_ns, found.others_work_ns) == ("pp 2", (4, 5), 60e6, 40e6)
-    assert name(findings((40e6, 40e6, 45e6)), places).imbalance is None
+
+def test_a_node_comes_before_a_position() -> None:
+    """Each slow rank is named once: with its node, if that is slow; what is left, by position or alone."""
+    members = [*range(8, 16), 3, 19, 27, 20]
+    found = culprits([episode(rank) for rank in members], places(32, ep=[rank % 8 for rank in range(32)]))
+
+    assert sorted((each.kind, each.ranks) for each in found) == [
+        ("node", tuple(range(8, 16))), ("position", (3, 19, 27)), ("rank", (20,)),
+    ]  # fmt: skip
+
+
+def test_the_costliest_first() -> None:
+    """By what they cost, then by their excess; of very many slow ranks the first few are named."""
+    slow = [episode(rank, cost_ns=rank % 3 * MS, excess_ns=rank * MS) for rank in range(12)]
+    found = name(findings(*slow), places(12, node_size=100)).culprits
+
+    assert [each.lead.rank for each in found] == [11, 8, 5, 2, 10, 7, 4, 1]
+    assert len(found) == MOST_NAMED
+
+
+def test_only_who_is_slow_now() -> None:
+    """Episodes that are over name nobody, and two slow ranks of four are two."""
+    assert name(findings(episode(1, until=120)), places(8)) == NOBODY
+    job = Job.of(4, 150).slow(1, 20).slow(2, 20).slow(3, 20, rows=slice(0, 60))
+
+    assert {each.ranks for each in name(job.judged(), places(4)).culprits} == {(1,), (2,)}
+
+
+def pipeline(*work: float, ranks: int = 4) -> tuple[Findings, dict[int, Place]]:
+    """A judged pipeline whose stages do so many times the usual work."""
+    job = Job.of(ranks * len(work), 60)
+    judge, at = Judge(), {}
+    for stage, factor in enumerate(work):
+        members = range(stage * ranks, (stage + 1) * ranks)
+        job.parts_ns[list(members)] *= factor
+        for rank in members:
+            at[rank] = Place("", f"x/pp{stage}", {"pp": stage})
+            judge.know(rank, at[rank])
+    for rank in range(job.ranks):
+        judge.add(rank, job.rows_of(rank))
+    return judge.judge(final=True), at
+
+
+class TestImbalance:
+    @pytest.mark.parametrize("ranks", [1, 4])
+    def test_the_stage_with_the_most_work(self, ranks: int) -> None:
+        """It is told with its ranks, its work and the others' mean; no rank is slow. Also with one rank a stage."""
+        found, at = pipeline(1.0, 0.9, 1.4, 1.1, ranks=ranks)
+        named = name(found, at)
+
+        assert named.culprits == ()
+        assert named.imbalance is not None
+        assert named.imbalance.stage == "pp 2"
+        assert named.imbalance.ranks == tuple(range(2 * ranks, 3 * ranks))
+        assert named.imbalance.work_ns == pytest.approx(1.4 * WORK_NS, rel=0.02)
+        assert named.imbalance.others_work_ns == pytest.approx(WORK_NS, rel=0.02)
+
+    def test_less_than_a_tenth_is_none(self) -> None:
+        """Stages are never quite alike: less than a tenth of the step is nothing to be told."""
+        found, at = pipeline(1.0, 1.0, 1.08)
+
+        assert stage_imbalance(found, at) is None
+
+    def test_no_stages(self) -> None:
+        """Populations for other reasons, a single stage, ranks of unknown place, or no step: no imbalance."""
+        found, at = pipeline(1.0, 2.0)
+        assert stage_imbalance(found, at) is not None
+        assert stage_imbalance(found, {}) is None
+        assert stage_imbalance(found, {rank: Place("", "", {"dp": 0}) for rank in at}) is None
+        assert stage_imbalance(found, {rank: Place("", "", {"pp": 0}) for rank in at}) is None
+        assert stage_imbalance(dataclasses.replace(found, step_ns=0.0), at) is None
+        assert stage_imbalance(NOTHING, {}) is None
+
+    def test_several_populations_of_a_stage(self) -> None:
+        """A stage's ranks may do different work, too: its most counts, and all of its ranks are told."""
+        usual = tuple(
+            Usual(population, ranks, work * MS, 0.0)
+            for population, ranks, work in (("a", "0-1", 100), ("b", "2-3", 160), ("c", "4-7", 100))
+        )
+        found = dataclasses.replace(NOTHING, usual=usual, step_ns=170 * MS)
+        imbalance = stage_imbalance(found, places(8, stage=[0] * 4 + [1] * 4))
+
+        assert imbalance is not None
+        assert (imbalance.stage, imbalance.ranks, imbalance.work_ns) == ("stage 0", (0, 1, 2, 3), 160 * MS)
 
 
 def test_json() -> None:
-    """Whom it names survives the node's state file."""
-    places = {rank: Place(f"node-{rank // 4}") for rank in range(8)}
-    before = named([4, 5, 7], places)
-    assert Named.from_json(json.loads(json.dumps(before.to_json()))) == before
+    """Who is named survives plain JSON: nobody, ranks and nodes, and an imbalance."""
+    found, at = pipeline(1.0, 1.5)
+    both = Named(tuple(culprits([episode(rank) for rank in (1, 8, 9, 10)], places(16, node_size=4))), None)
+    assert {each.kind for each in both.culprits} == {"rank", "node"}
+    for named in (NOBODY, both, name(found, at)):
+        assert Named.from_json(json.loads(json.dumps(named.to_json(), allow_nan=False))) == named

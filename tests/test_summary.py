@@ -1,102 +1,244 @@
-"""Summaries: what a rank's sidecar tells node 0's, packed and unpacked."""
+"""What ranks tell node 0: whatever goes in comes out, or is cut where it says so, and the judge cannot tell."""
 
 from __future__ import annotations
 
+import dataclasses
+import struct
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests import progress as ranks
+from tests.planted import Job, part_of, wider
 from torchlens_perf import summary
 from torchlens_perf.hang import Progress
-from torchlens_perf.records import OWN_PARTS
+from torchlens_perf.ring import Flag
 from torchlens_perf.step_rows import Rows
-from torchlens_perf.straggler import Findings, Judge, Place
+from torchlens_perf.straggler import Judge, Place
+from torchlens_perf.summary import GROUPS, INSIDE, MOST_BYTES, ROWS, SECTIONS, Summary
 
-MS = 1e6
-
-
-def rows(count: int, slow_from: int | None = None, seed: int = 0, first: int = 0) -> Rows:
-    """Rows of one step each, 40 ms of work with noise; 8 ms more in backward from a row on."""
-    random = np.random.default_rng(seed)
-    work = np.array([1, 12, 0, 24, 2, 1]) * MS * (1 + 0.02 * random.standard_normal((count, len(OWN_PARTS))))
-    if slow_from is not None:
-        work[slow_from:, OWN_PARTS.index("backward")] += 8 * MS
-    return Rows(
-        width=1, step=np.arange(first, first + count), duration_ns=np.full(count, 50 * MS), work_ns=work,
-        wait_ns=50 * MS - work.sum(axis=1), ready_ns=np.full(count, np.nan), workload=np.full(count, np.nan),
-        flags=np.zeros(count, np.int64),
-    )  # fmt: skip
+PLACE = Place("node-a", "0123456789ab/pipeline12", {"dp_replicate": 3, "dp_shard_cp": 7, "pipeline": 12, "tp": 65535})
+JOB = Job.of(3, 60).slow(1, 20, "data")
 
 
-def progress(rank: int = 3, **changed: object) -> Progress:
-    values: dict[str, object] = {
-        "rank": rank, "host": "node-b", "step": 57, "since_step_s": 0.25, "told_s": 0.0, "usual_step_s": 0.05,
-        "issued": {"0": 41, "7": -1}, "inside": ("forward GPT", "blocks.3", "wait"), "state": "running",
-        "since_mark_s": 0.125,
-    }  # fmt: skip
-    return Progress(**{**values, **changed})  # type: ignore[arg-type]
+def told(number: int = 5, rows: Rows | None = None, place: Place = PLACE, **changed: Any) -> Summary:
+    values: dict[str, Any] = {"attempt": 2, "world_size": 8, "pid": 4194304, "place": place, "rows": rows}
+    if "progress" not in changed:
+        changed["progress"] = dataclasses.replace(ranks.rank(number), operations={})
+    return Summary(**{**values, **changed})
 
 
-def packed(rank: int, of: Rows | None, **changed: object) -> bytes:
-    place = Place("node-b", "abc/pp1", {"dp": 2, "pp": 1})
-    return summary.pack(summary.Summary(2, 8, place, progress(rank, **changed), 4321, of, [1e6, 2e6]))
+def received(*summaries: Summary) -> np.ndarray:
+    return summary.unpack([summary.pack(each) for each in summaries])
 
 
-def test_round_trip() -> None:
-    """What is packed comes out: place, progress, rows and modules; at most 1024 bytes."""
-    text = packed(3, rows(5, first=100))
-    assert len(text) == summary.LAYOUT.itemsize <= summary.MOST_BYTES
-    (value,) = summary.unpack([text])
-
-    assert (int(value["rank"]), int(value["attempt"]), int(value["pid"])) == (3, 2, 4321)
-    assert summary.place(value, "node-b") == Place("node-b", "abc/pp1", {"dp": 2, "pp": 1})
-    told = summary.progress(value, "node-b", 1.5)
-    assert (told.issued, told.inside, told.state) == ({"0": 41, "7": -1}, progress().inside, "running")
-    assert (told.since_step_s, told.told_s, told.since_mark_s) == (1.75, 1.5, 0.125)
-    ((population, block),) = summary.blocks(summary.unpack([text]))
-    assert population == "abc/pp1"
-    assert block.key[0, :5].tolist() == [100, 101, 102, 103, 104]
-    assert (block.key[0, 5:] == -1).all()
-    assert block.parts_ns[0, :5] == pytest.approx(rows(5).work_ns, rel=1e-6)
-    assert summary.sections_ns(summary.unpack([text]))[0, :3] == pytest.approx([1e6, 2e6, 0], rel=0.01)
+def back(sent: Progress) -> Progress:
+    """What arrives of a rank's progress."""
+    (value,) = received(told(progress=sent))
+    return summary.progress(value, sent.host, 0.0)
 
 
-def test_too_much_is_cut() -> None:
-    """Long names, deep stacks and many groups are cut, and the surplus of groups is told of; the size stays."""
-    text = packed(
-        1, None, inside=tuple(f"{i}-{'n' * 300}" for i in range(60)), issued={f"group-{i}": i for i in range(40)}
+def assert_close(found: Progress, expected: Progress) -> None:
+    """Equal, but that seconds are 32-bit floats."""
+    for field in dataclasses.fields(Progress):
+        mine, theirs = getattr(found, field.name), getattr(expected, field.name)
+        assert mine == (pytest.approx(theirs, rel=1e-6) if isinstance(theirs, float) else theirs), field.name
+
+
+class TestSize:
+    def test_it_is_the_same_for_all(self) -> None:
+        """A rank without rows and one with everything send as many bytes, and no more than fit into a post."""
+        empty = Summary(0, 1, Place(), ranks.rank(0, issued={}, inside=()), 1)
+        full = told(rows=JOB.rows_of(0), sections_ns=[1e6] * 100)
+        sizes = {len(summary.pack(each)) for each in (empty, full)}
+
+        assert sizes == {summary.LAYOUT.itemsize}
+        assert max(sizes) <= MOST_BYTES
+
+    def test_another_version(self) -> None:
+        """A summary of another version, a longer or a cut one is refused, also among good ones."""
+        good = summary.pack(told())
+        assert len(summary.unpack([good, good])) == 2
+        assert len(summary.unpack([])) == 0
+        with pytest.raises(ValueError, match="version"):
+            summary.unpack([good, struct.pack("<H", summary.VERSION + 1) + good[2:]])
+        for wrong in (good[:-1], good + b"\0", b""):
+            with pytest.raises(ValueError, match="size"):
+                summary.unpack([good, wrong])
+
+
+class TestPlaceAndProgress:
+    def test_place(self) -> None:
+        """Population and position arrive whole, so that ranks of all nodes are the same to the judge as this node's."""
+        (value,) = received(told())
+
+        assert summary.place(value, "node-a") == PLACE
+        assert (value["attempt"], value["world_size"], value["pid"], value["ended"]) == (2, 8, 4194304, 0)
+        assert received(told(ended=True))[0]["ended"] == 1
+
+    def test_most_dimensions(self) -> None:
+        """Six dimensions arrive; of more, the first six."""
+        names = ("dp_replicate", "dp_shard_cp", "pp", "tp", "ep", "cp", "more")
+        place = Place("", "", {name: i for i, name in enumerate(names)})
+        (value,) = received(told(place=place))
+
+        assert summary.place(value, "").coordinates == {name: i for i, name in enumerate(names[:6])}
+
+    def test_progress(self) -> None:
+        """How far a rank is: groups, spans, state, times; what is not known stays so."""
+        for sent in (
+            ranks.rank(5),
+            ranks.behind(6, state="stopped", issued={"0": 0, "mesh_dp_cp": 4_000_000_000}, since_mark_s=None),
+            ranks.rank(7, step=1 << 40, usual_step_s=0.0, inside=(), issued={}, all_groups=False, since_mark_s=0.0),
+        ):
+            assert_close(back(sent), dataclasses.replace(sent, operations={}))
+
+    def test_age(self) -> None:
+        """What was told some time ago is so much older."""
+        (value,) = received(told())
+        found = summary.progress(value, "node-c", 4.0)
+
+        assert (found.told_s, found.host) == (4.0, "node-c")
+        assert found.since_step_s == pytest.approx(ranks.SINCE_S + 4.0)
+
+    def test_many_groups(self) -> None:
+        """Of more groups than fit, those that were used most are told, and that there are others."""
+        issued = {f"g{i}": i for i in range(GROUPS + 2)}
+        found = back(ranks.rank(0, issued=issued))
+
+        assert found.issued == {f"g{i}": i for i in range(2, GROUPS + 2)}
+        assert not found.all_groups
+        assert back(ranks.rank(0, issued=dict(list(issued.items())[:GROUPS]))).all_groups
+
+    def test_deep_spans(self) -> None:
+        """Of deeply nested spans, the outermost and the innermost ones."""
+        inside = tuple(f"span {i}" for i in range(INSIDE + 3))
+
+        assert back(ranks.rank(0, inside=inside)).inside == (inside[0], *inside[-INSIDE + 1 :])
+        assert back(ranks.rank(0, inside=inside[:INSIDE])).inside == inside[:INSIDE]
+
+    def test_long_names(self) -> None:
+        """Names are cut to their space, not in the middle of a character."""
+        found = back(ranks.rank(0, inside=("x" * 99, "ä" * 99, "界" * 99), issued={"グループ" * 9: 5}))
+
+        assert found.inside == ("x" * 16, "ä" * 8, "界" * 5)
+        assert found.issued == {"グループ": 5}
+        (value,) = received(told(place=Place("", "y" * 47 + "ä", {"ééééééé": 1})))
+        assert summary.place(value, "") == Place("", "y" * 47, {"éééééé": 1})
+
+    def test_unknown_state(self) -> None:
+        """A state that is not on the list arrives as unknown."""
+        assert back(ranks.rank(0, state="hibernating")).state == "unknown"
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        st.text(max_size=70),
+        st.dictionaries(st.text(max_size=20), st.integers(0, 65535), max_size=8),
+        st.lists(st.text(max_size=20), max_size=8),
     )
-    (value,) = summary.unpack([text])
-    told = summary.progress(value, "h", 0.0)
+    def test_any_names(self, population: str, coordinates: dict[str, int], inside: list[str]) -> None:
+        """Whatever the names are, what was packed can be read."""
+        sent = ranks.rank(1, inside=tuple(inside), issued=dict(coordinates))
+        (value,) = received(told(place=Place("", population, coordinates), progress=sent))
 
-    assert len(text) == summary.LAYOUT.itemsize
-    assert (told.inside[0][:2], told.inside[-1][:3], len(told.inside)) == ("0-", "59-", summary.INSIDE)
-    assert told.issued == {f"group-{i}": i for i in range(39, 33, -1)}
-    assert not told.all_groups
-    assert list(summary.blocks(summary.unpack([text]))) == []
-
-
-def test_another_version_is_refused() -> None:
-    """A node with another version of us is refused, not misread."""
-    text = bytearray(packed(1, None))
-    text[0] = 99
-    with pytest.raises(ValueError, match="version"):
-        summary.unpack([bytes(text)])
-    with pytest.raises(ValueError, match="size"):
-        summary.unpack([packed(1, None)[:-1]])
+        place = summary.place(value, "")
+        assert population.startswith(place.population)
+        assert len(place.coordinates) <= len(coordinates)
+        assert len(summary.progress(value, "", 0.0).inside) <= INSIDE
 
 
-def test_judging_what_was_sent_is_judging_what_was_seen() -> None:
-    """Rows that went through windows and bytes give the same episodes as rows that did not."""
-    recorded = {rank: rows(200, 80 if rank == 2 else None, seed=rank) for rank in range(4)}
-    direct, sent = Judge(), Judge()
-    for rank, each in recorded.items():
-        direct.add(rank, each)
-        for part in summary.windows(each):
-            for population, block in summary.blocks(summary.unpack([packed(rank, part)])):
-                sent.add_block(population, block)
-    found: list[Findings] = [judge.judge(final=True) for judge in (direct, sent)]
+class TestRows:
+    def test_windows(self) -> None:
+        """More rows than fit travel in several summaries: all of them, in order, each once."""
+        rows = wider(JOB.rows_of(1), 2)
+        windows = list(summary.windows(rows))
 
-    for each in found:
-        assert [(e.rank, e.phase, e.until_step) for e in each.episodes] == [(2, "backward", None)]
-    assert found[0].episodes[0].since_step == found[1].episodes[0].since_step
-    assert found[0].episodes[0].excess_ns == pytest.approx(found[1].episodes[0].excess_ns, rel=1e-4)
+        assert [len(each) for each in windows] == [12, 12, 6]
+        assert {each.width for each in windows} == {2}
+        for field in dataclasses.fields(Rows):
+            if field.name != "width":
+                joined = np.concatenate([getattr(each, field.name) for each in windows])
+                np.testing.assert_array_equal(joined, getattr(rows, field.name))
+
+    def test_too_many_rows(self) -> None:
+        """Of more rows than fit, the newest."""
+        ((_, block),) = summary.blocks(received(told(rows=JOB.rows_of(0))))
+
+        assert block.key.tolist() == [list(range(60 - ROWS, 60))]
+
+    def test_rows_arrive(self) -> None:
+        """Row numbers, flags, times, work by part; what was not measured is still not a number."""
+        rows = wider(JOB.rows_of(2, slice(0, 20)), 4)
+        rows = dataclasses.replace(rows, flags=np.array([0, int(Flag.COLLECTED), 1, 256, 8192]))
+        rows = dataclasses.replace(rows, ready_ns=np.array([np.nan, 1e6, 0, 5, np.nan]))
+        ((population, block),) = summary.blocks(received(told(rows=rows)))
+
+        assert (population, block.width, block.ranks.tolist()) == (PLACE.population, 4, [5])
+        assert block.key[0].tolist() == [0, 1, 2, 3, 4, *[-1] * (ROWS - 5)]
+        assert block.flags[0, :5].tolist() == rows.flags.tolist()
+        for name in ("duration_ns", "wait_ns", "ready_ns", "workload"):
+            np.testing.assert_allclose(getattr(block, name)[0, :5], getattr(rows, name), rtol=1e-6)
+        np.testing.assert_allclose(block.parts_ns[0, :5], rows.work_ns, rtol=1e-6)
+
+    def test_blocks_by_population_and_width(self) -> None:
+        """Rows of ranks that are not compared, or of different width, are apart; who has none is in no block."""
+        rows = JOB.rows_of(0, slice(0, 8))
+        other = Place("", "other")
+        values = received(
+            told(1, rows),
+            told(2, rows),
+            told(3, rows, other),
+            told(4, wider(rows, 2)),
+            told(6),
+        )
+        blocks = [(name, block.width, block.ranks.tolist()) for name, block in summary.blocks(values)]
+
+        assert sorted(blocks) == [(PLACE.population, 1, [1, 2]), (PLACE.population, 2, [4]), ("other", 1, [3])]
+        assert list(summary.blocks(received(told()))) == []
+
+    def test_sections(self) -> None:
+        """Times of modules arrive within half a percent, as many as fit; 0 where there is none."""
+        times_ns = np.geomspace(1e3, 1e12, SECTIONS + 5)
+        found = summary.sections_ns(received(told(sections_ns=times_ns[:3].tolist()), told(sections_ns=times_ns)))
+
+        assert found.shape == (2, SECTIONS)
+        np.testing.assert_allclose(found[1], times_ns[:SECTIONS], rtol=1 / 128)
+        assert found[0, 3:].tolist() == [0.0] * (SECTIONS - 3)
+
+
+@pytest.mark.parametrize("per_summary", [ROWS, 7, 1])
+def test_judged_the_same(per_summary: int) -> None:
+    """Findings are those of rows that never travelled, but for the last digits of 32-bit floats."""
+    direct = JOB.judged()
+    judge = Judge()
+    for first in range(0, JOB.rows, per_summary):
+        window = slice(first, first + per_summary)
+        values = received(*(told(rank, JOB.rows_of(rank, window), Place()) for rank in range(3)))
+        for population, block in summary.blocks(values):
+            judge.add_block(population, block)
+        judge.judge()
+    travelled = judge.judge(final=True)
+
+    assert len(direct.episodes) == 1
+    for mine, theirs in zip(travelled.episodes, direct.episodes, strict=True):
+        for name, value in dataclasses.asdict(theirs).items():
+            assert getattr(mine, name) == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
+    assert (travelled.rows, travelled.last_step, travelled.usual) == (direct.rows, direct.last_step, direct.usual)
+
+
+def test_narrow_rows_travel_in_any_pieces() -> None:
+    """A rank with narrower rows than the others is compared all the same, though a summary cuts its rows anywhere."""
+    job, judge = Job.of(3, 120).slow(1, 20, "data"), Judge()
+    for first in range(0, 120, 5):
+        for rank in range(3):
+            rows = job.rows_of(rank) if rank == 2 else wider(job.rows_of(rank), 4)
+            at = np.flatnonzero((rows.step >= first) & (rows.step < first + 5))
+            for population, block in summary.blocks(received(told(rank, part_of(rows, at[0], at[-1] + 1), Place()))):
+                judge.add_block(population, block)
+        judge.judge()
+    found = judge.judge(final=True)
+
+    assert (found.rows, [each.rank for each in found.episodes]) == (120 // 4 - 4, [1])

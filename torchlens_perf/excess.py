@@ -98,11 +98,11 @@ def threshold(ranks: int) -> float:
 
 
 def own_errors(ranks: int) -> float:
-    """Standard errors by an interval's own spread: the same bound, for one interval of each rank and one chance in 40.
+    """Standard errors by an interval's own spread: the same bound, for one interval of each rank and one chance in 200.
 
     Less than threshold(): it is asked of intervals that threshold() has let pass.
     """
-    return float(np.sqrt(2 * np.log(40 * ranks)))
+    return float(np.sqrt(2 * np.log(200 * ranks)))
 
 
 def lasts(series: npt.NDArray[np.floating[Any]], scale: float, least_errors: float, *, strict: bool = False) -> bool:

@@ -42,7 +42,8 @@ EVERY = 4  # rows between two judgements
 LEAST_ROWS = 12  # of an interval that names somebody
 WARM_UP_ROWS = 4
 _LASTING_WORKLOAD = 48  # rows with more workload than the others, from which on that is a finding, and no excuse
-LEAST_SHARE = 0.025  # of the step: what is not worth a person's time
+WORKLOAD_FACTOR = 1.5  # times that, where the ranks' workload differs: what it explains is a straight line at best
+LEAST_SHARE = 0.03  # of the step: what is not worth a person's time
 SPREAD_FACTOR = 4.0  # times the ranks' own spread, where there are enough ranks to know it
 _RANKS_WITH_A_SPREAD = 8
 _CHUNK_ROWS = 32
@@ -338,6 +339,8 @@ class _Judged:
         cpu = phase == "cpu"
         # Who gets a CPU changes by chance for seconds: that is asked for longer, and more of it.
         least_rows, least_share = (8 * LEAST_ROWS, 4 * LEAST_SHARE) if cpu else (LEAST_ROWS, LEAST_SHARE)
+        if not cpu and self._series[""] is not self._excess:
+            least_share *= WORKLOAD_FACTOR
         if len(self.keys) < least_rows:
             return []
         if cpu and not np.isfinite(self._board.ready_ns[self._present, self._at[-1]]).all():
@@ -436,14 +439,18 @@ class Judge:
                 usual.append(Usual(name, ranges(population.ranks), population.work_ns, population.wait_ns))
         episodes = [episode for population in populations for episode in population.episodes]
         compared = [population for population in populations if len(population.ranks) > 1]
-        if not compared:
-            return dataclasses.replace(NOTHING, episodes=tuple(episodes))
-        return Findings(
+        found = dataclasses.replace(
+            NOTHING,
             episodes=tuple(sorted(episodes, key=lambda episode: (episode.until_step is not None, -episode.cost_ns))),
+            step_ns=max((population.step_ns for population in populations), default=0.0),
+            last_step=max((population.last_step for population in populations), default=-1),
+            usual=tuple(usual),
+        )
+        if not compared:
+            return found
+        return dataclasses.replace(
+            found,
             rows=max(population.rows for population in compared),
-            step_ns=max(population.step_ns for population in compared),
             detectable_ns=max(population.detectable_ns for population in compared),
             compared=sum(len(population.ranks) for population in compared),
-            last_step=max(population.last_step for population in compared),
-            usual=tuple(usual),
         )

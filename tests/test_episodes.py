@@ -1,0 +1,145 @@
+"""What is said of a slow rank: numbers from rows without noise, where each of them can be told exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.planted import MS, WORK_MS, Job
+from torchlens_perf.board import Board
+from torchlens_perf.episodes import Episode, describe, phase_of
+from torchlens_perf.records import OWN_PARTS
+
+EMPTY = Episode(
+    rank=1, phase="", since_step=0, from_start=False, last_step=-1, until_step=None, named_step=0, excess_ns=0.0,
+    phase_excess_ns=0.0, cost_ns=0.0, work_ns=0.0, others_work_ns=0.0, step_ns=0.0, strength=0.0, slow_share=0.0,
+    slow_excess_ns=0.0, more_workload=0.0,
+)  # fmt: skip
+
+
+def described(job: Job, rank: int = 1, first: int = 0, phase: str = "") -> Episode:
+    """The episode of a rank from row `first` on."""
+    board = Board(np.arange(job.ranks), 1)
+    board.put(job.block())
+    keys, present = board.judged(first, job.rows)
+    series = board.excess_ns if phase != "cpu" else board.ready_ns
+    episode = dataclasses.replace(EMPTY, rank=rank, phase=phase)
+    others = np.delete(present, rank)
+    describe(episode, board, rank, others, keys, series[rank, keys].astype(np.float64), 2 * MS)
+    return episode
+
+
+def parts(**ms: float) -> np.ndarray:
+    return np.array([ms.get(part, 0.0) * MS for part in OWN_PARTS])
+
+
+class TestPhase:
+    @pytest.mark.parametrize("phase", OWN_PARTS)
+    def test_the_largest_excess(self, phase: str) -> None:
+        """The phase with the largest excess is the one, whatever it usually takes."""
+        found = phase_of(parts(data=1, optimizer=1) + parts(**{phase: 9}), parts(**WORK_MS))
+
+        assert found == (phase, pytest.approx((9 + (phase in ("data", "optimizer"))) * MS))
+
+    @pytest.mark.parametrize(
+        ("forward", "backward", "phase", "ms"),
+        [
+            (6, 11, "compute", 17),  # by the same share
+            (9, 8, "compute", 17),  # not quite
+            (6, 0, "forward", 6),
+            (1, 11, "backward", 11),
+            (17, 5, "forward", 17),  # by more than three times the share
+            (-3, 11, "backward", 11),
+        ],
+    )
+    def test_compute(self, forward: float, backward: float, phase: str, ms: float) -> None:
+        """Forward and backward that are slower alike are one thing, a rank that computes slowly; else they are two."""
+        found = phase_of(parts(forward=forward, backward=backward), parts(**WORK_MS))
+
+        assert found == (phase, pytest.approx(ms * MS))
+
+    def test_compute_is_not_the_largest(self) -> None:
+        """Where another phase is slower still, it is that one."""
+        assert phase_of(parts(forward=6, backward=11, data=12), parts(**WORK_MS))[0] == "data"
+
+
+def test_constant() -> None:
+    """Without noise, all numbers are what was planted."""
+    found = described(Job.of(4, 100, noise=0.0).slow(1, 20, "optimizer", slice(40, None)), first=40)
+
+    assert (found.phase, found.last_step, found.slow_share) == ("optimizer", 99, 1.0)
+    for name, ms in {
+        "excess_ns": 20, "slow_excess_ns": 20, "phase_excess_ns": 20, "cost_ns": 20, "work_ns": 220,
+        "others_work_ns": 200, "step_ns": 224,
+    }.items():  # fmt: skip
+        assert getattr(found, name) == pytest.approx(ms * MS, rel=1e-5), name
+    assert found.strength == pytest.approx(4 * np.sqrt(60))  # ten standard deviations a row, clipped to four
+
+
+def test_now_and_then() -> None:
+    """Slow in every fourth step: the share of steps, the excess in those, and the mean over all."""
+    found = described(Job.of(4, 100, noise=0.0).slow(1, 40, "data", slice(0, None, 4)))
+
+    assert found.slow_share == 0.25
+    assert found.slow_excess_ns == pytest.approx(40 * MS, rel=1e-5)
+    assert found.excess_ns == found.phase_excess_ns == pytest.approx(10 * MS, rel=1e-5)
+    assert found.cost_ns == pytest.approx(10 * MS, rel=1e-5)
+    assert found.phase == "data"
+
+
+def test_cost_is_what_the_step_would_gain() -> None:
+    """With a second slow rank, only what this one is slower than that; with a slower one, nothing."""
+    job = Job.of(4, 50, noise=0.0).slow(1, 20).slow(2, 15)
+
+    assert described(job, 1).cost_ns == pytest.approx(5 * MS, rel=1e-4)
+    assert described(job, 2).cost_ns == 0.0
+
+
+def test_cost_without_what_noise_gives_any_rank() -> None:
+    """A rank that is like the others costs nothing, though each is the slowest one now and then."""
+    job = Job.of(4, 200, noise=0.05)
+
+    assert all(described(job, rank).cost_ns < 0.7 * MS for rank in range(4))
+
+
+def test_lack_of_a_cpu() -> None:
+    """The phase stays, the excess is the time without a CPU, and the cost counts it as the rank's own."""
+    job = Job.of(4, 50, noise=0.0)
+    job.ready_ns[:] = 0.0
+    job.ready_ns[1] = 30 * MS
+    found = described(job, 1, phase="cpu")
+
+    assert (found.phase, found.phase_excess_ns) == ("cpu", found.excess_ns)
+    assert found.excess_ns == pytest.approx(30 * MS)
+    assert found.cost_ns == pytest.approx(30 * MS)
+    assert found.work_ns == pytest.approx(200 * MS)
+
+
+def test_more_workload() -> None:
+    """How much more it had to do than the median of the others, as a share; 0 where that is not known."""
+    job = Job.of(4, 50, noise=0.0).slow(1, 20)
+    job.workload[:] = np.array([[100], [130], [90], [100]])
+    assert described(job).more_workload == pytest.approx(0.3)
+    job.workload[3, 7] = np.nan
+    assert described(job).more_workload == 0.0
+    job.workload[:] = 0
+    assert described(job).more_workload == 0.0
+
+
+def test_of_many_others_a_sample() -> None:
+    """With hundreds of ranks the others' usual times are those of a sample of them, and the same."""
+    found = described(Job.of(600, 20, noise=0.01).slow(1, 20, "host"))
+
+    assert found.others_work_ns == pytest.approx(200 * MS, rel=0.005)
+    assert (found.phase, found.phase_excess_ns) == ("host", pytest.approx(20 * MS, rel=0.02))
+
+
+def test_json() -> None:
+    """An episode survives plain JSON."""
+    for changes in ({}, {"until_step": 90}):
+        episode: Any = dataclasses.replace(described(Job.of(2, 30).slow(1, 20)), **changes)
+        assert Episode(**json.loads(json.dumps(episode.to_json(), allow_nan=False))) == episode
