@@ -17,9 +17,7 @@ BENCHMARKS = {
     "exit_delay": exit_delay.main,
     "collective_cost": collective_cost.main,
     "short_runs": short_runs.main,
-    "collective_cost": collective_cost.main,
     "exchange_scale": exchange_scale.main,
-    "short_runs": short_runs.main,
 }
 
 
