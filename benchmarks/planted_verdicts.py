@@ -165,15 +165,6 @@ def print_judgement(
                 f"{name}: {f'rank {named.rank} {named.phase}' if named else 'none'}" for name, named in answers.items()
             )
             print(f"{truth.name}: planted {planted or 'nothing'}; {said}")
-    shown = Table("kind", "runs", *(f"{name}: {what}" for name in JUDGES for what in ("right rank", "phase", "named")))
-    for kind in dict.fromkeys(truth.kind for _, truth in runs):
-        cells = []
-        for name in JUDGES:
-            scores = table.get((kind, name), [])
-            for field in ("right_rank", "right_phase", "named"):
-                told = scores and (field == "named" or kind in FAULTY)  # in a healthy run nobody is right
-                cells.append(f"{sum(getattr(one, field) for one in scores)}/{len(scores)}" if told else "")
-        shown.row(kind, sum(truth.kind == kind for _, truth in runs), *cells)
     delays: dict[str, list[int | None]] = {}
     for folder, truth in runs:
         if truth.faults:
@@ -183,4 +174,13 @@ def print_judgement(
         median = named[len(named) // 2] if named else None
         within = sum(each <= 60 for each in named)
         print(f"{kind}: named after {median} steps (median), within 60 steps in {within} of {len(taken)}")
+    shown = Table("kind", "runs", *(f"{name}: {what}" for name in JUDGES for what in ("right rank", "phase", "named")))
+    for kind in dict.fromkeys(truth.kind for _, truth in runs):
+        cells = []
+        for name in JUDGES:
+            scores = table.get((kind, name), [])
+            for field in ("right_rank", "right_phase", "named"):
+                told = scores and (field == "named" or kind in FAULTY)  # in a healthy run nobody is right
+                cells.append(f"{sum(getattr(one, field) for one in scores)}/{len(scores)}" if told else "")
+        shown.row(kind, sum(truth.kind == kind for _, truth in runs), *cells)
     return 0 if runs else 1

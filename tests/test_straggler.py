@@ -210,9 +210,9 @@ class TestNobody:
             assert Job.of(ranks, 120, seed=seed).load(lengths, told=told).judged().episodes == ()
 
     def test_not_worth_a_persons_time(self) -> None:
-        """2 % of the step is nothing to be named, however certain; 3 % is."""
+        """2 % of the step is nothing to be named, however certain; 4 % is."""
         assert Job.of(4, 200, noise=1e-4).slow(1, 0.02 * WORK_NS / MS).judged().episodes == ()
-        assert only(Job.of(4, 200, noise=1e-4).slow(1, 0.03 * WORK_NS / MS).judged()).rank == 1
+        assert only(Job.of(4, 200, noise=1e-4).slow(1, 0.04 * WORK_NS / MS).judged()).rank == 1
 
     def test_ranks_that_always_differ(self) -> None:
         """Where eight or more ranks differ lastingly, the slowest of them is none that stands out."""

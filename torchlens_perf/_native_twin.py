@@ -148,12 +148,14 @@ class Recorder:
         self._write([start_ns, 0, 0, name_id, kind], len(frames), duration_ns, flags, value0, value1)
 
     def start_thread_time(self) -> bool:
+        if self.closed or _get_ident() != self._owner:
+            return False
         try:
             path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
             self._thread_time = ThreadTime(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             return False
-        return _get_ident() == self._owner
+        return True
 
     def own_work_paused(self) -> None:
         times = self._thread_time

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.excess import CLIP
+from torchlens_perf.excess import CLIP, without_stalls
 from torchlens_perf.records import OWN_PARTS
 
 if TYPE_CHECKING:
@@ -66,10 +66,12 @@ def describe(
     """Fills in what is measured over the rows `keys`.
 
     index, others: the rank's and the others' places on the board. series: the rank's excess in those rows; scale: its
-    noise.
+    noise. Rows with a single stall are left out: they would hide what the rank does else.
     """
-    at = keys % board.columns
     episode.last_step = int(keys[-1] + 1) * board.width - 1
+    usual_rows = without_stalls(series, scale) == series
+    keys, series = keys[usual_rows], series[usual_rows]
+    at = keys % board.columns
     episode.excess_ns = float(series.mean())
     high = series[series > episode.excess_ns / 2]
     usual = float(np.median(high)) if len(high) else episode.excess_ns

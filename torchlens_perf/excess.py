@@ -92,6 +92,18 @@ def over_since(slow: npt.NDArray[np.bool_], usual_share: float, least_rows: int)
     return len(slow) - least_rows - int(sums.argmax())
 
 
+def without_stalls(series: npt.NDArray[np.floating[Any]], scale: float) -> npt.NDArray[np.floating[Any]]:
+    """The series with its single stalls cut down to the largest of the other values: at most one row in 16, far above.
+
+    scale: its noise. A stall of seconds, by storage or a network, would else be all that is seen of a rank.
+    """
+    rare = max(1, len(series) // 16)
+    if len(series) <= rare:
+        return series
+    usual = np.partition(series, -rare - 1)[-rare - 1]
+    return np.where(series > usual + 2 * CLIP * scale, usual, series)
+
+
 def threshold(ranks: int) -> float:
     """Standard errors that chance does not give: sqrt(2 ln(n / p)) bounds n = ranks x intervals normal values."""
     return float(np.sqrt(2 * np.log(ranks * _INTERVALS / FALSE_ALARMS)))

@@ -30,6 +30,7 @@ from torchlens_perf.excess import (
     own_errors,
     strongest_interval,
     threshold,
+    without_stalls,
     without_workload,
 )
 from torchlens_perf.rank_ranges import ranges
@@ -244,7 +245,7 @@ class Population:
             if episode.until_step is not None or index is None:
                 continue
             begin = rows.row_of(episode.since_step)
-            series = rows.series(episode.phase)[index, begin:]
+            series = rows.without_stalls(episode.phase, index, begin)
             over = over_since(series > episode.slow_excess_ns / 2, episode.slow_share, LEAST_ROWS)
             worth_ns = LEAST_SHARE * self.step_ns
             if over is None and series.mean() < worth_ns / 2:  # little is left, hidden in much noise
@@ -255,7 +256,7 @@ class Population:
             if not episode.from_start and begin >= LEAST_ROWS and len(series) < 4 * LEAST_ROWS:
                 # With few rows it was named with those before it; with more, it is clearer when it began.
                 before = begin - LEAST_ROWS
-                begin = before + change_point(rows.series(episode.phase)[index, before:], episode.excess_ns)
+                begin = before + change_point(rows.without_stalls(episode.phase, index, before), episode.excess_ns)
                 episode.since_step = int(rows.keys[begin]) * rows.width
             rows.describe(episode, index, begin)
 
@@ -324,6 +325,10 @@ class _Judged:
             self._series[kind] = excess_over_others(ready)
         return self._series[kind]
 
+    def without_stalls(self, phase: str, index: int, start: int) -> npt.NDArray[np.floating[Any]]:
+        """That of one rank from row `start` on, as far as it is judged by means."""
+        return without_stalls(self.series(phase)[index, start:], self.scale(phase))
+
     def scale(self, phase: str) -> float:
         """Its noise."""
         kind = "cpu" if phase == "cpu" else ""
@@ -359,7 +364,7 @@ class _Judged:
             if found.strength[index] < self.threshold:
                 break
             start = int(found.start[index])
-            interval = series[index, start:]
+            interval = self.without_stalls(phase, index, start)
             mean = float(interval.mean())
             if mean < least_share * step_ns or not lasts(interval, scale, own_errors(len(self.ranks)), strict=cpu):
                 continue

@@ -78,14 +78,16 @@ class TagHook:
 
 def _compilations(session: Session) -> Callable[[], None]:
     """Tags a step in which Dynamo has compiled a frame; free where it is not loaded."""
-    compiled_before = 0
+
+    def frames() -> int:
+        utils = sys.modules.get("torch._dynamo.utils")
+        return 0 if utils is None else sum(utils.counters["frames"].values())
+
+    compiled_before = frames()
 
     def look() -> None:
         nonlocal compiled_before
-        utils = sys.modules.get("torch._dynamo.utils")
-        if utils is None:
-            return
-        compiled = sum(utils.counters["frames"].values())
+        compiled = frames()
         if compiled != compiled_before:
             compiled_before = compiled
             session.tag(Flag.COMPILED)

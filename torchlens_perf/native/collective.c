@@ -232,6 +232,8 @@ PyObject *recorder_collect(Recorder *self, PyObject *name_id)
     if (self->header != NULL) {
         collecting = self;
         self->shared = 1;
+        ordinals.step = 0;
+        ordinals.count = 0;
     }
     pthread_mutex_unlock(&lock);
     Py_RETURN_NONE;
