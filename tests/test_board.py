@@ -145,6 +145,18 @@ class TestLate:
         assert (len(keys), present.tolist()) == (100, [0, 1, 2])
         np.testing.assert_allclose(board.excess_ns[:, keys], excess_of(job, keys), atol=20)
 
+    def test_older_rows_that_come_later(self) -> None:
+        """So is one of a rank that has newer rows already."""
+        job = Job.of(2, 50)
+        board = Board(np.arange(2), 1)
+        board.put(job.block([0]))
+        board.put(job.block([1], slice(40, 50)))
+        assert board.judged(0, 50)[0].tolist() == list(range(40, 50))
+        board.put(job.block([1], slice(0, 40)))
+        keys, _ = board.judged(0, 50)
+
+        np.testing.assert_allclose(board.excess_ns[:, keys], excess_of(job, np.arange(50)), atol=20)
+
     def test_a_rank_that_is_back_after_a_hole(self) -> None:
         """Rows that were compared without it are not compared with it, for it has none there."""
         job = Job.of(3, 200)
@@ -227,7 +239,8 @@ class TestNarrowRows:
         board.put(job.block([0], slice(6, 8)))
         board.put(job.block([1]))
 
-        assert board.judged(0, 2)[0].tolist() == [0, 1]
+        keys, present = board.judged(0, 2)
+        assert (keys.tolist(), present.tolist()) == ([0, 1], [0, 1])
 
 
 @pytest.mark.parametrize("ended", [(), (2,)])

@@ -62,6 +62,12 @@ class TestPhase:
 
         assert found == (phase, pytest.approx(ms * MS))
 
+    def test_compute_needs_a_share_of_both(self) -> None:
+        """Where the forward pass is hardly any part of the excess, it is the backward pass, whatever the ratios."""
+        usual = parts(forward=5, backward=170)
+
+        assert phase_of(parts(forward=0.5, backward=17), usual)[0] == "backward"
+
     def test_compute_is_not_the_largest(self) -> None:
         """Where another phase is slower still, it is that one."""
         assert phase_of(parts(forward=6, backward=11, data=12), parts(**WORK_MS))[0] == "data"
@@ -89,6 +95,16 @@ def test_now_and_then() -> None:
     assert found.excess_ns == found.phase_excess_ns == pytest.approx(10 * MS, rel=1e-5)
     assert found.cost_ns == pytest.approx(10 * MS, rel=1e-5)
     assert found.phase == "data"
+
+
+def test_a_single_stall() -> None:
+    """Five seconds in one row do not hide what the rank does in all others, and count in none of the numbers."""
+    job = Job.of(4, 100, noise=0.0).slow(1, 20, "optimizer").slow(1, 5000, "data", slice(70, 71))
+    found = described(job)
+
+    assert (found.phase, found.slow_share, found.last_step) == ("optimizer", 1.0, 99)
+    for name, ms in {"excess_ns": 20, "slow_excess_ns": 20, "cost_ns": 20, "work_ns": 220}.items():
+        assert getattr(found, name) == pytest.approx(ms * MS, rel=1e-5), name
 
 
 def test_cost_is_what_the_step_would_gain() -> None:
@@ -124,10 +140,15 @@ def test_more_workload() -> None:
     job = Job.of(4, 50, noise=0.0).slow(1, 20)
     job.workload[:] = np.array([[100], [130], [90], [100]])
     assert described(job).more_workload == pytest.approx(0.3)
-    job.workload[3, 7] = np.nan
-    assert described(job).more_workload == 0.0
+    for rank in (3, 1):
+        job.workload[rank, 7] = np.nan
+        assert described(job).more_workload == 0.0
+        job.workload[rank, 7] = 100
     job.workload[:] = 0
     assert described(job).more_workload == 0.0
+    job = Job.of(2, 50, noise=0.0).slow(1, 20)
+    job.workload[:] = np.array([[100], [130]])
+    assert described(job).more_workload == pytest.approx(0.3)
 
 
 def test_of_many_others_a_sample() -> None:

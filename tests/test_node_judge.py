@@ -118,7 +118,7 @@ class TestNodeJudge:
         for rank in range(4):
             assert judge.know(0, rank, dataclasses.replace(HERE, host=f"node-{rank // 2}"))
             judge.add_block("same", Block.of(rank, job.rows_of(rank)))
-        (found,) = judge.judge(final=True).episodes
+        (found,) = judge.judge().episodes
 
         assert found.rank == 3
         assert {place.host for place in judge.places.values()} == {"node-0", "node-1"}
@@ -137,6 +137,10 @@ class TestNodeJudge:
         assert judge.end(0, 1) is None
         judge.add_steps(1, 0, HERE, table(range(60)))
         judge.add_steps(1, 1, HERE, table(range(60), 1))
+        assert judge.judge().last_step == 59
+        judge.end(0, 1)
+        judge.add_steps(1, 0, HERE, table(range(60, 80)))
+        assert judge.judge().last_step == 59
         found = judge.judge(final=True)
         assert (found.episodes, found.compared) == ((), 2)
 

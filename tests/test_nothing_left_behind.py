@@ -107,8 +107,8 @@ def test_process_is_as_it_was(tmp_path: Path) -> None:
     after = state()
 
     assert sorted(name for name in before if before[name] != inside[name]) == [
-        "autograd", "collector", "errors", "files", "iterator class", "loader class", "module class", "scaler class", "step hooks",
-        "taps", "work class",
+        "autograd", "collector", "errors", "files", "iterator class", "loader class", "module class", "scaler class",
+        "step hooks", "taps", "work class",
     ]  # fmt: skip
     assert {name for name in before if before[name] != after[name]} == set()
 
