@@ -77,6 +77,17 @@ class TestNamed:
         assert found.slow_share == pytest.approx(2 / 7, abs=0.05)
         assert found.slow_excess_ns == pytest.approx(40 * MS, rel=0.15)
 
+    @pytest.mark.parametrize("stalls", [[90], [62, 110], [100, 130, 160]])
+    def test_single_stalls_hide_nothing(self, stalls: list[int]) -> None:
+        """Five seconds now and then, for another reason, change neither the phase nor the numbers of a slow rank."""
+        job = Job.of(4, 260).slow(1, 12, rows=slice(60, None)).slow(1, 5000, "data", rows=stalls)
+        found = only(job.judged())
+
+        assert (found.rank, found.phase, found.until_step) == (1, "forward", None)
+        assert abs(found.since_step - 60) <= 4
+        assert found.named_step < 60 + 3 * LEAST_ROWS
+        assert found.excess_ns == pytest.approx(12 * MS, rel=0.15)
+
     def test_two_slow_ranks_of_four(self) -> None:
         """Both are named; neither alone costs the job much, for the other one would hold it up as long."""
         one, other = Job.of(4, 200).slow(1, 20).slow(2, 20).judged().episodes
