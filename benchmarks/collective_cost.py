@@ -1,4 +1,8 @@
-"""What a watch adds to a small collective: a 4 KB all-reduce of two gloo ranks, both on one busy core, and on two."""
+"""What a watch adds to a small collective: a 4 KB all-reduce of two gloo ranks, both on one busy core, and on two.
+
+Blocks of calls without and with a watch alternate in the same processes, and are compared pair by pair. The wall clock
+is rank 0's; CPU time is that of the whole process, gloo's threads with it, of both ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,51 +14,76 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import Table, ratio_interval
 
-ROUNDS, CALLS = 30, 300
+ROUNDS, WARM_CALLS, CALLS = 30, 20, 300
 MOST_NS = 8_000
 
 
 def main() -> int:
-    table = Table("tap, cores", "unwatched us", "watched us", "added a rank us", "bar", "", "ratio")
+    """Prints the table; returns how many bars were missed."""
+    table = Table(
+        "tap, cores", "unwatched us", "watched us", "added a rank us", "bar", "", "ratio",
+        "CPU unwatched us", "CPU added us",
+    )  # fmt: skip
     for tap in ("native", "python"):
         for cores in (1, 2):
-            plain, watched = measured(tap, cores)
+            first, second = measured(tap, cores)
+            plain, watched = first["plain"], first["watched"]
             # On one core the two ranks take turns: a call holds what is added to both.
             added = [(b - a) / (2 if cores == 1 else 1) for a, b in zip(plain, watched, strict=True)]
-            draw = random.Random(1)
-            medians = sorted(statistics.median(draw.choices(added, k=len(added))) for _ in range(2000))
-            low, high = medians[50] / 1e3, medians[1949] / 1e3
+            ranks = [(rank["plain CPU"], rank["watched CPU"]) for rank in (first, second)]
+            added_cpu = [b - a for rank in ranks for a, b in zip(*rank, strict=True)]
             barred = tap == "native" and cores == 1
             met = table.bar(statistics.median(added) <= MOST_NS) if barred else ""
             ratio = ratio_interval(watched, plain)
             table.row(
-                f"{tap}, {cores}", f"{statistics.median(plain) / 1e3:.0f}", f"{statistics.median(watched) / 1e3:.0f}",
-                f"{statistics.median(added) / 1e3:.1f} [{low:.1f}, {high:.1f}]", "at most 8 us" if barred else "", met,
-                f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]",
+                f"{tap}, {cores}", microseconds(plain, 0), microseconds(watched, 0), interval(added),
+                "at most 8 us" if barred else "", met, f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]",
+                microseconds([*ranks[0][0], *ranks[1][0]], 0), interval(added_cpu),
             )  # fmt: skip
     return table.missed
 
 
-def measured(tap: str, cores: int) -> tuple[list[float], list[float]]:
-    """ns a call on rank 0, unwatched and watched, by round."""
+def microseconds(nanoseconds: Sequence[float], digits: int = 1) -> str:
+    """The median."""
+    return f"{statistics.median(nanoseconds) / 1e3:.{digits}f}"
+
+
+def interval(nanoseconds: Sequence[float]) -> str:
+    """The median, and its 95 % interval from 2000 bootstrap samples, in us."""
+    draw = random.Random(1)
+    medians = sorted(statistics.median(draw.choices(nanoseconds, k=len(nanoseconds))) for _ in range(2000))
+    return f"{microseconds(nanoseconds)} [{medians[50] / 1e3:.1f}, {medians[1949] / 1e3:.1f}]"
+
+
+def measured(tap: str, cores: int) -> list[dict[str, list[float]]]:
+    """By rank: ns a call, unwatched and watched, of the wall clock and of the process's CPU time, by round.
+
+    Raises RuntimeError where a rank fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", __name__, folder, str(rank), tap, str(cores)],
                 env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
             )
             for rank in range(2)
         ]
-        for rank in ranks:
-            rank.wait(600)
-        values = json.loads((Path(folder) / "values").read_text())
-    return values["plain"], values["watched"]
+        try:
+            told = [rank.communicate(timeout=600)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        found = [Path(folder) / f"values{rank}" for rank in range(2)]
+        if not all(path.exists() for path in found):
+            raise RuntimeError(b"\n".join(told).decode(errors="replace"))
+        return [json.loads(path.read_text()) for path in found]
 
 
 def one_rank(folder: str, rank: int, tap: str, cores: int) -> None:
@@ -66,29 +95,31 @@ def one_rank(folder: str, rank: int, tap: str, cores: int) -> None:
 
     if tap == "python":
         native_tap.find = lambda: None  # type: ignore[assignment]
+    if tap == "native" and native_tap.load() is None:
+        raise RuntimeError("the native tap is missing: torchlens-perf build-tap")
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0 if cores == 1 else rank]})
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     tensor = torch.ones(1024)
+    values: dict[str, list[float]] = {"plain": [], "watched": [], "plain CPU": [], "watched CPU": []}
 
-    def block(calls: int) -> float:
-        dist.barrier()
-        start_ns = time.perf_counter_ns()
-        for _ in range(calls):
+    def block(name: str) -> None:
+        for _ in range(WARM_CALLS):
             dist.all_reduce(tensor)
-        return (time.perf_counter_ns() - start_ns) / calls
+        dist.barrier()
+        start_ns, start_cpu_ns = time.perf_counter_ns(), time.process_time_ns()
+        for _ in range(CALLS):
+            dist.all_reduce(tensor)
+        values[name].append((time.perf_counter_ns() - start_ns) / CALLS)
+        values[f"{name} CPU"].append((time.process_time_ns() - start_cpu_ns) / CALLS)
 
-    values: dict[str, list[float]] = {"plain": [], "watched": []}
     for turn in range(ROUNDS):
         for name in ("plain", "watched") if turn % 2 else ("watched", "plain"):
             if name == "watched":
                 with watch(dir=f"{folder}/runs", sidecar=False, report=False):
-                    block(20)
-                    values[name].append(block(CALLS))
+                    block(name)
             else:
-                block(20)
-                values[name].append(block(CALLS))
-    if rank == 0:
-        (Path(folder) / "values").write_text(json.dumps(values))
+                block(name)
+    (Path(folder) / f"values{rank}").write_text(json.dumps(values))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -273,7 +273,6 @@ def test_native_tap_needs_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not any(NOTE in note for note in notes(tmp_path / "run"))
 
 
-@pytest.mark.xfail(reason="a tap that cannot be loaded takes the Python tap with it: no collective is recorded")
 def test_tap_that_cannot_be_loaded(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A damaged file, or one that lacks a symbol of this torch: collectives are tapped from Python, with the note."""
     place.mkdir()
@@ -282,6 +281,10 @@ def test_tap_that_cannot_be_loaded(place: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     assert any(NOTE in note for note in notes(tmp_path / "run"))
+    (check,) = [check for check in examine() if check.subject == "tap on collectives"]
+    assert (check.severity, check.remedy) == (WORSE, "torchlens-perf build-tap")
+    assert "the native one cannot be loaded: " in str(check)
+    assert native_tap.file_name() in str(check)
 
 
 def test_doctor_line(place: Path) -> None:

@@ -69,6 +69,9 @@ def _tap() -> Iterator[Check]:
         yield Check(OK, "tap on collectives", "native")
         return
     finding = "Python: 50 us a collective, and no end of asynchronous ones"
+    problem = native_tap.problem()
+    if problem is not None:
+        finding += f" (the native one cannot be loaded: {problem})"
     yield Check(WORSE, "tap on collectives", finding, "torchlens-perf build-tap")
 
 

@@ -55,15 +55,34 @@ def find() -> Path | None:
 
 @functools.cache
 def load() -> Any | None:
-    """The tap; None where it, or the native recorder that it writes with, is not there."""
+    """The tap; None where it, or the native recorder that it writes with, is not there or cannot be loaded."""
     path = find() if recorder.NATIVE else None
     if path is None:
         return None
+    try:
+        return _loaded(path)
+    except ImportError:
+        return None
+
+
+def problem() -> str | None:
+    """Why a tap that is there cannot be loaded (a damaged file, a missing symbol); None if it can, or is not there."""
+    path = find() if recorder.NATIVE else None
+    if path is None or load() is not None:
+        return None
+    try:
+        _loaded(path)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def _loaded(path: Path) -> ModuleType | None:
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
     spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)
     if spec is None:
         return None
-    module: ModuleType = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
 
