@@ -21,6 +21,7 @@ class Issued(NamedTuple):
     duration_ns: int
     bytes: int = 1 << 20
     flags: int = int(Flag.COMPLETED)
+    start_ns: int = 0
 
 
 def world(ranks: int) -> dict[str, dict[str, str]]:
@@ -35,6 +36,7 @@ def records(issued: Sequence[Issued], names: list[str] | None = None) -> tuple[n
     for record, each in zip(made, issued, strict=True):
         record["kind"], record["name_id"], record["flags"] = Kind.COLLECTIVE, names.index(each.name), each.flags
         record["duration_ns"], record["nested_ns"] = each.duration_ns, 5 * US
+        record["start_ns"] = each.start_ns
         record["value0"], record["value1"] = each.bytes, each.sequence & 0xFFFFFFFF | 7 << 32
     return made, names
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchlens_perf import Watch, watch
-from torchlens_perf.ring import HEAD, INTERNAL_ERRORS, UNBALANCED, Flag, GroupProgress, Kind, Reader
+from torchlens_perf.ring import HEAD, INTERNAL_ERRORS, UNBALANCED, Flag, GroupProgress, Kind, Reader, record_dtype
 
 # Settings under which every module is timed, and its backward pass in every step.
 EVERYTHING: dict[str, Any] = {"modules": "all", "backward_every": 1}
@@ -102,3 +102,15 @@ def recorded(folder: Path, model: Any = None, optimizer: Any = None, **settings:
         yield recording
     recording.watch = None
     recording.load(ring)
+
+
+def records_of(recording: Recording) -> Any:
+    """As they were in the ring."""
+    import numpy as np
+
+    made = np.zeros(len(recording.records), record_dtype())
+    for row, each in zip(made, recording.records, strict=True):
+        for field in set(each._fields) - {"name"}:
+            row[field] = getattr(each, field)
+        row["name_id"] = recording.interned.index(each.name)
+    return made

@@ -237,6 +237,30 @@ def test_members_that_are_published_later() -> None:
     assert join.counts()[WORLD_OF_3, None].joined == 1
 
 
+def test_ranks_that_count_from_different_places() -> None:
+    """Rank 0 calls number 1 what rank 1 calls number 0: by the node's clock, it left before the other one had come."""
+    ms = 1_000_000
+    calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]
+    ahead = [call._replace(sequence=call.sequence + 1) for call in calls]
+    join = joined({0: ahead, 1: calls})
+
+    assert counts(join) == Counts(unmatched_records=10)  # those that lack a partner, too
+    assert of(join, "allreduce").joined == 0
+    assert join.uncomparable() == {"0"}
+    add(join, {0: [Issued(NAME, 6, ms)], 1: [Issued(NAME, 6, ms)]}, world(2))
+    assert counts(join) == Counts(unmatched_records=12)
+
+    right = joined({0: calls, 1: calls})
+    assert (counts(right), right.uncomparable()) == (Counts(joined=5), set())
+
+
+def test_what_nobody_waits_for_may_end_before_another_has_come() -> None:
+    """Of an all-to-all with empty parts, as of a broadcast, that tells nothing against the numbers."""
+    for name in ("alltoall_base group=0 dtype=float32", "broadcast group=0 dtype=float32 root=0"):
+        early, late = Issued(name, 0, 10 * US), Issued(name, 0, 10 * US, start_ns=10_000_000)
+        assert counts(joined({0: [early], 1: [late]})) == Counts(joined=1)
+
+
 def test_receiving_from_any_source() -> None:
     """Once a rank does, the numbers of what is sent to it do not tell which message is which."""
     send, any_source = "send group=0 dtype=int8 peer=1", "recv_any_source group=0 dtype=int8"

@@ -1,6 +1,6 @@
 """Records of one sequence of operations, from several ranks, put together by sequence number. Pure.
 
-Durations are in ns; -1 (NOT_ENDED) for an operation whose end nobody told.
+Times are in ns; a duration of -1 (NOT_ENDED) for an operation whose end nobody told.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 MOST_PENDING = 4096  # operations of a channel that wait for a rank's record
 # Columns of the tables in here, int64.
-COLUMNS = 8
-SEQUENCE, RANK, DURATION, SIGNATURE, BYTES, OVERLAPPED, CALL, ROW = range(COLUMNS)
+COLUMNS = 9
+SEQUENCE, RANK, START, DURATION, SIGNATURE, BYTES, OVERLAPPED, CALL, ROW = range(COLUMNS)
 NOT_ENDED = -1
 
 
@@ -36,7 +36,8 @@ class Counts:
     late_records: int = 0
     """They came when their operation had been dropped."""
     unmatched_records: int = 0
-    """Of messages to a rank that receives from any source: their numbers do not tell which was received when."""
+    """Their numbers do not tell what belongs together: messages to a rank that receives from any source, and groups in
+    which the ranks count from different places."""
 
     def plus(self, other: Counts) -> Counts:
         return Counts(*(mine + theirs for mine, theirs in zip(*map(dataclasses.astuple, (self, other)), strict=True)))

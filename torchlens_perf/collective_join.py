@@ -1,7 +1,8 @@
 """Joins the ranks' records of one collective by (group, sequence number), and sums up what they tell together. Pure.
 
-No clock is shared: each rank's own duration is enough (collective_semantics.py). What does not belong together is never
-joined: other members, another attempt, other names or bytes at the same number. What stays incomplete, because a rank
+What is told needs no shared clock: each rank's own duration is enough (collective_semantics.py). What does not belong
+together is never joined: other members, another attempt, other names or bytes at the same number, and what cannot have
+been one operation by the node's clock (_possible). What stays incomplete, because a rank
 left or its record was lost, is dropped and counted, so that neither memory nor time grows with it.
 """
 
@@ -24,6 +25,7 @@ from torchlens_perf.collective_channel import (
     ROW,
     SEQUENCE,
     SIGNATURE,
+    START,
     Channel,
     Counts,
 )
@@ -32,6 +34,7 @@ from torchlens_perf.collective_semantics import (
     Operation,
     Waits,
     attribute,
+    ends_after_all_have_come,
     parse,
     semantics_of,
     size_bytes,
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
 _ANY_SOURCE = "recv_any_source"
 _NOT_LEARNT, _NONE = -2, -1
+_CLOCK_SLACK_NS = 100_000  # a device's times are put on the host's clock with an error of some microseconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +130,7 @@ class CollectiveJoin:
         table = np.empty((len(records), COLUMNS), np.int64)
         table[:, SEQUENCE] = records["value1"] & 0xFFFFFFFF
         table[:, RANK] = rank
+        table[:, START] = records["start_ns"]
         table[:, DURATION] = np.where(ended, np.maximum(records["duration_ns"], 0), NOT_ENDED)
         table[:, SIGNATURE] = places[:, 1]
         table[:, BYTES] = records["value0"]
@@ -243,9 +248,25 @@ class CollectiveJoin:
         channel.counts.mismatched += int((~same).sum())
         channel.counts.unended += int((same & ~ended).sum())
         table, codes = table[same & ended], codes[same & ended, 0]
+        if not self._possible(table, codes):
+            channel.disorder()
+            channel.counts.unmatched_records += table[:, :, RANK].size
+            return
         channel.counts.joined += len(table)
         for code, chosen in _by(codes):
             self._add(self._signatures[code], ranks, table[chosen])
+
+    def _possible(self, table: npt.NDArray[np.int64], codes: npt.NDArray[np.int64]) -> bool:
+        """Whether no rank left an operation before another had come, where no operation lets it.
+
+        gloo's counter holds messages too: where ranks had sent different numbers of them before the watch, they count
+        the group's collectives from different places, and the same number is another call.
+        """
+        waits = [ends_after_all_have_come(self._rows[each.row].key.operation) for each in self._signatures]
+        told = np.array(waits, bool)[codes]
+        started_ns = table[told, :, START]
+        ended_ns = started_ns + table[told, :, DURATION]
+        return bool((started_ns.max(axis=1) <= ended_ns.min(axis=1) + _CLOCK_SLACK_NS).all())
 
     def _equal_bytes(self) -> npt.NDArray[np.bool_]:
         """By signature, whether all ranks must have the same bytes."""
@@ -275,6 +296,10 @@ class CollectiveJoin:
             place = channel.group, channel.pair
             found[place] = found.get(place, Counts()).plus(channel.counts)
         return found
+
+    def uncomparable(self) -> set[str]:
+        """Names of groups in which the ranks count from different places: their sequence numbers do not compare."""
+        return {channel.group.name for channel in self._channels if channel.pair is None and not channel.ordered}
 
     def pending_operations(self) -> int:
         """Operations that wait for a rank's record, of all groups."""

@@ -125,6 +125,12 @@ def semantics_of(operation: str) -> Semantics:
     return SEMANTICS.get(operation, _UNKNOWN)
 
 
+def ends_after_all_have_come(operation: str) -> bool:
+    """Whether its end on any rank comes after its issue on all. Parts of an all-to-all may be empty: nobody waits."""
+    meaning = semantics_of(operation)
+    return meaning.waits is Waits.ALL and meaning.equal_bytes
+
+
 def bus_factor(operation: str, ranks: int) -> float | None:
     """Bus bandwidth by algorithm bandwidth, in a group of so many ranks; None where the operation moves nothing.
 

@@ -25,7 +25,7 @@ FIRST_STEPS_S = 300.0
 SILENT_S = 5.0  # of a node that tells its progress every second or two
 WAIT = "wait"  # the span of Work.wait and wait_tensor
 _STOPPED = ("stopped", "traced")
-_ENDED = ("dead", "closed")
+ENDED = ("dead", "closed")
 _COMMUNICATING = (WAIT, "backward")  # DDP's reducer waits in C++, inside the backward pass
 
 
@@ -38,7 +38,7 @@ class Progress:
     step: int
     """Index of the step in progress."""
     since_step_s: float
-    """How long ago its last step ended, or recording began, when this was told. Goes on after a rank has ended."""
+    """How long ago its last step ended, or recording began. Goes on after a rank has ended, but not in a silence."""
     told_s: float
     """How long ago this was told: 0 for a rank of this node; grows for a node that is silent."""
     usual_step_s: float
@@ -55,7 +55,8 @@ class Progress:
     since_mark_s: float | None = None
     """How long before this was told anything was recorded; None: not known, then only steps count."""
     all_groups: bool = True
-    """Whether `issued` holds all groups that it has used; False where the ring's table of groups was full."""
+    """Whether `issued` holds all groups that it has used; False where the ring's table of groups was full, or the ranks
+    count a group's collectives from different places."""
 
     @property
     def quiet_s(self) -> float:
@@ -177,7 +178,7 @@ def find_hang(
     """
     ranks = [progress[rank] for rank in sorted(progress)]
     limit = limit_s(ranks, factor)
-    told = {each.rank: each for each in ranks if each.state not in _ENDED and each.told_s <= silent_s}
+    told = {each.rank: each for each in ranks if each.state not in ENDED and each.told_s <= silent_s}
     still = {each.rank for each in told.values() if each.since_step_s > limit and each.quiet_s > limit}
     if not still:
         return None
@@ -192,15 +193,15 @@ def find_hang(
         told = {rank: each for rank, each in told.items() if rank not in moving}
     since_s = min(each.since_step_s for each in told.values())
     # Of what ended or fell silent long before the steps did, the job went on without the one, and we without the other.
-    last_sign_s = {each.rank: each.told_s + (each.since_step_s if each.state in _ENDED else 0.0) for each in ranks}
-    patience_s = {each.rank: limit if each.state in _ENDED else silent_s for each in ranks}
+    last_sign_s = {each.rank: each.told_s + (each.since_step_s if each.state in ENDED else 0.0) for each in ranks}
+    patience_s = {each.rank: limit if each.state in ENDED else silent_s for each in ranks}
     known = {
         each.rank: each
         for each in ranks
         if each.rank not in moving and (each.rank in told or last_sign_s[each.rank] <= since_s + patience_s[each.rank])
     }
     members = {rank for group in groups.values() for rank in group} | progress.keys()
-    ended = {each.rank for each in ranks if each.state in _ENDED}
+    ended = {each.rank for each in ranks if each.state in ENDED}
     unheard = tuple(sorted(members - known.keys() - ended - set(moving)))
     return _Case(ranks, told, known, still, moving, unheard, limit, _fronts(known, groups)).judge()
 
@@ -215,7 +216,7 @@ def _fronts(known: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]]
             if rank in known and (known[rank].all_groups or group in known[rank].issued)
         }
         low = min(levels.values(), default=-1)
-        ahead = frozenset(rank for rank, level in levels.items() if level > low and known[rank].state not in _ENDED)
+        ahead = frozenset(rank for rank, level in levels.items() if level > low and known[rank].state not in ENDED)
         if ahead:
             collective = _named(group, low + 1, (known[rank] for rank in ahead))
             found.append(_Front(collective, frozenset(rank for rank in levels if levels[rank] == low), ahead))
@@ -269,7 +270,7 @@ class _Case:
         return self._cycle() if self.fronts else self._all_entered()
 
     def _problem(self, each: Progress) -> str:
-        if each.state in _ENDED or each.state in _STOPPED:
+        if each.state in ENDED or each.state in _STOPPED:
             return each.state
         if each.rank not in self.told:
             # Had it stood still before it fell silent, it would have told so.
@@ -380,7 +381,7 @@ class _Case:
             asleep=tuple(each.rank for each in self.told.values() if each.state == "uninterruptible"),
             unheard=self.unheard,
             moving=self.moving,
-            ended=tuple(each.rank for each in self.ranks if each.state in _ENDED),
+            ended=tuple(each.rank for each in self.ranks if each.state in ENDED),
             look_at=tuple(rank for rank in ranks or look if rank in self.told),
             key=key,
         )

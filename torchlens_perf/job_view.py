@@ -16,7 +16,7 @@ import numpy as np
 from torchlens_perf import summary
 from torchlens_perf.exchange import Exchange
 from torchlens_perf.exchange_meeting import exchange_key
-from torchlens_perf.hang import Hang, Progress, find_hang
+from torchlens_perf.hang import ENDED, Hang, Progress, find_hang
 from torchlens_perf.node_judge import NodeJudge
 from torchlens_perf.rank_ranges import parse_ranges
 from torchlens_perf.report import hang_words
@@ -248,7 +248,10 @@ class JobView:
         ranks = {rank: local.progress for rank, local in self._local.items() if local.progress is not None}
         for rank, told in self._remote.items():
             age_s = now_s - self._remote_heard_s[rank]
-            ranks[rank] = dataclasses.replace(told, told_s=age_s, since_step_s=told.since_step_s + age_s - told.told_s)
+            since_step_s = told.since_step_s
+            if age_s <= SILENT_S or told.state in ENDED:  # what a silent node does is not known: no step is not it
+                since_step_s += age_s - told.told_s
+            ranks[rank] = dataclasses.replace(told, told_s=age_s, since_step_s=since_step_s)
         if not ranks:
             return
         world_size = max(local.world_size for local in self._local.values())

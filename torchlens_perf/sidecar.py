@@ -361,7 +361,9 @@ class Sidecar:
         reader, state = source.reader, source.state
         if not state.ended:
             source.seen(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
-        issued = {group.name: group.issued - 1 for group in reader.groups() if " peer=" not in group.name}
+        uncomparable = self.state.join.uncomparable()
+        numbers = {group.name: group.issued - 1 for group in reader.groups() if " peer=" not in group.name}
+        issued = {group: number for group, number in numbers.items() if group not in uncomparable}
         ended = {"died": "dead", "closed": "closed"}.get(state.ended)
         return Progress(
             rank=state.identity.rank,
@@ -375,7 +377,7 @@ class Sidecar:
             state=ended or process_state(state.identity.pid, state.identity.process_started),
             operations=sole_operations(issued, reader.names()),
             since_mark_s=now_s - source.mark_s,
-            all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS,
+            all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS and len(issued) == len(numbers),
         )
 
     def _read_counters(self, source: _Source) -> None:

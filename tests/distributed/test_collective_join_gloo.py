@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed.gloo import run_ranks
-from tests.recording import Recording, recorded
+from tests.recording import Recording, recorded, records_of
 from torchlens_perf import native_tap
 from torchlens_perf.collective_join import CollectiveJoin
 from torchlens_perf.collective_statistics import OperationStatistics
 from torchlens_perf.report.collective_table import collective_rows
-from torchlens_perf.ring import Kind, record_dtype
+from torchlens_perf.ring import Kind
 
 pytestmark = pytest.mark.distributed
 
@@ -57,18 +56,6 @@ def one_rank(folder: Path) -> Recording:
                 dist.all_reduce(tensor, group=subgroup)
         recording.watch.step()
     return recording
-
-
-def records_of(recording: Recording) -> Any:
-    """As they were in the ring."""
-    import numpy as np
-
-    made = np.zeros(len(recording.records), record_dtype())
-    for row, each in zip(made, recording.records, strict=True):
-        for field in set(each._fields) - {"name"}:
-            row[field] = getattr(each, field)
-        row["name_id"] = recording.interned.index(each.name)
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,6 @@ def test_restart_in_a_smaller_world(shrunk: tuple[RunDirectory, dict[str, Any]])
     assert "hang" not in {verdict["kind"] for verdict in value["verdicts"]}
 
 
-@pytest.mark.xfail(reason="a rank that the last attempt does not have stays in the report, with its old attempt")
 def test_rank_of_an_earlier_world_is_not_in_the_report(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
     """World size, ranks and step times are those of the last attempt, not mixed with an earlier one's."""
     _, value = shrunk

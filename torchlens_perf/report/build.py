@@ -29,7 +29,7 @@ MARK_NS = 400.0
 
 
 def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
-    """The report on a run, live or finished. Ranks that were restarted count with their last attempt."""
+    """The report on a run, live or finished. Of a run that was restarted, its last attempt."""
     processes = _latest_attempt(nodes)
     merged, warm_up = Sketch(), Sketch()
     for process in processes.values():
@@ -66,14 +66,11 @@ def _places(processes: dict[int, ProcessState]) -> dict[int, Place]:
 
 
 def _latest_attempt(nodes: list[NodeState]) -> dict[int, ProcessState]:
-    latest: dict[int, ProcessState] = {}
-    for node in nodes:
-        for process in node.processes.values():
-            known = latest.get(process.identity.rank)
-            order = (process.identity.attempt, process.anchor.unix_ns)
-            if known is None or order > (known.identity.attempt, known.anchor.unix_ns):
-                latest[process.identity.rank] = process
-    return latest
+    """By rank, the last process of the newest attempt. An earlier world may have had other ranks, and other steps."""
+    processes = [process for node in nodes for process in node.processes.values()]
+    newest = max((process.identity.attempt for process in processes), default=0)
+    latest = [process for process in processes if process.identity.attempt == newest]
+    return {process.identity.rank: process for process in sorted(latest, key=lambda each: each.anchor.unix_ns)}
 
 
 def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from torchlens_perf.collective_channel import Counts
 from torchlens_perf.collective_join import CollectiveJoin
-from torchlens_perf.collective_semantics import cannot_tell
+from torchlens_perf.collective_semantics import SEND_RECV, cannot_tell
 from torchlens_perf.collective_statistics import TOTALS, GroupKey, OperationStatistics, merged_operations
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.report.quantities import duration
@@ -191,7 +191,9 @@ def _why_not_joined(row: dict[str, Any]) -> str:
     if not row["ended"]:
         return str(row["cannot_tell"][0])
     if counts["unmatched_records"]:
-        return "a rank receives from any source, so that messages cannot be told apart"
+        if row["operation"] == SEND_RECV:
+            return "a rank receives from any source, so that messages cannot be told apart"
+        return "the ranks count this group's operations from different places, as after messages between two of them"
     if counts["mismatched"]:
         return f"ranks had other operations at the same place, {counts['mismatched']} times"
     if counts["unjoined"]:
