@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.measure import Table, ratio_interval
 
-ROUNDS, WARM_CALLS, CALLS = 150, 20, 150
+ROUNDS, WARM_CALLS, CALLS = 300, 20, 100
 MOST_NS = 8_000
 
 

@@ -20,7 +20,7 @@ class CollectiveRig(Rig):
 
     def __init__(self, implementation: ModuleType, folder: Path, **settings: Any) -> None:
         super().__init__(implementation, folder, **settings)
-        self.recorder.collect(self.ring.intern("wait"))
+        self.recorder.start_collectives(self.ring.intern("wait"))
 
     def issue(self, sequence: int = 0, *, group: int = 0, name: str = NAME, flags: int = 0, size: int = 4096) -> Any:
         """Before the operation."""
@@ -45,6 +45,16 @@ class CollectiveRig(Rig):
 
 def sequence(record: dict[str, Any]) -> int:
     return record["value1"] & 0xFFFFFFFF
+
+
+def on_autograds_thread(function: Callable[..., Any], *args: Any) -> None:
+    """Runs it on a thread that has the name of those that autograd computes on for a device."""
+
+    def named() -> None:
+        Path("/proc/thread-self/comm").write_text("pt_autograd_0")
+        function(*args)
+
+    on_thread(named)
 
 
 def on_thread(function: Callable[..., Any], *args: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +56,8 @@ class NativeMarks:
         self.issue = made(ctypes.c_int, operation)(marks.issue)
         self.returned = made(None, operation, ctypes.c_int)(marks.returned)
         self.completed = made(None, operation)(marks.completed)
+        self.wait_began = made(ctypes.c_int)(marks.wait_began)
+        self.wait_ended = made(None, ctypes.c_int)(marks.wait_ended)
 
     def start(self, name_id: int, sequence: int, *, group: int = 0) -> _Operation:
         """An operation that has been issued, and whose backend will call back."""
@@ -124,6 +128,69 @@ def test_more_under_way_than_are_remembered(native: CollectiveRig) -> None:
     assert native.records() == []
     marks.completed(again)
     assert [(sequence(each), each["flags"]) for each in native.records()] == [(5000, Flag.COMPLETED)]
+
+
+def test_wait_that_raised(native: CollectiveRig) -> None:
+    """As wait_tensor's tap tells it."""
+    marks = NativeMarks(native.implementation, gil=True)
+    native.call(0, End.BY_WAIT, call_ns=5)
+    assert marks.wait_began() == 1
+    native.clock.advance(30)
+    marks.wait_ended(1)
+    wait, collective = native.records()
+
+    assert (wait["kind"], wait["duration_ns"], wait["flags"]) == (Kind.WAIT, 30, Flag.EXCEPTION)
+    assert (collective["duration_ns"], collective["flags"]) == (5, Flag.EXCEPTION)
+    assert marks.version == 2
+
+
+WAITS_WHILE_WATCHES_COME_AND_GO = """
+import sys, threading, time
+from pathlib import Path
+from tests.collective_rig import CollectiveRig
+from tests.recorders import IMPLEMENTATIONS
+from tests.test_collective_marks import NativeMarks
+
+def push(attributes):
+    pushed.append(attributes)
+
+marks = NativeMarks(IMPLEMENTATIONS[0], gil=False)
+folder, pushed, popped, stop = Path(sys.argv[1]), [], [], threading.Event()
+
+def wait():
+    while not stop.is_set():
+        for _ in range(100):
+            if marks.wait_began():
+                marks.wait_ended(0)
+
+threads = [threading.Thread(target=wait) for _ in range(3)]
+for thread in threads:
+    thread.start()
+deadline_s, watches = time.monotonic() + 3, 0
+while time.monotonic() < deadline_s:
+    for listened_to in (True, False):
+        rig = CollectiveRig(IMPLEMENTATIONS[0], folder, clock=None)
+        if listened_to:
+            rig.recorder.set_nvtx(pushed.append, lambda: popped.append(0), [str(number) for number in range(9)])
+        time.sleep(0.001)
+        rig.recorder.close()
+        rig.close()
+        rig.ring.path.unlink()
+        del rig
+        watches += 1
+stop.set()
+for thread in threads:
+    thread.join()
+assert pushed and watches > 20, (len(pushed), watches)
+"""
+
+
+def test_waits_without_the_interpreters_lock_while_watches_come_and_go(tmp_path: Path) -> None:
+    """Of a recorder that is closed, freed, or has just got Python functions to call, nothing is touched."""
+    program = [sys.executable, "-X", "faulthandler", "-c", WAITS_WHILE_WATCHES_COME_AND_GO, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
+
+    assert done.returncode == 0, done.stderr
 
 
 def test_writers_without_the_interpreters_lock(tmp_path: Path) -> None:

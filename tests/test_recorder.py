@@ -7,14 +7,18 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.collective_rig import on_autograds_thread, on_thread
 from tests.recorders import IDS, IMPLEMENTATIONS, Rig
 from torchlens_perf import ring
+from torchlens_perf.records import PARTS
 from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.statistics import assemble_steps
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
@@ -303,6 +307,12 @@ class TestSection:
         assert name == "(other sections)\n"
 
 
+def parts_of_step(rig: Rig) -> dict[str, int]:
+    """Nanoseconds of the first step's parts, those that are not zero."""
+    (parts,) = assemble_steps(rig.reader.read().records).parts_ns.tolist()
+    return {part: value for part, value in zip(PARTS, parts, strict=True) if value or part == "backward"}
+
+
 class TestThreads:
     def test_other_threads_have_their_own_stack(self, rig: Rig) -> None:
         """A span of another thread is recorded, marked, and takes nothing from the training thread's spans."""
@@ -321,14 +331,108 @@ class TestThreads:
         """Waiting and recomputation on a device thread, inside the backward pass, are taken out of that phase."""
         recorder, intern = rig.recorder, rig.ring.intern
         recorder.begin(Kind.BACKWARD, intern("backward"))
-        thread = threading.Thread(target=lambda: rig.span(Kind.WAIT, "wait", 30))
-        thread.start()
-        thread.join()
+        rig.clock.advance(5)
+        on_autograds_thread(rig.span, Kind.WAIT, "wait", 30)
         recorder.end(Kind.BACKWARD, intern("backward"))
         wait, backward = rig.records()
 
-        assert (wait["flags"], wait["duration_ns"]) == (0, 30)
-        assert (backward["duration_ns"], backward["phase_ns"]) == (30, 30)
+        assert (wait["flags"], wait["duration_ns"], wait["phase_ns"]) == (0, 30, 0)
+        assert (backward["duration_ns"], backward["phase_ns"]) == (35, 30)
+
+    def test_waiting_inside_of_recomputation_counts_once(self, rig: Rig) -> None:
+        """What autograd's thread waits while it computes again is no recomputation."""
+        recorder, backward, again = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("again")
+
+        def compute_again() -> None:
+            recorder.begin(Kind.RECOMPUTE, again)
+            rig.clock.advance(10)
+            rig.span(Kind.WAIT, "wait", 30)
+            recorder.end(Kind.RECOMPUTE, again)
+
+        recorder.begin(Kind.BACKWARD, backward)
+        on_autograds_thread(compute_again)
+        rig.clock.advance(5)
+        recorder.end(Kind.BACKWARD, backward)
+
+        assert [(each["duration_ns"], each["phase_ns"], each["flags"]) for each in rig.records()] == [
+            (30, 0, 0), (40, 30, 0), (45, 40, 0),
+        ]  # fmt: skip
+
+    def test_no_more_is_taken_out_of_the_backward_pass_than_it_has(self, rig: Rig) -> None:
+        """Two devices that wait at once: the parts of the step add up to it, and none is negative."""
+        recorder, backward, wait = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("wait")
+        one_waits, both_wait = threading.Event(), threading.Event()
+
+        def other() -> None:
+            recorder.begin(Kind.WAIT, wait)
+            one_waits.set()
+            both_wait.wait(30)
+            recorder.end(Kind.WAIT, wait)
+
+        recorder.begin(Kind.BACKWARD, backward)
+        rig.clock.advance(5)
+        thread = threading.Thread(target=on_autograds_thread, args=(other,))
+        thread.start()
+        assert one_waits.wait(30)
+        on_autograds_thread(rig.span, Kind.WAIT, "wait", 30)
+        both_wait.set()
+        thread.join()
+        recorder.end(Kind.BACKWARD, backward)
+        recorder.next_step()
+        parts = parts_of_step(rig)
+
+        assert parts == {"backward": 0, "communication": 35}
+
+    def test_waiting_on_a_users_thread_does_not(self, rig: Rig) -> None:
+        """A thread that saves a checkpoint waits for others too, whatever the training thread does meanwhile."""
+        recorder, intern = rig.recorder, rig.ring.intern
+        recorder.begin(Kind.BACKWARD, intern("backward"))
+        on_thread(rig.span, Kind.WAIT, "wait", 30)
+        recorder.end(Kind.BACKWARD, intern("backward"))
+        wait, backward = rig.records()
+
+        assert (wait["flags"], wait["duration_ns"]) == (Flag.OTHER_THREAD, 30)
+        assert (backward["duration_ns"], backward["phase_ns"]) == (30, 0)
+
+    @pytest.mark.parametrize("runner", [on_thread, on_autograds_thread])
+    def test_waiting_that_began_before_the_backward_pass(self, runner: Callable[..., None], rig: Rig) -> None:
+        """It is nobody's part of the step: the backward pass keeps its time."""
+        recorder, backward, wait = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("wait")
+        began, backward_began = threading.Event(), threading.Event()
+
+        def elsewhere() -> None:
+            recorder.begin(Kind.WAIT, wait)
+            began.set()
+            backward_began.wait(30)
+            recorder.end(Kind.WAIT, wait)
+
+        thread = threading.Thread(target=runner, args=(elsewhere,))
+        thread.start()
+        assert began.wait(30)
+        rig.clock.advance(300)
+        recorder.begin(Kind.BACKWARD, backward)
+        rig.clock.advance(20)
+        backward_began.set()
+        thread.join()
+        recorder.end(Kind.BACKWARD, backward)
+        recorder.next_step()
+
+        assert parts_of_step(rig) == {"backward": 20, "host": 300}
+
+    @pytest.mark.parametrize("inside", [Kind.WAIT, Kind.OPTIMIZER])
+    def test_backward_pass_in_another_phase(self, inside: Kind, rig: Rig) -> None:
+        """While the training thread waits itself, or another thread is in a backward pass: nothing is taken out."""
+        recorder, backward = rig.recorder, rig.ring.intern("backward")
+        if inside == Kind.WAIT:
+            recorder.begin(Kind.BACKWARD, backward)
+        else:
+            on_thread(recorder.begin, Kind.BACKWARD, backward)
+        recorder.begin(inside, backward)
+        on_autograds_thread(rig.span, Kind.WAIT, "wait", 30)
+        recorder.end(inside, backward)
+        wait, around = rig.records()
+
+        assert (wait["flags"], around["phase_ns"]) == (Flag.OTHER_THREAD, 0)
 
     def test_many_threads_lose_nothing(self, implementation: ModuleType, tmp_path: Path) -> None:
         """Eight threads that mark at once: every record is there, whole and balanced."""

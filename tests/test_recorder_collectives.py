@@ -11,8 +11,10 @@ import pytest
 
 from tests.collective_rig import NAME, CollectiveRig, on_thread, sequence
 from tests.recorders import IDS, IMPLEMENTATIONS, Rig
+from torchlens_perf import torch_private
+from torchlens_perf.hooks.patch import patched
 from torchlens_perf.recorder import End
-from torchlens_perf.ring import DEPTH, GROUPS, MAX_GROUPS, METADATA_OFFSET, Flag, GroupProgress, Kind
+from torchlens_perf.ring import DEPTH, GROUP_WORDS, GROUPS, MAX_GROUPS, METADATA_OFFSET, Flag, GroupProgress, Kind
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
@@ -150,17 +152,124 @@ def test_timed_wait_is_the_wait(rig: CollectiveRig) -> None:
                 raise ValueError("planted")
             return self, timeout
 
-    Work.wait = rig.implementation.timed_wait(Work, Work.wait)  # type: ignore[method-assign]
+    Work.wait = rig.implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
     work = Work()
 
     assert work.wait() == (work, 0.0)
     assert work.wait(1.5) == work.wait(timeout=1.5) == (work, 1.5)
     with pytest.raises(ValueError, match="planted"):
         work.wait(fail=True)
-    assert [each["duration_ns"] for each in rig.records()] == [25] * 4
+    assert [(each["duration_ns"], each["flags"]) for each in rig.records()] == [(25, 0)] * 3 + [(25, Flag.EXCEPTION)]
     assert rig.reader.counter(DEPTH) == 1
     rig.recorder.close()
     assert work.wait(3.0) == (work, 3.0)
+
+
+def test_wait_that_raised_ends_nothing(rig: CollectiveRig) -> None:
+    """After a timeout the operation may still be under way: its record says that it failed, and has no end."""
+
+    class Work:
+        def wait(self) -> None:
+            rig.clock.advance(25)
+            raise ValueError("planted")
+
+    Work.wait = rig.implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    rig.call(0, End.BY_WAIT, call_ns=5)
+    with pytest.raises(ValueError, match="planted"):
+        Work().wait()
+    rig.call(1, End.BY_WAIT, call_ns=6)
+    rig.wait(10)
+    failed, following = rig.collectives()
+
+    assert (sequence(failed), failed["duration_ns"], failed["flags"]) == (0, 5, Flag.EXCEPTION)
+    assert (sequence(following), following["duration_ns"], following["flags"]) == (1, 16, Flag.COMPLETED)
+    assert rig.recorder.waited_ns == 35
+
+
+def test_operation_that_raised(rig: CollectiveRig) -> None:
+    """The tap says so when the call has returned."""
+    issued = rig.issue(0, flags=int(Flag.ASYNC))
+    rig.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION))
+    (record,) = rig.collectives()
+
+    assert record["flags"] == Flag.ASYNC | Flag.EXCEPTION
+
+
+def test_timed_wait_of_an_earlier_watch(implementation: ModuleType, tmp_path: Path) -> None:
+    """Another tool has wrapped it and still calls it: the next watch's is around both, and the wait counts once."""
+    earlier = CollectiveRig(implementation, tmp_path)
+
+    class Work:
+        def wait(self, timeout: float) -> float:
+            rig.clock.advance(25)
+            return timeout
+
+    Work.wait = implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    ours = Work.wait
+    Work.wait = lambda work, timeout: ours(work, timeout)  # type: ignore[method-assign]
+    earlier.close()
+    rig = CollectiveRig(implementation, tmp_path)
+    Work.wait = implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    rig.call(0, End.BY_WAIT)
+
+    assert Work().wait(1.5) == 1.5
+    wait, collective = rig.records()
+    assert (wait["duration_ns"], collective["flags"], rig.recorder.waited_ns) == (25, Flag.COMPLETED, 25)
+    rig.close()
+
+
+def test_timed_wait_is_a_method(rig: CollectiveRig) -> None:
+    """Bound, unbound, with keywords, with many arguments, and with the name of what it stands for."""
+
+    class Work:
+        def wait(self, *args: int, **kwargs: int) -> tuple[object, ...]:
+            return self, args, kwargs
+
+    Work.wait = rig.implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    work, many = Work(), tuple(range(20))
+    bound = work.wait
+
+    assert bound(*many, key=1) == Work.wait(work, *many, key=1) == (work, many, {"key": 1})
+    assert Work.wait.__name__ == "wait"
+    assert [each["name"] for each in rig.records()] == ["wait"] * 2
+    with pytest.raises(TypeError):
+        Work.wait()
+
+
+def test_compiled_code_waits(implementation: ModuleType, tmp_path: Path) -> None:
+    """Dynamo breaks its graph at Work.wait() as it does without us, and calls it with its object."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FakeWork
+
+    def function(x: torch.Tensor, work: dist.Work) -> torch.Tensor:
+        y = x.sin()
+        work.wait()
+        return y.cos()
+
+    rig, plain = CollectiveRig(implementation, tmp_path), vars(FakeWork)["wait"]
+    torch._dynamo.reset()
+    graphs = torch._dynamo.explain(function)(torch.ones(2), FakeWork()).graph_count
+    with patched(FakeWork, "wait", torch_private.break_in_compiled_code(implementation.timed_wait(FakeWork.wait))):
+        torch._dynamo.reset()
+        assert torch._dynamo.explain(function)(torch.ones(2), FakeWork()).graph_count == graphs
+        torch.compile(function, backend="eager")(torch.ones(2), FakeWork())
+
+    assert len(rig.records()) == 2
+    assert vars(FakeWork)["wait"] is plain
+    rig.close()
+
+
+def test_wait_inside_of_a_wait(rig: CollectiveRig) -> None:
+    """A Work that waits for others is one wait; who began none must not end one."""
+    assert rig.recorder.begin_wait()
+    rig.clock.advance(10)
+    assert not rig.recorder.begin_wait()
+    rig.clock.advance(5)
+    rig.recorder.end_wait()
+    (wait,) = rig.records()
+
+    assert (wait["duration_ns"], rig.recorder.waited_ns, rig.reader.counter(DEPTH)) == (15, 15, 1)
 
 
 def test_end_of_a_wait_that_began_before(rig: CollectiveRig) -> None:
@@ -190,15 +299,13 @@ def test_wait_is_pushed_for_a_listening_tool(rig: CollectiveRig) -> None:
 def test_how_far_a_group_is(rig: CollectiveRig) -> None:
     """Issued counts when an operation is entered, ended when it is over: what hangs in between is seen from outside."""
     assert [rig.ring.add_group(name) for name in ("0", "1")] == [0, 1]
-    issued_ns = rig.clock.now_ns
     issued = rig.issue(4, group=1)
-    rig.clock.advance(30)
-    assert rig.reader.groups() == [GroupProgress("0", 0, 0, 0), GroupProgress("1", 5, 0, issued_ns)]
+    assert rig.reader.groups() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 0)]
     rig.recorder.returned(issued, int(End.BY_WAIT))
-    assert rig.reader.groups()[1] == GroupProgress("1", 5, 0, issued_ns)
+    assert rig.reader.groups()[1] == GroupProgress("1", 5, 0)
     rig.wait(5)
 
-    assert rig.reader.groups() == [GroupProgress("0", 0, 0, 0), GroupProgress("1", 5, 5, issued_ns)]
+    assert rig.reader.groups() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 5)]
 
 
 def test_ended_never_goes_back(rig: CollectiveRig) -> None:
@@ -216,7 +323,7 @@ def test_groups_beyond_the_table(slot: int, rig: CollectiveRig) -> None:
     """Their operations are recorded, and nothing is written where another field of the file begins."""
     slots = [rig.ring.add_group(str(number)) for number in range(MAX_GROUPS + 3)]
     assert slots == [*range(MAX_GROUPS), MAX_GROUPS, MAX_GROUPS, MAX_GROUPS]
-    table_end = (GROUPS + 4 * MAX_GROUPS) * 8
+    table_end = (GROUPS + GROUP_WORDS * MAX_GROUPS) * 8
     beyond = bytes(rig.ring.buffer[table_end : METADATA_OFFSET + 1024])
     for number in range(3):
         rig.call(number, End.UNKNOWN, group=slot)
@@ -312,6 +419,62 @@ def test_close_writes_what_is_under_way(rig: CollectiveRig) -> None:
 
     assert sorted((sequence(each), each["duration_ns"], each["flags"]) for each in found) == [(0, 5, 0), (1, 6, 0)]
     assert rig.issue(3) is None
+
+
+def test_close_writes_what_other_threads_wait_for(implementation: ModuleType, tmp_path: Path) -> None:
+    """Also of a thread that has ended; once, and what such a thread waits for later is another operation."""
+    rig = CollectiveRig(implementation, tmp_path)
+    issued, closed = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        rig.call(1, End.BY_WAIT, call_ns=7)
+        issued.set()
+        closed.wait(30)
+        rig.wait(3)
+        following.wait(3)
+
+    thread = threading.Thread(target=elsewhere)
+    on_thread(rig.call, 0, End.BY_WAIT)
+    thread.start()
+    assert issued.wait(30)
+    rig.recorder.close()
+    following = CollectiveRig(implementation, tmp_path)
+    following.call(2, End.BY_WAIT)
+    closed.set()
+    thread.join()
+    found, unknown = rig.collectives(), int(Flag.OTHER_THREAD)
+
+    assert sorted((sequence(each), each["duration_ns"], each["flags"]) for each in found) == [
+        (0, 5, unknown), (1, 7, unknown),
+    ]  # fmt: skip
+    assert following.collectives() == []
+    following.wait(3)
+    assert [(sequence(each), each["flags"]) for each in following.collectives()] == [(2, Flag.COMPLETED)]
+    for each in (rig, following):
+        each.close()
+
+
+def test_very_many_threads_wait(rig: CollectiveRig) -> None:
+    """None is lost: those beyond what is remembered are recorded at once, without an end."""
+    issued, ended = threading.Barrier(101), threading.Event()
+
+    def elsewhere(number: int) -> None:
+        rig.call(number, End.BY_WAIT)
+        issued.wait(30)
+        ended.wait(30)
+        rig.wait(3)
+
+    threads = [threading.Thread(target=elsewhere, args=(number,)) for number in range(100)]
+    for thread in threads:
+        thread.start()
+    issued.wait(30)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    found = rig.collectives()
+
+    assert sorted(sequence(each) for each in found) == list(range(100))
+    assert sum(bool(each["flags"] & Flag.COMPLETED) for each in found) >= 64
 
 
 def test_abandoned_recorder_stores_nothing(rig: CollectiveRig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from torchlens_perf import watch
 from torchlens_perf.identity import process_started
 from torchlens_perf.stacks import MOST_LINES, Stack, asked_stack, find_py_spy, process_state, python_stack
 
@@ -347,13 +349,100 @@ def test_asked_by_signal(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         (file,) = (tmp_path / "runs").rglob("*.stack")
-        stack = asked_stack(process.pid, file)
+        started = process_started(process.pid) or 0
+        stack = asked_stack(process.pid, file, started)
         assert "in stuck" in stack.lines[0], stack
-        assert asked_stack(process.pid, file).lines == stack.lines
+        assert asked_stack(process.pid, file, started).lines == stack.lines
         output, _ = process.communicate("\n", timeout=60)
         assert output == "True\n"
         assert not file.exists()
-        assert asked_stack(process.pid, file).reason
+        assert asked_stack(process.pid, file, started).reason
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_never_asked_if_it_would_end_by_it(listens: bool, start: Start, tmp_path: Path) -> None:
+    """SIGUSR2 ends who does not catch it: neither such a process gets one, nor another one that has the pid by now."""
+    file = tmp_path / "left.stack"
+    file.touch()
+    listening = f"import faulthandler, signal; faulthandler.register(signal.SIGUSR2, file=open({str(file)!r}, 'w'))\n"
+    process = start((listening if listens else "") + BLOCKED.format(levels=0))
+    ready(process)
+    started = process_started(process.pid)
+    assert started is not None
+
+    stack = asked_stack(process.pid, file, started - 1 if listens else started, timeout_s=0.1)
+
+    assert stack.reason.startswith("it could not be asked: ")
+    assert file.read_bytes() == b""
+    assert process.communicate("all is well\n", timeout=30)[0] == "read all is well\n"
+    assert process.returncode == 0
+
+
+# What happens to SIGUSR2 around a watch, in a process of its own; {before}, {inside} and {after} are the user's lines.
+AROUND = """
+import faulthandler, os, signal, sys
+from pathlib import Path
+import torchlens_perf as perf
+
+def handler(number, frame):
+    print("handler", flush=True)
+
+folder, mine = Path(sys.argv[1]), open(sys.argv[2], "w")
+{before}
+with perf.watch(faulthandler=True, sidecar=False, report=False, dir=str(folder)) as w:
+    {inside}
+{after}
+print("alive", len(list(folder.rglob("*.stack"))), os.path.getsize(sys.argv[2]) > 0, flush=True)
+"""
+SEND = "os.kill(os.getpid(), signal.SIGUSR2)"
+
+
+def around(folder: Path, before: str = "", inside: str = "pass", after: str = "") -> str:
+    """What such a process printed."""
+    program = AROUND.format(before=before, inside=inside, after=after)
+    command = [sys.executable, "-c", program, str(folder / "runs"), str(folder / "mine")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout
+
+
+def test_users_own_registration_stays(tmp_path: Path) -> None:
+    """faulthandler that the user has registered is no handler that signal.getsignal() knows; it is left alone."""
+    register = "faulthandler.register(signal.SIGUSR2, file=mine)"
+
+    assert around(tmp_path, register, SEND, SEND) == "alive 0 True\n"
+    assert (tmp_path / "mine").read_text().count("Current thread") == 2
+
+
+def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    """Slurm's signal that the user has asked to be ignored does nothing, inside a watch and after it."""
+    ignore = "signal.signal(signal.SIGUSR2, signal.SIG_IGN)"
+    inside = f"{SEND}; print(len(list(folder.rglob('*.stack'))), flush=True)"
+    assert around(tmp_path, ignore, inside, SEND) == "0\nalive 0 False\n"
+
+
+def test_handler_that_the_user_installs_meanwhile(tmp_path: Path) -> None:
+    """It is there inside the watch and after it, and is not called by a sidecar that asks: the file has gone."""
+    inside = (
+        f"signal.signal(signal.SIGUSR2, handler); {SEND}; import time; time.sleep(0.06); w.step(); w.step()\n"
+        "    print(len(list(folder.rglob('*.stack'))), flush=True)"
+    )
+    assert around(tmp_path, inside=inside, after=SEND) == "handler\n0\nhandler\nalive 0 False\n"
+
+
+def test_file_goes_before_the_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who still finds the file may send the signal."""
+    left: list[int] = []
+    unregister = faulthandler.unregister
+    monkeypatch.setattr(
+        faulthandler,
+        "unregister",
+        lambda number: left.append(len(list(tmp_path.rglob("*.stack")))) or unregister(number),
+    )
+    with watch(faulthandler=True, sidecar=False, report=False, dir=str(tmp_path)):
+        assert len(list(tmp_path.rglob("*.stack"))) == 1
+
+    assert left == [0]

@@ -20,6 +20,7 @@ import pytest
 from tests.collective_rig import on_thread
 from tests.recorders import IDS, IMPLEMENTATIONS, Rig
 from tests.test_nothing_left_behind import open_files
+from torchlens_perf import _native_twin
 from torchlens_perf.ring import Kind
 
 LONG_NS = 10_000_000  # a step of so long, or longer, has the next one measured
@@ -132,7 +133,7 @@ def test_phases_add_up_to_the_step(rig: TimedRig) -> None:
 
 def test_waits_are_taken_out(rig: TimedRig) -> None:
     """Polling in a wait is no work of the phase around it, and neither is it in a pause: the end of a backward pass."""
-    rig.recorder.collect(rig.ring.intern("wait"))
+    rig.recorder.start_collectives(rig.ring.intern("wait"))
     with rig.inside(Kind.BACKWARD):
         backward_ns = work()
         rig.recorder.begin_wait()
@@ -181,6 +182,50 @@ def test_starved_thread_is_ready(rig: TimedRig) -> None:
     assert cpu_ns == CLOSE(worked_ns, rel=0.1)
     assert ready_ns > 0.5 * worked_ns
     assert cpu_ns + ready_ns < 1.1 * taken_ns
+
+
+def test_phases_without_work_have_no_record(rig: TimedRig) -> None:
+    """Phases that are over at once have no CPU time that the kernel has counted by then."""
+    for kind in (Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT):
+        with rig.inside(kind):
+            pass
+    work()
+    times = rig.thread_times()
+
+    assert Kind.STEP in times
+    assert (0, 0) not in times.values()
+
+
+def test_kernel_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without statistics of scheduling the file is there and all zero: that is "not measured", not "no work"."""
+    rig = TimedRig(_native_twin, tmp_path)
+    before = open_files()
+    for text in (b"0 0 0\n", b"", b"?"):
+        monkeypatch.setattr(os, "pread", lambda *_, text=text: text)
+        assert rig.recorder.start_thread_time() is False
+    rig.measure_next_step()
+    assert rig.thread_times() == {}
+    assert open_files() == before
+    rig.close()
+
+
+def test_kernel_that_stops_telling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step is not measured, and nothing is raised in the user's."""
+    rig = TimedRig(_native_twin, tmp_path)
+    assert rig.recorder.start_thread_time()
+    rig.measure_next_step()
+    pread = os.pread
+
+    def fails(*args: int) -> bytes:
+        raise OSError("planted")
+
+    for broken, found in ((True, False), (True, False), (False, False), (False, True)):
+        monkeypatch.setattr(os, "pread", fails if broken else pread)
+        with rig.inside(Kind.FORWARD):
+            work(WORK_S / 4)
+        rig.clock.advance(LONG_NS)
+        assert bool(rig.thread_times()) == found
+    rig.close()
 
 
 def test_short_steps_are_not_measured(rig_with_clock: TimedRig) -> None:

@@ -19,6 +19,9 @@ from torch import nn
 
 import torchlens_perf as perf
 from tests.processes import report, run, wait_for_sidecar
+from tests.recording import recorded
+from torchlens_perf import torch_private
+from torchlens_perf.ring import Kind
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.watch import running
 
@@ -208,6 +211,61 @@ def test_forked_child_records_nothing(tmp_path: Path) -> None:
     assert by_hand.returncode == 0, by_hand.stderr
     assert value["ranks"][0]["steps"] == 7
     assert value["sections"] == []
+
+
+def test_forked_child_watches_collectives(tmp_path: Path) -> None:
+    """A child's own watch finds nothing of the parent's: no tap is another tool's, and a wait is one wait."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import Work
+
+    before = vars(Work)["wait"], torch_private.has_tap("c10d::allreduce_")
+    told = tmp_path / "told"
+    with recorded(tmp_path / "parent", faulthandler=True) as parent:
+        session = running()._session
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                left = vars(Work)["wait"] is not before[0], torch_private.has_tap("c10d::allreduce_")
+                dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+                with recorded(tmp_path / "child") as own:
+                    dist.all_reduce(torch.ones(4))
+                    dist.all_reduce(torch.ones(4), async_op=True).wait()
+                told.write_text(repr((left, own.names(Kind.WAIT), len(own.of(Kind.COLLECTIVE)), own.notes)))
+            os._exit(0)
+        os.waitpid(child, 0)
+        with_stack = Path(session.stack_file).exists()
+        written = session.recorder.written
+
+    assert told.read_text() == repr(((False, before[1]), ["wait"] * 2, 2, []))
+    assert with_stack
+    assert written == len(parent.records)
+    assert (vars(Work)["wait"], torch_private.has_tap("c10d::allreduce_")) == before
+
+
+def test_forked_child_is_left_as_it_was(tmp_path: Path) -> None:
+    """The parent's patches are gone in the child, and its module calls are the plain ones; in the parent all stays."""
+    model, optimizer = make_model()
+    plain = patches(model)
+    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False):
+        watched = patches(model)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if patches(model) == plain else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert patches(model) == watched != plain
+    assert patches(model) == plain
+
+
+def patches(model: nn.Module) -> list[object]:
+    """What a watch puts in other places of this process."""
+    from torch.utils.data import DataLoader
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    return [
+        _BaseDataLoaderIter.__next__, DataLoader.__iter__, torch.save, torch.autograd._engine_run_backward,
+        torch.amp.GradScaler.step, torch._C._distributed_c10d.Work.wait, len(gc.callbacks),
+        *[module.__dict__.get("_compiled_call_impl") for module in model.modules()],
+    ]  # fmt: skip
 
 
 def test_many_forks_do_not_hang(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ the cost of a section.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import struct
@@ -22,6 +23,7 @@ from typing import Any
 from torchlens_perf.ring import (
     DEPTH,
     FRAMES,
+    GROUP_WORDS,
     GROUPS,
     HEAD,
     MAX_FRAMES,
@@ -43,6 +45,7 @@ _MOST_READS, _LEAST_STEP_NS = 64, 10_000_000
 _COLLECTIVE, _COMPLETED = int(Kind.COLLECTIVE), int(Flag.COMPLETED)
 _END_BY_WAIT, _END_BY_RETURN = 1, 3  # recorder.End
 _FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.RECOMPUTE)
+_AUTOGRADS_THREAD = "pt_autograd_"  # what their names begin with
 _CALLS = (_MODULE, _FORWARD, _RECOMPUTE)
 _EXCEPTION, _OTHER_THREAD = int(Flag.EXCEPTION), int(Flag.OTHER_THREAD)
 _MOST_SECTIONS = 4096
@@ -87,6 +90,7 @@ class Recorder:
         self._owner = _get_ident()
         self._frames: list[Frame] = []
         self._threads = threading.local()
+        self._waited_for: dict[int, list[int]] = {}  # what issuers wait for next, by the id of the operation
         self.waited_ns = 0
         self._thread_time: ThreadTime | None = None
         self._ordinals = [0, 0]
@@ -155,7 +159,9 @@ class Recorder:
             self._thread_time = ThreadTime(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             return False
-        return True
+        if not self._thread_time.told:
+            self._stop_thread_time()
+        return self._thread_time is not None
 
     def own_work_paused(self) -> None:
         times = self._thread_time
@@ -172,7 +178,7 @@ class Recorder:
     def _phase(self, frames: list[Frame]) -> int:
         return next((frame[_KIND] for frame in reversed(frames[1:]) if frame[_KIND] < _MODULE), _STEP)
 
-    def collect(self, wait_name_id: int) -> None:
+    def start_collectives(self, wait_name_id: int) -> None:
         global _collecting, _wait_name_id
         if not self.closed:
             _collecting, _wait_name_id = self, wait_name_id
@@ -180,7 +186,7 @@ class Recorder:
     def issue(self, name_id: int, group: int, sequence: int, flags: int, size: int) -> list[int] | None:
         if self is not _collecting or self.closed:
             return None
-        self._end_waited_for(None)
+        self._end_waited_for(0)
         frames = self._open_spans()
         if frames is not self._frames:
             flags |= _OTHER_THREAD
@@ -189,19 +195,19 @@ class Recorder:
         self._ordinals[1] += 1
         start_ns = self.now_ns()
         if group < MAX_GROUPS:
-            self._words[GROUPS + 4 * group + 1] = sequence + 1
-            self._words[GROUPS + 4 * group + 3] = start_ns
+            self._words[GROUPS + GROUP_WORDS * group + 1] = sequence + 1
         within = frames[-1][_NAME]
         return [
             name_id, group, sequence, flags, size, start_ns, 0, self.step, len(frames), within, self._ordinals[1] - 1,
         ]  # fmt: skip
 
-    def returned(self, issued: list[int], end: int) -> None:
+    def returned(self, issued: list[int], end: int, flags: int = 0) -> None:
         if self is not _collecting or self.closed:
             return
+        issued[3] |= flags
         issued[6] = call_ns = self.now_ns() - issued[5]
         if end == _END_BY_WAIT:
-            self._threads.waited_for = issued
+            self._threads.waited_for = self._waited_for[id(issued)] = issued
         elif end == _END_BY_RETURN:
             self._write_collective(issued, call_ns, _COMPLETED)
             self.interval(_WAIT, issued[0], issued[5], call_ns)
@@ -210,27 +216,29 @@ class Recorder:
         else:
             self._write_collective(issued, call_ns, 0)
 
-    def begin_wait(self) -> None:
-        if self is _collecting:
-            self.begin(_WAIT, _wait_name_id)
+    def begin_wait(self) -> bool:
+        if self is not _collecting or self.closed:
+            return False
+        frames = self._open_spans()
+        if _waits(frames):
+            return False
+        self._open(frames, _WAIT, _wait_name_id)
+        return True
 
-    def end_wait(self) -> None:
+    def end_wait(self, raised: bool = False) -> None:
         if self is not _collecting or self.closed:
             return
         frames = self._open_spans()
-        if frames is self._frames and frames[-1][_KIND] == _WAIT:
+        if frames is self._frames and _waits(frames):
             self.waited_ns += self.now_ns() - frames[-1][_START]
-        self.end(_WAIT, _wait_name_id)
-        self._end_waited_for(self.now_ns())
+        self.end(_WAIT, _wait_name_id, _EXCEPTION if raised else 0)
+        self._end_waited_for(_EXCEPTION if raised else _COMPLETED)
 
-    def _end_waited_for(self, end_ns: int | None) -> None:
-        issued = getattr(self._threads, "waited_for", None)
+    def _end_waited_for(self, flags: int) -> None:
+        issued = self._waited_for.pop(id(getattr(self._threads, "waited_for", None)), None)
         if issued is not None:
             self._threads.waited_for = None
-            if end_ns is None:
-                self._write_collective(issued, issued[6], 0)
-            else:
-                self._write_collective(issued, end_ns - issued[5], _COMPLETED)
+            self._write_collective(issued, self.now_ns() - issued[5] if flags & _COMPLETED else issued[6], flags)
 
     def _write_collective(self, issued: list[int], duration_ns: int, more_flags: int) -> None:
         name_id, group, sequence, flags, size, start_ns, call_ns, step, depth, within, ordinal = issued
@@ -241,7 +249,7 @@ class Recorder:
         )  # fmt: skip
         self._words[HEAD] = at + 1
         if group < MAX_GROUPS:
-            word = GROUPS + 4 * group + 2
+            word = GROUPS + GROUP_WORDS * group + 2
             self._words[word] = max(self._words[word], sequence + 1)
 
     def next_step(self, flags: int = 0, value0: int = 0, value1: int = 0) -> int:
@@ -252,9 +260,10 @@ class Recorder:
         if self._thread_time is not None:
             if self._thread_time.measured:
                 self._thread_time.mark(self._phase(self._frames))
-            for kind, (cpu_ns, ready_ns) in self._thread_time.step(end_ns - frame[_START]).items():
-                record = [frame[_START], 0, 0, 0, _THREAD_TIME]
-                self._write(record, 1, end_ns - frame[_START], kind, cpu_ns, ready_ns)
+            for kind, (cpu_ns, ready_ns) in sorted(self._thread_time.step(end_ns - frame[_START]).items()):
+                if cpu_ns > 0 or ready_ns > 0:
+                    record = [frame[_START], 0, 0, 0, _THREAD_TIME]
+                    self._write(record, 1, end_ns - frame[_START], kind, cpu_ns, ready_ns)
         self._write(frame, 0, end_ns - frame[_START], flags, value0, value1)
         frame[:3] = end_ns, 0, 0
         self.step += 1
@@ -284,7 +293,9 @@ class Recorder:
         self.deactivate()
         if _get_ident() == self._owner:
             self._drop(self._frames, 1)
-        self._end_waited_for(None)
+        while self._waited_for:
+            _, issued = self._waited_for.popitem()
+            self._write_collective(issued, issued[6], 0)
         self._stop_thread_time()
         self.closed = True
         self._words.release()
@@ -377,19 +388,36 @@ class Recorder:
             return
         duration_ns = end_ns - frame[_START]
         if frames is not self._frames:
-            flags |= self._attribute_elsewhere(kind, duration_ns)
+            flags |= self._attribute_elsewhere(frame, end_ns)
         if frames:
             parent = frames[-1]
             parent[_NESTED] += duration_ns
             parent[_PHASE] += duration_ns if _FIRST_PHASE <= kind <= _LAST_PHASE else frame[_PHASE]
         self._write(frame, depth, duration_ns, flags, value0, value1)
 
-    def _attribute_elsewhere(self, kind: int, duration_ns: int) -> int:
-        if self.backwards > 0 and kind in (_RECOMPUTE, _WAIT):
-            self._frames[-1][_NESTED] += duration_ns
-            self._frames[-1][_PHASE] += duration_ns
-            return 0
-        return _OTHER_THREAD
+    def _is_autograds(self) -> bool:
+        known: bool | None = getattr(self._threads, "is_autograds", None)
+        if known is None:
+            try:
+                with open("/proc/thread-self/comm") as file:
+                    known = file.read().startswith(_AUTOGRADS_THREAD)
+            except OSError:
+                known = False
+            self._threads.is_autograds = known
+        return known
+
+    def _attribute_elsewhere(self, frame: Frame, end_ns: int) -> int:
+        if self.backwards == 0 or frame[_KIND] not in (_RECOMPUTE, _WAIT) or not self._is_autograds():
+            return _OTHER_THREAD
+        phase = next((each for each in reversed(self._frames[1:]) if each[_KIND] < _MODULE), self._frames[0])
+        if phase[_KIND] != _BACKWARD or frame[_START] < phase[_START]:
+            return _OTHER_THREAD
+        own_ns = end_ns - frame[_START] - frame[_PHASE]
+        counted_ns = min(own_ns, max(0, end_ns - phase[_START] - phase[_PHASE]))
+        phase[_NESTED] += counted_ns
+        phase[_PHASE] += counted_ns
+        frame[_PHASE] += own_ns - counted_ns
+        return 0
 
     def _write(self, frame: Frame, depth: int, duration_ns: int, flags: int, value0: int, value1: int) -> None:
         sequence = self._next_sequence()
@@ -408,19 +436,27 @@ class ThreadTime:
         self.descriptor = descriptor
         self.measured = self.paused = False
         self._reads = 0
-        self._last = self._read()
+        self._last = self._read() or (0, 0)
         self._phases: dict[int, list[int]] = {}
 
-    def _read(self) -> tuple[int, int]:
-        cpu_ns, ready_ns, *_ = os.pread(self.descriptor, 96, 0).split()
+    @property
+    def told(self) -> bool:
+        """Whether the kernel tells. Without its statistics of scheduling, all is zero."""
+        return self._last[0] > 0
+
+    def _read(self) -> tuple[int, int] | None:
+        try:
+            cpu_ns, ready_ns, *_ = os.pread(self.descriptor, 96, 0).split()
+        except (OSError, ValueError):
+            return None
         return int(cpu_ns), int(ready_ns)
 
     def mark(self, kind: int) -> None:
         self._reads += 1
-        if self._reads > _MOST_READS:
+        now, last = self._read() if self._reads <= _MOST_READS else None, self._last
+        if now is None:
             self.measured = False
             return
-        now, last = self._read(), self._last
         phase = self._phases.setdefault(_WAIT if self.paused else kind, [0, 0])
         phase[0] += now[0] - last[0]
         phase[1] += now[1] - last[1]
@@ -430,7 +466,8 @@ class ThreadTime:
         phases = self._phases if self.measured else {}
         wanted = duration_ns >= _LEAST_STEP_NS
         if wanted and not self.measured:
-            self._last = self._read()
+            now = self._read()
+            wanted, self._last = now is not None, now or self._last
         self.measured, self.paused, self._reads, self._phases = wanted, False, 0, {}
         return phases
 
@@ -568,18 +605,25 @@ def _kind_of_call(recorder: Recorder, frames: list[Frame]) -> int:
     return _RECOMPUTE if recorder.backwards > 0 else _FORWARD
 
 
-def timed_wait(work_type: type, wait: Callable[..., Any]) -> Callable[..., Any]:
+def _waits(frames: list[Frame]) -> bool:
+    return frames[-1][_KIND] == _WAIT and frames[-1][_NAME] == _wait_name_id
+
+
+def timed_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
     """A method for the class `Work` that times its `wait`."""
 
+    @functools.wraps(wait)
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = _collecting
-        if recorder is None or recorder.closed:
+        if recorder is None or not recorder.begin_wait():
             return wait(self, *args, **kwargs)
-        recorder.begin_wait()
+        raised = True
         try:
-            return wait(self, *args, **kwargs)
+            result = wait(self, *args, **kwargs)
+            raised = False
+            return result
         finally:
-            recorder.end_wait()
+            recorder.end_wait(raised)
 
     return timed
 

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAGIC = b"TLPRING\0"
-VERSION = 2
+VERSION = 3
 RECORD_BYTES = 64
 MAX_FRAMES = 64
 MAX_GROUPS = 48
 FRAME_BYTES = 32
+GROUP_WORDS = 3  # of a row in the table of groups: its name's id, issued, ended
 METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 NAMES_OFFSET, NAMES_BYTES = 12288, 262144
 RECORDS_OFFSET = 274432
@@ -159,7 +160,7 @@ class RingFile:
         """A row in the table that shows how far a process group is; MAX_GROUPS, and no row, once the table is full."""
         slot = self._words[GROUPS_USED]
         if slot < MAX_GROUPS:
-            self._words[GROUPS + 4 * slot] = self.intern(name)
+            self._words[GROUPS + GROUP_WORDS * slot] = self.intern(name)
             self._words[GROUPS_USED] = slot + 1
         return int(slot)
 
@@ -202,8 +203,6 @@ class GroupProgress(NamedTuple):
     """Sequence number of the last operation that it issued, plus 1."""
     ended: int
     """The same of the last one that is known to have ended, or whose end the backend does not tell."""
-    issued_ns: int
-    """When the last one was issued."""
 
 
 class Batch(NamedTuple):
@@ -305,9 +304,10 @@ class Reader:
         """How far the rank is in each of its groups. A snapshot, as of open_spans()."""
         names, found = self.names(), []
         for i in range(min(self.counter(GROUPS_USED), MAX_GROUPS)):
-            name_id, issued, ended, issued_ns = (int(word) for word in self._words[GROUPS + 4 * i : GROUPS + 4 * i + 4])
+            row = GROUPS + GROUP_WORDS * i
+            name_id, issued, ended = (int(word) for word in self._words[row : row + GROUP_WORDS])
             if name_id & 0xFFFFFFFF < len(names):
-                found.append(GroupProgress(names[name_id & 0xFFFFFFFF], issued, ended, issued_ns))
+                found.append(GroupProgress(names[name_id & 0xFFFFFFFF], issued, ended))
         return found
 
     def read(self, *, final: bool = False) -> Batch:

@@ -12,12 +12,13 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from torchlens_perf.hooks.stack import SIGNAL, signal_in
 
 MOST_LINES = 15
 _TRIES = 3  # a process that runs meanwhile may change its frames under the reader
@@ -88,11 +89,20 @@ def python_stack(pid: int, timeout_s: float = 5.0, program: str | None = None) -
     return Stack((), f"py-spy: {_last_cause(errors)}")
 
 
-def asked_stack(pid: int, path: Path, timeout_s: float = 1.0) -> Stack:
-    """What the process writes into `path` upon SIGUSR2 (hooks/stack.py), most recent call first."""
+def asked_stack(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> Stack:
+    """What the process writes into `path` upon SIGUSR2 (hooks/stack.py), most recent call first.
+
+    Raises nothing. started: as in process_state(); a process that is another one, or does not catch the signal, which
+    would end it, gets none.
+    """
     try:
         before = path.stat().st_size
-        os.kill(pid, signal.SIGUSR2)
+        # Right before, because who asks may have waited for py-spy meanwhile.
+        if not signal_in("SigCgt", pid):
+            return Stack((), "it could not be asked: it does not listen to SIGUSR2")
+        if process_state(pid, started) == "dead":
+            return Stack((), f"it could not be asked: process {pid} has ended")
+        os.kill(pid, SIGNAL)
         deadline_s = time.monotonic() + timeout_s
         while path.stat().st_size == before and time.monotonic() < deadline_s:
             time.sleep(0.01)

@@ -240,12 +240,19 @@ def members_of_group(name: str) -> tuple[list[int], str]:
     return dist.get_process_group_ranks(group), group.group_desc
 
 
-def backend_of_group(name: str) -> str:
-    """The names of a group's backends: "gloo", or "cpu:gloo,cuda:nccl"."""
+def backend_of_group(name: str, device: str) -> str:
+    """The name of a group's backend for tensors on that kind of device: "gloo"; "" if it has none.
+
+    A group may have several, "cpu:gloo,cuda:nccl"; its own name is that of its default one, or "undefined".
+    """
+    import torch
     from torch._C._distributed_c10d import _resolve_process_group
 
     group = _resolve_process_group(name)
-    return str(group.name())
+    try:
+        return str(group._get_backend(torch.device(device)).name())
+    except RuntimeError:
+        return ""
 
 
 def sequence_of_group(group: Any) -> int:

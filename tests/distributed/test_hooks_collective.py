@@ -222,6 +222,23 @@ def test_who_waits_and_who_is_waited_for(results: dict[str, list[Recording]]) ->
         assert theirs.duration_ns - theirs.phase_ns >= LATE_NS
 
 
+@scenario
+def messages(folder: Path) -> Recording:
+    with recorded(folder) as recording:
+        for dtype in (torch.float32, torch.half, torch.float32):
+            tensor = torch.ones(4, dtype=dtype)
+            dist.send(tensor, 1) if dist.get_rank() == 0 else dist.recv(tensor, 0)
+    return recording
+
+
+def test_messages_of_a_pair_have_one_count(results: dict[str, list[Recording]]) -> None:
+    """They are numbered by pair and direction, whatever their types."""
+    for rank in results["messages"]:
+        dtypes = [each.name.split()[2] for each in in_order(rank)]
+        assert dtypes == ["dtype=float32", "dtype=float16", "dtype=float32"]
+        assert [sequence(each) for each in in_order(rank)] == [0, 1, 2]
+
+
 # -- who issues them
 
 
@@ -352,10 +369,12 @@ def raising(folder: Path) -> tuple[Recording, str, str]:
 
 
 def test_error_of_a_collective(results: dict[str, list[Any]]) -> None:
-    """It is the same error as without a watch, and the next collective is recorded."""
+    """It is the same error as without a watch; it is recorded as such, and so is the next collective."""
     for recording, watched, plain in results["raising"]:
         assert plain == watched
-        assert recording.names(Kind.COLLECTIVE)[-1] == "allreduce group=0 dtype=float32"
+        raised, following = recording.of(Kind.COLLECTIVE)
+        assert (raised.name, raised.flags) == ("allgather_base group=0 dtype=float32", Flag.EXCEPTION)
+        assert (following.name, following.flags) == ("allreduce group=0 dtype=float32", Flag.COMPLETED)
         assert recording.unbalanced == 0
 
 

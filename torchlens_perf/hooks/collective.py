@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ASYNC, _EXCEPTION = int(Flag.ASYNC), int(Flag.EXCEPTION)
 _NOT_COLLECTIVES = ("c10d::check_for_nan",)
-_PEERS = {"root_rank": "root", "dst": "peer", "src": "peer"}
+_PEERS = ("root_rank", "dst", "src")
 # How C++ names what Python calls torch.float32.
 _DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
@@ -64,7 +64,7 @@ class CollectiveHook:
         if not torch.distributed.is_available():
             yield
             return
-        session.recorder.collect(session.intern("wait"))
+        session.recorder.start_collectives(session.intern("wait"))
         with ExitStack() as attached:
             attached.enter_context(self._tap(session))
             attached.enter_context(self._waits())
@@ -114,7 +114,7 @@ class CollectiveHook:
         torch_private.require("torch._C._distributed_c10d.Work.wait")
         from torch._C._distributed_c10d import Work
 
-        with patched(Work, "wait", torch_private.break_in_compiled_code(timed_wait(Work, Work.wait))):
+        with patched(Work, "wait", torch_private.break_in_compiled_code(timed_wait(Work.wait))):
             yield
 
 
@@ -133,12 +133,17 @@ class Groups:
         self._next: dict[str, int] = {}  # sequence number of each group's next operation (the Python tap)
 
     def describe_native(
-        self, operator: str, group: str, dtype: str, peer: int, on_cpu: bool, backend_sequence: int
+        self, operator: str, group: str, dtype: str, peer: int, device: str, backend_sequence: int
     ) -> tuple[int, int, int, bool, bool]:
         """For the native tap, with the GIL: name id, slot, first sequence number, whether the future tells the end, and
-        whether the end of a wait does."""
+        whether the end of a wait does.
+
+        device: "cpu", "cuda", ... of the tensors. On others than the CPU, a wait only orders streams: its end is not
+        the operation's.
+        """
         with guard("naming a collective"):
-            calls_back = on_cpu and any(name in _backend(group) for name in _FUTURE_IS_COMPLETION)
+            on_cpu = device == "cpu"
+            calls_back = on_cpu and torch_private.backend_of_group(group, device) in _FUTURE_IS_COMPLETION
             name_id, slot = self.describe(operator, group, _DTYPES.get(dtype, dtype.lower()), peer)
             return name_id, slot, max(0, backend_sequence), calls_back, on_cpu
         return 0, 1 << 16, 0, False, False
@@ -160,10 +165,6 @@ class Groups:
         sequence = self._next.get(key, max(0, backend_sequence))
         self._next[key] = sequence + 1
         return sequence
-
-
-def _backend(group: str) -> str:
-    return torch_private.backend_of_group(group)
 
 
 def _overload(operator: str) -> Any:
@@ -206,8 +207,10 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
         backend_sequence = 0 if point_to_point else torch_private.sequence_of_group(group)
         sequence = groups.next_sequence(counter, backend_sequence)
         is_async = async_at is None or len(args) <= async_at or bool(args[async_at])
+        # Who gathers nothing has tensors in the second argument alone.
+        placed = first_tensor(args[1]) if tensor is None and len(args) > 1 else tensor
         # On a device, waiting for a Work only orders streams: its end is not the operation's.
-        on_cpu = getattr(getattr(tensor, "device", None), "type", "cpu") == "cpu"
+        on_cpu = getattr(getattr(placed, "device", None), "type", "cpu") == "cpu"
         end = End.BY_RETURN if blocking else End.BY_WAIT if on_cpu and not is_async else End.UNKNOWN
         issued = recorder.issue(
             name_id, slot, sequence, _ASYNC if is_async else 0, payload_bytes(args[0]) if payload else 0
@@ -217,8 +220,12 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
     @guard("collective tap")
     def returned(issued: tuple[Any, int], raised: bool) -> None:
         ticket, end = issued
-        if ticket is not None:
-            recorder.returned(ticket, int(End.UNKNOWN) if raised else end)
+        if ticket is None:
+            return
+        if raised:
+            recorder.returned(ticket, int(End.UNKNOWN), _EXCEPTION)
+        else:
+            recorder.returned(ticket, end)
 
     def tap(keys: Any, *args: Any) -> Any:
         issued = issue(args)
@@ -241,10 +248,13 @@ def _timed_wait_tensor(session: Session) -> Callable[..., Any]:
     def tap(keys: Any, *args: Any) -> Any:
         if tracing() is not None:
             return overload.redispatch(keys & rest, *args)
-        recorder.begin_wait()
+        records, raised = recorder.begin_wait(), True
         try:
-            return overload.redispatch(keys & rest, *args)
+            result = overload.redispatch(keys & rest, *args)
+            raised = False
+            return result
         finally:
-            recorder.end_wait()
+            if records:
+                recorder.end_wait(raised)
 
     return tap

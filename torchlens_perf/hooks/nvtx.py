@@ -47,4 +47,5 @@ class NvtxHook:
             with session.each_step(self.name, next_step):
                 yield
         finally:
-            domain.end_range(step[0])
+            if not session.recorder.closed:  # in a forked child the range is the parent's
+                domain.end_range(step[0])

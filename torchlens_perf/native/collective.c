@@ -10,22 +10,25 @@
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Recorder *collecting; /* changed with the GIL and the lock; read with either */
-static PyObject *original_wait;
+static _Atomic int wants_gil; /* whether it calls Python, for NVTX ranges; changed with the lock */
 static uint32_t wait_name_id;
 
-/* The blocking operation that the thread has issued and now waits for; its backend does not call back. */
-static __thread struct {
-    int pending;
-    Collective collective;
-} waited_for;
-
-/* Operations that have not ended, whose backend will call back; the surplus is recorded without an end. */
-enum { MOST_PENDING = 1024 };
-static struct {
+/* Operations that have not ended. The surplus is recorded without an end. */
+enum { MOST_PENDING = 1024, MOST_WAITED_FOR = 64 };
+typedef struct {
     int used;
     Collective collective;
-} pending[MOST_PENDING];
+} Kept;
+static Kept pending[MOST_PENDING];       /* those whose backend will call back */
+static Kept waited_for[MOST_WAITED_FOR]; /* the blocking ones of others: each thread has one at most */
 static uint32_t next_pending;
+
+/* The blocking operation that the thread has issued and waits for next. */
+static __thread struct {
+    int waits;
+    uint32_t place;
+    uint64_t generation; /* of its recorder, which has written it if it is closed by now */
+} mine;
 
 /* The operations of the step in progress so far, on the training thread and elsewhere. */
 static struct {
@@ -58,25 +61,47 @@ static int is_recorded(const Collective *collective)
     return collecting != NULL && collecting->header != NULL && collecting->generation == collective->generation;
 }
 
-static void flush_waited_for(int64_t end_ns, uint32_t flags)
+static int is_free(const Kept *kept)
 {
-    if (waited_for.pending) {
-        waited_for.pending = 0;
-        const Collective *collective = &waited_for.collective;
-        if (is_recorded(collective)) {
-            write_collective(collecting, collective, flags ? end_ns - collective->start_ns : collective->call_ns, flags);
-        }
-    }
+    return !kept->used || !is_recorded(&kept->collective);
 }
 
-/* When recording ends: what is on its way is recorded, without an end. */
-static void write_pending(void)
+/* The thread waits for this operation next. */
+static void wait_for(const Collective *collective)
 {
-    for (uint32_t i = 0; i < MOST_PENDING; i++) {
-        if (pending[i].used && is_recorded(&pending[i].collective)) {
-            write_collective(collecting, &pending[i].collective, pending[i].collective.call_ns, 0);
+    for (uint32_t tried = 0; tried < MOST_WAITED_FOR; tried++) {
+        if (is_free(&waited_for[mine.place])) {
+            waited_for[mine.place] = (Kept){.used = 1, .collective = *collective};
+            mine.waits = 1;
+            mine.generation = collective->generation;
+            return;
         }
-        pending[i].used = 0;
+        mine.place = (mine.place + 1) % MOST_WAITED_FOR;
+    }
+    write_collective(collecting, collective, collective->call_ns, 0);
+}
+
+static void flush_waited_for(int64_t end_ns, uint32_t flags)
+{
+    Kept *kept = &waited_for[mine.place];
+    if (mine.waits && kept->used && kept->collective.generation == mine.generation) {
+        const Collective *collective = &kept->collective;
+        if (is_recorded(collective)) {
+            int64_t whole_ns = end_ns - collective->start_ns;
+            write_collective(collecting, collective, flags & FLAG_COMPLETED ? whole_ns : collective->call_ns, flags);
+        }
+        kept->used = 0;
+    }
+    mine.waits = 0;
+}
+
+static void write_without_end(Kept *kept, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        if (!is_free(&kept[i])) {
+            write_collective(collecting, &kept[i].collective, kept[i].collective.call_ns, 0);
+        }
+        kept[i].used = 0;
     }
 }
 
@@ -106,9 +131,7 @@ static int issue(Collective *collective)
     collective->ordinal = ordinals.count++;
     collective->start_ns = recorder_now(recorder);
     if (collective->group < MAX_GROUPS) {
-        Group *group = &header->groups[collective->group];
-        group->issued = (uint64_t)collective->sequence + 1;
-        group->issued_ns = collective->start_ns;
+        header->groups[collective->group].issued = (uint64_t)collective->sequence + 1;
     }
     pthread_mutex_unlock(&lock);
     return 1;
@@ -123,16 +146,14 @@ static void returned(Collective *collective, enum collective_end end)
         if (end == END_BY_CALLBACK) {
             uint32_t place = next_pending++ % MOST_PENDING;
             collective->pending = place;
-            if (pending[place].used && is_recorded(&pending[place].collective)) {
+            if (is_free(&pending[place])) {
+                pending[place] = (Kept){.used = 1, .collective = *collective};
+            } else {
                 write_collective(collecting, collective, collective->call_ns, 0);
                 collective->pending = MOST_PENDING;
-            } else {
-                pending[place].used = 1;
-                pending[place].collective = *collective;
             }
         } else if (end == END_BY_WAIT) {
-            waited_for.pending = 1;
-            waited_for.collective = *collective;
+            wait_for(collective);
         } else if (end == END_UNKNOWN) {
             write_collective(collecting, collective, collective->call_ns, 0);
         } else if (end == END_BY_RETURN) {
@@ -164,51 +185,76 @@ static void completed(const Collective *collective)
     pthread_mutex_unlock(&lock);
 }
 
-/* NVTX ranges are pushed from Python. The GIL is taken before the lock, never inside. */
-static int needs_gil(void)
+/* Takes the lock; before it, never inside, the GIL if NVTX ranges are pushed, which is done in Python. The recorder is
+ * not looked at without the lock: it may be closed and freed meanwhile. Returns whether the GIL was taken. */
+static int enter(PyGILState_STATE *state)
 {
-    Recorder *recorder = collecting;
-    return recorder != NULL && recorder->nvtx_push != NULL;
+    int gil = wants_gil;
+    for (;;) {
+        if (gil) {
+            *state = PyGILState_Ensure();
+        }
+        pthread_mutex_lock(&lock);
+        if (gil || !wants_gil) {
+            return gil;
+        }
+        pthread_mutex_unlock(&lock); /* another recorder has come */
+        gil = 1;
+    }
 }
 
-static int wait_began(void)
+static void leave(int gil, PyGILState_STATE state)
 {
-    int gil = needs_gil();
-    PyGILState_STATE state = gil ? PyGILState_Ensure() : PyGILState_UNLOCKED;
-    pthread_mutex_lock(&lock);
-    Recorder *recorder = collecting;
-    int records = recorder != NULL && recorder->header != NULL;
-    if (records) {
-        span_open(recorder, open_spans(recorder), KIND_WAIT, wait_name_id);
-    }
     pthread_mutex_unlock(&lock);
     if (gil) {
         PyGILState_Release(state);
     }
+}
+
+/* Whether the thread's innermost span is a timed wait. */
+static int waits(const Stack *stack)
+{
+    if (stack->depth == 0 || stack->depth > MAX_FRAMES) {
+        return 0;
+    }
+    const Frame *innermost = &stack->frames[stack->depth - 1];
+    return innermost->kind == KIND_WAIT && innermost->name_id == wait_name_id;
+}
+
+/* A wait inside of one is a part of it: of a Work that waits for others, or of an earlier watch's wait, which another
+ * tool has wrapped. */
+static int wait_began(void)
+{
+    PyGILState_STATE state = PyGILState_UNLOCKED;
+    int gil = enter(&state), records = 0;
+    Recorder *recorder = collecting;
+    if (recorder != NULL && recorder->header != NULL) {
+        Stack *stack = open_spans(recorder);
+        if (!waits(stack)) {
+            span_open(recorder, stack, KIND_WAIT, wait_name_id);
+            records = 1;
+        }
+    }
+    leave(gil, state);
     return records;
 }
 
-/* Closes the thread's innermost wait. */
-static void wait_ended(void)
+/* Closes the thread's innermost wait. One that raised is the end of nothing: the operation may still be under way. */
+static void wait_ended(int raised)
 {
-    int gil = needs_gil();
-    PyGILState_STATE state = gil ? PyGILState_Ensure() : PyGILState_UNLOCKED;
-    pthread_mutex_lock(&lock);
+    PyGILState_STATE state = PyGILState_UNLOCKED;
+    int gil = enter(&state);
     Recorder *recorder = collecting;
     if (recorder != NULL && recorder->header != NULL) {
         int64_t end_ns = recorder_now(recorder);
         Stack *stack = open_spans(recorder);
-        uint64_t innermost = stack->depth <= MAX_FRAMES ? stack->depth : 0;
-        if (innermost > 0 && stack == &recorder->header->stack && stack->frames[innermost - 1].kind == KIND_WAIT) {
-            recorder->waited_ns += end_ns - stack->frames[innermost - 1].start_ns;
+        if (stack == &recorder->header->stack && waits(stack)) {
+            recorder->waited_ns += end_ns - stack->frames[stack->depth - 1].start_ns;
         }
-        span_close_named(recorder, KIND_WAIT, wait_name_id, end_ns, 0, 0, 0);
-        flush_waited_for(end_ns, FLAG_COMPLETED);
+        span_close_named(recorder, KIND_WAIT, wait_name_id, end_ns, raised ? FLAG_EXCEPTION : 0, 0, 0);
+        flush_waited_for(end_ns, raised ? FLAG_EXCEPTION : FLAG_COMPLETED);
     }
-    pthread_mutex_unlock(&lock);
-    if (gil) {
-        PyGILState_Release(state);
-    }
+    leave(gil, state);
 }
 
 static CollectiveMarks marks = {
@@ -220,8 +266,8 @@ static CollectiveMarks marks = {
     .wait_ended = wait_ended,
 };
 
-/* Recorder.collect(wait_name_id): from here on collectives are recorded here. */
-PyObject *recorder_collect(Recorder *self, PyObject *name_id)
+/* start_collectives(wait_name_id): from here on collectives are recorded here. */
+PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id)
 {
     unsigned long value = PyLong_AsUnsignedLong(name_id);
     if (value == (unsigned long)-1 && PyErr_Occurred()) {
@@ -231,12 +277,23 @@ PyObject *recorder_collect(Recorder *self, PyObject *name_id)
     wait_name_id = (uint32_t)value;
     if (self->header != NULL) {
         collecting = self;
+        wants_gil = self->nvtx_push != NULL;
         self->shared = 1;
         ordinals.step = 0;
         ordinals.count = 0;
     }
     pthread_mutex_unlock(&lock);
     Py_RETURN_NONE;
+}
+
+/* Before the recorder gets Python functions to call. Whoever is in a mark without the GIL has left it on return. */
+void collective_with_gil(Recorder *self)
+{
+    pthread_mutex_lock(&lock);
+    if (collecting == self) {
+        wants_gil = 1;
+    }
+    pthread_mutex_unlock(&lock);
 }
 
 /* Before the ring file is unmapped: waits for a writer on another thread. With `forked`, in a child process, the thread
@@ -249,10 +306,11 @@ void collective_release(Recorder *self, int forked)
     pthread_mutex_lock(&lock);
     if (collecting == self) {
         if (self->header != NULL && !forked) {
-            flush_waited_for(0, 0);
-            write_pending();
+            write_without_end(waited_for, MOST_WAITED_FOR);
+            write_without_end(pending, MOST_PENDING);
         }
         collecting = NULL;
+        wants_gil = 0;
     }
     self->header = NULL;
     pthread_mutex_unlock(&lock);
@@ -279,70 +337,62 @@ PyObject *recorder_issue(Recorder *self, PyObject *const *args, Py_ssize_t count
 
 PyObject *recorder_returned(Recorder *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 2 || !PyBytes_Check(args[0]) || PyBytes_GET_SIZE(args[0]) != sizeof(Collective)) {
+    if (count < 1 || !PyBytes_Check(args[0]) || PyBytes_GET_SIZE(args[0]) != sizeof(Collective)) {
         PyErr_SetString(PyExc_TypeError, "returned() takes what issue() gave, and how the end is known");
         return NULL;
     }
-    long end = PyLong_AsLong(args[1]);
-    if (end == -1 && PyErr_Occurred()) {
+    int64_t values[2] = {0}; /* end, flags */
+    if (read_integers("returned", args + 1, count - 1, 1, 2, values) < 0) {
         return NULL;
     }
     Collective collective;
     memcpy(&collective, PyBytes_AS_STRING(args[0]), sizeof(collective));
-    returned(&collective, (enum collective_end)end);
+    collective.flags |= (uint32_t)values[1];
+    returned(&collective, (enum collective_end)values[0]);
     Py_RETURN_NONE;
 }
 
+/* begin_wait(): whether it is recorded; then end_wait() must follow. */
 PyObject *recorder_begin_wait(Recorder *self, PyObject *unused)
 {
-    if (self == collecting) {
-        wait_began();
-    }
-    Py_RETURN_NONE;
+    return PyBool_FromLong(self == collecting && wait_began());
 }
 
-PyObject *recorder_end_wait(Recorder *self, PyObject *unused)
+PyObject *recorder_end_wait(Recorder *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (self == collecting) {
-        wait_ended();
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *timed_wait(PyObject *work, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
-{
-    PyObject *few[8];
-    Py_ssize_t total = count + (kwnames != NULL ? PyTuple_GET_SIZE(kwnames) : 0);
-    if (total + 1 > 8) {
-        PyErr_SetString(PyExc_TypeError, "wait() takes fewer arguments");
+    int64_t raised = 0;
+    if (read_integers("end_wait", args, count, 0, 1, &raised) < 0) {
         return NULL;
     }
-    few[0] = work;
-    for (Py_ssize_t i = 0; i < total; i++) {
-        few[i + 1] = args[i];
+    if (self == collecting) {
+        wait_ended(raised != 0);
     }
+    Py_RETURN_NONE;
+}
+
+/* Among the arguments, the Work is the first. */
+static PyObject *timed_wait(PyObject *wait, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
+{
     int records = wait_began();
-    PyObject *result = PyObject_Vectorcall(original_wait, few, (size_t)count + 1, kwnames);
+    PyObject *result = PyObject_Vectorcall(wait, args, (size_t)count, kwnames);
     if (records) {
-        wait_ended();
+        wait_ended(result == NULL);
     }
     return result;
 }
 
-static PyMethodDef timed_wait_method = {"wait", (PyCFunction)(void (*)(void))timed_wait, METH_FASTCALL | METH_KEYWORDS,
-                                        NULL};
+static PyMethodDef timed_wait_method = {"wait", FASTCALL(timed_wait), METH_FASTCALL | METH_KEYWORDS, NULL};
 
-/* timed_wait(Work, wait): a method for the class `Work` that times its `wait`. */
-PyObject *collective_timed_wait(PyObject *module, PyObject *args)
+/* timed_wait(wait): a method for the class `Work` that times its `wait`. Each holds the wait that it was made for:
+ * where another tool has wrapped an earlier watch's, one stands inside of the other. Made of the same types as
+ * pybind11's methods: Dynamo calls those of a type that it does not know without their object. */
+PyObject *collective_timed_wait(PyObject *module, PyObject *wait)
 {
-    PyTypeObject *type;
-    PyObject *wait;
-    if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &wait)) {
-        return NULL;
-    }
-    Py_INCREF(wait);
-    Py_XSETREF(original_wait, wait);
-    return PyDescr_NewMethod(type, &timed_wait_method);
+    PyObject *target = PyInstanceMethod_Check(wait) ? PyInstanceMethod_GET_FUNCTION(wait) : wait;
+    PyObject *function = PyCFunction_New(&timed_wait_method, target);
+    PyObject *method = function != NULL ? PyInstanceMethod_New(function) : NULL;
+    Py_XDECREF(function);
+    return method;
 }
 
 PyObject *collective_capsule(PyObject *module, PyObject *unused)

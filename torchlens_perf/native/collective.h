@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define COLLECTIVE_MARKS_CAPSULE "torchlens_perf._native.collective_marks"
-enum { COLLECTIVE_MARKS_VERSION = 1 };
+enum { COLLECTIVE_MARKS_VERSION = 2 };
 
 /* One operation: what the tap knows of it, and what issue() adds. */
 typedef struct {
@@ -43,9 +43,9 @@ typedef struct {
     void (*returned)(Collective *collective, enum collective_end end);
     /* The operation is over. `collective` as returned() left it. */
     void (*completed)(const Collective *collective);
-    /* A wait of the calling thread, in a functional collective's wait_tensor. Returns 0 if nobody records. */
+    /* A wait of the calling thread, in a functional collective's wait_tensor. Returns 0 if it is not recorded. */
     int (*wait_began)(void);
-    void (*wait_ended)(void);
+    void (*wait_ended)(int raised);
 } CollectiveMarks;
 
 #endif

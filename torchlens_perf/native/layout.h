@@ -59,9 +59,8 @@ typedef struct {
 typedef struct {
     uint32_t name_id;
     uint32_t reserved;
-    uint64_t issued;   /* sequence number of the last operation issued, plus 1 */
-    uint64_t ended;    /* the same of the last one that is known to have ended, or whose end nobody tells */
-    int64_t issued_ns; /* when the last one was issued */
+    uint64_t issued; /* sequence number of the last operation issued, plus 1 */
+    uint64_t ended;  /* the same of the last one that is known to have ended, or whose end nobody tells */
 } Group;
 
 typedef struct {
@@ -96,7 +95,7 @@ _Static_assert(sizeof(Frame) == 32, "frame size is part of the file format");
 _Static_assert(__builtin_offsetof(Header, head) == 64, "header layout is part of the file format");
 _Static_assert(__builtin_offsetof(Header, names_used) == 128, "header layout is part of the file format");
 _Static_assert(__builtin_offsetof(Header, stack) == 192, "header layout is part of the file format");
-_Static_assert(sizeof(Group) == 32, "group size is part of the file format");
+_Static_assert(sizeof(Group) == 24, "group size is part of the file format");
 _Static_assert(sizeof(Header) <= 4096, "the metadata begin there");
 
 #endif

@@ -47,7 +47,6 @@ static PyObject *layout(PyObject *module, PyObject *unused)
         FIELD(Frame, start_ns), FIELD(Frame, nested_ns), FIELD(Frame, phase_ns), FIELD(Frame, name_id),
         FIELD(Frame, kind), FIELD(Stack, depth), FIELD(Stack, frames), FIELD(Header, groups_used),
         FIELD(Header, groups), FIELD(Group, name_id), FIELD(Group, issued), FIELD(Group, ended),
-        FIELD(Group, issued_ns),
     };
 #undef FIELD
     PyObject *offsets = PyDict_New();
@@ -64,7 +63,7 @@ static PyObject *layout(PyObject *module, PyObject *unused)
 static PyMethodDef methods[] = {
     {"section", section_lookup, METH_O, "section(name) -> Section\n\nThe section of that name; made at its first use."},
     {"set_section_decorator", section_set_decorator, METH_O, NULL},
-    {"timed_wait", collective_timed_wait, METH_VARARGS, NULL},
+    {"timed_wait", collective_timed_wait, METH_O, NULL},
     {"collective_marks", collective_capsule, METH_NOARGS, NULL},
     {"floor_ns", floor_ns, METH_O, NULL},
     {"layout", layout, METH_NOARGS, NULL},

@@ -1,6 +1,7 @@
 #include "recorder.h"
 
 #include <structmember.h>
+#include <sys/prctl.h>
 
 Recorder *active_recorder;
 static uint64_t generations;
@@ -9,6 +10,7 @@ static uint64_t generations;
 static __thread struct {
     uint64_t generation;
     Stack stack;
+    enum { NOT_KNOWN, AUTOGRADS, ANOTHERS } whose;
 } thread_spans;
 
 Stack *other_thread_spans(Recorder *self)
@@ -54,12 +56,43 @@ void nvtx_open(Recorder *self, uint32_t name_id)
     nvtx_call(self->nvtx_push, PyList_GET_ITEM(self->nvtx_attributes, known ? name_id : 0));
 }
 
-/* A span of another thread is no part of the training thread's step, but for recomputation and waiting on autograd's
- * device threads while the training thread is inside the backward pass: that time is taken out of the backward phase. */
-uint32_t attribute_elsewhere(Recorder *self, uint32_t kind, int64_t duration_ns)
+/* Whether the running thread is one of autograd's device threads: they have names of their own, others have the
+ * program's. Asked once a thread. */
+static int is_autograds(void)
 {
-    if (self->backwards > 0 && (kind == KIND_RECOMPUTE || kind == KIND_WAIT)) {
-        credit(&self->header->stack, duration_ns, duration_ns);
+    if (thread_spans.whose == NOT_KNOWN) {
+        char name[16] = "";
+        prctl(PR_GET_NAME, name);
+        thread_spans.whose = strncmp(name, "pt_autograd_", 12) == 0 ? AUTOGRADS : ANOTHERS;
+    }
+    return thread_spans.whose == AUTOGRADS;
+}
+
+/* A span of another thread is no part of the training thread's step, but for recomputation and waiting on autograd's
+ * device threads while the training thread is blocked in the backward pass: that time is taken out of the backward
+ * phase, which has no more than its own to give where several devices compute at once. What does not count is put down
+ * as another phase's. A thread of the user's that waits (saving a checkpoint does) blocks nobody. */
+uint32_t attribute_elsewhere(Recorder *self, Frame *frame, int64_t end_ns)
+{
+    if (self->backwards == 0 || (frame->kind != KIND_RECOMPUTE && frame->kind != KIND_WAIT) || !is_autograds()) {
+        return FLAG_OTHER_THREAD;
+    }
+    Stack *stack = &self->header->stack;
+    uint64_t depth = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
+    while (depth-- > 1) {
+        Frame *phase = &stack->frames[depth];
+        if (!is_phase(phase->kind)) {
+            continue;
+        }
+        if (phase->kind != KIND_BACKWARD || frame->start_ns < phase->start_ns) {
+            break;
+        }
+        int64_t own_ns = end_ns - frame->start_ns - frame->phase_ns;
+        int64_t left_ns = end_ns - phase->start_ns - phase->phase_ns;
+        int64_t counted_ns = own_ns < left_ns ? own_ns : left_ns > 0 ? left_ns : 0;
+        phase->nested_ns += counted_ns;
+        phase->phase_ns += counted_ns;
+        frame->phase_ns += own_ns - counted_ns;
         return 0;
     }
     return FLAG_OTHER_THREAD;
@@ -470,6 +503,7 @@ static PyObject *recorder_set_nvtx(Recorder *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "the attributes of name 0 are missing");
         return NULL;
     }
+    collective_with_gil(self);
     Py_INCREF(push);
     Py_XSETREF(self->nvtx_push, push);
     Py_INCREF(pop);
@@ -504,8 +538,6 @@ static PyObject *recorder_get_closed(Recorder *self, void *closure)
     return PyBool_FromLong(self->header == NULL);
 }
 
-#define FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
-
 static PyMethodDef recorder_methods[] = {
     {"begin", FASTCALL(recorder_begin), METH_FASTCALL, NULL},
     {"end", FASTCALL(recorder_end), METH_FASTCALL, NULL},
@@ -515,11 +547,11 @@ static PyMethodDef recorder_methods[] = {
     {"interval", FASTCALL(recorder_interval), METH_FASTCALL, NULL},
     {"next_step", FASTCALL(recorder_next_step), METH_FASTCALL, NULL},
     {"charge", FASTCALL(recorder_charge), METH_FASTCALL, NULL},
-    {"collect", (PyCFunction)recorder_collect, METH_O, NULL},
+    {"start_collectives", (PyCFunction)recorder_start_collectives, METH_O, NULL},
     {"issue", FASTCALL(recorder_issue), METH_FASTCALL, NULL},
     {"returned", FASTCALL(recorder_returned), METH_FASTCALL, NULL},
     {"begin_wait", (PyCFunction)recorder_begin_wait, METH_NOARGS, NULL},
-    {"end_wait", (PyCFunction)recorder_end_wait, METH_NOARGS, NULL},
+    {"end_wait", FASTCALL(recorder_end_wait), METH_FASTCALL, NULL},
     {"start_thread_time", (PyCFunction)recorder_start_thread_time, METH_NOARGS, NULL},
     {"own_work_paused", (PyCFunction)recorder_own_work_paused, METH_NOARGS, NULL},
     {"own_work_resumed", (PyCFunction)recorder_own_work_resumed, METH_NOARGS, NULL},

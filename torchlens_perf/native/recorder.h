@@ -15,6 +15,8 @@
 
 #include "layout.h"
 
+#define FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
+
 /* See thread_time.c. */
 typedef struct {
     int64_t cpu_ns, ready_ns;
@@ -51,7 +53,7 @@ extern PyTypeObject RecorderType, SectionType, ModuleCallType;
 Stack *other_thread_spans(Recorder *self);
 int64_t injected_clock_ns(Recorder *self);
 void nvtx_open(Recorder *self, uint32_t name_id);
-uint32_t attribute_elsewhere(Recorder *self, uint32_t kind, int64_t duration_ns);
+uint32_t attribute_elsewhere(Recorder *self, Frame *frame, int64_t end_ns);
 void spans_drop(Recorder *self, Stack *stack, uint64_t depth);
 void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, int64_t end_ns, uint32_t flags,
                       uint64_t value0, uint64_t value1);
@@ -63,13 +65,14 @@ int thread_time_start(ThreadTime *times);
 void thread_time_stop(ThreadTime *times);
 void thread_time_mark(ThreadTime *times, uint32_t kind);
 int thread_time_step(ThreadTime *times, int64_t duration_ns, PhaseTime *phases);
-PyObject *recorder_collect(Recorder *self, PyObject *name_id);
+PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id);
 PyObject *recorder_issue(Recorder *self, PyObject *const *args, Py_ssize_t count);
 PyObject *recorder_returned(Recorder *self, PyObject *const *args, Py_ssize_t count);
 PyObject *recorder_begin_wait(Recorder *self, PyObject *unused);
-PyObject *recorder_end_wait(Recorder *self, PyObject *unused);
-PyObject *collective_timed_wait(PyObject *module, PyObject *args);
+PyObject *recorder_end_wait(Recorder *self, PyObject *const *args, Py_ssize_t count);
+PyObject *collective_timed_wait(PyObject *module, PyObject *wait);
 PyObject *collective_capsule(PyObject *module, PyObject *unused);
+void collective_with_gil(Recorder *self);
 void collective_release(Recorder *self, int forked);
 PyObject *section_lookup(PyObject *module, PyObject *name);
 PyObject *section_set_decorator(PyObject *module, PyObject *function);
@@ -225,7 +228,7 @@ static inline void span_close(Recorder *self, Stack *stack, uint64_t depth, int6
         thread_time_mark(&self->thread_time, frame.kind);
     }
     if (stack != &self->header->stack) {
-        flags |= attribute_elsewhere(self, frame.kind, duration_ns);
+        flags |= attribute_elsewhere(self, &frame, end_ns);
     }
     credit(stack, duration_ns, is_phase(frame.kind) ? duration_ns : frame.phase_ns);
     Record record = {

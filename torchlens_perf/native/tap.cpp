@@ -7,12 +7,17 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
 #include <torch/library.h>
 
+#include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 extern "C" {
@@ -24,55 +29,109 @@ namespace {
 constexpr uint32_t FLAG_EXCEPTION = 1, FLAG_ASYNC = 2;
 
 const CollectiveMarks *marks;
-// (operator, group, dtype, peer, on_cpu, backend's sequence) -> (name_id, slot, first sequence, called back, waited for)
+// (operator, group, dtype, peer, device, backend's sequence)
+// -> (name_id, slot, first sequence, called back, waited for)
 PyObject *describe;
 std::vector<std::unique_ptr<torch::Library>> libraries;
 
 const c10::DispatchKeySet below_tap(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
 
-// Where an operator has its arguments.
-struct Arguments {
+// An operator, and where it has its arguments.
+struct Operator {
     std::string name;
+    size_t arguments = 0;
     int group = -1, async_op = -1, peer = -1;
     bool point_to_point = false;
     bool payload = true; // a barrier's tensor is none
+    bool returns = true, returns_work = false;
 };
 
-// Operations of one kind on one group.
-struct Calls {
-    uint32_t name_id = 0, slot = 0;
-    std::shared_ptr<std::atomic<uint32_t>> next_sequence;
-    std::atomic<bool> calls_back{false};
-    bool waited_for = false; // the end of the caller's wait is the end: not where waiting only orders a device's streams
+// What is described once. The device is of it: a group has a backend for each, and only some tell an operation's end.
+struct Key {
+    const Operator *called;
+    std::string_view group;
+    int64_t peer;
+    c10::ScalarType dtype; // Undefined where there is no payload
+    c10::DeviceType device;
+
+    bool operator==(const Key &) const = default;
 };
 
-std::mutex lock; // of the three tables
-std::unordered_map<const void *, Arguments> arguments_of;
-std::unordered_map<std::string, Calls> calls_of;
-std::unordered_map<std::string, std::shared_ptr<std::atomic<uint32_t>>> sequence_of;
-
-const Arguments &arguments(const c10::OperatorHandle &op)
-{
-    const c10::FunctionSchema &schema = op.schema();
-    std::lock_guard<std::mutex> guard(lock);
-    auto [found, is_new] = arguments_of.try_emplace(&schema);
-    if (is_new) {
-        Arguments &places = found->second;
-        places.name = schema.name();
-        places.payload = places.name.find("barrier") == std::string::npos;
-        for (size_t i = 0; i < schema.arguments().size(); i++) {
-            const std::string &name = schema.arguments()[i].name();
-            if (name == "process_group") {
-                places.group = static_cast<int>(i);
-            } else if (name == "async_op") {
-                places.async_op = static_cast<int>(i);
-            } else if (name == "root_rank" || name == "dst" || name == "src") {
-                places.peer = static_cast<int>(i);
-            }
-            places.point_to_point |= name == "tag";
-        }
+struct KeyHash {
+    size_t operator()(const Key &key) const
+    {
+        return c10::get_hash(key.called, key.group, key.peer, key.dtype, key.device);
     }
-    return found->second;
+};
+
+// Operations of one key in one watch.
+struct Calls {
+    uint32_t watch = 0;
+    uint32_t name_id = 0, slot = 0;
+    std::atomic<uint32_t> *next_sequence = nullptr; // none: it could not be described
+    bool calls_back = false;
+    // The end of the caller's wait is the end: not where waiting only orders a device's streams.
+    bool waited_for = false;
+};
+
+// Counts the operations of a group, or of a pair of peers and a direction.
+struct Counter {
+    uint32_t watch = 0;
+    std::atomic<uint32_t> next{0};
+};
+
+std::atomic<uint32_t> watch_number{0};
+
+// Each thread asks for itself, so that finding takes no lock.
+thread_local std::unordered_map<Key, Calls, KeyHash> calls_of;
+
+// Nothing is ever taken out of these: a thread that is still in an operation when the watch ends may hold it.
+std::mutex lock; // of the following
+std::unordered_map<std::string, Operator> operators_by_name;
+std::unordered_map<std::string, Counter> counters;
+std::unordered_set<std::string> group_names;
+
+bool is_class(const c10::Argument &argument, const char *name)
+{
+    return argument.type()->str() == std::string("__torch__.torch.classes.c10d.") + name;
+}
+
+// Of an argument or a result of such a class; valid for as long as that is.
+template <class Class> Class *object_in(const c10::IValue &value)
+{
+    return static_cast<Class *>(value.toObjectRef().getSlot(0).toCapsule().get());
+}
+
+const Operator &known_operator(const std::string &name)
+{
+    std::lock_guard<std::mutex> guard(lock);
+    auto found = operators_by_name.find(name);
+    if (found != operators_by_name.end()) {
+        return found->second;
+    }
+    c10::OperatorName parsed = torch::jit::parseName(name);
+    c10::OperatorHandle handle =
+        c10::Dispatcher::singleton().findSchemaOrThrow(parsed.name.c_str(), parsed.overload_name.c_str());
+    const c10::FunctionSchema &schema = handle.schema();
+    Operator known;
+    known.name = name;
+    known.arguments = schema.arguments().size();
+    known.payload = name.find("barrier") == std::string::npos;
+    known.returns = !schema.returns().empty();
+    known.returns_work = known.returns && is_class(schema.returns().back(), "Work");
+    for (size_t i = 0; i < schema.arguments().size(); i++) {
+        const c10::Argument &argument = schema.arguments()[i];
+        const std::string &role = argument.name();
+        if (role == "process_group" && is_class(argument, "ProcessGroup")) {
+            known.group = static_cast<int>(i);
+        } else if (role == "async_op") {
+            known.async_op = static_cast<int>(i);
+        } else if (role == "root_rank" || role == "dst" || role == "src") {
+            known.peer = static_cast<int>(i);
+        }
+        known.point_to_point |= role == "tag";
+    }
+    return operators_by_name.emplace(name, std::move(known)).first->second;
 }
 
 uint64_t bytes_of(const c10::IValue &value)
@@ -82,11 +141,7 @@ uint64_t bytes_of(const c10::IValue &value)
         return tensor.defined() ? tensor.nbytes() : 0;
     }
     uint64_t bytes = 0;
-    if (value.isTensorList()) {
-        for (const at::Tensor &tensor : value.toTensorVector()) {
-            bytes += tensor.nbytes();
-        }
-    } else if (value.isList()) {
+    if (value.isList()) {
         for (const c10::IValue &part : value.toListRef()) {
             bytes += bytes_of(part);
         }
@@ -94,94 +149,82 @@ uint64_t bytes_of(const c10::IValue &value)
     return bytes;
 }
 
-at::Tensor first_tensor(const c10::IValue &value)
+const at::Tensor *first_tensor(const c10::IValue &value)
 {
     if (value.isTensor()) {
-        return value.toTensor();
+        return value.toTensor().defined() ? &value.toTensor() : nullptr;
     }
-    if (value.isTensorList()) {
-        auto tensors = value.toTensorList();
-        return tensors.empty() ? at::Tensor() : tensors.get(0);
-    }
-    if (value.isList() && !value.toListRef().empty()) {
-        return first_tensor(value.toListRef()[0]);
-    }
-    return at::Tensor();
+    return value.isList() && !value.toListRef().empty() ? first_tensor(value.toListRef()[0]) : nullptr;
 }
 
-// Asks Python for the names: once for each operation, group, type and peer.
-bool fill(Calls &calls, const Arguments &places, const std::string &group_name, const char *dtype, int64_t peer,
-          bool on_cpu, int64_t backend_sequence)
+// Asks Python for the names.
+void fill(Calls &calls, const Key &key, int64_t backend_sequence)
 {
     PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *told = PyObject_CallFunction(describe, "sssLOL", places.name.c_str(), group_name.c_str(), dtype,
-                                           static_cast<long long>(peer), on_cpu ? Py_True : Py_False,
-                                           static_cast<long long>(backend_sequence));
-    unsigned int name_id = 0, slot = 0, first = 0;
-    int calls_back = 0, waited_for = 0;
-    bool filled =
-        told != nullptr && PyArg_ParseTuple(told, "IIIpp", &name_id, &slot, &first, &calls_back, &waited_for);
-    if (filled) {
-        calls.name_id = name_id;
-        calls.slot = slot;
-        calls.calls_back = calls_back != 0;
-        calls.waited_for = waited_for != 0;
-        // Point-to-point operations are counted by pair and direction, others by group.
-        std::string counted = group_name;
-        if (places.point_to_point) {
-            counted = places.name + '/' + group_name + '/' + std::to_string(peer);
-            first = 0;
+    if (describe != nullptr) {
+        const Operator &called = *key.called;
+        const std::string group(key.group);
+        const char *dtype = key.dtype == c10::ScalarType::Undefined ? "" : c10::toString(key.dtype);
+        PyObject *told = PyObject_CallFunction(describe, "sssLsL", called.name.c_str(), group.c_str(), dtype,
+                                               static_cast<long long>(key.peer),
+                                               c10::DeviceTypeName(key.device, true).c_str(),
+                                               static_cast<long long>(backend_sequence));
+        unsigned int name_id = 0, slot = 0, first = 0;
+        int calls_back = 0, waited_for = 0;
+        if (told != nullptr && PyArg_ParseTuple(told, "IIIpp", &name_id, &slot, &first, &calls_back, &waited_for)) {
+            calls.name_id = name_id;
+            calls.slot = slot;
+            calls.calls_back = calls_back != 0;
+            calls.waited_for = waited_for != 0;
+            // Point-to-point operations are counted by pair and direction, others by group.
+            std::string counted = group;
+            if (called.point_to_point) {
+                counted = called.name + '/' + group + '/' + std::to_string(key.peer);
+                first = 0;
+            }
+            std::lock_guard<std::mutex> guard(lock);
+            Counter &counter = counters[counted];
+            if (counter.watch != calls.watch) {
+                counter.watch = calls.watch;
+                counter.next = first;
+            }
+            calls.next_sequence = &counter.next;
+        } else {
+            PyErr_WriteUnraisable(describe);
         }
-        auto &shared = sequence_of[counted];
-        if (!shared) {
-            shared = std::make_shared<std::atomic<uint32_t>>(first);
-        }
-        calls.next_sequence = shared;
-    } else {
-        PyErr_WriteUnraisable(describe);
+        Py_XDECREF(told);
     }
-    Py_XDECREF(told);
     PyGILState_Release(state);
-    return filled;
 }
 
-Calls *find_calls(const Arguments &places, c10d::ProcessGroup &group, const at::Tensor &tensor, int64_t peer)
+Calls *find_calls(Key key, c10d::ProcessGroup &group)
 {
-    const std::string &group_name = group.getGroupName();
-    const char *dtype = tensor.defined() && places.payload ? c10::toString(tensor.scalar_type()) : "";
-    std::string key = places.name + '/' + group_name + '/' + dtype + '/' + std::to_string(peer);
-    {
-        std::lock_guard<std::mutex> guard(lock);
-        auto found = calls_of.find(key);
-        if (found != calls_of.end()) {
-            return found->second.next_sequence ? &found->second : nullptr;
+    uint32_t watch = watch_number.load(std::memory_order_relaxed);
+    auto found = calls_of.find(key);
+    if (found == calls_of.end() || found->second.watch != watch) {
+        int64_t backend_sequence = -1;
+        try {
+            backend_sequence = static_cast<int64_t>(group.getSequenceNumberForGroup());
+        } catch (const std::exception &) {
+            // this backend does not count
         }
+        {
+            std::lock_guard<std::mutex> guard(lock);
+            key.group = *group_names.emplace(key.group).first;
+        }
+        found = calls_of.try_emplace(key).first;
+        found->second = Calls{watch};
+        Calls &calls = found->second; // stays where it is, whatever Python does meanwhile
+        fill(calls, key, backend_sequence);
+        return calls.next_sequence ? &calls : nullptr;
     }
-    int64_t backend_sequence = -1;
-    try {
-        backend_sequence = static_cast<int64_t>(group.getSequenceNumberForGroup());
-    } catch (const std::exception &) {
-        // this backend does not count
-    }
-    Calls *calls;
-    {
-        std::lock_guard<std::mutex> guard(lock);
-        calls = &calls_of[key]; // stays where it is: an unordered_map does not move its values
-    }
-    if (!calls->next_sequence) {
-        // Without the lock: the GIL is waited for in here, and its holder may be waiting for the lock.
-        fill(*calls, places, group_name, dtype, peer, !tensor.defined() || tensor.is_cpu(), backend_sequence);
-    }
-    return calls->next_sequence ? calls : nullptr;
+    return found->second.next_sequence ? &found->second : nullptr;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> future_of(const torch::jit::Stack &stack, Calls &calls)
+c10::intrusive_ptr<c10::ivalue::Future> future_of(const c10::IValue &result, Calls &calls)
 {
-    if (!calls.calls_back || stack.empty() || !stack.back().isCustomClass()) {
-        return {};
-    }
     try {
-        auto work = stack.back().toCustomClass<c10d::Work>();
+        c10d::Work *work = object_in<c10d::Work>(result);
         return work ? work->getFuture() : nullptr;
     } catch (const std::exception &) {
         calls.calls_back = false; // "Work::getFuture not implemented": asking again would cost an exception each time
@@ -189,31 +232,36 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(const torch::jit::Stack &stack
     }
 }
 
-void collective_tap(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack)
+void tapped(const Operator &called, const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack)
 {
-    const Arguments &places = arguments(op);
-    size_t count = op.schema().arguments().size();
-    const c10::IValue *given = stack->data() + (stack->size() - count);
-    at::Tensor tensor = first_tensor(given[0]);
+    const c10::IValue *given = stack->data() + (stack->size() - called.arguments);
+    const at::Tensor *tensor = first_tensor(given[0]);
+    // Who gathers nothing has tensors in the second argument alone.
+    const at::Tensor *placed = tensor == nullptr && called.arguments > 1 ? first_tensor(given[1]) : tensor;
+    c10::DeviceType device = placed == nullptr ? c10::kCPU : placed->device().type();
     Collective collective{};
     Calls *calls = nullptr;
-    bool is_async = places.async_op < 0 || given[places.async_op].toBool();
-    if (places.group >= 0 && !(tensor.defined() && tensor.is_meta())) {
-        auto group = given[places.group].toCustomClass<c10d::ProcessGroup>();
-        int64_t peer = places.peer < 0 ? -1 : given[places.peer].toInt();
-        calls = find_calls(places, *group, tensor, peer);
+    bool is_async = called.async_op < 0 || given[called.async_op].toBool();
+    if (called.group >= 0 && device != c10::kMeta) {
+        auto &group = *object_in<c10d::ProcessGroup>(given[called.group]);
+        calls = find_calls({.called = &called,
+                            .group = group.getGroupName(),
+                            .peer = called.peer < 0 ? -1 : given[called.peer].toInt(),
+                            .dtype = tensor != nullptr && called.payload ? tensor->scalar_type()
+                                                                         : c10::ScalarType::Undefined,
+                            .device = device},
+                           group);
     }
     if (calls != nullptr) {
         collective.name_id = calls->name_id;
         collective.group = calls->slot;
         collective.sequence = calls->next_sequence->fetch_add(1);
         collective.flags = is_async ? FLAG_ASYNC : 0;
-        collective.bytes = places.payload ? bytes_of(given[0]) : 0;
+        collective.bytes = called.payload ? bytes_of(given[0]) : 0;
         if (!marks->issue(&collective)) {
             calls = nullptr;
         }
     }
-    tensor.reset();
     try {
         op.redispatchBoxed(keys & below_tap, stack);
     } catch (...) {
@@ -226,24 +274,43 @@ void collective_tap(const c10::OperatorHandle &op, c10::DispatchKeySet keys, tor
     if (calls == nullptr) {
         return;
     }
-    if (op.schema().returns().empty()) {
+    if (!called.returns) {
         marks->returned(&collective, END_BY_RETURN);
         return;
     }
-    auto future = future_of(*stack, *calls);
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    if (calls->calls_back && called.returns_work) {
+        future = future_of(stack->back(), *calls);
+    }
     if (!future) {
         marks->returned(&collective, is_async || !calls->waited_for ? END_UNKNOWN : END_BY_WAIT);
         return;
     }
     marks->returned(&collective, END_BY_CALLBACK);
-    // On a thread of the backend, or at once if it has ended. Takes no GIL, keeps no tensor.
-    future->addCallback([collective](c10::ivalue::Future &ended) mutable {
-        if (ended.hasError()) {
-            collective.flags |= FLAG_EXCEPTION;
-        }
-        marks->completed(&collective);
-    });
+    // On a thread of the backend, or at once if it has ended. Takes no GIL, keeps no tensor, and looks at no value, so
+    // that no stream has to be waited for.
+    future->addCallback(
+        [collective](c10::ivalue::Future &ended) mutable {
+            if (ended.hasError()) {
+                collective.flags |= FLAG_EXCEPTION;
+            }
+            marks->completed(&collective);
+        },
+        false);
 }
+
+class Tap : public c10::OperatorKernel {
+  public:
+    explicit Tap(const Operator &called) : called(called) {}
+
+    void operator()(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack)
+    {
+        tapped(called, op, keys, stack); // `this` is gone after it, if the watch has ended meanwhile
+    }
+
+  private:
+    const Operator &called;
+};
 
 void wait_tap(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack)
 {
@@ -251,10 +318,11 @@ void wait_tap(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::ji
     bool records = !(given.isTensor() && given.toTensor().is_meta()) && marks->wait_began();
     struct Ending {
         bool records;
+        int raising = std::uncaught_exceptions();
         ~Ending()
         {
             if (records) {
-                marks->wait_ended();
+                marks->wait_ended(std::uncaught_exceptions() > raising);
             }
         }
     } ending{records};
@@ -280,11 +348,7 @@ PyObject *attach(PyObject *, PyObject *args)
     marks = told;
     Py_INCREF(function);
     Py_XSETREF(describe, function);
-    {
-        std::lock_guard<std::mutex> guard(lock);
-        calls_of.clear();
-        sequence_of.clear();
-    }
+    watch_number++;
     try {
         for (PyObject *names : {operators, wait_operators}) {
             for (Py_ssize_t i = 0; i < PyList_GET_SIZE(names); i++) {
@@ -299,7 +363,8 @@ PyObject *attach(PyObject *, PyObject *args)
                                                                 c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
                 const std::string in_namespace = name.substr(colons + 2);
                 if (names == operators) {
-                    library->impl(in_namespace.c_str(), torch::CppFunction::makeFromBoxedFunction<&collective_tap>());
+                    auto tap = std::make_unique<Tap>(known_operator(name));
+                    library->impl(in_namespace.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(tap)));
                 } else {
                     library->impl(in_namespace.c_str(), torch::CppFunction::makeFromBoxedFunction<&wait_tap>());
                 }

@@ -1,0 +1,129 @@
+"""A group with a backend for each device: whose end is told depends on where an operation's tensors are.
+
+The device is a stand-in: its tensors have a device and no data, and its backend does nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.gloo import run_ranks
+from tests.recording import Recording, recorded
+from torchlens_perf import native_tap, torch_private
+from torchlens_perf.hooks.collective import Groups
+from torchlens_perf.ring import Flag, Kind
+
+pytestmark = pytest.mark.distributed
+
+DEVICE = "privateuseone"
+BACKENDS = f"cpu:gloo,{DEVICE}:fake"
+ON_CPU, ON_DEVICE = 16, 32  # bytes: which is which
+
+
+class OnDevice(torch.Tensor):
+    """Passes the tap as one of CUDA would."""
+
+    @staticmethod
+    def __new__(cls) -> OnDevice:
+        return torch.Tensor._make_wrapper_subclass(cls, (ON_DEVICE // 4,), dtype=torch.float32, device=f"{DEVICE}:0")
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.namespace == "c10d", function
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **(kwargs or {}))
+
+
+def one_rank(folder: Path) -> dict[str, Any]:
+    """Both orders of first use, each in a group of its own; then what is asked about a group."""
+    import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend()
+    del torch._C._distributed_c10d.FakeWork.wait  # no other backend's class has one of its own beside Work's
+    results: dict[str, Any] = {}
+    for order in ("cpu first", "device first"):
+        group = dist.new_group([0, 1], backend=BACKENDS)
+        tensors = [torch.ones(ON_CPU // 4), OnDevice()]
+        with recorded(folder / order) as recording:
+            for tensor in 2 * (tensors if order == "cpu first" else tensors[::-1]):
+                dist.all_reduce(tensor, group=group)
+            dist.all_reduce(torch.ones(ON_CPU // 4), group=group, async_op=True).wait()
+            if dist.get_rank() == 1:
+                dist.gather(OnDevice(), dst=0, group=group)
+        results[order] = recording
+    name = group.group_name
+    results["backends"] = [torch_private.backend_of_group(name, device) for device in ("cpu", DEVICE, "cuda")]
+    results["name"] = group.name()
+    with recorded(folder / "described") as recording:
+        groups = Groups(recording.watch._session)
+        for device in ("cpu", DEVICE, "cuda"):
+            told = groups.describe_native("c10d::allreduce_", name, "Float", -1, device, -1)
+            results[f"described {device}"] = told[3:]
+    return results
+
+
+def one_rank_in_python(folder: Path) -> dict[str, Any]:
+    """With the tap that is there where the native one has not been built."""
+    native_tap.find = lambda: None  # type: ignore[assignment]
+    assert native_tap.load() is None
+    return one_rank(folder)
+
+
+@pytest.fixture(scope="module", params=["native", "python"])
+def tap(request: pytest.FixtureRequest) -> str:
+    if request.param == "native" and native_tap.find() is None:
+        native_tap.build()
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def ranks(tap: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(one_rank if tap == "native" else one_rank_in_python, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("order", ["cpu first", "device first"])
+def test_end_is_told_by_the_tensors_device(order: str, tap: str, ranks: list[dict[str, Any]]) -> None:
+    """Waiting for a device's operation only orders its streams: it has no end here, whatever was issued first."""
+    for rank in ranks:
+        recording: Recording = rank[order]
+        reduced = [each for each in recording.of(Kind.COLLECTIVE) if each.name.startswith("allreduce")]
+        blocking = [each for each in reduced if not each.flags & Flag.ASYNC]
+        (asynchronous,) = (each for each in reduced if each.flags & Flag.ASYNC)
+
+        assert len(blocking) == 4
+        for each in blocking:
+            assert each.value0 in (ON_CPU, ON_DEVICE)
+            assert bool(each.flags & Flag.COMPLETED) == (each.value0 == ON_CPU), each
+            if each.value0 == ON_DEVICE:
+                assert each.duration_ns == each.nested_ns
+        assert bool(asynchronous.flags & Flag.COMPLETED) == (tap == "native")
+        assert sorted(each.value1 & 0xFFFFFFFF for each in reduced) == list(range(5))  # one count for the group
+
+
+def test_device_of_who_gathers_nothing(ranks: list[dict[str, Any]]) -> None:
+    """It is that of what it gives: the operation's first argument has no tensor."""
+    recording = ranks[1]["cpu first"]
+    (gathered,) = (each for each in recording.of(Kind.COLLECTIVE) if each.name.startswith("gather"))
+
+    assert gathered.value0 == 0
+    assert not gathered.flags & Flag.COMPLETED
+
+
+def test_backend_of_a_device(ranks: list[dict[str, Any]]) -> None:
+    """A mixed group's own name says nothing of its backends."""
+    for rank in ranks:
+        assert rank["name"] == "undefined"
+        assert rank["backends"] == ["gloo", "fake", ""]
+
+
+def test_what_the_native_tap_is_told(ranks: list[dict[str, Any]]) -> None:
+    """Whether the future tells the end, and whether the end of a wait does: on the CPU alone."""
+    for rank in ranks:
+        assert rank["described cpu"] == (True, True)
+        assert rank[f"described {DEVICE}"] == rank["described cuda"] == (False, False)
