@@ -47,6 +47,7 @@ class Rank:
         self.clock = FakeClock(1_000_000)
         self.session.recorder = Recorder(ring.buffer, self.session.intern, self.clock)
         self.session.publish()
+        run.register_ring(self.identity.host, ring.path)
 
     @property
     def ring_path(self) -> Path:

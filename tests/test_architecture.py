@@ -17,11 +17,12 @@ TRAINING = {
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
 PURE = {
-    "alerts", "board", "collective_channel", "collective_join", "collective_semantics", "collective_statistics",
-    "culprits",
-    "episodes", "excess", "exchange_posts", "hang", "node_judge", "probe_schedule", "rank_ranges", "rank_statistics",
-    "records", "report.hang_words", "report.straggler_words", "slow_link", "statistics", "step_rows", "steps",
-    "straggler", "summary",
+    "alert", "alerts", "board",
+    "collective_channel", "collective_join", "collective_semantics", "collective_statistics",
+    "continuation", "culprits", "episodes", "excess", "exchange_posts", "generations", "grouping", "hang",
+    "module_times", "node_judge", "pacing", "probe_schedule", "rank_ranges", "rank_statistics", "records",
+    "report.hang_words", "report.straggler_words", "slow_link", "statistics", "step_rows", "steps", "straggler",
+    "summary",
 }  # fmt: skip
 THIRD_PARTY = {
     "nvtx": {"hooks.nvtx", "doctor"},

@@ -348,6 +348,38 @@ def test_restart() -> None:
     assert of(join, "allreduce").totals()[0]["last"] == 1
 
 
+def test_other_processes_of_the_same_attempt() -> None:
+    """After nodes joined or left, torch's agents start all ranks again: with other name ids, and numbers from 0 on."""
+    first, second = NAME, "broadcast group=0 dtype=float32 root=0"
+    join = CollectiveJoin()
+    for generation, (names, used) in enumerate((([first, second], first), ([second, first], second))):
+        join.know(0, range(2), generation)
+        for rank in range(2):
+            made, known = records([Issued(used, n, 10 + rank) for n in range(5)], names)
+            join.add(0, rank, made, known, world(2), generation, f"process {generation} of {rank}")
+        join.join()
+        for rank in range(2):
+            join.end(0, rank, generation)
+    for rank in range(2):  # what is told late of those before belongs to none of these
+        join.end(0, rank, 0)
+        join.add(0, rank, *records([Issued(first, 5, 10)]), world(2), 0, f"process 0 of {rank}")
+    join.join()
+
+    assert {row.key.operation: (row.records, row.joined) for row in join.operations()} == {"broadcast": (10, 5)}
+    assert (counts(join), join.outdated_records) == (Counts(joined=5), 2)
+
+
+def test_each_process_has_its_own_name_ids() -> None:
+    """A process that a rank has started may take itself for that rank, and runs beside it."""
+    join = CollectiveJoin()
+    join.know(0, [0])
+    for process, name in (("one", NAME), ("its child", "broadcast group=7 dtype=int8 root=0")):
+        join.add(0, 0, *records([Issued(name, 0, 10)]), world(1), 0, process)
+
+    join.join()
+    assert {row.key.operation: row.records for row in join.operations()} == {"allreduce": 1, "broadcast": 1}
+
+
 def test_sequence_numbers_beyond_32_bits() -> None:
     """The record holds the low 32 bits: a job that counts on is joined across the turn, in order."""
     first = (1 << 32) - 3
@@ -377,6 +409,29 @@ def test_goes_on_after_a_restart() -> None:
     add(again, {0: [Issued(NAME, 6, 10)], 1: [Issued(NAME, n, 30) for n in range(4, 7)]}, world(2))
     assert counts(again) == Counts(joined=5, unjoined=2, late_records=2)
     assert of(again, "allreduce").totals()[0]["last"] == 5
+
+
+def test_disorder_outlives_a_restart() -> None:
+    """Ranks that count from different places still do: nothing is joined until the next impossible operation."""
+    ms = 1_000_000
+    calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]
+    join = joined({0: [call._replace(sequence=call.sequence + 1) for call in calls], 1: calls})
+    again = CollectiveJoin.from_json(json.loads(json.dumps(join.to_json())))
+    add(again, {0: [Issued(NAME, 9, ms)], 1: [Issued(NAME, 9, ms)]}, world(2))
+
+    assert again.uncomparable() == {"0"}
+    assert counts(again) == Counts(unmatched_records=12)
+
+
+def test_messages_of_several_types_have_one_sequence() -> None:
+    """Both taps number them by pair and direction: another type at the same number is another message."""
+    names = [f"{{}} group=0 dtype={dtype} peer={{}}" for dtype in ("float32", "int8")]
+    sent = [Issued(names[n % 2].format("send", 1), n, 10) for n in range(6)]
+    got = [Issued(names[n % 2].format("recv", 0), n, 20) for n in range(6)]
+    assert counts(joined({0: sent, 1: got}, world(2))) == Counts(joined=6)
+
+    wrong = joined({0: sent[:2], 1: [got[1]._replace(sequence=0), got[0]._replace(sequence=1)]}, world(2))
+    assert counts(wrong) == Counts(mismatched=2)
 
 
 def test_other_records_are_left_alone() -> None:

@@ -85,6 +85,45 @@ def test_nodes_and_attempts() -> None:
     assert row["groups_operations"]["joined"] == 2  # what each node has joined
 
 
+def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, object]]:
+    """A group's all-reduces, of which each node has joined those of its ranks: on one that has `last`, it came last."""
+    joins = []
+    for ranks in nodes:
+        join = CollectiveJoin()
+        issued = {
+            rank: [Issued(NAME, n, (1000 if rank == last else 4000) * US, 3_000_000) for n in range(10)]
+            for rank in ranks
+        }
+        add(join, issued, world(sum(map(len, nodes))))
+        joins.append(value(join))
+    return collective_rows(joins)
+
+
+def test_a_group_on_several_nodes() -> None:
+    """No node sees all of its ranks: who came last on one of them was perhaps never last of all, so nobody is named;
+    the wait is at least what it is there, the transfer at most, and the table says so."""
+    (row,) = on_nodes((0, 1), (2, 3), last=3)
+    text = shown([row])
+    line = next(line for line in text.splitlines() if "allreduce" in line)
+
+    assert (row["joined_whole"], row["slowest_rank"], row["by_rank"]["3"]["last"]) == (False, None, 10)
+    assert "other nodes" in row["cannot_tell"][0]
+    assert "last in" not in line
+    assert ">= 750 us" in line
+    assert "<= " in line
+    assert ">= 4.5 GB/s" in line
+    assert "who came last is not known" in " ".join(text.split())
+
+
+def test_a_group_on_one_of_several_nodes() -> None:
+    """A group whose ranks are all on one node is told as in a job of one node, whatever the others have."""
+    (row,) = collective_rows([value(late(1)), value(CollectiveJoin())])
+
+    assert (row["joined_whole"], row["slowest_rank"], row["cannot_tell"]) == (True, 1, [])
+    assert "1 (last in 100%)" in shown([row])
+    assert "not known" not in shown([row])
+
+
 def test_largest_first() -> None:
     """Rows come by bytes, so that the terminal's few are those that matter."""
     join = joined(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from tests.findings import episode, findings
@@ -24,6 +25,74 @@ def test_a_slow_node() -> None:
 
     assert (found.kind, found.name, found.host) == ("node", "node-1", "node-1")
     assert (found.ranks, found.lead.rank) == (tuple(range(8, 16)), 11)
+
+
+def test_what_a_node_costs() -> None:
+    """A node costs what the job would gain without all of its ranks. Without one of them it would gain next to nothing:
+    seven others are as slow. That survives plain JSON, and is told of its ranks when they are slow no more."""
+    job, at = Job.of(32, 140), places(32)
+    for rank in range(8, 16):
+        job.slow(rank, 30, "backward", slice(20, 110))
+    judge = Judge()
+    for rank, place in at.items():
+        judge.know(rank, place)
+    judge.add_block("", job.block(rows=slice(0, 108)))
+    found = judge.judge()
+    named = Named.from_json(json.loads(json.dumps(name(found, at).to_json())))
+    (node,) = named.culprits
+
+    own_ns = job.parts_ns.sum(axis=2)[:, 20:108]
+    without_ns = np.delete(own_ns, range(8, 16), axis=0)
+    gain_ns = (own_ns.max(axis=0) - without_ns.max(axis=0)).mean()
+    assert node.kind == "node"
+    assert node.lead.cost_ns < 3 * MS
+    assert node.cost_ns == pytest.approx(gain_ns, rel=0.02)
+    assert node.cost_share == pytest.approx(gain_ns / node.lead.step_ns, rel=0.02)
+    assert Findings.from_json(json.loads(json.dumps(found.to_json()))).episodes == found.episodes
+    judge.add_block("", job.block(rows=slice(108, None)))
+    ended = judge.judge(final=True).episodes
+    assert len(ended) == 8
+    assert all(each.until_step is not None for each in ended)
+    assert [each.shared_cost_ns for each in ended] == pytest.approx([gain_ns] * 8, rel=0.1)
+
+
+def test_what_a_node_costs_in_stages() -> None:
+    """Of a node whose ranks belong to several populations, what the slowest of them costs; of a rank alone, its own."""
+    job, at = Job.of(16, 80), {}
+    judge = Judge()
+    for rank in range(16):
+        at[rank] = Place(f"node-{rank // 4}", f"x/pp{rank % 2}", {"pp": rank % 2})
+        judge.know(rank, at[rank])
+        if rank // 4 == 1:
+            job.slow(rank, 20 + 20 * (rank % 2), "backward")
+        judge.add(rank, job.rows_of(rank))
+    (node,) = name(judge.judge(final=True), at).culprits
+    alone = name(Job.of(4, 80).slow(1, 20).judged(), places(4)).culprits[0]
+
+    assert (node.kind, node.ranks) == ("node", (4, 5, 6, 7))
+    assert node.cost_ns == pytest.approx(37 * MS, rel=0.1)
+    assert alone.cost_ns == alone.lead.cost_ns == pytest.approx(20 * MS, rel=0.15)
+
+
+def test_what_is_not_known_costs_nothing_known() -> None:
+    """Ranks that were never judged together have no cost as a node, and are not last for that."""
+    slow = [episode(rank, cost_ns=rank * MS) for rank in (8, 9, 11, 12, 14, 15)]
+    node, rank = culprits([*slow, episode(3, cost_ns=MS)], places(32))
+
+    assert (node.kind, node.cost_ns, node.cost_share) == ("node", None, None)
+    assert (rank.kind, rank.cost_ns) == ("rank", MS)
+
+
+def test_modules_of_the_slowest() -> None:
+    """Where the forward pass is slow, the modules that take longer there are kept, the largest three."""
+    excess_ns = {"a": 1 * MS, "b": -2 * MS, "c": 5 * MS, "d": 3 * MS, "e": 4 * MS}
+    slow = findings(episode(3, phase="forward"), episode(5))
+    forward, backward = name(slow, places(8), {3: excess_ns, 5: excess_ns}.__getitem__).culprits
+
+    assert forward.slower_modules_ns == {"c": 5 * MS, "e": 4 * MS, "d": 3 * MS}
+    assert backward.slower_modules_ns == {}
+    both = Named((forward, backward))
+    assert Named.from_json(json.loads(json.dumps(both.to_json(), allow_nan=False))) == both
 
 
 def test_most_of_a_node() -> None:
@@ -116,6 +185,15 @@ class TestImbalance:
         assert named.imbalance.ranks == tuple(range(2 * ranks, 3 * ranks))
         assert named.imbalance.work_ns == pytest.approx(1.4 * WORK_NS, rel=0.02)
         assert named.imbalance.others_work_ns == pytest.approx(WORK_NS, rel=0.02)
+
+    def test_what_balancing_gains(self) -> None:
+        """The most work less the mean of all stages, its own included: with two stages, half the difference."""
+        for work, gain in (((1.0, 1.5), 0.25), ((1.0, 0.9, 1.4, 1.1), 0.3)):
+            found, at = pipeline(*work)
+            imbalance = stage_imbalance(found, at)
+            assert imbalance is not None
+            assert imbalance.stages == len(work)
+            assert imbalance.cost_ns == pytest.approx(gain * WORK_NS, rel=0.03)
 
     def test_less_than_a_tenth_is_none(self) -> None:
         """Stages are never quite alike: less than a tenth of the step is nothing to be told."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.planted import MS, WORK_MS, Job
 from torchlens_perf.board import Board
-from torchlens_perf.episodes import Episode, describe, phase_of
+from torchlens_perf.episodes import Episode, describe, phase_of, shared_cost_ns
 from torchlens_perf.records import OWN_PARTS
 
 EMPTY = Episode(
@@ -113,6 +113,30 @@ def test_cost_is_what_the_step_would_gain() -> None:
 
     assert described(job, 1).cost_ns == pytest.approx(5 * MS, rel=1e-4)
     assert described(job, 2).cost_ns == 0.0
+
+
+def shared(job: Job, *ranks: int, first: int = 0) -> float:
+    """What several ranks together cost from row `first` on."""
+    board = Board(np.arange(job.ranks), 1)
+    board.put(job.block())
+    keys, present = board.judged(first, job.rows)
+    return shared_cost_ns(board, np.array(ranks), np.delete(present, ranks), keys)
+
+
+def test_cost_of_several() -> None:
+    """Each of them costs nothing, for the others are as slow; together, what the rest would do without them."""
+    job = Job.of(8, 60, noise=0.0).slow(2, 20).slow(3, 20).slow(6, 5)
+
+    assert described(job, 2).cost_ns == described(job, 3).cost_ns == 0.0
+    assert shared(job, 2, 3) == pytest.approx(15 * MS, rel=1e-4)
+    assert shared(job, 2, 3, 6) == pytest.approx(20 * MS, rel=1e-4)
+    assert shared(job.slow(2, 5000, "data", slice(40, 41)), 2, 3) == pytest.approx(15 * MS, rel=1e-4)  # a single stall
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (4, 5, 6), (0, 1, 2, 3)])
+def test_cost_of_several_without_what_noise_gives_any(ranks: tuple[int, ...]) -> None:
+    """Some ranks that are like the others cost nothing, though one of them is often the slowest."""
+    assert shared(Job.of(8, 200, noise=0.05), *ranks) < 1.5 * MS
 
 
 def test_cost_without_what_noise_gives_any_rank() -> None:

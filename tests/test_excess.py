@@ -267,10 +267,22 @@ class TestWorkload:
             assert (left[0] != excess[0]).all()
             assert (left[1, : -rows - 10] != excess[1, : -rows - 10]).all()
 
+    def test_rows_of_which_it_is_not_known(self) -> None:
+        """Those stay as they are, and the others are what they would be without them."""
+        excess, tokens = self.rows()
+        gaps = tokens.copy()
+        gaps[0, [3, 50]], gaps[2, 99] = np.nan, np.nan
+        left, whole = without_workload(excess, gaps, 48), without_workload(excess, tokens, 48)
+        untold = np.isin(np.arange(100), [3, 50, 99])
+
+        assert (left[:, untold] == excess[:, untold]).all()
+        np.testing.assert_allclose(left[:, ~untold], whole[:, ~untold], atol=60_000)
+        assert noise(left[:, ~untold]) < noise(excess) / 8
+
     def test_where_it_explains_nothing(self) -> None:
         """Workload that is unknown, equal, unrelated, or that makes a rank faster changes nothing."""
         excess, tokens = self.rows()
         unknown = tokens.copy()
-        unknown[0, 3] = np.nan
+        unknown[0, :60] = np.nan  # of most rows
         for workload in (unknown, np.full_like(tokens, 7.0), 4096 + 400 * normal(4, 100, seed=5), -tokens):
             assert (without_workload(excess, workload, 48) == excess).all()

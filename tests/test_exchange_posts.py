@@ -219,6 +219,21 @@ class TestAccount:
         assert (polled, inbox.polled) == (["a1", "b2"], ["b2"])
         assert inbox.namesakes() == []
 
+    def test_retired_by_the_look_that_asked_for_its_posts(self) -> None:
+        """Slots that could not be read are asked for again, maybe when their sender has been replaced for long."""
+        first, second, inbox, store = Outbox("a1", "n1"), Outbox("b2", "n1"), Inbox("n0", 0.0), Store()
+        store.enter(first)
+        first.post({0: b"a0"}, 0.0)
+        store.send(first, 0.0)
+        inbox.register(store.values["members"], 0.0)
+        inbox.look({"a1": store.values[head_key("a1")]}, 0.0)  # and then the connection was lost
+        store.enter(second)
+        inbox.register(store.values["members"], 1.0)
+        assert store.look(inbox, 2.0 + RETIRED_AFTER_S) == 1
+
+        assert inbox.polled == ["b2"]
+        assert [each.payload for each in inbox.collect(40.0).payloads[0]] == [b"a0"]
+
     def test_two_sidecars_of_one_name(self) -> None:
         """Two that live at the same time under one name are both read, and it is said."""
         first, second, inbox, store = Outbox("a1", "n1"), Outbox("b2", "n1"), Inbox("n0", 0.0), Store()

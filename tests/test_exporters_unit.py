@@ -25,6 +25,7 @@ from tests.tables import MS, step_table
 from torchlens_perf.alerts import AlertLog, stragglers_by_class
 from torchlens_perf.clock import HostClock
 from torchlens_perf.config import Config
+from torchlens_perf.culprits import culprits
 from torchlens_perf.errors import swallowed
 from torchlens_perf.exporters import ExportBatch, Exporter, Judgement, semantics
 from torchlens_perf.exporters.memory import MemoryExporter
@@ -75,7 +76,8 @@ def judgement_of(
 ) -> Judgement:
     """What a sidecar holds to be wrong; with a log, also what is new to that."""
     alerts = log.changes(0, found, hung, PLACES, 1_700_000_000_000_000_000) if log is not None else ()
-    return Judgement(who or identity(), found, hung, alerts, whole_job)
+    together = culprits([each for each in found.episodes if each.until_step is None], PLACES)
+    return Judgement(who or identity(), found, hung, alerts, whole_job, together)
 
 
 # -- nesting
@@ -598,6 +600,20 @@ def test_gauges_tell_what_is_wrong_now() -> None:
     assert after == [{**over, (semantics.DETECTABLE,): 0.004}] * 3 + [{(semantics.DETECTABLE,): 0.004}] * 2
 
 
+@pytest.mark.parametrize(("shared_cost_ns", "cost_s"), [(12e6, 0.012), (None, None)])
+def test_gauges_of_a_slow_node(shared_cost_ns: float | None, cost_s: float | None) -> None:
+    """Each of its ranks has what all of them cost together, not its own nothing; no point where that is not known."""
+    points = Points()
+    sender = MetricSender(points)
+    node = [episode(rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns) for rank in range(4)]
+    sender.judged(judgement_of(findings(*node, episode(6))))
+    now = gauges(sender, points)
+    costs = {key[1]: value for key, value in now.items() if key[0] == semantics.STRAGGLER_COST}
+    assert costs == {6: 0.015, **(dict.fromkeys(range(4), cost_s) if cost_s is not None else {})}
+    assert now[semantics.STRAGGLERS, "slow_compute"] == 5
+    sender.shutdown()
+
+
 def test_gauge_of_one_that_is_slow_again() -> None:
     """A rank that is slow once more is not told as 0 any longer."""
     points = Points()
@@ -761,7 +777,7 @@ def test_dead_endpoint_gets_one_try_of_the_last_alerts(monkeypatch: pytest.Monke
     monkeypatch.setenv("OTEL_BLRP_MAX_EXPORT_BATCH_SIZE", "2")
     records = Records(opened=False)
     exporter = OtlpExporter(None, None, AlertSender(records))
-    exporter.judged(judgement_of(findings(*(episode(rank) for rank in range(8))), AlertLog("run")))
+    exporter.judged(judgement_of(findings(*(episode(3, since) for since in range(8))), AlertLog("run")))
     deadline_s = time.monotonic() + 5
     while not records.calls and time.monotonic() < deadline_s:
         time.sleep(0.01)  # until the processor's thread is inside the first request

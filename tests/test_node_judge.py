@@ -11,6 +11,7 @@ import pytest
 from tests.planted import Job
 from tests.tables import step_table
 from torchlens_perf.board import Block
+from torchlens_perf.identity import model_digest
 from torchlens_perf.node_judge import NodeJudge, dimension, place_of
 from torchlens_perf.records import StepTable
 from torchlens_perf.straggler import NOTHING, Place
@@ -45,19 +46,23 @@ class TestPlace:
         """Its place in each group that it is in; the default group is no dimension."""
         groups = self.groups(dp="1-13/4", tp="8-9", cp="0-3")
         groups["9"] = {"description": "default_pg", "ranks": "0-15"}
-        place = place_of(9, "node-1", ["net"], groups)
+        place = place_of(9, "node-1", "net", groups)
 
         assert place.coordinates == {"dp": 2, "tp": 1}
         assert place.host == "node-1"
 
     def test_who_is_compared(self) -> None:
         """Ranks with the same modules in the same stage; their order, the host and other dimensions do not matter."""
-        one = place_of(0, "node-0", ["a", "b"], self.groups(pp="0,8", tp="0-7")).population
+        one = place_of(0, "node-0", "one", self.groups(pp="0,8", tp="0-7")).population
 
-        assert one == place_of(1, "node-1", ["b", "a"], self.groups(pp="1,9", tp="0-7")).population
-        assert one != place_of(8, "node-0", ["a", "b"], self.groups(pp="0,8", tp="8-15")).population
-        assert one != place_of(0, "node-0", ["a", "c"], self.groups(pp="0,8", tp="0-7")).population
-        assert place_of(0, "", ["a", "b"], {}).population != place_of(0, "", ["ab"], {}).population
+        assert one == place_of(1, "node-1", "one", self.groups(pp="1,9", tp="0-7")).population
+        assert one != place_of(8, "node-0", "one", self.groups(pp="0,8", tp="8-15")).population
+        assert one != place_of(0, "node-0", "other", self.groups(pp="0,8", tp="0-7")).population
+
+    def test_model_digest(self) -> None:
+        """The order of modules does not matter; their names do."""
+        assert model_digest(["a", "b"]) == model_digest(["b", "a"])
+        assert len({model_digest(names) for names in (["a", "b"], ["ab"], ["a", "c"], [])}) == 4
 
 
 class TestNodeJudge:
@@ -111,6 +116,21 @@ class TestNodeJudge:
         assert found.episodes == ()
         assert [(each.population, each.ranks) for each in found.usual] == [("pp0", "0-1"), ("pp1", "2-3")]
 
+    @pytest.mark.parametrize("early", [0, 3])
+    def test_compared_by_what_is_known_at_the_first_rows(self, early: int) -> None:
+        """In the first steps, models and groups are not known of all ranks yet; later, a place does not change."""
+        judge = NodeJudge()
+        for rank in range(3):
+            judge.know(0, rank, Place("", "not known yet"))
+            if early:
+                judge.add_steps(0, rank, Place("", f"nor now {rank}"), table(range(early), rank))
+            judge.add_steps(0, rank, HERE, table(range(early, 60), rank, forward=3.0 * (rank == 1)))
+            judge.know(0, rank, Place("", "later"))
+
+        assert judge.places == dict.fromkeys(range(3), HERE)
+        assert [each.rank for each in judge.judge(final=True).episodes] == [1]
+        assert judge.findings.compared == 3
+
     def test_rows_of_other_nodes(self) -> None:
         """Blocks of ranks that know() has told of are judged together with this node's."""
         job = Job.of(4, 80).slow(3, 20)
@@ -143,14 +163,6 @@ class TestNodeJudge:
         assert judge.judge().last_step == 59
         found = judge.judge(final=True)
         assert (found.episodes, found.compared) == ((), 2)
-
-    def test_a_place_is_known_once(self) -> None:
-        """A rank stays where it was seen first: modules that are seen later do not move it to another population."""
-        judge = NodeJudge()
-        judge.know(0, 0, HERE)
-        judge.know(0, 0, Place("node-0", "other"))
-
-        assert judge.places == {0: HERE}
 
     def test_nothing_new_is_not_judged(self) -> None:
         """Without new rows the findings are those that were there."""

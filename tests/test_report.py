@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import HOST, Rank, make_run
+from tests.ranks import HOST, Rank, identity_of, make_run
+from torchlens_perf.clock import Anchor
 from torchlens_perf.exporters import Exporter
-from torchlens_perf.node_state import NodeState
+from torchlens_perf.node_state import NodeState, ProcessState
+from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.records import Verdict
 from torchlens_perf.report.build import SCHEMA, build
 from torchlens_perf.report.terminal import render, show
@@ -139,7 +141,7 @@ def test_straggler_with_its_module(run: RunDirectory) -> None:
     ranks = [Rank(run, 0), Rank(run, 1)]
     for rank, extra in zip(ranks, (0, 8), strict=True):
         recorder, clock, intern = rank.session.recorder, rank.clock, rank.session.intern
-        for _ in range(60):
+        for _ in range(100):  # rows of four steps
             recorder.begin(Kind.FORWARD, intern("forward Net"))
             for name, milliseconds in (("embed", 1), ("block", 4 + extra), ("head", 2)):
                 recorder.begin(Kind.MODULE, intern(name))
@@ -250,6 +252,18 @@ def test_newest_attempt_counts(run: RunDirectory) -> None:
     value = report_on(run, [first, second])
 
     assert (value["run"]["attempt"], value["steps"]["count"]) == (3, 20)
+
+
+def test_ranks_that_an_elastic_job_no_longer_has(run: RunDirectory) -> None:
+    """torchrun counts no attempt when an agent leaves: the report is about the smaller world all the same."""
+    identities = [identity_of(run, 0, 2), identity_of(run, 1, 2, pid=11), identity_of(run, 0, 1, pid=12)]
+    processes = [
+        ProcessState(identity, Anchor(number, number, 0), RankStatistics())
+        for number, identity in enumerate(identities)
+    ]
+    value = build(run.run_id, [NodeState(HOST, {each.identity.key: each for each in processes})])
+
+    assert (value["run"]["world_size"], [rank["rank"] for rank in value["ranks"]]) == (1, [0])
 
 
 class TestTerminal:

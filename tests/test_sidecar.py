@@ -14,14 +14,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.findings import hang
 from tests.ranks import HOST, Rank, make_run
 from torchlens_perf import node_state
+from torchlens_perf.errors import swallowed
 from torchlens_perf.exporters.memory import MemoryExporter
+from torchlens_perf.pacing import Pacing
 from torchlens_perf.replay import replay
 from torchlens_perf.report.build import build
 from torchlens_perf.ring import Kind
 from torchlens_perf.run_directory import RunDirectory, local_folders, sidecar_lock
-from torchlens_perf.sidecar import FIRST_TRACED_STEPS, Pacing, Sidecar, run_sidecar, traced_steps
+from torchlens_perf.sidecar import FIRST_TRACED_STEPS, Sidecar, run_sidecar, traced_steps
 from torchlens_perf.sidecar_lock import SidecarLock
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
@@ -325,6 +328,184 @@ def test_elastic_restart_is_waited_for(run: RunDirectory) -> None:
     died.session.recorder.abandon()
 
 
+def looked(made: Sidecar, now_s: float = 0.0) -> None:
+    """A round of the sidecar, without its waiting."""
+    made.poll()
+    made.account()
+    made.look_around(now_s)
+    made.export()
+
+
+def two_ranks(run: RunDirectory, attempt: int = 0) -> tuple[Rank, Rank]:
+    first, second = (Rank(run, rank, identity={"attempt": attempt}) for rank in range(2))
+    return first, second
+
+
+def test_findings_of_another_attempt_are_not_those_of_the_new_one(run: RunDirectory) -> None:
+    """As soon as a rank is started again, what was found is over, and nothing is told of its healthy successor."""
+    exporter = MemoryExporter()
+    made, _ = sidecar(run, exporter)
+    before = two_ranks(run)
+    before[0].steps(60, **WORK)
+    before[1].steps(60, **{**WORK, "forward": 9})
+    looked(made)
+    assert [each.rank for each in made.state.findings.episodes] == [1]
+    assert [(each.change, each.attempt) for each in exporter.alerts] == [("started", 0)]
+
+    for rank in before:
+        rank.close()
+    after = two_ranks(run, 1)
+    made.poll()
+    made.export()  # before anybody has looked
+    made.save()
+    state = node_state.load(run.node_state(HOST))
+    assert (state.findings.episodes, state.named.culprits) == ((), ())
+    for count in (0, 2, 8, 50):
+        for rank in after:
+            rank.steps(count, **WORK)
+        looked(made)
+        assert exporter.judgement is not None
+        assert (exporter.judgement.identity.attempt, exporter.judgement.findings.episodes) == (1, ())
+    assert made.state.findings.rows
+    assert [(each.change, each.attempt, each.rank) for each in exporter.alerts] == [("started", 0, 1), ("ended", 0, 1)]
+    assert exporter.alerts[1].text.endswith("It is over: the job was restarted.")
+    for rank in after:
+        rank.close()
+    made.close()
+
+
+def test_a_hang_of_another_attempt_is_over(run: RunDirectory) -> None:
+    """It is not found anew under the attempt that has just begun."""
+    exporter = MemoryExporter()
+    made, _ = sidecar(run, exporter)
+    before = two_ranks(run)
+    for rank in before:
+        rank.steps(10, **WORK)
+    looked(made)
+    made.job.hang = hang()
+    made.look_around(0.1)
+    made.export()
+    after = two_ranks(run, 1)
+    for now_s in (0.2, 0.3, 1.5):
+        looked(made, now_s)
+
+    assert [(each.kind, each.change, each.attempt) for each in exporter.alerts] == [
+        ("hang", "started", 0),
+        ("hang", "ended", 0),
+    ]
+    for rank in (*before, *after):
+        rank.close()
+    made.close()
+
+
+def test_a_straggler_outlives_the_sidecar(run: RunDirectory) -> None:
+    """Killed and started again while a rank is slow: one alert, and one end when it has ended."""
+    ranks, alerts = two_ranks(run), []
+    for steps, forward in ((60, 9), (4, 9), (12, 9), (60, 9), (200, 4)):
+        exporter = MemoryExporter()
+        made, _ = sidecar(run, exporter)
+        for _ in range(steps // 4):
+            ranks[0].steps(4, **WORK)
+            ranks[1].steps(4, **{**WORK, "forward": forward})
+            looked(made)
+        made.keep()
+        made.close()
+        alerts += exporter.alerts
+    (only,) = node_state.load(run.node_state(HOST)).findings.episodes
+
+    assert [alert.change for alert in alerts] == ["started", "ended"]
+    assert alerts[0].about == alerts[1].about
+    assert (only.rank, only.since_step) == (1, alerts[0].since_step)
+    assert abs((only.until_step or 0) - 136) <= 16
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_hang_outlives_the_sidecar(run: RunDirectory) -> None:
+    """The next sidecar, which has not found it again yet, does not hold it to be over; a step ends it."""
+    ranks, changes = two_ranks(run), []
+    for rank in ranks:
+        rank.steps(10, **WORK)
+    for found in (hang(step=10), None):
+        exporter = MemoryExporter()
+        made, _ = sidecar(run, exporter)
+        looked(made)
+        made.job.hang = found
+        made.look_around(0.1)
+        made.export()
+        made.keep()
+        changes.append([(each.kind, each.change) for each in exporter.alerts])
+        if found is not None:
+            made.close()
+    ranks[0].steps(1, **WORK)
+    looked(made, 0.2)
+
+    assert changes == [[("hang", "started")], []]
+    assert [(each.kind, each.change) for each in exporter.alerts] == [("hang", "ended")]
+    made.close()
+    for rank in ranks:
+        rank.close()
+
+
+def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory) -> None:
+    """Nodes came or went: ranks begin anew in the same attempt, and one is slow like its predecessor."""
+    exporter, attempts = MemoryExporter(), []
+    made, _ = sidecar(run, exporter)
+    for process in (dead_process(), {}):
+        ranks = [Rank(run, rank, identity={"elastic": True, "launcher_pid": 1, **process}) for rank in range(2)]
+        ranks[0].steps(60, **WORK)
+        ranks[1].steps(60, **{**WORK, "forward": 9})
+        for rank in ranks:
+            rank.close()
+        looked(made)
+        attempts.append([(each.change, each.rank) for each in exporter.alerts])
+    made.keep()
+    made.close()
+    again = MemoryExporter()
+    replay(run, again)
+
+    assert attempts == [[("started", 1)], [("started", 1), ("ended", 1), ("started", 1)]]
+    first, ended, second = exporter.alerts
+    assert (first.since_step, first.attempt, ended.about) == (second.since_step, second.attempt, first.about)
+    assert first.id != second.id
+    assert [each.id for each in again.alerts] == [second.id]
+
+
+@pytest.mark.parametrize(
+    "broken", ["job.add_steps", "job.look", "job.end", "_continuation.findings", "_alerts.changes"]
+)
+def test_an_error_of_the_judgement_ends_nothing(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is concluded from them, records are read, counted and kept; the report and the log say what failed."""
+    monkeypatch.setattr(swallowed, "strict", False)
+    for rank in two_ranks(run):
+        rank.steps(50, **WORK)
+        rank.close()
+    exporter = MemoryExporter()
+    made, _ = sidecar(run, exporter)
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("not enough values to unpack")
+
+    made._earlier_attempt = 0  # as if started again
+    owner, _, name = broken.partition(".")
+    monkeypatch.setattr(getattr(made, owner), name, fails)
+    lock = SidecarLock(sidecar_lock(run.run_id))
+    assert lock.acquire()
+    assert not run_sidecar(made, lock, exporter)
+    value = report(run)
+
+    assert [rank["steps"] for rank in value["ranks"]] == [50, 50]
+    assert len(pd.read_parquet(run.steps)) == sum(len(batch.steps) for batch in exporter.batches) == 100
+    place = "raising alerts" if owner == "_alerts" else "judging the ranks"
+    assert [note for note in value["quality"]["notes"] if note.startswith(f"{place} failed")] == [
+        f"{place} failed in the sidecar, and what it would have told is missing: see nodes/{HOST}.log"
+    ]
+    assert "ValueError: not enough values to unpack" in caplog.text
+    assert swallowed.by_place.pop(place) > 0
+
+
 def test_missing_rank_is_told(run: RunDirectory) -> None:
     """A rank that never recorded is shown as missing, not as fast."""
     rank = Rank(run, 0, 4, identity={"local_world_size": 1})
@@ -382,6 +563,14 @@ class TestPacing:
         assert late.keep_due(10_000.0, 100)
         assert not late.keep_due(10_050.0, 100)
         assert late.keep_due(10_050.0, 1 << 18)
+
+    def test_full_disk_is_not_asked_all_the_time(self) -> None:
+        """What could not be written is tried again after the usual time, however much it is."""
+        pacing = Pacing(0.0)
+        assert pacing.keep_due(0.1, 1 << 18)
+        assert not pacing.keep_due(0.2, 1 << 18, failing=True)
+        assert pacing.keep_due(2.2, 1 << 18, failing=True)
+        assert pacing.keep_due(2.3, 1 << 18)
 
     def test_saving_takes_a_bounded_share(self) -> None:
         """A state that takes long to write is written more rarely."""

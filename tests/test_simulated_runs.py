@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.simulations import judged, simulation
 from torchlens_perf import node_state, run_store
 from torchlens_perf.clock import Anchor
 from torchlens_perf.errors import ConfigError, TorchlensPerfError
+from torchlens_perf.exporters.memory import MemoryExporter
+from torchlens_perf.replay import replay
 from torchlens_perf.report.build import build
 from torchlens_perf.ring import Kind, Reader
 from torchlens_perf.run_directory import RunDirectory
@@ -124,6 +127,19 @@ def test_files_and_rows_say_the_same(fault: str, tmp_path: Path) -> None:
     assert from_files.rows == from_rows.rows
 
 
+def test_modules_of_a_slow_rank_are_judged_too(tmp_path: Path) -> None:
+    """The sidecar knows which modules are slower on the rank that it names, without the report's tables."""
+    run = make_run(tmp_path)
+    record(simulation("constant:rank=3,share=0.25,phase=forward", noise=0.05), 120, run, "note")
+    state = node_state.load_all(run)[0]
+    (culprit,) = state.named.culprits
+    names = next(iter(state.processes.values())).statistics.modules
+
+    assert (culprit.lead.rank, len(culprit.slower_modules_ns)) == (3, 3)
+    assert culprit.slower_modules_ns.keys() < names.keys()
+    assert min(culprit.slower_modules_ns.values()) > 0.05 * 200e6 / len(names)  # the fault is in all of them alike
+
+
 def test_all_that_was_recorded_is_kept(tmp_path: Path) -> None:
     """Every step of every rank is in the run's segments, nothing was lost, and no ring file is left behind."""
     run = make_run(tmp_path)
@@ -147,6 +163,31 @@ def test_slow_link_is_found_in_files(tmp_path: Path) -> None:
     assert report["verdicts"][0]["kind"] == "slow_link"
     assert "3-15/4" in report["verdicts"][0]["text"]
     assert not [verdict for verdict in report["verdicts"] if verdict["kind"] == "straggler"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "topology", "kind", "where"),
+    [
+        ("link:rank=3,share=0.2", Topology(4, 4), "slow_link", (3, 7, 11, 15)),
+        ("constant:rank=2,share=0.4", Topology(1, 1, 3), "imbalance", (2,)),
+    ],
+)
+def test_alerts_on_what_is_no_ranks_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, topology: Topology, kind: str, where: tuple[int, ...]
+) -> None:
+    """What the report says besides slow ranks is told as an alert, once; a replay tells it under the same id."""
+    live, again, run = MemoryExporter(), MemoryExporter(), make_run(tmp_path)
+    monkeypatch.setattr("torchlens_perf.exporters.otlp_environment.exporter_from_environment", lambda _: live)
+    record(simulation(fault, topology=topology), 96, run, "note")
+    replay(run, again)
+    report = build(run.run_id, node_state.load_all(run))
+    (verdict,) = [each for each in report["verdicts"] if each["kind"] == kind]
+    (told,) = [each for each in live.alerts if each.kind == kind]
+
+    assert (told.change, told.ranks) == ("started", where)
+    assert told.text.partition(":")[0] == verdict["text"].partition(":")[0]
+    assert told.cost_s == pytest.approx(verdict["cost_s_per_step"], rel=0.5)
+    assert [each.id for each in again.alerts if each.kind == kind] == [told.id]
 
 
 def command(*arguments: str) -> int:
@@ -188,6 +229,39 @@ def test_command_judges_rows_of_many_ranks(capsys: pytest.CaptureFixture[str]) -
     assert "planted and not named: rank 3" in missed
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [(["--ranks", "8", "--steps", "8"], "8 steps are too few"), (["--ranks", "1"], "no two ranks do the same work")],
+)
+def test_command_says_that_nothing_could_be_compared(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing was compared, that is said, and no figure stands for it."""
+    assert command("--rows", *arguments) == 0
+    said = capsys.readouterr().out
+
+    assert said.startswith(f"nothing could be compared: {why}\n")
+    assert "inf" not in said
+    assert " 0.0 ms;" not in said
+    assert "no rank is slow" not in said
+
+
+def test_command_tells_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    """A slow node costs what all of its ranks do, now and afterwards; the last slow step is told, not the one after."""
+    assert command("--rows", "--ranks", "32", "--fault", "node:node=1,share=0.1,since=64", "--spread", "0") == 0
+    now = capsys.readouterr().out
+    fault = "node:node=1,share=0.1,since=64,until=128"
+    assert command("--rows", "--ranks", "32", "--fault", fault, "--noise", "0.01") == 0
+    over = capsys.readouterr().out
+
+    (cost_ms,) = re.findall(r"^node-0001 is slow .* costs ([\d.]+) ms", now, re.MULTILINE)
+    assert float(cost_ms) > 15
+    told = r"^rank \d+ was slow in compute to step 12[37] since step 64, .* costs ([\d.]+) ms"
+    costs_ms = re.findall(told, over, re.MULTILINE)
+    assert len(costs_ms) == 8
+    assert min(map(float, costs_ms)) > 15
+
+
 def test_short_steps_are_judged_in_wider_rows(capsys: pytest.CaptureFixture[str]) -> None:
     """Steps of 2 ms are judged some sixteen at a time, as in life, and a last piece that fills no row is left out."""
     assert command("--rows", "--step-ms", "2", "--steps", "708", "--fault", "constant:rank=1,share=0.2") == 0
@@ -219,6 +293,7 @@ def test_short_steps_are_judged_in_wider_rows(capsys: pytest.CaptureFixture[str]
         (["--rows", "--spread", "2"], "spread must be"),
         (["--rows", "--step-ms", "0"], "a step's work must be"),
         (["--rows", "--steps", "0"], "--steps must be"),
+        (["--rows", "--seed", "-1"], "seed must be 0 or more, got -1"),
         (["--ranks", "100"], "64 ranks at most"),
         ([], "--out DIR is missing"),
     ],
@@ -240,7 +315,7 @@ def test_run_directory_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_same_time_on_all_hosts(tmp_path: Path) -> None:
-    """Hosts' monotonic clocks differ, as in life, and the wall clock's time of a step is the same on all ranks."""
+    """A step ends at the same time on all ranks, by the one monotonic clock that a sidecar knows and by the wall."""
     run = make_run(tmp_path)
     record(simulation(), 20, run, "note")
     times = {}
@@ -248,5 +323,5 @@ def test_same_time_on_all_hosts(tmp_path: Path) -> None:
         ends = records[records["kind"] == Kind.STEP]
         times[origin.rank] = (int(ends["start_ns"][5]), int(ends["start_ns"][5]) - origin.anchor.monotonic_ns)
 
-    assert len({monotonic for monotonic, _ in times.values()}) == 2
+    assert len({monotonic for monotonic, _ in times.values()}) == 1
     assert len({since for _, since in times.values()}) == 1

@@ -93,14 +93,30 @@ def test_what_is_not_known_of_one_step_is_not_known_of_its_row() -> None:
     assert np.isfinite(rows.work_ns).all()
 
 
-def test_flags_of_all_steps() -> None:
-    """One step's other work makes its row one of other work, and no other row."""
-    flags = np.array([0, int(Flag.PROBED), 0, 0, 0, int(Flag.COLLECTED), int(Flag.MANUAL), 0])
-    rows = RowMaker(4).add(dataclasses.replace(step_table([STEP] * 8), flags=flags))
+def test_a_step_of_other_work_does_not_take_its_row() -> None:
+    """The row is the mean of the others, whatever that step's times were; only a row of nothing else is one of it."""
+    flags = np.array([0, int(Flag.PROBED), 0, 0, *[int(Flag.EVALUATION)] * 4, 0, int(Flag.COLLECTED), 0, 0])
+    times = [{"forward": 900.0 if 0 < flag < 1 << 30 and flag & OTHER_WORK else 4.0} for flag in flags.tolist()]
+    rows = RowMaker(4).add(dataclasses.replace(step_table(times), flags=flags))
 
     assert rows is not None
-    assert rows.flags.tolist() == [Flag.PROBED, Flag.COLLECTED | Flag.MANUAL]
-    assert (rows.flags & OTHER_WORK).astype(bool).tolist() == [True, False]
+    assert rows.step.tolist() == [0, 4, 8]
+    assert rows.flags.tolist() == [0, Flag.EVALUATION, Flag.COLLECTED]
+    assert (rows.work_ns.sum(axis=1) / MS).tolist() == [4, 900, 4]
+    single = RowMaker(1).add(dataclasses.replace(step_table(times), flags=flags))
+    assert single is not None
+    assert single.flags.tolist() == flags.tolist()
+
+
+def test_width_is_that_of_the_first_steps_however_many_come_at_once() -> None:
+    """A replay has them all at once, and makes the rows that were made while they came."""
+    table = step_table([{"forward": 5.0 if step < 8 else 50.0} for step in range(64)])
+    whole, live = RowMaker(), RowMaker()
+    whole.add(table)
+    for step in range(64):
+        live.add(cut(table, step, step + 1))
+
+    assert (whole.width, live.width) == (4, 4)
 
 
 def test_rows_begin_at_multiples_of_their_width() -> None:

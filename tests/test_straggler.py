@@ -16,7 +16,7 @@ from tests.planted import MS, WORK_NS, Job, part_of, wider
 from torchlens_perf.board import LATE_ROWS
 from torchlens_perf.episodes import Episode
 from torchlens_perf.ring import Flag
-from torchlens_perf.straggler import EVERY, LEAST_ROWS, LEAST_SHARE, NOTHING, Findings, Judge, Place
+from torchlens_perf.straggler import EVERY, LEAST_ROWS, LEAST_SHARE, NOTHING, WORKLOAD_FACTOR, Findings, Judge, Place
 
 
 def only(found: Findings) -> Episode:
@@ -117,6 +117,8 @@ class TestNamed:
 
         assert only(told.judged()).rank == 2
         assert abs(only(told.judged()).more_workload) < 0.1
+        told.workload[1, [90, 149]] = np.nan  # what one rank once did not tell does not undo it
+        assert (only(told.judged()).rank, only(told.judged()).until_step) == (2, None)
         assert untold.judged().episodes == ()
 
 
@@ -219,6 +221,13 @@ class TestNobody:
             ranks = (2, 3, 4, 8)[seed % 4]
             lengths = np.clip(1 + 0.3 * np.random.default_rng(seed).standard_normal((ranks, 120)), 0.1, 2)
             assert Job.of(ranks, 120, seed=seed).load(lengths, told=told).judged().episodes == ()
+
+    def test_varying_workload_asks_for_more(self) -> None:
+        """What would have been named is told with the factor that it takes where workloads differ."""
+        lengths = np.clip(1 + 0.3 * np.random.default_rng(3).standard_normal((4, 200)), 0.1, 2)
+        found = Job.of(4, 200, noise=0.001).load(lengths, told=True).judged()
+
+        assert found.detectable_ns >= LEAST_SHARE * WORKLOAD_FACTOR * found.step_ns
 
     def test_not_worth_a_persons_time(self) -> None:
         """2 % of the step is nothing to be named, however certain; 4 % is."""
@@ -416,15 +425,42 @@ class TestLateAndMissing:
         assert only(found).rank == 1
 
     def test_the_slow_rank_ends_first(self) -> None:
-        """It stays named: what it was is not undone by its end."""
+        """It stays named, until then: what it was is not undone by its end, and nothing is said of it afterwards."""
         job = self.job()
         judge = Judge()
         for rank in range(4):
             judge.add(rank, job.rows_of(rank, slice(0, 120 if rank == 1 else 300)))
-        judge.judge()
+        assert only(judge.judge()).until_step is None
         judge.end(1)
+        found = only(judge.judge(final=True))
 
-        assert (only(judge.judge(final=True)).rank, only(judge.judge(final=True)).last_step) == (1, 119)
+        assert (found.rank, found.last_step, found.until_step) == (1, 119, 120)
+        assert judge.judge(final=True).compared == 3
+
+    def test_one_rank_is_left(self) -> None:
+        """What was compared stays what it was: nothing is claimed of steps that only one rank made."""
+        job = Job.of(2, 300)
+        judge = Judge()
+        judge.add(0, job.rows_of(0))
+        judge.add(1, job.rows_of(1, slice(0, 60)))
+        before = judge.judge()
+        judge.end(1)
+        found = judge.judge(final=True)
+
+        assert (before.last_step, before.rows, before.compared) == (59, 56, 2)
+        assert (found.last_step, found.rows, found.compared) == (59, 56, 2)
+
+    def test_a_judge_that_begins_late_does_not_say_since_the_start(self) -> None:
+        """As after the sidecar's restart: only what began with the run is known to be since its start."""
+        job = Job.of(4, 200).slow(1, 20)
+        judge = Judge()
+        judge.add_block("", job.block(rows=slice(100, None)))
+        found = only(judge.judge(final=True))
+
+        assert (found.since_step, found.from_start) == (100, False)
+        under_the_flag = Judge()
+        under_the_flag.add_block("", job.block(rows=slice(1, None)))
+        assert only(under_the_flag.judge(final=True)).from_start
 
     @pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.SKIPPED, Flag.PROBED, Flag.CHECKPOINT, Flag.COMPILED])
     def test_other_work(self, flag: Flag) -> None:
@@ -498,6 +534,15 @@ def test_detectable() -> None:
     assert only(Job.of(4, 64, noise=0.05, seed=6).slow(1, 1.5 * seen_ms).judged()).rank == 1
     assert Job.of(4, 64, noise=0.05, seed=6).slow(1, 0.5 * seen_ms).judged().episodes == ()
     assert Job.of(4, LEAST_ROWS + 3, seed=6).judged().detectable_ns == float("inf")
+
+    differing = Job.of(16, 100)
+    for rank, excess_ms in enumerate(np.linspace(-15, 15, 16).tolist()):
+        differing.slow(rank, excess_ms)
+    seen_ms = differing.judged().detectable_ns / MS
+    assert seen_ms > 2 * 0.03 * WORK_NS / MS  # much less than that is named where ranks are alike
+    assert differing.slow(8, 0.8 * seen_ms).judged().episodes == ()
+    assert only(differing.slow(8, 0.7 * seen_ms).judged()).rank == 8
+
     quiet = Job.of(4, 100, noise=0.0).judged()
     assert quiet.detectable_ns == pytest.approx(LEAST_SHARE * quiet.step_ns)
 

@@ -166,9 +166,45 @@ def test_a_node_and_a_position() -> None:
     assert position.evidence["class"] == "imbalance"
 
 
+def test_what_a_node_costs() -> None:
+    """All of its ranks together, not one; nothing where that is not known; afterwards it is told of each."""
+    known = [episode(rank, cost_ns=0.4 * MS, shared_cost_ns=19 * MS) for rank in range(4, 8)]
+    unknown = [episode(rank, cost_ns=0.4 * MS) for rank in range(4, 8)]
+    (told,), _ = straggler_verdicts(REPORT, findings(*known), name(findings(*known), AT))
+    (not_told,), _ = straggler_verdicts(REPORT, findings(*unknown), name(findings(*unknown), AT))
+    over = findings(episode(4, until=200, cost_ns=0.4 * MS, shared_cost_ns=19 * MS))
+    _, (was,) = straggler_verdicts(REPORT, over, name(over, AT))
+
+    assert "It costs the job 19.0 ms a step (19%), since step 100." in told.text
+    assert (told.cost_s_per_step, told.cost_share) == pytest.approx((0.019, 0.19))
+    assert "What it costs the job is not known, since step 100." in not_told.text
+    assert (not_told.cost_s_per_step, not_told.cost_share) == (None, None)
+    assert (
+        "which cost the job 19.0 ms a step (19%), together with those that were slow with it. It is over." in was.text
+    )
+    assert (was.cost_s_per_step, was.cost_share) == pytest.approx((0.019, 0.19))
+
+
+def test_modules_of_a_rank_of_another_node() -> None:
+    """A rank that the report does not hold has its modules by what the judging node was told, and what it holds counts
+    first; only where they explain the excess."""
+    slow = findings(episode(phase="forward"))
+    told = name(slow, AT, lambda rank: {"layers.7": 15 * MS, "head": 2 * MS})
+    elsewhere = {**REPORT, "modules": [module("layers.7", {"0": 0.01, "1": 0.01})]}
+    here = {**REPORT, "modules": [module("layers.2", {"3": 0.03, "0": 0.01, "1": 0.01})]}
+    little = name(slow, AT, lambda rank: {"layers.7": 5 * MS})
+    verdicts = [straggler_verdicts(*given)[0][0] for given in (
+        (elsewhere, slow, told), (here, slow, told), (elsewhere, slow, little),
+    )]  # fmt: skip
+
+    assert "most of it in layers.7 (+15.0 ms a step)" in verdicts[0].text
+    assert "Next: compare layers.7 on rank 3" in verdicts[0].text
+    assert [verdict.evidence["modules"] for verdict in verdicts] == [["layers.7"], ["layers.2"], []]
+
+
 def test_an_imbalance() -> None:
     """A pipeline out of balance: the stage, its ranks, its work beside the others', its share of the step."""
-    imbalance = StageImbalance("pp 2", (8, 9, 10, 11), 140 * MS, 100 * MS)
+    imbalance = StageImbalance("pp 2", (8, 9, 10, 11), 140 * MS, 100 * MS, stages=4)
     (verdict,), _ = straggler_verdicts(REPORT, findings(step_ns=160 * MS), Named((), imbalance))
 
     assert verdict.text == (
@@ -176,7 +212,7 @@ def test_an_imbalance() -> None:
         "Next: move layers out of pp 2."
     )
     assert (verdict.kind, verdict.rank) == ("imbalance", None)
-    assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.04, 0.25))
+    assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.03, 0.1875))
 
 
 def test_who_was_slow() -> None:
@@ -188,10 +224,10 @@ def test_who_was_slow() -> None:
     assert [verdict.rank for verdict in before] == [2, 1, 3]
     assert [verdict.kind for verdict in before] == ["straggler_ended", "straggler_transient", "straggler_ended"]
     assert before[0].text == (
-        "Rank 2 was slow in the backward pass from step 60 to step 110: +20.0 ms a step, which cost the job 15.0 ms "
+        "Rank 2 was slow in the backward pass from step 60 to step 109: +20.0 ms a step, which cost the job 15.0 ms "
         "a step (15%). It is over."
     )
-    assert "from the start to step 70" in before[2].text
+    assert "from the start to step 69" in before[2].text
     assert before[0].evidence["until_step"] == 110
 
 

@@ -15,10 +15,11 @@ from tests import progress as ranks
 from tests.planted import Job, part_of, wider
 from torchlens_perf import summary
 from torchlens_perf.hang import Progress
+from torchlens_perf.module_times import MOST_MODULES, digest
 from torchlens_perf.ring import Flag
 from torchlens_perf.step_rows import Rows
 from torchlens_perf.straggler import Judge, Place
-from torchlens_perf.summary import GROUPS, INSIDE, MOST_BYTES, ROWS, SECTIONS, Summary
+from torchlens_perf.summary import GROUPS, INSIDE, MOST_BYTES, ROWS, Summary
 
 PLACE = Place("node-a", "0123456789ab/pipeline12", {"dp_replicate": 3, "dp_shard_cp": 7, "pipeline": 12, "tp": 65535})
 JOB = Job.of(3, 60).slow(1, 20, "data")
@@ -52,7 +53,7 @@ class TestSize:
     def test_it_is_the_same_for_all(self) -> None:
         """A rank without rows and one with everything send as many bytes, and no more than fit into a post."""
         empty = Summary(0, 1, Place(), ranks.rank(0, issued={}, inside=()), 1)
-        full = told(rows=JOB.rows_of(0), sections_ns=[1e6] * 100)
+        full = told(rows=JOB.rows_of(0), modules_ns={f"layers.{i}": 1e6 for i in range(100)})
         sizes = {len(summary.pack(each)) for each in (empty, full)}
 
         assert sizes == {summary.LAYOUT.itemsize}
@@ -199,14 +200,19 @@ class TestRows:
         assert sorted(blocks) == [(PLACE.population, 1, [1, 2]), (PLACE.population, 2, [4]), ("other", 1, [3])]
         assert list(summary.blocks(received(told()))) == []
 
-    def test_sections(self) -> None:
-        """Times of modules arrive within half a percent, as many as fit; 0 where there is none."""
-        times_ns = np.geomspace(1e3, 1e12, SECTIONS + 5)
-        found = summary.sections_ns(received(told(sections_ns=times_ns[:3].tolist()), told(sections_ns=times_ns)))
+    def test_modules(self) -> None:
+        """Times of modules arrive within half a percent, in their names' order, as many as fit; and of which."""
+        times_ns = np.geomspace(1e3, 1e12, MOST_MODULES + 5)
+        names = [f"layers.{i:03d}" for i in range(len(times_ns))]
+        many = dict(reversed(list(zip(names, times_ns.tolist(), strict=True))))
+        values = received(told(modules_ns=dict(list(many.items())[-3:])), told(modules_ns=many), told())
+        found = summary.modules_ns(values)
 
-        assert found.shape == (2, SECTIONS)
-        np.testing.assert_allclose(found[1], times_ns[:SECTIONS], rtol=1 / 128)
-        assert found[0, 3:].tolist() == [0.0] * (SECTIONS - 3)
+        assert found.shape == (3, MOST_MODULES)
+        np.testing.assert_allclose(found[1], times_ns[:MOST_MODULES], rtol=1 / 256)
+        np.testing.assert_allclose(found[0, :3], times_ns[:3], rtol=1 / 256)
+        assert found[0, 3:].tolist() == [0.0] * (MOST_MODULES - 3)
+        assert values["modules"].tolist() == [digest(names[:3]), digest(names[:MOST_MODULES]), 0]
 
 
 @pytest.mark.parametrize("per_summary", [ROWS, 7, 1])

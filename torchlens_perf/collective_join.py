@@ -1,9 +1,9 @@
 """Joins the ranks' records of one collective by (group, sequence number), and sums up what they tell together. Pure.
 
 What is told needs no shared clock: each rank's own duration is enough (collective_semantics.py). What does not belong
-together is never joined: other members, another attempt, other names or bytes at the same number, and what cannot have
-been one operation by the node's clock (_possible). What stays incomplete, because a rank
-left or its record was lost, is dropped and counted, so that neither memory nor time grows with it.
+together is never joined: other members, another attempt or generation, other names or bytes at the same number, and
+what cannot have been one operation by the node's clock (_possible). What stays incomplete, because a rank left or its
+record was lost, is dropped and counted, so that neither memory nor time grows with it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Signature:
 
 
 class _Names:
-    """Of one rank, by name id: a record's channel, signature and row; _NONE where there is none."""
+    """Of one process, by name id: a record's channel, signature and row; _NONE where there is none."""
 
     def __init__(self) -> None:
         self.places = np.zeros((0, 3), np.int64)
@@ -74,21 +74,23 @@ class _Names:
 class CollectiveJoin:
     """Fed with the records of this node's ranks; add() keeps them and join() joins what is complete. One thread.
 
-    Results are those of the newest attempt: a restart may have other ranks. Between add() and join() it holds what was
+    Results are those of the newest attempt, and of its newest generation of processes (generations.py): a restart may
+    have other ranks, and begins to count again. Between add() and join() it holds what was
     added; after join(), at most MOST_PENDING incomplete operations of each group, whatever the ranks do.
     """
 
     def __init__(self) -> None:
-        self.outdated_records = 0  # of attempts that are over
-        self._begin(-1)
+        self.outdated_records = 0  # of attempts and generations that are over
+        self._begin(-1, 0)
 
-    def _begin(self, attempt: int) -> None:
+    def _begin(self, attempt: int, generation: int) -> None:
         self.attempt = attempt
+        self.generation = generation
         self._local: set[int] = set()
         self._left: set[int] = set()
-        self._names: dict[int, _Names] = {}
+        self._names: dict[tuple[int, str], _Names] = {}  # each process of a rank has name ids of its own
         self._channels: list[Channel] = []
-        self._channel_of: dict[tuple[GroupKey, str, tuple[int, int] | None], int] = {}
+        self._channel_of: dict[tuple[GroupKey, tuple[int, int] | None], int] = {}
         self._signatures: list[_Signature] = []
         self._signature_of: dict[_Signature, int] = {}
         self._rows: list[OperationStatistics] = []
@@ -99,9 +101,9 @@ class CollectiveJoin:
 
     # -- what comes in
 
-    def know(self, attempt: int, ranks: Iterable[int]) -> None:
+    def know(self, attempt: int, ranks: Iterable[int], generation: int = 0) -> None:
         """The ranks of this node, whose records will come: an operation is joined when theirs are all there."""
-        if self._takes(attempt):
+        if self._takes(attempt, generation):
             self._local.update(ranks)
 
     def add(
@@ -111,20 +113,23 @@ class CollectiveJoin:
         records: npt.NDArray[np.void],
         names: Sequence[str],
         groups: Mapping[str, Mapping[str, Any]],
+        generation: int = 0,
+        process: str = "",
     ) -> None:
         """Records of one rank, of any kind and in any order; leave out steps that are not to count, as warm-up.
 
         records: ring.record_dtype(), whose name_id is a position in `names`. groups: the process groups that the rank
-        has published, {"0": {"ranks": "0-3", "description": "default_pg"}}.
+        has published, {"0": {"ranks": "0-3", "description": "default_pg"}}. generation: of the node's processes, within
+        the attempt. process: whose `names` these are (Identity.key).
         """
         records = records[records["kind"] == Kind.COLLECTIVE]
-        if not self._takes(attempt):
+        if not self._takes(attempt, generation):
             self.outdated_records += len(records)
             return
         self._local.add(rank)
         if not len(records):
             return
-        places = self._learn(rank, records["name_id"].astype(np.int64), names, groups)
+        places = self._learn(rank, process, records["name_id"].astype(np.int64), names, groups)
         flags = records["flags"].astype(np.int64)
         ended = flags & (Flag.COMPLETED | Flag.EXCEPTION) == Flag.COMPLETED
         table = np.empty((len(records), COLUMNS), np.int64)
@@ -141,27 +146,28 @@ class CollectiveJoin:
         for index, chosen in _by(places[:, 0]):
             self._channels[index].add(rank, table[chosen])
 
-    def end(self, attempt: int, rank: int) -> None:
+    def end(self, attempt: int, rank: int, generation: int = 0) -> None:
         """The rank's process has ended, and all of its records were added: what lacks one is not waited for."""
-        if attempt == self.attempt:
+        if (attempt, generation) == (self.attempt, self.generation):
             self._left.add(rank)
 
-    def _takes(self, attempt: int) -> bool:
-        if attempt > self.attempt:
-            self._begin(attempt)
-        return attempt == self.attempt
+    def _takes(self, attempt: int, generation: int) -> bool:
+        if (attempt, generation) > (self.attempt, self.generation):
+            self._begin(attempt, generation)
+        return (attempt, generation) == (self.attempt, self.generation)
 
     # -- names
 
     def _learn(
         self,
         rank: int,
+        process: str,
         name_ids: npt.NDArray[np.int64],
         names: Sequence[str],
         groups: Mapping[str, Mapping[str, Any]],
     ) -> npt.NDArray[np.int64]:
         """The channel, signature and row of each record; shape [records, 3]."""
-        known = self._names.setdefault(rank, _Names())
+        known = self._names.setdefault((rank, process), _Names())
         known.grow(max(len(names), int(name_ids.max()) + 1, len(known.places)))
         passing = []  # names of a group whose members may yet be published
         for name_id in np.flatnonzero(np.bincount(name_ids)).tolist():
@@ -203,11 +209,11 @@ class CollectiveJoin:
         code = self._signature_of.setdefault(signature, len(self._signatures))
         if code == len(self._signatures):
             self._signatures.append(signature)
-        # Messages are numbered by pair, direction and, by the native tap, dtype.
-        return self._channel(group, dtype if pair else "", pair), code, row
+        return self._channel(group, pair), code, row
 
-    def _channel(self, group: GroupKey, dtype: str, pair: tuple[int, int] | None) -> int:
-        index = self._channel_of.setdefault((group, dtype, pair), len(self._channels))
+    def _channel(self, group: GroupKey, pair: tuple[int, int] | None) -> int:
+        """Both taps number a group's collectives, and messages by pair and direction, whatever their types."""
+        index = self._channel_of.setdefault((group, pair), len(self._channels))
         if index == len(self._channels):
             self._channels.append(Channel(group, pair))
             if pair is not None and (group, pair[1]) in self._from_any:
@@ -285,17 +291,17 @@ class CollectiveJoin:
 
     # -- what comes out
 
+    def has_all(self, members: Sequence[int]) -> bool:
+        """Whether these are known, and all of them are ranks of this node: then each operation was joined whole."""
+        return bool(members) and self._local.issuperset(members)
+
     def operations(self) -> list[OperationStatistics]:
         """What is known by operation, dtype and group, as of the last join(); not to be changed."""
         return self._rows
 
     def counts(self) -> dict[tuple[GroupKey, tuple[int, int] | None], Counts]:
         """What became of the operations of each group, and of those between two ranks."""
-        found: dict[tuple[GroupKey, tuple[int, int] | None], Counts] = {}
-        for channel in self._channels:
-            place = channel.group, channel.pair
-            found[place] = found.get(place, Counts()).plus(channel.counts)
-        return found
+        return {(channel.group, channel.pair): dataclasses.replace(channel.counts) for channel in self._channels}
 
     def uncomparable(self) -> set[str]:
         """Names of groups in which the ranks count from different places: their sequence numbers do not compare."""
@@ -309,6 +315,7 @@ class CollectiveJoin:
         """A value for from_json(). What is pending stays here; the other side counts it as unjoined."""
         return {
             "attempt": self.attempt,
+            "generation": self.generation,
             "outdated_records": self.outdated_records,
             "local": sorted(self._local),
             "left": sorted(self._left),
@@ -317,13 +324,13 @@ class CollectiveJoin:
             "channels": [
                 {
                     "group": group.to_json(),
-                    "dtype": dtype,
                     "pair": pair,
+                    "ordered": self._channels[index].ordered,
                     "counts": dataclasses.asdict(self._channels[index].counts),
                     "pending": self._channels[index].pending_operations,
                     "floor": self._channels[index].floor,
                 }
-                for (group, dtype, pair), index in self._channel_of.items()
+                for (group, pair), index in self._channel_of.items()
             ],
         }
 
@@ -331,7 +338,7 @@ class CollectiveJoin:
     def from_json(cls, value: dict[str, Any]) -> CollectiveJoin:
         """The join that to_json() wrote; what was pending is counted, and never joined."""
         join = cls()
-        join._begin(int(value["attempt"]))
+        join._begin(int(value["attempt"]), int(value["generation"]))
         join.outdated_records = int(value["outdated_records"])
         join._local, join._left = set(value["local"]), set(value["left"])
         join._from_any = {(GroupKey.from_json(group), rank) for group, rank in value["from_any"]}
@@ -341,10 +348,12 @@ class CollectiveJoin:
             join._rows.append(row)
         for each in value["channels"]:
             group, pair = GroupKey.from_json(each["group"]), tuple(each["pair"]) if each["pair"] else None
-            channel = join._channels[join._channel(group, each["dtype"], pair)]
+            channel = join._channels[join._channel(group, pair)]
             channel.counts = Counts(**each["counts"])
             channel.counts.unjoined += int(each["pending"])
             channel.go_on_from(each["floor"])
+            if not each["ordered"]:
+                channel.disorder()
             if group.ranks:
                 join._groups.setdefault(group.name, set()).add(group)
         return join

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torchlens_perf.episodes import Episode
-from torchlens_perf.node_judge import STAGES
+from torchlens_perf.grouping import STAGES, groups_of
 from torchlens_perf.rank_ranges import parse_ranges
 from torchlens_perf.straggler import Findings, Place
 
-MOST_OF_A_NODE = 0.75  # of its ranks must be slow for the node to be named
 MOST_NAMED = 8
+MOST_MODULES = 3  # of a culprit
 LEAST_IMBALANCE = 0.1  # of the step: what a pipeline stage does more than the others on average
 
 
@@ -31,6 +31,23 @@ class Culprit:
 
     host: str = ""
     """Of the slowest rank."""
+    slower_modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Where it is slow in the forward pass, the modules that take longer on the slowest rank than on the others, and by
+    how much; empty if not known."""
+
+    @property
+    def cost_ns(self) -> float | None:
+        """What the job would gain a step without all of its ranks; None where that is not known.
+
+        Not the sum of theirs, nor that of one: without one of eight slow ranks, the job waits for the other seven.
+        """
+        return self.lead.cost_ns if self.kind == "rank" else self.lead.shared_cost_ns
+
+    @property
+    def cost_share(self) -> float | None:
+        """The same as a share of the step."""
+        cost_ns = self.cost_ns
+        return None if cost_ns is None else cost_ns / self.lead.step_ns if self.lead.step_ns else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +58,14 @@ class StageImbalance:
     ranks: tuple[int, ...]
     work_ns: float
     others_work_ns: float
+    """The mean of the other stages."""
+    stages: int
+    """How many there are, this one included."""
+
+    @property
+    def cost_ns(self) -> float:
+        """What balancing gains: the work stays the same in all, so each stage comes to the mean of all of them."""
+        return (self.work_ns - self.others_work_ns) * (self.stages - 1) / self.stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,44 +93,46 @@ class Named:
 NOBODY = Named()
 
 
-def name(findings: Findings, places: Mapping[int, Place]) -> Named:
-    """Who is slow now. `places` has all ranks that were compared."""
+def name(
+    findings: Findings,
+    places: Mapping[int, Place],
+    module_excess_ns: Callable[[int], Mapping[str, float]] | None = None,
+) -> Named:
+    """Who is slow now. `places` has all ranks that were compared.
+
+    module_excess_ns: by module, how much longer it takes on that rank than on the others.
+    """
     now = [episode for episode in findings.episodes if episode.until_step is None]
-    return Named(tuple(culprits(now, places)[:MOST_NAMED]), stage_imbalance(findings, places))
+    found = culprits(now, places)[:MOST_NAMED]
+    if module_excess_ns is not None:
+        found = [
+            dataclasses.replace(each, slower_modules_ns=_largest(module_excess_ns(each.lead.rank)))
+            if each.lead.phase == "forward"
+            else each
+            for each in found
+        ]
+    return Named(tuple(found), stage_imbalance(findings, places))
+
+
+def _largest(excess_ns: Mapping[str, float]) -> dict[str, float]:
+    above = sorted(((value, name) for name, value in excess_ns.items() if value > 0), reverse=True)
+    return {name: value for value, name in above[:MOST_MODULES]}
 
 
 def culprits(episodes: Sequence[Episode], places: Mapping[int, Place]) -> list[Culprit]:
     """Who is to be named for these episodes, the costliest first. `places` has all ranks that were compared."""
     left = {episode.rank: episode for episode in episodes}
-    found: list[Culprit] = []
-    for kind, name, members in (*_nodes(places), *_positions(places)):
-        slow = [rank for rank in members if rank in left]
-        if len(slow) >= 2 and len(slow) >= MOST_OF_A_NODE * len(members) and len(members) < len(places):
-            found.append(Culprit(kind, name, tuple(slow), _lead([left.pop(rank) for rank in slow])))
+    found = [
+        Culprit(kind, name, ranks, _lead([left.pop(rank) for rank in ranks]))
+        for kind, name, ranks in groups_of(left.keys(), places)
+    ]
     found += [Culprit("rank", "", (rank,), episode) for rank, episode in left.items()]
     found = [dataclasses.replace(each, host=places.get(each.lead.rank, Place()).host) for each in found]
-    return sorted(found, key=lambda each: (-each.lead.cost_ns, -each.lead.excess_ns))
+    return sorted(found, key=lambda each: (-(each.cost_ns or each.lead.cost_ns), -each.lead.excess_ns))
 
 
 def _lead(episodes: Iterable[Episode]) -> Episode:
     return max(episodes, key=lambda episode: episode.excess_ns)
-
-
-def _nodes(places: Mapping[int, Place]) -> list[tuple[str, str, list[int]]]:
-    by_host = defaultdict(list)
-    for rank, place in places.items():
-        by_host[place.host].append(rank)
-    return [("node", host, ranks) for host, ranks in by_host.items()]
-
-
-def _positions(places: Mapping[int, Place]) -> list[tuple[str, str, list[int]]]:
-    """Positions in a dimension of the mesh, where all ranks there do the same part of the model: experts, above all."""
-    by_position = defaultdict(list)
-    for rank, place in places.items():
-        for name, coordinate in place.coordinates.items():
-            if name not in STAGES:
-                by_position[name, coordinate].append(rank)
-    return [("position", f"{name} {coordinate}", ranks) for (name, coordinate), ranks in sorted(by_position.items())]
 
 
 def stage_imbalance(findings: Findings, places: Mapping[int, Place]) -> StageImbalance | None:
@@ -126,4 +153,4 @@ def stage_imbalance(findings: Findings, places: Mapping[int, Place]) -> StageImb
     if work[largest] - mean < LEAST_IMBALANCE * findings.step_ns:
         return None
     ranks = tuple(sorted(rank for part, _ in stages[largest] for rank in part))
-    return StageImbalance(largest, ranks, work[largest], mean)
+    return StageImbalance(largest, ranks, work[largest], mean, len(work))

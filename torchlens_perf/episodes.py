@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.excess import CLIP, without_stalls
+from torchlens_perf.excess import CLIP, noise, without_stalls
 from torchlens_perf.records import OWN_PARTS
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Episode:
     until_step: int | None
     """The step from which on it was no longer slow; None while it is."""
     named_step: int
-    """The step after which it was named."""
+    """The step after which it was named. Unlike since_step it is never corrected."""
     excess_ns: float
     phase_excess_ns: float
     cost_ns: float
@@ -49,6 +49,14 @@ class Episode:
     """Median excess in those."""
     more_workload: float
     """How much more workload it had than the others, as a share; 0 if not known."""
+    shared_cost_ns: float | None = None
+    """How much sooner the step would have ended without all ranks that are slow together with it, see grouping.py: of
+    the newest time when they were; None: they never were, or it is not known."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The same for this one, whatever becomes known of it later, also to a sidecar that was started again."""
+        return self.rank, self.named_step
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -99,10 +107,34 @@ def describe(
 
 def _cost_ns(board: Board, index: int, others: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> float:
     """The step ends with the slowest rank: how much sooner it would without this one, less what noise gives any."""
-    ranks = np.append(others, index)
+    return _gain_ns(_own_ns(board, np.append(others, index), at))
+
+
+def shared_cost_ns(
+    board: Board, together: npt.NDArray[np.int64], others: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]
+) -> float:
+    """How much sooner the step would have ended without several ranks at once, over the rows `keys`.
+
+    Less what noise gives any as many. together, others: places on the board. Rows with a single stall are left out.
+    """
+    own = _own_ns(board, np.append(others, together), keys % board.columns)
+    theirs, own = own[len(others) :].max(axis=0), own[: len(others)]
+    excess = theirs - np.median(own, axis=0)
+    usual_rows = without_stalls(excess, noise(excess[None])) == excess
+    teams = [own[first : first + len(together)].max(axis=0) for first in range(0, len(others), len(together))]
+    return _gain_ns(np.stack([*teams, theirs])[:, usual_rows])
+
+
+def _own_ns(board: Board, ranks: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """[ranks, rows]: work and the time ready without a CPU, which the others wait for alike."""
     own = np.empty((len(ranks), len(at)), np.float32)
     for column, place in enumerate(at.tolist()):  # column by column: of many ranks, all at once would fill the memory
         own[:, column] = board.parts_ns[ranks, place].sum(axis=1) + np.nan_to_num(board.ready_ns[ranks, place])
+    return own
+
+
+def _gain_ns(own: npt.NDArray[np.float32]) -> float:
+    """What is gained without the last row, less what is gained without any: [ranks or teams, rows]."""
     largest, second = _two_largest(own)
     gains = np.where(own == largest, largest - second, 0.0).mean(axis=1)
     return max(0.0, float(gains[-1] - np.median(gains[:-1])))

@@ -133,6 +133,11 @@ def lasts(series: npt.NDArray[np.floating[Any]], scale: float, least_errors: flo
     return bool((quarters > 0).all() and (quarters > 0.3 * mean).sum() >= 3)
 
 
+def spread(values: npt.NDArray[np.floating[Any]]) -> float:
+    """Standard deviation of what most ranks' values are, by the median absolute deviation."""
+    return _TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
+
+
 def without_workload(
     excess: npt.NDArray[np.floating[Any]], workload: npt.NDArray[np.floating[Any]], least_rows: int
 ) -> npt.NDArray[np.floating[Any]]:
@@ -140,17 +145,20 @@ def without_workload(
 
     One straight line for all ranks and rows; only where that makes the excess smaller. And only for workload that
     varies: the excess of a rank that has had clearly more of it for `least_rows` rows or longer, up to now, stays.
+    Rows in which a rank's workload is not known (NaN) stay as they are.
     """
-    if not np.isfinite(workload).all():
+    told = np.isfinite(workload).all(axis=0)
+    if told.sum() < max(least_rows // 4, told.size / 2):
         return excess
-    more = excess_over_others(workload.astype(np.float64))
-    variance = float((more * more).mean())
+    more = np.zeros(workload.shape)
+    more[:, told] = excess_over_others(workload[:, told].astype(np.float64))
+    variance = float((more[:, told] ** 2).mean())
     if variance <= 0:
         return excess
     clipped = np.clip(excess, *np.quantile(excess, (0.01, 0.99)))
-    slope = float((more * clipped).mean()) / variance
+    slope = float((more * clipped)[:, told].mean()) / variance
     left = excess - slope * more
-    if slope <= 0 or np.median(np.abs(left)) >= 0.95 * np.median(np.abs(excess)):
+    if slope <= 0 or np.median(np.abs(left[:, told])) >= 0.95 * np.median(np.abs(excess[:, told])):
         return excess
     scale = noise(more)
     lasting = strongest_interval(more / scale, least_rows)

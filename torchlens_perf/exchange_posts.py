@@ -277,7 +277,7 @@ class Inbox:
 
     def receive(self, name: str, sequence: int, data: bytes) -> None:
         """Takes the value of the slot that this post of this sender should be in."""
-        sender = self._polled[name]
+        sender = self._senders[name]  # the look that asked for it may have retired it
         sender.missed += sequence - sender.read - 1
         sender.read = sequence
         try:

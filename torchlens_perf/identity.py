@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 # Facts of the scheduler and launcher, under the names that they are exported with (exporters/semantics.py).
@@ -27,6 +27,11 @@ _ATTRIBUTES = {
     "k8s.job.name": "K8S_JOB_NAME",
 }
 _KUBERNETES_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+
+
+def model_digest(module_names: Iterable[str]) -> str:
+    """Short text for what a rank computes, from the names of its watched modules: the same on ranks that compare."""
+    return hashlib.sha256("\0".join(sorted(module_names)).encode()).hexdigest()[:12]
 
 
 @dataclasses.dataclass(frozen=True)

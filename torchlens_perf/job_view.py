@@ -17,11 +17,12 @@ from torchlens_perf import summary
 from torchlens_perf.exchange import Exchange
 from torchlens_perf.exchange_meeting import exchange_key
 from torchlens_perf.hang import ENDED, Hang, Progress, find_hang
+from torchlens_perf.module_times import ModuleTimes
 from torchlens_perf.node_judge import NodeJudge
 from torchlens_perf.rank_ranges import parse_ranges
 from torchlens_perf.report import hang_words
 from torchlens_perf.stacks import asked_stack, python_stack
-from torchlens_perf.step_rows import Rows
+from torchlens_perf.step_rows import LEAST_ROW_NS, Rows
 from torchlens_perf.straggler import Findings, Place
 from torchlens_perf.summary import Summary
 
@@ -46,7 +47,7 @@ class _Local:
     world_size: int
     progress: Progress | None = None
     unsent: list[Rows] = dataclasses.field(default_factory=list)
-    sections_ns: Sequence[float] = ()
+    modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     stack_file: str = ""
     ended: bool = False
     told_end: bool = False
@@ -64,12 +65,14 @@ class JobView:
         self._local: dict[int, _Local] = {}
         self._remote: dict[int, Progress] = {}
         self._remote_heard_s: dict[int, float] = {}
+        self._module_times = ModuleTimes()
         self._groups: dict[str, tuple[int, ...]] = {}
         self._open_exchange = open_exchange
         self._exchange: Exchange | None = None
         self._exchange_attempt = -1
         self._round_s = float("-inf")
         self._missing: dict[str, str] = {}
+        self._last_notes: list[str] = []  # of exchanges that are closed
         self._others: list[str] = []
 
     @property
@@ -89,13 +92,23 @@ class JobView:
 
     # -- from the sidecar's sources
 
+    def begin(self, attempt: int) -> None:
+        """Other processes begin: those of another attempt, or of the same one with other nodes (generations.py)."""
+        self.close()
+        self._exchange_attempt = attempt
+        self.hang, self.hang_key = None, None
+        self._judge = NodeJudge()
+        for known in (self._local, self._remote, self._remote_heard_s, self._groups, self._missing, self._others):
+            known.clear()
+        self._module_times = ModuleTimes()
+
     def add_steps(self, identity: Identity, place: Place, steps: StepTable, job_store: tuple[str, int] | None) -> None:
         """Finished steps of a rank of this node. job_store: the job's TCPStore, for a job of several nodes."""
         local = self._local_of(identity, place)
         if local is None:
             return
         self._join(identity, job_store)
-        least_row_ns = _LEAST_ROW_NS if self._exchange is not None else 0
+        least_row_ns = _LEAST_ROW_NS if self._exchange is not None else LEAST_ROW_NS
         rows = self._judge.add_steps(identity.attempt, identity.rank, place, steps, least_row_ns)
         if rows is not None and self._sends:
             local.unsent.append(rows)
@@ -107,11 +120,16 @@ class JobView:
         now: Progress,
         groups: Mapping[str, Mapping[str, Any]],
         stack_file: str = "",
+        modules_ns: Mapping[str, float] | None = None,
     ) -> None:
-        """How far a rank of this node is. stack_file: where it writes its stack when it is asked to."""
+        """How far a rank of this node is. stack_file: where it writes its stack when it is asked to.
+
+        modules_ns: its modules' mean own forward time a step.
+        """
         local = self._local_of(identity, place)
         if local is not None:
-            local.progress, local.stack_file = now, stack_file
+            local.progress, local.stack_file, local.modules_ns = now, stack_file, modules_ns or {}
+            self._module_times.know(identity.rank, local.modules_ns)
             self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
 
     def end(self, identity: Identity) -> None:
@@ -138,9 +156,13 @@ class JobView:
             self._look_for_hang(now_s)
         return self._judge.judge(final=final)
 
+    def module_excess_ns(self, rank: int) -> dict[str, float]:
+        """By module, how much longer it takes on a rank of any node than on the others; empty if not known."""
+        return self._module_times.excess_ns(rank)
+
     def notes(self) -> list[str]:
         """What is to be said of the exchange between nodes."""
-        notes = list(self._missing.values())
+        notes = [*self._last_notes, *self._missing.values()]
         return notes + (self._exchange.notes() if self._exchange is not None else [])
 
     def others_are_there(self) -> bool:
@@ -152,6 +174,8 @@ class JobView:
         if self._exchange is not None:
             if self._sends:
                 self._post()
+            # Before it is closed: that the other end has left already is nothing to tell.
+            self._last_notes += [note for note in self._exchange.notes() if note not in self._last_notes]
             self._exchange.close()
             self._exchange = None
 
@@ -169,13 +193,11 @@ class JobView:
         if identity.attempt < self._exchange_attempt:
             return None
         if identity.attempt > self._exchange_attempt:
-            self.close()
-            self._exchange_attempt = identity.attempt
-            for known in (self._local, self._remote, self._remote_heard_s, self._groups, self._missing):
-                known.clear()
+            self.begin(identity.attempt)
         local = self._local.get(identity.rank)
         if local is None or local.identity.key != identity.key:
             local = self._local[identity.rank] = _Local(identity, place, identity.world_size)
+        local.place = place
         return local
 
     def _join(self, identity: Identity, job_store: tuple[str, int] | None) -> None:
@@ -204,11 +226,11 @@ class JobView:
                     Summary(
                         attempt=local.identity.attempt,
                         world_size=local.world_size,
-                        place=local.place,
+                        place=self._judge.places.get(rank, local.place),
                         progress=local.progress,
                         pid=local.identity.pid,
                         rows=rows,
-                        sections_ns=local.sections_ns,
+                        modules_ns=local.modules_ns,
                         ended=local.told_end,
                     )
                 )  # fmt: skip
@@ -223,11 +245,12 @@ class JobView:
         received = [(each, node) for parts in collected.payloads.values() for each in parts for node in (each.node,)]
         if received:
             values = summary.unpack([each.payload for each, _ in received])
-            for value, (each, node) in zip(values, received, strict=True):
+            for value, times_ns, (each, node) in zip(values, summary.modules_ns(values), received, strict=True):
                 rank, host = int(value["rank"]), node.partition("/")[0]
                 self._judge.know(self._exchange_attempt, rank, summary.place(value, host))
                 self._remote[rank] = summary.progress(value, host, each.age_s)
                 self._remote_heard_s[rank] = now_s - each.age_s
+                self._module_times.hear(rank, int(value["modules"]), times_ns)
                 if value["ended"]:
                     self._judge.end(self._exchange_attempt, rank)
             for population, block in summary.blocks(values):
@@ -262,20 +285,26 @@ class JobView:
         hang = find_hang(ranks, groups, silent_s=SILENT_S)
         if hang is None or not hang.alarm:
             self.hang, self.hang_key = None, None
-        elif hang.key != self.hang_key:
+        elif self.hang is None or hang.key != self.hang_key:
             self.hang_key = hang.key
-            self.hang = self._described(hang)
+            self.hang = self._described(hang, self._stacks(hang))
             logger.warning("%s", self.hang["text"])
+        else:
+            self.hang = self._described(hang, self.hang["stacks"])  # it grows older, and what is told with it
 
-    def _described(self, hang: Hang) -> dict[str, Any]:
+    def _stacks(self, hang: Hang) -> dict[str, Any]:
         stacks: dict[str, Any] = {}
         for rank in hang.look_at:
             local = self._local.get(rank)
             if local is not None and len(stacks) < MOST_STACKS:
                 stack = python_stack(local.identity.pid)
                 if not stack.lines and local.stack_file:
-                    stack = asked_stack(local.identity.pid, Path(local.stack_file))
+                    identity = local.identity
+                    stack = asked_stack(identity.pid, Path(local.stack_file), identity.process_started)
                 stacks[str(rank)] = {"lines": list(stack.lines), "reason": stack.reason}
+        return stacks
+
+    def _described(self, hang: Hang, stacks: dict[str, Any]) -> dict[str, Any]:
         return {
             "text": hang_words.text(hang),
             "kind": hang.kind,

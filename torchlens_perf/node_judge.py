@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.grouping import STAGES
 from torchlens_perf.rank_ranges import parse_ranges
 from torchlens_perf.step_rows import LEAST_ROW_NS, RowMaker, Rows
 from torchlens_perf.straggler import NOTHING, Findings, Judge, Place
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from torchlens_perf.board import Block
     from torchlens_perf.records import StepTable
 
-# Names of a mesh's dimension whose positions do different work: they are not compared with each other.
-STAGES = ("pp", "pipeline", "stage")
 _NOT_DIMENSIONS = ("", "undefined", "default_pg")
 
 
@@ -24,16 +22,15 @@ def dimension(description: str) -> str:
     return "" if description in _NOT_DIMENSIONS else description.removeprefix("mesh_")
 
 
-def place_of(rank: int, host: str, modules: Iterable[str], groups: Mapping[str, Mapping[str, Any]]) -> Place:
-    """Where a rank is: its host, what it computes, and its position in the groups that it uses."""
+def place_of(rank: int, host: str, model: str, groups: Mapping[str, Mapping[str, Any]]) -> Place:
+    """Where a rank is: its host, what it computes (identity.model_digest), its position in the groups that it uses."""
     coordinates = {}
     for group in groups.values():
         name, members = dimension(group["description"]), parse_ranges(group["ranks"])
         if name and rank in members:
             coordinates[name] = members.index(rank)
-    digest = hashlib.sha256("\0".join(sorted(modules)).encode()).hexdigest()[:12]
     stage = "".join(f"/{name}{coordinates[name]}" for name in STAGES if name in coordinates)
-    return Place(host, digest + stage, coordinates)
+    return Place(host, model + stage, coordinates)
 
 
 class NodeJudge:
@@ -45,7 +42,7 @@ class NodeJudge:
         self.findings: Findings = NOTHING
         self._judge = Judge()
         self._makers: dict[int, RowMaker] = {}
-        self._last: dict[int, int] = {}
+        self._has_rows: set[int] = set()
         self._changed = False
 
     def add_steps(
@@ -60,6 +57,7 @@ class NodeJudge:
     def add_block(self, population: str, block: Block) -> None:
         """Rows of ranks of other nodes, which know() has told of."""
         self._judge.add_block(population, block)
+        self._has_rows.update(block.ranks.tolist())
         self._changed = True
 
     def end(self, attempt: int, rank: int) -> Rows | None:
@@ -83,13 +81,16 @@ class NodeJudge:
         return self.findings
 
     def know(self, attempt: int, rank: int, place: Place) -> bool:
-        """A rank's place, when it is first seen. Returns whether it belongs to the attempt that is judged."""
+        """A rank's place: what is known of it when its first rows come, for then it is compared with others.
+
+        Models and groups are known within the first steps. Returns whether it belongs to the attempt that is judged.
+        """
         if attempt < self.attempt:
             return False
         if attempt > self.attempt:
             self.__init__()  # type: ignore[misc]
             self.attempt = attempt
-        if rank not in self.places:
+        if rank not in self._has_rows and self.places.get(rank) != place:
             self.places[rank] = place
             self._judge.know(rank, place)
         return True
@@ -97,5 +98,6 @@ class NodeJudge:
     def _add(self, rank: int, rows: Rows | None) -> Rows | None:
         if rows is not None and len(rows):
             self._judge.add(rank, rows)
+            self._has_rows.add(rank)
             self._changed = True
         return rows

@@ -17,7 +17,7 @@ from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.straggler import NOTHING, Findings
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclasses.dataclass
@@ -33,6 +33,8 @@ class ProcessState:
     """"closed" by its watch, "died", or "" while it runs."""
     trace_every: int = 0
     native: bool = True
+    model: str = ""
+    """What it computes, see identity.model_digest."""
     memory_source: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
     unbalanced: int = 0
@@ -63,8 +65,8 @@ class ProcessState:
 
 
 _PLAIN_FIELDS = (
-    "counted", "ended", "trace_every", "native", "memory_source", "notes", "unbalanced", "too_deep", "names_lost",
-    "internal_errors", "tool_ns", "open_spans", "groups",
+    "counted", "ended", "trace_every", "native", "model", "memory_source", "notes", "unbalanced", "too_deep",
+    "names_lost", "internal_errors", "tool_ns", "open_spans", "groups",
 )  # fmt: skip
 
 
@@ -75,7 +77,11 @@ class NodeState:
     host: str
     processes: dict[str, ProcessState] = dataclasses.field(default_factory=dict)
     dropped_segments: int = 0
+    unwritten_records: int = 0
+    """Let go while the run directory could not be written: the statistics hold them, no segment does."""
     notes: list[str] = dataclasses.field(default_factory=list)
+    passing_notes: list[str] = dataclasses.field(default_factory=list)
+    """What holds now, as that another node is not reached; a later sidecar says what holds then."""
     sidecar_cpu_s: float = 0.0
     join: CollectiveJoin = dataclasses.field(default_factory=CollectiveJoin)
     """The node's collectives, joined across its ranks."""
@@ -85,6 +91,8 @@ class NodeState:
     """Whom its findings name."""
     findings: Findings = NOTHING
     """What this node's sidecar has judged: its own ranks, or on node 0 those of all nodes."""
+    alerts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Those that are open, see AlertLog.to_json()."""
 
     def save(self, run: RunDirectory) -> None:
         """Replaces the node's file. Raises OSError on a full disk."""
@@ -93,12 +101,15 @@ class NodeState:
             "host": self.host,
             "processes": {key: process.to_json() for key, process in self.processes.items()},
             "dropped_segments": self.dropped_segments,
+            "unwritten_records": self.unwritten_records,
             "notes": self.notes,
+            "passing_notes": self.passing_notes,
             "sidecar_cpu_s": self.sidecar_cpu_s,
             "join": self.join.to_json(),
             "hang": self.hang,
             "named": self.named.to_json(),
             "findings": self.findings.to_json(),
+            "alerts": self.alerts,
         }
         path = run.node_state(self.host)
         partial = path.with_suffix(".partial")
@@ -116,12 +127,15 @@ def load(path: Path) -> NodeState:
             host=value["host"],
             processes={key: ProcessState.from_json(process) for key, process in value["processes"].items()},
             dropped_segments=value["dropped_segments"],
+            unwritten_records=value["unwritten_records"],
             notes=value["notes"],
+            passing_notes=value["passing_notes"],
             sidecar_cpu_s=value["sidecar_cpu_s"],
             join=CollectiveJoin.from_json(value["join"]),
             hang=value["hang"],
             named=Named.from_json(value["named"]),
             findings=Findings.from_json(value["findings"]),
+            alerts=value.get("alerts", {}),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunStoreError(f"{path} cannot be read: {type(error).__name__}: {error}") from None

@@ -276,6 +276,11 @@ class RankStatistics:
             return 0.0
         return self.counted_steps / (self.last_step - self.first_step + 1)
 
+    def modules_ns(self) -> dict[str, float]:
+        """Mean own forward time a step of each module; empty until a step counts."""
+        steps = self.step.count
+        return {name: sketch.sum_ns / steps for name, sketch in self.modules.items()} if steps else {}
+
     def to_json(self) -> dict[str, Any]:
         """A value for from_json()."""
         value: dict[str, Any] = {field: getattr(self, field) for field in _PLAIN_FIELDS}

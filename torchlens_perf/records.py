@@ -81,9 +81,9 @@ class Verdict:
     """straggler, none, data_bound, host_bound, communication_bound, compute_bound, or no_steps."""
     rank: int | None
     phase: str | None
-    cost_s_per_step: float
-    """Seconds that each step of the job would be shorter without it."""
-    cost_share: float
+    cost_s_per_step: float | None
+    """Seconds that each step of the job would be shorter without it; None where that is not known."""
+    cost_share: float | None
     since_step: int | None
     confidence: float
     text: str

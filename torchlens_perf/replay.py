@@ -12,14 +12,17 @@ import numpy as np
 from torchlens_perf import node_state, run_store
 from torchlens_perf.alerts import AlertLog
 from torchlens_perf.config import Config
-from torchlens_perf.culprits import name
+from torchlens_perf.culprits import culprits, name
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, Judgement
-from torchlens_perf.identity import Identity
+from torchlens_perf.generations import Generations
+from torchlens_perf.identity import Identity, model_digest
 from torchlens_perf.node_judge import NodeJudge, place_of
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics
+from torchlens_perf.report.build import module_rows, slow_link_verdict
 from torchlens_perf.ring import Kind
 from torchlens_perf.sidecar import traced_steps
+from torchlens_perf.standing import standing
 from torchlens_perf.statistics import assemble_steps, step_traces
 
 if TYPE_CHECKING:
@@ -53,9 +56,11 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
     """
     steps = records = 0
     sending = _Sending(exporter) if exporter is not None else None
-    judge, rebuilt_states = NodeJudge(), []
+    judge, rebuilt_states, saved_states = NodeJudge(), [], []
     for host in run_store.hosts(run):
         saved = _saved(run, host)
+        saved_states.append(saved)
+        before = _replaced(saved)
         rebuilt = NodeState(host)
         for origin, kept, names, lost in run_store.read_chunks(run, host):
             process = rebuilt.processes.get(origin.key)
@@ -67,13 +72,16 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
                 known = saved.processes.get(origin.key)
                 process.trace_every = known.trace_every if known is not None else Config.trace_every
                 process.groups = known.groups if known is not None else {}
+                process.model = known.model if known is not None else ""
                 if trace_every is not None:
                     process.trace_every = trace_every
                 rebuilt.processes[origin.key] = process
             table = assemble_steps(kept)
             process.statistics.add(kept, table, names, lost)
-            place = place_of(origin.rank, origin.host, process.statistics.modules, process.groups)
-            judge.add_steps(origin.attempt, origin.rank, place, table)
+            if origin.key not in before:
+                model = process.model or model_digest(process.statistics.modules)
+                place = place_of(origin.rank, origin.host, model, process.groups)
+                judge.add_steps(origin.attempt, origin.rank, place, table)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
                 wanted = traced_steps(table.step.tolist(), process.trace_every)
@@ -88,7 +96,7 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
             state.findings, state.named = findings, name(findings, judge.places)
             state.save(run)
     if sending is not None:
-        sending.judged(run, judge)
+        sending.judged(run, judge, saved_states)
     notes = sending.end() if sending is not None else []
     if sending is not None and not notes:
         _forget_undelivered(run)
@@ -105,7 +113,8 @@ def judged(run: RunDirectory) -> Findings:
             known = saved.processes.get(origin.key)
             used = {names[i] for i in np.unique(kept["name_id"][np.isin(kept["kind"], _MODULES)]).tolist()}
             modules.setdefault(origin.key, used)
-            place = place_of(origin.rank, origin.host, modules[origin.key], known.groups if known is not None else {})
+            model = known.model if known is not None else model_digest(modules[origin.key])
+            place = place_of(origin.rank, origin.host, model, known.groups if known is not None else {})
             judge.add_steps(origin.attempt, origin.rank, place, assemble_steps(kept))
     return judge.judge(final=True)
 
@@ -137,15 +146,22 @@ class _Sending:
             if not self._exporter.force_flush(_FLUSH_TIMEOUT_S):
                 self._waited_s += time.monotonic() - started_s
 
-    def judged(self, run: RunDirectory, judge: NodeJudge) -> None:
-        """The alerts of the whole run, with the ids that they had when it was live."""
+    def judged(self, run: RunDirectory, judge: NodeJudge, saved: list[NodeState]) -> None:
+        """The alerts of the whole run, with the ids that they had when it was live. saved: the nodes' states."""
         if self._last is None:
             return
         findings = judge.judge(final=True)
         ended_ns = self._last.anchor.unix_ns - self._last.anchor.monotonic_ns
         ended_ns += int(self._last.steps.start_ns[-1] + self._last.steps.duration_ns[-1])
-        alerts = AlertLog(run.run_id).changes(judge.attempt, findings, None, judge.places, ended_ns)
-        self._exporter.judged(Judgement(self._last.identity, findings, None, alerts, True))
+        alerts = AlertLog(run.run_id).changes(
+            judge.attempt, findings, None, judge.places, ended_ns,
+            generation=_generation(saved, judge.attempt),
+            verdicts=standing(findings, name(findings, judge.places), slow_link_verdict(saved)),
+            report=lambda: {"modules": module_rows(saved)},
+        )  # fmt: skip
+        slow = [episode for episode in findings.episodes if episode.until_step is None]
+        together = culprits(slow, judge.places)
+        self._exporter.judged(Judgement(self._last.identity, findings, None, alerts, True, together))
 
     def end(self) -> list[str]:
         notes = self._exporter.shutdown(_FLUSH_TIMEOUT_S)
@@ -177,6 +193,24 @@ def _rows(table: StepTable, first: int, end: int) -> StepTable:
 def _saved(run: RunDirectory, host: str) -> NodeState:
     path = run.node_state(host)
     return node_state.load(path) if path.exists() else NodeState(host)
+
+
+def _replaced(saved: NodeState) -> set[str]:
+    """Processes that others have replaced, or that ran beside them: live they are not judged together with those."""
+    generations = Generations()
+    of = {key: generations.of(process.identity) for key, process in saved.processes.items()}
+    return {key for key, generation in of.items() if generation != generations.newest}
+
+
+def _generation(saved: list[NodeState], attempt: int) -> int:
+    """How often the processes were started anew within the attempt, as the node of rank 0 has counted, which judges."""
+    for state in saved:
+        generations = Generations()
+        of = {key: generations.of(process.identity) for key, process in state.processes.items()}
+        newest = [state.processes[key].identity for key in of if of[key] == generations.newest]
+        if any(identity.rank == 0 and identity.attempt == attempt for identity in newest):
+            return generations.again(attempt)
+    return 0
 
 
 def _identity(run: RunDirectory, origin: Origin) -> Identity:

@@ -128,7 +128,7 @@ def _private_folder(path: Path) -> Path:
 def create_ring(
     run: RunDirectory, identity: Identity, capacity: int, *, first_step: int = 0, keep: bool = False
 ) -> RingFile:
-    """Makes this rank's ring file and registers it.
+    """Makes this rank's ring file. Register it once its metadata are published: a sidecar cannot read it before.
 
     first_step: index of the step that recording begins with.
     keep: nobody will read it while the job runs, so it goes into the run directory.
@@ -142,12 +142,9 @@ def create_ring(
             if place.is_relative_to(_SHARED_MEMORY) and _free_bytes(place) < _SHARE_OF_FREE * size:
                 problems.append(f"{place}: too small")
                 continue
-            ring = RingFile(path, capacity, first_step)
+            return RingFile(path, capacity, first_step)
         except OSError as error:
             problems.append(f"{place}: {error.strerror or error}")
-            continue
-        run.register_ring(identity.host, path)
-        return ring
     raise RunStoreError(f"no place for a ring file of {size} bytes: {'; '.join(problems)}")
 
 

@@ -21,7 +21,7 @@ from torchlens_perf.hooks.optimizer import OptimizerHook
 from torchlens_perf.hooks.section import SectionHook
 from torchlens_perf.hooks.stack import StackHook
 from torchlens_perf.hooks.tags import TagHook
-from torchlens_perf.identity import job_store
+from torchlens_perf.identity import job_store, model_digest
 from torchlens_perf.probe_schedule import ProbeSchedule
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.recorder import NATIVE, Recorder
@@ -100,6 +100,7 @@ class Session:
         self._backward = BackwardHook()
         self._watched: dict[int, weakref.ref[Module]] = {}  # by id, which a later module may have again
         self._models_known = False
+        self._module_names: set[str] = set()
         self._attached = ExitStack()
 
     # -- for hooks
@@ -231,6 +232,7 @@ class Session:
         for model in models:
             modules = [each for each in select(model, self.config) if not self._watches(each.module)]
             self._watched.update((id(each.module), weakref.ref(each.module)) for each in modules)
+            self._module_names.update(each.name for each in modules)
             self._attach([ModuleHook(modules, self._backward)])
         self._models_known = True
 
@@ -323,9 +325,14 @@ class Session:
         self._ring.close()
 
     def abandon(self) -> None:
-        """In a forked child: records nothing more. The ring file stays the parent's."""
+        """In a forked child: records nothing more and detaches everything. The ring file stays the parent's.
+
+        Else a watch of the child's own would find the taps taken, and wrap what is wrapped.
+        """
         swallowed.on_error = None
         self.recorder.abandon()
+        with guard("detaching in a forked child"):
+            self._attached.close()
 
     def publish(self) -> None:
         """Writes what the sidecar must know of this rank into the ring file."""
@@ -336,6 +343,7 @@ class Session:
                 "identity": self.identity.to_json(),
                 "anchor": self.clock.anchor()._asdict(),
                 "native": NATIVE,
+                "model": model_digest(self._module_names),
                 "memory_source": self.memory_source,
                 "notes": self._notes,
                 "job_store": job_store(os.environ) if self.config.exchange else None,

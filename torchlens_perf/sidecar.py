@@ -8,43 +8,46 @@ between are still in the rings.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from torchlens_perf import node_state, ring
-from torchlens_perf.alerts import Alert, AlertLog
+from torchlens_perf.alert import Alert
+from torchlens_perf.alerts import AlertLog
 from torchlens_perf.clock import Anchor
 from torchlens_perf.config import Config
-from torchlens_perf.culprits import name
-from torchlens_perf.errors import RingError, RunStoreError
+from torchlens_perf.continuation import Continuation
+from torchlens_perf.culprits import NOBODY, Culprit, culprits, name
+from torchlens_perf.errors import RingError, RunStoreError, guard, swallowed
 from torchlens_perf.exporters import ExportBatch, Exporter, Judgement
+from torchlens_perf.generations import BESIDE, Generations
 from torchlens_perf.hang import Progress, sole_operations
 from torchlens_perf.identity import Identity, process_started
 from torchlens_perf.job_view import JobView, usual_step_s
 from torchlens_perf.node_judge import place_of
 from torchlens_perf.node_state import NodeState, ProcessState
+from torchlens_perf.pacing import MOST_UNKEPT_RECORDS, Pacing
 from torchlens_perf.rank_statistics import WARM_UP_STEPS, RankStatistics
-from torchlens_perf.ring import Kind, Reader, State
+from torchlens_perf.ring import Reader
+from torchlens_perf.ring_source import USUAL_STEPS, RingSource
 from torchlens_perf.run_directory import RunDirectory
-from torchlens_perf.run_store import Chunk, Origin, SegmentWriter, last_sequences
+from torchlens_perf.run_store import Chunk, SegmentWriter, last_sequences
 from torchlens_perf.sidecar_lock import SidecarLock
 from torchlens_perf.stacks import process_state
+from torchlens_perf.standing import LinkWatch, standing
 from torchlens_perf.statistics import assemble_steps, step_traces
-from torchlens_perf.straggler import continued
+from torchlens_perf.straggler import NOTHING
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.records import StepTable
-    from torchlens_perf.straggler import Place
+    from torchlens_perf.records import StepTable, Verdict
+    from torchlens_perf.straggler import Findings, Place
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -52,44 +55,8 @@ FIRST_TRACED_STEPS = 3
 _FIRST_RING_TIMEOUT_S = 60.0
 _MISSING_RANKS_TIMEOUT_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 30.0
-_MOST_UNKEPT_RECORDS = 1 << 18
 _LAST_WINDOWS_S = 5.0
-_USUAL_STEPS = 32  # from which a rank's usual step time is taken
-
-
-@dataclasses.dataclass
-class _Source:
-    """A ring file being read."""
-
-    path: Path
-    reader: Reader
-    state: ProcessState
-    settings: dict[str, Any]
-    kept: int  # sequence number of the last record in a segment
-    waiting: list[tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]] = dataclasses.field(default_factory=list)
-    lost: int = 0  # since the last account()
-    settled: bool = False  # ended, and all of it is accounted for
-    ended_monotonic_s: float = 0.0
-    job_store: tuple[str, int] | None = None
-    stack_file: str = ""
-    joins: bool = False  # the join of collectives knows of it
-    durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=_USUAL_STEPS))
-    step_s: float = 0.0  # when the step in progress was first seen
-    mark_s: float = 0.0  # when something was last seen to be recorded
-    _step: int = -1
-    _head: int = -1
-
-    def seen(self, step: int, head: int, now_s: float) -> None:
-        """How far the ring is now."""
-        if step != self._step:
-            self._step, self.step_s = step, now_s
-        if head != self._head:
-            self._head, self.mark_s = head, now_s
-
-    @property
-    def origin(self) -> Origin:
-        identity = self.state.identity
-        return Origin(identity.key, identity.rank, identity.attempt, identity.host, self.state.anchor)
+_JUDGING = "judging the ranks"
 
 
 def traced_steps(steps: list[int], every: int) -> set[int]:
@@ -112,19 +79,31 @@ class Sidecar:
         self._host = host
         self._exporter = exporter
         self._write_report = report
-        self._sources: dict[Path, _Source] = {}
+        self._sources: dict[Path, RingSource] = {}
         self._unreadable: set[Path] = set()
+        self._unfilled: set[Path] = set()  # registered by processes that live, and that have not said who they are
         self._unkept: list[Chunk] = []
         self._unexported: list[ExportBatch] = []
         self._kept_before = last_sequences(run, host)
         self.job = JobView(host)
         self._writer: SegmentWriter | None = None
+        self.disk_failed = False
+        """The last segment could not be written."""
         self._reported: set[str] = set()
         state_path = run.node_state(host)
         self.state = node_state.load(state_path) if state_path.exists() else NodeState(host)
+        self._generations = Generations()
+        for process in self.state.processes.values():
+            self._generations.of(process.identity)
         attempts = [process.identity.attempt for process in self.state.processes.values()]
-        self._earlier, self._earlier_attempt = self.state.findings, max(attempts, default=-1)
-        self._alerts = AlertLog(run.run_id, self._earlier_attempt, self.state.findings, self.state.hang)
+        self._earlier_attempt = self._attempt = max(attempts, default=-1)  # that the state's findings and hang are of
+        self._continuation = Continuation(self.state.findings)
+        self._links = LinkWatch(run, host)
+        self._together: tuple[Findings, Sequence[Culprit]] = NOTHING, ()
+        self._alerts = AlertLog(
+            run.run_id, self._attempt, self.state.findings, self.state.hang,
+            generation=self._generations.again(self._attempt), told=self.state.alerts,
+        )  # fmt: skip
 
     # -- one round
 
@@ -133,31 +112,35 @@ class Sidecar:
         self._open_new_rings()
         fullest = 0.0
         for source in self._sources.values():
-            if source.state.ended:
+            if source.read_to_end:
                 continue
-            final = self._has_ended(source)
+            final = source.has_ended()
             batch = source.reader.read(final=bool(final))
-            source.lost += batch.lost
             if len(batch.records):
                 source.waiting.append((batch.records, batch.sequences))
             fullest = max(fullest, (len(batch.records) + batch.lost) / source.reader.capacity)
             if final:
-                source.state.ended = final
+                source.state.ended, source.read_to_end = final, True
                 source.ended_monotonic_s = time.monotonic()
         return fullest
 
     def account(self) -> None:
         """Counts what poll() copied: statistics, and the queues for export and for the next segment."""
         for source in self._sources.values():
-            if source.state.ended and source.settled:
+            if source.settled:
                 continue
             self._read_counters(source)
             self._account_records(source)
-            if source.state.ended:
+            if source.read_to_end:
                 source.settled = True
-                self.job.end(source.state.identity)
-                self.state.join.end(source.state.identity.attempt, source.state.identity.rank)
+                identity = source.state.identity
+                if self._is_newest(source):
+                    with self._going_on(_JUDGING):
+                        self.job.end(identity)
+                self.state.join.end(identity.attempt, identity.rank, source.generation)
         self.state.join.join()
+        if self.disk_failed:
+            self._forget_oldest_unkept()
 
     def export(self) -> None:
         """Hands what account() counted to the exporter."""
@@ -169,21 +152,47 @@ class Sidecar:
 
     def _export_judgement(self, exporter: Exporter) -> None:
         """After the steps, so that the traces that alerts point to are known."""
-        if not self._sources:
+        identities = (source.state.identity for source in self._sources.values())
+        who = next((identity for identity in identities if identity.attempt == self._attempt), None)
+        if who is None:
             return
-        who = max((source.state.identity for source in self._sources.values()), key=lambda each: each.attempt)
         findings, hang = self.state.findings, self.state.hang
         alerts: tuple[Alert, ...] = ()
+        together: Sequence[Culprit] = ()
         if self.job.judges_alone:
-            alerts = self._alerts.changes(who.attempt, findings, hang, self.job.places, time.time_ns())
-        exporter.judged(Judgement(who, findings, hang, alerts, self.job.judges_alone))
+            run_on = [source for source in self._sources.values() if not source.read_to_end]
+            links: Verdict | None = None
+            with self._going_on("looking for slow links"):
+                links = self._links.look(self.state, time.monotonic(), final=not run_on)
+            with self._going_on("raising alerts"):
+                alerts = self._alerts.changes(
+                    who.attempt, findings, hang, self.job.places, time.time_ns(),
+                    generation=self._generations.again(who.attempt),
+                    at_step=max((source.reader.counter(ring.STEP) for source in run_on), default=None),
+                    verdicts=standing(findings, self.state.named, links),
+                    report=self._module_report,
+                )  # fmt: skip
+                self.state.alerts = self._alerts.to_json()
+                if findings is not self._together[0]:  # the same for many rounds, and of many ranks it takes a while
+                    slow = [episode for episode in findings.episodes if episode.until_step is None]
+                    self._together = findings, culprits(slow, self.job.places)
+                together = self._together[1]
+        exporter.judged(Judgement(who, findings, hang, alerts, self.job.judges_alone, together))
+
+    def _module_report(self) -> dict[str, Any]:
+        """The part of the report that alerts take modules from: those of this node's ranks."""
+        from torchlens_perf.report.build import module_rows  # it needs what shows tables: not without need
+
+        return {"modules": module_rows([self.state])}
 
     def keep(self) -> None:
         """Writes a segment and the state, and removes the rings of processes that have ended and are kept whole."""
         if self._unkept:
+            self.disk_failed = True  # until it is known better
             if self._writer is None:
                 self._writer = SegmentWriter(self._run, self._host, self._setting("disk_bytes"))
             self._writer.write(self._unkept)
+            self.disk_failed = False
             for chunk in self._unkept:
                 self._source_of(chunk.origin.key).kept = int(chunk.sequences[-1])
             self._unkept.clear()
@@ -192,6 +201,7 @@ class Sidecar:
         self.save()
         for source in self._sources.values():
             if source.settled and source.path.exists():
+                source.path.with_suffix(".stack").unlink(missing_ok=True)  # its process removes it, if it can
                 source.path.unlink()
                 with contextlib.suppress(OSError):
                     source.path.parent.rmdir()  # unless other rings, or our lock, are there
@@ -199,6 +209,7 @@ class Sidecar:
     def save(self) -> None:
         """Writes the node's state file."""
         times = os.times()
+        self.state.passing_notes = [note for note in self.job.notes() if note not in self.state.notes]
         self.state.sidecar_cpu_s = times.user + times.system
         self.state.save(self._run)
 
@@ -213,17 +224,19 @@ class Sidecar:
             time.sleep(0.1)
             self.look_around(time.monotonic(), final=True)
         self.job.close()
-        self.state.notes += self.job.notes()
+        self.state.notes += [note for note in self.job.notes() if note not in self.state.notes]
 
     def report_if_asked(self) -> None:
         """Writes report.txt once rank 0 has ended and asks for it."""
         for source in self._sources.values():
             key = source.state.identity.key
-            if source.state.identity.rank == 0 and source.state.ended and key not in self._reported:
-                others_run = any(not other.state.ended for other in self._sources.values())
+            if source.state.identity.rank == 0 and source.read_to_end and key not in self._reported:
+                others_run = any(not other.read_to_end for other in self._sources.values())
                 if others_run and time.monotonic() - source.ended_monotonic_s < 0.3:
                     return  # they end a few milliseconds later: their last steps belong into the report
                 self._reported.add(key)
+                if not source.settled:
+                    self.account()
                 # In a container that ends with rank 0, this is the last that we do.
                 self.keep()
                 self.write_report()
@@ -233,22 +246,25 @@ class Sidecar:
         asked = [source.settings for source in self._sources.values() if source.state.identity.rank == 0]
         if asked:
             self.save()
-            self._write_report(self._run, asked[-1])
+            with guard("writing the report", passes=RunStoreError):
+                self._write_report(self._run, asked[-1])
 
     def has_more_to_come(self, waited_s: float) -> bool:
         """Whether a process runs, or may still start. waited_s: how long the sidecar has run."""
         sources = list(self._sources.values())
+        if self._unfilled:
+            return True
         if not sources:
             return waited_s < _FIRST_RING_TIMEOUT_S and not self.state.processes
-        if any(not source.state.ended for source in sources):
+        if any(not source.read_to_end for source in sources):
             return True
-        last = max(sources, key=lambda source: (source.state.identity.attempt, source.ended_monotonic_s))
+        last = max(sources, key=lambda source: (source.generation, source.ended_monotonic_s))
         identity = last.state.identity
         launcher_lives = process_started(identity.launcher_pid) is not None
-        died = any(s.state.ended == "died" and s.state.identity.attempt == identity.attempt for s in sources)
+        died = any(s.state.ended == "died" and s.generation == last.generation for s in sources)
         if identity.elastic and died and launcher_lives:
             return True  # torchrun may start them again
-        present = sum(source.state.identity.attempt == identity.attempt for source in sources)
+        present = sum(source.generation == last.generation for source in sources)
         if present < identity.local_world_size and launcher_lives:
             return time.monotonic() - last.ended_monotonic_s < _MISSING_RANKS_TIMEOUT_S
         return False
@@ -261,6 +277,7 @@ class Sidecar:
     # -- parts of a round
 
     def _open_new_rings(self) -> None:
+        self._unfilled.clear()
         for path in self._run.registered_rings(self._host):
             if path in self._sources or path in self._unreadable:
                 continue
@@ -268,8 +285,13 @@ class Sidecar:
                 reader = Reader(path)
                 metadata = reader.metadata()
                 if not metadata:
+                    records = reader.counter(ring.HEAD)
                     reader.close()
-                    continue  # its writer is about to fill it in
+                    if _writer_lives(path):
+                        self._unfilled.add(path)  # it is about to replace them
+                        continue
+                    path.unlink(missing_ok=True)  # nobody will ever know whose records these are
+                    raise RingError(f"its process died while it said who it is; {records} records were in it")
                 self._sources[path] = self._new_source(path, reader, metadata)
             except FileNotFoundError:
                 self._unreadable.add(path)  # read to its end by an earlier sidecar, which removed it
@@ -278,8 +300,16 @@ class Sidecar:
                 self.state.notes.append(f"ring file {path.name} could not be read: {error}")
                 logger.warning("%s could not be read: %s", path, error)
 
-    def _new_source(self, path: Path, reader: Reader, metadata: dict[str, Any]) -> _Source:
+    def _new_source(self, path: Path, reader: Reader, metadata: dict[str, Any]) -> RingSource:
         identity = Identity(**metadata["identity"])
+        before, generation = self._generations.newest, self._generations.of(identity)
+        if generation > before:
+            # Its ranks are other processes: what was found before holds of none of them.
+            if identity.attempt == self._attempt:
+                self._earlier_attempt = -1
+            self._attempt = identity.attempt
+            self.job.begin(identity.attempt)
+            self.state.findings, self.state.named, self.state.hang, self.job.hang = NOTHING, NOBODY, None, None
         state = self.state.processes.get(identity.key)
         if state is None:
             state = ProcessState(identity, Anchor(*metadata["anchor"].values()), RankStatistics())
@@ -287,80 +317,99 @@ class Sidecar:
         kept = self._kept_before.get(identity.key, -1)
         reader.cursor = min(kept, state.counted) + 1
         logger.info("reading %s from record %d", path, reader.cursor)
-        return _Source(path, reader, state, dict(metadata["settings"]), kept)
+        return RingSource(path, reader, state, dict(metadata["settings"]), kept, generation)
 
-    def _has_ended(self, source: _Source) -> str:
-        if source.reader.counter(ring.STATE) == State.CLOSED:
-            return "closed"
-        identity = source.state.identity
-        # A ring that was closed between the two looks is closed, not dead.
-        if process_started(identity.pid) != identity.process_started:
-            return "closed" if source.reader.counter(ring.STATE) == State.CLOSED else "died"
-        return ""
-
-    def _account_records(self, source: _Source) -> None:
+    def _account_records(self, source: RingSource) -> None:
         """Counts the whole steps of what is waiting; everything, once the process has ended."""
-        statistics, lost, source.lost = source.state.statistics, source.lost, 0
-        if not source.waiting:
-            statistics.lost += lost
+        state, statistics = source.state, source.state.statistics
+        records, sequences = source.whole_steps()
+        if not len(records):
+            statistics.lost += source.forget_oldest(MOST_UNKEPT_RECORDS)
+            if source.read_to_end:
+                statistics.lost += source.count_up_to(source.reader.cursor - 1, 0)
             return
-        records = np.concatenate([records for records, _ in source.waiting])
-        sequences = np.concatenate([sequences for _, sequences in source.waiting])
-        ends = np.flatnonzero(records["kind"] == Kind.STEP)
-        cut = len(records) if source.state.ended else (int(ends[-1]) + 1 if len(ends) else 0)
-        source.waiting = [(records[cut:], sequences[cut:])] if cut < len(records) else []
-        if not cut:
-            statistics.lost += lost
-            return
-        records, sequences, names = records[:cut], sequences[:cut], list(source.reader.names())
+        names = list(source.reader.names())
         # After a restart the two may differ: the state and the segments were not saved at the same instant.
-        uncounted, unkept = sequences > source.state.counted, sequences > source.kept
+        uncounted, unkept = sequences > state.counted, sequences > source.kept
         counted = records[uncounted]
         steps = assemble_steps(counted)
+        last = source.reader.cursor - 1 if source.read_to_end else int(sequences[-1])
+        lost = source.count_up_to(last, len(counted))
         statistics.add(counted, steps, names, lost)
         self._judge_steps(source, steps)
         self._join_collectives(source, counted, names)
-        source.state.counted = max(source.state.counted, int(sequences[-1]))
         if self._exporter is not None:
             self._unexported.append(self._export_batch(source, counted, names, steps))
         if unkept.any():
             kept = records[unkept]
             self._unkept.append(Chunk(source.origin, kept, sequences[unkept], names, assemble_steps(kept)))
+        statistics.lost += source.forget_oldest(MOST_UNKEPT_RECORDS)
 
-    def _join_collectives(self, source: _Source, records: npt.NDArray[np.void], names: list[str]) -> None:
+    def _forget_oldest_unkept(self) -> None:
+        """While the run directory cannot be written: the newest records are kept for later, the others are counted."""
+        while len(self._unkept) > 1 and self.unkept_records() > MOST_UNKEPT_RECORDS:
+            self.state.unwritten_records += len(self._unkept.pop(0).records)
+
+    def _join_collectives(self, source: RingSource, records: npt.NDArray[np.void], names: list[str]) -> None:
         identity, state = source.state.identity, source.state
+        if source.generation == BESIDE:
+            return
         if not source.joins:
             source.joins = True
             first = identity.rank - identity.local_rank
-            self.state.join.know(identity.attempt, range(first, first + identity.local_world_size))
+            ranks = range(first, first + identity.local_world_size)
+            self.state.join.know(identity.attempt, ranks, source.generation)
         warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
-        self.state.join.add(identity.attempt, identity.rank, records[warm], names, state.groups)
+        self.state.join.add(
+            identity.attempt, identity.rank, records[warm], names, state.groups, source.generation, identity.key
+        )
 
-    def _judge_steps(self, source: _Source, steps: StepTable) -> None:
-        source.durations_ns.extend(steps.duration_ns[-_USUAL_STEPS:].tolist())
-        self.job.add_steps(source.state.identity, self._place(source), steps, source.job_store)
+    def _judge_steps(self, source: RingSource, steps: StepTable) -> None:
+        source.durations_ns.extend(steps.duration_ns[-USUAL_STEPS:].tolist())
+        if not self._is_newest(source):
+            return  # the last steps of a process that another has replaced, which begins at step 0
+        with self._going_on(_JUDGING):
+            self.job.add_steps(source.state.identity, self._place(source), steps, source.job_store)
 
-    def _place(self, source: _Source) -> Place:
+    def _is_newest(self, source: RingSource) -> bool:
+        return source.generation == self._generations.newest != BESIDE
+
+    def _place(self, source: RingSource) -> Place:
         state = source.state
-        return place_of(state.identity.rank, state.identity.host, state.statistics.modules, state.groups)
+        return place_of(state.identity.rank, state.identity.host, state.model, state.groups)
 
     def look_around(self, now_s: float, *, final: bool = False) -> None:
         """Judges the ranks, exchanges windows with other nodes, and looks for hangs."""
-        for source in self._sources.values():
-            identity, groups = source.state.identity, source.state.groups
-            self.job.progress(identity, self._place(source), self._progress(source, now_s), groups, source.stack_file)
-        findings = self.job.look(now_s, final=final)
-        if self.job.attempt == self._earlier_attempt:
-            findings = continued(self._earlier, findings)
-        if findings.rows or not self.state.findings.rows:
-            self.state.findings = findings
-        self.state.named = name(self.state.findings, self.job.places)
+        with self._going_on(_JUDGING):
+            for source in filter(self._is_newest, self._sources.values()):
+                identity, groups, now = source.state.identity, source.state.groups, self._progress(source, now_s)
+                modules_ns = source.state.statistics.modules_ns()
+                self.job.progress(identity, self._place(source), now, groups, source.stack_file, modules_ns)
+            self._take_over(self.job.look(now_s, final=final))
         self.state.hang = self.job.hang
 
-    def _progress(self, source: _Source, now_s: float) -> Progress:
+    def _take_over(self, findings: Findings) -> None:
+        if self.job.attempt != self._attempt:
+            return  # no step of the newest attempt has been made
+        if self._attempt == self._earlier_attempt:
+            findings = self._continuation.findings(findings)
+        if findings.rows or not self.state.findings.rows:
+            self.state.findings = findings
+            self.state.named = name(findings, self.job.places, self.job.module_excess_ns)
+
+    @contextlib.contextmanager
+    def _going_on(self, place: str) -> Iterator[None]:
+        """Around what is concluded from the records: whatever fails there, they are read and kept."""
+        before = swallowed.by_place[place]
+        with guard(place):
+            yield
+        note = f"{place} failed in the sidecar, and what it would have told is missing: see nodes/{self._host}.log"
+        if swallowed.by_place[place] > before and note not in self.state.notes:
+            self.state.notes.append(note)
+
+    def _progress(self, source: RingSource, now_s: float) -> Progress:
         reader, state = source.reader, source.state
-        if not state.ended:
-            source.seen(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
+        source.seen(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
         uncomparable = self.state.join.uncomparable()
         numbers = {group.name: group.issued - 1 for group in reader.groups() if " peer=" not in group.name}
         issued = {group: number for group, number in numbers.items() if group not in uncomparable}
@@ -380,7 +429,7 @@ class Sidecar:
             all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS and len(issued) == len(numbers),
         )
 
-    def _read_counters(self, source: _Source) -> None:
+    def _read_counters(self, source: RingSource) -> None:
         reader, state = source.reader, source.state
         state.unbalanced = reader.counter(ring.UNBALANCED)
         state.too_deep = reader.counter(ring.TOO_DEEP)
@@ -390,7 +439,7 @@ class Sidecar:
         metadata = reader.metadata()
         if metadata:
             state.native, state.notes = metadata["native"], metadata["notes"]
-            state.memory_source = metadata["memory_source"]
+            state.model, state.memory_source = metadata["model"], metadata["memory_source"]
             state.groups = metadata["groups"]
             source.stack_file = metadata["stack_file"]
             source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
@@ -400,7 +449,7 @@ class Sidecar:
             state.open_spans = [span.name for span in reader.open_spans()[1:]]
 
     def _export_batch(
-        self, source: _Source, records: npt.NDArray[np.void], names: list[str], steps: StepTable
+        self, source: RingSource, records: npt.NDArray[np.void], names: list[str], steps: StepTable
     ) -> ExportBatch:
         wanted = traced_steps(steps.step.tolist(), source.state.trace_every)
         traces = step_traces(source.origin.key, records, names, wanted)
@@ -412,50 +461,13 @@ class Sidecar:
                 return int(source.settings[name])
         return int(getattr(Config(), name))
 
-    def _source_of(self, key: str) -> _Source:
+    def _source_of(self, key: str) -> RingSource:
         return next(source for source in self._sources.values() if source.state.identity.key == key)
 
     def close(self) -> None:
         """Unmaps the rings."""
         for source in self._sources.values():
             source.reader.close()
-
-
-class Pacing:
-    """When to do what: reads sooner as rings fill faster, writes more rarely as the run gets longer. Pure."""
-
-    def __init__(self, now_s: float) -> None:
-        self._started_s = now_s
-        self.poll_s = 0.05
-        self._accounted_s = self._kept_s = self._saved_s = now_s
-
-    def polled(self, fullest: float) -> None:
-        """Aims at reading a ring when an eighth of it is new."""
-        if fullest > 1 / 8:
-            self.poll_s = max(0.005, self.poll_s / 2)
-        else:
-            self.poll_s = min(0.2, self.poll_s * 1.5)
-
-    def account_due(self, now_s: float) -> bool:
-        due = now_s - self._accounted_s >= min(1.0, 0.1 + (now_s - self._started_s) / 10)
-        if due:
-            self._accounted_s = now_s
-        return due
-
-    def keep_due(self, now_s: float, unkept_records: int) -> bool:
-        """A segment when there are many records, or after a twentieth of the run's age, from 2 s to 60 s."""
-        period_s = min(60.0, max(2.0, (now_s - self._started_s) / 20))
-        due = unkept_records >= _MOST_UNKEPT_RECORDS or now_s - self._kept_s >= period_s
-        if due:
-            self._kept_s = self._saved_s = now_s
-        return due
-
-    def save_due(self, now_s: float, took_s: float) -> bool:
-        """The state every 2 s, but so that writing it takes at most a twentieth of the time."""
-        due = now_s - self._saved_s >= max(2.0, 20 * took_s)
-        if due:
-            self._saved_s = now_s
-        return due
 
 
 def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) -> bool:
@@ -473,29 +485,42 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
         if not more or pacing.account_due(now_s):
             sidecar.account()
             sidecar.look_around(now_s, final=not more)
-        try:
+        with _logged("the report could not be written"):
             sidecar.report_if_asked()  # before the export, which may take longer: rank 0 waits for it
-            sidecar.export()
-            if not more or pacing.keep_due(now_s, sidecar.unkept_records()):
+        sidecar.export()
+        with _logged("the run directory cannot be written"):
+            if not more or pacing.keep_due(now_s, sidecar.unkept_records(), failing=sidecar.disk_failed):
                 sidecar.keep()
             elif pacing.save_due(now_s, save_took_s):
                 sidecar.save()
                 save_took_s = time.monotonic() - now_s
-        except OSError as error:
-            logger.error("the run directory cannot be written: %s", error)
         if not more:
             break
         time.sleep(pacing.poll_s)
     if exporter is not None:
         sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
     sidecar.end_exchange()
-    try:
-        sidecar.write_report()
+    with _logged("the run directory cannot be written"):
         sidecar.save()
-    except (OSError, RunStoreError) as error:
-        logger.error("the last report could not be written: %s", error)
+    with _logged("the last report could not be written"):
+        sidecar.write_report()
     sidecar.close()
     return _give_back(sidecar, lock)
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """A full disk, or another node's file that cannot be read just now, must not leave the ranks unobserved."""
+    try:
+        yield
+    except (OSError, RunStoreError) as error:
+        logger.error("%s: %s", what, error)
+
+
+def _writer_lives(path: Path) -> bool:
+    """Whether the process that made a ring file lives; the file's name tells which it is (Identity.key)."""
+    process = [int(word) for word in path.stem.split("-")[-2:] if word.isdigit()]
+    return len(process) == 2 and process_started(process[0]) == process[1]
 
 
 def _give_back(sidecar: Sidecar, lock: SidecarLock) -> bool:

@@ -138,8 +138,8 @@ def record(simulation: Simulation, steps: int, run: RunDirectory, note: str) -> 
     # In the past, so that nothing lies in the future of who looks at it.
     begin_unix_ns = time.time_ns() - math.ceil(1.5 * steps * simulation.work_ns)
     ranks = [
-        # Hosts were booted at different times: no two have the same monotonic clock.
-        SimulatedRank(run, host, topology, rank, Anchor((1 + topology.node(rank)) * 10**12, begin_unix_ns, 0), note)
+        # One sidecar's ranks have one monotonic clock: by that it tells which collectives can have been one.
+        SimulatedRank(run, host, topology, rank, Anchor(10**12, begin_unix_ns, 0), note)
         for rank in range(topology.ranks)
     ]
     sidecar = Sidecar(run, host, exporter, _write_report)
@@ -189,7 +189,8 @@ def _rows(simulation: Simulation, steps: int) -> int:
     judged_s += time.perf_counter() - begun_s
     each_ms, step_ms = 1e3 * judged_s / steps, findings.step_ns / 1e6
     lines = _lines(simulation, findings, steps)
-    lines.append(f"{topology.ranks} ranks, {steps} steps of {step_ms:.1f} ms; judged in {each_ms:.1f} ms a step")
+    lasting = f"{steps} steps of {step_ms:.1f} ms" if findings.step_ns else f"{steps} steps"
+    lines.append(f"{topology.ranks} ranks, {lasting}; judged in {each_ms:.1f} ms a step")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
@@ -204,14 +205,18 @@ def _lines(simulation: Simulation, findings: Findings, steps: int) -> list[str]:
     lines = []
     for found in culprits(now, places):
         name = found.name if found.kind != "rank" else f"rank {found.ranks[0]}"
-        lines.append(f"{name} is slow in {found.lead.phase} {_when_and_what(found.lead, simulation)}")
+        told = _when_and_what(found.lead, found.cost_ns, simulation)
+        lines.append(f"{name} is slow in {found.lead.phase} {told}")
     for episode in findings.episodes:
         if episode.until_step is not None:
-            until = f"until step {episode.until_step} "
-            lines.append(
-                f"rank {episode.rank} was slow in {episode.phase} {until}{_when_and_what(episode, simulation)}"
-            )
-    if not lines:
+            told = _when_and_what(episode, max(episode.cost_ns, episode.shared_cost_ns or 0.0), simulation)
+            until = f"to step {episode.until_step - 1}"
+            lines.append(f"rank {episode.rank} was slow in {episode.phase} {until} {told}")
+    if not math.isfinite(findings.detectable_ns):
+        alone = topology.dp * topology.tp < 2
+        why = "no two ranks do the same work" if alone else f"{steps} steps are too few"
+        lines.append(f"nothing could be compared: {why}")
+    elif not lines:
         detectable_ms = findings.detectable_ns / 1e6
         lines.append(f"no rank is slow; {detectable_ms:.1f} ms a step would have been named")
     if len(lines) > _MOST_LINES:
@@ -224,11 +229,9 @@ def _lines(simulation: Simulation, findings: Findings, steps: int) -> list[str]:
     return lines
 
 
-def _when_and_what(episode: Episode, simulation: Simulation) -> str:
+def _when_and_what(episode: Episode, cost_ns: float | None, simulation: Simulation) -> str:
     planted = episode.rank in simulation.slow_ranks(episode.named_step)
     since = "from the start" if episode.from_start else f"since step {episode.since_step}"
     truth = "as planted" if planted else "nothing was planted there then"
-    return (
-        f"{since}, +{episode.excess_ns / 1e6:.1f} ms a step, costs {episode.cost_ns / 1e6:.1f} ms; "
-        f"named after step {episode.named_step}: {truth}"
-    )
+    cost = "costs what is not known" if cost_ns is None else f"costs {cost_ns / 1e6:.1f} ms"
+    return f"{since}, +{episode.excess_ns / 1e6:.1f} ms a step, {cost}; named after step {episode.named_step}: {truth}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.config import Config
-from torchlens_perf.identity import Identity, process_started
+from torchlens_perf.identity import Identity, model_digest, process_started
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.recorder import NATIVE, Recorder
 from torchlens_perf.records import OWN_PARTS
@@ -93,15 +93,14 @@ class SimulatedRank:
         self.identity = identity_of(run, topology, rank)
         config = Config(ring_records=_RING_RECORDS)
         # In the run directory: a simulation that is interrupted leaves nothing in shared memory.
-        self._ring = create_ring(
-            run, dataclasses.replace(self.identity, host=sidecar_host), config.ring_capacity, keep=True
-        )
+        self._ring = create_ring(run, self.identity, config.ring_capacity, keep=True)
         self._recorder = Recorder(self._ring.buffer, self._ring.intern, self.clock)
         self._ids = {part: (kind, self._ring.intern(name)) for part, (kind, name) in _PHASES.items()}
         self._wait_id = self._ring.intern("wait")
         stage = topology.coordinates(rank)["pp"]
         names = ["embedding"] * (stage == 0) + [f"layers.{stage * _LAYERS + i}" for i in range(_LAYERS)]
-        self._modules = [self._ring.intern(name) for name in names + ["head"] * (stage == topology.pp - 1)]
+        modules = names + ["head"] * (stage == topology.pp - 1)
+        self._modules = [self._ring.intern(name) for name in modules]
         self._sequences: dict[str, int] = {}
         self._groups = groups_of(topology, rank)
         self._group_of = {group["dimension"]: name for name, group in self._groups.items()}
@@ -114,6 +113,7 @@ class SimulatedRank:
                 "identity": self.identity.to_json(),
                 "anchor": begin._asdict(),
                 "native": NATIVE,
+                "model": model_digest(modules),
                 "memory_source": "",
                 "notes": [note],
                 "stack_file": "",
@@ -122,6 +122,7 @@ class SimulatedRank:
                 "settings": {"disk_bytes": config.disk_bytes, "trace_every": config.trace_every},
             }
         )
+        run.register_ring(sidecar_host, self._ring.path)
 
     def record(self, timeline: Timeline) -> None:
         """Writes a block of steps. The sidecar has read what was written before, or it is lost."""

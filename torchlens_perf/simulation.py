@@ -213,6 +213,8 @@ class Simulation:
     ) -> None:
         """noise: times the recorded runs' noise. spread: standard deviation of the ranks' lasting differences, as a
         share of their work. work_ns: a rank's usual own work in a step. Raises ConfigError for what cannot be."""
+        if seed < 0:
+            raise ConfigError(f"seed must be 0 or more, got {seed}")
         if not 0 <= noise <= 4:
             raise ConfigError(f"noise must be 0 to 4 times what was recorded, got {noise:g}")
         if not 0 <= spread <= 0.2:

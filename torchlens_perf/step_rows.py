@@ -24,7 +24,7 @@ OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.PROBED | Flag.CHECKPOINT 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Consecutive steps of one rank: row i is the mean over steps [step[i], step[i] + width)."""
+    """Consecutive steps of one rank: row i is the mean over steps [step[i], step[i] + width), without OTHER_WORK."""
 
     width: int
     step: npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ class Rows:
     workload: npt.NDArray[np.float64]
     """Tokens, or what else the job counts; NaN where it does not."""
     flags: npt.NDArray[np.int64]
-    """Of all its steps."""
+    """Of the steps that it is the mean of."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -63,7 +63,8 @@ class RowMaker:
             if count < _WIDTH_AFTER:
                 return None
             durations = np.concatenate([each.duration_ns for each in self._tables])
-            self.width = row_width(float(np.median(durations[2:])), self._least_row_ns)
+            # A replay has more of them at once, and must come to the same.
+            self.width = row_width(float(np.median(durations[2:_WIDTH_AFTER])), self._least_row_ns)
         if not count:
             return None
         steps = np.concatenate([each.step for each in self._tables])
@@ -102,6 +103,11 @@ def _select(table: StepTable, chosen: npt.NDArray[np.bool_]) -> StepTable:
 
 def _rows(table: StepTable, width: int) -> Rows:
     keys = table.step // width * width
+    if width > 1:
+        # One step of another kind, as one in 16 that is probed, must not take its whole row.
+        kept = (table.flags & OTHER_WORK) == 0
+        kept |= ~np.isin(keys, keys[kept])
+        table, keys = _select(table, kept), keys[kept]
     steps, starts = np.unique(keys, return_index=True)
     counts = np.diff([*starts, len(keys)])
     measured = table.ready_ns[:, 0] >= 0

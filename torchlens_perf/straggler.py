@@ -14,13 +14,13 @@ the interval. It is dropped when the same test says that the excess has gone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchlens_perf.board import Block, Board
-from torchlens_perf.episodes import Episode, describe
+from torchlens_perf.episodes import Episode, describe, shared_cost_ns
 from torchlens_perf.excess import (
     change_point,
     excess_over_others,
@@ -28,11 +28,13 @@ from torchlens_perf.excess import (
     noise,
     over_since,
     own_errors,
+    spread,
     strongest_interval,
     threshold,
     without_stalls,
     without_workload,
 )
+from torchlens_perf.grouping import groups_of
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.step_rows import Rows
 
@@ -108,28 +110,6 @@ class Findings:
         )
 
 
-def continued(earlier: Findings, now: Findings) -> Findings:
-    """`now`, of a judge that began in the middle of a run, with what the one before it had found."""
-    slow = {episode.rank for episode in now.episodes if episode.until_step is None}
-    first = min((episode.since_step for episode in now.episodes), default=earlier.last_step)
-    kept = []
-    for episode in earlier.episodes:
-        if episode.until_step is None and episode.rank not in slow and now.rows >= LEAST_ROWS:
-            episode = dataclasses.replace(episode, until_step=max(episode.last_step, first))
-        elif episode.until_step is None and episode.rank in slow:
-            continue
-        kept.append(episode)
-    own = []
-    for episode in now.episodes:
-        before = next((e for e in earlier.episodes if e.rank == episode.rank and e.until_step is None), None)
-        if before is not None and episode.until_step is None:
-            episode = dataclasses.replace(
-                episode, since_step=before.since_step, from_start=before.from_start, named_step=before.named_step
-            )
-        own.append(episode)
-    return dataclasses.replace(now, episodes=(*own, *kept))
-
-
 NOTHING = Findings((), 0, 0.0, float("inf"), 0, -1)
 
 
@@ -145,16 +125,14 @@ class Population:
         self._ended: set[int] = set()
         self._with_workload: set[int] = set()  # ranks that were named for an excess that their workload is part of
         self.rows = 0
+        self.compared = 0
+        self.last_step = -1
         self.step_ns = self.work_ns = self.wait_ns = 0.0
         self.detectable_ns = float("inf")
 
     @property
     def ranks(self) -> list[int]:
         return [] if self._board is None else self._board.ranks.tolist()
-
-    @property
-    def last_step(self) -> int:
-        return -1 if self._board is None or self._judged < 0 else (self._judged + 1) * self._board.width - 1
 
     def add(self, block: Block) -> None:
         """Takes rows over; they are judged by judge()."""
@@ -215,29 +193,43 @@ class Population:
             self._judge_at(board, end)
         if final and frontier > self._judged:
             self._judge_at(board, frontier + 1)
+        self._end_with_ranks(board)
 
     def _judge_at(self, board: Board, end: int) -> None:
         """Judges the rows before number `end`."""
         self._judged = end - 1
         first = self._first or 0
-        keys, present = board.judged(first + (WARM_UP_ROWS if first == 0 else 0), end)
+        keys, present = board.judged(first + (WARM_UP_ROWS if self._from_start else 0), end)
         if len(keys) < LEAST_ROWS or not len(present):
             return
         sample = present[:: max(1, len(present) // 256)]
         recent = np.ix_(sample, keys[-64:] % board.columns)
-        self.rows = max(self.rows, len(keys))
         # Where CPUs are short, the steps are as long as they are for that reason, which is no measure for work.
         self.step_ns = float(np.median(board.duration_ns[recent] - np.nan_to_num(board.ready_ns[recent])))
         self.work_ns = float(np.median(board.parts_ns[recent].sum(axis=2)))
         self.wait_ns = float(np.median(board.wait_ns[recent]))
         if len(present) < 2:  # nobody to compare it with, as in a pipeline of one rank a stage
             return
+        self.rows = max(self.rows, len(keys))
+        self.compared, self.last_step = len(present), end * board.width - 1
         open_since = {episode.rank: episode.since_step for episode in self.episodes if episode.until_step is None}
         self._with_workload.intersection_update(open_since)
         rows = _Judged(board, present, keys, {rank: open_since[rank] for rank in self._with_workload})
         self._end_episodes(rows)
         self._begin_episodes(rows)
         self.detectable_ns = rows.detectable_ns(self.step_ns)
+
+    @property
+    def _from_start(self) -> bool:
+        """Whether the run's first steps were judged. Under torchrun's flag the first recorded one has number 1."""
+        return self._board is not None and (self._first or 0) * self._board.width <= 1
+
+    def _end_with_ranks(self, board: Board) -> None:
+        """A rank that has ended while others went on is slow no more."""
+        gone = set(board.ranks[board.newest < self._judged].tolist()) & self._ended
+        for episode in self.episodes:
+            if episode.until_step is None and episode.rank in gone:
+                episode.until_step = episode.last_step + 1
 
     def _end_episodes(self, rows: _Judged) -> None:
         for episode in self.episodes:
@@ -270,11 +262,24 @@ class Population:
             for index, start in rows.suspects(phase, self.step_ns, over):
                 rank = int(rows.ranks[index])
                 if rank not in slow:
-                    from_start = start == 0 and int(rows.keys[0]) <= (self._first or 0) + WARM_UP_ROWS
+                    first = int(rows.keys[0])
+                    from_start = self._from_start and start == 0 and first <= (self._first or 0) + WARM_UP_ROWS
                     self.episodes.append(rows.episode(rank, index, start, phase, from_start=from_start))
                     slow.add(rank)
                     if rows.has_workload_in(index, start):
                         self._with_workload.add(rank)
+
+    def shared_cost_ns(self, ranks: Collection[int]) -> float | None:
+        """What the job would gain without all of these at once, since all are slow; None where it cannot be told."""
+        together = [each for each in self.episodes if each.until_step is None and each.rank in ranks]
+        board = self._board
+        if board is None or not together:
+            return None
+        keys, present = board.judged(max(each.since_step for each in together) // board.width, self._judged + 1)
+        slow = np.isin(board.ranks[present], [each.rank for each in together])
+        if not len(keys) or not slow.any() or slow.all():
+            return None
+        return shared_cost_ns(board, present[slow], present[~slow], keys)
 
 
 class _Judged:
@@ -299,7 +304,7 @@ class _Judged:
         self._scales: dict[str, float] = {}
         self._series = {"": self._excess}
         workload = board.workload[np.ix_(present, self._at)]
-        if np.isfinite(workload[:, -1]).all():
+        if np.isfinite(workload).all(axis=0).any():
             self._series[""] = left = without_workload(self._excess, workload, _LASTING_WORKLOAD)
             for rank, step in with_workload.items():
                 if (index := self.index_of(rank)) is not None:
@@ -344,8 +349,8 @@ class _Judged:
         cpu = phase == "cpu"
         # Who gets a CPU changes by chance for seconds: that is asked for longer, and more of it.
         least_rows, least_share = (8 * LEAST_ROWS, 4 * LEAST_SHARE) if cpu else (LEAST_ROWS, LEAST_SHARE)
-        if not cpu and self._series[""] is not self._excess:
-            least_share *= WORKLOAD_FACTOR
+        if not cpu:
+            least_share *= self._workload_factor
         if len(self.keys) < least_rows:
             return []
         if cpu and not np.isfinite(self._board.ready_ns[self._present, self._at[-1]]).all():
@@ -368,11 +373,9 @@ class _Judged:
             mean = float(interval.mean())
             if mean < least_share * step_ns or not lasts(interval, scale, own_errors(len(self.ranks)), strict=cpu):
                 continue
-            if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
-                means = np.delete(series[:, start:].mean(axis=1), index)
-                spread = 1.4826 * float(np.median(np.abs(means - np.median(means))))
-                if mean < SPREAD_FACTOR * spread:
-                    continue
+            others = np.delete(series[:, start:].mean(axis=1), index)
+            if len(self.ranks) >= _RANKS_WITH_A_SPREAD and mean < SPREAD_FACTOR * spread(others):
+                continue
             if cpu and not self._is_last_for_lack_of_cpu(index, start, interval):
                 continue
             suspects.append((index, start + min(change_point(interval, mean), len(interval) - LEAST_ROWS)))
@@ -406,7 +409,14 @@ class _Judged:
     def detectable_ns(self, step_ns: float) -> float:
         """The smallest excess that would be named if it lasted for the last 64 rows."""
         rows = min(64, len(self.keys))
-        return max(LEAST_SHARE * step_ns, self.threshold * self.scale("") / float(np.sqrt(rows)))
+        clear_ns = self.threshold * self.scale("") / float(np.sqrt(rows))
+        if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
+            clear_ns = max(clear_ns, SPREAD_FACTOR * spread(self.series("")[:, -rows:].mean(axis=1)))
+        return max(LEAST_SHARE * self._workload_factor * step_ns, clear_ns)
+
+    @property
+    def _workload_factor(self) -> float:
+        return 1.0 if self._series[""] is self._excess else WORKLOAD_FACTOR
 
 
 class Judge:
@@ -443,7 +453,8 @@ class Judge:
             if population.step_ns:
                 usual.append(Usual(name, ranges(population.ranks), population.work_ns, population.wait_ns))
         episodes = [episode for population in populations for episode in population.episodes]
-        compared = [population for population in populations if len(population.ranks) > 1]
+        self._share_costs(episodes)
+        compared = [population for population in populations if population.compared]
         found = dataclasses.replace(
             NOTHING,
             episodes=tuple(sorted(episodes, key=lambda episode: (episode.until_step is not None, -episode.cost_ns))),
@@ -457,5 +468,13 @@ class Judge:
             found,
             rows=max(population.rows for population in compared),
             detectable_ns=max(population.detectable_ns for population in compared),
-            compared=sum(len(population.ranks) for population in compared),
+            compared=sum(population.compared for population in compared),
         )
+
+    def _share_costs(self, episodes: Sequence[Episode]) -> None:
+        """Ranks that are slow together cost the job much where each alone costs it nothing: the others are as slow."""
+        slow = {episode.rank: episode for episode in episodes if episode.until_step is None}
+        for group in groups_of(slow.keys(), self._place) if len(slow) > 1 else ():
+            costs = [population.shared_cost_ns(group.ranks) for population in self._populations.values()]
+            for rank in group.ranks:
+                slow[rank].shared_cost_ns = max((cost for cost in costs if cost is not None), default=None)

@@ -1,20 +1,21 @@
 """What a rank's sidecar tells node 0's about one window: at most 1024 bytes, the same size for every rank. Pure.
 
-A window has up to ROWS rows (step_rows.py), the rank's place, how far it is in its groups, and the mean time of up to
-SECTIONS modules. Their names do not travel: ranks of one population have the same modules, so the i-th of their sorted
-names is the same one everywhere. Times are 32-bit floats of ns; those of modules have 8 bits of mantissa.
+A window has up to ROWS rows (step_rows.py), the rank's place, how far it is in its groups, and the mean times of up to
+64 modules so far. Their names do not travel, only a digest of them (module_times.py). Times are 32-bit floats of ns;
+those of modules have 8 bits of mantissa.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchlens_perf.board import Block
 from torchlens_perf.hang import Progress
+from torchlens_perf.module_times import MOST_MODULES, digest, told_modules
 from torchlens_perf.records import OWN_PARTS
 from torchlens_perf.step_rows import Rows
 from torchlens_perf.straggler import Place
@@ -22,8 +23,8 @@ from torchlens_perf.straggler import Place
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-VERSION = 1
-ROWS, SECTIONS, GROUPS, DIMENSIONS, INSIDE = 12, 64, 6, 6, 4
+VERSION = 2
+ROWS, GROUPS, DIMENSIONS, INSIDE = 12, 6, 6, 4
 MOST_BYTES = 1024
 NO_ROW = 0xFFFFFFFF
 _STATES = ("unknown", "running", "stopped", "traced", "uninterruptible", "dead", "closed")
@@ -52,7 +53,8 @@ LAYOUT = np.dtype(
         ("flags", "<u2", ROWS),
         ("times", "<f4", (ROWS, 4)),  # duration, wait, ready, workload
         ("work", "<f4", (ROWS, len(OWN_PARTS))),
-        ("sections", "<u2", SECTIONS),
+        ("modules", "<u4"),  # the digest of their names
+        ("modules_ns", "<u2", MOST_MODULES),  # the upper halves of 32-bit floats
     ]
 )
 assert LAYOUT.itemsize <= MOST_BYTES
@@ -68,8 +70,8 @@ class Summary:
     progress: Progress
     pid: int
     rows: Rows | None = None
-    sections_ns: Sequence[float] = ()
-    """Mean own time a step of the rank's modules, in the order of their names."""
+    modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Mean own forward time a step of the rank's modules, over its run."""
     ended: bool = False
 
 
@@ -103,8 +105,10 @@ def pack(summary: Summary) -> bytes:
         for i, name in enumerate(("duration_ns", "wait_ns", "ready_ns", "workload")):
             value["times"][:count, i] = getattr(rows, name)[-count:]
         value["work"][:count] = rows.work_ns[-count:]
-    sections = np.asarray(summary.sections_ns[:SECTIONS], "<f4")
-    value["sections"][: len(sections)] = sections.view("<u4") >> 16
+    names = told_modules(summary.modules_ns)
+    times = np.array([summary.modules_ns[name] for name in names], "<f4")
+    value["modules"] = digest(names)
+    value["modules_ns"][: len(names)] = (times.view("<u4") + 0x8000) >> 16  # rounded
     return value.tobytes()
 
 
@@ -157,9 +161,9 @@ def blocks(values: npt.NDArray[np.void]) -> Iterator[tuple[str, Block]]:
             )
 
 
-def sections_ns(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]:
-    """[summaries, SECTIONS]: mean time a step of each module; 0 where there is none."""
-    return (values["sections"].astype("<u4") << 16).view("<f4")
+def modules_ns(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]:
+    """[summaries, MOST_MODULES]: mean own forward time a step of each module; beyond the last one, 0."""
+    return (values["modules_ns"].astype("<u4") << 16).view("<f4")
 
 
 def place(value: np.void, host: str) -> Place:

@@ -148,7 +148,10 @@ class Watch:
             first_step=0 if after_step_of is None else 1,
             keep=not self._config.sidecar,
         )
-        self._session = Session(self._config, who, ring, [id(optimizer) for optimizer in self._optimizers])
+        session = Session(self._config, who, ring, [id(optimizer) for optimizer in self._optimizers])
+        session.publish()  # before the sidecar may look: attaching hooks imports for seconds, and we may be killed
+        run.register_ring(who.host, ring.path)
+        self._session = session
         # The user may delete them inside the watch, to free their memory.
         models, self._models, self._optimizers = self._models, None, []
         self._session.start(models, after_step_of)

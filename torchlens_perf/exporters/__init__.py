@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from torchlens_perf.alerts import Alert
+    from torchlens_perf.alert import Alert
     from torchlens_perf.clock import Anchor
+    from torchlens_perf.culprits import Culprit
     from torchlens_perf.identity import Identity
     from torchlens_perf.records import StepTable, StepTrace
     from torchlens_perf.straggler import Findings
@@ -36,6 +37,8 @@ class Judgement:
     alerts: tuple[Alert, ...]
     whole_job: bool = True
     """Whether this sidecar judges all ranks. If another one does, this one's findings are only its own ranks'."""
+    together: Sequence[Culprit] = ()
+    """Who is slow now, and together with whom: for what they cost, which of several is not that of one of them."""
 
 
 UNDELIVERED = "OTLP: "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.exporters import ExportBatch, Judgement
 
 if TYPE_CHECKING:
-    from torchlens_perf.alerts import Alert
+    from torchlens_perf.alert import Alert
 
 
 class MemoryExporter:

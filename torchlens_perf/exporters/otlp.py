@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.errors import guard
 
 if TYPE_CHECKING:
-    from torchlens_perf.alerts import Alert
+    from torchlens_perf.alert import Alert
     from torchlens_perf.exporters import ExportBatch, Judgement
     from torchlens_perf.exporters.otlp_alerts import AlertSender
     from torchlens_perf.exporters.otlp_metrics import MetricSender

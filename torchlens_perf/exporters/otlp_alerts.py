@@ -26,7 +26,7 @@ from torchlens_perf.version import VERSION
 if TYPE_CHECKING:
     from opentelemetry._logs import Logger
 
-    from torchlens_perf.alerts import Alert
+    from torchlens_perf.alert import Alert
     from torchlens_perf.identity import Identity
 
 logger = logging.getLogger("torchlens_perf.sidecar")

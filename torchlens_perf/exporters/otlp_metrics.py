@@ -203,7 +203,12 @@ class _Standing:
         self._hang: Mapping[str, Any] | None = None
         self._hang_found_s = 0.0
         for name, unit, description, callback in (
-            (semantics.STRAGGLER_COST, "s", "How much sooner each step would end without this rank", self._cost),
+            (
+                semantics.STRAGGLER_COST,
+                "s",
+                "How much sooner a step would end without it, and those slow with it",
+                self._cost,
+            ),
             (semantics.STRAGGLERS, "{rank}", "Ranks that are slow now", self._count),
             (semantics.DETECTABLE, "s", "The smallest excess a step that would be named by now", self._detectable),
             (semantics.HANG_DURATION, "s", "How long no rank has made a step, while that is too long", self._duration),
@@ -214,8 +219,11 @@ class _Standing:
         """Takes the judgement over."""
         findings, hang = judgement.findings, judgement.hang
         slow = [each for each in findings.episodes if each.until_step is None]
+        # Without one of the ranks of a slow node the job waits for the others: each has what all of them cost together.
+        shared_ns = {rank: each.cost_ns for each in judgement.together for rank in each.ranks}
+        costs_ns = {(each.rank, each.phase): shared_ns.get(each.rank, each.cost_ns) for each in slow}
         with self._lock:
-            self._costs_s.set({(each.rank, each.phase): each.cost_ns / 1e9 for each in slow})
+            self._costs_s.set({key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None})
             self._classes = stragglers_by_class(findings) if findings.compared else {}
             known = findings.compared and findings.detectable_ns != float("inf")
             self._detectable_s = findings.detectable_ns / 1e9 if known else None

@@ -12,12 +12,12 @@ from torchlens_perf.collective_statistics import merged_operations
 from torchlens_perf.node_judge import place_of
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics, Windows
-from torchlens_perf.records import PARTS
+from torchlens_perf.records import PARTS, Verdict
 from torchlens_perf.report import verdict
 from torchlens_perf.report.collective_table import collective_rows, newest_joins
 from torchlens_perf.report.heat import heat
 from torchlens_perf.ring import Flag
-from torchlens_perf.slow_link import slow_links
+from torchlens_perf.slow_link import LinkFindings, slow_links
 from torchlens_perf.statistics import Sketch
 from torchlens_perf.straggler import Place
 
@@ -38,8 +38,7 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
     windows = {rank: process.statistics.history.windows() for rank, process in processes.items()}
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
     joins = [node.join.to_json() for node in nodes]
-    hosts = {rank: process.identity.host for rank, process in processes.items()}
-    links = slow_links(merged_operations([join.operations() for join in newest_joins(joins)]), hosts)
+    links = _links(joins, processes)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "run": _run(run_id, nodes, processes),
@@ -58,19 +57,50 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
     return report
 
 
+def slow_link_verdict(nodes: list[NodeState]) -> Verdict | None:
+    """The report's verdict on slow links; None if none is slow. For alerts, which need no other part of the report."""
+    processes = _latest_attempt(nodes)
+    links = _links([node.join.to_json() for node in nodes], processes)
+    if not links.links:
+        return None
+    merged = Sketch()
+    for process in processes.values():
+        merged.merge(process.statistics.step)
+    return verdict.slow_link({"count": _counted_steps(processes), **_distribution(merged)}, links)
+
+
+def module_rows(nodes: list[NodeState]) -> list[dict[str, Any]]:
+    """The report's modules. For alerts."""
+    return _modules(_latest_attempt(nodes))
+
+
+def _links(joins: list[dict[str, Any]], processes: dict[int, ProcessState]) -> LinkFindings:
+    hosts = {rank: process.identity.host for rank, process in processes.items()}
+    return slow_links(merged_operations([join.operations() for join in newest_joins(joins)]), hosts)
+
+
+def _counted_steps(processes: dict[int, ProcessState]) -> int:
+    return max((process.statistics.counted_steps for process in processes.values()), default=0)
+
+
 def _places(processes: dict[int, ProcessState]) -> dict[int, Place]:
     return {
-        rank: place_of(rank, process.identity.host, process.statistics.modules, process.groups)
+        rank: place_of(rank, process.identity.host, process.model, process.groups)
         for rank, process in processes.items()
     }
 
 
 def _latest_attempt(nodes: list[NodeState]) -> dict[int, ProcessState]:
-    """By rank, the last process of the newest attempt. An earlier world may have had other ranks, and other steps."""
-    processes = [process for node in nodes for process in node.processes.values()]
-    newest = max((process.identity.attempt for process in processes), default=0)
-    latest = [process for process in processes if process.identity.attempt == newest]
-    return {process.identity.rank: process for process in sorted(latest, key=lambda each: each.anchor.unix_ns)}
+    """By rank, the last process of the newest world. An earlier one may have had other ranks, and other steps.
+
+    Agents that join or leave an elastic job make another world, and torchrun does not count that as an attempt.
+    """
+    processes = sorted(
+        (process for node in nodes for process in node.processes.values()),
+        key=lambda each: (each.identity.attempt, each.anchor.unix_ns),
+    )
+    worlds = [(each.identity.attempt, each.identity.world_size) for each in processes]
+    return {each.identity.rank: each for each, world in zip(processes, worlds, strict=True) if world == worlds[-1]}
 
 
 def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]) -> dict[str, Any]:
@@ -103,8 +133,7 @@ def _steps(
     merged: Sketch, warm_up: Sketch, processes: dict[int, ProcessState], windows: dict[int, Windows]
 ) -> dict[str, Any]:
     """Step times without the first WARM_UP_STEPS of each rank, which `warm_up_max_s` tells of."""
-    counts = [process.statistics.counted_steps for process in processes.values()]
-    steps: dict[str, Any] = {"count": max(counts, default=0)}
+    steps: dict[str, Any] = {"count": _counted_steps(processes)}
     steps.update(_distribution(merged))
     steps["warm_up_max_s"] = warm_up.largest / 1e9 if warm_up.count else None
     steps["trend"] = _trend(windows)
@@ -242,7 +271,7 @@ def _all_names(processes: dict[int, ProcessState], table: str) -> list[str]:
 
 def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> dict[str, Any]:
     statistics: list[RankStatistics] = [process.statistics for process in processes.values()]
-    notes = list(dict.fromkeys(note for node in nodes for note in node.notes))
+    notes = list(dict.fromkeys(note for node in nodes for note in (*node.notes, *node.passing_notes)))
     for rank in sorted(processes):
         notes += [note for note in _rank_notes(processes[rank]) if note not in notes]
     missing = _missing_ranks(processes)
@@ -253,9 +282,12 @@ def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> dict
         notes.append(
             f"{dropped} oldest segments of records were removed to stay below disk_bytes; statistics hold them"
         )
+    unwritten = sum(node.unwritten_records for node in nodes)
+    if unwritten:
+        notes.append(f"{unwritten} records could not be written to the run directory; statistics hold them")
     return {
         "records": sum(s.records for s in statistics),
-        "lost": sum(s.lost for s in statistics),
+        "lost": sum(s.lost for s in statistics) + unwritten,
         "coverage": min((s.coverage for s in statistics), default=0.0),
         "overhead_share": _overhead_share(processes),
         "sidecar_cpu_s": sum(node.sidecar_cpu_s for node in nodes),

@@ -35,7 +35,8 @@ def collective_rows(joins: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each operation, dtype and group, or pair of ranks; most bytes first.
 
     joins: CollectiveJoin.to_json() of each node. `count` and `bytes` are sums over the records of all ranks, `joined`
-    counts operations that were compared between ranks. Times are in seconds, bandwidths in bytes per second; null is
+    counts operations that were compared between ranks: all of them if `joined_whole`, else each node's own, so that
+    nobody is known to have come last. Times are in seconds, bandwidths in bytes per second; null is
     not known. `groups_operations` tells what became of all operations of the row's group, not of the row's alone.
     """
     nodes = newest_joins(joins)
@@ -43,18 +44,22 @@ def collective_rows(joins: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for node in nodes:
         for place, counted in node.counts().items():
             counts[place] = counts.get(place, Counts()).plus(counted)
-    rows = [_row(each, counts) for each in merged_operations([node.operations() for node in nodes])]
+    rows = [
+        _row(each, counts, whole=any(node.has_all(each.key.members) for node in nodes))
+        for each in merged_operations([node.operations() for node in nodes])
+    ]
     return sorted(rows, key=lambda row: (-row["bytes"], -row["count"], row["operation"], row["group"]))
 
 
-def _row(statistics: OperationStatistics, counts: dict[_Place, Counts]) -> dict[str, Any]:
+def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole: bool) -> dict[str, Any]:
+    """whole: all of its ranks are on one node. Those of several were compared on each node alone."""
     key, size = statistics.key, statistics.main_size()
     bandwidth = None if size is None else statistics.bandwidth(size)
     by_rank = statistics.totals()
     counted = counts.get((key.group, key.pair), Counts())
     seen = sorted({*statistics.ranks, *by_rank})
     slowest = max(by_rank, key=lambda rank: (_lag_ns(by_rank[rank]), by_rank[rank]["last"]), default=None)
-    if slowest is not None and not by_rank[slowest]["last"]:
+    if slowest is not None and not (whole and by_rank[slowest]["last"]):
         slowest = None
     return {
         "operation": key.operation,
@@ -69,6 +74,7 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts]) -> dict[
         "asynchronous": statistics.asynchronous,
         "bytes": statistics.bytes,
         "joined": statistics.joined,
+        "joined_whole": whole,
         "issue_s": _distribution(statistics.issue),
         "duration_s": _distribution(statistics.duration),
         "wait_s": _distribution(statistics.whole("wait")),
@@ -90,7 +96,7 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts]) -> dict[
             cannot_tell(
                 key.operation,
                 overlapped=statistics.asynchronous > 0,
-                all_seen=bool(key.members) and set(key.members) <= set(seen),
+                all_seen=whole,
                 ended=statistics.ended > 0,
             )
         ),
@@ -126,7 +132,7 @@ def collective_table(rows: Sequence[dict[str, Any]]) -> Table:
             _amount(row["bytes"], "B"),
             _seconds(row["duration_s"]["p50_s"]),
             _wait(row),
-            _seconds(row["transfer_s"]["p50_s"]),
+            _transfer(row),
             _bus(row),
             _slowest(row),
         )
@@ -154,7 +160,14 @@ def _wait(row: dict[str, Any]) -> str:
     if least is None:
         return "-"
     mark = " ~" if row["asynchronous"] else ""
+    if not row["joined_whole"]:
+        return f">= {duration(least)}{mark}"
     return f"{duration(least)}{mark}" if most <= 1.1 * least else f"<= {duration(most)}{mark}"
+
+
+def _transfer(row: dict[str, Any]) -> str:
+    shortest = _seconds(row["transfer_s"]["p50_s"])
+    return shortest if row["joined_whole"] or shortest == "-" else f"<= {shortest}"
 
 
 def _bus(row: dict[str, Any]) -> str:
@@ -162,7 +175,8 @@ def _bus(row: dict[str, Any]) -> str:
     least, most = row["wait_s"]["mean_s"], row["wait_at_most_s"]["mean_s"]
     if row["busbw"] is None or (row["pair"] is None and most > 1.1 * least):
         return "-"
-    about = "~ " if row["pair"] is not None else ">= " if row["asynchronous"] else ""
+    at_least = row["asynchronous"] or not row["joined_whole"]
+    about = "~ " if row["pair"] is not None else ">= " if at_least else ""
     return about + _amount(row["busbw"], "B/s")
 
 
@@ -177,6 +191,11 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     notes = ["wait: mean a rank; transfer: once the last rank was there; bus: bandwidth as nccl-tests counts it"]
     if any(row["asynchronous"] and row["joined"] for row in rows[:_MOST_ROWS]):
         notes.append("~ asynchronous: how much earlier a rank issued it, not time that it was blocked")
+    if any(row["joined"] and not row["joined_whole"] for row in rows[:_MOST_ROWS]):
+        notes.append(
+            "where no node has all ranks, each compares its own: the wait is at least that, the transfer at most, and "
+            "who came last is not known"
+        )
     shown = [row for row in rows[:_MOST_ROWS] if row["wait_s"]["mean_s"] is None]
     if shown:
         reasons = dict.fromkeys(f"{row['operation']}: {_why_not_joined(row)}" for row in shown)

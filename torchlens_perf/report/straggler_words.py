@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchlens_perf.culprits import Culprit, Named, StageImbalance
+from torchlens_perf.culprits import MOST_MODULES, Culprit, Named, StageImbalance
 from torchlens_perf.episodes import Episode
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.records import Verdict
@@ -56,13 +56,16 @@ def _slow(report: dict[str, Any], culprit: Culprit, findings: Findings) -> Verdi
         who = f"The ranks at {culprit.name} are slow ({ranges(culprit.ranks)}), most of all rank {episode.rank},"
     else:
         who = f"Rank {episode.rank} ({host}) is slow" if host else f"Rank {episode.rank} is slow"
-    modules, module_excess_s = _modules_of(report, episode)
+    modules, module_excess_s = _modules_of(report, culprit)
     where = f", most of it in {', '.join(modules)} (+{duration(module_excess_s)} a step)" if modules else ""
-    cost_s, share = episode.cost_ns / 1e9, episode.cost_ns / episode.step_ns if episode.step_ns else 0.0
+    cost_s, share = None if culprit.cost_ns is None else culprit.cost_ns / 1e9, culprit.cost_share
     since = "since the start" if episode.from_start else f"since step {episode.since_step}"
+    cost = "What it costs the job is not known"
+    if cost_s is not None and share is not None:
+        cost = f"It costs the job {duration(cost_s)} a step ({percent(share)})"
     text = (
         f"{who} in {phase_name(episode.phase)}: {_against(episode, findings.compared)}{where}{_pattern(episode)}. "
-        f"It costs the job {duration(cost_s)} a step ({percent(share)}), {since}. "
+        f"{cost}, {since}. "
         f"Next: {_next_action(episode, modules, culprit)}"
     )
     evidence = {
@@ -133,8 +136,12 @@ def _next_action(episode: Episode, modules: list[str], culprit: Culprit) -> str:
     return actions[episode.phase]
 
 
-def _modules_of(report: dict[str, Any], episode: Episode) -> tuple[list[str], float]:
-    """The fewest modules, at most three, that together explain most of the phase's excess, and by how much."""
+def _modules_of(report: dict[str, Any], culprit: Culprit) -> tuple[list[str], float]:
+    """The fewest modules, at most three, that together explain most of the phase's excess, and by how much.
+
+    From what the judging node was told, where the report does not hold the rank: nodes may share no disk.
+    """
+    episode = culprit.lead
     tables = {"forward": ("by_rank",), "backward": ("backward_by_rank",), "compute": ("by_rank", "backward_by_rank")}
     excesses = []
     for module in report["modules"]:
@@ -146,9 +153,11 @@ def _modules_of(report: dict[str, Any], episode: Episode) -> tuple[list[str], fl
                 excess_s, seen = excess_s + mine - sum(others) / len(others), True
         if seen:
             excesses.append((excess_s, module["name"]))
+    if not excesses and episode.phase == "forward":
+        excesses = [(excess_ns / 1e9, name) for name, excess_ns in culprit.slower_modules_ns.items()]
     names: list[str] = []
     total_s = 0.0
-    for excess_s, name in sorted(excesses, reverse=True)[:3]:
+    for excess_s, name in sorted(excesses, reverse=True)[:MOST_MODULES]:
         names.append(name)
         total_s += excess_s
         if total_s >= 0.6 * episode.phase_excess_ns / 1e9:
@@ -159,12 +168,14 @@ def _modules_of(report: dict[str, Any], episode: Episode) -> tuple[list[str], fl
 def _was_slow(report: dict[str, Any], episode: Episode) -> Verdict:
     assert episode.until_step is not None
     kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
-    cost_s, share = episode.cost_ns / 1e9, episode.cost_ns / episode.step_ns if episode.step_ns else 0.0
+    together = episode.shared_cost_ns is not None and episode.shared_cost_ns > episode.cost_ns
+    cost_ns = max(episode.cost_ns, episode.shared_cost_ns or 0.0)
+    cost_s, share = cost_ns / 1e9, cost_ns / episode.step_ns if episode.step_ns else 0.0
     since = "from the start" if episode.from_start else f"from step {episode.since_step}"
     text = (
-        f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step {episode.until_step}: "
+        f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step {episode.until_step - 1}: "
         f"+{duration(episode.excess_ns / 1e9)} a step{_pattern(episode)}, which cost the job {duration(cost_s)} a step "
-        f"({percent(share)}). It is over."
+        f"({percent(share)}){', together with those that were slow with it' if together else ''}. It is over."
     )
     evidence = {"class": cause_class(episode), "until_step": episode.until_step, "excess_s": episode.excess_ns / 1e9}
     return Verdict(
@@ -174,8 +185,7 @@ def _was_slow(report: dict[str, Any], episode: Episode) -> Verdict:
 
 
 def _imbalance(found: StageImbalance, findings: Findings) -> Verdict:
-    cost_s = (found.work_ns - found.others_work_ns) / 1e9
-    share = cost_s * 1e9 / findings.step_ns
+    cost_s, share = found.cost_ns / 1e9, found.cost_ns / findings.step_ns
     text = (
         f"The pipeline is out of balance: stage {found.stage} (ranks {ranges(found.ranks)}) has "
         f"{duration(found.work_ns / 1e9)} of work a step, the other stages {duration(found.others_work_ns / 1e9)}. "

@@ -29,7 +29,7 @@ def verdicts(
         return [_only_warm_up(report)]
     now, before = straggler_verdicts(report, findings, named)
     if links.links:
-        now.append(_slow_link(report, links))
+        now.append(slow_link(report["steps"], links))
     if now:
         # First things first: while one rank holds up the others, their waiting is its doing and shares mislead.
         return [*now, *before]
@@ -37,14 +37,14 @@ def verdicts(
     return [*found, *before, _bottleneck(report)]
 
 
-def _slow_link(report: dict[str, Any], links: LinkFindings) -> Verdict:
+def slow_link(steps: dict[str, Any], links: LinkFindings) -> Verdict:
+    """The slow links, of which there are some. steps: the report's."""
     worst = links.links[0]
     where = f"rank {links.shared_ranks[0]}" if links.shared_ranks else f"ranks {ranges(worst.ranks)}"
     action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
     text = f"{slow_link_text(links)} Next: {action}"
-    steps = max(1, report["steps"]["count"])
-    cost_s = worst.cost_ns / 1e9 / steps
-    share = cost_s / report["steps"]["mean_s"] if report["steps"]["mean_s"] else 0.0
+    cost_s = worst.cost_ns / 1e9 / max(1, steps["count"])
+    share = cost_s / steps["mean_s"] if steps["mean_s"] else 0.0
     evidence = {"class": "slow_communication", **links.to_json()}
     return Verdict("slow_link", None, "communication", cost_s, share, None, 0.8, text, evidence)
 

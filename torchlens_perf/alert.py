@@ -1,0 +1,240 @@
+"""One alert, and how it is made from what was found: ids, sentences, numbers. Pure; alerts.py says when."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.culprits import NOBODY, Culprit, Named
+from torchlens_perf.rank_ranges import ranges
+from torchlens_perf.report.straggler_words import cause_class, phase_name, straggler_verdicts
+from torchlens_perf.straggler import Findings, Place
+
+if TYPE_CHECKING:
+    from torchlens_perf.episodes import Episode
+    from torchlens_perf.records import Verdict
+
+STARTED, UPDATED, ENDED = "started", "updated", "ended"
+
+
+@dataclasses.dataclass(frozen=True)
+class Alert:
+    """Something began, is known better by now, or ended. None and "" stand for what does not apply."""
+
+    id: str
+    """32 hexadecimal digits; the same whoever raises the alert, and however often."""
+    about: str
+    """The same for all alerts about one straggler, or one hang."""
+    kind: str
+    """straggler, hang, or a verdict's kind."""
+    change: str
+    """STARTED, UPDATED or ENDED."""
+    text: str
+    """The verdict's sentence."""
+    unix_ns: int
+    """When it was found."""
+    attempt: int
+    since_step: int | None = None
+    until_step: int | None = None
+    """The step from which on it was over."""
+    rank: int | None = None
+    """The suspect; of several, the one to look at first."""
+    ranks: tuple[int, ...] = ()
+    """All suspects; of ranks that are slow together, all of them."""
+    host: str = ""
+    """The suspect's."""
+    phase: str | None = None
+    cause: str = ""
+    """A straggler's class: slow_compute, slow_data, slow_host or more_work. A hang's kind: dead, missing and others."""
+    scope: str = ""
+    """What is slow: "rank", "node" with all its ranks, or "position" in the mesh."""
+    cost_s: float | None = None
+    """Seconds that each step of the job would be shorter without all suspects; None where that is not known."""
+    cost_share: float | None = None
+    duration_s: float | None = None
+    """For a hang: for how long no step has been made."""
+
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody should look: not for an end."""
+        return self.change != ENDED
+
+
+@dataclasses.dataclass
+class Slow:
+    """A straggler's alert that is open: about one rank, or about several that are slow together."""
+
+    about: tuple[int, int]
+    """Episode.key of the one that was named first: since_step is corrected while an episode is open."""
+    kind: str
+    name: str
+    """As a Culprit has them."""
+    episodes: dict[tuple[int, int], Episode]
+    """By their keys, those that it tells of; also those that have ended before it."""
+
+    @property
+    def lead(self) -> Episode:
+        return max(self.episodes.values(), key=lambda episode: episode.excess_ns)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({episode.rank for episode in self.episodes.values()}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One look at the findings, and how alerts are made in it."""
+
+    run_id: str
+    attempt: int
+    generation: int
+    findings: Findings
+    places: Mapping[int, Place]
+    unix_ns: int
+    report: Callable[[], dict[str, Any]]
+
+    def began(self, slow: Slow, culprit: Culprit, change: str = STARTED, *parts: object) -> Alert:
+        """culprit: as culprits() has found it; the rank that is slowest speaks for those that are slow with it."""
+        findings = dataclasses.replace(self.findings, episodes=())
+        (verdict,), _ = straggler_verdicts(self.report(), findings, Named((culprit,)))
+        return self._straggler(slow, culprit.lead, change, verdict, verdict.text, *parts, ranks=culprit.ranks)
+
+    def joined(self, slow: Slow, culprit: Culprit, step: int) -> Alert:
+        """More ranks are slow together with those that an alert is about already; they were named after that step."""
+        return self.began(slow, culprit, UPDATED, step, ranges(culprit.ranks))
+
+    def ended(self, slow: Slow) -> Alert:
+        """slow: of episodes with their until_step."""
+        episodes = slow.episodes.values()
+        until_step = max(episode.until_step for episode in episodes if episode.until_step is not None)
+        verdict = self._was_slow(slow.lead)
+        text = verdict.text
+        if len(slow.episodes) > 1:
+            was = "were" if slow.kind == "position" else "was"
+            text = f"{_who(slow)} {was} slow up to step {until_step - 1}. {text}"
+        return dataclasses.replace(
+            self._straggler(slow, slow.lead, ENDED, verdict, text, ranks=slow.ranks), until_step=until_step
+        )
+
+    def no_longer(self, slow: Slow, why: str) -> Alert:
+        """An end of which the step is not known."""
+        lead = slow.lead
+        was = "were" if slow.kind == "position" else "was"
+        text = f"{_who(slow)} {was} slow in {phase_name(lead.phase)} from step {lead.since_step} on. It is over: {why}."
+        verdict = self._was_slow(dataclasses.replace(lead, until_step=lead.last_step + 1))
+        return self._straggler(slow, lead, ENDED, verdict, text, ranks=slow.ranks)
+
+    def _was_slow(self, episode: Episode) -> Verdict:
+        """episode: with its until_step."""
+        findings = dataclasses.replace(self.findings, episodes=(episode,))
+        _, (verdict,) = straggler_verdicts(no_modules(), findings, NOBODY)
+        return verdict
+
+    def _straggler(
+        self, slow: Slow, episode: Episode, change: str, verdict: Verdict, text: str, *parts: object,
+        ranks: tuple[int, ...],
+    ) -> Alert:  # fmt: skip
+        """verdict: for the cost, which of several ranks is not that of one of them, and may not be known."""
+        about = self._about("straggler", *slow.about)
+        return Alert(
+            id=_hash(about, change, *parts),
+            about=about,
+            kind="straggler",
+            change=change,
+            text=text,
+            unix_ns=self.unix_ns,
+            attempt=self.attempt,
+            since_step=episode.since_step,
+            rank=episode.rank,
+            ranks=ranks,
+            host=self._host(episode.rank),
+            phase=episode.phase,
+            cause=cause_class(episode),
+            scope=slow.kind,
+            cost_s=verdict.cost_s_per_step,
+            cost_share=verdict.cost_share,
+        )
+
+    def _about(self, *what: object) -> str:
+        """Processes that were started anew in the same attempt are others, though they have ranks and steps alike."""
+        attempt = f"{self.attempt}.{self.generation}" if self.generation else self.attempt
+        return _hash(self.run_id, attempt, *what)
+
+    def hang(self, hang: Mapping[str, Any], change: str, text: str) -> Alert:
+        """hang: as the node's state has it."""
+        about = self._about("hang", hang["step"])
+        ranks = tuple(hang["ranks"])
+        parts = (hang["kind"], ranges(ranks)) if change == UPDATED else ()
+        return Alert(
+            id=_hash(about, change, *parts),
+            about=about,
+            kind="hang",
+            change=change,
+            text=text,
+            unix_ns=self.unix_ns,
+            attempt=self.attempt,
+            since_step=hang["step"],
+            rank=ranks[0] if ranks else None,
+            ranks=ranks,
+            host=self._host(ranks[0]) if ranks else "",
+            cause=hang["kind"],
+            duration_s=hang["since_s"],
+        )
+
+    def hang_over(self, hang: Mapping[str, Any]) -> Alert:
+        """hang: as it was seen last; its since_s is of then."""
+        text = f"The hang in step {hang['step']} is over: steps are made again, or the processes have ended."
+        return self.hang(hang, ENDED, text)
+
+    def verdict_over(self, verdict: Verdict, key: tuple[object, ...]) -> Alert:
+        """verdict: as it stood last."""
+        return self.verdict(verdict, key, ENDED, f"No longer: {verdict.text.partition(' Next: ')[0]}")
+
+    def verdict(self, verdict: Verdict, key: tuple[object, ...], change: str, text: str, *parts: object) -> Alert:
+        about = self._about(*key)
+        return Alert(
+            id=_hash(about, change, *parts),
+            about=about,
+            kind=verdict.kind,
+            change=change,
+            text=text,
+            unix_ns=self.unix_ns,
+            attempt=self.attempt,
+            since_step=verdict.since_step,
+            rank=verdict.rank,
+            ranks=_suspects(verdict),
+            host=self._host(verdict.rank),
+            phase=verdict.phase,
+            cause=verdict.evidence.get("class", ""),
+            scope=verdict.evidence.get("scope", ""),
+            cost_s=verdict.cost_s_per_step,
+            cost_share=verdict.cost_share,
+        )
+
+    def _host(self, rank: int | None) -> str:
+        return self.places[rank].host if rank is not None and rank in self.places else ""
+
+
+def _who(slow: Slow) -> str:
+    if slow.kind == "node":
+        return f"Node {slow.name} (ranks {ranges(slow.ranks)})"
+    if slow.kind == "position":
+        return f"The ranks at {slow.name} ({ranges(slow.ranks)})"
+    return f"Rank {slow.lead.rank}"
+
+
+def no_modules() -> dict[str, Any]:
+    return {"modules": []}
+
+
+def _suspects(verdict: Verdict) -> tuple[int, ...]:
+    """Of slow links, the ranks that all of them have; else those of the worst."""
+    of = verdict.evidence
+    links = of.get("links", ())
+    return tuple(of.get("ranks", ()) or of.get("shared_ranks", ()) or (links[0]["ranks"] if links else ()))
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256("/".join(str(part) for part in parts).encode()).hexdigest()[:32]

@@ -1,0 +1,99 @@
+"""One ring file as the sidecar reads it: how far it is read, counted and kept, and what waits for its step's end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf import ring
+from torchlens_perf.identity import process_started
+from torchlens_perf.ring import Kind, Reader, State
+from torchlens_perf.run_store import Origin
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.node_state import ProcessState
+
+USUAL_STEPS = 32  # from which a rank's usual step time is taken
+
+
+@dataclasses.dataclass
+class RingSource:
+    """A ring file being read."""
+
+    path: Path
+    reader: Reader
+    state: ProcessState
+    settings: dict[str, Any]
+    kept: int  # sequence number of the last record in a segment
+    generation: int  # of the node's processes, see generations.py
+    waiting: list[tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]] = dataclasses.field(default_factory=list)
+    # Read to its end, after which nothing more comes. Never taken from the saved state: that tells that the process
+    # has ended, but what an earlier sidecar had read of it was lost with that sidecar.
+    read_to_end: bool = False
+    settled: bool = False  # read to its end, and all of it is accounted for
+    ended_monotonic_s: float = 0.0
+    job_store: tuple[str, int] | None = None
+    stack_file: str = ""
+    joins: bool = False  # the join of collectives knows of it
+    durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=USUAL_STEPS))
+    step_s: float = 0.0  # when the step in progress was first seen
+    mark_s: float = 0.0  # when something was last seen to be recorded
+    _step: int = -1
+    _head: int = -1
+
+    def seen(self, step: int, head: int, now_s: float) -> None:
+        """How far the ring is now."""
+        if step != self._step:
+            self._step, self.step_s = step, now_s
+        if head != self._head:
+            self._head, self.mark_s = head, now_s
+
+    def has_ended(self) -> str:
+        """How the process has ended: "closed" or "died"; "" while it runs."""
+        if self.reader.counter(ring.STATE) == State.CLOSED:
+            return "closed"
+        identity = self.state.identity
+        # A ring that was closed between the two looks is closed, not dead.
+        if process_started(identity.pid) != identity.process_started:
+            return "closed" if self.reader.counter(ring.STATE) == State.CLOSED else "died"
+        return ""
+
+    def whole_steps(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+        """Takes out the records of whole steps, and their sequence numbers; all of them, once it is read to its end."""
+        if not self.waiting:
+            return np.zeros(0, ring.record_dtype()), np.zeros(0, np.int64)
+        records = np.concatenate([records for records, _ in self.waiting])
+        sequences = np.concatenate([sequences for _, sequences in self.waiting])
+        ends = np.flatnonzero(records["kind"] == Kind.STEP)
+        cut = len(records) if self.read_to_end else (int(ends[-1]) + 1 if len(ends) else 0)
+        self.waiting = [(records[cut:], sequences[cut:])] if cut < len(records) else []
+        return records[:cut], sequences[:cut]
+
+    def count_up_to(self, last: int, counted: int) -> int:
+        """Moves on what the statistics know of: so many of the records up to number `last` were `counted` now.
+
+        Returns how many were not, and are lost; the same whoever reads a part of the ring again.
+        """
+        lost = max(0, last - self.state.counted - counted)
+        self.state.counted = max(self.state.counted, last)
+        return lost
+
+    def forget_oldest(self, most: int) -> int:
+        """Lets go of what waits for its step's end, but for the newest. Returns how many records are lost by it."""
+        surplus = sum(len(records) for records, _ in self.waiting) - most
+        if surplus <= 0:
+            return 0
+        ((records, sequences),) = self.waiting
+        self.waiting = [(records[surplus:].copy(), sequences[surplus:].copy())]
+        return self.count_up_to(int(sequences[surplus - 1]), 0)
+
+    @property
+    def origin(self) -> Origin:
+        identity = self.state.identity
+        return Origin(identity.key, identity.rank, identity.attempt, identity.host, self.state.anchor)
