@@ -8,7 +8,16 @@ import sys
 
 import torch
 
-from benchmarks import collective_cost, exchange_scale, exit_delay, hot_path, long_run, short_runs, training_step
+from benchmarks import (
+    collective_cost,
+    exchange_scale,
+    exit_delay,
+    hot_path,
+    long_run,
+    merge_scale,
+    short_runs,
+    training_step,
+)
 
 BENCHMARKS = {
     "hot_path": hot_path.main,
@@ -18,6 +27,7 @@ BENCHMARKS = {
     "collective_cost": collective_cost.main,
     "short_runs": short_runs.main,
     "exchange_scale": exchange_scale.main,
+    "merge_scale": merge_scale.main,
 }
 
 

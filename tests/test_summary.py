@@ -39,7 +39,7 @@ def received(*summaries: Summary) -> np.ndarray:
 def back(sent: Progress) -> Progress:
     """What arrives of a rank's progress."""
     (value,) = received(told(progress=sent))
-    return summary.progress(value, sent.host, 0.0)
+    return summary.progress(np.array([value]), [sent.host], [0.0])[0]
 
 
 def assert_close(found: Progress, expected: Progress) -> None:
@@ -100,7 +100,7 @@ class TestPlaceAndProgress:
     def test_age(self) -> None:
         """What was told some time ago is so much older."""
         (value,) = received(told())
-        found = summary.progress(value, "node-c", 4.0)
+        found = summary.progress(np.array([value]), ["node-c"], [4.0])[0]
 
         assert (found.told_s, found.host) == (4.0, "node-c")
         assert found.since_step_s == pytest.approx(ranks.SINCE_S + 4.0)
@@ -148,7 +148,7 @@ class TestPlaceAndProgress:
         place = summary.place(value, "")
         assert population.startswith(place.population)
         assert len(place.coordinates) <= len(coordinates)
-        assert len(summary.progress(value, "", 0.0).inside) <= INSIDE
+        assert len(summary.progress(np.array([value]), [""], [0.0])[0].inside) <= INSIDE
 
 
 class TestRows:

@@ -64,7 +64,9 @@ def strongest_interval(deviations: npt.NDArray[np.floating[Any]], least_rows: in
     if rows < least_rows:
         return Interval(np.zeros(ranks, np.int64), np.full(ranks, -np.inf))
     sums = np.cumsum(np.clip(deviations, -CLIP, CLIP)[:, ::-1], axis=1)[:, least_rows - 1 :]
-    strengths = sums / np.sqrt(np.arange(least_rows, rows + 1))
+    strengths = sums / np.sqrt(np.arange(least_rows, rows + 1)).astype(
+        sums.dtype
+    )  # of many ranks, no larger than need be
     best = strengths.argmax(axis=1)
     return Interval(rows - least_rows - best, strengths[np.arange(ranks), best])
 

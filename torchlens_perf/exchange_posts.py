@@ -160,7 +160,7 @@ def member_line(sender: str, node: str) -> bytes:
     return f"{sender} {urllib.parse.quote(node, safe='')}\n".encode()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Received:
     """One rank's payload of one post."""
 

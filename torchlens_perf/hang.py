@@ -29,7 +29,7 @@ ENDED = ("dead", "closed")
 _COMMUNICATING = (WAIT, "backward")  # DDP's reducer waits in C++, inside the backward pass
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
     """What is known of one rank at one instant."""
 

@@ -16,7 +16,7 @@ import numpy as np
 from torchlens_perf import summary
 from torchlens_perf.exchange import Exchange
 from torchlens_perf.exchange_meeting import exchange_key
-from torchlens_perf.hang import ENDED, Hang, Progress, find_hang
+from torchlens_perf.hang import ENDED, LEAST_S, Hang, Progress, find_hang
 from torchlens_perf.module_times import ModuleTimes
 from torchlens_perf.node_judge import NodeJudge
 from torchlens_perf.rank_ranges import parse_ranges
@@ -245,14 +245,19 @@ class JobView:
         received = [(each, node) for parts in collected.payloads.values() for each in parts for node in (each.node,)]
         if received:
             values = summary.unpack([each.payload for each, _ in received])
-            for value, times_ns, (each, node) in zip(values, summary.modules_ns(values), received, strict=True):
-                rank, host = int(value["rank"]), node.partition("/")[0]
-                self._judge.know(self._exchange_attempt, rank, summary.place(value, host))
-                self._remote[rank] = summary.progress(value, host, each.age_s)
-                self._remote_heard_s[rank] = now_s - each.age_s
-                self._module_times.hear(rank, int(value["modules"]), times_ns)
-                if value["ended"]:
-                    self._judge.end(self._exchange_attempt, rank)
+            hosts = [node.partition("/")[0] for _, node in received]
+            ages_s = [each.age_s for each, _ in received]
+            for progress, age_s in zip(summary.progress(values, hosts, ages_s), ages_s, strict=True):
+                self._remote[progress.rank] = progress
+                self._remote_heard_s[progress.rank] = now_s - age_s
+            ranks = values["rank"].tolist()
+            for index, rank in enumerate(ranks):
+                if not self._judge.has_rows(rank):
+                    self._judge.know(self._exchange_attempt, rank, summary.place(values[index], hosts[index]))
+            for rank, key, times_ns in zip(ranks, values["modules"].tolist(), summary.modules_ns(values), strict=True):
+                self._module_times.hear(rank, key, times_ns)
+            for index in np.flatnonzero(values["ended"]).tolist():
+                self._judge.end(self._exchange_attempt, ranks[index])
             for population, block in summary.blocks(values):
                 self._judge.add_block(population, block)
         own = f"{self._host}/"
@@ -269,14 +274,22 @@ class JobView:
 
     def _look_for_hang(self, now_s: float) -> None:
         ranks = {rank: local.progress for rank, local in self._local.items() if local.progress is not None}
-        for rank, told in self._remote.items():
-            age_s = now_s - self._remote_heard_s[rank]
-            since_step_s = told.since_step_s
-            if age_s <= SILENT_S or told.state in ENDED:  # what a silent node does is not known: no step is not it
-                since_step_s += age_s - told.told_s
-            ranks[rank] = dataclasses.replace(told, told_s=age_s, since_step_s=since_step_s)
-        if not ranks:
+        if not ranks and not self._remote:
             return
+        ages_s = {rank: now_s - heard_s for rank, heard_s in self._remote_heard_s.items()}
+        # Of many ranks, none is looked at closer while all make steps.
+        longest_s = max(
+            (told.since_step_s + ages_s[rank] - told.told_s for rank, told in self._remote.items()), default=0.0
+        )
+        if max([longest_s, *(each.since_step_s for each in ranks.values())]) <= LEAST_S:
+            self.hang, self.hang_key = None, None
+            return
+        for rank, told in self._remote.items():
+            since_step_s = told.since_step_s
+            # What a silent node does is not known: that no step is told of is not that none is made.
+            if ages_s[rank] <= SILENT_S or told.state in ENDED:
+                since_step_s += ages_s[rank] - told.told_s
+            ranks[rank] = dataclasses.replace(told, told_s=ages_s[rank], since_step_s=since_step_s)
         world_size = max(local.world_size for local in self._local.values())
         groups = dict(self._groups)
         for name, members in groups.items():

@@ -80,6 +80,10 @@ class NodeJudge:
             self.findings = self._judge.judge(final=final)
         return self.findings
 
+    def has_rows(self, rank: int) -> bool:
+        """Whether rows of a rank have come: its place is settled."""
+        return rank in self._has_rows
+
     def know(self, attempt: int, rank: int, place: Place) -> bool:
         """A rank's place: what is known of it when its first rows come, for then it is compared with others.
 

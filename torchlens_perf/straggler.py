@@ -53,7 +53,7 @@ _CHUNK_ROWS = 32
 _MOST_SUSPECTS = 16  # at a time: if more ranks are slow at once, the slowest go first
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Place:
     """What is known of a rank besides its times."""
 

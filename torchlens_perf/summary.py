@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +27,7 @@ VERSION = 2
 ROWS, GROUPS, DIMENSIONS, INSIDE = 12, 6, 6, 4
 MOST_BYTES = 1024
 NO_ROW = 0xFFFFFFFF
+_PROGRESS = ("rank", "step", "since_step_s", "usual_step_s", "since_mark_s", "groups", "inside", "state", "all_groups")
 _STATES = ("unknown", "running", "stopped", "traced", "uninterruptible", "dead", "closed")
 
 LAYOUT = np.dtype(
@@ -140,9 +141,10 @@ def blocks(values: npt.NDArray[np.void]) -> Iterator[tuple[str, Block]]:
     """The summaries' rows, by population and width."""
     has_rows = (values["row"] != NO_ROW).any(axis=1)
     for width in np.unique(values["width"][has_rows]).tolist():
-        of_width = values[has_rows & (values["width"] == width)]
-        for population in np.unique(of_width["population"]).tolist():
-            chosen = of_width[of_width["population"] == population]
+        of_width = has_rows & (values["width"] == width)
+        for population in np.unique(values["population"][of_width]).tolist():
+            which = of_width & (values["population"] == population)
+            chosen = values if which.all() else values[which]  # of a large job, not all of it once more
             row = chosen["row"].astype(np.int64)
             times = chosen["times"]
             yield (
@@ -172,19 +174,25 @@ def place(value: np.void, host: str) -> Place:
     return Place(host, value["population"].decode(), coordinates)
 
 
-def progress(value: np.void, host: str, told_s: float) -> Progress:
-    """How far the rank of one summary is. told_s: how old the summary is."""
-    fields: dict[str, Any] = {
-        "rank": int(value["rank"]),
-        "host": host,
-        "step": int(value["step"]),
-        "since_step_s": float(value["since_step_s"]) + told_s,
-        "told_s": told_s,
-        "usual_step_s": float(value["usual_step_s"]),
-        "issued": {group["name"].decode(): int(group["issued"]) - 1 for group in value["groups"] if group["name"]},
-        "inside": tuple(name.decode() for name in value["inside"] if name),
-        "state": _STATES[value["state"]],
-        "since_mark_s": None if value["since_mark_s"] < 0 else float(value["since_mark_s"]),
-        "all_groups": bool(value["all_groups"]),
-    }
-    return Progress(**fields)
+def progress(values: npt.NDArray[np.void], hosts: Sequence[str], told_s: Sequence[float]) -> list[Progress]:
+    """How far the rank of each summary is. told_s: how old the summaries are."""
+    # Column by column: a field of a single summary takes as long as a whole column of few.
+    columns = {name: values[name].tolist() for name in _PROGRESS}
+    text = {name: name.decode() for name in np.unique(values["groups"]["name"]).tolist()}
+    rows = zip(*columns.values(), hosts, told_s, strict=True)
+    return [
+        Progress(
+            rank=rank,
+            host=host,
+            step=step,
+            since_step_s=since_step_s + age_s,
+            told_s=age_s,
+            usual_step_s=usual_step_s,
+            issued={text[name]: issued - 1 for name, issued in groups if name},
+            inside=tuple(name.decode() for name in inside if name),
+            state=_STATES[state],
+            since_mark_s=None if since_mark_s < 0 else since_mark_s,
+            all_groups=bool(all_groups),
+        )
+        for rank, step, since_step_s, usual_step_s, since_mark_s, groups, inside, state, all_groups, host, age_s in rows
+    ]

@@ -8,7 +8,8 @@
 
 #include "recorder.h"
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+/* Recursive: NVTX's functions are called inside it, and what they set free may come back here. */
+static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static Recorder *collecting; /* changed with the GIL and the lock; read with either */
 static _Atomic int wants_gil; /* whether it calls Python, for NVTX ranges; changed with the lock */
 static uint32_t wait_name_id;
@@ -105,9 +106,28 @@ static void write_without_end(Kept *kept, uint32_t count)
     }
 }
 
+/* Takes the lock. Who has it may be in a Python function, for an NVTX range, and wait there for the GIL: so it is not
+ * waited for with the GIL held. */
+static void acquire(void)
+{
+    if (pthread_mutex_trylock(&lock) == 0) {
+        return;
+    }
+    if (PyGILState_GetThisThreadState() == NULL || !PyGILState_Check()) {
+        pthread_mutex_lock(&lock);
+        return;
+    }
+    do {
+        PyThreadState *state = PyEval_SaveThread();
+        pthread_mutex_lock(&lock);
+        pthread_mutex_unlock(&lock);
+        PyEval_RestoreThread(state);
+    } while (pthread_mutex_trylock(&lock) != 0);
+}
+
 static int issue(Collective *collective)
 {
-    pthread_mutex_lock(&lock);
+    acquire();
     Recorder *recorder = collecting;
     if (recorder == NULL || recorder->header == NULL) {
         pthread_mutex_unlock(&lock);
@@ -139,7 +159,7 @@ static int issue(Collective *collective)
 
 static void returned(Collective *collective, enum collective_end end)
 {
-    pthread_mutex_lock(&lock);
+    acquire();
     if (is_recorded(collective)) {
         int64_t now_ns = recorder_now(collecting);
         collective->call_ns = now_ns - collective->start_ns;
@@ -176,7 +196,7 @@ static void returned(Collective *collective, enum collective_end end)
 
 static void completed(const Collective *collective)
 {
-    pthread_mutex_lock(&lock);
+    acquire();
     if (collective->pending < MOST_PENDING && is_recorded(collective)) {
         pending[collective->pending].used = 0;
         int64_t end_ns = recorder_now(collecting);
@@ -185,7 +205,7 @@ static void completed(const Collective *collective)
     pthread_mutex_unlock(&lock);
 }
 
-/* Takes the lock; before it, never inside, the GIL if NVTX ranges are pushed, which is done in Python. The recorder is
+/* Takes the lock; before it the GIL if NVTX ranges are pushed, which is done in Python. The recorder is
  * not looked at without the lock: it may be closed and freed meanwhile. Returns whether the GIL was taken. */
 static int enter(PyGILState_STATE *state)
 {
@@ -194,7 +214,7 @@ static int enter(PyGILState_STATE *state)
         if (gil) {
             *state = PyGILState_Ensure();
         }
-        pthread_mutex_lock(&lock);
+        acquire();
         if (gil || !wants_gil) {
             return gil;
         }
@@ -273,7 +293,7 @@ PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id)
     if (value == (unsigned long)-1 && PyErr_Occurred()) {
         return NULL;
     }
-    pthread_mutex_lock(&lock);
+    acquire();
     wait_name_id = (uint32_t)value;
     if (self->header != NULL) {
         collecting = self;
@@ -289,7 +309,7 @@ PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id)
 /* Before the recorder gets Python functions to call. Whoever is in a mark without the GIL has left it on return. */
 void collective_with_gil(Recorder *self)
 {
-    pthread_mutex_lock(&lock);
+    acquire();
     if (collecting == self) {
         wants_gil = 1;
     }
@@ -301,9 +321,9 @@ void collective_with_gil(Recorder *self)
 void collective_release(Recorder *self, int forked)
 {
     if (forked) {
-        lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+        lock = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
     }
-    pthread_mutex_lock(&lock);
+    acquire();
     if (collecting == self) {
         if (self->header != NULL && !forked) {
             write_without_end(waited_for, MOST_WAITED_FOR);

@@ -1,0 +1,127 @@
+"""What node 0's sidecar pays for a window of a large job: 16384 ranks of 64 modules, unpacked, merged, judged.
+
+Windows of 12 rows from 2048 nodes of 8 ranks, as the exchange hands them over (getting them: exchange_scale.py), go
+through the sidecar's own JobView: places, progress, module times, rows, judgement, and a look for a hang. One rank is
+8 % slower from the sixth window on. Processor time of the one thread that does it all.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import Table
+from torchlens_perf import summary
+from torchlens_perf.exchange_posts import Collected, NodeContact, Received
+from torchlens_perf.hang import Progress
+from torchlens_perf.identity import Identity
+from torchlens_perf.job_view import JobView
+from torchlens_perf.records import OWN_PARTS
+from torchlens_perf.straggler import Place
+
+RANKS, NODE_SIZE, WINDOWS, SLOW, SLOW_FROM = 16384, 8, 24, 1234, 5
+MODULES = {f"layers.{number}.mlp": 3e5 + number for number in range(64)}
+WORK_NS = np.array(
+    [{"data": 1e6, "forward": 2e7, "backward": 4e7, "optimizer": 5e6}.get(part, 1e6) for part in OWN_PARTS]
+)
+MOST_S, MOST_MB = 1.0, 512
+
+
+class Handed:
+    """In place of the exchange: what it has collected."""
+
+    def __init__(self, *_: object) -> None:
+        self.next: Collected = Collected({}, {})
+
+    def collect(self) -> Collected:
+        collected, self.next = self.next, Collected({}, {})
+        return collected
+
+    def notes(self) -> list[str]:
+        return []
+
+
+def window(number: int, draw: np.random.Generator) -> Collected:
+    """The summaries of all ranks: one packed by the sidecar's function, the others like it but for numbers."""
+    place = Place("node-0", "abcdef012345", {"dp": 0, "tp": 3, "cp": 1})
+    groups = {"0": 40 * number, "dp": 20 * number, "tp": 400 * number}
+    progress = Progress(0, "node-0", 12 * number, 0.1, 0.0, 0.07, groups, ("backward", "wait"), "running")
+    packed = summary.pack(summary.Summary(0, RANKS, place, progress, 4711, None, MODULES))
+    values = np.repeat(np.frombuffer(packed, summary.LAYOUT), RANKS)
+    values["rank"], values["width"] = np.arange(RANKS), 1
+    values["row"] = number * summary.ROWS + np.arange(summary.ROWS)
+    values["work"] = WORK_NS * (1 + 0.02 * draw.standard_normal((RANKS, summary.ROWS, 1)))
+    if number >= SLOW_FROM:
+        values["work"][SLOW] *= 1.08
+    own = values["work"].sum(axis=2)
+    duration = 1.01 * own.max(axis=0)
+    values["times"][..., 0], values["times"][..., 1], values["times"][..., 2:] = duration, duration - own, np.nan
+    nodes = [f"node-{rank // NODE_SIZE}/{rank // NODE_SIZE * NODE_SIZE}" for rank in range(RANKS)]
+    payloads = {rank: (Received(values[rank].tobytes(), 0.3, nodes[rank], number + 1),) for rank in range(RANKS)}
+    return Collected(payloads, {node: NodeContact(node, 0.3, number, 0, 0, False) for node in set(nodes)})
+
+
+def memory_mb(field: str) -> float:
+    """From /proc/self/status. (`ru_maxrss` of a process begins with that of the one that started it.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def measured() -> dict[str, Any]:
+    """In a process of its own, with what a sidecar of several nodes has loaded: its memory counts."""
+    import torch.distributed  # noqa: F401  the exchange's store
+
+    import torchlens_perf.sidecar  # noqa: F401
+
+    loaded_mb = memory_mb("VmRSS")
+    handed = Handed()
+    view: Any = JobView("node-0", lambda *_: handed)  # type: ignore[arg-type, return-value]
+    first = Identity(
+        run_id="scale", rank=0, local_rank=0, world_size=RANKS, local_world_size=NODE_SIZE, attempt=0, host="node-0",
+        pid=1, process_started=1, launcher_pid=1, elastic=False, program="", traceparent="", attributes={},
+    )  # fmt: skip
+    place = Place("node-0", "abcdef012345", {})
+    view.progress(first, place, Progress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {})
+    view._join(first, ("127.0.0.1", 1))
+    draw, spent_s = np.random.default_rng(1), []
+    for number in range(WINDOWS):
+        handed.next = window(number, draw)
+        begun_s = time.process_time()
+        findings = view.look(5.0 * number)
+        spent_s.append(time.process_time() - begun_s)
+    return {
+        "named": [(episode.rank, episode.named_step) for episode in findings.episodes],
+        "peak_mb": memory_mb("VmHWM"),
+        "loaded_mb": loaded_mb,
+        "spent_s": spent_s[WINDOWS // 2 :],
+    }
+
+
+def main() -> int:
+    """Prints the table; returns how many bars were missed."""
+    command = [sys.executable, "-c", f"import json, {__name__} as it; print(json.dumps(it.measured()))"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(told.stdout)
+    ((rank, named_step),) = found["named"]
+    assert rank == SLOW
+    table = Table("node 0, 16384 ranks, 64 modules", "value", "bar", "")
+    median_s, size = statistics.median(found["spent_s"]), summary.LAYOUT.itemsize
+    table.row(
+        "processor time of a window", f"{median_s:.2f} s", f"at most {MOST_S:.0f} s", table.bar(median_s <= MOST_S)
+    )
+    table.row("longest window", f"{max(found['spent_s']):.2f} s", "", "")
+    merging_mb = found["peak_mb"] - found["loaded_mb"]
+    table.row(
+        "peak memory of it", f"{merging_mb:.0f} MB", f"at most {MOST_MB} MB", table.bar(merging_mb <= MOST_MB)
+    )  # fmt: skip
+    table.row("resident memory of the sidecar, torch with it", f"{found['peak_mb']:.0f} MB", "", "")
+    table.row("on the wire, a rank and window", f"{size} bytes", "at most 1024", table.bar(size <= 1024))
+    table.row("named", f"{named_step - 12 * SLOW_FROM} steps after it began", "", "")
+    return table.missed
