@@ -4,6 +4,7 @@
  * the GIL. So writers are counted in with an atomic head, and a lock, which the training thread holds for some 20 ns an
  * operation, keeps the ring file mapped while another thread writes.
  */
+#define _GNU_SOURCE 1 /* a recursive mutex that needs no call to begin with; Python defines it alike */
 #include "collective.h"
 
 #include "recorder.h"
