@@ -36,7 +36,7 @@ from torch import nn
 
 from benchmarks.measure import Table
 
-ROUNDS = 34
+ROUNDS = 50  # 200 runs with a watch, 100 without
 RANKS, STEPS = 2, 3
 WAYS = ("unwatched", "watched", "recorded")
 RUN_TIMEOUT_S = 30.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_a_hang_grows_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def look(since_s: float, **changed: Any) -> dict[str, Any]:
         told = [progress.rank(0), progress.rank(1), progress.behind(2, **changed)]
         for each in told:
-            now = progress.rank(each.rank, **{**vars(each), "since_step_s": since_s, "since_mark_s": since_s - 0.1})
+            now = replace(each, since_step_s=since_s, since_mark_s=since_s - 0.1)
             view.progress(identity_of(run, each.rank, 3), at[each.rank], now, {})
         view.look(100 + since_s)
         assert view.hang is not None
