@@ -156,6 +156,18 @@ class TestCpu:
 
         assert (found.rank, found.phase) == (2, "data")
 
+    @pytest.mark.parametrize("waited_for", [True, False])
+    def test_more_work_where_cpus_are_short(self, waited_for: bool) -> None:
+        """4 % of the time with a CPU, which is less than 3 % of the step: named where the job waits for it, only."""
+        job = Job.of(12, 300, noise=1e-3).slow(1, 0.04 * WORK_NS / MS)
+        lacks = np.random.default_rng(0).uniform(0, WORK_NS, (12, 300))
+        job.ready_ns = np.broadcast_to(lacks[:1], lacks.shape).copy() if waited_for else lacks
+        found = job.judged()
+
+        assert [episode.rank for episode in found.episodes] == [1] * waited_for
+        assert found.detectable_ns == pytest.approx(LEAST_SHARE * found.step_ns)
+        assert found.step_ns > 1.3 * WORK_NS
+
     def test_not_measured_on_all(self) -> None:
         """Where one rank's time without a CPU is not known, nobody is named for it."""
         job = self.job(60, slice(100, None))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.board import Block, Board
-from torchlens_perf.episodes import Episode, describe, shared_cost_ns
+from torchlens_perf.episodes import Episode, describe, gain_ns, shared_cost_ns
 from torchlens_perf.excess import (
     change_point,
     excess_over_others,
@@ -46,7 +46,8 @@ LEAST_ROWS = 12  # of an interval that names somebody
 WARM_UP_ROWS = 4
 _LASTING_WORKLOAD = 48  # rows with more workload than the others, from which on that is a finding, and no excuse
 WORKLOAD_FACTOR = 1.5  # times that, where the ranks' workload differs: what it explains is a straight line at best
-LEAST_SHARE = 0.03  # of the step: what is not worth a person's time
+LEAST_SHARE = 0.03  # of the step, or of the part of it with a CPU where that part is seen to cost the job something
+_LEAST_GAIN = 0.005  # of the step: what the job would gain without that
 SPREAD_FACTOR = 4.0  # times the ranks' own spread, where there are enough ranks to know it
 _RANKS_WITH_A_SPREAD = 8
 _CHUNK_ROWS = 32
@@ -128,6 +129,7 @@ class Population:
         self.compared = 0
         self.last_step = -1
         self.step_ns = self.work_ns = self.wait_ns = 0.0
+        self._running_ns = 0.0  # the step without the time that its thread was ready and had no CPU
         self.detectable_ns = float("inf")
 
     @property
@@ -204,8 +206,8 @@ class Population:
             return
         sample = present[:: max(1, len(present) // 256)]
         recent = np.ix_(sample, keys[-64:] % board.columns)
-        # Where CPUs are short, the steps are as long as they are for that reason, which is no measure for work.
-        self.step_ns = float(np.median(board.duration_ns[recent] - np.nan_to_num(board.ready_ns[recent])))
+        self.step_ns = float(np.median(board.duration_ns[recent]))
+        self._running_ns = float(np.median(board.duration_ns[recent] - np.nan_to_num(board.ready_ns[recent])))
         self.work_ns = float(np.median(board.parts_ns[recent].sum(axis=2)))
         self.wait_ns = float(np.median(board.wait_ns[recent]))
         if len(present) < 2:  # nobody to compare it with, as in a pipeline of one rank a stage
@@ -239,7 +241,7 @@ class Population:
             begin = rows.row_of(episode.since_step)
             series = rows.without_stalls(episode.phase, index, begin)
             over = over_since(series > episode.slow_excess_ns / 2, episode.slow_share, LEAST_ROWS)
-            worth_ns = LEAST_SHARE * self.step_ns
+            worth_ns = LEAST_SHARE * self._running_ns
             if over is None and series.mean() < worth_ns / 2:  # little is left, hidden in much noise
                 over = min(int(np.cumsum(series - worth_ns).argmax()) + 1, len(series) - 1)
             if over is not None:
@@ -259,7 +261,7 @@ class Population:
             if episode.until_step is not None:
                 over[episode.rank] = max(episode.until_step, over.get(episode.rank, 0))
         for phase in ("", "cpu"):
-            for index, start in rows.suspects(phase, self.step_ns, over):
+            for index, start in rows.suspects(phase, self.step_ns, self._running_ns, over):
                 rank = int(rows.ranks[index])
                 if rank not in slow:
                     first = int(rows.keys[0])
@@ -341,16 +343,19 @@ class _Judged:
             self._scales[kind] = noise(self.series(kind))
         return self._scales[kind]
 
-    def suspects(self, phase: str, step_ns: float, over: Mapping[int, int]) -> list[tuple[int, int]]:
+    def suspects(self, phase: str, step_ns: float, running_ns: float, over: Mapping[int, int]) -> list[tuple[int, int]]:
         """Indices of ranks that are slow now, the slowest first, and where each one's interval begins.
 
-        over: by rank, the step before which it is not looked at.
+        running_ns: the usual step without the time ready without a CPU. over: by rank, the step before which it is not
+        looked at.
         """
         cpu = phase == "cpu"
         # Who gets a CPU changes by chance for seconds: that is asked for longer, and more of it.
         least_rows, least_share = (8 * LEAST_ROWS, 4 * LEAST_SHARE) if cpu else (LEAST_ROWS, LEAST_SHARE)
         if not cpu:
             least_share *= self._workload_factor
+        # Where CPUs are short, the steps are as long as they are for that reason, which is no measure for work.
+        least_ns = least_share * (step_ns if cpu else running_ns)
         if len(self.keys) < least_rows:
             return []
         if cpu and not np.isfinite(self._board.ready_ns[self._present, self._at[-1]]).all():
@@ -371,15 +376,22 @@ class _Judged:
             start = int(found.start[index])
             interval = self.without_stalls(phase, index, start)
             mean = float(interval.mean())
-            if mean < least_share * step_ns or not lasts(interval, scale, own_errors(len(self.ranks)), strict=cpu):
+            if mean < least_ns or not lasts(interval, scale, own_errors(len(self.ranks)), strict=cpu):
                 continue
             others = np.delete(series[:, start:].mean(axis=1), index)
             if len(self.ranks) >= _RANKS_WITH_A_SPREAD and mean < SPREAD_FACTOR * spread(others):
                 continue
             if cpu and not self._is_last_for_lack_of_cpu(index, start, interval):
                 continue
+            if mean < least_share * step_ns and self._gain_ns(index, start) < _LEAST_GAIN * step_ns:
+                continue
             suspects.append((index, start + min(change_point(interval, mean), len(interval) - LEAST_ROWS)))
         return suspects
+
+    def _gain_ns(self, index: int, start: int) -> float:
+        """How much sooner the steps from row `start` on would have ended, had it had no more work."""
+        others, excess_ns = np.delete(self._present, index), self.series("")[index, start:]
+        return gain_ns(self._board, int(self._present[index]), others, self.keys[start:], excess_ns)
 
     def _is_last_for_lack_of_cpu(self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]) -> bool:
         """Whether it lacks a CPU in most steps, and is the one that the others wait for."""
