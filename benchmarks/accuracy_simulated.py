@@ -32,7 +32,7 @@ from torchlens_perf.straggler import Findings, Judge
 
 WITHIN = 20  # steps after the fault's first
 CLEAN_STEPS = 512
-FIRST_FAULTY = 2 * BLOCK  # and up to a block later
+FIRST_FAULTY = 2 * BLOCK
 US = "torchlens_perf"
 OTHERS = ("NVRx relative < 0.75", "NVRx relative < 0.95", "NVRx individual < 0.75", "Megatron forward", "slowest step")
 
@@ -62,6 +62,8 @@ class Job:
     """Pipeline stages. One is one population of all ranks, the hardest for a judge."""
     spread: float = 0.003
     """Standard deviation of the ranks' lasting differences, as a share of their work."""
+    since: int = FIRST_FAULTY
+    """The step that the fault begins with, or up to a block later."""
 
     def simulation(self, seed: int, faults: Sequence[Fault] = ()) -> Simulation:
         """Tensor parallel in a node, then data parallel, then stages."""
@@ -126,7 +128,7 @@ def faulty_run(job: Job, seed: int, others: bool = True) -> dict[str, list[bool]
     """One run with a rank that becomes slower. By judge: named in time, its slowest is the right one, and somebody else
     was named."""
     random = np.random.default_rng([seed, 7])
-    rank, since = int(random.integers(job.ranks)), FIRST_FAULTY + int(random.integers(BLOCK))
+    rank, since = int(random.integers(job.ranks)), job.since + int(random.integers(BLOCK))
     run = job.simulation(seed, [Constant(rank=rank, share=job.share, phase=job.phase, since=since)])
     asked = Others(since - WITHIN, seed)  # an interval before the fault, for those that compare with the past
     findings = judged(run, since + 2 * WITHIN, asked.see if others else None)
@@ -193,7 +195,7 @@ def size(options: argparse.Namespace) -> int:
 
 def results(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs of a size: those kept in options.keep, and new ones, which are added to it."""
-    job = Job(options.ranks, options.deviation, options.share, options.phase, options.stages)
+    job = Job(options.ranks, options.deviation, options.share, options.phase, options.stages, since=options.since)
     key = dataclasses.asdict(job)
     known: set[tuple[str, int]] = set()
     if options.keep is not None and options.keep.exists():
@@ -330,6 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=0.05)
     parser.add_argument("--phase", default="compute", help="in which the fault is")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--since", type=int, default=FIRST_FAULTY, help="step that the fault begins with, in `size`")
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--clean", type=int, default=50)
     parser.add_argument("--keep", type=Path, help="a file of runs: these are taken over, new ones are added")

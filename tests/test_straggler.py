@@ -53,6 +53,18 @@ class TestNamed:
 
         assert (found.rank, found.from_start, found.since_step) == (3, True, 4)
 
+    @pytest.mark.parametrize("since", [40, 220])
+    def test_in_a_job_of_ranks_that_differ(self, since: int) -> None:
+        """Ranks that have always been a little slower, and its own past as one of them, do not hide what is new."""
+        job = Job.of(64, 280, noise=0.004, seed=2)
+        for rank in range(64):
+            job.slow(rank, 0.3 * (rank % 8))
+        found = only(job.slow(7, 12, rows=slice(since, None)).judged())
+
+        assert (found.rank, found.until_step) == (7, None)
+        assert found.named_step - since < 20
+        assert abs(found.since_step - since) <= 4
+
     def test_a_slow_rank_that_moves(self) -> None:
         """Two episodes: the first one ends when the slowness leaves the rank, the second one begins there."""
         job = Job.of(4, 400, seed=2).slow(0, 20, "data", slice(60, 200)).slow(1, 20, "data", slice(200, None))

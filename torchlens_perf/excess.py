@@ -52,23 +52,32 @@ def noise(excess: npt.NDArray[np.floating[Any]]) -> float:
 
 
 class Interval(NamedTuple):
-    """For each rank, the interval up to now over which its mean is the most standard errors above zero."""
+    """For each rank, the interval up to now over which its mean is the most standard errors above a level."""
 
     start: npt.NDArray[np.int64]
     strength: npt.NDArray[np.floating[Any]]
+    """Those standard errors."""
 
 
-def strongest_interval(deviations: npt.NDArray[np.floating[Any]], least_rows: int) -> Interval:
-    """deviations: [ranks, rows], in standard deviations."""
+def strongest_interval(
+    deviations: npt.NDArray[np.floating[Any]], least_rows: int, level: float | np.floating[Any] = 0.0
+) -> Interval:
+    """deviations: [ranks, rows], in standard deviations, as is the level."""
     ranks, rows = deviations.shape
     if rows < least_rows:
         return Interval(np.zeros(ranks, np.int64), np.full(ranks, -np.inf))
-    sums = np.cumsum(np.clip(deviations, -CLIP, CLIP)[:, ::-1], axis=1)[:, least_rows - 1 :]
+    above = np.clip(deviations - deviations.dtype.type(level), -CLIP, CLIP)
+    sums = np.cumsum(above[:, ::-1], axis=1)[:, least_rows - 1 :]
     strengths = sums / np.sqrt(np.arange(least_rows, rows + 1)).astype(
         sums.dtype
     )  # of many ranks, no larger than need be
     best = strengths.argmax(axis=1)
     return Interval(rows - least_rows - best, strengths[np.arange(ranks), best])
+
+
+def strength(deviations: npt.NDArray[np.floating[Any]]) -> float:
+    """Standard errors that the mean of one interval is above zero. deviations: [rows], in standard deviations."""
+    return float(np.clip(deviations, -CLIP, CLIP).sum() / np.sqrt(len(deviations)))
 
 
 def change_point(series: npt.NDArray[np.floating[Any]], mean: float) -> int:

@@ -5,10 +5,10 @@ blocked in collectives, and without the time that its thread was ready and had n
 the median of the other ranks that do the same, in the same step, so what makes all ranks slow together cancels.
 
 At every EVERY-th row, for each rank: over which interval that ends now is its mean excess most standard errors above
-zero (a window-limited generalised likelihood ratio; Lai, IEEE Trans. Inf. Theory 44, 1998)? Single values are clipped,
-so that no single stall makes a verdict. A rank is named when that is more than chance gives among so many ranks and
-intervals, when the excess is worth a person's time and larger than the ranks differ anyway, and when it lasts through
-the interval. It is dropped when the same test says that the excess has gone.
+half of what is worth naming (a window-limited generalised likelihood ratio; Lai, IEEE Trans. Inf. Theory 44, 1998)?
+Single values are clipped, so that no single stall makes a verdict. A rank is named when its mean there is farther above
+zero than chance gives among so many ranks and intervals, when the excess is worth a person's time and larger than the
+ranks differ anyway, and when it lasts through the interval. It is dropped when the same test says that it has gone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torchlens_perf.excess import (
     over_since,
     own_errors,
     spread,
+    strength,
     strongest_interval,
     threshold,
     without_stalls,
@@ -47,7 +48,7 @@ WARM_UP_ROWS = 4
 _LASTING_WORKLOAD = 48  # rows with more workload than the others, from which on that is a finding, and no excuse
 WORKLOAD_FACTOR = 1.5  # times that, where the ranks' workload differs: what it explains is a straight line at best
 LEAST_SHARE = 0.03  # of the step, or of the part of it with a CPU where that part is seen to cost the job something
-_LEAST_GAIN = 0.005  # of the step: what the job would gain without that
+_LEAST_GAIN = 0.0075  # of the step: what the job would gain without that
 SPREAD_FACTOR = 4.0  # times the ranks' own spread, where there are enough ranks to know it
 _RANKS_WITH_A_SPREAD = 8
 _CHUNK_ROWS = 32
@@ -284,6 +285,17 @@ class Population:
         return shared_cost_ns(board, present[slow], present[~slow], keys)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bar:
+    """What a time must have in which a rank is to be called slow."""
+
+    rows: int
+    excess_ns: float
+    certain_ns: float
+    """An excess from which on it is not asked what the job would gain without it."""
+    gain_ns: float
+
+
 class _Judged:
     """The rows that are judged at one time: common to all ranks that are there."""
 
@@ -344,49 +356,66 @@ class _Judged:
         return self._scales[kind]
 
     def suspects(self, phase: str, step_ns: float, running_ns: float, over: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Indices of ranks that are slow now, the slowest first, and where each one's interval begins.
+        """Indices of ranks that are slow now, the slowest first, and the row since which each one is.
 
         running_ns: the usual step without the time ready without a CPU. over: by rank, the step before which it is not
         looked at.
         """
-        cpu = phase == "cpu"
-        # Who gets a CPU changes by chance for seconds: that is asked for longer, and more of it.
-        least_rows, least_share = (8 * LEAST_ROWS, 4 * LEAST_SHARE) if cpu else (LEAST_ROWS, LEAST_SHARE)
-        if not cpu:
-            least_share *= self._workload_factor
+        bar = self._bar(phase, step_ns, running_ns)
+        if len(self.keys) < bar.rows:
+            return []
+        if phase == "cpu" and not np.isfinite(self._board.ready_ns[self._present, self._at[-1]]).all():
+            return []
+        found: dict[int, int] = {}
+        # Intervals above zero show what comes and goes; but where a rank was always a little slower, they reach far
+        # back, and weaken what is new. Those above half of what is worth naming do not.
+        for level_ns in (0.0, bar.excess_ns / 2):
+            for index, start in self._candidates(phase, bar.rows, level_ns, over):
+                since = None if index in found else self._slow_since(phase, index, start, bar)
+                if since is not None:
+                    found[index] = since
+        return list(found.items())
+
+    def _bar(self, phase: str, step_ns: float, running_ns: float) -> _Bar:
+        if phase == "cpu":  # who gets a CPU changes by chance for seconds: that is asked for longer, and more of it
+            least_ns = 4 * LEAST_SHARE * step_ns
+            return _Bar(8 * LEAST_ROWS, least_ns, least_ns, 0.0)
         # Where CPUs are short, the steps are as long as they are for that reason, which is no measure for work.
-        least_ns = least_share * (step_ns if cpu else running_ns)
-        if len(self.keys) < least_rows:
-            return []
-        if cpu and not np.isfinite(self._board.ready_ns[self._present, self._at[-1]]).all():
-            return []
-        series = self.series(phase)
+        least_share = LEAST_SHARE * self._workload_factor
+        return _Bar(LEAST_ROWS, least_share * running_ns, least_share * step_ns, _LEAST_GAIN * step_ns)
+
+    def _candidates(
+        self, phase: str, least_rows: int, level_ns: float, over: Mapping[int, int]
+    ) -> list[tuple[int, int]]:
+        """Indices of ranks, the strongest first, and rows since which each one's mean is above zero beyond chance."""
         scale = self.scale(phase)
-        deviations = series / scale
-        found = strongest_interval(deviations, least_rows)
+        deviations, level = self.series(phase) / scale, level_ns / scale
+        found = strongest_interval(deviations, least_rows, level)
         for rank, step in over.items():
             index, first = self.index_of(rank), self.row_of(step)
             if index is not None:
-                again = strongest_interval(deviations[index : index + 1, first:], least_rows)
+                again = strongest_interval(deviations[index : index + 1, first:], least_rows, level)
                 found.start[index], found.strength[index] = again.start[0] + first, again.strength[0]
-        suspects = []
-        for index in np.argsort(-found.strength, kind="stable")[:_MOST_SUSPECTS].tolist():
-            if found.strength[index] < self.threshold:
-                break
-            start = int(found.start[index])
-            interval = self.without_stalls(phase, index, start)
-            mean = float(interval.mean())
-            if mean < least_ns or not lasts(interval, scale, own_errors(len(self.ranks)), strict=cpu):
-                continue
-            others = np.delete(series[:, start:].mean(axis=1), index)
-            if len(self.ranks) >= _RANKS_WITH_A_SPREAD and mean < SPREAD_FACTOR * spread(others):
-                continue
-            if cpu and not self._is_last_for_lack_of_cpu(index, start, interval):
-                continue
-            if mean < least_share * step_ns and self._gain_ns(index, start) < _LEAST_GAIN * step_ns:
-                continue
-            suspects.append((index, start + min(change_point(interval, mean), len(interval) - LEAST_ROWS)))
-        return suspects
+        strongest = np.argsort(-found.strength, kind="stable")[:_MOST_SUSPECTS]
+        intervals = [(index, int(found.start[index])) for index in strongest.tolist() if found.strength[index] > 0]
+        return [each for each in intervals if strength(deviations[each[0], each[1] :]) >= self.threshold]
+
+    def _slow_since(self, phase: str, index: int, start: int, bar: _Bar) -> int | None:
+        """Since which row a rank is slow that is a candidate from row `start` on; None if it is not."""
+        cpu = phase == "cpu"
+        series = self.series(phase)
+        interval = self.without_stalls(phase, index, start)
+        mean = float(interval.mean())
+        if mean < bar.excess_ns or not lasts(interval, self.scale(phase), own_errors(len(self.ranks)), strict=cpu):
+            return None
+        others = np.delete(series[:, start:].mean(axis=1), index)
+        if len(self.ranks) >= _RANKS_WITH_A_SPREAD and mean < SPREAD_FACTOR * spread(others):
+            return None
+        if cpu and not self._is_last_for_lack_of_cpu(index, start, interval):
+            return None
+        if mean < bar.certain_ns and self._gain_ns(index, start) < bar.gain_ns:
+            return None
+        return start + min(change_point(interval, mean), len(interval) - LEAST_ROWS)
 
     def _gain_ns(self, index: int, start: int) -> float:
         """How much sooner the steps from row `start` on would have ended, had it had no more work."""
