@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from tests.planted import MS, WORK_NS, Job, part_of, wider
 from torchlens_perf.board import LATE_ROWS
 from torchlens_perf.episodes import Episode
+from torchlens_perf.population import EVERY
 from torchlens_perf.ring import Flag
-from torchlens_perf.straggler import EVERY, LEAST_ROWS, LEAST_SHARE, NOTHING, WORKLOAD_FACTOR, Findings, Judge, Place
+from torchlens_perf.straggler import NOTHING, Findings, Judge, Place
+from torchlens_perf.suspects import LEAST_ROWS, LEAST_SHARE, WORKLOAD_FACTOR
 
 
 def only(found: Findings) -> Episode:

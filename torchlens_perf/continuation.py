@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.excess import own_errors, threshold
 from torchlens_perf.rank_ranges import parse_ranges
-from torchlens_perf.straggler import LEAST_ROWS
+from torchlens_perf.suspects import LEAST_ROWS
 
 if TYPE_CHECKING:
     from torchlens_perf.episodes import Episode

@@ -1,0 +1,213 @@
+"""Which of the compared ranks are slow in the newest rows, and since when. Pure; straggler.py says by what test."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.episodes import Episode, describe, gain_ns
+from torchlens_perf.excess import (
+    change_point,
+    excess_over_others,
+    lasts,
+    noise,
+    own_errors,
+    spread,
+    strength,
+    strongest_interval,
+    threshold,
+    without_stalls,
+    without_workload,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.board import Board
+
+LEAST_ROWS = 12  # of an interval that names somebody
+LEAST_SHARE = 0.03  # of the step, or of the part of it with a CPU where that part is seen to cost the job something
+WORKLOAD_FACTOR = 1.5  # times that, where the ranks' workload differs: what it explains is a straight line at best
+SPREAD_FACTOR = 4.0  # times the ranks' own spread, where there are enough ranks to know it
+_LASTING_WORKLOAD = 48  # rows with more workload than the others, from which on that is a finding, and no excuse
+_LEAST_GAIN = 0.0075  # of the step: what the job would gain without that
+_RANKS_WITH_A_SPREAD = 8
+_MOST_SUSPECTS = 16  # at a time: if more ranks are slow at once, the slowest go first
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bar:
+    """What a time must have in which a rank is to be called slow."""
+
+    rows: int
+    excess_ns: float
+    certain_ns: float
+    """An excess from which on it is not asked what the job would gain without it."""
+    gain_ns: float
+
+
+class JudgedRows:
+    """The rows that are judged at one time: common to all ranks that are there."""
+
+    def __init__(
+        self,
+        board: Board,
+        present: npt.NDArray[np.int64],
+        keys: npt.NDArray[np.int64],
+        with_workload: Mapping[int, int],
+    ) -> None:
+        """with_workload: ranks that are named for an excess that their workload is part of, and since which step."""
+        self._board = board
+        self._present = present
+        self._at = keys % board.columns
+        self.keys = keys
+        self.width = board.width
+        self.ranks = board.ranks[present]
+        self.threshold = threshold(len(self.ranks))
+        self._excess = board.excess_ns[np.ix_(present, self._at)]
+        self._scales: dict[str, float] = {}
+        self._series = {"": self._excess}
+        workload = board.workload[np.ix_(present, self._at)]
+        if np.isfinite(workload).all(axis=0).any():
+            self._series[""] = left = without_workload(self._excess, workload, _LASTING_WORKLOAD)
+            for rank, step in with_workload.items():
+                if (index := self.index_of(rank)) is not None:
+                    left[index, self.row_of(step) :] = self._excess[index, self.row_of(step) :]
+
+    def has_workload_in(self, index: int, start: int) -> bool:
+        """Whether the excess from row `start` on is judged as it was measured."""
+        return bool((self._series[""][index, start:] == self._excess[index, start:]).all())
+
+    def index_of(self, rank: int) -> int | None:
+        index = int(np.searchsorted(self.ranks, rank))
+        return index if index < len(self.ranks) and self.ranks[index] == rank else None
+
+    def row_of(self, step: int) -> int:
+        """The first row from that step on."""
+        return min(int(np.searchsorted(self.keys * self.width, step)), len(self.keys) - 1)
+
+    def series(self, phase: str) -> npt.NDArray[np.floating[Any]]:
+        """[ranks, rows]: the excess that a phase is judged by."""
+        kind = "cpu" if phase == "cpu" else ""
+        if kind not in self._series:
+            ready = np.nan_to_num(self._board.ready_ns[np.ix_(self._present, self._at)])
+            self._series[kind] = excess_over_others(ready)
+        return self._series[kind]
+
+    def without_stalls(self, phase: str, index: int, start: int) -> npt.NDArray[np.floating[Any]]:
+        """That of one rank from row `start` on, as far as it is judged by means."""
+        return without_stalls(self.series(phase)[index, start:], self.scale(phase))
+
+    def scale(self, phase: str) -> float:
+        """Its noise."""
+        kind = "cpu" if phase == "cpu" else ""
+        if kind not in self._scales:
+            self._scales[kind] = noise(self.series(kind))
+        return self._scales[kind]
+
+    def suspects(self, phase: str, step_ns: float, running_ns: float, over: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Indices of ranks that are slow now, the slowest first, and the row since which each one is.
+
+        running_ns: the usual step without the time ready without a CPU. over: by rank, the step before which it is not
+        looked at.
+        """
+        bar = self._bar(phase, step_ns, running_ns)
+        if len(self.keys) < bar.rows:
+            return []
+        if phase == "cpu" and not np.isfinite(self._board.ready_ns[self._present, self._at[-1]]).all():
+            return []
+        found: dict[int, int] = {}
+        # Intervals above zero show what comes and goes; but where a rank was always a little slower, they reach far
+        # back, and weaken what is new. Those above half of what is worth naming do not.
+        for level_ns in (0.0, bar.excess_ns / 2):
+            for index, start in self._candidates(phase, bar.rows, level_ns, over):
+                since = None if index in found else self._slow_since(phase, index, start, bar)
+                if since is not None:
+                    found[index] = since
+        return list(found.items())
+
+    def _bar(self, phase: str, step_ns: float, running_ns: float) -> _Bar:
+        if phase == "cpu":  # who gets a CPU changes by chance for seconds: that is asked for longer, and more of it
+            least_ns = 4 * LEAST_SHARE * step_ns
+            return _Bar(8 * LEAST_ROWS, least_ns, least_ns, 0.0)
+        # Where CPUs are short, the steps are as long as they are for that reason, which is no measure for work.
+        least_share = LEAST_SHARE * self._workload_factor
+        return _Bar(LEAST_ROWS, least_share * running_ns, least_share * step_ns, _LEAST_GAIN * step_ns)
+
+    def _candidates(
+        self, phase: str, least_rows: int, level_ns: float, over: Mapping[int, int]
+    ) -> list[tuple[int, int]]:
+        """Indices of ranks, the strongest first, and rows since which each one's mean is above zero beyond chance."""
+        scale = self.scale(phase)
+        deviations, level = self.series(phase) / scale, level_ns / scale
+        found = strongest_interval(deviations, least_rows, level)
+        for rank, step in over.items():
+            index, first = self.index_of(rank), self.row_of(step)
+            if index is not None:
+                again = strongest_interval(deviations[index : index + 1, first:], least_rows, level)
+                found.start[index], found.strength[index] = again.start[0] + first, again.strength[0]
+        strongest = np.argsort(-found.strength, kind="stable")[:_MOST_SUSPECTS]
+        intervals = [(index, int(found.start[index])) for index in strongest.tolist() if found.strength[index] > 0]
+        return [each for each in intervals if strength(deviations[each[0], each[1] :]) >= self.threshold]
+
+    def _slow_since(self, phase: str, index: int, start: int, bar: _Bar) -> int | None:
+        """Since which row a rank is slow that is a candidate from row `start` on; None if it is not."""
+        cpu = phase == "cpu"
+        series = self.series(phase)
+        interval = self.without_stalls(phase, index, start)
+        mean = float(interval.mean())
+        if mean < bar.excess_ns or not lasts(interval, self.scale(phase), own_errors(len(self.ranks)), strict=cpu):
+            return None
+        others = np.delete(series[:, start:].mean(axis=1), index)
+        if len(self.ranks) >= _RANKS_WITH_A_SPREAD and mean < SPREAD_FACTOR * spread(others):
+            return None
+        if cpu and not self._is_last_for_lack_of_cpu(index, start, interval):
+            return None
+        if mean < bar.certain_ns and self._gain_ns(index, start) < bar.gain_ns:
+            return None
+        return start + min(change_point(interval, mean), len(interval) - LEAST_ROWS)
+
+    def _gain_ns(self, index: int, start: int) -> float:
+        """How much sooner the steps from row `start` on would have ended, had it had no more work."""
+        others, excess_ns = np.delete(self._present, index), self.series("")[index, start:]
+        return gain_ns(self._board, int(self._present[index]), others, self.keys[start:], excess_ns)
+
+    def _is_last_for_lack_of_cpu(self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]) -> bool:
+        """Whether it lacks a CPU in most steps, and is the one that the others wait for."""
+        at = np.ix_(self._present, self._at[start:])
+        own = self._board.parts_ns[at].sum(axis=2).mean(axis=1) + self._board.ready_ns[at].mean(axis=1)
+        return int(own.argmax()) == index and float((lack_ns > lack_ns.mean() / 2).mean()) > 0.6
+
+    def episode(self, rank: int, index: int, start: int, phase: str, *, from_start: bool) -> Episode:
+        """What is to be said of a rank that is slow from row `start` on."""
+        last_step = int(self.keys[-1] + 1) * self.width - 1
+        episode = Episode(
+            rank=rank, phase=phase, since_step=int(self.keys[start]) * self.width, from_start=from_start,
+            last_step=last_step, until_step=None, named_step=last_step, excess_ns=0.0, phase_excess_ns=0.0, cost_ns=0.0,
+            work_ns=0.0, others_work_ns=0.0, step_ns=0.0, strength=0.0, slow_share=0.0, slow_excess_ns=0.0,
+            more_workload=0.0,
+        )  # fmt: skip
+        self.describe(episode, index, start)
+        return episode
+
+    def describe(self, episode: Episode, index: int, start: int) -> None:
+        """Fills in what is measured from row `start` on."""
+        series = self.series(episode.phase)[index, start:].astype(np.float64)
+        others = np.delete(self._present, index)
+        scale = self.scale(episode.phase)
+        describe(episode, self._board, int(self._present[index]), others, self.keys[start:], series, scale)
+
+    def detectable_ns(self, step_ns: float) -> float:
+        """The smallest excess that would be named if it lasted for the last 64 rows."""
+        rows = min(64, len(self.keys))
+        clear_ns = self.threshold * self.scale("") / float(np.sqrt(rows))
+        if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
+            clear_ns = max(clear_ns, SPREAD_FACTOR * spread(self.series("")[:, -rows:].mean(axis=1)))
+        return max(LEAST_SHARE * self._workload_factor * step_ns, clear_ns)
+
+    @property
+    def _workload_factor(self) -> float:
+        return 1.0 if self._series[""] is self._excess else WORKLOAD_FACTOR
