@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torchlens_perf.episodes import Episode
 from torchlens_perf.population import EVERY
 from torchlens_perf.ring import Flag
 from torchlens_perf.straggler import NOTHING, Findings, Judge, Place
-from torchlens_perf.suspects import LEAST_ROWS, LEAST_SHARE, WORKLOAD_FACTOR
+from torchlens_perf.suspects import LEAST_LOST_NS, LEAST_ROWS, LEAST_SHARE, WORKLOAD_FACTOR
 
 
 def only(found: Findings) -> Episode:
@@ -259,6 +260,28 @@ class TestNobody:
         """2 % of the step is nothing to be named, however certain; 4 % is."""
         assert Job.of(4, 200, noise=1e-4).slow(1, 0.02 * WORK_NS / MS).judged().episodes == ()
         assert only(Job.of(4, 200, noise=1e-4).slow(1, 0.04 * WORK_NS / MS).judged()).rank == 1
+
+    @pytest.mark.parametrize(
+        ("excess_ms", "rows", "named"), [(4, 20, False), (4, 70, True), (12, 20, True)], ids=["short", "long", "much"]
+    )
+    def test_a_disturbance(self, excess_ms: int, rows: int, named: bool) -> None:
+        """8 % of the step for a second is what any machine does to a rank; for three seconds, or 24 %, it is not."""
+        job = Job.of(4, 120)
+        job.parts_ns /= 4  # steps of 50 ms
+        found = job.slow(1, excess_ms, rows=slice(40, 40 + rows)).judged()
+
+        assert [episode.rank for episode in found.episodes] == [1] * named
+
+    def test_what_a_short_run_would_have_named(self) -> None:
+        """It says how much: what it takes in so few steps, and not what it takes in many."""
+        job = Job.of(4, 44, noise=1e-3)
+        job.parts_ns /= 4
+        found = job.judged()
+        least_ns, rows = found.detectable_ns, slice(4, None)
+
+        assert least_ns == pytest.approx(LEAST_LOST_NS / 40, rel=0.01)
+        assert only(copy.deepcopy(job).slow(1, 1.1 * least_ns / MS, rows=rows).judged()).rank == 1
+        assert copy.deepcopy(job).slow(1, 0.9 * least_ns / MS, rows=rows).judged().episodes == ()
 
     def test_ranks_that_always_differ(self) -> None:
         """Where eight or more ranks differ lastingly, the slowest of them is none that stands out."""

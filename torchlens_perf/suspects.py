@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     from torchlens_perf.board import Board
 
 LEAST_ROWS = 12  # of an interval that names somebody
+LEAST_LASTING_NS = 3e9  # of it, or
+LEAST_LOST_NS = 1e8  # in it: for a second or two, an operating system or a neighbour on the machine slows any rank
 LEAST_SHARE = 0.03  # of the step, or of the part of it with a CPU where that part is seen to cost the job something
 WORKLOAD_FACTOR = 1.5  # times that, where the ranks' workload differs: what it explains is a straight line at best
 SPREAD_FACTOR = 4.0  # times the ranks' own spread, where there are enough ranks to know it
 _LASTING_WORKLOAD = 48  # rows with more workload than the others, from which on that is a finding, and no excuse
 _LEAST_GAIN = 0.0075  # of the step: what the job would gain without that
 _RANKS_WITH_A_SPREAD = 8
+_DETECTABLE_ROWS = 64
 _MOST_SUSPECTS = 16  # at a time: if more ranks are slow at once, the slowest go first
 
 
@@ -47,6 +50,8 @@ class _Bar:
     certain_ns: float
     """An excess from which on it is not asked what the job would gain without it."""
     gain_ns: float
+    step_ns: float
+    """The usual step."""
 
 
 class JudgedRows:
@@ -132,10 +137,10 @@ class JudgedRows:
     def _bar(self, phase: str, step_ns: float, running_ns: float) -> _Bar:
         if phase == "cpu":  # who gets a CPU changes by chance for seconds: that is asked for longer, and more of it
             least_ns = 4 * LEAST_SHARE * step_ns
-            return _Bar(8 * LEAST_ROWS, least_ns, least_ns, 0.0)
+            return _Bar(8 * LEAST_ROWS, least_ns, least_ns, 0.0, step_ns)
         # Where CPUs are short, the steps are as long as they are for that reason, which is no measure for work.
         least_share = LEAST_SHARE * self._workload_factor
-        return _Bar(LEAST_ROWS, least_share * running_ns, least_share * step_ns, _LEAST_GAIN * step_ns)
+        return _Bar(LEAST_ROWS, least_share * running_ns, least_share * step_ns, _LEAST_GAIN * step_ns, step_ns)
 
     def _candidates(
         self, phase: str, least_rows: int, level_ns: float, over: Mapping[int, int]
@@ -163,6 +168,9 @@ class JudgedRows:
             return None
         others = np.delete(series[:, start:].mean(axis=1), index)
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD and mean < SPREAD_FACTOR * spread(others):
+            return None
+        steps = len(interval) * self.width
+        if steps * bar.step_ns < LEAST_LASTING_NS and steps * mean < LEAST_LOST_NS and not cpu:
             return None
         if cpu and not self._is_last_for_lack_of_cpu(index, start, interval):
             return None
@@ -202,8 +210,10 @@ class JudgedRows:
 
     def detectable_ns(self, step_ns: float) -> float:
         """The smallest excess that would be named if it lasted for the last 64 rows."""
-        rows = min(64, len(self.keys))
+        rows = min(_DETECTABLE_ROWS, len(self.keys))
         clear_ns = self.threshold * self.scale("") / float(np.sqrt(rows))
+        if rows * self.width * step_ns < LEAST_LASTING_NS:
+            clear_ns = max(clear_ns, LEAST_LOST_NS / (rows * self.width))
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
             clear_ns = max(clear_ns, SPREAD_FACTOR * spread(self.series("")[:, -rows:].mean(axis=1)))
         return max(LEAST_SHARE * self._workload_factor * step_ns, clear_ns)
