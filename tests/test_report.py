@@ -299,6 +299,27 @@ class TestTerminal:
         # 1, 4, 12, 6 and 1 of 24 ms; 1, 4, 2, 16 and 1 of 24 ms. In the order of PARTS.
         assert bars == ["dffbbbbwwwwwwwwh", "dffbbbbbbbbbbbwh"]
 
+    @pytest.mark.parametrize("columns", [118, 90, 70, 50])
+    def test_cells_are_never_broken(self, run: RunDirectory, columns: int) -> None:
+        """What has no room is left out, the least first, and named; every quantity stays whole, on its rank's line."""
+        wide = render(self.value(run), "/runs/1", columns=200, color=False).splitlines()
+        lines = render(self.value(run), "/runs/1", columns=columns, color=False).splitlines()
+        text = " ".join(" ".join(lines).split())
+        (header,) = [line for line in lines if line.startswith(" rank  ")]
+        whole = [line.split("  ") for line in wide if line.startswith((" 0  ", " 1  "))]
+        rows = [line.split("  ") for line in lines if line.startswith((" 0  ", " 1  "))]
+
+        assert max(map(len, lines)) <= columns
+        assert len(rows) == 2
+        for row, everything in zip(rows, whole, strict=True):
+            cells = [cell.strip() for cell in row if cell.strip()]
+            assert len(cells) == len(header.replace("share of the step", "share").split())
+            assert set(cells) <= {cell.strip() for cell in everything}
+        assert ("share of the step" in header) == (columns >= 90)
+        assert ("no room for:" in text) == (columns < 118)
+        assert "memory" in text
+        assert "step" in header
+
     def test_names_cannot_write_to_the_terminal(self, run: RunDirectory) -> None:
         """Escape sequences, newlines and markup in names come out as text."""
         rank = Rank(run, 0, 1, identity={"program": "\x1b]0;owned\x07[bold red]train.py"})

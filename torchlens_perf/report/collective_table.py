@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from torchlens_perf.collective_channel import Counts
 from torchlens_perf.collective_join import CollectiveJoin
 from torchlens_perf.collective_semantics import SEND_RECV, cannot_tell
 from torchlens_perf.collective_statistics import TOTALS, GroupKey, OperationStatistics, merged_operations
 from torchlens_perf.rank_ranges import ranges
-from torchlens_perf.report.quantities import duration
+from torchlens_perf.report.quantities import amount, duration, duration_or_dash, printable
+from torchlens_perf.report.tables import Column, FittingTable
 from torchlens_perf.slow_link import LinkFindings, SlowLink
 from torchlens_perf.statistics import Sketch
 
@@ -118,27 +115,21 @@ def _distribution(sketch: Sketch) -> dict[str, float | None]:
     return {**quantiles, "max_s": sketch.largest / 1e9, "mean_s": sketch.mean_ns() / 1e9}
 
 
-def collective_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows for a terminal. What could not be told is a dash, and the caption says why."""
-    table = Table(box=SIMPLE_HEAD, title="collectives", title_justify="left", title_style="bold", pad_edge=False)
-    columns = ("collective", "ranks", "count", "bytes", "p50", "wait", "transfer", "bus", "slowest rank")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < 2 else "right", overflow="fold")
-    for row in rows[:_MOST_ROWS]:
-        table.add_row(
-            _clean(row["operation"]),
-            _clean(_ranks(row)),
-            str(row["count"]),
-            _amount(row["bytes"], "B"),
-            _seconds(row["duration_s"]["p50_s"]),
-            _wait(row),
-            _transfer(row),
-            _bus(row),
-            _slowest(row),
-        )
-    table.caption = "\n".join(_notes(rows))
-    table.caption_justify = "left"
-    return table
+def collective_table(rows: Sequence[dict[str, Any]]) -> FittingTable:
+    """The rows for a terminal. What could not be told is a dash, and the lines below say why."""
+    shown = rows[:_MOST_ROWS]
+    columns = [
+        Column("collective", [printable(row["operation"]) for row in shown], left=True),
+        Column("ranks", [printable(_ranks(row)) for row in shown], left=True),
+        Column("count", [str(row["count"]) for row in shown], 0.2),
+        Column("bytes", [amount(row["bytes"], "B") for row in shown], 0.5),
+        Column("p50", [duration_or_dash(row["duration_s"]["p50_s"]) for row in shown], 0.6),
+        Column("wait", [_wait(row) for row in shown]),
+        Column("transfer", [_transfer(row) for row in shown], 0.4),
+        Column("bus", [_bus(row) for row in shown], 0.3),
+        Column("slowest rank", [_slowest(row) for row in shown]),
+    ]
+    return FittingTable("collectives", columns, lambda headers: _notes(rows))
 
 
 def _ranks(row: dict[str, Any]) -> str:
@@ -166,7 +157,7 @@ def _wait(row: dict[str, Any]) -> str:
 
 
 def _transfer(row: dict[str, Any]) -> str:
-    shortest = _seconds(row["transfer_s"]["p50_s"])
+    shortest = duration_or_dash(row["transfer_s"]["p50_s"])
     return shortest if row["joined_whole"] or shortest == "-" else f"<= {shortest}"
 
 
@@ -177,7 +168,7 @@ def _bus(row: dict[str, Any]) -> str:
         return "-"
     at_least = row["asynchronous"] or not row["joined_whole"]
     about = "~ " if row["pair"] is not None else ">= " if at_least else ""
-    return about + _amount(row["busbw"], "B/s")
+    return about + amount(row["busbw"], "B/s")
 
 
 def _slowest(row: dict[str, Any]) -> str:
@@ -188,7 +179,7 @@ def _slowest(row: dict[str, Any]) -> str:
 
 
 def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    notes = ["wait: mean a rank; transfer: once the last rank was there; bus: bandwidth as nccl-tests counts it"]
+    notes = ["wait: mean a rank; transfer: once the last was there; bus: bandwidth as nccl-tests has it"]
     if any(row["asynchronous"] and row["joined"] for row in rows[:_MOST_ROWS]):
         notes.append("~ asynchronous: how much earlier a rank issued it, not time that it was blocked")
     if any(row["joined"] and not row["joined_whole"] for row in rows[:_MOST_ROWS]):
@@ -225,10 +216,10 @@ def slow_link_text(findings: LinkFindings) -> str:
     if not findings.links:
         return findings.undecided
     worst = findings.links[0]
-    text = f"{_link(worst)} is slow: {worst.operation} of {_amount(worst.bytes, 'B')} takes "
+    text = f"{_link(worst)} is slow: {worst.operation} of {amount(worst.bytes, 'B')} takes "
     text += f"{duration(worst.transfer_ns / 1e9)}, {duration(worst.peers_transfer_ns / 1e9)} on its {worst.peers} peers"
     if worst.busbw is not None and worst.peers_busbw is not None:
-        text += f" ({_amount(worst.busbw, 'B/s')} against {_amount(worst.peers_busbw, 'B/s')} on the bus)"
+        text += f" ({amount(worst.busbw, 'B/s')} against {amount(worst.peers_busbw, 'B/s')} on the bus)"
     at_most = "at most " if worst.overlapped else ""
     text += f"; that cost {at_most}{duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
     if len(findings.links) > 1:
@@ -236,7 +227,7 @@ def slow_link_text(findings: LinkFindings) -> str:
         if findings.shared_ranks:
             text += f"; all of them have rank {ranges(findings.shared_ranks)}"
         elif findings.shared_nodes:
-            text += f"; all of them reach node {', '.join(map(_clean, findings.shared_nodes))}"
+            text += f"; all of them reach node {', '.join(map(printable, findings.shared_nodes))}"
         text += "."
     return text
 
@@ -245,20 +236,3 @@ def _link(link: SlowLink) -> str:
     if link.pair:
         return f"the link from rank {link.ranks[0]} to {link.ranks[1]}"
     return f"the communication of ranks {ranges(link.ranks)}"
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else duration(seconds)
-
-
-def _amount(count: float, unit: str) -> str:
-    for prefix in ("", "K", "M", "G", "T"):
-        if count < 1000 or prefix == "T":
-            return f"{count:.0f} {prefix}{unit}" if not prefix or count >= 100 else f"{count:.1f} {prefix}{unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
-
-
-def _clean(text: str) -> str:
-    """Without control characters."""
-    return "".join(c if unicodedata.category(c)[0] != "C" else "?" for c in text)

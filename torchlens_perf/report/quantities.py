@@ -1,6 +1,8 @@
-"""Quantities as people read them."""
+"""Quantities and names as people read them."""
 
 from __future__ import annotations
+
+import unicodedata
 
 
 def duration(seconds: float) -> str:
@@ -16,3 +18,22 @@ def duration(seconds: float) -> str:
 def percent(share: float) -> str:
     """A share for people."""
     return f"{share:.0%}" if abs(share) >= 0.1 else f"{share:.1%}"
+
+
+def amount(count: float, unit: str) -> str:
+    """So many bytes, or bytes a second: three figures, in powers of a thousand."""
+    for prefix in ("", "K", "M", "G", "T"):
+        if count < 1000 or prefix == "T":
+            return f"{count:.0f} {prefix}{unit}" if not prefix or count >= 100 else f"{count:.1f} {prefix}{unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def duration_or_dash(seconds: float | None) -> str:
+    """A duration, if there is one."""
+    return "-" if seconds is None else duration(seconds)
+
+
+def printable(text: str) -> str:
+    """Without control characters: a module's name may hold anything, also escape sequences."""
+    return "".join(c if unicodedata.category(c)[0] != "C" else "?" for c in text)
