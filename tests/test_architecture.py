@@ -20,15 +20,15 @@ PURE = {
     "alert", "alerts", "board",
     "collective_channel", "collective_join", "collective_semantics", "collective_statistics",
     "continuation", "culprits", "episodes", "excess", "exchange_posts", "generations", "grouping", "hang",
-    "module_times", "node_judge", "pacing", "probe_schedule", "rank_ranges", "rank_statistics", "records",
-    "report.hang_words", "report.straggler_words", "slow_link", "statistics", "step_rows", "steps", "straggler",
+    "module_times", "node_judge", "pacing", "population", "probe_schedule", "rank_ranges", "rank_statistics", "records",
+    "report.hang_words", "report.straggler_words", "slow_link", "statistics", "step_rows", "steps", "straggler", "suspects",
     "summary",
 }  # fmt: skip
 THIRD_PARTY = {
     "nvtx": {"hooks.nvtx", "doctor"},
     "opentelemetry": {"exporters"},
     "pyarrow": {"run_store"},
-    "rich": {"report.collective_table", "report.heat_map", "report.terminal"},
+    "rich": {"report.heat_map", "report.rank_table", "report.tables", "report.terminal"},
     "torch": {"bounded_store", "hooks", "native_tap", "torch_private", "torchrun_flag", "watch", "doctor"},
 }
 IMPURE = {"mmap", "os", "pathlib", "socket", "subprocess", "threading", "time"}
