@@ -21,8 +21,8 @@ PURE = {
     "collective_channel", "collective_join", "collective_semantics", "collective_statistics",
     "continuation", "culprits", "episodes", "excess", "exchange_posts", "generations", "grouping", "hang",
     "module_times", "node_judge", "pacing", "population", "probe_schedule", "rank_ranges", "rank_statistics", "records",
-    "report.hang_words", "report.straggler_words", "slow_link", "statistics", "step_rows", "steps", "straggler", "suspects",
-    "summary",
+    "report.hang_words", "report.straggler_words", "slow_link", "statistics", "step_rows", "steps", "straggler",
+    "summary", "suspects",
 }  # fmt: skip
 THIRD_PARTY = {
     "nvtx": {"hooks.nvtx", "doctor"},
