@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,12 +99,15 @@ def test_what_takes_longer_to_name_is_waited_for(changed: dict[str, Any], rows: 
         assert left.until_step == until
 
 
-def test_of_many_rows_less_is_seen() -> None:
-    """An excess below what 64 rows tell was named after more, and is not open for ever."""
+def test_what_could_not_be_seen_yet_is_not_over() -> None:
+    """An excess below what would have been named by now may still be there."""
     earlier = findings(episode(excess_ns=2e6))
     ends = [
-        Continuation(earlier).findings(findings(usual=USUAL, rows=rows, last_step=500)).episodes[0].until_step
-        for rows in (64, 100, 200)
+        Continuation(earlier)
+        .findings(replace(findings(usual=USUAL, rows=200, last_step=500), detectable_ns=detectable_ns))
+        .episodes[0]
+        .until_step
+        for detectable_ns in (float("inf"), 2.1e6, 1.9e6)
     ]
     assert ends == [None, None, 151]
 

@@ -171,17 +171,16 @@ class TestCpu:
 
         assert (found.rank, found.phase) == (2, "data")
 
-    @pytest.mark.parametrize("waited_for", [True, False])
-    def test_more_work_where_cpus_are_short(self, waited_for: bool) -> None:
-        """4 % of the time with a CPU, which is less than 3 % of the step: named where the job waits for it, only."""
-        job = Job.of(12, 300, noise=1e-3).slow(1, 0.04 * WORK_NS / MS)
-        lacks = np.random.default_rng(0).uniform(0, WORK_NS, (12, 300))
-        job.ready_ns = np.broadcast_to(lacks[:1], lacks.shape).copy() if waited_for else lacks
+    def test_more_work_where_cpus_are_short(self) -> None:
+        """4 % of the time with a CPU, which is less than 3 % of the step: on two ranks, which hide each other not."""
+        job = Job.of(12, 300, noise=1e-3)
+        job.ready_ns = np.tile(np.random.default_rng(0).uniform(0, 2 * WORK_NS, 300), (12, 1))
         found = job.judged()
 
-        assert [episode.rank for episode in found.episodes] == [1] * waited_for
-        assert found.detectable_ns == pytest.approx(LEAST_SHARE * found.step_ns)
-        assert found.step_ns > 1.3 * WORK_NS
+        assert 0.025 * WORK_NS < found.detectable_ns < 0.02 * found.step_ns
+        for rank in (1, 2):
+            job.slow(rank, 0.04 * WORK_NS / MS)
+        assert {episode.rank for episode in job.judged().episodes} == {1, 2}
 
     def test_not_measured_on_all(self) -> None:
         """Where one rank's time without a CPU is not known, nobody is named for it."""
@@ -272,16 +271,45 @@ class TestNobody:
 
         assert [episode.rank for episode in found.episodes] == [1] * named
 
-    def test_what_a_short_run_would_have_named(self) -> None:
-        """It says how much: what it takes in so few steps, and not what it takes in many."""
-        job = Job.of(4, 44, noise=1e-3)
-        job.parts_ns /= 4
-        found = job.judged()
-        least_ns, rows = found.detectable_ns, slice(4, None)
+    @pytest.mark.parametrize("width", [1, 4])
+    def test_what_a_short_run_would_have_named(self, width: int) -> None:
+        """It says how much: what it takes in so few steps, in rows of any width; half of it is not named."""
+        job = Job.of(4, 44 * width, noise=1e-3)
+        job.parts_ns /= 4 * width
+        rows = slice(4 * width, None)
+        least_ns = judged_in_rows(job, width).detectable_ns
 
-        assert least_ns == pytest.approx(LEAST_LOST_NS / 40, rel=0.01)
-        assert only(copy.deepcopy(job).slow(1, 1.1 * least_ns / MS, rows=rows).judged()).rank == 1
-        assert copy.deepcopy(job).slow(1, 0.9 * least_ns / MS, rows=rows).judged().episodes == ()
+        assert least_ns == pytest.approx(LEAST_LOST_NS / (40 * width), rel=0.3)
+        assert only(judged_in_rows(copy.deepcopy(job).slow(1, least_ns / MS, rows=rows), width)).rank == 1
+        assert judged_in_rows(copy.deepcopy(job).slow(1, least_ns / MS / 2, rows=rows), width).episodes == ()
+
+    @pytest.mark.parametrize("noise", [0.001, 0.01, 0.03])
+    @pytest.mark.parametrize("step_ms", [10, 46, 47, 200])
+    def test_what_would_have_been_named_is(self, noise: float, step_ms: int) -> None:
+        """In 19 of 20 jobs, whatever the steps' length and the noise."""
+        named = 0
+        for seed in range(20):
+            job = Job.of(4, 200, noise=noise, seed=seed)
+            job.parts_ns *= step_ms * MS / WORK_NS
+            least_ns = job.judged().detectable_ns
+            named += [episode.rank for episode in job.slow(1, least_ns / MS).judged().episodes] == [1]
+        assert named >= 19
+
+    @pytest.mark.parametrize(("ranks", "share"), [(4, 0.0175), (64, 0.02)])
+    def test_always_a_little_slower(self, ranks: int, share: float) -> None:
+        """Half of what is worth naming is not named, however long it lasts and however much the noise."""
+        named = [
+            only_rank
+            for seed in range(6)
+            for only_rank in Job.of(ranks, 600, noise=0.02, seed=seed).slow(1, share * WORK_NS / MS).judged().episodes
+        ]
+        assert len(named) <= 1
+
+    def test_short_rows_are_judged_too(self) -> None:
+        """Where what is looked back at is shorter than what is asked for, all of it is enough."""
+        job = Job.of(4, 1200, noise=1e-3)
+        job.parts_ns *= 9 * MS / WORK_NS
+        assert only(job.slow(1, 0.5, rows=slice(100, None)).judged()).rank == 1
 
     def test_ranks_that_always_differ(self) -> None:
         """Where eight or more ranks differ lastingly, the slowest of them is none that stands out."""
@@ -390,6 +418,14 @@ class TestBatching:
         assert (only(found).rank, only(found).phase) == (1, "data")
         assert abs(only(found).since_step - 100) <= 8
         assert found.rows == 100 - 4  # all but the warm-up
+
+
+def judged_in_rows(job: Job, width: int) -> Findings:
+    """What is said of rows of so many steps each."""
+    judge = Judge()
+    for rank in range(job.ranks):
+        judge.add(rank, wider(job.rows_of(rank), width))
+    return judge.judge(final=True)
 
 
 def streamed(job: Job, hidden: dict[int, slice], piece: int = 10) -> tuple[Judge, list[Findings]]:
@@ -593,7 +629,7 @@ def test_detectable() -> None:
     assert only(differing.slow(8, 0.7 * seen_ms).judged()).rank == 8
 
     quiet = Job.of(4, 100, noise=0.0).judged()
-    assert quiet.detectable_ns == pytest.approx(LEAST_SHARE * quiet.step_ns)
+    assert quiet.detectable_ns == pytest.approx(LEAST_SHARE / (1 - LEAST_SHARE) * quiet.step_ns)
 
 
 def test_json() -> None:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torchlens_perf.straggler import Findings
 
 _MOST_ROWS = 8 * LEAST_ROWS  # that are waited for; so long the judge looks at a rank that lacks a CPU
-_DETECTABLE_ROWS = 64  # that Findings.detectable_ns is of
 
 
 class Continuation:
@@ -92,5 +91,4 @@ def _is_over(before: Episode, now: Findings, since_step: int) -> bool:
         return False
     if now.last_step - since_step < _steps_to_tell(before, now.compared):
         return False
-    more_rows = max(1.0, now.rows / _DETECTABLE_ROWS)
-    return now.detectable_ns <= before.excess_ns * float(more_rows**0.5)
+    return now.detectable_ns <= before.excess_ns

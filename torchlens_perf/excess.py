@@ -75,11 +75,6 @@ def strongest_interval(
     return Interval(rows - least_rows - best, strengths[np.arange(ranks), best])
 
 
-def strength(deviations: npt.NDArray[np.floating[Any]]) -> float:
-    """Standard errors that the mean of one interval is above zero. deviations: [rows], in standard deviations."""
-    return float(np.clip(deviations, -CLIP, CLIP).sum() / np.sqrt(len(deviations)))
-
-
 def change_point(series: npt.NDArray[np.floating[Any]], mean: float) -> int:
     """The row from which on the series' mean is rather `mean` than zero: the most likely one for normal values.
 

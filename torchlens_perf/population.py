@@ -31,8 +31,8 @@ class Population:
         self.compared = 0
         self.last_step = -1
         self.step_ns = self.work_ns = self.wait_ns = 0.0
-        self._running_ns = 0.0  # the step without the time that its thread was ready and had no CPU
         self.detectable_ns = float("inf")
+        self._running_ns = 0.0  # the step without the time that its thread was ready and had no CPU
 
     @property
     def ranks(self) -> list[int]:
@@ -118,10 +118,11 @@ class Population:
         self.compared, self.last_step = len(present), end * board.width - 1
         open_since = {episode.rank: episode.since_step for episode in self.episodes if episode.until_step is None}
         self._with_workload.intersection_update(open_since)
-        rows = JudgedRows(board, present, keys, {rank: open_since[rank] for rank in self._with_workload})
+        with_workload = {rank: open_since[rank] for rank in self._with_workload}
+        rows = JudgedRows(board, present, keys, with_workload, self.step_ns, self._running_ns)
         self._end_episodes(rows)
         self._begin_episodes(rows)
-        self.detectable_ns = rows.detectable_ns(self.step_ns)
+        self.detectable_ns = rows.detectable_ns()
 
     @property
     def _from_start(self) -> bool:
@@ -163,7 +164,7 @@ class Population:
             if episode.until_step is not None:
                 over[episode.rank] = max(episode.until_step, over.get(episode.rank, 0))
         for phase in ("", "cpu"):
-            for index, start in rows.suspects(phase, self.step_ns, self._running_ns, over):
+            for index, start in rows.suspects(phase, over):
                 rank = int(rows.ranks[index])
                 if rank not in slow:
                     first = int(rows.keys[0])

@@ -5,10 +5,11 @@ blocked in collectives, and without the time that its thread was ready and had n
 the median of the other ranks that do the same, in the same step, so what makes all ranks slow together cancels.
 
 At every EVERY-th row, for each rank: over which interval that ends now is its mean excess most standard errors above
-half of what is worth naming (a window-limited generalised likelihood ratio; Lai, IEEE Trans. Inf. Theory 44, 1998)?
-Single values are clipped, so that no single stall makes a verdict. A rank is named when its mean there is farther above
-zero than chance gives among so many ranks and intervals, when the excess is worth a person's time and larger than the
-ranks differ anyway, and when it lasts through the interval. It is dropped when the same test says that it has gone.
+zero, or above half of what is worth naming (a window-limited generalised likelihood ratio; Lai, IEEE Trans. Inf. Theory
+44, 1998)? Single values are clipped, so that no single stall makes a verdict. A rank is named when that is more than
+chance gives among so many ranks and intervals, when the excess is worth a person's time and larger than the ranks
+differ anyway, and when it lasts: through the interval, and for longer than any machine is disturbed now and then. It is
+dropped when the same test says that the excess has gone.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Findings:
     """Common rows that were judged."""
     step_ns: float
     detectable_ns: float
-    """The smallest excess that would have been named by now, had it lasted for the last 64 rows; inf: none."""
+    """The smallest excess that would have been named by now, had it lasted through `rows`; inf: none."""
     compared: int
     """Ranks that were compared."""
     last_step: int

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.episodes import Episode, describe, gain_ns
+from torchlens_perf.episodes import Episode, describe
 from torchlens_perf.excess import (
     change_point,
     excess_over_others,
@@ -16,7 +15,6 @@ from torchlens_perf.excess import (
     noise,
     own_errors,
     spread,
-    strength,
     strongest_interval,
     threshold,
     without_stalls,
@@ -31,27 +29,14 @@ if TYPE_CHECKING:
 LEAST_ROWS = 12  # of an interval that names somebody
 LEAST_LASTING_NS = 3e9  # of it, or
 LEAST_LOST_NS = 1e8  # in it: for a second or two, an operating system or a neighbour on the machine slows any rank
-LEAST_SHARE = 0.03  # of the step, or of the part of it with a CPU where that part is seen to cost the job something
+LEAST_SHARE = 0.03  # of the step: what is not worth a person's time
 WORKLOAD_FACTOR = 1.5  # times that, where the ranks' workload differs: what it explains is a straight line at best
 SPREAD_FACTOR = 4.0  # times the ranks' own spread, where there are enough ranks to know it
 _LASTING_WORKLOAD = 48  # rows with more workload than the others, from which on that is a finding, and no excuse
-_LEAST_GAIN = 0.0075  # of the step: what the job would gain without that
 _RANKS_WITH_A_SPREAD = 8
-_DETECTABLE_ROWS = 64
+_POWER = 2.0  # standard errors more than what is asked, with which nearly all are seen
+_SURE = 0.8  # of the rows there are: an interval that is chosen may be a little shorter
 _MOST_SUSPECTS = 16  # at a time: if more ranks are slow at once, the slowest go first
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Bar:
-    """What a time must have in which a rank is to be called slow."""
-
-    rows: int
-    excess_ns: float
-    certain_ns: float
-    """An excess from which on it is not asked what the job would gain without it."""
-    gain_ns: float
-    step_ns: float
-    """The usual step."""
 
 
 class JudgedRows:
@@ -63,11 +48,18 @@ class JudgedRows:
         present: npt.NDArray[np.int64],
         keys: npt.NDArray[np.int64],
         with_workload: Mapping[int, int],
+        step_ns: float,
+        running_ns: float,
     ) -> None:
-        """with_workload: ranks that are named for an excess that their workload is part of, and since which step."""
+        """with_workload: ranks that are named for an excess that their workload is part of, and since which step.
+
+        step_ns: the usual step. running_ns: that without the time that its thread was ready and had no CPU.
+        """
         self._board = board
         self._present = present
         self._at = keys % board.columns
+        self.step_ns = step_ns
+        self._running_ns = running_ns
         self.keys = keys
         self.width = board.width
         self.ranks = board.ranks[present]
@@ -113,39 +105,32 @@ class JudgedRows:
             self._scales[kind] = noise(self.series(kind))
         return self._scales[kind]
 
-    def suspects(self, phase: str, step_ns: float, running_ns: float, over: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Indices of ranks that are slow now, the slowest first, and the row since which each one is.
+    def suspects(self, phase: str, over: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Indices of ranks that are slow now, and the row since which each one is.
 
-        running_ns: the usual step without the time ready without a CPU. over: by rank, the step before which it is not
-        looked at.
+        over: by rank, the step before which it is not looked at.
         """
-        bar = self._bar(phase, step_ns, running_ns)
-        if len(self.keys) < bar.rows:
+        least_rows, least_ns = LEAST_ROWS, self._least_ns
+        if phase == "cpu":  # who gets one changes by chance for seconds: that is asked for longer, and more of it
+            least_rows, least_ns = 8 * LEAST_ROWS, 4 * LEAST_SHARE * self.step_ns
+        if len(self.keys) < least_rows:
             return []
         if phase == "cpu" and not np.isfinite(self._board.ready_ns[self._present, self._at[-1]]).all():
             return []
         found: dict[int, int] = {}
         # Intervals above zero show what comes and goes; but where a rank was always a little slower, they reach far
         # back, and weaken what is new. Those above half of what is worth naming do not.
-        for level_ns in (0.0, bar.excess_ns / 2):
-            for index, start in self._candidates(phase, bar.rows, level_ns, over):
-                since = None if index in found else self._slow_since(phase, index, start, bar)
+        for level_ns in (0.0, least_ns / 2):
+            for index, start in self._candidates(phase, least_rows, level_ns, over):
+                since = None if index in found else self._slow_since(phase, index, start, least_ns)
                 if since is not None:
                     found[index] = since
         return list(found.items())
 
-    def _bar(self, phase: str, step_ns: float, running_ns: float) -> _Bar:
-        if phase == "cpu":  # who gets a CPU changes by chance for seconds: that is asked for longer, and more of it
-            least_ns = 4 * LEAST_SHARE * step_ns
-            return _Bar(8 * LEAST_ROWS, least_ns, least_ns, 0.0, step_ns)
-        # Where CPUs are short, the steps are as long as they are for that reason, which is no measure for work.
-        least_share = LEAST_SHARE * self._workload_factor
-        return _Bar(LEAST_ROWS, least_share * running_ns, least_share * step_ns, _LEAST_GAIN * step_ns, step_ns)
-
     def _candidates(
         self, phase: str, least_rows: int, level_ns: float, over: Mapping[int, int]
     ) -> list[tuple[int, int]]:
-        """Indices of ranks, the strongest first, and rows since which each one's mean is above zero beyond chance."""
+        """Indices of ranks whose mean is above the level beyond chance, the strongest first, and since which row."""
         scale = self.scale(phase)
         deviations, level = self.series(phase) / scale, level_ns / scale
         found = strongest_interval(deviations, least_rows, level)
@@ -154,34 +139,40 @@ class JudgedRows:
             if index is not None:
                 again = strongest_interval(deviations[index : index + 1, first:], least_rows, level)
                 found.start[index], found.strength[index] = again.start[0] + first, again.strength[0]
-        strongest = np.argsort(-found.strength, kind="stable")[:_MOST_SUSPECTS]
-        intervals = [(index, int(found.start[index])) for index in strongest.tolist() if found.strength[index] > 0]
-        return [each for each in intervals if strength(deviations[each[0], each[1] :]) >= self.threshold]
+        strongest = np.argsort(-found.strength, kind="stable")[:_MOST_SUSPECTS].tolist()
+        return [(index, int(found.start[index])) for index in strongest if found.strength[index] >= self.threshold]
 
-    def _slow_since(self, phase: str, index: int, start: int, bar: _Bar) -> int | None:
+    def _slow_since(self, phase: str, index: int, start: int, least_ns: float) -> int | None:
         """Since which row a rank is slow that is a candidate from row `start` on; None if it is not."""
         cpu = phase == "cpu"
         series = self.series(phase)
         interval = self.without_stalls(phase, index, start)
         mean = float(interval.mean())
-        if mean < bar.excess_ns or not lasts(interval, self.scale(phase), own_errors(len(self.ranks)), strict=cpu):
+        if mean < least_ns or not lasts(interval, self.scale(phase), own_errors(len(self.ranks)), strict=cpu):
             return None
         others = np.delete(series[:, start:].mean(axis=1), index)
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD and mean < SPREAD_FACTOR * spread(others):
             return None
         steps = len(interval) * self.width
-        if steps * bar.step_ns < LEAST_LASTING_NS and steps * mean < LEAST_LOST_NS and not cpu:
+        if steps * self.step_ns < self._least_lasting_ns and steps * mean < LEAST_LOST_NS:
             return None
         if cpu and not self._is_last_for_lack_of_cpu(index, start, interval):
             return None
-        if mean < bar.certain_ns and self._gain_ns(index, start) < bar.gain_ns:
-            return None
         return start + min(change_point(interval, mean), len(interval) - LEAST_ROWS)
 
-    def _gain_ns(self, index: int, start: int) -> float:
-        """How much sooner the steps from row `start` on would have ended, had it had no more work."""
-        others, excess_ns = np.delete(self._present, index), self.series("")[index, start:]
-        return gain_ns(self._board, int(self._present[index]), others, self.keys[start:], excess_ns)
+    @property
+    def _least_lasting_ns(self) -> float:
+        """LEAST_LASTING_NS, or what rows of short steps can show."""
+        return min(LEAST_LASTING_NS, _SURE * self._board.rows * self.width * self.step_ns)
+
+    @property
+    def _least_ns(self) -> float:
+        """What is worth naming. Steps that are long for lack of CPUs are no measure for work."""
+        return self._least_share * self._running_ns
+
+    @property
+    def _least_share(self) -> float:
+        return LEAST_SHARE * (1.0 if self._series[""] is self._excess else WORKLOAD_FACTOR)
 
     def _is_last_for_lack_of_cpu(self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]) -> bool:
         """Whether it lacks a CPU in most steps, and is the one that the others wait for."""
@@ -208,16 +199,14 @@ class JudgedRows:
         scale = self.scale(episode.phase)
         describe(episode, self._board, int(self._present[index]), others, self.keys[start:], series, scale)
 
-    def detectable_ns(self, step_ns: float) -> float:
-        """The smallest excess that would be named if it lasted for the last 64 rows."""
-        rows = min(_DETECTABLE_ROWS, len(self.keys))
-        clear_ns = self.threshold * self.scale("") / float(np.sqrt(rows))
-        if rows * self.width * step_ns < LEAST_LASTING_NS:
-            clear_ns = max(clear_ns, LEAST_LOST_NS / (rows * self.width))
+    def detectable_ns(self) -> float:
+        """The smallest excess that would have been named, had it lasted through all these rows."""
+        rows = len(self.keys)
+        error_ns = self.scale("") / float(np.sqrt(rows))
+        worth_ns = self._least_ns / (1 - self._least_share)  # the step would be as much longer
+        least_ns = max(worth_ns + _POWER * error_ns, (self.threshold + _POWER) * error_ns)
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
-            clear_ns = max(clear_ns, SPREAD_FACTOR * spread(self.series("")[:, -rows:].mean(axis=1)))
-        return max(LEAST_SHARE * self._workload_factor * step_ns, clear_ns)
-
-    @property
-    def _workload_factor(self) -> float:
-        return 1.0 if self._series[""] is self._excess else WORKLOAD_FACTOR
+            least_ns = max(least_ns, SPREAD_FACTOR * spread(self.series("").mean(axis=1)) + _POWER * error_ns)
+        if _SURE * rows * self.width * self.step_ns < self._least_lasting_ns:
+            least_ns = max(least_ns, LEAST_LOST_NS / (_SURE * rows * self.width))
+        return least_ns
