@@ -110,6 +110,22 @@ def _cost_ns(board: Board, index: int, others: npt.NDArray[np.int64], at: npt.ND
     return _gain_ns(_own_ns(board, np.append(others, index), at))
 
 
+def would_gain_ns(
+    board: Board,
+    index: int,
+    others: npt.NDArray[np.int64],
+    keys: npt.NDArray[np.int64],
+    excess_ns: npt.NDArray[np.floating[Any]],
+) -> float:
+    """How much sooner the step would have ended without the rank's excess in each of the rows `keys`.
+
+    index, others: places on the board. Other than its cost, this is no larger where the rank was the last one by
+    chance, for another reason.
+    """
+    own = _own_ns(board, np.append(others, index), keys % board.columns)
+    return float(np.clip(own[-1] - own[:-1].max(axis=0), 0, np.maximum(excess_ns, 0)).mean())
+
+
 def shared_cost_ns(
     board: Board, together: npt.NDArray[np.int64], others: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]
 ) -> float:

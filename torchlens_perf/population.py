@@ -164,7 +164,7 @@ class Population:
             if episode.until_step is not None:
                 over[episode.rank] = max(episode.until_step, over.get(episode.rank, 0))
         for phase in ("", "cpu"):
-            for index, start in rows.suspects(phase, over):
+            for index, start in rows.suspects(phase, over, slow):
                 rank = int(rows.ranks[index])
                 if rank not in slow:
                     first = int(rows.keys[0])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.episodes import Episode, describe
+from torchlens_perf.episodes import Episode, describe, would_gain_ns
 from torchlens_perf.excess import (
     change_point,
     excess_over_others,
@@ -30,6 +30,7 @@ LEAST_ROWS = 12  # of an interval that names somebody
 LEAST_LASTING_NS = 3e9  # of it, or
 LEAST_LOST_NS = 1e8  # in it: for a second or two, an operating system or a neighbour on the machine slows any rank
 LEAST_SHARE = 0.03  # of the step: what is not worth a person's time
+_LEAST_GAIN = 0.0075  # of the step
 WORKLOAD_FACTOR = 1.5  # times that, where the ranks' workload differs: what it explains is a straight line at best
 SPREAD_FACTOR = 4.0  # times the ranks' own spread, where there are enough ranks to know it
 _LASTING_WORKLOAD = 48  # rows with more workload than the others, from which on that is a finding, and no excuse
@@ -105,10 +106,10 @@ class JudgedRows:
             self._scales[kind] = noise(self.series(kind))
         return self._scales[kind]
 
-    def suspects(self, phase: str, over: Mapping[int, int]) -> list[tuple[int, int]]:
+    def suspects(self, phase: str, over: Mapping[int, int], slow: Collection[int]) -> list[tuple[int, int]]:
         """Indices of ranks that are slow now, and the row since which each one is.
 
-        over: by rank, the step before which it is not looked at.
+        over: by rank, the step before which it is not looked at. slow: ranks that are known to be slow.
         """
         least_rows, least_ns = LEAST_ROWS, self._least_ns
         if phase == "cpu":  # who gets one changes by chance for seconds: that is asked for longer, and more of it
@@ -117,14 +118,17 @@ class JudgedRows:
             return []
         if phase == "cpu" and not np.isfinite(self._board.ready_ns[self._present, self._at[-1]]).all():
             return []
-        found: dict[int, int] = {}
         # Intervals above zero show what comes and goes; but where a rank was always a little slower, they reach far
         # back, and weaken what is new. Those above half of what is worth naming do not.
-        for level_ns in (0.0, least_ns / 2):
-            for index, start in self._candidates(phase, least_rows, level_ns, over):
-                since = None if index in found else self._slow_since(phase, index, start, least_ns)
-                if since is not None:
-                    found[index] = since
+        candidates = [
+            each for level in (0.0, least_ns / 2) for each in self._candidates(phase, least_rows, level, over)
+        ]
+        unusual = {index for index, _ in candidates} | {self.index_of(rank) for rank in slow}
+        found: dict[int, int] = {}
+        for index, start in candidates:
+            since = None if index in found else self._slow_since(phase, index, start, least_ns)
+            if since is not None and (phase == "cpu" or self._matters(index, start, unusual)):
+                found[index] = since
         return list(found.items())
 
     def _candidates(
@@ -159,6 +163,21 @@ class JudgedRows:
         if cpu and not self._is_last_for_lack_of_cpu(index, start, interval):
             return None
         return start + min(change_point(interval, mean), len(interval) - LEAST_ROWS)
+
+    def _matters(self, index: int, start: int, unusual: Collection[int | None]) -> bool:
+        """Whether the excess of a rank since row `start` is worth naming in a step that is long for lack of CPUs.
+
+        It is where it is that much of the whole step; or where the job would gain without it, beside the usual ranks.
+        """
+        excess_ns = self._series[""][index, start:]
+        if float(self.without_stalls("", index, start).mean()) >= self._least_share * self.step_ns:
+            return True
+        usual = [place for other, place in enumerate(self._present.tolist()) if other not in unusual]
+        if not usual:
+            return True
+        others = np.array(usual)
+        gain_ns = would_gain_ns(self._board, int(self._present[index]), others, self.keys[start:], excess_ns)
+        return gain_ns >= _LEAST_GAIN * self.step_ns
 
     @property
     def _least_lasting_ns(self) -> float:
@@ -203,7 +222,7 @@ class JudgedRows:
         """The smallest excess that would have been named, had it lasted through all these rows."""
         rows = len(self.keys)
         error_ns = self.scale("") / float(np.sqrt(rows))
-        worth_ns = self._least_ns / (1 - self._least_share)  # the step would be as much longer
+        worth_ns = self._least_share * self.step_ns / (1 - self._least_share)  # the step would be as much longer
         least_ns = max(worth_ns + _POWER * error_ns, (self.threshold + _POWER) * error_ns)
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
             least_ns = max(least_ns, SPREAD_FACTOR * spread(self.series("").mean(axis=1)) + _POWER * error_ns)
