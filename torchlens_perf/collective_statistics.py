@@ -15,7 +15,7 @@ import numpy as np
 from torchlens_perf.collective_channel import BYTES, CALL, DURATION, NOT_ENDED, OVERLAPPED, RANK
 from torchlens_perf.collective_semantics import SEND_RECV, Attribution, bus_factor, semantics_of
 from torchlens_perf.rank_ranges import parse_ranges, ranges
-from torchlens_perf.statistics import Sketch
+from torchlens_perf.sketch import Sketch
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -79,17 +79,16 @@ class TagHook:
 def _compilations(session: Session) -> Callable[[], None]:
     """Tags a step in which Dynamo has compiled a frame; free where it is not loaded."""
 
-    def frames() -> int:
-        utils = sys.modules.get("torch._dynamo.utils")
-        return 0 if utils is None else sum(utils.counters["frames"].values())
-
-    compiled_before = frames()
+    loaded, compiled_before = sys.modules, -1
 
     def look() -> None:
         nonlocal compiled_before
-        compiled = frames()
+        utils = loaded.get("torch._dynamo.utils")
+        compiled = 0 if utils is None else utils.counters["frames"]["total"]
         if compiled != compiled_before:
+            if compiled_before >= 0:
+                session.tag(Flag.COMPILED)
             compiled_before = compiled
-            session.tag(Flag.COMPILED)
 
+    look()
     return look

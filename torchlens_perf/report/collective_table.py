@@ -12,8 +12,8 @@ from torchlens_perf.collective_statistics import TOTALS, GroupKey, OperationStat
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.report.quantities import amount, duration, duration_or_dash, printable
 from torchlens_perf.report.tables import Column, FittingTable
+from torchlens_perf.sketch import Sketch
 from torchlens_perf.slow_link import LinkFindings, SlowLink
-from torchlens_perf.statistics import Sketch
 
 _MOST_ROWS = 6
 _QUANTILES = {"p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99}
