@@ -4,7 +4,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 RECEIVER := .venv-receiver
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -43,6 +43,11 @@ $(TEST)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*)
 
 bench: $(TEST)/ready
 	$(TEST)/bin/python -m benchmarks
+
+# With the caller's Python, which has torch with CUDA and CuPy; installs nothing. PARTS: some of its parts.
+gpu-check:
+	$(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m benchmarks.gpu_check $(PARTS)
 
 clean:
 	rm -rf $(DEMO) $(TEST) $(RECEIVER) build torchlens_perf/*.so torchlens-perf

@@ -6,7 +6,7 @@ The extension is optional: without a C compiler the package installs and records
 
 from setuptools import Extension, setup
 
-SOURCES = ["module.c", "recorder.c", "section.c", "module_call.c", "collective.c", "thread_time.c"]
+SOURCES = ["module.c", "recorder.c", "section.c", "module_call.c", "collective.c", "thread_time.c", "device.c"]
 
 setup(
     ext_modules=[

@@ -11,26 +11,37 @@ PACKAGE = Path(perf.__file__).parent
 
 # What a training process may load, and what only the sidecar and the command line may.
 TRAINING = {
-    "", "_native_twin", "clock", "config", "errors", "hooks", "identity", "launch", "native_tap", "probe_schedule",
-    "rank_ranges", "recorder",
-    "ring", "run_directory", "session", "sidecar_lock", "start_sidecar", "steps", "torch_private", "version", "watch",
+    "", "_native_twin", "clock", "config", "cuda", "device_sections", "errors", "hooks", "identity", "launch",
+    "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "sidecar_lock",
+    "sketch", "sketch_records", "start_sidecar", "steps", "torch_private", "version", "watch",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
 PURE = {
-    "alert", "alerts", "board",
-    "collective_channel", "collective_join", "collective_semantics", "collective_statistics",
-    "continuation", "culprits", "episodes", "excess", "exchange_posts", "generations", "grouping", "hang",
-    "module_times", "node_judge", "pacing", "population", "probe_schedule", "rank_ranges", "rank_statistics", "records",
-    "report.hang_words", "report.straggler_words", "slow_link", "statistics", "step_rows", "steps", "straggler",
-    "summary", "suspects",
+    "alert", "alerts", "board", "collective_channel", "collective_join", "collective_semantics",
+    "collective_statistics", "continuation", "cuda.reduction", "culprits", "device_statistics", "episodes",
+    "excess", "exchange_posts", "generations", "grouping", "hang", "module_times", "node_judge", "pacing",
+    "population", "probe_schedule", "rank_ranges", "rank_statistics", "records", "report.hang_words",
+    "report.straggler_words", "sketch", "sketch_records", "slow_link", "statistics", "step_rows", "steps",
+    "straggler", "summary", "suspects",
 }  # fmt: skip
 THIRD_PARTY = {
+    "cupy": {"cuda.kernels"},
     "nvtx": {"hooks.nvtx", "doctor"},
     "opentelemetry": {"exporters"},
     "pyarrow": {"run_store"},
     "rich": {"report.heat_map", "report.rank_table", "report.tables", "report.terminal"},
-    "torch": {"bounded_store", "hooks", "native_tap", "torch_private", "torchrun_flag", "watch", "doctor"},
-}
+    "torch": {
+        "bounded_store",
+        "cuda.events",
+        "hooks",
+        "native_tap",
+        "torch_private",
+        "torchrun_flag",
+        "watch",
+        "doctor",
+        "session",
+    },
+}  # fmt: skip
 IMPURE = {"mmap", "os", "pathlib", "socket", "subprocess", "threading", "time"}
 
 
@@ -124,6 +135,7 @@ def test_no_collective_of_ours() -> None:
 def test_broad_excepts_are_few() -> None:
     """Our errors are kept from the user by guard(); all others say which errors they mean."""
     allowed = {
+        "cuda.kernels": 1,  # CuPy's errors have no root in common
         "errors": 3,  # guard()
         "torch_private": 1,  # a probe that fails is a no
         "doctor": 1,  # a check that fails is a line

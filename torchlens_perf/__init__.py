@@ -21,6 +21,7 @@ Importing the package does nothing: no thread, no patch, no file, and torch is n
 """
 
 from torchlens_perf.config import Config
+from torchlens_perf.device_sections import device_section
 from torchlens_perf.errors import ConfigError, TorchlensPerfError
 from torchlens_perf.recorder import Section, section
 from torchlens_perf.version import VERSION
@@ -28,4 +29,4 @@ from torchlens_perf.watch import Watch, watch
 
 __version__ = VERSION
 
-__all__ = ["Config", "ConfigError", "Section", "TorchlensPerfError", "Watch", "section", "watch"]
+__all__ = ["Config", "ConfigError", "Section", "TorchlensPerfError", "Watch", "device_section", "section", "watch"]

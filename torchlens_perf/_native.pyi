@@ -53,6 +53,23 @@ class Recorder:
     def deactivate(self) -> None: ...
     def abandon(self) -> None: ...
     def close(self) -> None: ...
+    def set_device_clock(
+        self, mark: Callable[[], int | None] | None, span: Callable[[int, int, int], object] | None, /
+    ) -> None: ...
+    def late(
+        self,
+        kind: int,
+        name_id: int,
+        step: int,
+        start_ns: int,
+        duration_ns: int,
+        flags: int = 0,
+        value0: int = 0,
+        value1: int = 0,
+        nested_ns: int = 0,
+        phase_ns: int = 0,
+        /,
+    ) -> None: ...
     def set_nvtx(self, push: Callable[[Any], Any], pop: Callable[[], Any], attributes: list[Any], /) -> None: ...
 
 class ModuleCall:

@@ -47,8 +47,10 @@ _END_BY_WAIT, _END_BY_RETURN = 1, 3  # recorder.End
 _FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.RECOMPUTE)
 _AUTOGRADS_THREAD = "pt_autograd_"  # what their names begin with
 _CALLS = (_MODULE, _FORWARD, _RECOMPUTE)
+_ALWAYS_ON_DEVICE = (_FORWARD, _BACKWARD, int(Kind.OPTIMIZER), _RECOMPUTE)
 _EXCEPTION, _OTHER_THREAD = int(Flag.EXCEPTION), int(Flag.OTHER_THREAD)
 _MOST_SECTIONS = 4096
+_WORD = (1 << 64) - 1
 
 # stamp, kind, depth, flags, name_id, step, start, duration, nested, phase, value0, value1
 _pack_record = struct.Struct("<IBBHIIqqqqQQ").pack_into
@@ -97,6 +99,10 @@ class Recorder:
         self._nvtx_push: Callable[[Any], Any] | None = None
         self._nvtx_pop: Callable[[], Any] = lambda: None
         self._nvtx_attributes: list[Any] = []
+        self._marks_elsewhere = False  # spans are NVTX ranges too, or the device's
+        self._device_mark: Callable[[], int | None] | None = None
+        self._device_span: Callable[[int, int, int], object] = lambda kind, name_id, mark: None
+        self._device_marks: dict[int, int] = {}  # where the owner's open spans began on the device, by depth
         self._open(self._frames, _STEP, 0)
 
     def begin(self, kind: int, name_id: int) -> None:
@@ -150,6 +156,50 @@ class Recorder:
         if frames is not self._frames:
             flags |= _OTHER_THREAD
         self._write([start_ns, 0, 0, name_id, kind], len(frames), duration_ns, flags, value0, value1)
+
+    def late(
+        self,
+        kind: int,
+        name_id: int,
+        step: int,
+        start_ns: int,
+        duration_ns: int,
+        flags: int = 0,
+        value0: int = 0,
+        value1: int = 0,
+        nested_ns: int = 0,
+        phase_ns: int = 0,
+    ) -> None:
+        if not self.closed:
+            frame = [start_ns, nested_ns, phase_ns, name_id, kind]
+            self._write(frame, 1, duration_ns, flags, value0 & _WORD, value1 & _WORD, step)
+
+    def set_device_clock(
+        self, mark: Callable[[], int | None] | None, span: Callable[[int, int, int], object] | None
+    ) -> None:
+        self._device_mark = mark
+        self._marks_elsewhere = mark is not None or self._nvtx_push is not None
+        self._device_marks.clear()
+        if span is not None:
+            self._device_span = span
+
+    def _open_on_device(self, kind: int, depth: int) -> None:
+        self._device_marks.pop(depth, None)
+        if self._device_mark is not None and (
+            kind in _ALWAYS_ON_DEVICE or (self.probe and kind in (_MODULE, _SECTION))
+        ):
+            start_ns = self.now_ns()
+            mark = self._device_mark()
+            if mark is not None:
+                self._device_marks[depth] = mark
+            self.charge(self.now_ns() - start_ns)
+
+    def _close_on_device(self, kind: int, name_id: int, depth: int) -> None:
+        mark = self._device_marks.pop(depth, None)
+        if mark is not None:
+            start_ns = self.now_ns()
+            self._device_span(kind, name_id, mark)
+            self.charge(self.now_ns() - start_ns)
 
     def start_thread_time(self) -> bool:
         if self.closed or _get_ident() != self._owner:
@@ -316,6 +366,7 @@ class Recorder:
         if not attributes:
             raise ValueError("the attributes of name 0 are missing")
         self._nvtx_push, self._nvtx_pop, self._nvtx_attributes = push, pop, attributes
+        self._marks_elsewhere = True
 
     @property
     def written(self) -> int:
@@ -338,6 +389,8 @@ class Recorder:
             known = name_id < len(self._nvtx_attributes)
             self._nvtx_push(self._nvtx_attributes[name_id if known else 0])
         depth = len(frames)
+        if self._device_mark is not None and frames is self._frames and depth < MAX_FRAMES:
+            self._open_on_device(kind, depth)
         if kind < _MODULE and frames is self._frames and self._thread_time is not None and self._thread_time.measured:
             self._thread_time.mark(self._phase(frames))
         frame = [0, 0, 0, name_id, kind]
@@ -394,6 +447,8 @@ class Recorder:
             parent[_NESTED] += duration_ns
             parent[_PHASE] += duration_ns if _FIRST_PHASE <= kind <= _LAST_PHASE else frame[_PHASE]
         self._write(frame, depth, duration_ns, flags, value0, value1)
+        if self._device_marks and frames is self._frames:
+            self._close_on_device(kind, frame[_NAME], depth)
 
     def _is_autograds(self) -> bool:
         known: bool | None = getattr(self._threads, "is_autograds", None)
@@ -419,12 +474,22 @@ class Recorder:
         frame[_PHASE] += own_ns - counted_ns
         return 0
 
-    def _write(self, frame: Frame, depth: int, duration_ns: int, flags: int, value0: int, value1: int) -> None:
+    def _write(
+        self,
+        frame: Frame,
+        depth: int,
+        duration_ns: int,
+        flags: int,
+        value0: int,
+        value1: int,
+        step: int | None = None,
+    ) -> None:
         sequence = self._next_sequence()
         start_ns, nested_ns, phase_ns, name_id, kind = frame
         _pack_record(
             self._buffer, RECORDS_OFFSET + ((sequence & self._mask) << 6), (sequence + 1) & 0xFFFFFFFF, kind,
-            depth & 0xFF, flags, name_id, self.step, start_ns, duration_ns, nested_ns, phase_ns, value0, value1,
+            depth & 0xFF, flags, name_id, self.step if step is None else step, start_ns, duration_ns, nested_ns,
+            phase_ns, value0, value1,
         )  # fmt: skip
         self._words[HEAD] = sequence + 1
 
@@ -488,7 +553,7 @@ class Section:
             if self._generation != recorder.generation:
                 self._name_id = recorder.intern(self.name)
                 self._generation = recorder.generation
-            if recorder._nvtx_push is not None:
+            if recorder._marks_elsewhere:
                 recorder._open(recorder._open_spans(), _SECTION, self._name_id)
             else:
                 frames = recorder._frames if _get_ident() == recorder._owner else recorder._open_spans()
@@ -507,7 +572,7 @@ class Section:
         frame = frames[-1]
         if frame[_NAME] != self._name_id or frame[_KIND] != _SECTION or len(frames) > MAX_FRAMES:
             recorder.end(_SECTION, self._name_id, flags)
-        elif recorder._nvtx_push is not None or frames is not recorder._frames:
+        elif recorder._marks_elsewhere or frames is not recorder._frames:
             recorder._close(frames, len(frames) - 1, end_ns, flags)
         else:
             # _close and _write in one: a call costs 60 ns.

@@ -19,8 +19,8 @@ class Clock(Protocol):
 
     name: str
 
-    def mark(self) -> int:
-        """Marks now. Returns a handle for read()."""
+    def mark(self) -> int | None:
+        """Marks now. Returns a handle for read(); None where a device cannot be marked now."""
         ...
 
     def read(self, mark: int) -> int | None:

@@ -40,6 +40,10 @@ class Config:
     collectives: bool = True
     """Time collectives and the time blocked in them."""
 
+    device_times: str = "auto"
+    """Time phases on the device, by CUDA events: "auto", but not under CUDA_DEVICE_MAX_CONNECTIONS=1, where they would
+    keep communication from overlapping with computation; "on", there too; "off"."""
+
     exchange: bool = True
     """In a job of several nodes: sidecars send windows to node 0's, which judges all ranks together. Without it, each
     node's sidecar judges its own ranks."""
@@ -77,6 +81,7 @@ class Config:
         self._check("dir", isinstance(self.dir, str) and bool(self.dir), "a folder's name")
         for field in ("collectives", "exchange", "faulthandler", "memory", "nvtx", "sidecar", "report"):
             self._check(field, isinstance(getattr(self, field), bool), "True or False")
+        self._check("device_times", self.device_times in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)
         self._check_number("ring_records", int, least=1024, most=1 << 24)

@@ -6,7 +6,8 @@
     ├── ConfigError      the user's mistake: raised at watch(), names the field
     ├── RingError        a file that is not a ring file
     ├── RunStoreError    a folder that is not a run directory
-    └── HookUnavailable  this torch lacks what a hook needs; the hook is left out, and the report says so
+    ├── HookUnavailable  this torch lacks what a hook needs; the hook is left out, and the report says so
+    └── DeviceError      a call to the device failed, or what is needed to reach it is missing
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ class RunStoreError(TorchlensPerfError):
 
 class HookUnavailable(TorchlensPerfError):
     """What a hook stands on is missing in this version of torch."""
+
+
+class DeviceError(TorchlensPerfError):
+    """A call to the device that failed, or a library that is needed to reach it and is missing."""
 
 
 class Swallowed:

@@ -17,7 +17,7 @@ from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.straggler import NOTHING, Findings
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclasses.dataclass
@@ -36,6 +36,8 @@ class ProcessState:
     model: str = ""
     """What it computes, see identity.model_digest."""
     memory_source: str = ""
+    device: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the device's times: which clock, how far off, and how many are missing for what reason; empty without any."""
     notes: list[str] = dataclasses.field(default_factory=list)
     unbalanced: int = 0
     too_deep: int = 0
@@ -65,7 +67,7 @@ class ProcessState:
 
 
 _PLAIN_FIELDS = (
-    "counted", "ended", "trace_every", "native", "model", "memory_source", "notes", "unbalanced", "too_deep",
+    "counted", "ended", "trace_every", "native", "model", "memory_source", "device", "notes", "unbalanced", "too_deep",
     "names_lost", "internal_errors", "tool_ns", "open_spans", "groups",
 )  # fmt: skip
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from torchlens_perf.device_statistics import DeviceStatistics
 from torchlens_perf.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.ring import Flag, Kind
-from torchlens_perf.statistics import Sketch
+from torchlens_perf.sketch import Sketch
 from torchlens_perf.step_rows import OTHER_WORK
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ class RankStatistics:
         self.micro_steps = 1
         self.flags_seen = 0
         self.history = WindowHistory()
+        self.device = DeviceStatistics()
 
     def add(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int) -> None:
         """Counts whole steps: their records, and the table that assemble_steps() made of them."""
@@ -225,6 +227,7 @@ class RankStatistics:
             self._add_steps(steps)
         warm = self.first_step is not None and records["step"] >= self.first_step + WARM_UP_STEPS
         self._add_named(records[warm], names)
+        self.device.add(records[warm], names)
 
     def _add_steps(self, table: StepTable) -> None:
         if self.first_step is None:
@@ -292,6 +295,7 @@ class RankStatistics:
             name: {"bytes": count.bytes, "sketch": count.sketch.to_json()} for name, count in self.collectives.items()
         }
         value["history"] = self.history.to_json()
+        value["device"] = self.device.to_json()
         return value
 
     @classmethod
@@ -308,6 +312,7 @@ class RankStatistics:
         for name, count in value["collectives"].items():
             statistics.collectives[name] = CollectiveCount(Sketch.from_json(count["sketch"]), int(count["bytes"]))
         statistics.history = WindowHistory.from_json(value["history"])
+        statistics.device = DeviceStatistics.from_json(value["device"])
         return statistics
 
 

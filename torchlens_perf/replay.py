@@ -13,6 +13,7 @@ from torchlens_perf import node_state, run_store
 from torchlens_perf.alerts import AlertLog
 from torchlens_perf.config import Config
 from torchlens_perf.culprits import culprits, name
+from torchlens_perf.device_statistics import phase_durations_ns
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, Judgement
 from torchlens_perf.generations import Generations
 from torchlens_perf.identity import Identity, model_digest
@@ -73,6 +74,7 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
                 process.trace_every = known.trace_every if known is not None else Config.trace_every
                 process.groups = known.groups if known is not None else {}
                 process.model = known.model if known is not None else ""
+                process.device = known.device if known is not None else {}
                 if trace_every is not None:
                     process.trace_every = trace_every
                 rebuilt.processes[origin.key] = process
@@ -86,7 +88,8 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
             if sending is not None:
                 wanted = traced_steps(table.step.tolist(), process.trace_every)
                 traces = step_traces(origin.key, kept, names, wanted)
-                sending.send(ExportBatch(process.identity, origin.anchor, table, tuple(traces)))
+                device_ns = phase_durations_ns(kept)
+                sending.send(ExportBatch(process.identity, origin.anchor, table, tuple(traces), device_ns))
         if not saved.processes:
             rebuilt.notes.append("rebuilt from the records that are kept")
             rebuilt_states.append(rebuilt)

@@ -72,6 +72,8 @@ class Kind(IntEnum):
     SECTION = 18
     COLLECTIVE = 19
     THREAD_TIME = 20  # of a step's own work: CPU time, and time ready without a CPU
+    SKETCH = 22  # a part of the statistics of a window, see sketch_records.py
+    DEVICE = 21  # a span as the device's clock has it; value0: its kind, value1: how long after the host it ended there
 
 
 PHASES = (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT)
@@ -84,6 +86,7 @@ class Flag(IntFlag):
     ASYNC = 2
     TAIL = 4  # WAIT: the end of the backward pass, after the last gradient was computed
     COMPLETED = 16  # COLLECTIVE: the duration goes until the operation's end; else it is the issuing call's
+    DEVICE = 32  # MODULE_BACKWARD: by the device's clock
     OTHER_THREAD = 8  # on a thread other than the training thread: no part of the step's time
     EVALUATION = 256  # the step held a forward pass without gradients
     INFERENCE = 512  # the step is a forward pass, no optimizer has stepped

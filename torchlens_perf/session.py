@@ -65,7 +65,24 @@ def default_hooks(config: Config, backward: BackwardHook) -> list[Hook]:
         (True, TagHook()),
         (config.faulthandler, StackHook()),
     ]
-    return [hook for want, hook in wanted if want]
+    return [*_device_hooks(config), *(hook for want, hook in wanted if want)]
+
+
+def _device_hooks(config: Config) -> list[Hook]:
+    """Nothing of them is imported where torch was built without a device, or finds none."""
+    import torch
+
+    built = torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
+    if config.device_times == "off" or not built or not torch.cuda.is_available():
+        return []
+    from torchlens_perf.hooks.device import DeviceHook
+
+    hooks: list[Hook] = [DeviceHook(asked_for=config.device_times == "on")]
+    if torch.version.cuda is not None:
+        from torchlens_perf.hooks.stamps import Device, StampHook
+
+        hooks.append(StampHook(Device()))
+    return hooks
 
 
 class Session:
@@ -74,11 +91,13 @@ class Session:
     def __init__(self, config: Config, identity: Identity, ring: RingFile, optimizers: Sequence[int] = ()) -> None:
         self.config = config
         self.identity = identity
-        self.clock: Clock = HostClock()
+        self.host_clock = HostClock()
+        self.clock: Clock = self.host_clock  # of marks that may be read later; a device's, once there is one
         self.recorder = Recorder(ring.buffer, self.intern)
         self.memory_bytes = 0
         self.workload = -1  # of the step in progress, as its batches have it; -1: no batch with a tensor yet
         self.memory_source = ""
+        self.device: dict[str, Any] = {}  # of the device's times: how good they are, and which are missing
         self.stack_file = ""  # where this process writes its stack when it is asked to; "": nowhere
         self.ring_path = ring.path
         self.groups: dict[str, dict[str, Any]] = {}  # process groups that were used: members and description
@@ -341,12 +360,13 @@ class Session:
         self._ring.set_metadata(
             {
                 "identity": self.identity.to_json(),
-                "anchor": self.clock.anchor()._asdict(),
+                "anchor": self.host_clock.anchor()._asdict(),
                 "native": NATIVE,
                 "model": model_digest(self._module_names),
                 "memory_source": self.memory_source,
                 "notes": self._notes,
                 "job_store": job_store(os.environ) if self.config.exchange else None,
+                "device": self.device,
                 "stack_file": self.stack_file,
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
                 "settings": {

@@ -22,6 +22,7 @@ from torchlens_perf.clock import Anchor
 from torchlens_perf.config import Config
 from torchlens_perf.continuation import Continuation
 from torchlens_perf.culprits import NOBODY, Culprit, culprits, name
+from torchlens_perf.device_statistics import phase_durations_ns
 from torchlens_perf.errors import RingError, RunStoreError, guard, swallowed
 from torchlens_perf.exporters import ExportBatch, Exporter, Judgement
 from torchlens_perf.generations import BESIDE, Generations
@@ -440,6 +441,7 @@ class Sidecar:
         if metadata:
             state.native, state.notes = metadata["native"], metadata["notes"]
             state.model, state.memory_source = metadata["model"], metadata["memory_source"]
+            state.device = metadata["device"]
             state.groups = metadata["groups"]
             source.stack_file = metadata["stack_file"]
             source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
@@ -453,7 +455,8 @@ class Sidecar:
     ) -> ExportBatch:
         wanted = traced_steps(steps.step.tolist(), source.state.trace_every)
         traces = step_traces(source.origin.key, records, names, wanted)
-        return ExportBatch(source.state.identity, source.state.anchor, steps, tuple(traces))
+        device_ns = phase_durations_ns(records)
+        return ExportBatch(source.state.identity, source.state.anchor, steps, tuple(traces), device_ns)
 
     def _setting(self, name: str) -> int:
         for source in self._sources.values():

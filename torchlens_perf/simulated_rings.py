@@ -115,6 +115,7 @@ class SimulatedRank:
                 "native": NATIVE,
                 "model": model_digest(modules),
                 "memory_source": "",
+                "device": {},
                 "notes": [note],
                 "stack_file": "",
                 "job_store": None,

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from torchlens_perf.alert import Alert
     from torchlens_perf.clock import Anchor
     from torchlens_perf.culprits import Culprit
@@ -23,6 +26,8 @@ class ExportBatch:
     anchor: Anchor
     steps: StepTable
     traces: tuple[StepTrace, ...]
+    device_ns: Mapping[str, npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
+    """By phase, the device times that were told since the last batch: of these steps, or of some before them."""
 
 
 @dataclasses.dataclass(frozen=True)

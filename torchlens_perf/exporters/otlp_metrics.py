@@ -148,6 +148,7 @@ class _Instruments:
         self._step = duration(semantics.STEP_DURATION, "Time from one step's end to the next")
         self._own = duration(semantics.STEP_OWN_TIME, "Step time without the time blocked in communication")
         self._phase = duration(semantics.PHASE_DURATION, "Time of one phase in one step, without nested phases")
+        self._device = duration(semantics.DEVICE_DURATION, "Time of a phase, or a step, on the device")
         self._steps = meter.create_counter(semantics.STEPS, "{step}", "Steps finished")
         self._memory = meter.create_gauge(semantics.MEMORY, "By", "Memory at the end of the last step")
         self._memory_bytes: dict[int, int] = {}
@@ -182,6 +183,9 @@ class _Instruments:
             for part_ns, of_phase in zip(parts_ns, phases, strict=True):
                 if part_ns:  # a phase that the step did not have is no phase of 0 s
                     self._phase.record(part_ns / 1e9, of_phase)
+        for phase, durations_ns in batch.device_ns.items():
+            for device_ns in durations_ns.tolist():
+                self._device.record(device_ns / 1e9, {**attributes, semantics.PHASE: phase})
         self._steps.add(len(steps), attributes)
         if steps.memory_bytes[-1]:
             self._memory_bytes[rank] = memory_bytes = int(steps.memory_bytes[-1])

@@ -25,6 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_resource import rank_resource
 from torchlens_perf.ring import Flag
+from torchlens_perf.statistics import kind_name
 from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
@@ -267,8 +268,8 @@ def _root_name(trace: StepTrace) -> str:
 def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
     """Spans by start, each with the index of the smallest span that contains it; None: it lies in the step itself.
 
-    Nothing on the training thread lies in a span of another thread: that one only happens at the same time. A
-    collective lies where it was issued; it may last longer than what is around it, and nothing lies in it.
+    Nothing on the training thread lies in a span of another thread or of the device: they only happen at the same
+    time. A collective lies where it was issued; it may last longer than what is around it, and nothing lies in it.
     """
     ordered = sorted(spans, key=lambda span: (span.start_ns, -span.duration_ns, span.depth))
     nested: list[tuple[Span, int | None]] = []
@@ -281,6 +282,7 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
             if _end(ordered[other]) >= (span.start_ns if span.kind == "collective" else _end(span))
             and ordered[other].kind != "collective"
             and (span.flags & Flag.OTHER_THREAD or not ordered[other].flags & Flag.OTHER_THREAD)
+            and (span.kind == "device") == (ordered[other].kind == "device")
         ]
         # Of several that last equally long, the last one is the innermost.
         parent = min(around, key=lambda other: (ordered[other].duration_ns, -other), default=None)
@@ -295,6 +297,8 @@ def _end(span: Span) -> int:
 
 def _details(span: Span) -> dict[str, Any]:
     details: dict[str, Any] = {semantics.SPAN_KIND: span.kind}
+    if span.kind == "device":
+        return {semantics.SPAN_KIND: kind_name(span.value0), semantics.ON_DEVICE: True}
     if span.kind == "collective":
         details[semantics.BYTES], details[semantics.SEQUENCE] = span.value0, span.value1 & 0xFFFFFFFF
     return details

@@ -19,11 +19,13 @@ from torchlens_perf.ring import Flag, Kind
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from torchlens_perf.clock import Clock
     from torchlens_perf.hooks.module import WatchedModule
     from torchlens_perf.session import Session
 
 _BACKWARD, _WAIT, _MODULE_BACKWARD = int(Kind.BACKWARD), int(Kind.WAIT), int(Kind.MODULE_BACKWARD)
-_EXCEPTION, _TAIL = int(Flag.EXCEPTION), int(Flag.TAIL)
+_EXCEPTION, _TAIL, _DEVICE = int(Flag.EXCEPTION), int(Flag.TAIL), int(Flag.DEVICE)
+_UNREAD_STEPS = 256  # after which a time that the device has not told is not waited for
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,6 +33,7 @@ class _Tail:
     """What lies behind the last computed gradient: DDP and FSDP wait there for their communication."""
 
     start_ns: int = 0
+    mark: int | None = None  # the same instant on the clock of the modules' passes, where there are any
     end_ns: int = 0
     waited_before_ns: int = 0
     waited_after_ns: int = 0
@@ -53,7 +56,7 @@ class _ModulePass:
 
     name_id: int
     step: int
-    mark: Callable[[], int]
+    clock: Clock
     inputs_left: int = 0
     start: int | None = None
     end: int | None = None
@@ -62,12 +65,20 @@ class _ModulePass:
     def input_gradient(self, _: Tensor) -> None:
         self.inputs_left -= 1
         if self.inputs_left == 0 and self.end is None:
-            self.end = self.mark()
+            self.end = self.clock.mark()
+            if self.end is None:
+                self.start = None  # its end is not known: no record
 
     @_gradient_hook("gradient hook of a module's output")
     def output_gradient(self, _: Tensor) -> None:
         if self.start is None:
-            self.start = self.mark()
+            self.start = self.clock.mark()
+
+    def times_ns(self) -> tuple[int, int] | None:
+        """When it began and ended; None while that is not known."""
+        start_ns = None if self.start is None else self.clock.read(self.start)
+        end_ns = None if self.end is None else self.clock.read(self.end)
+        return None if start_ns is None or end_ns is None else (start_ns, end_ns)
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -122,7 +133,7 @@ class BackwardHook:
             finally:
                 tail, self._tail = self._tail, outer
                 if tail is not None and tail.end_ns:
-                    self._end_open_passes(tail.start_ns)
+                    self._end_open_passes(tail.mark)
                     self._record_tail(session, tail, tail_id)
                 recorder.end(_BACKWARD, name_id, flags)
                 if not recorder.backwards:  # else it was inside another one: reentrant checkpointing
@@ -140,11 +151,11 @@ class BackwardHook:
         if session.communicates() and waited_ns > 0:
             session.recorder.interval(_WAIT, name_id, tail.start_ns, waited_ns, _TAIL)
 
-    def _end_open_passes(self, end_ns: int) -> None:
+    def _end_open_passes(self, end: int | None) -> None:
         """Modules whose inputs need no gradient have no end of their own: they end with the computation."""
         for each in self._passes:
             if each.start is not None and each.end is None:
-                each.end = end_ns
+                each.end = end
 
     def _record_passes(self, session: Session) -> None:
         """At the end of a step: marks that the clock can read by now become records; a device's may take longer."""
@@ -156,11 +167,13 @@ class BackwardHook:
                 if recorder.backwards and each.step == recorder.step:
                     later.append(each)  # the optimizer steps inside the backward pass
                 continue  # else not reached by the backward pass of its step
-            start_ns, end_ns = session.clock.read(each.start), session.clock.read(each.end)
-            if start_ns is None or end_ns is None:
-                later.append(each)
-            else:
-                recorder.interval(_MODULE_BACKWARD, each.name_id, start_ns, end_ns - start_ns)
+            times = each.times_ns()
+            if times is None:
+                if recorder.step - each.step < _UNREAD_STEPS:
+                    later.append(each)
+                continue
+            flags = 0 if each.clock is session.host_clock else _DEVICE
+            recorder.late(_MODULE_BACKWARD, each.name_id, each.step, times[0], times[1] - times[0], flags)
         self._record = record
         if record is not None and not later:
             session.stop_work(record)
@@ -186,6 +199,7 @@ class BackwardHook:
             def computed() -> None:
                 recorder.own_work_paused()
                 tail.start_ns, tail.waited_before_ns = session.recorder.now_ns(), session.recorder.waited_ns
+                tail.mark = session.clock.mark() if self._passes else None
                 torch_private.queue_callback(finished)
 
             @guard("backward callback")
@@ -221,7 +235,7 @@ class BackwardHook:
 
         if self._record is None:
             return None
-        recorder, clock, out_of_sight = session.recorder, session.clock, torch_private.out_of_sight()
+        recorder, out_of_sight = session.recorder, torch_private.out_of_sight()
         name_id = session.intern(watched.name)
         waiting: list[_ModulePass] = []  # entered and not yet returned; more than one where the module recurses
 
@@ -236,7 +250,7 @@ class BackwardHook:
         def before(*args: Any, **kwargs: Any) -> None:
             if unobserved():
                 return
-            entered = _ModulePass(name_id, recorder.step, clock.mark)
+            entered = _ModulePass(name_id, recorder.step, session.clock)
             waiting.append(entered)
             inputs = list(tensors((args, kwargs)))
             with out_of_sight():

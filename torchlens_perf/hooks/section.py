@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.device_sections import device_section
 from torchlens_perf.recorder import section
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ _told = False
 
 
 def tell_dynamo() -> None:
-    """Makes Dynamo trace section(name) as a null context: there are no times inside a graph. Public API; once."""
+    """Makes Dynamo trace section(name), and device_section(name), as a null context: there are no times inside a
+    graph. Public API; once."""
     global _told
     if _told or "torch._dynamo" not in sys.modules:
         return
@@ -26,6 +28,7 @@ def tell_dynamo() -> None:
         return nullcontext()
 
     torch.compiler.substitute_in_graph(section, skip_signature_check=True)(traced)
+    torch.compiler.substitute_in_graph(device_section, skip_signature_check=True)(traced)
     _told = True
 
 

@@ -215,6 +215,8 @@ static int recorder_traverse(Recorder *self, visitproc visit, void *arg)
     Py_VISIT(self->nvtx_push);
     Py_VISIT(self->nvtx_pop);
     Py_VISIT(self->nvtx_attributes);
+    Py_VISIT(self->device_mark);
+    Py_VISIT(self->device_span);
     return 0;
 }
 
@@ -225,6 +227,8 @@ static int recorder_clear(Recorder *self)
     Py_CLEAR(self->nvtx_push);
     Py_CLEAR(self->nvtx_pop);
     Py_CLEAR(self->nvtx_attributes);
+    Py_CLEAR(self->device_mark);
+    Py_CLEAR(self->device_span);
     return 0;
 }
 
@@ -562,6 +566,8 @@ static PyMethodDef recorder_methods[] = {
     {"close", (PyCFunction)recorder_close, METH_NOARGS, NULL},
     {"abandon", (PyCFunction)recorder_abandon, METH_NOARGS, NULL},
     {"set_nvtx", (PyCFunction)recorder_set_nvtx, METH_VARARGS, NULL},
+    {"set_device_clock", (PyCFunction)recorder_set_device_clock, METH_VARARGS, NULL},
+    {"late", FASTCALL(recorder_late), METH_FASTCALL, NULL},
     {NULL},
 };
 

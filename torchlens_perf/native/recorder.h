@@ -15,6 +15,7 @@
 
 #include "layout.h"
 
+#define NO_DEVICE_MARK (-1)
 #define FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
 
 /* See thread_time.c. */
@@ -40,6 +41,8 @@ typedef struct {
     PyObject *intern;
     PyObject *clock; /* NULL: CLOCK_MONOTONIC */
     PyObject *nvtx_push, *nvtx_pop, *nvtx_attributes;
+    PyObject *device_mark, *device_span;  /* NULL: no device's clock, see device.c */
+    int64_t device_marks[MAX_FRAMES]; /* where the owner's open spans began on the device */
     int shared;        /* not 0: records are also written without the GIL, see collective.c */
     ThreadTime thread_time;
     int64_t waited_ns; /* how long the owner was blocked in collectives, in total */
@@ -53,6 +56,10 @@ extern PyTypeObject RecorderType, SectionType, ModuleCallType;
 Stack *other_thread_spans(Recorder *self);
 int64_t injected_clock_ns(Recorder *self);
 void nvtx_open(Recorder *self, uint32_t name_id);
+void device_open(Recorder *self, uint32_t kind, uint64_t depth);
+void device_close(Recorder *self, const Frame *frame, uint64_t depth);
+PyObject *recorder_set_device_clock(Recorder *self, PyObject *args);
+PyObject *recorder_late(Recorder *self, PyObject *const *args, Py_ssize_t count);
 uint32_t attribute_elsewhere(Recorder *self, Frame *frame, int64_t end_ns);
 void spans_drop(Recorder *self, Stack *stack, uint64_t depth);
 void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, int64_t end_ns, uint32_t flags,
@@ -176,6 +183,14 @@ static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, ui
     if (self->nvtx_push != NULL) {
         nvtx_open(self, name_id);
     }
+    if (self->device_mark != NULL && stack == &self->header->stack) {
+        stack->depth = depth; /* what it costs is the span's around it */
+        device_open(self, kind, depth);
+        if (self->header == NULL) { /* another thread ended the watch meanwhile */
+            return depth;
+        }
+        stack->depth = depth + 1;
+    }
     if (is_phase(kind) && self->thread_time.measured && stack == &self->header->stack) {
         stack->depth = depth;
         thread_time_mark(&self->thread_time, innermost_phase(stack));
@@ -241,6 +256,9 @@ static inline void span_close(Recorder *self, Stack *stack, uint64_t depth, int6
         .value1 = value1,
     };
     write_record(self, &record, frame.kind, depth, flags);
+    if (self->device_mark != NULL && stack == &self->header->stack) {
+        device_close(self, &frame, depth);
+    }
 }
 
 #endif

@@ -17,8 +17,8 @@ from torchlens_perf.report import verdict
 from torchlens_perf.report.collective_table import collective_rows, newest_joins
 from torchlens_perf.report.heat import heat
 from torchlens_perf.ring import Flag
+from torchlens_perf.sketch import Sketch
 from torchlens_perf.slow_link import LinkFindings, slow_links
-from torchlens_perf.statistics import Sketch
 from torchlens_perf.straggler import Place
 
 SCHEMA = 1
@@ -26,6 +26,14 @@ _QUANTILES = {"p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99}
 # A mark in the middle of a step costs about this much more than the tight loop's 0.1 us: caches are cold there
 # (docs/performance.md has the measurement).
 MARK_NS = 400.0
+
+
+# Why marks on the device are missing, by the counters of hooks/device.py.
+_NOT_TIMED = {
+    "captured": "marks on the device were left out while a CUDA graph was captured; a replayed graph has no phases",
+    "skipped": "marks on the device were left out, as it was too far behind or its clock could not be anchored",
+    "unread": "device times were not known when the watch ended",
+}
 
 
 def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
@@ -47,6 +55,7 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
         "heat": heat(windows, judging.findings, _places(processes)),
         "modules": _modules(processes),
         "sections": _sections(processes),
+        "device_sections": _device_sections(processes),
         "collectives": collective_rows(joins),
         "slow_links": links.to_json(),
         "quality": _quality(nodes, processes),
@@ -199,8 +208,29 @@ def _rank(rank: int, process: ProcessState) -> dict[str, Any]:
             "max_bytes": statistics.memory_most_bytes or None,
             "source": process.memory_source or None,
         },
+        "device": _device(process),
         "coverage": statistics.coverage,
         "lost": statistics.lost,
+    }
+
+
+def _device(process: ProcessState) -> dict[str, Any] | None:
+    """What the device's clock tells: device time a step of each phase; None where it tells nothing."""
+    device = process.statistics.device
+    if not device.steps:
+        return None
+    return {
+        "clock": process.device.get("clock"),
+        "error_s": process.device["error_ns"] / 1e9 if process.device.get("error_ns") is not None else None,
+        "steps": device.steps,
+        "step_s": _distribution(device.phases["step"]),
+        "phases": {
+            phase: {"p50_s": sketch.quantile_ns(0.5) / 1e9, "s_per_step": sketch.sum_ns / 1e9 / device.steps}
+            for phase, sketch in device.phases.items()
+            if phase != "step"
+        },
+        "behind_s": _distribution(device.behind),
+        "caught_up": device.caught_up_share,
     }
 
 
@@ -214,11 +244,13 @@ def _modules(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
     for name in _all_names(processes, "modules"):
         merged, by_rank = Sketch(), {}
         backward, backward_by_rank = Sketch(), {}
+        device = Sketch()
         for rank, process in processes.items():
             sketch = process.statistics.modules.get(name)
             if sketch is not None:
                 merged.merge(sketch)
                 by_rank[str(rank)] = _per_step_s(sketch, process)
+            device.merge(process.statistics.device.modules.get(name, Sketch()))
             sampled = process.statistics.module_backwards.get(name)
             if sampled is not None:
                 backward.merge(sampled)
@@ -232,6 +264,7 @@ def _modules(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
                 "by_rank": by_rank,
                 "backward_s": _distribution(backward) if backward.count else None,
                 "backward_by_rank": backward_by_rank,
+                "device_s": _distribution(device) if device.count else None,
             }
         )
     return sorted(rows, key=lambda row: -row["own_s_per_step"])
@@ -244,8 +277,9 @@ def _per_step_s(sketch: Sketch, process: ProcessState) -> float:
 def _sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
     rows = []
     for name in _all_names(processes, "sections"):
-        merged, by_rank = Sketch(), {}
+        merged, by_rank, device = Sketch(), {}, Sketch()
         for rank, process in processes.items():
+            device.merge(process.statistics.device.sections.get(name, Sketch()))
             sketch: Sketch | None = process.statistics.sections.get(name)
             if sketch is not None:
                 merged.merge(sketch)
@@ -257,9 +291,24 @@ def _sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
                 "total_s": _distribution(merged),
                 "s_per_step": sum(by_rank.values()) / len(by_rank),
                 "by_rank": by_rank,
+                "device_s": _distribution(device) if device.count else None,
             }
         )
     return sorted(rows, key=lambda row: -row["s_per_step"])
+
+
+def _device_sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
+    """Device sections by their time, most first; by_rank: mean seconds of one."""
+    rows = []
+    for name in dict.fromkeys(name for process in processes.values() for name in process.statistics.device.stamped):
+        merged, by_rank = Sketch(), {}
+        for rank, process in processes.items():
+            sketch = process.statistics.device.stamped.get(name)
+            if sketch is not None:
+                merged.merge(sketch)
+                by_rank[str(rank)] = sketch.mean_ns() / 1e9
+        rows.append({"name": name, "calls": merged.count, "device_s": _distribution(merged), "by_rank": by_rank})
+    return sorted(rows, key=lambda row: -row["calls"] * row["device_s"]["mean_s"])
 
 
 def _all_names(processes: dict[int, ProcessState], table: str) -> list[str]:
@@ -329,6 +378,12 @@ def _rank_notes(process: ProcessState) -> list[str]:
         notes.append(f"rank {rank}: more distinct names than fit; the surplus is shown as (other)")
     if process.internal_errors:
         notes.append(f"rank {rank}: {process.internal_errors} errors of ours were kept away from training; see its log")
+    if statistics.device.stamped_lost:
+        notes.append(f"rank {rank}: {statistics.device.stamped_lost} times of device sections were overwritten")
+    for field, reason in _NOT_TIMED.items():
+        count = process.device.get(field, 0)
+        if count:
+            notes.append(f"rank {rank}: {count} {reason}")
     if not process.native:
         notes.append("recorded by the Python twin, not the native recorder: see torchlens-perf doctor")
     return notes

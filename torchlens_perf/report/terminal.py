@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchlens_perf.report.collective_table import collective_table
+from torchlens_perf.report.device_table import device_table
 from torchlens_perf.report.heat_map import HeatMap
 from torchlens_perf.report.quantities import duration, duration_or_dash, printable
 from torchlens_perf.report.rank_table import rank_table
@@ -55,11 +56,16 @@ def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
     parts: list[RenderableType] = [_title(report), Text("")]
     parts += [_verdict(verdict) for verdict in report["verdicts"]]
     if report["steps"]["count"]:
-        parts += [_step_line(report), rank_table(report), HeatMap(report["heat"])]
+        parts += [_step_line(report), rank_table(report)]
+        if any(rank["device"] for rank in report["ranks"]):
+            parts.append(device_table(report["ranks"]))
+        parts.append(HeatMap(report["heat"]))
     if report["modules"]:
         parts.append(_module_table(report))
     if report["sections"]:
         parts.append(_section_table(report))
+    if report["device_sections"]:
+        parts.append(_device_section_table(report["device_sections"]))
     if report["collectives"]:
         parts.append(collective_table(report["collectives"]))
     parts += [_quality(report), Text(f"run directory: {printable(run_dir)}", style="dim")]
@@ -114,31 +120,54 @@ def _step_line(report: dict[str, Any]) -> Text:
 
 def _module_table(report: dict[str, Any]) -> Table:
     modules = report["modules"]
-    table = new_table("module", "calls", "own p50", "own a step", "backward p50", title="modules by own forward time")
+    columns = ["module", "calls", "own p50", "own a step", "backward p50"]
+    by_device = any(module["device_s"] for module in modules)
+    table = new_table(*columns, *["device p50"] * by_device, title="modules by own forward time")
     for module in modules[:_MOST_MODULES]:
-        backward = module["backward_s"]
-        table.add_row(
+        cells = [
             printable(module["name"]),
             str(module["calls"]),
             duration_or_dash(module["own_s"]["p50_s"]),
             duration(module["own_s_per_step"]),
-            "-" if backward is None else duration_or_dash(backward["p50_s"]),
-        )
+            _median(module["backward_s"]),
+        ]
+        table.add_row(*cells, *[_median(module["device_s"])] * by_device)
     if len(modules) > _MOST_MODULES:
         table.caption = f"{_MOST_MODULES} of {len(modules)}; --json has all"
     return table
 
 
 def _section_table(report: dict[str, Any]) -> Table:
-    table = new_table("section", "calls", "p50", "a step", title="sections")
+    by_device = any(section["device_s"] for section in report["sections"])
+    table = new_table("section", "calls", "p50", "a step", *["device p50"] * by_device, title="sections")
     for section in report["sections"][:_MOST_SECTIONS]:
-        table.add_row(
+        cells = [
             printable(section["name"]),
             str(section["calls"]),
             duration_or_dash(section["total_s"]["p50_s"]),
             duration(section["s_per_step"]),
+        ]
+        table.add_row(*cells, *[_median(section["device_s"])] * by_device)
+    return table
+
+
+def _device_section_table(sections: list[dict[str, Any]]) -> Table:
+    columns = ("device section", "count", "p50", "p99", "max", "slowest rank")
+    table = new_table(*columns, title="device sections, by stamps of the device's clock")
+    for section in sections[:_MOST_SECTIONS]:
+        slowest, mean_s = max(section["by_rank"].items(), key=lambda item: item[1])
+        times = (section["device_s"][field] for field in ("p50_s", "p99_s", "max_s"))
+        table.add_row(
+            printable(section["name"]),
+            str(section["calls"]),
+            *(duration_or_dash(time) for time in times),
+            f"{slowest} (mean {duration(mean_s)})" if len(section["by_rank"]) > 1 else "-",
         )
     return table
+
+
+def _median(distribution: dict[str, Any] | None) -> str:
+    return "-" if distribution is None else duration_or_dash(distribution["p50_s"])
 
 
 def _quality(report: dict[str, Any]) -> RenderableType:

@@ -15,6 +15,8 @@ from torchlens_perf.straggler import Findings
 
 # Shares of the step from which a part is worth naming when no rank stands out.
 _DATA_SHARE, _HOST_SHARE, _COMMUNICATION_SHARE = 0.15, 0.25, 0.30
+# Of forward and backward passes that a device ended as soon as the host had issued the last of them.
+_LAUNCH_BOUND = 0.8
 
 
 def verdicts(
@@ -81,6 +83,8 @@ def _bottleneck(report: dict[str, Any]) -> Verdict:
         text = (
             "raise the DataLoader's num_workers, set persistent_workers and pin_memory, or move work out of the loader."
         )
+    elif (waits := _waits_for_launches(report)) is not None:
+        return waits
     elif shares.get("communication", 0) >= _COMMUNICATION_SHARE:
         kind, phase = "communication_bound", "communication"
         text = "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
@@ -103,3 +107,22 @@ def _bottleneck(report: dict[str, Any]) -> Verdict:
     sentence = f"{percent(share)} of each step ({duration(share * step_s)} of {duration(step_s)}) {what}. Next: {text}"
     waste = 0.0 if kind == "compute_bound" else share  # computing is what the job is for
     return Verdict(kind, None, phase, waste * step_s, waste, None, 0.9, sentence, {"shares": shares})
+
+
+def _waits_for_launches(report: dict[str, Any]) -> Verdict | None:
+    """Where devices have no work left each time that the host has issued all of a pass: they wait for its launches.
+
+    What the job would gain is not known: how long a device idled between two kernels is not measured.
+    """
+    told = [rank["device"] for rank in report["ranks"] if rank["device"] and rank["device"]["caught_up"] is not None]
+    if not told:
+        return None
+    share = sum(device["caught_up"] for device in told) / len(told)
+    if share < _LAUNCH_BOUND:
+        return None
+    text = (
+        f"The GPU waits for the host: it had no work left at the end of {percent(share)} of the forward and backward "
+        "passes. Next: fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a larger batch, "
+        "fused optimizers."
+    )
+    return Verdict("host_bound", None, "host", None, None, None, 0.8, text, {"caught_up": share})

@@ -1,0 +1,82 @@
+"""How true device times are: the clock's resolution, and events and stamps beside work of a known duration."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_check.checks import Checks, Spin, launch, new_ring, occupy, stream
+from torchlens_perf.cuda.events import EventClock, TorchEvents
+from torchlens_perf.cuda.reduction import Exact, Sum
+from torchlens_perf.cuda.stamps import NO_SLOT
+
+SPINS_NS = (10_000, 50_000, 200_000, 1_000_000, 10_000_000)
+REPEATS = 40
+_READINGS = 20_000
+
+
+def clock(checks: Checks) -> None:
+    """The device's clock by itself, and how well its times lie on the host's line."""
+    times = torch.zeros(_READINGS, dtype=torch.int64, device="cuda")
+    launch("read_clock", np.uint64(times.data_ptr()), np.int32(_READINGS))
+    steps = np.diff(times.cpu().numpy())
+    checks.bar("clock", "globaltimer never steps back", f"{int(steps.min())} ns", ">= 0", bool(steps.min() >= 0))
+    checks.value("clock", "globaltimer's smallest step", f"{int(steps[steps > 0].min())} ns")
+    errors = [EventClock(TorchEvents(torch.cuda.current_device())).error_ns for _ in range(20)]
+    known = [error for error in errors if error is not None]
+    median = float(np.median(known)) if known else float("nan")
+    met = len(known) == len(errors) and median <= 50_000
+    checks.bar("clock", "anchor of device times on the host's line", f"+- {median / 1e3:.1f} us", "<= 50 us", met)
+
+
+def accuracy(checks: Checks) -> None:
+    """Events and stamps around planted spins, less what each shows around nothing."""
+    spin = Spin()
+    empty = {"events": _by_events(lambda: None), "stamps": _by_stamps(lambda: None)}
+    for kind, empty_ns in empty.items():
+        checks.value("accuracy", f"{kind} around nothing", f"{empty_ns / 1e3:.2f} us")
+    for planted_ns in SPINS_NS:
+        for kind, measure in (("events", _by_events), ("stamps", _by_stamps)):
+            spin = Spin()
+            measured_ns = measure(lambda spin=spin, planted_ns=planted_ns: spin(planted_ns))
+            true_ns = float(np.median(spin.took_ns()))
+            off_ns = measured_ns - empty[kind] - true_ns
+            checks.bar(
+                "accuracy",
+                f"{kind}, a spin of {true_ns / 1e3:.1f} us",
+                f"{measured_ns / 1e3:.2f} us, off by {off_ns / 1e3:+.2f} us",
+                "2 us + 1 %",
+                abs(off_ns) <= 2000 + 0.01 * true_ns,
+            )
+
+
+def _by_events(work) -> float:
+    """The median of REPEATS, through the clock that training uses."""
+    clock = EventClock(TorchEvents(torch.cuda.current_device()))
+    pairs = []
+    occupy()
+    for _ in range(REPEATS):
+        begin = clock.mark()
+        work()
+        pairs.append((begin, clock.mark()))
+    clock.drain()
+    torch.cuda.synchronize()
+    clock.drain()
+    return float(np.median([clock.read(end) - clock.read(begin) for begin, end in pairs]))
+
+
+def _by_stamps(work) -> float:
+    """The exact median of REPEATS, as the kernel reduces it."""
+    ring = new_ring(slots=1)
+    slot = ring.slot("planted")
+    occupy()
+    for _ in range(REPEATS):
+        ring.stamp(NO_SLOT, slot, stream())
+        work()
+        ring.stamp(slot, NO_SLOT, stream())
+    ring.reduce(stream())
+    torch.cuda.synchronize()
+    reduced = ring.collect()
+    assert reduced is not None
+    assert reduced.sums[0, Sum.COUNT] == REPEATS
+    return float(reduced.exact[0, Exact.MEDIAN])

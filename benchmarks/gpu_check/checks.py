@@ -1,0 +1,154 @@
+"""The lines of the check, and what its parts share: kernels of its own, and times by the device."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchlens_perf.cuda import kernels
+from torchlens_perf.cuda.driver import Arguments, Driver
+from torchlens_perf.cuda.stamps import DeviceRing
+
+# Kernels of the check: work of a known duration, which writes down how long it really took; and nothing at all.
+PLANTED = r"""
+__device__ unsigned long long now_ns()
+{
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    return now;
+}
+extern "C" __global__ void spin(unsigned long long duration_ns, unsigned long long *took_ns)
+{
+    unsigned long long start = now_ns(), now = start;
+    while (now - start < duration_ns) {
+        now = now_ns();
+    }
+    *took_ns = now - start;
+}
+extern "C" __global__ void read_clock(unsigned long long *times_ns, int count)
+{
+    for (int i = 0; i < count; i++) {
+        times_ns[i] = now_ns();
+    }
+}
+extern "C" __global__ void nothing(void) {}
+"""
+
+
+class Checks:
+    """Collects the lines, and prints each as it comes."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, str]] = []
+        self.failed = 0
+
+    def value(self, part: str, what: str, value: str) -> None:
+        """A figure without a bar."""
+        self._add(part, what, value, "", "")
+
+    def bar(self, part: str, what: str, value: str, bar: str, met: bool) -> None:
+        """A figure with one."""
+        self.failed += not met
+        self._add(part, what, value, bar, "PASS" if met else "FAIL")
+
+    def missing(self, part: str, what: str, reason: str) -> None:
+        """What could not be run; no PASS."""
+        self._add(part, what, f"not run: {reason}", "", "")
+
+    def _add(self, *cells: str) -> None:
+        self.rows.append(dict(zip(("part", "what", "value", "bar", "result"), cells, strict=True)))
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+    def save(self) -> None:
+        """As JSON where OUT names a folder, besides what was printed."""
+        if "OUT" in os.environ:
+            (Path(os.environ["OUT"]) / "gpu_check.json").write_text(json.dumps(self.rows, indent=1))
+
+
+@functools.cache
+def planted(name: str) -> Any:
+    """A kernel of PLANTED, by CuPy."""
+    import cupy
+
+    return cupy.RawModule(code=PLANTED, options=("--std=c++17",)).get_function(name)
+
+
+@functools.cache
+def driver() -> Driver:
+    """The CUDA driver, with torch's context on the device."""
+    torch.zeros(1, device="cuda")
+    return Driver()
+
+
+def stream() -> int:
+    """The current stream's handle."""
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def launch(name: str, *values: np.generic) -> None:
+    """A kernel of PLANTED with one thread, on the current stream, also into a capture."""
+    driver().launch(int(planted(name).kernel.ptr), 1, 1, 0, stream(), Arguments(values))
+
+
+class Spin:
+    """Work of a known duration; how long each really took, by the device's clock."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._took = torch.zeros(most, dtype=torch.int64, device="cuda")
+        self._count = 0
+
+    def __call__(self, duration_ns: int) -> None:
+        address = self._took.data_ptr() + 8 * self._count
+        self._count = (self._count + 1) % len(self._took)
+        launch("spin", np.uint64(duration_ns), np.uint64(address))
+
+    def took_ns(self) -> np.ndarray[Any, Any]:
+        """Of those so far. Waits for the device."""
+        return self._took[: self._count].cpu().numpy()
+
+
+def occupy(duration_ns: int = 20_000_000) -> None:
+    """Keeps the device busy, so that what is enqueued now follows without waiting for the host."""
+    Spin(1)(duration_ns)
+
+
+def new_ring(slots: int = 64, places: int = 1024) -> DeviceRing:
+    """A device ring, with the kernels as CuPy compiles them here."""
+    made = driver()
+    return DeviceRing(made, kernels.load(torch.cuda.current_device()), stream(), slots, places)
+
+
+def graph_us(function: Callable[[], object], calls: int = 20, rounds: int = 30) -> float:
+    """Device time of one call, in us: the median of replays of a graph of `calls` of them."""
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=aside):
+        for _ in range(calls):
+            function()
+    times = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times)
+
+
+def bootstrap(values: Sequence[float], quantiles: Sequence[float] = (0.025, 0.975)) -> list[float]:
+    """The interval of the values' median, from 4000 samples of them."""
+    draw = np.random.default_rng(1)
+    samples = draw.choice(np.asarray(values), (4000, len(values)))
+    return [float(value) for value in np.quantile(np.median(samples, axis=1), quantiles)]

@@ -1,0 +1,143 @@
+"""What a watch costs a training step on a GPU, and that it neither waits for the device nor takes its memory."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+import torchlens_perf as perf
+from benchmarks.gpu_check.checks import Checks, bootstrap
+from benchmarks.gpu_check.gpt import trainer
+from benchmarks.gpu_check.runs import device_statistics, last_rings
+from torchlens_perf.device_statistics import CAUGHT_UP_NS
+
+PAIRS, STEPS = 40, 6
+LAUNCH_BOUND = {"batch": 1, "length": 32, "layers": 8, "width": 64, "heads": 4, "words": 256}
+
+
+def _watch(model: nn.Module, folder: str, modules: str) -> perf.Watch:
+    return perf.watch(model, dir=folder, sidecar=False, report=False, modules=modules)
+
+
+def overhead(checks: Checks) -> None:
+    """Three arms: nothing attached, the default, every module; randomised pairs, and a control of nothing twice."""
+    model, step = trainer()
+    arms: dict[str, Callable[[str], AbstractContextManager[object]]] = {
+        "nothing": lambda folder: nullcontext(),
+        "nothing again": lambda folder: nullcontext(),
+        "default watch": lambda folder: _watch(model, folder, "auto"),
+        "every module": lambda folder: _watch(model, folder, "all"),
+    }
+    for _ in range(10):
+        step()
+    draw = random.Random(1)
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(PAIRS):
+            order = list(arms)
+            draw.shuffle(order)
+            for arm in order:
+                with arms[arm](folder):
+                    step()
+                    torch.cuda.synchronize()
+                    begin = time.perf_counter_ns()
+                    for _ in range(STEPS):
+                        step()
+                    torch.cuda.synchronize()
+                    times[arm].append((time.perf_counter_ns() - begin) / STEPS / 1e6)
+    checks.value("overhead", "a step of GPT-2 small, bf16, 8 x 1024", f"{statistics.median(times['nothing']):.2f} ms")
+    for arm, bars in (("nothing again", None), ("default watch", (0.25, 0.5)), ("every module", None)):
+        added = [100 * (a / b - 1) for a, b in zip(times[arm], times["nothing"], strict=True)]
+        low, high = bootstrap(added)
+        median = statistics.median(added)
+        value = f"{median:+.3f} % [{low:+.3f}, {high:+.3f}]"
+        if bars is None:
+            checks.value("overhead", arm, value)
+        else:
+            met = median <= bars[0] and high <= bars[1]
+            checks.bar("overhead", arm, value, f"{bars[0]} %, upper end {bars[1]} %", met)
+
+
+def synchronizations(checks: Checks) -> None:
+    """Calls that wait for the device, as the profiler sees them, in twenty steps without and with a watch."""
+    model, step = trainer(batch=2)
+    for _ in range(3):
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        without = _waits(step)
+        with _watch(model, folder, "all") as watch:
+            with perf.device_section("step"):
+                step()
+            step()
+
+            def watched_step() -> None:
+                with perf.device_section("step"):
+                    step()
+
+            with_watch = _waits(watched_step)
+            del watch
+    more = with_watch - without
+    value = ", ".join(f"{name} {count}" for name, count in sorted(more.items())) or "none"
+    checks.bar("synchronizations", "calls that wait, added by every hook in 20 steps", value, "none", not more)
+
+
+def _waits(step: Callable[[], None], steps: int = 20) -> Counter[str]:
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+    names = [event.name for event in profiler.events() if "ynchronize" in event.name]
+    return Counter(names)
+
+
+def memory(checks: Checks) -> None:
+    """Device memory that a watch with device sections takes, seen by the driver."""
+    model, step = trainer(batch=2)
+    for _ in range(3):
+        step()
+    gc.collect()
+    torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        before = torch.cuda.mem_get_info()[0]
+        with _watch(model, folder, "all"):
+            for _ in range(20):
+                with perf.device_section("step"):
+                    step()
+            torch.cuda.synchronize()
+            added = before - torch.cuda.mem_get_info()[0]
+    checks.bar("memory", "device memory added", f"{added / 2**20:.1f} MiB", "<= 32 MiB", added <= 32 << 20)
+
+
+def gaps(checks: Checks) -> None:
+    """A model whose kernels are shorter than their launches leaves the device without work; a large one does not."""
+    shares = {}
+    for name, size in (("launch-bound", LAUNCH_BOUND), ("GPT-2 small", {})):
+        model, step = trainer(**size)
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            with _watch(model, folder, "none"):
+                for _ in range(40):
+                    step()
+                torch.cuda.synchronize()
+            shares[name] = device_statistics(last_rings(folder)).caught_up_share
+    within = f"within {CAUGHT_UP_NS // 1000} us"
+    for name, wanted, met in (
+        ("launch-bound", ">= 80 %", (shares["launch-bound"] or 0.0) >= 0.8),
+        ("GPT-2 small", "<= 20 %", (shares["GPT-2 small"] if shares["GPT-2 small"] is not None else 1.0) <= 0.2),
+    ):
+        share = shares[name]
+        value = "not measured" if share is None else f"{share:.0%} of passes"
+        checks.bar("gaps", f"{name}: device done {within} of the host", value, wanted, met)

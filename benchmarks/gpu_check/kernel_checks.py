@@ -1,0 +1,214 @@
+"""The kernels on the device: bit-equal to their twins, and how far from what the memory or a launch allows."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_check.checks import Checks, driver, graph_us, launch, stream
+from torchlens_perf.cuda import kernels, reduction
+from torchlens_perf.cuda.driver import Arguments
+from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest
+
+# slots, places of a ring, stamps in it.
+WINDOWS = ((16, 64, 64), (64, 128, 100), (64, 1024, 1000), (256, 1024, 1000))
+RANKS = ((8, 64), (64, 64), (1024, 64), (16384, 64))
+_QUANTILES = np.array([0, 6554, 32768, 58982, 64881, 65536], np.uint32)
+LEAST_SPREAD = 0.01
+
+
+def on_device(values: np.ndarray[Any, Any]) -> torch.Tensor:
+    """The array's bytes; torch has no arithmetic for unsigned types, and none is needed."""
+    signed = values.view(np.dtype(f"i{values.dtype.itemsize}")) if values.dtype.kind == "u" else values
+    return torch.from_numpy(signed.copy()).cuda()
+
+
+def launch_ours(name: str, grid: int, threads: int, arguments: list[Any], shared_bytes: int = 0) -> None:
+    """One of the project's kernels, with tensors by their address, on the current stream."""
+    values = [np.uint64(each.data_ptr()) if isinstance(each, torch.Tensor) else each for each in arguments]
+    function = kernels.load(torch.cuda.current_device())[name]
+    driver().launch(function, grid, threads, shared_bytes, stream(), Arguments(values))
+
+
+class Window:
+    """A window of random durations on the device and here, with ties, and slots whose counters wrap."""
+
+    def __init__(self, slots: int, places: int, stamps: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.slots, self.places = slots, places
+        self.duration_ns = np.exp(random.uniform(3, 32, (slots, places))).astype(np.uint64)
+        self.duration_ns[::3] = self.duration_ns[::3, :1]
+        self.start_ns = random.integers(1 << 60, 1 << 61, (slots, places)).astype(np.uint64)
+        self.tail = random.integers(0, 1 << 32, slots).astype(np.uint32)
+        self.tail[0] = 2**32 - 3
+        self.head = (self.tail + np.uint32(stamps)).astype(np.uint32)
+        self.inputs = [on_device(each) for each in (self.start_ns, self.duration_ns, self.head)]
+        self.tails = on_device(self.tail)
+        self.octaves = on_device(reduction.octave_bounds())
+        widths = (SUM_ROW, len(Largest), len(Exact))
+        self.rows = [torch.full((slots, width), -77, dtype=torch.int64, device="cuda") for width in widths]
+
+    def reduce(self) -> None:
+        """By the kernel."""
+        arguments = [*self.inputs, self.tails, self.octaves, *self.rows, np.uint32(self.places - 1)]
+        launch_ours("reduce_window", self.slots, 256, arguments, 8 * self.places)
+
+    def again(self) -> None:
+        """By the kernel, with everything new once more."""
+        self.tails.copy_(self.tails_before)
+        self.reduce()
+
+    @property
+    def tails_before(self) -> torch.Tensor:
+        return on_device(self.tail)
+
+    def twin(self) -> reduction.Reduced:
+        """By NumPy."""
+        return reduction.reduce_window(self.start_ns, self.duration_ns, self.head, self.tail)
+
+
+def equality(checks: Checks) -> None:
+    """Every kernel on random inputs of several shapes."""
+    for shape in WINDOWS:
+        window = Window(*shape, seed=shape[0])
+        window.reduce()
+        equal = all(
+            np.array_equal(rows.cpu().numpy(), twin) for rows, twin in zip(window.rows, window.twin(), strict=True)
+        )
+        checks.bar("kernels", f"reduce_window {shape}", "bit-equal to NumPy" if equal else "differs", "equal", equal)
+        sums = window.rows[0].cpu().numpy()
+        buckets = torch.full((shape[0], len(_QUANTILES)), -9, dtype=torch.int32, device="cuda")
+        arguments = [window.rows[0], np.int32(shape[0]), on_device(_QUANTILES), np.int32(len(_QUANTILES)), buckets]
+        launch_ours("merged_quantiles", -(-shape[0] // 4), 128, arguments)
+        equal = np.array_equal(buckets.cpu().numpy(), reduction.merged_quantiles(sums, _QUANTILES))
+        checks.bar("kernels", f"merged_quantiles {shape}", "bit-equal" if equal else "differs", "equal", equal)
+    for ranks, slots in RANKS:
+        times_ns = _times(ranks, slots)
+        middle, worst = _scores(times_ns)
+        twin = reduction.rank_scores(times_ns, LEAST_SPREAD)
+        same = (middle.cpu().numpy().view(np.uint32), worst.cpu().numpy().view(np.uint64))
+        equal = np.array_equal(same[0], twin.middle.view(np.uint32)) and np.array_equal(same[1], twin.worst)
+        checks.bar("kernels", f"rank_scores ({ranks}, {slots})", "bit-equal" if equal else "differs", "equal", equal)
+
+
+def _times(ranks: int, slots: int) -> np.ndarray[Any, Any]:
+    random = np.random.default_rng(ranks)
+    times_ns = (np.exp(random.normal(0, 0.05, (ranks, slots))) * 5e6).astype(np.int64)
+    times_ns[ranks // 2, 1] *= 3
+    times_ns[random.random(ranks) < 0.2, 3] = 0
+    return times_ns
+
+
+def _scores(times_ns: np.ndarray[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    ranks, slots = times_ns.shape
+    middle = torch.zeros((slots, 2), dtype=torch.float32, device="cuda")
+    worst = torch.zeros(ranks, dtype=torch.int64, device="cuda")
+    arguments = [on_device(times_ns), np.int32(ranks), np.int32(slots), np.float32(LEAST_SPREAD), middle, worst]
+    launch_ours("rank_scores", slots, 1024, arguments, 4 * ranks)
+    return middle, worst
+
+
+def floors(checks: Checks) -> None:
+    """Times beside the larger of two floors: the bytes by the measured bandwidth, and a kernel that does nothing."""
+    gigabytes = _bandwidth()
+    launch_us = graph_us(lambda: launch("nothing"))
+    checks.value("floors", "memory, read and written", f"{gigabytes:.0f} GB/s")
+    checks.value("floors", "a kernel that does nothing, in a graph", f"{launch_us:.2f} us")
+    for slots, places, stamps in WINDOWS:
+        window = Window(slots, places, stamps, seed=1)
+        before = window.tails_before
+
+        def reduce(window: Window = window, before: torch.Tensor = before) -> None:
+            window.tails.copy_(before)
+            window.reduce()
+
+        copy_us = graph_us(lambda window=window, before=before: window.tails.copy_(before))
+        took_us = graph_us(reduce) - copy_us
+        moved = slots * (stamps * 8 + SUM_ROW * 8)
+        _against_floor(checks, f"reduce_window ({slots}, {places}, {stamps})", took_us, moved, gigabytes, launch_us)
+        buckets = torch.zeros((slots, len(_QUANTILES)), dtype=torch.int32, device="cuda")
+        parts = on_device(_QUANTILES)
+        arguments = [window.rows[0], np.int32(slots), parts, np.int32(len(_QUANTILES)), buckets]
+        took_us = graph_us(
+            lambda slots=slots, arguments=arguments: launch_ours("merged_quantiles", -(-slots // 4), 128, arguments)
+        )
+        moved = slots * SUM_ROW * 8
+        _against_floor(checks, f"merged_quantiles ({slots})", took_us, moved, gigabytes, launch_us)
+    for ranks, slots in RANKS:
+        times = on_device(_times(ranks, slots))
+        middle = torch.zeros((slots, 2), dtype=torch.float32, device="cuda")
+        worst = torch.zeros(ranks, dtype=torch.int64, device="cuda")
+        arguments = [times, np.int32(ranks), np.int32(slots), np.float32(LEAST_SPREAD), middle, worst]
+        took_us = graph_us(
+            lambda ranks=ranks, slots=slots, arguments=arguments: launch_ours(
+                "rank_scores", slots, 1024, arguments, 4 * ranks
+            )
+        )
+        _against_floor(checks, f"rank_scores ({ranks}, {slots})", took_us, 8 * ranks * slots, gigabytes, launch_us)
+
+
+def _against_floor(checks: Checks, what: str, took_us: float, moved: int, gigabytes: float, launch_us: float) -> None:
+    floor_us = max(moved / gigabytes / 1e3, launch_us)
+    times = took_us / floor_us
+    checks.bar("floors", what, f"{took_us:.2f} us, {times:.1f} times the floor", "3 times", times <= 3)
+
+
+def _bandwidth() -> float:
+    """Bytes read and written by a large copy, in GB/s."""
+    source = torch.empty(1 << 28, dtype=torch.int64, device="cuda")
+    target = torch.empty_like(source)
+    took_us = graph_us(lambda: target.copy_(source), calls=4, rounds=10)
+    return 2 * source.numel() * 8 / took_us / 1e3
+
+
+def crossover(checks: Checks) -> None:
+    """A window on the host, with its copy there, and on the device, with that of the result: which is done first."""
+    for slots, places, stamps in WINDOWS:
+        window = Window(slots, places, stamps, seed=2)
+        durations = window.inputs[1]
+        pinned = torch.empty(durations.shape, dtype=durations.dtype, pin_memory=True)
+        rows = torch.cat([row.flatten() for row in window.rows])
+        result = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+
+        def by_host(
+            window: Window = window, pinned: torch.Tensor = pinned, durations: torch.Tensor = durations
+        ) -> None:
+            pinned.copy_(durations)
+            values = pinned.numpy().view(np.uint64)
+            reduction.reduce_window(window.start_ns, values, window.head, window.tail)
+
+        def by_device(window: Window = window, rows: torch.Tensor = rows, result: torch.Tensor = result) -> None:
+            window.reduce()
+            result.copy_(rows)
+
+        host_us, device_us = _median_us(by_host), _median_us(by_device)
+        faster = "device" if device_us < host_us else "host"
+        value = f"host {host_us:.0f} us, device {device_us:.0f} us: {faster}"
+        checks.value("crossover", f"{slots} slots of {stamps} durations", value)
+    for ranks, slots in RANKS:
+        times_ns = _times(ranks, slots)
+        times = on_device(times_ns)
+
+        def scores_by_host(times: torch.Tensor = times) -> None:
+            reduction.rank_scores(times.cpu().numpy(), LEAST_SPREAD)
+
+        def scores_by_device(times_ns: np.ndarray[Any, Any] = times_ns) -> None:
+            middle, worst = _scores(times_ns)
+            middle.cpu(), worst.cpu()
+
+        host_us, device_us = _median_us(scores_by_host), _median_us(scores_by_device)
+        checks.value("crossover", f"scores of {ranks} ranks", f"host {host_us:.0f} us, device {device_us:.0f} us")
+
+
+def _median_us(function: Any, rounds: int = 30) -> float:
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        function()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    return float(np.median(times))

@@ -1,0 +1,222 @@
+"""device_section() in a watched loop, whose device is the fake one, from the stamp to the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import torchlens_perf as perf
+from tests.cuda.fake_device import FakeDevice
+from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
+from tests.recording import Recording, recorded, records_of
+from torchlens_perf.cuda.stamps import DeviceRing
+from torchlens_perf.device_statistics import DeviceStatistics
+from torchlens_perf.errors import DeviceError
+from torchlens_perf.hooks.stamps import StampHook
+from torchlens_perf.ring import Kind
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
+MILLISECOND, SECOND = 1_000_000, 1_000_000_000
+OVER_NS = 10_000
+
+
+class FakeTorchDevice:
+    """What hooks.stamps.Device is on a GPU."""
+
+    def __init__(self, device: FakeDevice, slots: int = 4, places: int = 64) -> None:
+        self.device, self.current, self.slots, self.places = device, 0, slots, places
+        self.made: DeviceRing | None = None
+        self.missing = ""
+
+    def stream(self) -> int:
+        return self.current
+
+    def capturing(self) -> bool:
+        return self.device.driver.is_capturing(self.current)
+
+    def ring(self) -> DeviceRing:
+        if self.missing:
+            raise DeviceError(self.missing)
+        if self.made is None:
+            functions = self.device.functions("stamp", "reduce_window")
+            self.made = DeviceRing(self.device.driver, functions, self.current, self.slots, self.places)
+        return self.made
+
+    def earlier_ring(self) -> DeviceRing | None:
+        return self.made
+
+    def now_ns(self) -> int:
+        """The host's clock, which goes on with each reading."""
+        self.device.advance(1000)
+        return self.device.now_ns()
+
+
+@pytest.fixture
+def torch_device(device: FakeDevice) -> FakeTorchDevice:
+    """A device with a ring of four slots of 64 places."""
+    return FakeTorchDevice(device)
+
+
+def attach(recording: Recording, torch_device: FakeTorchDevice) -> None:
+    """What a watch does where torch has a device."""
+    assert recording.watch is not None
+    session = recording.watch._session
+    assert session is not None
+    session._attach([StampHook(torch_device, torch_device.now_ns)])
+
+
+def statistics(recording: Recording) -> DeviceStatistics:
+    """What the sidecar makes of it."""
+    found = DeviceStatistics()
+    found.add(records_of(recording), recording.interned)
+    return DeviceStatistics.from_json(found.to_json())
+
+
+def timed(device: FakeDevice, name: str, duration_ns: int, stream: int = 0) -> None:
+    with perf.device_section(name):
+        device.spin(duration_ns, stream)
+
+
+def test_sections_of_eager_code(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """Every one is counted, in windows of a second, and nobody waits for the device."""
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device)
+        timed(device, "attention", MILLISECOND)
+        synchronizations = device.synchronizations
+        for step in range(40):
+            timed(device, "attention", MILLISECOND)
+            timed(device, "mlp", (1 + step % 2) * MILLISECOND)
+            device.advance(100 * MILLISECOND)
+            recording.watch.step()
+        assert device.synchronizations == synchronizations
+    found = statistics(recording)
+    assert found.stamped["attention"].count == 41
+    assert found.stamped["mlp"].count == 40
+    assert found.stamped["attention"].quantile_ns(0.5) == pytest.approx(MILLISECOND, rel=0.02)
+    assert found.stamped["mlp"].largest == pytest.approx(2 * MILLISECOND, abs=OVER_NS)
+    assert found.stamped_lost == 0
+    windows = {each.step for each in recording.of(Kind.SKETCH, "mlp")}
+    assert len(windows) > 2
+    assert recording.notes == []
+
+
+def test_replays_of_a_captured_graph(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """Captured inside the watch; each replay counts."""
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device)
+        timed(device, "decode", MILLISECOND)  # the warm-up
+        torch_device.current = device.new_stream()
+        device.begin_capture(torch_device.current)
+        timed(device, "decode", MILLISECOND, torch_device.current)
+        recording.watch.step()  # a step that ends inside the capture puts nothing into it
+        graph = device.end_capture(torch_device.current)
+        torch_device.current = 0
+        for _ in range(7):
+            device.replay(graph)
+            device.advance(2 * MILLISECOND)
+            recording.watch.step()
+    assert statistics(recording).stamped["decode"].count == 1 + 7
+
+
+def test_a_later_watch_finds_the_graph_of_an_earlier_one(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
+    """Its replays go on stamping; what they stamped between the watches is in neither."""
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device)
+        timed(device, "decode", MILLISECOND)
+        stream = torch_device.current = device.new_stream()
+        device.begin_capture(stream)
+        timed(device, "decode", MILLISECOND, stream)
+        graph = device.end_capture(stream)
+        torch_device.current = 0
+        device.advance(10 * MILLISECOND)
+    for _ in range(5):
+        device.replay(graph)
+    device.advance(50 * MILLISECOND)
+    with recorded(tmp_path) as later:
+        attach(later, torch_device)
+        later.watch.step()
+        device.advance(50 * MILLISECOND)
+        for _ in range(3):
+            device.replay(graph)
+            device.advance(10 * MILLISECOND)
+            later.watch.step()
+    assert statistics(recording).stamped["decode"].count == 1
+    assert statistics(later).stamped["decode"].count == 3
+
+
+def test_what_the_ring_cannot_hold_is_lost_and_counted(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
+    """A hundred in a ring of 64 before anything was reduced."""
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device)
+        for _ in range(100):
+            timed(device, "hot", 10)
+        device.advance(100 * MILLISECOND)
+    found = statistics(recording)
+    assert found.stamped["hot"].count == 64
+    assert found.stamped_lost == 36
+
+
+def test_first_entered_in_a_capture(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """No memory can be allocated there: not timed, and said how to have it timed."""
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device)
+        torch_device.current = device.new_stream()
+        device.begin_capture(torch_device.current)
+        timed(device, "decode", MILLISECOND, torch_device.current)
+        device.end_capture(torch_device.current)
+    assert device.calls("cuMemAlloc_v2") == 0
+    assert any("enter it once before" in note for note in recording.notes)
+
+
+def test_more_names_than_slots(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """The surplus is not timed, and named."""
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device)
+        for index in range(6):
+            timed(device, f"section {index}", MILLISECOND)
+        device.advance(100 * MILLISECOND)
+    assert len(statistics(recording).stamped) == 4
+    assert [note for note in recording.notes if "'section 4'" in note or "'section 5'" in note] == recording.notes
+
+
+def test_without_cupy(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """Said once, and the section costs nothing further."""
+    torch_device.missing = "CuPy is missing: pip install it"
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device)
+        for _ in range(3):
+            timed(device, "decode", MILLISECOND)
+    assert recording.notes == ["device sections are not timed: CuPy is missing: pip install it"]
+
+
+def test_a_busy_device_at_the_end(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """It is asked for some milliseconds and not waited for; that the rest is missing is said."""
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device)
+        timed(device, "decode", 10 * SECOND)
+        synchronizations = device.synchronizations
+    assert device.synchronizations == synchronizations
+    assert any("was not known when the watch ended" in note for note in recording.notes)
+
+
+def test_without_a_watch_nothing_happens() -> None:
+    """No error, no import of what has to do with devices."""
+    with perf.device_section("anything"):
+        pass
+
+    @perf.device_section("function")
+    def function(value: int) -> int:
+        return value + 1
+
+    assert function(1) == 2
+
+
+def test_a_name_is_a_string() -> None:
+    """The user's mistake is said where it is made."""
+    with pytest.raises(TypeError, match="takes a name, got int"):
+        perf.device_section(3)  # type: ignore[arg-type]

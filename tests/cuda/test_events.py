@@ -1,0 +1,236 @@
+"""The clock of CUDA events, the real class, with events of the fake driver."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda.fake_device import FakeDevice, FakeEvents
+from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
+from torchlens_perf.cuda import events
+from torchlens_perf.cuda.events import EventClock
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
+EVENT_NS, LAUNCH_NS = 500, 1500  # of the fake device
+MILLISECOND = 1_000_000
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+def fake(device: FakeDevice) -> FakeEvents:
+    """The events of one device."""
+    return FakeEvents(device)
+
+
+@pytest.fixture
+def clock(fake: FakeEvents) -> EventClock:
+    """A clock with a first anchor."""
+    return EventClock(fake, fake.now_ns)
+
+
+def marked(clock: EventClock) -> int:
+    """A mark that must be possible."""
+    mark = clock.mark()
+    assert mark is not None
+    return mark
+
+
+def both_read(clock: EventClock, first: int, second: int) -> tuple[int, int]:
+    """Two times that must be there."""
+    times = clock.read(first), clock.read(second)
+    assert times[0] is not None
+    assert times[1] is not None
+    return times[0], times[1]
+
+
+@pytest.mark.parametrize("spin_ns", [10_000, MILLISECOND, 500 * MILLISECOND])
+def test_work_is_timed_by_the_device(device: FakeDevice, clock: EventClock, spin_ns: int) -> None:
+    """The host only enqueues; the span is as long as the device worked, and lies where it did on the host's line."""
+    device.spin(7 * MILLISECOND)  # the device is busy when the mark is made
+    issued_ns = device.now_ns()
+    begin = marked(clock)
+    device.spin(spin_ns)
+    end = marked(clock)
+    clock.drain()
+    device.advance(SECOND)
+    clock.drain()
+    begin_ns, end_ns = both_read(clock, begin, end)
+    assert end_ns - begin_ns == pytest.approx(spin_ns + LAUNCH_NS + EVENT_NS, abs=100)
+    assert clock.error_ns is not None
+    assert begin_ns == pytest.approx(issued_ns + 7 * MILLISECOND + LAUNCH_NS + EVENT_NS, abs=clock.error_ns + 100)
+    assert clock.error_ns < 2000
+
+
+def test_what_the_device_has_not_reached_is_not_known(device: FakeDevice, clock: EventClock) -> None:
+    """And nobody waits for it: no synchronization, and one question at each step's end."""
+    begin = marked(clock)
+    device.spin(50 * MILLISECOND)
+    end = marked(clock)
+    clock.drain()
+    synchronizations, questions = device.synchronizations, device.calls("cuEventQuery")
+    for _ in range(5):
+        device.advance(8 * MILLISECOND)
+        clock.drain()
+        assert clock.read(begin) is None, "only with its step"
+        assert clock.read(end) is None
+    assert device.calls("cuEventQuery") == questions + 5
+    device.advance(20 * MILLISECOND)
+    clock.drain()
+    both_read(clock, begin, end)
+    assert device.synchronizations == synchronizations
+
+
+def test_twenty_steps_ahead_of_the_device(device: FakeDevice, clock: EventClock) -> None:
+    """Every mark is read in the end; no synchronization, and two questions a step at most."""
+    marks: list[int] = []
+    times: dict[int, int] = {}
+
+    def read() -> None:
+        times.update({mark: time for mark in marks if (time := clock.read(mark)) is not None})
+
+    synchronizations, questions = device.synchronizations, device.calls("cuEventQuery")
+    for _ in range(20):
+        marks += [marked(clock) for _ in range(6)]
+        device.spin(3 * MILLISECOND)
+        device.advance(2 * MILLISECOND)
+        clock.drain()
+        read()
+    assert 0 < len(times) < len(marks)
+    for _ in range(20):
+        device.advance(3 * MILLISECOND)
+        clock.drain()
+        read()
+    assert len(times) == len(marks)
+    in_order = [times[mark] for mark in marks]
+    assert in_order == sorted(in_order)
+    assert device.synchronizations == synchronizations
+    assert device.calls("cuEventQuery") <= questions + 2 * 40
+
+
+def test_events_come_from_a_pool(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+    """A thousand steps take the events of two, and an anchor a second."""
+    for _ in range(1000):
+        begin, end = marked(clock), marked(clock)
+        device.advance(MILLISECOND)
+        clock.drain()
+        clock.read(begin)
+        clock.read(end)
+    assert fake.made < 12
+
+
+def test_streams_do_not_wait_for_each_other(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+    """A stream that is far behind does not keep another one's times back."""
+    slow, fast = device.new_stream(), device.new_stream()
+    fake.stream = slow
+    slow_begin = marked(clock)
+    device.spin(900 * MILLISECOND, slow)
+    slow_end = marked(clock)
+    fake.stream = fast
+    begin = marked(clock)
+    device.spin(MILLISECOND, fast)
+    end = marked(clock)
+    clock.drain()
+    device.advance(10 * MILLISECOND)
+    clock.drain()
+    begin_ns, end_ns = both_read(clock, begin, end)
+    assert end_ns - begin_ns == pytest.approx(MILLISECOND + LAUNCH_NS + EVENT_NS, abs=100)
+    assert clock.read(slow_end) is None
+    device.advance(SECOND)
+    clock.drain()
+    begin_ns, end_ns = both_read(clock, slow_begin, slow_end)
+    assert end_ns - begin_ns == pytest.approx(900 * MILLISECOND + LAUNCH_NS + EVENT_NS, abs=100)
+
+
+def test_a_capture_is_left_alone(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+    """No record, no query and no elapsed time while a graph is captured, and the marks that were not made counted."""
+    before = marked(clock)
+    clock.drain()
+    device.advance(MILLISECOND)
+    fake.stream = device.new_stream()
+    device.begin_capture(fake.stream)
+    calls = {name: device.calls(name) for name in ("cuEventQuery", "cuEventRecord", "cuEventElapsedTime_v2")}
+    assert clock.mark() is None
+    clock.drain()
+    assert {name: device.calls(name) for name in calls} == calls
+    device.end_capture(fake.stream)
+    fake.stream = 0
+    assert clock.captured == 1
+    clock.drain()
+    assert clock.read(before) is not None
+
+
+def test_a_device_far_behind_is_not_marked_further(device: FakeDevice, clock: EventClock) -> None:
+    """Counted; and marked again once it has come to the last mark."""
+    device.spin(10 * SECOND)
+    for _ in range(events.BEHIND_STEPS + 1):
+        marked(clock)
+        clock.drain()
+    assert clock.mark() is None
+    assert clock.skipped == 1
+    device.advance(11 * SECOND)
+    for _ in range(events.BEHIND_STEPS):
+        clock.drain()
+    assert clock.mark() is not None
+
+
+def test_more_marks_than_events(device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded, and what was not marked counted."""
+    monkeypatch.setattr(events, "MOST_EVENTS", 8)
+    assert sum(clock.mark() is not None for _ in range(20)) == 8
+    assert clock.skipped == 12
+
+
+def test_old_times_are_forgotten(device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module whose backward pass never came has marked its beginning, and nobody will read it."""
+    monkeypatch.setattr(events, "MOST_TIMES", 8)
+    marks = []
+    for _ in range(10):
+        marks += [marked(clock), marked(clock)]
+        clock.drain()
+        device.advance(MILLISECOND)
+    clock.drain()
+    assert [clock.read(mark) is not None for mark in marks] == [False] * 12 + [True] * 8
+
+
+def test_the_device_may_drift(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+    """Its clock gains 50 us a second: an anchor a second keeps times that close, and the error is stated."""
+    fake.fast = 50e-6
+    for _ in range(8):
+        device.advance(SECOND)
+        clock.drain()
+    assert clock.error_ns is not None
+    assert clock.error_ns == pytest.approx(50_000, rel=0.1)
+    issued_ns = device.now_ns()
+    mark = marked(clock)
+    clock.drain()
+    device.advance(MILLISECOND)
+    clock.drain()
+    read_ns = clock.read(mark)
+    assert read_ns == pytest.approx(issued_ns + EVENT_NS, abs=clock.error_ns)
+
+
+def test_without_an_anchor_nothing_is_marked(device: FakeDevice, fake: FakeEvents) -> None:
+    """A device whose front end is busy gives none: marks are counted, not guessed; later one is found."""
+    device.spin(2 * SECOND, fake.aside)
+    clock = EventClock(fake, fake.now_ns)
+    assert clock.error_ns is None
+    assert clock.mark() is None
+    assert clock.skipped == 1
+    device.advance(4 * SECOND)
+    clock.drain()
+    assert clock.error_ns is not None
+    assert clock.mark() is not None
+
+
+def test_an_anchor_that_came_late_is_better_than_one_of_long_ago(
+    device: FakeDevice, fake: FakeEvents, clock: EventClock
+) -> None:
+    """Its error is as wide as its bracket, and said."""
+    first_error_ns = clock.error_ns
+    for _ in range(40):
+        device.spin(900 * MILLISECOND, fake.aside)  # never idle when an anchor is tried
+        device.advance(SECOND + MILLISECOND)
+        device.spin(100 * MILLISECOND, fake.aside)
+        clock.drain()
+    assert first_error_ns is not None
+    assert clock.error_ns is not None
+    assert first_error_ns < 2000 < clock.error_ns < SECOND

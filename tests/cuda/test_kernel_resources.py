@@ -1,0 +1,53 @@
+"""What the kernels take of a multiprocessor, as NVIDIA's compiler reports it: no device is needed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cuda.shim_kernels import KERNELS
+
+nvcc = shutil.which("nvcc")
+pytestmark = pytest.mark.skipif(nvcc is None, reason="nvcc, which reports registers and spills, is not here")
+# Most registers a thread. A stamp should come and go unseen; 64 would keep blocks of 1024 threads from running at all.
+MOST_REGISTERS = {"stamp": 24, "reduce_window": 48, "merged_quantiles": 40, "rank_scores": 40}
+MOST_STATIC_SHARED = {"stamp": 0, "reduce_window": 6144, "merged_quantiles": 0, "rank_scores": 8448}
+
+
+def report(architecture: str, target: Path) -> dict[str, dict[str, int]]:
+    """By kernel: registers a thread, bytes of static shared memory a block, bytes of stack and of spills a thread."""
+    flags = ["-std=c++17", "-O3", "--fmad=false", f"-arch={architecture}", "-cubin", "-Xptxas", "-v", "-Werror"]
+    command = [str(nvcc), *flags, "all-warnings", "-o", str(target), str(KERNELS)]
+    log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    found = {}
+    for name, told in re.findall(
+        r"Compiling entry function '(\w+)'[^\n]*\n(.*?)(?=ptxas info *: Compiling|\Z)", log, re.S
+    ):
+        numbers = {
+            what: int(number)
+            for what, pattern in (
+                ("stack", r"(\d+) bytes stack frame"),
+                ("spill_stores", r"(\d+) bytes spill stores"),
+                ("spill_loads", r"(\d+) bytes spill loads"),
+                ("registers", r"Used (\d+) registers"),
+            )
+            for number in re.findall(pattern, told)
+        }
+        shared = re.search(r"(\d+) bytes smem", told)
+        found[name] = {**numbers, "shared": int(shared[1]) if shared else 0}
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_registers_spills_and_stack(architecture: str, tmp_path: Path) -> None:
+    """Nothing is spilled, nothing lies in local memory, and registers stay below what a full multiprocessor allows."""
+    kernels = report(architecture, tmp_path / "kernels.cubin")
+    assert kernels.keys() == MOST_REGISTERS.keys()
+    for name, used in kernels.items():
+        assert (used["stack"], used["spill_stores"], used["spill_loads"]) == (0, 0, 0), name
+        assert used["registers"] <= MOST_REGISTERS[name], (name, used)
+        assert used["shared"] <= MOST_STATIC_SHARED[name], (name, used)

@@ -1,0 +1,231 @@
+"""The kernels through the shim against their twins in NumPy, bit for bit, under several schedules of threads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.cuda.shim_kernels import (
+    COMPILER,
+    KERNELS,
+    UNDEFINED_BEHAVIOUR,
+    WITHOUT_COMPILER,
+    ShimKernels,
+    compile_kernels,
+)
+from torchlens_perf.cuda import reduction
+from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest, Reduced, Scores, Sum
+from torchlens_perf.sketch import BUCKETS, HIGHEST_OCTAVE, LOWEST_OCTAVE, Sketch, bucket_bounds
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
+SCHEDULES = (0, 1, 2, 3)
+Durations = npt.NDArray[np.uint64]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels, compiled with a check for undefined behaviour: overflow, shifts, misaligned access."""
+    return compile_kernels(tmp_path_factory.mktemp("kernels") / "kernels.so", *UNDEFINED_BEHAVIOUR)
+
+
+@pytest.fixture(params=SCHEDULES)
+def kernels(request: pytest.FixtureRequest, library: Path) -> ShimKernels:
+    """The kernels under a schedule."""
+    return ShimKernels(library, request.param)
+
+
+def reduce_by_kernel(
+    kernels: ShimKernels,
+    start_ns: Durations,
+    duration_ns: Durations,
+    head: npt.NDArray[np.uint32],
+    tail: npt.NDArray[np.uint32],
+) -> Reduced:
+    """The kernel's rows, which it must fill whole: they hold garbage before."""
+    slots, places = duration_ns.shape
+    shapes = ((slots, SUM_ROW), (slots, len(Largest)), (slots, len(Exact)))
+    reduced = Reduced(*(np.full(shape, -77, np.int64) for shape in shapes))
+    kernels.launch(
+        "reduce_window",
+        slots,
+        256,
+        [start_ns, duration_ns, head, tail, reduction.octave_bounds(), *reduced, np.uint32(places - 1)],
+        shared_bytes=8 * places,
+    )
+    return reduced
+
+
+def check_reduction(kernels: ShimKernels, duration_ns: Durations, head: list[int], tail: list[int]) -> Reduced:
+    """Both reductions of these rings, which must be the same; returns them."""
+    start_ns = np.arange(1 << 60, (1 << 60) + duration_ns.size, dtype=np.uint64).reshape(duration_ns.shape)
+    heads, tails = np.array(head, np.uint32), np.array(tail, np.uint32)
+    wanted = reduction.reduce_window(start_ns, duration_ns, heads, tails)
+    found = reduce_by_kernel(kernels, start_ns, duration_ns, heads, tails)
+    for name, kernel, twin in zip(Reduced._fields, found, wanted, strict=True):
+        np.testing.assert_array_equal(kernel, twin, err_msg=name)
+    np.testing.assert_array_equal(tails, heads, err_msg="what was reduced is marked as read")
+    return found
+
+
+def some_durations(shape: tuple[int, int], seed: int) -> Durations:
+    """From below the first bucket to above the last one, with ties and the buckets' own bounds."""
+    random = np.random.default_rng(seed)
+    durations = np.exp(random.uniform(np.log(30), np.log(1e13), shape)).astype(np.uint64)
+    bounds = bucket_bounds()[random.integers(0, BUCKETS, shape)].astype(np.uint64)
+    kind = random.integers(0, 5, shape)
+    return np.select([kind == 0, kind == 1, kind == 2], [bounds, bounds + np.uint64(1), durations[:1, :1]], durations)
+
+
+def test_constants_are_those_of_the_twin() -> None:
+    """The rows' layout and the histogram's, as kernels.cu has them."""
+    source = KERNELS.read_text()
+    defined = {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+)\n", source)}
+    assert defined["SUBDIVISIONS"] == reduction.SUBDIVISIONS
+    assert (defined["LOWEST_OCTAVE"], defined["HIGHEST_OCTAVE"]) == (LOWEST_OCTAVE, HIGHEST_OCTAVE)
+    for prefix, columns in (("SUM", Sum), ("MAX", Largest), ("EXACT", Exact)):
+        fields = re.search(rf"enum {{ ((?:{prefix}_\w+, )+){prefix}_FIELDS }};", source)
+        assert fields is not None
+        names = [name.removeprefix(f"{prefix}_") for name in fields[1].removesuffix(", ").split(", ")]
+        assert names == [column.name for column in columns]
+
+
+@pytest.mark.parametrize("places", [1, 2, 64, 512, 2048])
+def test_a_window_of_any_length(kernels: ShimKernels, places: int) -> None:
+    """Empty, one, odd, full, and more than the ring holds, which is counted as lost; also where the counter wraps."""
+    counts = [0, 1, 2, 3, places // 2 + 1, places, places + 1, 3 * places]
+    tails = [0, 5, 77, 2**32 - 2, 2**32 - places // 2 - 1, 11, 2**32 - 1, 4]
+    heads = [(tail + count) % 2**32 for tail, count in zip(tails, counts, strict=True)]
+    found = check_reduction(kernels, some_durations((len(counts), places), seed=places), heads, tails)
+    assert found.sums[:, Sum.COUNT].tolist() == [min(count, places) for count in counts]
+    assert found.sums[:, Sum.LOST].tolist() == [max(0, count - places) for count in counts]
+
+
+def test_a_second_reduction_finds_what_is_new(kernels: ShimKernels) -> None:
+    """Tail follows head: nothing counts twice."""
+    durations = some_durations((2, 64), seed=4)
+    check_reduction(kernels, durations, [40, 7], [0, 0])
+    found = check_reduction(kernels, durations, [64, 7], [40, 7])
+    assert found.sums[:, Sum.COUNT].tolist() == [24, 0]
+
+
+def test_equal_and_extreme_durations(kernels: ShimKernels) -> None:
+    """No spread at all; the largest sum and squares that 64 bits and three limbs must hold."""
+    durations = np.full((4, 128), 12345, np.uint64)
+    durations[1] = 0
+    durations[2] = 2**47 + 1
+    durations[3, ::2] = 2**55 - 1
+    found = check_reduction(kernels, durations, [128] * 4, [0] * 4)
+    assert found.exact[0, Exact.MAD] == 0
+    squares = [int(found.sums[2, limb]) for limb in (Sum.SQUARES_0, Sum.SQUARES_1, Sum.SQUARES_2)]
+    assert sum(limb << 32 * place for place, limb in enumerate(squares)) == 128 * (2**47 + 1) ** 2
+
+
+def test_every_bound_of_the_histogram(kernels: ShimKernels) -> None:
+    """Each bound counts in the bucket that it ends, and the next integer in the one after it."""
+    bounds = bucket_bounds().astype(np.uint64)
+    durations = np.concatenate([bounds, bounds + np.uint64(1), np.zeros(2048 - 2 * BUCKETS % 2048, np.uint64)])
+    durations = durations[: len(durations) // 2048 * 2048].reshape(-1, 2048)
+    found = check_reduction(kernels, durations, [2048] * len(durations), [0] * len(durations))
+    counts = found.sums[:, len(Sum) :].sum(axis=0)
+    zeros = durations.size - 2 * BUCKETS
+    assert counts[0] == 1 + zeros
+    assert counts[1:-1].tolist() == [2] * (BUCKETS - 2)
+    assert counts[-1] == 3  # its own bound, the integer after the one before, and what lies beyond all
+
+
+def test_rows_merge_to_the_sketch_of_all(kernels: ShimKernels) -> None:
+    """Rows of two ranks and two windows, by SUM and MAX, are the sketch that sketch.py makes of all durations."""
+    rows, whole = [], Sketch()
+    for seed in range(4):
+        durations = np.minimum(some_durations((3, 256), seed), np.uint64(2**43))
+        rows.append(check_reduction(kernels, durations, [200 + seed] * 3, [0] * 3))
+        whole.add(durations[1, : 200 + seed].astype(np.int64))
+    sums = np.sum([row.sums for row in rows], axis=0)
+    largest = np.max([row.largest for row in rows], axis=0)
+    assert reduction.to_sketch(sums[1], largest[1]).to_json() == whole.to_json()
+
+
+def test_no_durations_make_an_empty_sketch(kernels: ShimKernels) -> None:
+    """And merging one changes nothing."""
+    found = check_reduction(kernels, some_durations((1, 8), 0), [3], [3])
+    assert reduction.to_sketch(found.sums[0], found.largest[0]).to_json() == Sketch().to_json()
+
+
+def test_quantiles_of_merged_rows(kernels: ShimKernels) -> None:
+    """Sparse, dense, empty and one-bucket histograms; more slots than a block has warps."""
+    random = np.random.default_rng(3)
+    sums = np.zeros((9, SUM_ROW), np.int64)
+    histograms = (random.random((9, BUCKETS)) < 0.03) * random.integers(1, 10**6, (9, BUCKETS))
+    histograms[4] = 0
+    histograms[5] = 0
+    histograms[5, -1] = 3
+    histograms[6] = 0
+    histograms[6, 0] = 1
+    histograms[7] = 1
+    sums[:, len(Sum) :] = histograms
+    sums[:, Sum.COUNT] = histograms.sum(axis=1)
+    parts = np.array([0, 1, 6554, 32768, 58982, 64881, 65536], np.uint32)
+    buckets = np.full((9, len(parts)), -9, np.int32)
+    kernels.launch("merged_quantiles", 3, 128, [sums, np.int32(9), parts, np.int32(len(parts)), buckets])
+    np.testing.assert_array_equal(buckets, reduction.merged_quantiles(sums, parts))
+    assert (buckets[4] == -1).all()
+    assert (buckets[5] == BUCKETS - 1).all()
+    assert buckets[7, 3] == BUCKETS // 2  # the place 575.5 of 1152, rounded up
+
+
+def score_by_kernel(kernels: ShimKernels, times_ns: npt.NDArray[np.int64], threads: int) -> Scores:
+    """The kernel's scores."""
+    ranks, slots = times_ns.shape
+    scores = Scores(np.full((slots, 2), np.nan, np.float32), np.zeros(ranks, np.uint64))
+    arguments = [times_ns, np.int32(ranks), np.int32(slots), np.float32(0.01), *scores]
+    kernels.launch("rank_scores", slots, threads, arguments, shared_bytes=4 * ranks)
+    return scores
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 333, 1000])
+def test_scores_of_ranks(kernels: ShimKernels, ranks: int) -> None:
+    """One slow rank; no spread; ranks without a time, which are no fast ones; no time at all."""
+    random = np.random.default_rng(ranks)
+    times_ns = (np.exp(random.normal(0, 0.05, (ranks, 6))) * 5e6).astype(np.int64)
+    slow = ranks // 2
+    times_ns[slow, 1] *= 3
+    times_ns[:, 2] = 5 * 10**12
+    times_ns[random.random(ranks) < 0.6, 3] = 0
+    times_ns[:, 4] = 0
+    times_ns[:, 5] = 10**6 + random.integers(0, 2, ranks)
+    found, wanted = score_by_kernel(kernels, times_ns, 512), reduction.rank_scores(times_ns, 0.01)
+    np.testing.assert_array_equal(found.middle.view(np.uint32), wanted.middle.view(np.uint32))
+    np.testing.assert_array_equal(found.worst, wanted.worst)
+    if ranks >= reduction.FEWEST_RANKS:
+        assert int(found.worst[slow] & np.uint64(0xFFFFFFFF)) == 1
+        assert int(np.argmax(found.worst)) == slow
+    else:
+        assert not found.worst.any()
+
+
+def test_a_stamp_closes_one_span_and_opens_the_next(kernels: ShimKernels) -> None:
+    """A chain of three sections by four stamps; a close without an open leaves nothing."""
+    slots, places = 3, 4
+    opened, head = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32)
+    start_ns, duration_ns = np.zeros((slots, places), np.uint64), np.zeros((slots, places), np.uint64)
+
+    def stamp(close: int, open_: int) -> None:
+        arguments = [opened, start_ns, duration_ns, head, np.int32(close), np.int32(open_), np.uint32(places - 1)]
+        kernels.launch("stamp", 1, 32, arguments)
+
+    stamp(2, -1)
+    assert not head.any()
+    for _ in range(5):  # more than the ring has places for
+        stamp(-1, 0)
+        stamp(0, 1)
+        stamp(1, 2)
+        stamp(2, -1)
+    assert head.tolist() == [5, 5, 5]
+    assert not opened.any()
+    assert (duration_ns == 1).all()  # the shim's clock ticks once a reading
+    assert (start_ns[1] == start_ns[0] + 1).all()
+    assert (np.diff(np.sort(start_ns[0])) == 4).all()

@@ -1,0 +1,163 @@
+"""The device ring's host side, the real class, on the fake driver."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.cuda.fake_device import FakeDevice
+from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
+from torchlens_perf.cuda.driver import Driver
+from torchlens_perf.cuda.reduction import Exact, Reduced, Sum
+from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing
+from torchlens_perf.errors import DeviceError
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
+LAUNCH_NS, STAMP_NS = 1500, 1000  # of the fake device
+MILLISECOND = 1_000_000
+
+
+def new_ring(device: FakeDevice, slots: int = 4, places: int = 64) -> DeviceRing:
+    """A ring on the default stream."""
+    return DeviceRing(device.driver, device.functions("stamp", "reduce_window"), 0, slots, places)
+
+
+def section(device: FakeDevice, ring: DeviceRing, name: str, duration_ns: int, stream: int = 0) -> None:
+    """A section with work of that duration in it."""
+    slot = ring.slot(name)
+    ring.stamp(NO_SLOT, slot, stream)
+    device.spin(duration_ns, stream)
+    ring.stamp(slot, NO_SLOT, stream)
+
+
+def reduced(device: FakeDevice, ring: DeviceRing) -> Reduced:
+    """The result of a reduction, once time has passed."""
+    assert ring.reduce(0)
+    device.advance(1000 * MILLISECOND)
+    result = ring.collect()
+    assert result is not None
+    return result
+
+
+def test_spans_are_timed_by_the_device(device: FakeDevice) -> None:
+    """A planted millisecond is a millisecond, plus what the fake device takes to launch; starts are its clock's."""
+    ring = new_ring(device)
+    began_ns = device.now_ns()
+    for _ in range(3):
+        section(device, ring, "attention", MILLISECOND)
+    section(device, ring, "mlp", 5 * MILLISECOND)
+    rows = reduced(device, ring)
+    over_ns = LAUNCH_NS * 2 + STAMP_NS
+    assert ring.names == ["attention", "mlp"]
+    assert rows.sums[:, Sum.COUNT].tolist() == [3, 1, 0, 0]
+    assert rows.exact[0, Exact.MEDIAN] == MILLISECOND + over_ns
+    assert rows.sums[1, Sum.NS] == 5 * MILLISECOND + over_ns
+    assert rows.exact[0, Exact.FIRST_START] >= began_ns
+
+
+def test_a_graph_appends_at_each_replay(device: FakeDevice) -> None:
+    """Seven replays of a captured section leave seven records, each with its own time."""
+    ring, stream = new_ring(device), device.new_stream()
+    device.begin_capture(stream)
+    section(device, ring, "decode", MILLISECOND, stream)
+    graph = device.end_capture(stream)
+    device.advance(10 * MILLISECOND)
+    assert reduced(device, ring).sums[0, Sum.COUNT] == 0, "capturing is no run"
+    for _ in range(7):
+        device.replay(graph)
+    rows = reduced(device, ring)
+    assert rows.sums[0, Sum.COUNT] == 7
+    assert rows.exact[0, Exact.MEDIAN] == MILLISECOND + 2 * LAUNCH_NS + STAMP_NS
+    assert rows.exact[0, Exact.LAST_END] - rows.exact[0, Exact.FIRST_START] > 7 * MILLISECOND
+
+
+def test_twenty_steps_without_a_synchronization(device: FakeDevice) -> None:
+    """Sections, a reduction and its collection in every step, while the host runs ahead of the device."""
+    ring = new_ring(device)
+    section(device, ring, "warm up", 1)
+    before, counted, pending = device.synchronizations, 0, 0
+    for _ in range(20):
+        for _ in range(3):
+            section(device, ring, "attention", MILLISECOND)
+        pending += not ring.reduce(0)
+        device.advance(2 * MILLISECOND)  # the step takes the device three
+        rows = ring.collect()
+        counted += int(rows.sums[1, Sum.COUNT]) if rows is not None else 0
+    assert pending > 0, "the device was never behind: the test shows nothing"
+    assert device.synchronizations == before
+    device.advance(1000 * MILLISECOND)
+    last = ring.collect()
+    counted += int(last.sums[1, Sum.COUNT]) if last is not None else 0
+    assert counted + int(reduced(device, ring).sums[1, Sum.COUNT]) == 60
+
+
+def test_what_does_not_fit_is_counted(device: FakeDevice) -> None:
+    """A hundred spans in a ring of 64: the newest 64, and 36 lost."""
+    ring = new_ring(device)
+    for _ in range(100):
+        section(device, ring, "hot", 10)
+    rows = reduced(device, ring)
+    assert rows.sums[0, Sum.COUNT] == 64
+    assert rows.sums[0, Sum.LOST] == 36
+
+
+def test_more_names_than_slots(device: FakeDevice) -> None:
+    """They get none, and the caller can tell."""
+    ring = new_ring(device, slots=2)
+    assert [ring.slot(name) for name in ("a", "b", "c", "a")] == [0, 1, NO_SLOT, 0]
+
+
+def test_no_reduction_while_one_is_on_its_way(device: FakeDevice) -> None:
+    """The page-locked memory is in use: the next one waits for its turn, and nothing is lost by it."""
+    ring = new_ring(device)
+    section(device, ring, "a", MILLISECOND)
+    assert ring.reduce(0)
+    assert ring.collect() is None
+    section(device, ring, "a", MILLISECOND)
+    assert not ring.reduce(0)
+    device.advance(100 * MILLISECOND)
+    first = ring.collect()
+    assert first is not None
+    assert ring.collect() is None, "once"
+    assert first.sums[0, Sum.COUNT] == 1
+    assert reduced(device, ring).sums[0, Sum.COUNT] == 1
+
+
+def test_nothing_of_ours_but_stamps_goes_into_a_graph(device: FakeDevice) -> None:
+    """A reduction in a captured step would replay with it, into memory that is being read."""
+    ring, stream = new_ring(device), device.new_stream()
+    device.begin_capture(stream)
+    assert not ring.reduce(stream)
+    device.end_capture(stream)
+
+
+def test_a_collected_result_is_a_copy(device: FakeDevice) -> None:
+    """The next copy from the device arrives in the same memory."""
+    ring = new_ring(device)
+    section(device, ring, "a", MILLISECOND)
+    first = reduced(device, ring)
+    kept = first.sums.copy()
+    section(device, ring, "a", 9 * MILLISECOND)
+    reduced(device, ring)
+    np.testing.assert_array_equal(first.sums, kept)
+
+
+def test_memory_of_the_device_is_what_it_says(device: FakeDevice) -> None:
+    """And less than 32 MiB in the size that is used."""
+    before = device.live_bytes
+    ring = DeviceRing(device.driver, device.functions("stamp", "reduce_window"), 0)
+    assert device.live_bytes - before == ring.device_bytes < 4 << 20
+
+
+def test_a_missing_driver_is_said() -> None:
+    """In words, not as an OSError from ctypes."""
+    with pytest.raises(DeviceError, match="driver cannot be loaded"):
+        Driver("libcuda.so.of-another-planet")
+
+
+def test_a_failing_call_is_said(device: FakeDevice) -> None:
+    """With the function's name and CUDA's number."""
+    event = device.driver.new_event()
+    device.begin_capture(0)
+    with pytest.raises(DeviceError, match=r"cuEventQuery failed with CUDA error 900"):
+        device.driver.happened(event)

@@ -1,0 +1,240 @@
+"""The clock of a device in eager mode: CUDA events, pooled, and read when the device has long passed them.
+
+::
+
+    mark() ─▶ pending, a queue for each stream ──drain(), at a step's end──▶ times on the host's time line ─▶ read()
+
+Events of one stream happen in their order, so one question a step is enough: has the newest mark of an earlier step
+been reached? Then all before it have been. Nothing here waits for the device.
+
+The device's times come onto the host's time line by anchors: an event on a stream that is otherwise idle, whose record
+and whose happening the host brackets by its own clock. An anchor is at most a second old, which also keeps the float32
+milliseconds, in which CUDA tells how far two events are apart, fine enough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torchlens_perf.clock import Anchor, HostClock
+
+MOST_EVENTS = 8192  # that wait to be read, or in the pool; an event is a few hundred bytes of the host
+MOST_TIMES = 4096  # that are kept for read(), the newest
+BEHIND_STEPS = 64  # that the device may be behind before no more is marked
+ANCHOR_EVERY_NS = 1_000_000_000
+ANCHOR_PATIENCE_NS = 50_000  # an idle stream's event takes some microseconds
+OLDEST_ANCHOR_NS = 30_000_000_000  # beyond it, one that is known less well is better: float32 milliseconds grow coarse
+_FIRST_ANCHORS = 5
+_FIRST_PATIENCE_NS = 1_000_000
+
+
+class Event(Protocol):
+    """What a clock needs of torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+        ...
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds until another event; both have been reached. CUDA's resolution is about half a microsecond."""
+        ...
+
+
+class Events(Protocol):
+    """The device's events, on the thread that works."""
+
+    def new(self) -> Any:
+        """An Event that has not been recorded."""
+        ...
+
+    def record(self, event: Any) -> int | None:
+        """Records it on the current stream, and says which one that is; None, and does nothing, during a capture."""
+        ...
+
+    def record_aside(self, event: Any) -> None:
+        """Records it on a stream of our own, which has nothing else to do."""
+        ...
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        ...
+
+
+class DeviceAnchor(NamedTuple):
+    """An event, and when it happened on the host's CLOCK_MONOTONIC, give or take `error_ns`."""
+
+    event: Any
+    host_ns: int
+    error_ns: int
+
+
+class TorchEvents:
+    """torch.cuda's, which are HIP's in a ROCm build."""
+
+    def __init__(self, device: int) -> None:
+        """device: its index. Makes a stream of the highest priority there, so that anchors do not wait."""
+        import torch
+
+        self._cuda = torch.cuda
+        self._device = device
+        self._aside = torch.cuda.Stream(device, priority=-1)
+
+    def new(self) -> Any:
+        return self._cuda.Event(enable_timing=True)
+
+    def record(self, event: Any) -> int | None:
+        if self._cuda.is_current_stream_capturing():
+            return None
+        stream = self._cuda.current_stream(self._device)
+        event.record(stream)
+        return int(stream.cuda_stream)
+
+    def record_aside(self, event: Any) -> None:
+        event.record(self._aside)
+
+    def capturing(self) -> bool:
+        return bool(self._cuda.is_current_stream_capturing())
+
+
+class _Stream:
+    """What is marked on one stream and has not been read."""
+
+    def __init__(self) -> None:
+        self.pending: deque[tuple[int, Any, DeviceAnchor]] = deque()
+        self.boundaries: deque[tuple[int, Any]] = deque()  # the newest mark at each step's end
+
+
+class EventClock:
+    """A Clock whose marks are CUDA events on the current stream. One device; under the GIL, as autograd marks too."""
+
+    name = "CUDA events"
+
+    def __init__(self, events: Events, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        """Looks for a first anchor, for some microseconds; now_ns: the host's clock."""
+        self._events = events
+        self.now_ns = now_ns
+        self._pool: list[Any] = []
+        self._made = 0
+        self._marks = 0
+        self._streams: dict[int, _Stream] = {}
+        self._times: dict[int, int] = {}
+        self._behind = False
+        self.captured = 0
+        """Marks that were not made because the stream was being captured."""
+        self.skipped = 0
+        """Marks that were not made because the device was BEHIND_STEPS behind, or no anchor could be had."""
+        self.drift_ns = 0
+        """The most that an anchor was off when the next one was taken."""
+        self._late: tuple[Any, int] | None = None  # an anchor that did not happen in time, and when it was recorded
+        anchors = [self._take_anchor(_FIRST_PATIENCE_NS) for _ in range(_FIRST_ANCHORS)]
+        self._anchor = min((each for each in anchors if each is not None), key=lambda each: each.error_ns, default=None)
+        self._anchored_ns = now_ns()  # when one was last tried
+
+    @property
+    def error_ns(self) -> int | None:
+        """How far a time may be off on the host's time line, as far as was seen; None without an anchor. Differences
+        of two times are not affected by it."""
+        return None if self._anchor is None else self._anchor.error_ns + self.drift_ns
+
+    def mark(self) -> int | None:
+        """Marks now, on the current stream; None where that cannot be, which is counted."""
+        anchor = self._anchor
+        if self._behind or anchor is None:
+            self.skipped += 1
+            return None
+        if self._pool:
+            event = self._pool.pop()
+        elif self._made < MOST_EVENTS:
+            event = self._events.new()
+            self._made += 1
+        else:
+            self.skipped += 1
+            return None
+        stream = self._events.record(event)
+        if stream is None:
+            self._pool.append(event)
+            self.captured += 1
+            return None
+        self._marks += 1
+        queue = self._streams.get(stream)
+        if queue is None:
+            queue = self._streams[stream] = _Stream()
+        queue.pending.append((self._marks, event, anchor))
+        return self._marks
+
+    def read(self, mark: int) -> int | None:
+        """When the device came to the mark, in ns of the host's CLOCK_MONOTONIC. None while that is not known, or no
+        longer: MOST_TIMES are kept."""
+        return self._times.get(mark)
+
+    def anchor(self) -> Anchor:
+        """The host's clock and the wall clock: times are on the host's time line."""
+        return HostClock().anchor()
+
+    def drain(self, most_steps: int = 2) -> None:
+        """At a step's end: reads what has happened. One question to the device for each stream with marks, and one
+        more for each step that it has come to, up to `most_steps`; once a second, a new anchor."""
+        if self._events.capturing():
+            return
+        for key, stream in list(self._streams.items()):
+            for _ in range(most_steps):
+                if not stream.boundaries or not self._drain_to_boundary(stream):
+                    break
+            if stream.pending:
+                newest, event, _ = stream.pending[-1]
+                if not stream.boundaries or stream.boundaries[-1][0] != newest:
+                    stream.boundaries.append((newest, event))
+            elif not stream.boundaries:
+                del self._streams[key]  # its handle may be another stream's one day
+        most_behind = max((len(stream.boundaries) for stream in self._streams.values()), default=0)
+        self._behind = most_behind > (0 if self._behind else BEHIND_STEPS)
+        if self.now_ns() - self._anchored_ns >= ANCHOR_EVERY_NS:
+            self._refresh_anchor()
+        while len(self._times) > MOST_TIMES:
+            del self._times[next(iter(self._times))]
+
+    def _drain_to_boundary(self, stream: _Stream) -> bool:
+        """Reads all marks up to the oldest step's end, if the device has reached it."""
+        last, event = stream.boundaries[0]
+        if not event.query():
+            return False
+        stream.boundaries.popleft()
+        while stream.pending and stream.pending[0][0] <= last:
+            mark, reached, anchor = stream.pending.popleft()
+            self._times[mark] = anchor.host_ns + round(anchor.event.elapsed_time(reached) * 1e6)
+            self._pool.append(reached)
+        return True
+
+    def _take_anchor(self, patience_ns: int) -> DeviceAnchor | None:
+        """None where the event does not happen in time: something else keeps the device's front end busy."""
+        event = self._events.new()
+        before_ns = self.now_ns()
+        self._events.record_aside(event)
+        while not event.query():
+            if self.now_ns() - before_ns > patience_ns:
+                self._late = event, before_ns
+                return None
+        return _anchor_between(event, before_ns, self.now_ns())
+
+    def _refresh_anchor(self) -> None:
+        now_ns, old = self.now_ns(), self._anchor
+        self._anchored_ns = now_ns
+        anchor = None
+        if self._late is not None and (old is None or now_ns - old.host_ns > OLDEST_ANCHOR_NS):
+            event, before_ns = self._late
+            if event.query():
+                anchor = _anchor_between(event, before_ns, now_ns)
+        anchor = self._take_anchor(ANCHOR_PATIENCE_NS) or anchor
+        if anchor is None:
+            return  # the old one stays, and its drift is seen when the next one is taken
+        if old is not None:
+            foretold_ns = old.host_ns + round(old.event.elapsed_time(anchor.event) * 1e6)
+            self.drift_ns = max(self.drift_ns, abs(foretold_ns - anchor.host_ns) - old.error_ns - anchor.error_ns)
+        self._anchor = anchor
+
+
+def _anchor_between(event: Any, before_ns: int, after_ns: int) -> DeviceAnchor:
+    return DeviceAnchor(event, (before_ns + after_ns) // 2, (after_ns - before_ns + 1) // 2)

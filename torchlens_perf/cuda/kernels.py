@@ -1,0 +1,44 @@
+"""Compiles and loads the kernels, through CuPy: NVRTC, for the device at hand, cached on disk by CuPy."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from torchlens_perf.errors import DeviceError
+
+SOURCE = Path(__file__).with_name("kernels.cu")
+NAMES = ("stamp", "reduce_window", "merged_quantiles", "rank_scores")
+# No contraction to fused multiply-adds: scores are the twin's bit for bit.
+OPTIONS = ("--std=c++17", "--fmad=false")
+MOST_RANKS = 16384  # that rank_scores compares: four bytes of shared memory for each, more than a kernel has unasked
+
+_loaded: dict[int, tuple[dict[str, int], Any]] = {}  # by device; CuPy unloads what nobody holds
+
+
+def has_cupy() -> bool:
+    """Whether CuPy is installed. Does not import it."""
+    return importlib.util.find_spec("cupy") is not None
+
+
+def load(device: int) -> dict[str, int]:
+    """The kernels' handles for cuLaunchKernel, by name; compiled at the first call for the device, in about a second.
+
+    Raises DeviceError where CuPy is missing or cannot compile them.
+    """
+    if device not in _loaded:
+        if not has_cupy():
+            raise DeviceError("CuPy is missing: pip install 'torchlens-perf[cuda13]', or [cuda12]")
+        import cupy
+
+        try:
+            with cupy.cuda.Device(device):
+                module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
+                functions = {name: module.get_function(name) for name in NAMES}
+                functions["rank_scores"].max_dynamic_shared_size_bytes = 4 * MOST_RANKS
+                kernels = {name: function.kernel for name, function in functions.items()}
+        except Exception as error:  # CuPy's errors of compilation and of the device have no root in common
+            raise DeviceError(f"CuPy cannot load the kernels: {type(error).__name__}: {error}") from None
+        _loaded[device] = {name: int(kernel.ptr) for name, kernel in kernels.items()}, (module, functions)
+    return _loaded[device][0]

@@ -1,0 +1,156 @@
+"""Spans in device memory: stamps of the device's clock, which a captured graph appends to at each replay.
+
+A CUDA event inside a captured graph is one place that each replay overwrites; it would have to be read, and waited for,
+before the next one. A stamp is a kernel of one thread that writes the device's clock into a ring in device memory: the
+graph replays it with everything else, and nothing of it runs on the host.
+
+::
+
+    stamp ─▶ ring of each slot ──reduce_window──▶ rows ──copy──▶ page-locked memory ──collect()──▶ Reduced
+    (on the user's stream, also in a graph)       (on the stream of the step's end)
+
+A graph that holds stamps may be replayed for as long as the process lives, with or without a watch: so the ring stays
+where it is until the process ends, and later watches use it again.
+
+All methods on the training thread. None waits for the device, but for making the ring, where memory is allocated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.cuda.driver import Arguments, Driver
+from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest, Reduced, octave_bounds
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+SLOTS = 64
+PLACES = 1024  # of a slot's ring, between two reductions; the surplus is counted as lost
+REDUCE_THREADS = 256
+NO_SLOT = -1
+
+
+class DeviceRing:
+    """The rings of SLOTS sections in device memory, 1.1 MB, and the reduction of what they hold."""
+
+    def __init__(
+        self, driver: Driver, functions: Mapping[str, int], stream: int, slots: int = SLOTS, places: int = PLACES
+    ) -> None:
+        """functions: the kernels' handles by name; stream: where the memory is cleared, before anything is stamped.
+
+        places: of each slot's ring, a power of two, 4096 at most (a window is sorted in shared memory).
+        Raises DeviceError where the memory cannot be had.
+        """
+        self._driver = driver
+        self._stamp, self._reduce = functions["stamp"], functions["reduce_window"]
+        self._slots, self._places = slots, places
+        self._names: dict[str, int] = {}
+        self._on_the_way = False  # a reduction whose result has not been collected
+        sizes = {
+            "opened": 8 * slots,
+            "head": 4 * slots,
+            "tail": 4 * slots,
+            "start_ns": 8 * slots * places,
+            "duration_ns": 8 * slots * places,
+            "octaves": 8 * len(octave_bounds()),
+            "rows": 8 * slots * (SUM_ROW + len(Largest) + len(Exact)),
+        }
+        self._memory: dict[str, int] = {}
+        self._host_memory = 0
+        try:
+            for name, size in sizes.items():
+                self._memory[name] = driver.allocate(size)
+                driver.clear(self._memory[name], size, stream)
+            self._rows_size = sizes["rows"]
+            self._host_memory = driver.allocate_host(self._rows_size)
+            self._arrived = driver.new_event()
+        except BaseException:
+            self._free()
+            raise
+        self.device_bytes = sum(sizes.values())
+        driver.copy_to_device(self._memory["octaves"], octave_bounds(), stream)
+        self._rows = _rows_at(self._host_memory, slots)
+        self._stamp_arguments: dict[tuple[int, int], Arguments] = {}
+        self._reduce_arguments = self._pack_reduce()
+
+    def slot(self, name: str) -> int:
+        """The slot of a section; NO_SLOT once all are taken."""
+        slot = self._names.get(name)
+        if slot is None:
+            if len(self._names) == self._slots:
+                return NO_SLOT
+            slot = self._names[name] = len(self._names)
+        return slot
+
+    @property
+    def names(self) -> list[str]:
+        """The sections, by slot."""
+        return list(self._names)
+
+    def stamp(self, close: int, open_: int, stream: int) -> None:
+        """Enqueues the end of a span and the beginning of another one, NO_SLOT for none; also into a capture.
+
+        Raises DeviceError where the launch fails.
+        """
+        arguments = self._stamp_arguments.get((close, open_))
+        if arguments is None:
+            arguments = self._stamp_arguments[close, open_] = self._pack_stamp(close, open_)
+        self._driver.launch(self._stamp, 1, 32, 0, stream, arguments)
+
+    def reduce(self, stream: int) -> bool:
+        """Enqueues the reduction of all that was stamped before it on this stream, and the copy of its result.
+
+        False, and nothing is enqueued, while the last result has not been collected, or where the stream is being
+        captured: the rings keep on filling. What other streams stamp meanwhile is in this result or in the next one.
+        """
+        if self._on_the_way or self._driver.is_capturing(stream):
+            return False
+        self._driver.launch(self._reduce, self._slots, REDUCE_THREADS, 8 * self._places, stream, self._reduce_arguments)
+        self._driver.copy_to_host(self._host_memory, self._memory["rows"], self._rows_size, stream)
+        self._driver.record(self._arrived, stream)
+        self._on_the_way = True
+        return True
+
+    def collect(self) -> Reduced | None:
+        """The result of the last reduction, once; None while there is none, or it has not arrived.
+
+        Asks the device one question. Not while anything is being captured, on any stream.
+        """
+        if not self._on_the_way or not self._driver.happened(self._arrived):
+            return None
+        self._on_the_way = False
+        return Reduced(*(rows.copy() for rows in self._rows))
+
+    def _free(self) -> None:
+        for address in self._memory.values():
+            self._driver.free(address)
+        if self._host_memory:
+            self._driver.free_host(self._host_memory)
+
+    def _pack_stamp(self, close: int, open_: int) -> Arguments:
+        addresses = [np.uint64(self._memory[name]) for name in ("opened", "start_ns", "duration_ns", "head")]
+        return Arguments([*addresses, np.int32(close), np.int32(open_), np.uint32(self._places - 1)])
+
+    def _pack_reduce(self) -> Arguments:
+        inputs = [np.uint64(self._memory[name]) for name in ("start_ns", "duration_ns", "head", "tail", "octaves")]
+        sums = self._memory["rows"]
+        largest = sums + 8 * self._slots * SUM_ROW
+        exact = largest + 8 * self._slots * len(Largest)
+        return Arguments([*inputs, np.uint64(sums), np.uint64(largest), np.uint64(exact), np.uint32(self._places - 1)])
+
+
+def _rows_at(address: int, slots: int) -> tuple[npt.NDArray[np.int64], ...]:
+    """Sums, largest and exact, in the memory that the copy arrives in."""
+    widths = (SUM_ROW, len(Largest), len(Exact))
+    buffer: Any = (ctypes.c_int64 * (slots * sum(widths))).from_address(address)
+    whole: npt.NDArray[np.int64] = np.ctypeslib.as_array(buffer)
+    starts = np.cumsum([0, *(slots * width for width in widths)])
+    return tuple(
+        whole[start : start + slots * width].reshape(slots, width)
+        for start, width in zip(starts[:-1].tolist(), widths, strict=True)
+    )

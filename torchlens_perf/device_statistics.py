@@ -1,0 +1,110 @@
+"""What the device's clock has told about one rank: sketches of device time, and how far the device was behind. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.ring import Kind
+from torchlens_perf.sketch import Sketch
+from torchlens_perf.sketch_records import from_records
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+# A device that ends a phase within so much of the host's end of it had no work left: an event on an idle stream takes
+# some microseconds, the last kernels of a phase some tens of them.
+CAUGHT_UP_NS = 100_000
+_PHASES = {
+    int(Kind.STEP): "step",
+    int(Kind.FORWARD): "forward",
+    int(Kind.RECOMPUTE): "recompute",
+    int(Kind.BACKWARD): "backward",
+    int(Kind.OPTIMIZER): "optimizer",
+}
+# At whose ends the host has just issued work: a step's end may follow a wait for the device (loss.item()).
+_ISSUING = (int(Kind.FORWARD), int(Kind.BACKWARD))
+
+
+def phase_durations_ns(records: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.int64]]:
+    """The device times of phases and steps among these records, by phase."""
+    records = records[records["kind"] == Kind.DEVICE]
+    found = {phase: records["duration_ns"][records["value0"] == kind] for kind, phase in _PHASES.items()}
+    return {phase: durations_ns for phase, durations_ns in found.items() if len(durations_ns)}
+
+
+class DeviceStatistics:
+    """Device time of phases, modules and sections. Fed with DEVICE records, in any order."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, Sketch] = {}
+        self.modules: dict[str, Sketch] = {}
+        self.sections: dict[str, Sketch] = {}
+        self.behind = Sketch()
+        """How long after the host the device ended a forward or backward pass."""
+        self.caught_up = 0
+        """How many of them it ended within CAUGHT_UP_NS."""
+        self.stamped: dict[str, Sketch] = {}
+        """Device sections: by stamps, also in captured graphs."""
+        self.stamped_lost = 0
+        """Their times that were overwritten on the device, or whose records were lost."""
+
+    def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
+        """Counts the DEVICE and SKETCH records among these."""
+        windows, stray = from_records(records[records["kind"] == Kind.SKETCH])
+        self.stamped_lost += stray + sum(window.lost for _, window in windows)
+        for name_id, window in windows:
+            name = names[name_id] if name_id < len(names) else "(unknown)"
+            self.stamped.setdefault(name, Sketch()).merge(window.sketch)
+        records = records[records["kind"] == Kind.DEVICE]
+        if not len(records):
+            return
+        for phase, durations_ns in phase_durations_ns(records).items():
+            self.phases.setdefault(phase, Sketch()).add(durations_ns)
+        kinds = records["value0"].astype(np.int64)
+        for kind, table in ((Kind.MODULE, self.modules), (Kind.SECTION, self.sections)):
+            of_kind = records[kinds == kind]
+            for name_id in np.unique(of_kind["name_id"]).tolist():
+                name = names[name_id] if name_id < len(names) else "(unknown)"
+                table.setdefault(name, Sketch()).add(of_kind["duration_ns"][of_kind["name_id"] == name_id])
+        behind_ns = records["value1"][np.isin(kinds, _ISSUING)].astype(np.int64)
+        self.behind.add(behind_ns)
+        self.caught_up += int((behind_ns < CAUGHT_UP_NS).sum())
+
+    @property
+    def steps(self) -> int:
+        """Steps that the device has timed."""
+        return self.phases["step"].count if "step" in self.phases else 0
+
+    @property
+    def caught_up_share(self) -> float | None:
+        """Of the forward and backward passes; None where there were none."""
+        return self.caught_up / self.behind.count if self.behind.count else None
+
+    def to_json(self) -> dict[str, Any]:
+        """A value for from_json()."""
+        value: dict[str, Any] = {
+            table: {name: sketch.to_json() for name, sketch in getattr(self, table).items()} for table in _TABLES
+        }
+        return {
+            **value,
+            "behind": self.behind.to_json(),
+            "caught_up": self.caught_up,
+            "stamped_lost": self.stamped_lost,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> DeviceStatistics:
+        """The statistics that to_json() wrote."""
+        statistics = cls()
+        for table in _TABLES:
+            loaded = {name: Sketch.from_json(sketch) for name, sketch in value[table].items()}
+            getattr(statistics, table).update(loaded)
+        statistics.behind = Sketch.from_json(value["behind"])
+        statistics.caught_up = int(value["caught_up"])
+        statistics.stamped_lost = int(value["stamped_lost"])
+        return statistics
+
+
+_TABLES = ("phases", "modules", "sections", "stamped")

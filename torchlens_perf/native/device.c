@@ -1,0 +1,118 @@
+/* Spans that a device's clock times too: hooks/device.py marks it where one opens and where it closes. */
+#include "recorder.h"
+
+/* The phases that issue work for the device, in every step; modules and sections in probed steps, as a mark costs the
+ * host microseconds and the device about one. */
+static int is_timed(const Recorder *self, uint32_t kind)
+{
+    switch (kind) {
+    case KIND_FORWARD:
+    case KIND_BACKWARD:
+    case KIND_OPTIMIZER:
+    case KIND_RECOMPUTE:
+        return 1;
+    case KIND_MODULE:
+    case KIND_SECTION:
+        return self->probe;
+    default:
+        return 0;
+    }
+}
+
+/* Calls a function of hooks/device.py, which guards itself, and keeps its time out of the spans around it. A pending
+ * exception of the user's stays: spans also close on the way out of a raising module. */
+static PyObject *call(Recorder *self, PyObject *function, PyObject *const *args, size_t count)
+{
+    PyObject *error_type, *error, *traceback;
+    int64_t start_ns = recorder_now(self);
+    PyErr_Fetch(&error_type, &error, &traceback);
+    Py_INCREF(function);
+    PyObject *result = PyObject_Vectorcall(function, args, count, NULL);
+    if (result == NULL) {
+        PyErr_WriteUnraisable(function);
+    }
+    Py_DECREF(function);
+    PyErr_Restore(error_type, error, traceback);
+    if (self->header != NULL) {
+        charge_tool(self, recorder_now(self) - start_ns);
+    }
+    return result;
+}
+
+/* The owner's spans only. */
+void device_open(Recorder *self, uint32_t kind, uint64_t depth)
+{
+    self->device_marks[depth] = NO_DEVICE_MARK;
+    if (!is_timed(self, kind)) {
+        return;
+    }
+    PyObject *mark = call(self, self->device_mark, NULL, 0);
+    if (mark != NULL && PyLong_Check(mark)) { /* None: it cannot be marked now */
+        self->device_marks[depth] = PyLong_AsLongLong(mark);
+    }
+    Py_XDECREF(mark);
+}
+
+void device_close(Recorder *self, const Frame *frame, uint64_t depth)
+{
+    int64_t mark = self->device_marks[depth];
+    if (mark == NO_DEVICE_MARK) {
+        return;
+    }
+    self->device_marks[depth] = NO_DEVICE_MARK;
+    PyObject *args[3] = {PyLong_FromUnsignedLong(frame->kind), PyLong_FromUnsignedLong(frame->name_id),
+                         PyLong_FromLongLong(mark)};
+    if (args[0] != NULL && args[1] != NULL && args[2] != NULL) {
+        Py_XDECREF(call(self, self->device_span, args, 3));
+    }
+    for (int i = 0; i < 3; i++) {
+        Py_XDECREF(args[i]);
+    }
+}
+
+/* set_device_clock(mark, span): mark() marks the device and returns a number, or None; span(kind, name_id, mark) marks
+ * the end of what began there. None, None: no longer. */
+PyObject *recorder_set_device_clock(Recorder *self, PyObject *args)
+{
+    PyObject *mark, *span;
+    if (!PyArg_ParseTuple(args, "OO", &mark, &span)) {
+        return NULL;
+    }
+    for (int depth = 0; depth < MAX_FRAMES; depth++) {
+        self->device_marks[depth] = NO_DEVICE_MARK;
+    }
+    if (mark == Py_None) {
+        Py_CLEAR(self->device_mark);
+        Py_CLEAR(self->device_span);
+    } else {
+        Py_INCREF(span);
+        Py_XSETREF(self->device_span, span);
+        Py_INCREF(mark);
+        Py_XSETREF(self->device_mark, mark);
+    }
+    Py_RETURN_NONE;
+}
+
+/* late(kind, name_id, step, start_ns, duration_ns, flags, value0, value1, nested_ns, phase_ns): a record of a step that
+ * has ended, or of this one. Part of no span. */
+PyObject *recorder_late(Recorder *self, PyObject *const *args, Py_ssize_t count)
+{
+    int64_t values[10] = {0};
+    if (read_integers("late", args, count, 5, 10, values) < 0) {
+        return NULL;
+    }
+    if (self->header != NULL) {
+        Record record = {
+            .name_id = (uint32_t)values[1],
+            .step = (uint32_t)values[2],
+            .start_ns = values[3],
+            .duration_ns = values[4],
+            .nested_ns = values[8],
+            .phase_ns = values[9],
+            .value0 = (uint64_t)values[6],
+            .value1 = (uint64_t)values[7],
+        };
+        write_record_of_step(self, &record, (uint32_t)values[0], 1, (uint32_t)values[5]);
+    }
+    Py_RETURN_NONE;
+}
