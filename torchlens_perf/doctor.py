@@ -92,9 +92,29 @@ def _torch() -> Iterator[Check]:
         finding = "works" if works else f"missing: {entry.without}"
         yield Check(OK if works else WORSE, entry.name, finding, "look for a newer torchlens-perf")
     if torch.cuda.is_available():
-        yield Check(WORSE, "CUDA", torch.cuda.get_device_name(), "device times are not taken yet: host times are shown")
+        yield from _device(torch.cuda.get_device_name(), nvidia=torch.version.cuda is not None)
     else:
         yield Check(OK, "device", "CPU: host times are the device's times")
+
+
+def _device(name: str, *, nvidia: bool) -> Iterator[Check]:
+    from torchlens_perf.cuda import driver, kernels
+    from torchlens_perf.hooks.device import CONNECTIONS
+
+    one_connection = os.environ.get(CONNECTIONS) == "1"
+    finding = f"{name}: phases are timed by events"
+    if one_connection:
+        finding = f"{name}: device times are not taken, as {CONNECTIONS}=1"
+    remedy = "TORCHLENS_PERF_DEVICE_TIMES=on takes them, at the cost of communication's overlap"
+    yield Check(WORSE if one_connection else OK, "device times", finding, remedy)
+    if not nvidia:
+        yield Check(WORSE, "device sections", "not in a ROCm build: they read NVIDIA's clock", "use perf.section()")
+    elif not kernels.has_cupy():
+        remedy = "pip install 'torchlens-perf[cuda13]', or [cuda12]"
+        yield Check(WORSE, "device sections", "not timed: CuPy is missing", remedy)
+    else:
+        driver.Driver()  # raises where it cannot be loaded, which examine() shows
+        yield Check(OK, "device sections", "CuPy compiles the kernels at their first use")
 
 
 def _autoload() -> Iterator[Check]:

@@ -6,7 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,13 @@ class ShimKernels:
             ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint,
         ]  # fmt: skip
         self._schedule = schedule
+        self._clock: Any = None
+
+    def set_clock(self, now_ns: Callable[[], int] | None) -> None:
+        """The device's clock from now on; None: it ticks with each reading."""
+        kind = ctypes.CFUNCTYPE(ctypes.c_uint64)
+        self._clock = kind() if now_ns is None else kind(now_ns)
+        self._library.shim_set_clock(self._clock)
 
     def launch(self, name: str, grid: int, threads: int, arguments: Sequence[Any], shared_bytes: int = 0) -> None:
         """Runs the kernel. Arrays are passed by their address, NumPy scalars by value."""

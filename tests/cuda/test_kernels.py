@@ -104,6 +104,13 @@ def test_a_window_of_any_length(kernels: ShimKernels, places: int) -> None:
     assert found.sums[:, Sum.LOST].tolist() == [max(0, count - places) for count in counts]
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (32, 512)])
+def test_many_windows(kernels: ShimKernels, shape: tuple[int, int]) -> None:
+    """Different durations throughout: the exact median and deviation depend on every comparison of the sort."""
+    durations = np.random.default_rng(1).integers(100, 10**9, shape).astype(np.uint64)
+    check_reduction(kernels, durations, [shape[1]] * shape[0], [0] * shape[0])
+
+
 def test_a_second_reduction_finds_what_is_new(kernels: ShimKernels) -> None:
     """Tail follows head: nothing counts twice."""
     durations = some_durations((2, 64), seed=4)
@@ -229,3 +236,17 @@ def test_a_stamp_closes_one_span_and_opens_the_next(kernels: ShimKernels) -> Non
     assert (duration_ns == 1).all()  # the shim's clock ticks once a reading
     assert (start_ns[1] == start_ns[0] + 1).all()
     assert (np.diff(np.sort(start_ns[0])) == 4).all()
+
+
+def test_a_clock_that_steps_back(kernels: ShimKernels) -> None:
+    """A span of no time, and not of six hundred years."""
+    opened, head = np.zeros(1, np.uint64), np.zeros(1, np.uint32)
+    start_ns, duration_ns = np.zeros((1, 4), np.uint64), np.full((1, 4), 7, np.uint64)
+    times = iter([1000, 900])
+    kernels.set_clock(lambda: next(times))
+    for close, open_ in ((-1, 0), (0, -1)):
+        arguments = [opened, start_ns, duration_ns, head, np.int32(close), np.int32(open_), np.uint32(3)]
+        kernels.launch("stamp", 1, 32, arguments)
+    kernels.set_clock(None)
+    assert head[0] == 1
+    assert (start_ns[0, 0], duration_ns[0, 0]) == (1000, 0)

@@ -270,8 +270,9 @@ extern "C" __global__ void __launch_bounds__(128)
     }
 }
 
-/* The k-th smallest of `count` keys in shared memory, by four passes of eight bits; all threads of the block call it,
- * after a barrier. Each group of warps counts in a histogram of its own, as most keys share their high bits. */
+/* The k-th smallest of `count` keys in shared memory, by four passes of eight bits; all threads of the block call it.
+ * It begins with a barrier before the keys are read, and ends with one after. Each group of warps counts in a histogram
+ * of its own, as most keys share their high bits. */
 #define COPIES 8
 __device__ u32 select_key(const u32 *keys, u32 count, u32 k, u32 (*counts)[256], u32 *chosen)
 {
@@ -364,12 +365,10 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
     }
     /* The absent ones' zeros come first. */
     const float median = __uint_as_float(select_key(keys, count, absent + (present - 1) / 2, counts, chosen));
-    __syncthreads();
     for (u32 rank = threadIdx.x; rank < count; rank += blockDim.x) {
         float time = __uint_as_float(keys[rank]);
         keys[rank] = time == 0.0f ? ~0u : __float_as_uint(fabsf(time - median)); /* the absent ones come last */
     }
-    __syncthreads();
     const float mad = __uint_as_float(select_key(keys, count, (present - 1) / 2, counts, chosen));
     const float spread = fmaxf(1.4826f * mad, least_spread * median);
     if (threadIdx.x == 0) {
