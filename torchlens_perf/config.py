@@ -44,6 +44,10 @@ class Config:
     """Time phases on the device, by CUDA events: "auto", but not under CUDA_DEVICE_MAX_CONNECTIONS=1, where they would
     keep communication from overlapping with computation; "on", there too; "off"."""
 
+    aggregate: str = "sidecar"
+    """Who merges device sections over ranks: "sidecar", without any collective; "device", by two all-reduces in a group
+    of our own, once in 64 steps. For the latter all ranks must make the same steps: see docs/gpu.md."""
+
     exchange: bool = True
     """In a job of several nodes: sidecars send windows to node 0's, which judges all ranks together. Without it, each
     node's sidecar judges its own ranks."""
@@ -81,6 +85,7 @@ class Config:
         self._check("dir", isinstance(self.dir, str) and bool(self.dir), "a folder's name")
         for field in ("collectives", "exchange", "faulthandler", "memory", "nvtx", "sidecar", "report"):
             self._check(field, isinstance(getattr(self, field), bool), "True or False")
+        self._check("aggregate", self.aggregate in ("sidecar", "device"), '"sidecar" or "device"')
         self._check("device_times", self.device_times in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.ring import Kind
+from torchlens_perf.ring import MERGED_RANK_SHIFT, Kind
 from torchlens_perf.sketch import Sketch
 from torchlens_perf.sketch_records import from_records
 
@@ -47,16 +47,21 @@ class DeviceStatistics:
         """How many of them it ended within CAUGHT_UP_NS."""
         self.stamped: dict[str, Sketch] = {}
         """Device sections: by stamps, also in captured graphs."""
+        self.merged: dict[str, dict[str, float]] = {}
+        """Device sections over all ranks, as the device has merged their last window; on rank 0."""
         self.stamped_lost = 0
         """Their times that were overwritten on the device, or whose records were lost."""
 
     def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
-        """Counts the DEVICE and SKETCH records among these."""
+        """Counts the DEVICE, SKETCH and MERGED records among these."""
         windows, stray = from_records(records[records["kind"] == Kind.SKETCH])
         self.stamped_lost += stray + sum(window.lost for _, window in windows)
         for name_id, window in windows:
             name = names[name_id] if name_id < len(names) else "(unknown)"
             self.stamped.setdefault(name, Sketch()).merge(window.sketch)
+        for record in records[records["kind"] == Kind.MERGED]:
+            name_id = int(record["name_id"])
+            self.merged[names[name_id] if name_id < len(names) else "(unknown)"] = _merged(record)
         records = records[records["kind"] == Kind.DEVICE]
         if not len(records):
             return
@@ -92,6 +97,7 @@ class DeviceStatistics:
             "behind": self.behind.to_json(),
             "caught_up": self.caught_up,
             "stamped_lost": self.stamped_lost,
+            "merged": self.merged,
         }
 
     @classmethod
@@ -104,7 +110,24 @@ class DeviceStatistics:
         statistics.behind = Sketch.from_json(value["behind"])
         statistics.caught_up = int(value["caught_up"])
         statistics.stamped_lost = int(value["stamped_lost"])
+        statistics.merged = dict(value["merged"])
         return statistics
+
+
+def _merged(record: np.void) -> dict[str, float]:
+    """What hooks/stamps.py has packed into a MERGED record; slowest is -1 where no rank stands out."""
+    value0 = int(record["value0"])
+    return {
+        "step": int(record["step"]),
+        "count": int(record["start_ns"]),
+        "mean_ns": int(record["duration_ns"]) / max(1, int(record["start_ns"])),
+        "p50_ns": value0 & ((1 << MERGED_RANK_SHIFT) - 1),
+        "p99_ns": int(record["value1"]),
+        "rank_median_ns": int(record["nested_ns"]),
+        "rank_mad_ns": int(record["phase_ns"]),
+        "slowest": (value0 >> MERGED_RANK_SHIFT) - 1,
+        "score": int(record["flags"]) / 100,
+    }
 
 
 _TABLES = ("phases", "modules", "sections", "stamped")

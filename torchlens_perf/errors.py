@@ -83,7 +83,9 @@ class guard:
     kind `passes`: ConfigError is the user's, and says what to do.
     """
 
-    def __init__(self, place: str, passes: type[TorchlensPerfError] = ConfigError) -> None:
+    def __init__(
+        self, place: str, passes: type[TorchlensPerfError] | tuple[type[TorchlensPerfError], ...] = ConfigError
+    ) -> None:
         self._place = place
         self._passes = passes
 

@@ -47,6 +47,7 @@ IN_FLIGHT = 64  # records that writers on several threads may have begun and not
 # A STEP record's value1: micro-steps, and above them the workload plus 1 (0: not known).
 WORKLOAD_SHIFT = 16
 MICRO_STEPS_MASK = (1 << WORKLOAD_SHIFT) - 1
+MERGED_RANK_SHIFT = 44  # of a MERGED record's value0: above it, the slowest rank plus 1
 OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's space
 
 # Header fields that change while the job runs: 64-bit words, by their index.
@@ -72,6 +73,7 @@ class Kind(IntEnum):
     SECTION = 18
     COLLECTIVE = 19
     THREAD_TIME = 20  # of a step's own work: CPU time, and time ready without a CPU
+    MERGED = 23  # a device section over all ranks, in one window, see hooks/stamps.py
     SKETCH = 22  # a part of the statistics of a window, see sketch_records.py
     DEVICE = 21  # a span as the device's clock has it; value0: its kind, value1: how long after the host it ended there
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchlens_perf import torch_private
 from torchlens_perf.clock import Clock, HostClock
-from torchlens_perf.errors import HookUnavailable, guard, swallowed
+from torchlens_perf.errors import ConfigError, HookUnavailable, guard, swallowed
 from torchlens_perf.hooks.backward import BackwardHook
 from torchlens_perf.hooks.collective import CollectiveHook
 from torchlens_perf.hooks.data import DataHook
@@ -73,6 +73,8 @@ def _device_hooks(config: Config) -> list[Hook]:
     import torch
 
     built = torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
+    if config.aggregate == "device" and (torch.version.cuda is None or not torch.cuda.is_available()):
+        raise ConfigError("aggregate='device': needs an NVIDIA GPU and a torch with CUDA")
     if config.device_times == "off" or not built or not torch.cuda.is_available():
         return []
     from torchlens_perf.hooks.device import DeviceHook
@@ -81,7 +83,7 @@ def _device_hooks(config: Config) -> list[Hook]:
     if torch.version.cuda is not None:
         from torchlens_perf.hooks.stamps import Device, StampHook
 
-        hooks.append(StampHook(Device()))
+        hooks.append(StampHook(Device(), aggregate=config.aggregate == "device"))
     return hooks
 
 
@@ -260,11 +262,11 @@ class Session:
         return known is not None and known() is module
 
     def _attach(self, hooks: Sequence[Hook]) -> None:
-        """Attaches the hooks in order. One that is unavailable is left out, and noted."""
+        """Attaches the hooks in order. One that is unavailable is left out, and noted. Raises ConfigError."""
         for hook in hooks:
             attached = False
             try:
-                with guard(f"attaching {hook.name}", passes=HookUnavailable):
+                with guard(f"attaching {hook.name}", passes=(HookUnavailable, ConfigError)):
                     self._attached.enter_context(hook.attach(self))
                     attached = True
             except HookUnavailable as unavailable:

@@ -137,8 +137,11 @@ class Watch:
 
         if not self._enabled:
             return
+        _watches_so_far += 1
         folder = Path(self._config.dir).absolute()
-        who = identity.detect(os.environ, lambda digest: run_directory.claim_run_id(folder, digest), _watches_so_far)
+        who = identity.detect(
+            os.environ, lambda digest: run_directory.claim_run_id(folder, digest), _watches_so_far - 1
+        )
         run = RunDirectory(folder / who.run_id)
         run.create()
         ring = run_directory.create_ring(
@@ -151,13 +154,16 @@ class Watch:
         session = Session(self._config, who, ring, [id(optimizer) for optimizer in self._optimizers])
         session.publish()  # before the sidecar may look: attaching hooks imports for seconds, and we may be killed
         run.register_ring(who.host, ring.path)
-        self._session = session
         # The user may delete them inside the watch, to free their memory.
         models, self._models, self._optimizers = self._models, None, []
-        self._session.start(models, after_step_of)
+        try:
+            session.start(models, after_step_of)
+        except ConfigError:
+            session.close({})
+            raise
+        self._session = session
         self.run_dir = run.path
         _running = self
-        _watches_so_far += 1
         if self._config.sidecar:
             with guard("starting the sidecar"):
                 start_sidecar.ensure(run, who.host)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from tests.cuda.shim_kernels import COMPILER, HERE
+from torchlens_perf.cuda.aggregate import DeviceAggregate
 from torchlens_perf.cuda.driver import Arguments, Driver
+from torchlens_perf.cuda.stamps import DeviceRing
+from torchlens_perf.errors import DeviceError
 
 _MORE = {
     "cuModuleLoadData": [ctypes.c_void_p, ctypes.c_void_p],
@@ -178,3 +185,51 @@ class FakeEvents:
         """The host's clock, which goes on by 200 ns with each reading."""
         self.device.advance(200)
         return self.device.now_ns()
+
+
+class FakeTorchDevice:
+    """What hooks.stamps.Device is on a GPU."""
+
+    def __init__(self, device: FakeDevice, slots: int = 4, places: int = 64) -> None:
+        self.device, self.current, self.slots, self.places = device, 0, slots, places
+        self.made: DeviceRing | None = None
+        self.missing = ""
+
+    def stream(self) -> int:
+        return self.current
+
+    def capturing(self) -> bool:
+        return self.device.driver.is_capturing(self.current)
+
+    def ring(self) -> DeviceRing:
+        if self.missing:
+            raise DeviceError(self.missing)
+        if self.made is None:
+            functions = self.device.functions("stamp", "reduce_window")
+            self.made = DeviceRing(self.device.driver, functions, self.current, self.slots, self.places)
+        return self.made
+
+    def earlier_ring(self) -> DeviceRing | None:
+        return self.made
+
+    def now_ns(self) -> int:
+        """The host's clock, which goes on with each reading."""
+        self.device.advance(1000)
+        return self.device.now_ns()
+
+    def merge(self, ring: DeviceRing) -> DeviceAggregate:
+        """With gloo, which reduces this device's memory, as it is the host's."""
+        functions = self.device.functions("merged_quantiles", "rank_scores")
+        return DeviceAggregate(self, self.device.driver, functions, ring, dist.new_group())
+
+    @contextmanager
+    def aside(self) -> Iterator[int]:
+        """gloo does not wait for streams: what is enqueued is done before."""
+        self.device.advance(10_000_000_000)
+        yield 0
+
+    def zeros(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int64)
+
+    def words(self, address: int, count: int) -> torch.Tensor:
+        return torch.frombuffer((ctypes.c_int64 * count).from_address(address), dtype=torch.int64)

@@ -7,49 +7,16 @@ from pathlib import Path
 import pytest
 
 import torchlens_perf as perf
-from tests.cuda.fake_device import FakeDevice
+from tests.cuda.fake_device import FakeDevice, FakeTorchDevice
 from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.recording import Recording, recorded, records_of
-from torchlens_perf.cuda.stamps import DeviceRing
 from torchlens_perf.device_statistics import DeviceStatistics
-from torchlens_perf.errors import DeviceError
 from torchlens_perf.hooks.stamps import StampHook
 from torchlens_perf.ring import Kind
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 MILLISECOND, SECOND = 1_000_000, 1_000_000_000
 OVER_NS = 10_000
-
-
-class FakeTorchDevice:
-    """What hooks.stamps.Device is on a GPU."""
-
-    def __init__(self, device: FakeDevice, slots: int = 4, places: int = 64) -> None:
-        self.device, self.current, self.slots, self.places = device, 0, slots, places
-        self.made: DeviceRing | None = None
-        self.missing = ""
-
-    def stream(self) -> int:
-        return self.current
-
-    def capturing(self) -> bool:
-        return self.device.driver.is_capturing(self.current)
-
-    def ring(self) -> DeviceRing:
-        if self.missing:
-            raise DeviceError(self.missing)
-        if self.made is None:
-            functions = self.device.functions("stamp", "reduce_window")
-            self.made = DeviceRing(self.device.driver, functions, self.current, self.slots, self.places)
-        return self.made
-
-    def earlier_ring(self) -> DeviceRing | None:
-        return self.made
-
-    def now_ns(self) -> int:
-        """The host's clock, which goes on with each reading."""
-        self.device.advance(1000)
-        return self.device.now_ns()
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ class DeviceRing:
         """
         self._driver = driver
         self._stamp, self._reduce = functions["stamp"], functions["reduce_window"]
-        self._slots, self._places = slots, places
+        self.slots, self._places = slots, places
         self._names: dict[str, int] = {}
         self._on_the_way = False  # a reduction whose result has not been collected
         sizes = {
@@ -82,10 +82,15 @@ class DeviceRing:
         """The slot of a section; NO_SLOT once all are taken."""
         slot = self._names.get(name)
         if slot is None:
-            if len(self._names) == self._slots:
+            if len(self._names) == self.slots:
                 return NO_SLOT
             slot = self._names[name] = len(self._names)
         return slot
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Where the last reduction's rows lie in device memory, and how many words: sums, largest and exact."""
+        return self._memory["rows"], self._rows_size // 8
 
     @property
     def names(self) -> list[str]:
@@ -110,7 +115,7 @@ class DeviceRing:
         """
         if self._on_the_way or self._driver.is_capturing(stream):
             return False
-        self._driver.launch(self._reduce, self._slots, REDUCE_THREADS, 8 * self._places, stream, self._reduce_arguments)
+        self._driver.launch(self._reduce, self.slots, REDUCE_THREADS, 8 * self._places, stream, self._reduce_arguments)
         self._driver.copy_to_host(self._host_memory, self._memory["rows"], self._rows_size, stream)
         self._driver.record(self._arrived, stream)
         self._on_the_way = True
@@ -139,8 +144,8 @@ class DeviceRing:
     def _pack_reduce(self) -> Arguments:
         inputs = [np.uint64(self._memory[name]) for name in ("start_ns", "duration_ns", "head", "tail", "octaves")]
         sums = self._memory["rows"]
-        largest = sums + 8 * self._slots * SUM_ROW
-        exact = largest + 8 * self._slots * len(Largest)
+        largest = sums + 8 * self.slots * SUM_ROW
+        exact = largest + 8 * self.slots * len(Largest)
         return Arguments([*inputs, np.uint64(sums), np.uint64(largest), np.uint64(exact), np.uint32(self._places - 1)])
 
 

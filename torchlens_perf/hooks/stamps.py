@@ -5,21 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import device_sections
 from torchlens_perf.cuda import kernels
+from torchlens_perf.cuda.aggregate import DeviceAggregate, Merged
 from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.reduction import Reduced, to_window
 from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing
-from torchlens_perf.errors import DeviceError, guard
-from torchlens_perf.ring import Kind
+from torchlens_perf.errors import ConfigError, DeviceError, guard
+from torchlens_perf.ring import MERGED_RANK_SHIFT, Kind
 from torchlens_perf.sketch_records import to_records
 
 if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
 REDUCE_EVERY_NS = 1_000_000_000
+MERGE_STEPS = 64  # from one merge of all ranks' windows to the next, where they are merged on the device
 _LAST_PATIENCE_NS = 5_000_000  # that the end of a watch asks for the last result
 _rings: dict[int, DeviceRing] = {}  # by device, for the life of the process: captured graphs stamp into them
 
@@ -48,6 +50,39 @@ class Device:
             _rings[device] = DeviceRing(Driver(), kernels.load(device), self.stream())
         return _rings[device]
 
+    def merge(self, ring: DeviceRing) -> DeviceAggregate:
+        """Merges this ring with those of all ranks, in a group of its own: a collective. Raises ConfigError."""
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise ConfigError("aggregate='device': call init_process_group() before the watch begins")
+        group = dist.new_group(backend="nccl", group_desc="torchlens_perf")
+        functions = kernels.load(torch.cuda.current_device())
+        self._aside = torch.cuda.Stream()
+        return DeviceAggregate(self, Driver(), functions, ring, group)
+
+    @contextmanager
+    def aside(self) -> Iterator[int]:
+        """A stream of our own, ordered after the current one."""
+        import torch
+
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
+            yield int(self._aside.cuda_stream)
+
+    def zeros(self, words: int) -> Any:
+        """Words in the device's memory."""
+        import torch
+
+        return torch.zeros(words, dtype=torch.int64, device="cuda")
+
+    def words(self, address: int, count: int) -> Any:
+        """The words that lie there."""
+        import torch
+
+        return torch.as_tensor(_DeviceWords(address, count), device="cuda")
+
     def earlier_ring(self) -> DeviceRing | None:
         """The ring that an earlier watch has made: graphs may still stamp into it."""
         import torch
@@ -55,18 +90,36 @@ class Device:
         return _rings.get(torch.cuda.current_device()) if _rings else None
 
 
+class _DeviceWords:
+    """Memory that is ours, shown to torch."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,), "typestr": "<i8", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
 class StampHook:
     """Stands behind device_section() while a watch records."""
 
     name = "device sections"
 
-    def __init__(self, device: Device, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, device: Device, now_ns: Callable[[], int] = time.monotonic_ns, *, aggregate: bool = False
+    ) -> None:
+        """aggregate: merge all ranks' windows on the device, by collectives."""
         self._device = device
         self._now_ns = now_ns
+        self._aggregate = aggregate
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         stamper = SessionStamper(session, self._device, self._now_ns)
+        if self._aggregate:
+            try:
+                stamper.merge_on_device()
+            except DeviceError as error:
+                raise ConfigError(f"aggregate='device': {error}") from None
         device_sections.set_stamper(stamper)
         try:
             with session.each_step(self.name, stamper.step_ended):
@@ -88,6 +141,13 @@ class SessionStamper:
         self._gone = False  # there can be no ring
         self._reduced_ns = 0
         self._discard = False  # the next result: of what was stamped before this watch
+        self._merge: DeviceAggregate | None = None
+
+    def merge_on_device(self) -> None:
+        """From here on; on all ranks, as it makes a process group. Raises DeviceError and ConfigError."""
+        self._begin_with(self._device.ring())
+        assert self._ring is not None
+        self._merge = self._device.merge(self._ring)
 
     @guard("a device section")
     def open(self, name: str) -> None:
@@ -115,9 +175,31 @@ class SessionStamper:
         if self._ring is None:
             self._begin_with(ring)
         self._collect(ring)
+        if self._merge is not None:
+            self._merge_window(ring, self._merge)
+            return
         now_ns = self._now_ns()
         if now_ns - self._reduced_ns >= REDUCE_EVERY_NS and ring.reduce(self._device.stream()):
             self._reduced_ns = now_ns
+
+    def _merge_window(self, ring: DeviceRing, merge: DeviceAggregate) -> None:
+        """In the same steps on all ranks, whatever this one has: the collectives must meet."""
+        step = self._session.recorder.step
+        merged = merge.collect()
+        if merged is not None and merge.rank == 0:
+            self._record_merged(merged)
+        if step % MERGE_STEPS == MERGE_STEPS - 1:
+            merge.merge(window=ring.reduce(self._device.stream()))
+
+    def _record_merged(self, merged: list[Merged]) -> None:
+        """times, sum_ns, the ranks' median and MAD; p50 and p99 in two words, with the slowest rank plus 1 above the
+        first's 44 bits; the score in hundredths in the flags."""
+        for each in merged:
+            self._session.recorder.late(
+                int(Kind.MERGED), self._session.intern(each.name), self._session.recorder.step,
+                each.times, each.sum_ns, min(round(100 * each.score), 0xFFFF),
+                each.p50_ns | (each.slowest + 1) << MERGED_RANK_SHIFT, each.p99_ns, each.median_ns, each.mad_ns,
+            )  # fmt: skip
 
     def end(self) -> None:
         """The rest: asks for some milliseconds; a device that is busy for longer is not waited for."""

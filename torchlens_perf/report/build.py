@@ -298,7 +298,8 @@ def _sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
 
 
 def _device_sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
-    """Device sections by their time, most first; by_rank: mean seconds of one."""
+    """Device sections by their time, most first; by_rank: mean seconds of one, of the ranks whose records are here;
+    over_all_ranks: the last window of all ranks, where they were merged on the device."""
     rows = []
     for name in dict.fromkeys(name for process in processes.values() for name in process.statistics.device.stamped):
         merged, by_rank = Sketch(), {}
@@ -307,7 +308,18 @@ def _device_sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]
             if sketch is not None:
                 merged.merge(sketch)
                 by_rank[str(rank)] = sketch.mean_ns() / 1e9
-        rows.append({"name": name, "calls": merged.count, "device_s": _distribution(merged), "by_rank": by_rank})
+        over_all = next(
+            (p.statistics.device.merged[name] for p in processes.values() if name in p.statistics.device.merged), None
+        )
+        rows.append(
+            {
+                "name": name,
+                "calls": merged.count,
+                "device_s": _distribution(merged),
+                "by_rank": by_rank,
+                "over_all_ranks": over_all,
+            }
+        )
     return sorted(rows, key=lambda row: -row["calls"] * row["device_s"]["mean_s"])
 
 

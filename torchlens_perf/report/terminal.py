@@ -20,6 +20,7 @@ from torchlens_perf.report.tables import new_table
 _MOST_MODULES, _MOST_SECTIONS = 8, 8
 _STYLES = {"hang": "bold red", "straggler": "bold red", "none": "bold green", "no_steps": "bold yellow"}
 _PLAIN_WIDTH = 118
+_STANDS_OUT = 5.0  # robust deviations above the ranks' median
 
 
 def show(report: dict[str, Any], file: IO[str], run_dir: str) -> None:
@@ -152,7 +153,16 @@ def _section_table(report: dict[str, Any]) -> Table:
 
 
 def _device_section_table(sections: list[dict[str, Any]]) -> Table:
-    columns = ("device section", "count", "p50", "p99", "max", "slowest rank")
+    merged = any(section["over_all_ranks"] for section in sections)
+    columns = [
+        "device section",
+        "count",
+        "p50",
+        "p99",
+        "max",
+        "slowest rank",
+        *["all ranks' median", "stands out"] * merged,
+    ]
     table = new_table(*columns, title="device sections, by stamps of the device's clock")
     for section in sections[:_MOST_SECTIONS]:
         slowest, mean_s = max(section["by_rank"].items(), key=lambda item: item[1])
@@ -162,8 +172,18 @@ def _device_section_table(sections: list[dict[str, Any]]) -> Table:
             str(section["calls"]),
             *(duration_or_dash(time) for time in times),
             f"{slowest} (mean {duration(mean_s)})" if len(section["by_rank"]) > 1 else "-",
+            *_over_all_ranks(section["over_all_ranks"]) * merged,
         )
     return table
+
+
+def _over_all_ranks(window: dict[str, Any] | None) -> list[str]:
+    """The median of the ranks' medians, and who is far above it: robust deviations, of which 5 are rare by chance."""
+    if window is None:
+        return ["-", "-"]
+    stands_out = window["slowest"] >= 0 and window["score"] >= _STANDS_OUT
+    rank = f"rank {window['slowest']} ({window['score']:.0f} deviations)" if stands_out else "none"
+    return [duration(window["rank_median_ns"] / 1e9), rank]
 
 
 def _median(distribution: dict[str, Any] | None) -> str:

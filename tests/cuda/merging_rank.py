@@ -1,0 +1,69 @@
+"""A rank whose device sections are merged with the others': merging_rank.py DRIVER KERNELS FOLDER [--other-order]
+
+Prints, as JSON, the durations that it planted in each window, what is merged in the recording of rank 0, and how often
+somebody waited for the device.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import torchlens_perf as perf
+from tests.cuda.fake_device import FakeDevice, FakeTorchDevice
+from tests.recording import recorded, records_of
+from torchlens_perf.device_statistics import DeviceStatistics
+from torchlens_perf.hooks.stamps import MERGE_STEPS, StampHook
+from torchlens_perf.ring import Kind
+
+MICROSECOND, SLOW = 1000, 2
+WINDOWS = 3
+
+
+def main() -> None:
+    driver, kernels, folder, *options = sys.argv[1:]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    own = Path(folder) / f"libcuda-{rank}.so"
+    shutil.copy(driver, own)
+    device = FakeDevice(own, Path(kernels))
+    torch_device = FakeTorchDevice(device, slots=4, places=256)
+    draw = random.Random(rank)
+    order = ["attention", "mlp"]
+    if "--other-order" in options and rank == 1:
+        order.reverse()
+    planted: list[dict[str, list[int]]] = []
+    with recorded(Path(folder) / str(rank)) as recording:
+        session = recording.watch._session
+        session._attached.enter_context(StampHook(torch_device, torch_device.now_ns, aggregate=True).attach(session))
+        synchronizations = device.synchronizations
+        for step in range(WINDOWS * MERGE_STEPS + 2):
+            if step % MERGE_STEPS == 0:
+                planted.append({})
+            for name in order:
+                slow = 2 if rank == SLOW and name == "mlp" else 1
+                duration_ns = slow * draw.randrange(90, 110) * MICROSECOND
+                with perf.device_section(name):
+                    device.spin(duration_ns)
+                planted[-1].setdefault(name, []).append(duration_ns)
+            device.advance(1000 * MICROSECOND)
+            recording.watch.step()
+        waited = device.synchronizations - synchronizations
+    statistics = DeviceStatistics()
+    statistics.add(records_of(recording), recording.interned)
+    merged = {name: len(recording.of(Kind.MERGED, name)) for name in order}
+    told = {
+        "rank": rank, "planted": planted, "windows": merged, "last": statistics.merged, "waited": waited,
+        "own": {name: sketch.count for name, sketch in statistics.stamped.items()},
+    }  # fmt: skip
+    print(json.dumps(told), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+main()

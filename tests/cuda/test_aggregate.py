@@ -1,0 +1,88 @@
+"""Device sections merged over ranks on the device: real processes, gloo, a fake device each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import torchlens_perf as perf
+from tests.cuda.fake_device import FakeDevice, FakeTorchDevice
+from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
+from tests.processes import run, torchrun
+from tests.recording import recorded
+from torchlens_perf.errors import ConfigError
+from torchlens_perf.hooks.stamps import MERGE_STEPS, Device, StampHook
+from torchlens_perf.sketch import Sketch
+
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER), pytest.mark.distributed]
+RANK = str(Path(__file__).with_name("merging_rank.py"))
+ROOT = Path(__file__).parent.parent.parent
+RANKS, WINDOWS, SLOW = 4, 3, 2
+OVER_NS = 4000  # two launches and a stamp of the fake device
+
+
+def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
+    """What each rank has told, by rank."""
+    command = torchrun(RANK, str(driver), str(kernels), str(folder), *options, ranks=RANKS)
+    done = run(command, folder, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(told, key=lambda rank: rank["rank"])
+
+
+def test_windows_of_all_ranks(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
+    """Rank 0 has count, mean and quantiles of all ranks' times, and the rank that is slow in one section."""
+    ranks = ranks_of(driver_library, shim_library, tmp_path)
+    first = ranks[0]
+    assert first["windows"] == {"attention": WINDOWS, "mlp": WINDOWS}
+    assert all(rank["last"] == {} for rank in ranks[1:])
+    assert all(rank["waited"] == 0 for rank in ranks)
+    for name in ("attention", "mlp"):
+        merged = first["last"][name]
+        window = [rank["planted"][WINDOWS - 1][name] for rank in ranks]
+        every = np.array([each for times in window for each in times], np.int64) + OVER_NS
+        assert merged["count"] == len(every) == RANKS * MERGE_STEPS
+        assert merged["mean_ns"] == pytest.approx(every.mean(), abs=1)
+        sketch = Sketch()
+        sketch.add(every)
+        assert merged["p50_ns"] == pytest.approx(sketch.quantile_ns(0.5), rel=0.03)
+        assert merged["p99_ns"] == pytest.approx(sketch.quantile_ns(0.99), rel=0.03)
+        medians = sorted(sorted(times)[(MERGE_STEPS - 1) // 2] + OVER_NS for times in window)
+        assert merged["rank_median_ns"] == pytest.approx(medians[(RANKS - 1) // 2], abs=1)
+    assert first["last"]["mlp"]["slowest"] == SLOW
+    assert first["last"]["mlp"]["score"] > 20
+    assert first["last"]["attention"]["slowest"] != SLOW
+    assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS + 2] * RANKS, "each rank keeps its own"
+
+
+def test_slots_that_are_not_the_same_section(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
+    """One rank enters its sections in another order: they are not merged, rather than mixed."""
+    ranks = ranks_of(driver_library, shim_library, tmp_path, "--other-order")
+    assert ranks[0]["windows"] == {"attention": 0, "mlp": 0}
+    assert ranks[0]["last"] == {}
+
+
+def test_it_takes_a_gpu(tmp_path: Path) -> None:
+    """The user's mistake, said at watch(); the next one works."""
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("this torch was built for a device")
+    with pytest.raises(ConfigError, match="aggregate='device': needs an NVIDIA GPU"):
+        perf.watch(aggregate="device", sidecar=False, dir=str(tmp_path)).__enter__()
+    with recorded(tmp_path) as recording:
+        recording.watch.step()
+    assert len(recording.steps) == 1
+
+
+def test_it_takes_a_process_group(device: FakeDevice, tmp_path: Path) -> None:
+    """Before the watch begins; the error is the user's to see."""
+    with recorded(tmp_path) as recording:
+        torch_device = FakeTorchDevice(device)
+        torch_device.merge = Device().merge  # type: ignore[method-assign]  # torch's own, which asks first
+        with pytest.raises(ConfigError, match="init_process_group"):
+            recording.watch._session._attach([StampHook(torch_device, torch_device.now_ns, aggregate=True)])
