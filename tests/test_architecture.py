@@ -32,7 +32,7 @@ THIRD_PARTY = {
     "rich": {"report.heat_map", "report.rank_table", "report.tables", "report.terminal"},
     "torch": {
         "bounded_store",
-        "cuda.events",
+        "cuda.aggregate", "cuda.events",
         "hooks",
         "native_tap",
         "torch_private",

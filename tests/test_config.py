@@ -52,7 +52,7 @@ def test_unknown_setting_is_named_with_the_closest() -> None:
     """An unknown keyword raises ConfigError and says what was probably meant."""
     with pytest.raises(ConfigError, match=r"moduls is not a setting of watch\(\); did you mean modules"):
         perf.watch(moduls="all")
-    with pytest.raises(ConfigError, match=r"zzz is not a setting of watch\(\) \(known: backward_every, "):
+    with pytest.raises(ConfigError, match=r"zzz is not a setting of watch\(\) \(known: aggregate, backward_every, "):
         perf.watch(zzz=1)
 
 

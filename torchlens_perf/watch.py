@@ -137,11 +137,9 @@ class Watch:
 
         if not self._enabled:
             return
+        folder, earlier = Path(self._config.dir).absolute(), _watches_so_far
         _watches_so_far += 1
-        folder = Path(self._config.dir).absolute()
-        who = identity.detect(
-            os.environ, lambda digest: run_directory.claim_run_id(folder, digest), _watches_so_far - 1
-        )
+        who = identity.detect(os.environ, lambda digest: run_directory.claim_run_id(folder, digest), earlier)
         run = RunDirectory(folder / who.run_id)
         run.create()
         ring = run_directory.create_ring(
