@@ -46,5 +46,6 @@ def test_without_a_compiler(tmp_path: Path) -> None:
 
     native, written, where = run("-c", PROGRAM).split()
     assert (native, int(written), Path(where).parent) == ("False", 2, site / "torchlens_perf")
+    assert (site / "torchlens_perf" / "cuda" / "kernels.cu").exists()  # CuPy compiles it where there is a device
     (line,) = [line for line in run("-m", "torchlens_perf", "doctor").splitlines() if "Python twin" in line]
     assert "pip install" in line
