@@ -848,4 +848,4 @@ def test_page_names_what_is_sent() -> None:
     assert f"default here is {DEFAULT_QUEUE_SIZE}" in page
     assert f"Beyond {semantics.MOST_RANK_SERIES} ranks" in page
     assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one\nof so many, by default {Config.trace_every};" in page
-    assert all(kind.name.lower() in page for kind in Kind if kind not in (Kind.THREAD_TIME, Kind.SKETCH))
+    assert all(kind.name.lower() in page for kind in Kind if kind not in (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED))

@@ -23,8 +23,11 @@ class Clock(Protocol):
         """Marks now. Returns a handle for read(); None where a device cannot be marked now."""
         ...
 
-    def read(self, mark: int) -> int | None:
-        """The marked instant in ns of the host's CLOCK_MONOTONIC; None while the device has not reached it."""
+    def span(self, begin: int, end: int) -> tuple[int, int] | None:
+        """From one mark to another: start in ns of the host's CLOCK_MONOTONIC, duration in ns by this clock.
+
+        None while the device has not told both.
+        """
         ...
 
     def anchor(self) -> Anchor:
@@ -40,8 +43,8 @@ class HostClock:
     def mark(self) -> int:
         return time.monotonic_ns()
 
-    def read(self, mark: int) -> int | None:
-        return mark
+    def span(self, begin: int, end: int) -> tuple[int, int] | None:
+        return begin, end - begin
 
     def anchor(self) -> Anchor:
         """The closest of five readings of the wall clock between two of the monotonic one."""

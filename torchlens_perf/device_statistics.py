@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # A device that ends a phase within so much of the host's end of it had no work left: an event on an idle stream takes
 # some microseconds, the last kernels of a phase some tens of them.
 CAUGHT_UP_NS = 100_000
+_UNKNOWN_NS = (1 << 63) - 1  # as hooks/device.py has it, where its clock could not be anchored well
 _PHASES = {
     int(Kind.STEP): "step",
     int(Kind.FORWARD): "forward",
@@ -50,12 +51,15 @@ class DeviceStatistics:
         self.merged: dict[str, dict[str, float]] = {}
         """Device sections over all ranks, as the device has merged their last window; on rank 0."""
         self.stamped_lost = 0
-        """Their times that were overwritten on the device, or whose records were lost."""
+        """Their times that were overwritten on the device before they were reduced."""
+        self.stray_records = 0
+        """Records of windows of which others were lost: those windows do not count."""
 
     def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
         """Counts the DEVICE, SKETCH and MERGED records among these."""
         windows, stray = from_records(records[records["kind"] == Kind.SKETCH])
-        self.stamped_lost += stray + sum(window.lost for _, window in windows)
+        self.stray_records += stray
+        self.stamped_lost += sum(window.lost for _, window in windows)
         for name_id, window in windows:
             name = names[name_id] if name_id < len(names) else "(unknown)"
             self.stamped.setdefault(name, Sketch()).merge(window.sketch)
@@ -74,6 +78,7 @@ class DeviceStatistics:
                 name = names[name_id] if name_id < len(names) else "(unknown)"
                 table.setdefault(name, Sketch()).add(of_kind["duration_ns"][of_kind["name_id"] == name_id])
         behind_ns = records["value1"][np.isin(kinds, _ISSUING)].astype(np.int64)
+        behind_ns = behind_ns[behind_ns != _UNKNOWN_NS]
         self.behind.add(behind_ns)
         self.caught_up += int((behind_ns < CAUGHT_UP_NS).sum())
 
@@ -97,6 +102,7 @@ class DeviceStatistics:
             "behind": self.behind.to_json(),
             "caught_up": self.caught_up,
             "stamped_lost": self.stamped_lost,
+            "stray_records": self.stray_records,
             "merged": self.merged,
         }
 
@@ -110,6 +116,7 @@ class DeviceStatistics:
         statistics.behind = Sketch.from_json(value["behind"])
         statistics.caught_up = int(value["caught_up"])
         statistics.stamped_lost = int(value["stamped_lost"])
+        statistics.stray_records = int(value["stray_records"])
         statistics.merged = dict(value["merged"])
         return statistics
 

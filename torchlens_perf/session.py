@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
     from torchlens_perf.config import Config
     from torchlens_perf.identity import Identity
 
+logger = logging.getLogger("torchlens_perf")
+
 _AT_STEP = guard("work at a step's end")
 _NOW_AND_THEN_NS = 50_000_000
+_MOST_NOTES = 24  # they share 8 KB with all else that the sidecar must know
 _PROBED, _MANUAL, _EVALUATION, _INFERENCE = (
     int(flag) for flag in (Flag.PROBED, Flag.MANUAL, Flag.EVALUATION, Flag.INFERENCE)
 )
@@ -65,22 +69,25 @@ def default_hooks(config: Config, backward: BackwardHook) -> list[Hook]:
         (True, TagHook()),
         (config.faulthandler, StackHook()),
     ]
-    return [*_device_hooks(config), *(hook for want, hook in wanted if want)]
+    # The device's last, and so detached first: what it tells at the end, the others' marks, must still be recorded.
+    return [*(hook for want, hook in wanted if want), *_device_hooks(config)]
 
 
 def _device_hooks(config: Config) -> list[Hook]:
-    """Nothing of them is imported where torch was built without a device, or finds none."""
+    """Nothing of them but the question is imported where torch was built without a device, or sees none."""
     import torch
 
-    built = torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
-    if config.aggregate == "device" and (torch.version.cuda is None or not torch.cuda.is_available()):
-        raise ConfigError("aggregate='device': needs an NVIDIA GPU and a torch with CUDA")
-    if config.device_times == "off" or not built or not torch.cuda.is_available():
-        return []
-    from torchlens_perf.hooks.device import DeviceHook
+    from torchlens_perf.devices import has_devices
 
-    hooks: list[Hook] = [DeviceHook(asked_for=config.device_times == "on")]
-    if torch.version.cuda is not None:
+    there = has_devices()
+    if config.aggregate == "device" and not (there and torch.version.cuda is not None):
+        raise ConfigError("aggregate='device': needs an NVIDIA GPU and a torch with CUDA")
+    hooks: list[Hook] = []
+    if there and config.device_times != "off":
+        from torchlens_perf.hooks.device import DeviceHook
+
+        hooks.append(DeviceHook(asked_for=config.device_times == "on"))
+    if there and torch.version.cuda is not None:
         from torchlens_perf.hooks.stamps import Device, StampHook
 
         hooks.append(StampHook(Device(), aggregate=config.aggregate == "device"))
@@ -145,8 +152,11 @@ class Session:
 
     def note(self, text: str) -> None:
         """Something that is not measured, or measured otherwise, and why: shown in the report's data quality."""
-        if text not in self._notes:
-            self._notes.append(text)
+        if text not in self._notes and len(self._notes) < _MOST_NOTES:
+            full = len(self._notes) == _MOST_NOTES - 1
+            self._notes.append("further notes are left out: see the job's log" if full else text)
+            if full:
+                logger.warning("torchlens_perf: %s", text)
             self.publish()
 
     def group_slot(self, name: str) -> int:
@@ -341,7 +351,8 @@ class Session:
             self._attached.close()
         swallowed.on_error = None
         self._report = report
-        self.publish()
+        with guard("telling the sidecar of the end"):
+            self.publish()
         self.recorder.close()
         self._ring.close()
 

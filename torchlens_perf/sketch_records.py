@@ -37,23 +37,24 @@ class WindowSketch(NamedTuple):
 def to_records(window: WindowSketch) -> list[tuple[int, ...]]:
     """The words of its records, six each, as signed 64-bit integers."""
     sketch = window.sketch
-    used = np.flatnonzero(sketch.counts).tolist()
-    words = [
+    used = np.flatnonzero(sketch.counts)
+    squares = sketch.sum_squares & _MASK
+    head = [
         _HEAD + len(used),
         sketch.count,
         sketch.sum_ns,
-        sketch.sum_squares & _MASK,
+        squares - (1 << 64) if squares >> 63 else squares,
         sketch.sum_squares >> 64,
         sketch.smallest,
         sketch.largest,
         window.lost,
         window.median_ns,
         window.mad_ns,
-        *(bucket << _COUNT_BITS | int(sketch.counts[bucket]) for bucket in used),
     ]
-    words += [0] * (-len(words) % WORDS)
-    signed = [word - (1 << 64) if word >> 63 else word for word in words]
-    return [tuple(signed[at : at + WORDS]) for at in range(0, len(signed), WORDS)]
+    words = np.zeros(-(-(_HEAD + len(used)) // WORDS) * WORDS, np.int64)
+    words[:_HEAD] = head
+    words[_HEAD : _HEAD + len(used)] = used << _COUNT_BITS | sketch.counts[used]
+    return [tuple(six) for six in words.reshape(-1, WORDS).tolist()]
 
 
 def from_records(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowSketch]], int]:

@@ -17,15 +17,16 @@ import torch
 from benchmarks.gpu_check import accuracy, cost, graphs, kernel_checks, tools
 from benchmarks.gpu_check.checks import Checks
 
+# memory and synchronizations come first: they must see how a process makes its first ring.
 PARTS: dict[str, Callable[[Checks], None]] = {
+    "memory": cost.memory,
+    "synchronizations": cost.synchronizations,
     "clock": accuracy.clock,
     "accuracy": accuracy.accuracy,
     "kernels": kernel_checks.equality,
     "floors": kernel_checks.floors,
     "crossover": kernel_checks.crossover,
     "graphs": graphs.graphs,
-    "synchronizations": cost.synchronizations,
-    "memory": cost.memory,
     "gaps": cost.gaps,
     "overhead": cost.overhead,
     "nvtx": tools.nvtx,
@@ -57,7 +58,7 @@ def main() -> int:
             traceback.print_exc()
             checks.bar(name, "the part itself", f"{type(error).__name__}: {error}"[:200], "runs", False)
         print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr)
-    checks.save()
+        checks.save()
     print(f"\n{checks.failed} FAIL of {len(checks.rows)} lines")
     return 1 if checks.failed else 0
 

@@ -123,7 +123,7 @@ def occupy(duration_ns: int = 20_000_000) -> None:
 def new_ring(slots: int = 64, places: int = 1024) -> DeviceRing:
     """A device ring, with the kernels as CuPy compiles them here."""
     made = driver()
-    return DeviceRing(made, kernels.load(torch.cuda.current_device()), stream(), slots, places)
+    return DeviceRing(made, kernels.load(torch.cuda.current_device()), slots, places)
 
 
 def graph_us(function: Callable[[], object], calls: int = 20, rounds: int = 30) -> float:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_check.checks import Checks, driver, graph_us, launch, stream
+from benchmarks.gpu_check.checks import Checks, driver, graph_us, launch, new_ring, stream
 from torchlens_perf.cuda import kernels, reduction
 from torchlens_perf.cuda.driver import Arguments
-from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest
+from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest, Sum
+from torchlens_perf.cuda.stamps import NO_SLOT
 
 # slots, places of a ring, stamps in it.
 WINDOWS = ((16, 64, 64), (64, 128, 100), (64, 1024, 1000), (256, 1024, 1000))
@@ -46,7 +47,7 @@ class Window:
         self.tail[0] = 2**32 - 3
         self.head = (self.tail + np.uint32(stamps)).astype(np.uint32)
         self.inputs = [on_device(each) for each in (self.start_ns, self.duration_ns, self.head)]
-        self.tails = on_device(self.tail)
+        self.tails, self.tails_before = on_device(self.tail), on_device(self.tail)
         self.octaves = on_device(reduction.octave_bounds())
         widths = (SUM_ROW, len(Largest), len(Exact))
         self.rows = [torch.full((slots, width), -77, dtype=torch.int64, device="cuda") for width in widths]
@@ -61,17 +62,25 @@ class Window:
         self.tails.copy_(self.tails_before)
         self.reduce()
 
-    @property
-    def tails_before(self) -> torch.Tensor:
-        return on_device(self.tail)
-
     def twin(self) -> reduction.Reduced:
         """By NumPy."""
         return reduction.reduce_window(self.start_ns, self.duration_ns, self.head, self.tail)
 
 
 def equality(checks: Checks) -> None:
-    """Every kernel on random inputs of several shapes."""
+    """Every kernel on random inputs of several shapes, and a chain of stamps."""
+    ring = new_ring(slots=4)
+    chain = [ring.slot(name) for name in ("a", "b", "c")]
+    for _ in range(10):
+        for close, open_ in zip((NO_SLOT, *chain), (*chain, NO_SLOT), strict=True):
+            ring.stamp(close, open_, stream())
+    ring.reduce(stream())
+    torch.cuda.synchronize()
+    reduced = ring.collect()
+    counts = None if reduced is None else reduced.sums[:, Sum.COUNT].tolist()
+    checks.bar(
+        "kernels", "stamp, a chain of three sections, ten times", str(counts), "10 each", counts == [10] * 3 + [0]
+    )
     for shape in WINDOWS:
         window = Window(*shape, seed=shape[0])
         window.reduce()
@@ -104,6 +113,7 @@ def _times(ranks: int, slots: int) -> np.ndarray[Any, Any]:
 
 def _scores(times_ns: np.ndarray[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     ranks, slots = times_ns.shape
+    kernels.allow_ranks(torch.cuda.current_device(), ranks)
     middle = torch.zeros((slots, 2), dtype=torch.float32, device="cuda")
     worst = torch.zeros(ranks, dtype=torch.int64, device="cuda")
     arguments = [on_device(times_ns), np.int32(ranks), np.int32(slots), np.float32(LEAST_SPREAD), middle, worst]
@@ -116,17 +126,11 @@ def floors(checks: Checks) -> None:
     gigabytes = _bandwidth()
     launch_us = graph_us(lambda: launch("nothing"))
     checks.value("floors", "memory, read and written", f"{gigabytes:.0f} GB/s")
-    checks.value("floors", "a kernel that does nothing, in a graph", f"{launch_us:.2f} us")
+    checks.value("floors", "a kernel of one thread that does nothing, in a graph", f"{launch_us:.2f} us")
     for slots, places, stamps in WINDOWS:
         window = Window(slots, places, stamps, seed=1)
-        before = window.tails_before
-
-        def reduce(window: Window = window, before: torch.Tensor = before) -> None:
-            window.tails.copy_(before)
-            window.reduce()
-
-        copy_us = graph_us(lambda window=window, before=before: window.tails.copy_(before))
-        took_us = graph_us(reduce) - copy_us
+        copy_us = graph_us(lambda window=window: window.tails.copy_(window.tails_before))
+        took_us = graph_us(window.again) - copy_us
         moved = slots * (stamps * 8 + SUM_ROW * 8)
         _against_floor(checks, f"reduce_window ({slots}, {places}, {stamps})", took_us, moved, gigabytes, launch_us)
         buckets = torch.zeros((slots, len(_QUANTILES)), dtype=torch.int32, device="cuda")
@@ -142,6 +146,7 @@ def floors(checks: Checks) -> None:
         middle = torch.zeros((slots, 2), dtype=torch.float32, device="cuda")
         worst = torch.zeros(ranks, dtype=torch.int64, device="cuda")
         arguments = [times, np.int32(ranks), np.int32(slots), np.float32(LEAST_SPREAD), middle, worst]
+        kernels.allow_ranks(torch.cuda.current_device(), ranks)
         took_us = graph_us(
             lambda ranks=ranks, slots=slots, arguments=arguments: launch_ours(
                 "rank_scores", slots, 1024, arguments, 4 * ranks
@@ -165,13 +170,12 @@ def _bandwidth() -> float:
 
 
 def crossover(checks: Checks) -> None:
-    """A window on the host, with its copy there, and on the device, with that of the result: which is done first."""
+    """A window on the host, with its copy there, and on the device, with that of the rows: which is done first."""
     for slots, places, stamps in WINDOWS:
         window = Window(slots, places, stamps, seed=2)
         durations = window.inputs[1]
         pinned = torch.empty(durations.shape, dtype=durations.dtype, pin_memory=True)
-        rows = torch.cat([row.flatten() for row in window.rows])
-        result = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        results = [torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True) for rows in window.rows]
 
         def by_host(
             window: Window = window, pinned: torch.Tensor = pinned, durations: torch.Tensor = durations
@@ -180,9 +184,10 @@ def crossover(checks: Checks) -> None:
             values = pinned.numpy().view(np.uint64)
             reduction.reduce_window(window.start_ns, values, window.head, window.tail)
 
-        def by_device(window: Window = window, rows: torch.Tensor = rows, result: torch.Tensor = result) -> None:
-            window.reduce()
-            result.copy_(rows)
+        def by_device(window: Window = window, results: list[torch.Tensor] = results) -> None:
+            window.again()
+            for result, rows in zip(results, window.rows, strict=True):
+                result.copy_(rows, non_blocking=True)
 
         host_us, device_us = _median_us(by_host), _median_us(by_device)
         faster = "device" if device_us < host_us else "host"

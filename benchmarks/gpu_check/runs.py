@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from torchlens_perf.device_statistics import DeviceStatistics
-from torchlens_perf.ring import Kind, Reader
+from torchlens_perf.ring import Reader
 from torchlens_perf.sketch import Sketch
 
 
@@ -27,11 +25,3 @@ def device_statistics(ring: Path) -> DeviceStatistics:
 def stamped(ring: Path) -> dict[str, Sketch]:
     """Device sections by name."""
     return device_statistics(ring).stamped
-
-
-def counts(ring: Path) -> dict[Kind, int]:
-    """Records by kind."""
-    reader = Reader(ring)
-    kinds, numbers = np.unique(reader.read(final=True).records["kind"], return_counts=True)
-    reader.close()
-    return {Kind(kind): int(number) for kind, number in zip(kinds.tolist(), numbers.tolist(), strict=True)}

@@ -58,7 +58,7 @@ def sanitizer(checks: Checks) -> None:
         command = [tool, "--tool", check, "--error-exitcode", "9", "--kernel-regex", "kns=reduce_window"]
         command += ["--kernel-regex", "kns=merged_quantiles", "--kernel-regex", "kns=rank_scores"]
         command += ["--kernel-regex", "kns=stamp", sys.executable, "-m", "benchmarks.gpu_check", "kernels"]
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
         summary = [line for line in run.stdout.splitlines() if "SUMMARY" in line]
         if not summary:
             reason = (run.stdout + run.stderr).strip().splitlines()[-1:] or ["no output"]

@@ -6,7 +6,7 @@ import ctypes
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,9 @@ class FakeEvents:
     def capturing(self) -> bool:
         return self.device.driver.is_capturing(self.stream)
 
+    def beside_captures(self) -> AbstractContextManager[None]:
+        return self.device.driver.relaxed_captures()
+
     def now_ns(self) -> int:
         """The host's clock, which goes on by 200 ns with each reading."""
         self.device.advance(200)
@@ -191,22 +194,26 @@ class FakeTorchDevice:
     """What hooks.stamps.Device is on a GPU."""
 
     def __init__(self, device: FakeDevice, slots: int = 4, places: int = 64) -> None:
-        self.device, self.current, self.slots, self.places = device, 0, slots, places
+        self.device, self.current_stream, self.slots, self.places = device, 0, slots, places
+        self.index = 0
         self.made: DeviceRing | None = None
         self.missing = ""
 
     def stream(self) -> int:
-        return self.current
+        return self.current_stream
+
+    def current(self) -> int:
+        return self.index
 
     def capturing(self) -> bool:
-        return self.device.driver.is_capturing(self.current)
+        return self.device.driver.is_capturing(self.current_stream)
 
     def ring(self) -> DeviceRing:
         if self.missing:
             raise DeviceError(self.missing)
         if self.made is None:
             functions = self.device.functions("stamp", "reduce_window")
-            self.made = DeviceRing(self.device.driver, functions, self.current, self.slots, self.places)
+            self.made = DeviceRing(self.device.driver, functions, self.slots, self.places)
         return self.made
 
     def earlier_ring(self) -> DeviceRing | None:

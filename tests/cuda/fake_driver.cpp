@@ -22,7 +22,8 @@
 namespace {
 
 using Nanoseconds = uint64_t;
-enum Result { SUCCESS = 0, INVALID_VALUE = 1, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900 };
+constexpr size_t MOST_BYTES = 1ull << 32;
+enum Result { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900 };
 constexpr unsigned EVENT_DISABLE_TIMING = 2, CAPTURE_ACTIVE = 1;
 constexpr Nanoseconds LAUNCH_NS = 1500, KERNEL_NS = 1000, EVENT_NS = 500, COPY_NS = 2000;
 
@@ -60,23 +61,30 @@ Stream *stream_of(void *handle)
     return handle == nullptr ? &default_stream : static_cast<Stream *>(handle);
 }
 
+/* Always the work that starts first, so that streams meet in memory in the order of time. */
+bool run_first(Nanoseconds limit)
+{
+    std::vector<std::pair<Nanoseconds, Stream *>> ready;
+    for (Stream *stream : streams) {
+        if (!stream->queue.empty()) {
+            ready.emplace_back(std::max(stream->idle_since, stream->queue.front().first), stream);
+        }
+    }
+    std::stable_sort(ready.begin(), ready.end(), [](auto &a, auto &b) { return a.first < b.first; });
+    for (auto &[start, stream] : ready) {
+        Nanoseconds end = start;
+        if (start <= limit && stream->queue.front().second(start, &end)) {
+            stream->idle_since = end;
+            stream->queue.pop_front();
+            return true;
+        }
+    }
+    return false;
+}
+
 void run_until(Nanoseconds limit)
 {
-    for (bool progress = true; progress;) {
-        progress = false;
-        for (Stream *stream : streams) {
-            while (!stream->queue.empty()) {
-                auto &[enqueued, work] = stream->queue.front();
-                const Nanoseconds start = std::max(stream->idle_since, enqueued);
-                Nanoseconds end = start;
-                if (start > limit || !work(start, &end)) {
-                    break;
-                }
-                stream->idle_since = end;
-                stream->queue.pop_front();
-                progress = true;
-            }
-        }
+    while (run_first(limit)) {
     }
 }
 
@@ -99,9 +107,12 @@ int enqueue(Stream *stream, Work work)
     return SUCCESS;
 }
 
-bool any_capture()
+int capture_mode; /* of the thread: 0 global, 2 relaxed */
+
+/* Whether a question to the device would end a capture: this thread's own, or one of another thread's in global mode. */
+bool refused()
 {
-    return std::any_of(streams.begin(), streams.end(), [](Stream *stream) { return stream->capturing != nullptr; });
+    return capture_mode == 0 && std::any_of(streams.begin(), streams.end(), [](Stream *stream) { return stream->capturing != nullptr; });
 }
 
 uint64_t device_clock_ns()
@@ -174,6 +185,9 @@ API int cuModuleGetFunction(void **function, void *, const char *name)
 API int cuMemAlloc_v2(uint64_t *address, size_t bytes)
 {
     COUNT;
+    if (bytes > MOST_BYTES) {
+        return OUT_OF_MEMORY;
+    }
     void *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
     memset(memory, 0xCD, bytes);
     *address = reinterpret_cast<uint64_t>(memory);
@@ -227,6 +241,23 @@ API int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *
     });
 }
 
+API int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *stream)
+{
+    COUNT;
+    return enqueue(stream_of(stream), [=](Nanoseconds start, Nanoseconds *end) {
+        memcpy(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), bytes);
+        *end = start + KERNEL_NS;
+        return true;
+    });
+}
+
+API int cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    COUNT;
+    std::swap(*mode, capture_mode);
+    return SUCCESS;
+}
+
 API int cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void *stream)
 {
     COUNT;
@@ -252,10 +283,22 @@ API int cuStreamIsCapturing(void *stream, int *status)
     return SUCCESS;
 }
 
-API int cuStreamSynchronize(void *)
+API int cuStreamDestroy_v2(void *)
 {
     COUNT;
-    synchronize();
+    return SUCCESS; /* leaked: its queue is empty */
+}
+
+API int cuStreamSynchronize(void *handle)
+{
+    COUNT;
+    synchronizations++;
+    Stream *stream = stream_of(handle);
+    while (!stream->queue.empty()) { /* others go on meanwhile */
+        now = std::max(now + 1, std::max(stream->idle_since, stream->queue.front().first));
+        run_until(now);
+    }
+    now = std::max(now, stream->idle_since);
     return SUCCESS;
 }
 
@@ -271,12 +314,6 @@ API int cuEventCreate(void **event, unsigned flags)
     COUNT;
     *event = new Event{(flags & EVENT_DISABLE_TIMING) == 0};
     return SUCCESS;
-}
-
-API int cuEventDestroy_v2(void *)
-{
-    COUNT;
-    return SUCCESS; /* leaked on purpose: queued work may hold it */
 }
 
 API int cuEventRecord(void *handle, void *stream_handle)
@@ -302,7 +339,7 @@ API int cuEventRecord(void *handle, void *stream_handle)
 API int cuEventQuery(void *handle)
 {
     COUNT;
-    if (any_capture()) {
+    if (refused()) {
         return CAPTURE_UNSUPPORTED; /* and the capture would be lost */
     }
     run_until(now);
@@ -321,7 +358,7 @@ API int cuEventElapsedTime_v2(float *milliseconds, void *from_handle, void *to_h
 {
     COUNT;
     auto *from = static_cast<Event *>(from_handle), *to = static_cast<Event *>(to_handle);
-    if (any_capture()) {
+    if (refused()) {
         return CAPTURE_UNSUPPORTED;
     }
     if (!from->timed || !to->timed || from->generation == 0 || to->generation == 0) {

@@ -34,12 +34,17 @@ def marked(clock: EventClock) -> int:
     return mark
 
 
+def read(clock: EventClock, mark: int) -> int | None:
+    """When the device came to one mark, on the host's line."""
+    span = clock.span(mark, mark)
+    return None if span is None else span[0]
+
+
 def both_read(clock: EventClock, first: int, second: int) -> tuple[int, int]:
-    """Two times that must be there."""
-    times = clock.read(first), clock.read(second)
-    assert times[0] is not None
-    assert times[1] is not None
-    return times[0], times[1]
+    """Start and end of a span that must be there."""
+    span = clock.span(first, second)
+    assert span is not None
+    return span[0], sum(span)
 
 
 @pytest.mark.parametrize("spin_ns", [10_000, MILLISECOND, 500 * MILLISECOND])
@@ -70,8 +75,8 @@ def test_what_the_device_has_not_reached_is_not_known(device: FakeDevice, clock:
     for _ in range(5):
         device.advance(8 * MILLISECOND)
         clock.drain()
-        assert clock.read(begin) is None, "only with its step"
-        assert clock.read(end) is None
+        assert read(clock, begin) is None, "only with its step"
+        assert read(clock, end) is None
     assert device.calls("cuEventQuery") == questions + 5
     device.advance(20 * MILLISECOND)
     clock.drain()
@@ -84,8 +89,8 @@ def test_twenty_steps_ahead_of_the_device(device: FakeDevice, clock: EventClock)
     marks: list[int] = []
     times: dict[int, int] = {}
 
-    def read() -> None:
-        times.update({mark: time for mark in marks if (time := clock.read(mark)) is not None})
+    def read_all() -> None:
+        times.update({mark: time for mark in marks if (time := read(clock, mark)) is not None})
 
     synchronizations, questions = device.synchronizations, device.calls("cuEventQuery")
     for _ in range(20):
@@ -93,12 +98,12 @@ def test_twenty_steps_ahead_of_the_device(device: FakeDevice, clock: EventClock)
         device.spin(3 * MILLISECOND)
         device.advance(2 * MILLISECOND)
         clock.drain()
-        read()
+        read_all()
     assert 0 < len(times) < len(marks)
     for _ in range(20):
         device.advance(3 * MILLISECOND)
         clock.drain()
-        read()
+        read_all()
     assert len(times) == len(marks)
     in_order = [times[mark] for mark in marks]
     assert in_order == sorted(in_order)
@@ -112,8 +117,8 @@ def test_events_come_from_a_pool(device: FakeDevice, fake: FakeEvents, clock: Ev
         begin, end = marked(clock), marked(clock)
         device.advance(MILLISECOND)
         clock.drain()
-        clock.read(begin)
-        clock.read(end)
+        read(clock, begin)
+        read(clock, end)
     assert fake.made < 12
 
 
@@ -133,7 +138,7 @@ def test_streams_do_not_wait_for_each_other(device: FakeDevice, fake: FakeEvents
     clock.drain()
     begin_ns, end_ns = both_read(clock, begin, end)
     assert end_ns - begin_ns == pytest.approx(MILLISECOND + LAUNCH_NS + EVENT_NS, abs=100)
-    assert clock.read(slow_end) is None
+    assert read(clock, slow_end) is None
     device.advance(SECOND)
     clock.drain()
     begin_ns, end_ns = both_read(clock, slow_begin, slow_end)
@@ -155,7 +160,21 @@ def test_a_capture_is_left_alone(device: FakeDevice, fake: FakeEvents, clock: Ev
     fake.stream = 0
     assert clock.captured == 1
     clock.drain()
-    assert clock.read(before) is not None
+    assert read(clock, before) is not None
+
+
+def test_a_capture_on_another_thread_goes_on(device: FakeDevice, clock: EventClock) -> None:
+    """In the global mode any thread's question would end it: ours are asked in a mode in which they do not."""
+    before = marked(clock)
+    clock.drain()
+    device.advance(MILLISECOND)
+    anothers = device.new_stream()
+    device.begin_capture(anothers)
+    clock.drain()
+    assert read(clock, before) is not None
+    device.advance(2 * SECOND)
+    clock.drain()  # takes an anchor
+    device.end_capture(anothers)
 
 
 def test_a_device_far_behind_is_not_marked_further(device: FakeDevice, clock: EventClock) -> None:
@@ -188,7 +207,7 @@ def test_old_times_are_forgotten(device: FakeDevice, clock: EventClock, monkeypa
         clock.drain()
         device.advance(MILLISECOND)
     clock.drain()
-    assert [clock.read(mark) is not None for mark in marks] == [False] * 12 + [True] * 8
+    assert [read(clock, mark) is not None for mark in marks] == [False] * 12 + [True] * 8
 
 
 def test_the_device_may_drift(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
@@ -204,8 +223,24 @@ def test_the_device_may_drift(device: FakeDevice, fake: FakeEvents, clock: Event
     clock.drain()
     device.advance(MILLISECOND)
     clock.drain()
-    read_ns = clock.read(mark)
+    read_ns = read(clock, mark)
     assert read_ns == pytest.approx(issued_ns + EVENT_NS, abs=clock.error_ns)
+
+
+def test_durations_do_not_depend_on_anchors(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+    """A span across two of them is as long as the device says: its clock gains 50 us a second here."""
+    fake.fast = 50e-6
+    for _ in range(5):
+        begin = marked(clock)
+        device.advance(SECOND)
+        clock.drain()
+        end = marked(clock)
+        clock.drain()
+        device.advance(MILLISECOND)
+        clock.drain()
+        span = clock.span(begin, end)
+        assert span is not None
+        assert span[1] == pytest.approx((SECOND + 1400) * (1 + fake.fast), abs=2000)
 
 
 def test_without_an_anchor_nothing_is_marked(device: FakeDevice, fake: FakeEvents) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,8 @@ from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.recorders import IDS, IMPLEMENTATIONS
 from tests.recording import Record, Recording, recorded
 from torchlens_perf import config, session
+from torchlens_perf.errors import swallowed
+from torchlens_perf.hooks import device as hooks_device
 from torchlens_perf.hooks.device import CONNECTIONS, DeviceHook
 from torchlens_perf.ring import Flag, Kind
 
@@ -256,8 +259,70 @@ def test_one_connection_to_the_device(device: FakeDevice, tmp_path: Path, monkey
         assert any(CONNECTIONS in note for note in recording.notes) is not asked_for
 
 
-def test_nothing_of_the_device_on_a_cpu_build() -> None:
-    """No hook, and no module of ours that has to do with devices is imported."""
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+@pytest.mark.usefixtures("recorder")
+def test_an_interruption_inside_a_mark_is_the_users(
+    device: FakeDevice, tmp_path: Path, interruption: type[BaseException]
+) -> None:
+    """A signal handler runs inside of our Python code: what it raises comes out of the user's loop, not of nowhere."""
+    rig = Rig(device)
+    raised = []
+
+    def interrupted() -> int:
+        if not raised:
+            raised.append(True)
+            raise interruption(7)
+        return 1
+
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        session = recording.watch._session
+        session.recorder.set_device_clock(interrupted, lambda kind, name_id, mark: None)
+
+        def loop() -> None:
+            for _ in range(1000):
+                rig.model(torch.ones(2, 4))
+
+        with pytest.raises(interruption):
+            loop()
+        assert raised
+        session.recorder.set_device_clock(None, None)
+
+
+def test_a_hook_that_fails_marks_no_more(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work at a step's end is switched off: without it nobody would read what is marked."""
+    monkeypatch.setattr(swallowed, "strict", False)
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        rig.step()
+        monkeypatch.setattr(rig.hook._clock, "drain", lambda: 1 / 0)
+        rig.step()
+        records = device.calls("cuEventRecord")
+        for _ in range(5):
+            rig.step()
+        assert device.calls("cuEventRecord") == records
+        assert recording.watch._session.clock is recording.watch._session.host_clock
+        monkeypatch.undo()
+    swallowed.by_place.clear()
+    assert any("device times failed and was switched off" in note for note in recording.notes)
+
+
+def test_events_are_not_destroyed_in_a_forked_child(device: FakeDevice, tmp_path: Path) -> None:
+    """Destroying one there asks CUDA, which ends the process."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        rig.step()
+        child = os.fork()
+        if child == 0:
+            kept = hooks_device._never_freed == [rig.hook._clock]
+            os._exit(0 if kept else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert hooks_device._never_freed == []
+
+
+def test_no_hook_on_a_cpu_build() -> None:
+    """Also where it is asked for."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         pytest.skip("this torch was built for a device")
     assert session._device_hooks(config.Config(device_times="on")) == []

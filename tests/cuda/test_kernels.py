@@ -93,22 +93,23 @@ def test_constants_are_those_of_the_twin() -> None:
         assert names == [column.name for column in columns]
 
 
-@pytest.mark.parametrize("places", [1, 2, 64, 512, 2048])
+@pytest.mark.parametrize("places", [2, 64, 512, 2048])
 def test_a_window_of_any_length(kernels: ShimKernels, places: int) -> None:
-    """Empty, one, odd, full, and more than the ring holds, which is counted as lost; also where the counter wraps."""
+    """Empty, one, odd, full, and more than the ring holds, which is counted as lost; also where the counter wraps. One
+    place of a full ring is not read."""
     counts = [0, 1, 2, 3, places // 2 + 1, places, places + 1, 3 * places]
     tails = [0, 5, 77, 2**32 - 2, 2**32 - places // 2 - 1, 11, 2**32 - 1, 4]
     heads = [(tail + count) % 2**32 for tail, count in zip(tails, counts, strict=True)]
     found = check_reduction(kernels, some_durations((len(counts), places), seed=places), heads, tails)
-    assert found.sums[:, Sum.COUNT].tolist() == [min(count, places) for count in counts]
-    assert found.sums[:, Sum.LOST].tolist() == [max(0, count - places) for count in counts]
+    assert found.sums[:, Sum.COUNT].tolist() == [min(count, places - 1) for count in counts]
+    assert found.sums[:, Sum.LOST].tolist() == [max(0, count - places + 1) for count in counts]
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 512)])
 def test_many_windows(kernels: ShimKernels, shape: tuple[int, int]) -> None:
     """Different durations throughout: the exact median and deviation depend on every comparison of the sort."""
     durations = np.random.default_rng(1).integers(100, 10**9, shape).astype(np.uint64)
-    check_reduction(kernels, durations, [shape[1]] * shape[0], [0] * shape[0])
+    check_reduction(kernels, durations, [shape[1] - 1] * shape[0], [0] * shape[0])
 
 
 def test_a_second_reduction_finds_what_is_new(kernels: ShimKernels) -> None:
@@ -125,21 +126,20 @@ def test_equal_and_extreme_durations(kernels: ShimKernels) -> None:
     durations[1] = 0
     durations[2] = 2**47 + 1
     durations[3, ::2] = 2**55 - 1
-    found = check_reduction(kernels, durations, [128] * 4, [0] * 4)
+    found = check_reduction(kernels, durations, [127] * 4, [0] * 4)
     assert found.exact[0, Exact.MAD] == 0
     squares = [int(found.sums[2, limb]) for limb in (Sum.SQUARES_0, Sum.SQUARES_1, Sum.SQUARES_2)]
-    assert sum(limb << 32 * place for place, limb in enumerate(squares)) == 128 * (2**47 + 1) ** 2
+    assert sum(limb << 32 * place for place, limb in enumerate(squares)) == 127 * (2**47 + 1) ** 2
 
 
 def test_every_bound_of_the_histogram(kernels: ShimKernels) -> None:
     """Each bound counts in the bucket that it ends, and the next integer in the one after it."""
     bounds = bucket_bounds().astype(np.uint64)
-    durations = np.concatenate([bounds, bounds + np.uint64(1), np.zeros(2048 - 2 * BUCKETS % 2048, np.uint64)])
-    durations = durations[: len(durations) // 2048 * 2048].reshape(-1, 2048)
-    found = check_reduction(kernels, durations, [2048] * len(durations), [0] * len(durations))
+    durations = np.zeros((2, 2048), np.uint64)
+    durations[0, :BUCKETS], durations[1, :BUCKETS] = bounds, bounds + np.uint64(1)
+    found = check_reduction(kernels, durations, [BUCKETS] * 2, [0] * 2)
     counts = found.sums[:, len(Sum) :].sum(axis=0)
-    zeros = durations.size - 2 * BUCKETS
-    assert counts[0] == 1 + zeros
+    assert counts[0] == 1
     assert counts[1:-1].tolist() == [2] * (BUCKETS - 2)
     assert counts[-1] == 3  # its own bound, the integer after the one before, and what lies beyond all
 

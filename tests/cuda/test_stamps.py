@@ -19,7 +19,7 @@ MILLISECOND = 1_000_000
 
 def new_ring(device: FakeDevice, slots: int = 4, places: int = 64) -> DeviceRing:
     """A ring on the default stream."""
-    return DeviceRing(device.driver, device.functions("stamp", "reduce_window"), 0, slots, places)
+    return DeviceRing(device.driver, device.functions("stamp", "reduce_window"), slots, places)
 
 
 def section(device: FakeDevice, ring: DeviceRing, name: str, duration_ns: int, stream: int = 0) -> None:
@@ -92,13 +92,13 @@ def test_twenty_steps_without_a_synchronization(device: FakeDevice) -> None:
 
 
 def test_what_does_not_fit_is_counted(device: FakeDevice) -> None:
-    """A hundred spans in a ring of 64: the newest 64, and 36 lost."""
+    """A hundred spans in a ring of 64: the newest 63, as one place may be written to meanwhile, and 37 lost."""
     ring = new_ring(device)
     for _ in range(100):
         section(device, ring, "hot", 10)
     rows = reduced(device, ring)
-    assert rows.sums[0, Sum.COUNT] == 64
-    assert rows.sums[0, Sum.LOST] == 36
+    assert rows.sums[0, Sum.COUNT] == 63
+    assert rows.sums[0, Sum.LOST] == 37
 
 
 def test_more_names_than_slots(device: FakeDevice) -> None:
@@ -145,7 +145,7 @@ def test_a_collected_result_is_a_copy(device: FakeDevice) -> None:
 def test_memory_of_the_device_is_what_it_says(device: FakeDevice) -> None:
     """And less than 32 MiB in the size that is used."""
     before = device.live_bytes
-    ring = DeviceRing(device.driver, device.functions("stamp", "reduce_window"), 0)
+    ring = DeviceRing(device.driver, device.functions("stamp", "reduce_window"))
     assert device.live_bytes - before == ring.device_bytes < 4 << 20
 
 
@@ -157,7 +157,5 @@ def test_a_missing_driver_is_said() -> None:
 
 def test_a_failing_call_is_said(device: FakeDevice) -> None:
     """With the function's name and CUDA's number."""
-    event = device.driver.new_event()
-    device.begin_capture(0)
-    with pytest.raises(DeviceError, match=r"cuEventQuery failed with CUDA error 900"):
-        device.driver.happened(event)
+    with pytest.raises(DeviceError, match=r"cuMemAlloc_v2 failed with CUDA error 2"):
+        device.driver.allocate(1 << 40)

@@ -7,7 +7,8 @@ torch's context is the current one on the thread that trains; nothing here makes
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ LIBRARY = "libcuda.so.1"
 NOT_READY = 600
 _EVENT_DISABLE_TIMING = 2
 _CAPTURE_NONE = 0
+_CAPTURE_MODE_RELAXED = 2
+_STREAM_NON_BLOCKING = 1
 
 _INT, _UNSIGNED, _BYTES = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 _HANDLE, _ADDRESS = ctypes.c_void_p, ctypes.c_uint64
@@ -30,10 +33,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoHAsync_v2": (_HANDLE, _ADDRESS, _BYTES, _HANDLE),
     "cuMemcpyHtoDAsync_v2": (_ADDRESS, _HANDLE, _BYTES, _HANDLE),
     "cuMemsetD8Async": (_ADDRESS, ctypes.c_ubyte, _BYTES, _HANDLE),
+    "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, _BYTES, _HANDLE),
+    "cuStreamCreate": (_OUT, _UNSIGNED),
+    "cuStreamDestroy_v2": (_HANDLE,),
+    "cuStreamSynchronize": (_HANDLE,),
     "cuStreamIsCapturing": (_HANDLE, _OUT),
+    "cuThreadExchangeStreamCaptureMode": (_OUT,),
     "cuStreamWaitEvent": (_HANDLE, _HANDLE, _UNSIGNED),
     "cuEventCreate": (_OUT, _UNSIGNED),
-    "cuEventDestroy_v2": (_HANDLE,),
     "cuEventRecord": (_HANDLE, _HANDLE),
     "cuEventQuery": (_HANDLE,),
     "cuLaunchKernel": (_HANDLE, *(_UNSIGNED,) * 7, _HANDLE, _HANDLE, _HANDLE),
@@ -102,6 +109,36 @@ class Driver:
         """Enqueues filling with zeros."""
         self._call("cuMemsetD8Async", address, 0, size, stream)
 
+    def copy_on_device(self, to: int, address: int, size: int, stream: int) -> None:
+        """Enqueues a copy inside the device's memory."""
+        self._call("cuMemcpyDtoDAsync_v2", to, address, size, stream)
+
+    @contextmanager
+    def own_stream(self) -> Iterator[int]:
+        """A new stream, which is waited for at the end: for what must be there before any other stream goes on."""
+        stream = ctypes.c_void_p()
+        self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
+        try:
+            yield stream.value or 0
+            self._call("cuStreamSynchronize", stream)
+        finally:
+            self._call("cuStreamDestroy_v2", stream)
+
+    @contextmanager
+    def relaxed_captures(self) -> Iterator[None]:
+        """Inside, this thread may ask the device while another one captures in the global mode: else the question is
+        refused, and the capture lost."""
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+    def wait(self, stream: int, event: int) -> None:
+        """Enqueues a wait of the stream for the event."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
     def is_capturing(self, stream: int) -> bool:
         """Whether what is enqueued on the stream goes into a graph."""
         self._call("cuStreamIsCapturing", stream, self._capturing_at)
@@ -113,17 +150,14 @@ class Driver:
         self._call("cuEventCreate", ctypes.byref(event), _EVENT_DISABLE_TIMING)
         return event.value or 0
 
-    def destroy_event(self, event: int) -> None:
-        """Gives it back; what is enqueued may still hold it."""
-        self._call("cuEventDestroy_v2", event)
-
     def record(self, event: int, stream: int) -> None:
         """Enqueues the event."""
         self._call("cuEventRecord", event, stream)
 
     def happened(self, event: int) -> bool:
-        """Whether the event's newest record has been reached. Not during a capture, on any stream: it would be lost."""
-        status = self._library.cuEventQuery(event)
+        """Whether the event's newest record has been reached. Not during a capture of this thread's."""
+        with self.relaxed_captures():
+            status = self._library.cuEventQuery(event)
         if status not in (0, NOT_READY):
             raise DeviceError(f"cuEventQuery failed with CUDA error {status}")
         return bool(status == 0)

@@ -2,27 +2,34 @@
 
 ::
 
-    mark() ─▶ pending, a queue for each stream ──drain(), at a step's end──▶ times on the host's time line ─▶ read()
+    mark() ─▶ pending, a queue for each stream ──drain(), at a step's end──▶ times on the device's line ─▶ span()
 
 Events of one stream happen in their order, so one question a step is enough: has the newest mark of an earlier step
-been reached? Then all before it have been. Nothing here waits for the device.
+been reached? Then all before it have been. Nothing here waits for the device. (torch asks both events again before it
+tells how far they are apart, which costs the host a microsecond.)
 
 The device's times come onto the host's time line by anchors: an event on a stream that is otherwise idle, whose record
 and whose happening the host brackets by its own clock. An anchor is at most a second old, which also keeps the float32
-milliseconds, in which CUDA tells how far two events are apart, fine enough.
+milliseconds, in which CUDA tells how far two events are apart, fine enough. Durations are differences on the device's
+line, on which each anchor continues the one before it.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torchlens_perf.clock import Anchor, HostClock
 
+if TYPE_CHECKING:
+    from torchlens_perf.cuda.driver import Driver
+
 MOST_EVENTS = 8192  # that wait to be read, or in the pool; an event is a few hundred bytes of the host
-MOST_TIMES = 4096  # that are kept for read(), the newest
+MOST_TIMES = 2 * MOST_EVENTS  # that are kept for span(), the newest
 BEHIND_STEPS = 64  # that the device may be behind before no more is marked
 ANCHOR_EVERY_NS = 1_000_000_000
 ANCHOR_PATIENCE_NS = 50_000  # an idle stream's event takes some microseconds
@@ -62,6 +69,10 @@ class Events(Protocol):
         """Whether the current stream is being captured into a graph."""
         ...
 
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """Inside, questions to the device do not end what another thread captures."""
+        ...
+
 
 class DeviceAnchor(NamedTuple):
     """An event, and when it happened on the host's CLOCK_MONOTONIC, give or take `error_ns`."""
@@ -69,17 +80,21 @@ class DeviceAnchor(NamedTuple):
     event: Any
     host_ns: int
     error_ns: int
+    device_ns: int = 0
+    """On the device's line, which begins at the first anchor."""
 
 
 class TorchEvents:
     """torch.cuda's, which are HIP's in a ROCm build."""
 
-    def __init__(self, device: int) -> None:
-        """device: its index. Makes a stream of the highest priority there, so that anchors do not wait."""
+    def __init__(self, device: int, driver: Driver | None = None) -> None:
+        """device: its index, with a context. Takes one of torch's streams of the highest priority there, so that
+        anchors do not wait. driver: of CUDA, not of HIP."""
         import torch
 
         self._cuda = torch.cuda
         self._device = device
+        self._driver = driver
         self._aside = torch.cuda.Stream(device, priority=-1)
 
     def new(self) -> Any:
@@ -97,6 +112,9 @@ class TorchEvents:
 
     def capturing(self) -> bool:
         return bool(self._cuda.is_current_stream_capturing())
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._driver is None else self._driver.relaxed_captures()
 
 
 class _Stream:
@@ -118,9 +136,9 @@ class EventClock:
         self.now_ns = now_ns
         self._pool: list[Any] = []
         self._made = 0
-        self._marks = 0
+        self._next_mark = itertools.count(1).__next__  # atomic: autograd's threads mark too
         self._streams: dict[int, _Stream] = {}
-        self._times: dict[int, int] = {}
+        self._times: dict[int, tuple[int, DeviceAnchor]] = {}  # on the device's line, and by which anchor
         self._behind = False
         self.captured = 0
         """Marks that were not made because the stream was being captured."""
@@ -129,7 +147,8 @@ class EventClock:
         self.drift_ns = 0
         """The most that an anchor was off when the next one was taken."""
         self._late: tuple[Any, int] | None = None  # an anchor that did not happen in time, and when it was recorded
-        anchors = [self._take_anchor(_FIRST_PATIENCE_NS) for _ in range(_FIRST_ANCHORS)]
+        with events.beside_captures():
+            anchors = [self._take_anchor(_FIRST_PATIENCE_NS) for _ in range(_FIRST_ANCHORS)]
         self._anchor = min((each for each in anchors if each is not None), key=lambda each: each.error_ns, default=None)
         self._anchored_ns = now_ns()  # when one was last tried
 
@@ -158,17 +177,21 @@ class EventClock:
             self._pool.append(event)
             self.captured += 1
             return None
-        self._marks += 1
+        mark = self._next_mark()
         queue = self._streams.get(stream)
         if queue is None:
-            queue = self._streams[stream] = _Stream()
-        queue.pending.append((self._marks, event, anchor))
-        return self._marks
+            queue = self._streams.setdefault(stream, _Stream())
+        queue.pending.append((mark, event, anchor))
+        return mark
 
-    def read(self, mark: int) -> int | None:
-        """When the device came to the mark, in ns of the host's CLOCK_MONOTONIC. None while that is not known, or no
-        longer: MOST_TIMES are kept."""
-        return self._times.get(mark)
+    def span(self, begin: int, end: int) -> tuple[int, int] | None:
+        """Start on the host's line, and duration on the device's. None while that is not known, or no longer: the times
+        of MOST_TIMES marks are kept."""
+        first, last = self._times.get(begin), self._times.get(end)
+        if first is None or last is None:
+            return None
+        begin_ns, anchor = first
+        return anchor.host_ns + begin_ns - anchor.device_ns, last[0] - begin_ns
 
     def anchor(self) -> Anchor:
         """The host's clock and the wall clock: times are on the host's time line."""
@@ -179,6 +202,10 @@ class EventClock:
         more for each step that it has come to, up to `most_steps`; once a second, a new anchor."""
         if self._events.capturing():
             return
+        with self._events.beside_captures():
+            self._drain(most_steps)
+
+    def _drain(self, most_steps: int) -> None:
         for key, stream in list(self._streams.items()):
             for _ in range(most_steps):
                 if not stream.boundaries or not self._drain_to_boundary(stream):
@@ -204,7 +231,7 @@ class EventClock:
         stream.boundaries.popleft()
         while stream.pending and stream.pending[0][0] <= last:
             mark, reached, anchor = stream.pending.popleft()
-            self._times[mark] = anchor.host_ns + round(anchor.event.elapsed_time(reached) * 1e6)
+            self._times[mark] = anchor.device_ns + round(anchor.event.elapsed_time(reached) * 1e6), anchor
             self._pool.append(reached)
         return True
 
@@ -231,8 +258,10 @@ class EventClock:
         if anchor is None:
             return  # the old one stays, and its drift is seen when the next one is taken
         if old is not None:
-            foretold_ns = old.host_ns + round(old.event.elapsed_time(anchor.event) * 1e6)
-            self.drift_ns = max(self.drift_ns, abs(foretold_ns - anchor.host_ns) - old.error_ns - anchor.error_ns)
+            since_ns = round(old.event.elapsed_time(anchor.event) * 1e6)
+            off_ns = abs(old.host_ns + since_ns - anchor.host_ns)
+            self.drift_ns = max(self.drift_ns, off_ns - old.error_ns - anchor.error_ns)
+            anchor = anchor._replace(device_ns=old.device_ns + since_ns)
         self._anchor = anchor
 
 

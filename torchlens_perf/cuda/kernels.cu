@@ -119,7 +119,7 @@ __device__ void bitonic_sort(u64 *values, u32 size)
  *
  * sums [slots, SUM_ROW], largest [slots, MAX_FIELDS], exact [slots, EXACT_FIELDS]: overwritten. What the ring has lost
  * because it was not read in time is counted. REDUCE_THREADS threads; 8 bytes of shared memory for each place of the
- * ring. Stamps may go on meanwhile on other streams, as long as they do not fill a whole ring in these microseconds.
+ * ring. Another stream may stamp one more span into a full ring meanwhile; what it overwrites is not read.
  */
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     reduce_window(const u64 *start_ns, const u64 *duration_ns, const u32 *head,
@@ -148,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     }
     __syncthreads();
     const u32 newest = newest_seen, written = newest - oldest_new;
-    const u32 count = written < mask + 1u ? written : mask + 1u, oldest = newest - count;
+    /* Not the whole ring: in its oldest place another stream may be stamping. */
+    const u32 count = written < mask ? written : mask, oldest = newest - count;
 
     u32 size = 1;
     while (size < count) {

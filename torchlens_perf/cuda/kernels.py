@@ -12,7 +12,6 @@ SOURCE = Path(__file__).with_name("kernels.cu")
 NAMES = ("stamp", "reduce_window", "merged_quantiles", "rank_scores")
 # No contraction to fused multiply-adds: scores are the twin's bit for bit.
 OPTIONS = ("--std=c++17", "--fmad=false")
-MOST_RANKS = 16384  # that rank_scores compares: four bytes of shared memory for each, more than a kernel has unasked
 
 _loaded: dict[int, tuple[dict[str, int], Any]] = {}  # by device; CuPy unloads what nobody holds
 
@@ -36,9 +35,24 @@ def load(device: int) -> dict[str, int]:
             with cupy.cuda.Device(device):
                 module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
                 functions = {name: module.get_function(name) for name in NAMES}
-                functions["rank_scores"].max_dynamic_shared_size_bytes = 4 * MOST_RANKS
                 kernels = {name: function.kernel for name, function in functions.items()}
         except Exception as error:  # CuPy's errors of compilation and of the device have no root in common
             raise DeviceError(f"CuPy cannot load the kernels: {type(error).__name__}: {error}") from None
         _loaded[device] = {name: int(kernel.ptr) for name, kernel in kernels.items()}, (module, functions)
     return _loaded[device][0]
+
+
+def allow_ranks(device: int, ranks: int) -> None:
+    """Lets rank_scores compare so many, each by four bytes of shared memory: more than a kernel has unasked.
+
+    Raises DeviceError where the device has no such memory (a T4 has it for some 14000 ranks).
+    """
+    load(device)
+    import cupy
+
+    _, functions = _loaded[device][1]
+    try:
+        with cupy.cuda.Device(device):
+            functions["rank_scores"].max_dynamic_shared_size_bytes = 4 * ranks
+    except Exception as error:
+        raise DeviceError(f"{ranks} ranks cannot be compared on this device: {error}") from None

@@ -104,7 +104,7 @@ def reduce_window(
     for slot in range(slots):
         newest = int(head[slot])
         written = (newest - int(tail[slot])) % (1 << 32)
-        count = min(written, places)
+        count = min(written, places - 1)  # another stream may be stamping in the oldest place
         at = (newest - count + np.arange(count)) % places
         _reduce(duration_ns[slot, at], *(table[slot] for table in reduced))
         reduced.sums[slot, Sum.LOST] = written - count

@@ -38,13 +38,11 @@ NO_SLOT = -1
 class DeviceRing:
     """The rings of SLOTS sections in device memory, 1.1 MB, and the reduction of what they hold."""
 
-    def __init__(
-        self, driver: Driver, functions: Mapping[str, int], stream: int, slots: int = SLOTS, places: int = PLACES
-    ) -> None:
-        """functions: the kernels' handles by name; stream: where the memory is cleared, before anything is stamped.
+    def __init__(self, driver: Driver, functions: Mapping[str, int], slots: int = SLOTS, places: int = PLACES) -> None:
+        """functions: the kernels' handles by name. places: of each slot's ring, a power of two, 4096 at most, as a
+        window is sorted in shared memory; one of them is never read, as another stream may be stamping there.
 
-        places: of each slot's ring, a power of two, 4096 at most (a window is sorted in shared memory).
-        Raises DeviceError where the memory cannot be had.
+        Waits until the memory is cleared. Raises DeviceError where it cannot be had.
         """
         self._driver = driver
         self._stamp, self._reduce = functions["stamp"], functions["reduce_window"]
@@ -65,7 +63,10 @@ class DeviceRing:
         try:
             for name, size in sizes.items():
                 self._memory[name] = driver.allocate(size)
-                driver.clear(self._memory[name], size, stream)
+            with driver.own_stream() as stream:
+                for name, size in sizes.items():
+                    driver.clear(self._memory[name], size, stream)
+                driver.copy_to_device(self._memory["octaves"], octave_bounds(), stream)
             self._rows_size = sizes["rows"]
             self._host_memory = driver.allocate_host(self._rows_size)
             self._arrived = driver.new_event()
@@ -73,7 +74,6 @@ class DeviceRing:
             self._free()
             raise
         self.device_bytes = sum(sizes.values())
-        driver.copy_to_device(self._memory["octaves"], octave_bounds(), stream)
         self._rows = _rows_at(self._host_memory, slots)
         self._stamp_arguments: dict[tuple[int, int], Arguments] = {}
         self._reduce_arguments = self._pack_reduce()
@@ -96,6 +96,13 @@ class DeviceRing:
     def names(self) -> list[str]:
         """The sections, by slot."""
         return list(self._names)
+
+    def skip(self, stream: int) -> None:
+        """Enqueues that what was stamped before is not counted, and a result on its way not collected."""
+        if self._on_the_way:
+            self._driver.wait(stream, self._arrived)  # it must not arrive over a later one
+            self._on_the_way = False
+        self._driver.copy_on_device(self._memory["tail"], self._memory["head"], 4 * self.slots, stream)
 
     def stamp(self, close: int, open_: int, stream: int) -> None:
         """Enqueues the end of a span and the beginning of another one, NO_SLOT for none; also into a capture.

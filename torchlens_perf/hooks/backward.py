@@ -74,11 +74,9 @@ class _ModulePass:
         if self.start is None:
             self.start = self.clock.mark()
 
-    def times_ns(self) -> tuple[int, int] | None:
-        """When it began and ended; None while that is not known."""
-        start_ns = None if self.start is None else self.clock.read(self.start)
-        end_ns = None if self.end is None else self.clock.read(self.end)
-        return None if start_ns is None or end_ns is None else (start_ns, end_ns)
+    def span(self) -> tuple[int, int] | None:
+        """Its start and duration in ns; None while that is not known."""
+        return None if self.start is None or self.end is None else self.clock.span(self.start, self.end)
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -109,6 +107,7 @@ class BackwardHook:
         self._tail: _Tail | None = None
         self._passes: list[_ModulePass] = []
         self._record: Callable[[], None] | None = None  # once attached
+        self._untold = 0  # passes whose times a device's clock did not tell
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -142,7 +141,11 @@ class BackwardHook:
         torch_private.break_in_compiled_code(timed_backward)
         self._record = functools.partial(self._record_passes, session)
         with patched(torch.autograd, "_engine_run_backward", timed_backward):
-            yield
+            try:
+                yield
+            finally:
+                with guard("the last backward passes of modules"):
+                    self._record_last(session)
 
     def _record_tail(self, session: Session, tail: _Tail, name_id: int) -> None:
         # What Work.wait has counted inside the tail (FSDP waits in Python) is in spans of its own.
@@ -167,16 +170,28 @@ class BackwardHook:
                 if recorder.backwards and each.step == recorder.step:
                     later.append(each)  # the optimizer steps inside the backward pass
                 continue  # else not reached by the backward pass of its step
-            times = each.times_ns()
+            times = each.span()
             if times is None:
                 if recorder.step - each.step < _UNREAD_STEPS:
                     later.append(each)
+                else:
+                    self._untold += 1
                 continue
             flags = 0 if each.clock is session.host_clock else _DEVICE
-            recorder.late(_MODULE_BACKWARD, each.name_id, each.step, times[0], times[1] - times[0], flags)
+            recorder.late(_MODULE_BACKWARD, each.name_id, each.step, *times, flags)
         self._record = record
         if record is not None and not later:
             session.stop_work(record)
+
+    def _record_last(self, session: Session) -> None:
+        """At the end of the watch: a device's clock has told by now what it will."""
+        record = self._record
+        if record is not None and not session.recorder.closed:
+            record()
+            ended = [each for each in self._passes if each.start is not None and each.end is not None]
+            untold = self._untold + len(ended)
+            if untold:
+                session.note(f"{untold} backward times of modules were not told by the device before the watch ended")
 
     def of_root(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
         """Each result of the model: counts micro-steps and evaluations, and finds the end of the computation."""

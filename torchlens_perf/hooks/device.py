@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.events import BEHIND_STEPS, EventClock, Events, TorchEvents
-from torchlens_perf.errors import HookUnavailable, guard
+from torchlens_perf.devices import device_in_use
+from torchlens_perf.errors import DeviceError, HookUnavailable, guard
 from torchlens_perf.ring import Kind
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 _DEVICE, _STEP = int(Kind.DEVICE), int(Kind.STEP)
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _UNREAD_STEPS = 256  # after which a time that the device has not told is not waited for
+WORST_ERROR_NS = 50_000  # of the device's times on the host's line, for how far the device is behind to be told
+UNKNOWN_NS = (1 << 63) - 1
+_never_freed: list[EventClock] = []  # in forked children
 
 
 class _Pending(NamedTuple):
@@ -50,6 +55,7 @@ class DeviceHook:
         self._boundary: int | None = None  # where the step in progress began on the device
         self._given_up = 0  # spans whose times the device has not told
         self._missing = (0, 0, 0)
+        self._gone = False  # there is no device to time
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -62,14 +68,12 @@ class DeviceHook:
             with session.each_step(self.name, lambda: self._step_ended(session)):
                 yield
         finally:
-            if not session.recorder.closed:
-                session.recorder.set_device_clock(None, None)
-            session.clock = session.host_clock
+            self._stop(session)
             with guard("the device's last times"):
                 self._end(session)
 
     def start(self, session: Session, events: Events, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """Begins to mark. Once there is a context on the device: we make none. now_ns: the host's clock."""
+        """Begins to mark. The device has a context: we make none. now_ns: the host's clock."""
         clock = self._clock = EventClock(events, now_ns)
         recorder, pending = session.recorder, self._pending
 
@@ -82,12 +86,26 @@ class DeviceHook:
         recorder.set_device_clock(mark, span)
         session.clock = clock
 
+    def _stop(self, session: Session) -> None:
+        """Marks nothing more."""
+        if not session.recorder.closed:
+            session.recorder.set_device_clock(None, None)
+        session.clock = session.host_clock
+
     def _step_ended(self, session: Session) -> None:
-        if self._clock is None:
-            self._start_on_torchs_device(session)
-            return
-        clock, step = self._clock, session.recorder.step
-        boundary = clock.mark()
+        worked = False
+        try:
+            if self._clock is None:
+                self._look_for_a_device(session)
+            else:
+                self._read(session, self._clock)
+            worked = True
+        finally:
+            if not worked:  # it will not be called again: nobody would read what is marked
+                self._stop(session)
+
+    def _read(self, session: Session, clock: EventClock) -> None:
+        step, boundary = session.recorder.step, clock.mark()
         if boundary is not None and self._boundary is not None:
             self._pending.append(_Pending(_STEP, 0, step, self._boundary, boundary, clock.now_ns()))
         self._boundary = boundary
@@ -95,22 +113,36 @@ class DeviceHook:
         self._record(session, clock, step)
         self._tell(session, clock)
 
-    def _start_on_torchs_device(self, session: Session) -> None:
+    def _look_for_a_device(self, session: Session) -> None:
+        """At the ends of the first, second, fourth step and so on, as asking takes longer than all else there."""
+        step = session.recorder.step
+        if self._gone or step & (step + 1):
+            return
         import torch
 
-        # Looking for an anchor would end a capture.
-        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-            self.start(session, TorchEvents(torch.cuda.current_device()))
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return  # looking for an anchor would end a capture
+        try:
+            device = device_in_use()
+        except DeviceError as error:
+            self._gone = True
+            session.note(f"device times are not taken: {error}")
+            return
+        if device is not None:
+            self.start(session, TorchEvents(device, Driver() if torch.version.cuda is not None else None))
 
     def _record(self, session: Session, clock: EventClock, step: int) -> None:
         """Writes the spans that the device has told of by now, in the order in which they ended on the host."""
         pending, recorder = self._pending, session.recorder
         while pending:
             span = pending[0]
-            begin_ns, end_ns = clock.read(span.begin), clock.read(span.end)
-            if begin_ns is not None and end_ns is not None:
-                behind_ns = max(0, end_ns - span.issued_ns)
-                recorder.late(_DEVICE, span.name_id, span.step, begin_ns, end_ns - begin_ns, 0, span.kind, behind_ns)
+            times = clock.span(span.begin, span.end)
+            if times is not None:
+                start_ns, duration_ns = times
+                behind_ns = max(0, start_ns + duration_ns - span.issued_ns)
+                if clock.error_ns is None or clock.error_ns > WORST_ERROR_NS:
+                    behind_ns = UNKNOWN_NS
+                recorder.late(_DEVICE, span.name_id, span.step, start_ns, duration_ns, 0, span.kind, behind_ns)
             elif step - span.step < _UNREAD_STEPS:
                 return
             else:
@@ -136,8 +168,11 @@ class DeviceHook:
     def _end(self, session: Session) -> None:
         """The last look: what the device has not come to is counted, not waited for."""
         clock = self._clock
-        if clock is None or session.recorder.closed:
-            return  # closed: in a forked child, where the device cannot be asked
+        if clock is None:
+            return
+        if session.recorder.closed:  # in a forked child: the device cannot be asked, nor its events destroyed
+            _never_freed.append(clock)
+            return
         clock.drain(BEHIND_STEPS)  # makes what was marked since the last step's end a boundary
         clock.drain(BEHIND_STEPS)
         self._record(session, clock, session.recorder.step)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from torchlens_perf.devices import has_devices
+
 if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
@@ -24,9 +26,8 @@ class MemoryHook:
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        import torch
 
-        if torch.cuda.is_available():
+        if has_devices():
             session.memory_source = "device allocator, peak"
             with session.each_step(self.name, functools.partial(self._read_device, session)):
                 yield

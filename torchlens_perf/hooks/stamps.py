@@ -13,6 +13,7 @@ from torchlens_perf.cuda.aggregate import DeviceAggregate, Merged
 from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.reduction import Reduced, to_window
 from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing
+from torchlens_perf.devices import device_in_use
 from torchlens_perf.errors import ConfigError, DeviceError, guard
 from torchlens_perf.ring import MERGED_RANK_SHIFT, Kind
 from torchlens_perf.sketch_records import to_records
@@ -41,13 +42,19 @@ class Device:
 
         return bool(torch.cuda.is_current_stream_capturing())
 
-    def ring(self) -> DeviceRing:
-        """The process's ring on this device, made at the first call. Raises DeviceError."""
+    def current(self) -> int:
+        """Its index."""
         import torch
 
-        device = torch.cuda.current_device()
+        return int(torch.cuda.current_device())
+
+    def ring(self) -> DeviceRing:
+        """The process's ring on this device, made at the first call. Raises DeviceError."""
+        device = self.current()
         if device not in _rings:
-            _rings[device] = DeviceRing(Driver(), kernels.load(device), self.stream())
+            if device_in_use() not in (device, None):
+                raise DeviceError(f"the current device is {device}, on which this process has no memory")
+            _rings[device] = DeviceRing(Driver(), kernels.load(device))
         return _rings[device]
 
     def merge(self, ring: DeviceRing) -> DeviceAggregate:
@@ -58,7 +65,8 @@ class Device:
         if not dist.is_initialized():
             raise ConfigError("aggregate='device': call init_process_group() before the watch begins")
         group = dist.new_group(backend="nccl", group_desc="torchlens_perf")
-        functions = kernels.load(torch.cuda.current_device())
+        kernels.allow_ranks(self.current(), dist.get_world_size(group))
+        functions = kernels.load(self.current())
         self._aside = torch.cuda.Stream()
         return DeviceAggregate(self, Driver(), functions, ring, group)
 
@@ -85,9 +93,7 @@ class Device:
 
     def earlier_ring(self) -> DeviceRing | None:
         """The ring that an earlier watch has made: graphs may still stamp into it."""
-        import torch
-
-        return _rings.get(torch.cuda.current_device()) if _rings else None
+        return _rings.get(self.current()) if _rings else None
 
 
 class _DeviceWords:
@@ -120,6 +126,9 @@ class StampHook:
                 stamper.merge_on_device()
             except DeviceError as error:
                 raise ConfigError(f"aggregate='device': {error}") from None
+        else:
+            with guard("the device sections of an earlier watch"):
+                stamper.begin_with_earlier()
         device_sections.set_stamper(stamper)
         try:
             with session.each_step(self.name, stamper.step_ended):
@@ -139,8 +148,8 @@ class SessionStamper:
         self._now_ns = now_ns
         self._ring: DeviceRing | None = None
         self._gone = False  # there can be no ring
+        self._on_device = -1  # where the ring lies
         self._reduced_ns = 0
-        self._discard = False  # the next result: of what was stamped before this watch
         self._merge: DeviceAggregate | None = None
 
     def merge_on_device(self) -> None:
@@ -149,6 +158,12 @@ class SessionStamper:
         assert self._ring is not None
         self._merge = self._device.merge(self._ring)
 
+    def begin_with_earlier(self) -> None:
+        """Graphs of an earlier watch may stamp from the first replay on, without a section being entered."""
+        earlier = self._device.earlier_ring()
+        if earlier is not None and not self._device.capturing():
+            self._begin_with(earlier)
+
     @guard("a device section")
     def open(self, name: str) -> None:
         ring = self._ring or self._find_ring(name)
@@ -156,7 +171,10 @@ class SessionStamper:
             return
         slot = ring.slot(name)
         if slot == NO_SLOT:
-            self._session.note(f"device_section {name!r}: not timed, {len(ring.names)} names are in use already")
+            # Without the name: programs make names up, and each note is kept.
+            self._session.note(f"device sections: only {len(ring.names)} names are timed, further ones are not")
+        elif self._device.current() != self._on_device:
+            self._session.note("device sections: timed on one device of the process only")
         else:
             ring.stamp(NO_SLOT, slot, self._device.stream())
 
@@ -164,16 +182,14 @@ class SessionStamper:
     def close(self, name: str) -> None:
         ring = self._ring
         slot = NO_SLOT if ring is None else ring.slot(name)
-        if ring is not None and slot != NO_SLOT:
+        if ring is not None and slot != NO_SLOT and self._device.current() == self._on_device:
             ring.stamp(slot, NO_SLOT, self._device.stream())
 
     def step_ended(self) -> None:
         """Takes a result that has arrived, and once a second asks for the next one. Waits for nothing."""
-        ring = self._ring or self._device.earlier_ring()
-        if ring is None or self._device.capturing():
+        ring = self._ring
+        if ring is None or self._device.current() != self._on_device or self._device.capturing():
             return
-        if self._ring is None:
-            self._begin_with(ring)
         self._collect(ring)
         if self._merge is not None:
             self._merge_window(ring, self._merge)
@@ -219,7 +235,9 @@ class SessionStamper:
         if self._gone:
             return None
         if self._device.capturing():
-            self._session.note(f"device_section {name!r}: first entered in a capture, not timed: enter it once before")
+            self._session.note(
+                f"device_section {name[:40]!r}: first entered in a capture, not timed: enter it once before"
+            )
             return None
         try:
             ring = self._device.ring()
@@ -231,18 +249,16 @@ class SessionStamper:
         return ring
 
     def _begin_with(self, ring: DeviceRing) -> None:
-        self._ring = ring
+        """What was stamped before is another watch's, or nobody's."""
+        self._ring, self._on_device = ring, self._device.current()
         self._reduced_ns = self._now_ns()
-        if ring.names:
-            self._discard = ring.reduce(self._device.stream())
+        ring.skip(self._device.stream())
 
     def _collect(self, ring: DeviceRing) -> bool:
         reduced = ring.collect()
         if reduced is None:
             return False
-        if not self._discard:
-            self._record(ring.names, reduced)
-        self._discard = False
+        self._record(ring.names, reduced)
         return True
 
     def _record(self, names: list[str], reduced: Reduced) -> None:

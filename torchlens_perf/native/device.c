@@ -19,6 +19,34 @@ static int is_timed(const Recorder *self, uint32_t kind)
     }
 }
 
+/* Raises what interrupted a mark, in the user's code: a pending call runs where the interpreter looks for signals. */
+static int raise_interruption(void *interruption)
+{
+    PyErr_SetObject((PyObject *)Py_TYPE((PyObject *)interruption), interruption);
+    Py_DECREF((PyObject *)interruption);
+    return -1;
+}
+
+/* An error of ours is guarded in Python. What still comes out of a mark is a signal handler's, a KeyboardInterrupt or a
+ * SystemExit, as handlers run inside of Python code: it is for the user's loop, to which a mark cannot return it. */
+static void pass_on(PyObject *function)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != NULL) {
+        PyException_SetTraceback(value, traceback);
+    }
+    int interrupts = value != NULL && !PyErr_GivenExceptionMatches(value, PyExc_Exception);
+    if (interrupts && Py_AddPendingCall(raise_interruption, value) == 0) {
+        Py_XDECREF(type);
+        Py_XDECREF(traceback);
+        return;
+    }
+    PyErr_Restore(type, value, traceback);
+    PyErr_WriteUnraisable(function);
+}
+
 /* Calls a function of hooks/device.py, which guards itself, and keeps its time out of the spans around it. A pending
  * exception of the user's stays: spans also close on the way out of a raising module. */
 static PyObject *call(Recorder *self, PyObject *function, PyObject *const *args, size_t count)
@@ -29,7 +57,7 @@ static PyObject *call(Recorder *self, PyObject *function, PyObject *const *args,
     Py_INCREF(function);
     PyObject *result = PyObject_Vectorcall(function, args, count, NULL);
     if (result == NULL) {
-        PyErr_WriteUnraisable(function);
+        pass_on(function);
     }
     Py_DECREF(function);
     PyErr_Restore(error_type, error, traceback);

@@ -392,6 +392,9 @@ def _rank_notes(process: ProcessState) -> list[str]:
         notes.append(f"rank {rank}: {process.internal_errors} errors of ours were kept away from training; see its log")
     if statistics.device.stamped_lost:
         notes.append(f"rank {rank}: {statistics.device.stamped_lost} times of device sections were overwritten")
+    stray = statistics.device.stray_records
+    if stray:
+        notes.append(f"rank {rank}: windows of device sections were lost: {stray} records are of none that is whole")
     for field, reason in _NOT_TIMED.items():
         count = process.device.get(field, 0)
         if count:
