@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.tables import MS
 from torchlens_perf import node_state
 from torchlens_perf.device_statistics import CAUGHT_UP_NS, DeviceStatistics, phase_durations_ns
 from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters.memory import MemoryExporter
 from torchlens_perf.exporters.otlp_spans import _details, nest
 from torchlens_perf.records import Span
 from torchlens_perf.report.build import build
@@ -218,3 +220,27 @@ def test_narrow_terminals(run: RunDirectory) -> None:
     lines = io.StringIO(text[text.index("device time per step") :]).readlines()
     assert "caught up" in lines[2]
     assert "no room for" in text
+
+
+def test_what_the_device_did_is_in_the_trace_of_its_step(run: RunDirectory) -> None:
+    """It is told a step later: the sidecar, which looks in between, waits for it, and loses no step at the end."""
+    exporter = MemoryExporter()
+    rank = Gpu(run, 0, world_size=1)
+    rank.session.device = {"clock": "CUDA events", "error_ns": 4000}
+    rank.session.publish()
+    sidecar = Sidecar(run, rank.identity.host, exporter, lambda run, asked: None)
+    for _ in range(4):
+        rank.timed_steps(1, 30 * MS)
+        sidecar.poll()
+        sidecar.account()
+        sidecar.export()
+    rank.close()
+    sidecar.poll()
+    sidecar.account()
+    sidecar.export()
+    sidecar.close()
+    assert [step for batch in exporter.batches for step in batch.steps.step.tolist()] == [0, 1, 2, 3]
+    traces = {trace.step: trace for batch in exporter.batches for trace in batch.traces}
+    assert set(traces) >= {0, 1, 2}
+    for trace in traces.values():
+        assert Counter(span.value0 for span in trace.spans if span.kind == "device") == Counter(map(int, DEVICE))

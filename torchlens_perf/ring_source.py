@@ -65,15 +65,23 @@ class RingSource:
         return ""
 
     def whole_steps(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
-        """Takes out the records of whole steps, and their sequence numbers; all of them, once it is read to its end."""
+        """Takes out the records of whole steps, and their sequence numbers; all of them, once it is read to its end.
+
+        Where a device is timed, the last step stays for the next time: what the device did in it is told a step later.
+        """
         if not self.waiting:
             return np.zeros(0, ring.record_dtype()), np.zeros(0, np.int64)
         records = np.concatenate([records for records, _ in self.waiting])
         sequences = np.concatenate([sequences for _, sequences in self.waiting])
         ends = np.flatnonzero(records["kind"] == Kind.STEP)
-        cut = len(records) if self.read_to_end else (int(ends[-1]) + 1 if len(ends) else 0)
+        held = 1 if self.state.device else 0
+        cut = len(records) if self.read_to_end else (int(ends[-1 - held]) + 1 if len(ends) > held else 0)
         self.waiting = [(records[cut:], sequences[cut:])] if cut < len(records) else []
         return records[:cut], sequences[:cut]
+
+    def later_records(self) -> npt.NDArray[np.void]:
+        """Those that wait for their step's end: some may be about steps that were taken out."""
+        return self.waiting[0][0] if self.waiting else np.zeros(0, ring.record_dtype())
 
     def count_up_to(self, last: int, counted: int) -> int:
         """Moves on what the statistics know of: so many of the records up to number `last` were `counted` now.

@@ -454,7 +454,7 @@ class Sidecar:
         self, source: RingSource, records: npt.NDArray[np.void], names: list[str], steps: StepTable
     ) -> ExportBatch:
         wanted = traced_steps(steps.step.tolist(), source.state.trace_every)
-        traces = step_traces(source.origin.key, records, names, wanted)
+        traces = step_traces(source.origin.key, records, names, wanted, source.later_records())
         device_ns = phase_durations_ns(records)
         return ExportBatch(source.state.identity, source.state.anchor, steps, tuple(traces), device_ns)
 

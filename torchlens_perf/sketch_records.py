@@ -7,6 +7,7 @@ deviation, then a word for each bucket that is not empty: its index above 48 bit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,27 +35,22 @@ class WindowSketch(NamedTuple):
     mad_ns: int
 
 
-def to_records(window: WindowSketch) -> list[tuple[int, ...]]:
+def to_records(window: WindowSketch) -> list[list[int]]:
     """The words of its records, six each, as signed 64-bit integers."""
     sketch = window.sketch
-    used = np.flatnonzero(sketch.counts)
-    squares = sketch.sum_squares & _MASK
-    head = [
-        _HEAD + len(used),
-        sketch.count,
-        sketch.sum_ns,
-        squares - (1 << 64) if squares >> 63 else squares,
-        sketch.sum_squares >> 64,
-        sketch.smallest,
-        sketch.largest,
-        window.lost,
-        window.median_ns,
-        window.mad_ns,
-    ]
+    head = [sketch.count, sketch.sum_ns, sketch.sum_squares, sketch.smallest, sketch.largest]
+    return pack([*head, window.lost, window.median_ns, window.mad_ns], sketch.counts)
+
+
+def pack(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[int]]:
+    """As to_records(), of count, sum, sum of squares, smallest, largest, lost, median and MAD, and the histogram."""
+    count, sum_ns, squares, *others = head
+    used = counts.nonzero()[0]
+    low = squares & _MASK
     words = np.zeros(-(-(_HEAD + len(used)) // WORDS) * WORDS, np.int64)
-    words[:_HEAD] = head
-    words[_HEAD : _HEAD + len(used)] = used << _COUNT_BITS | sketch.counts[used]
-    return [tuple(six) for six in words.reshape(-1, WORDS).tolist()]
+    words[:_HEAD] = _HEAD + len(used), count, sum_ns, low - (low >> 63 << 64), squares >> 64, *others
+    words[_HEAD : _HEAD + len(used)] = used << _COUNT_BITS | counts[used]
+    return words.reshape(-1, WORDS).tolist()
 
 
 def from_records(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowSketch]], int]:

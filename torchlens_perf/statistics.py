@@ -89,13 +89,22 @@ def _parts_of_thread_times() -> npt.NDArray[np.int64]:
     return parts
 
 
-def step_traces(rank_key: str, records: npt.NDArray[np.void], names: list[str], wanted: set[int]) -> list[StepTrace]:
-    """The wanted steps among these records, span by span. `records` holds whole steps.
+def step_traces(
+    rank_key: str,
+    records: npt.NDArray[np.void],
+    names: list[str],
+    wanted: set[int],
+    later: npt.NDArray[np.void] | None = None,
+) -> list[StepTrace]:
+    """The wanted steps among these records, span by span. `records` holds whole steps; later: what came after them.
 
-    A span belongs to the step that its record names: collectives may end, and be recorded, after their step.
+    A span belongs to the step that its record names: collectives may end, and be recorded, after their step, and what a
+    device did is told after it.
     """
     traces = []
     ends = np.flatnonzero(records["kind"] == Kind.STEP)
+    if later is not None and wanted:
+        records = np.concatenate([records, later])
     spans = np.flatnonzero(~np.isin(records["kind"], _NO_SPANS))
     for end in ends.tolist():
         boundary = records[end]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.sketch import BUCKETS, SCALE, Sketch, bucket_bounds
-from torchlens_perf.sketch_records import WindowSketch
+from torchlens_perf.sketch_records import pack
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -194,12 +194,17 @@ def rank_scores(times_ns: npt.NDArray[np.int64], least_spread: float) -> Scores:
     return scores
 
 
-def to_window(
+def to_records(
     sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64], exact: npt.NDArray[np.int64]
-) -> WindowSketch:
-    """A slot's rows of one window, as the ring file's records hold it."""
-    sketch = to_sketch(sums, largest)
-    return WindowSketch(sketch, int(sums[Sum.LOST]), int(exact[Exact.MEDIAN]), int(exact[Exact.MAD]))
+) -> list[list[int]]:
+    """A slot's rows of one window as the words of the ring file's records; none for an empty one."""
+    count, sum_ns, *limbs, lost = sums[: len(Sum)].tolist()
+    if not count:
+        return []
+    squares = sum(limb << (32 * place) for place, limb in enumerate(limbs))
+    most, minus_least = largest.tolist()
+    median, mad = exact[: Exact.MAD + 1].tolist()
+    return pack([count, sum_ns, squares, -minus_least, most, lost, median, mad], sums[len(Sum) :])
 
 
 def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sketch:

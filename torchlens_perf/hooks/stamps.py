@@ -11,12 +11,11 @@ from torchlens_perf import device_sections
 from torchlens_perf.cuda import kernels
 from torchlens_perf.cuda.aggregate import DeviceAggregate, Merged
 from torchlens_perf.cuda.driver import Driver
-from torchlens_perf.cuda.reduction import Reduced, to_window
+from torchlens_perf.cuda.reduction import Reduced, to_records
 from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing
 from torchlens_perf.devices import device_in_use
 from torchlens_perf.errors import ConfigError, DeviceError, guard
 from torchlens_perf.ring import MERGED_RANK_SHIFT, Kind
-from torchlens_perf.sketch_records import to_records
 
 if TYPE_CHECKING:
     from torchlens_perf.session import Session
@@ -265,10 +264,7 @@ class SessionStamper:
         """A window of each section that has one, as a run of records."""
         recorder, kind = self._session.recorder, int(Kind.SKETCH)
         for slot, name in enumerate(names):
-            window = to_window(*(rows[slot] for rows in reduced))
-            if not window.sketch.count:
-                continue
-            name_id = self._session.intern(name)
-            for place, words in enumerate(to_records(window)):
+            for place, words in enumerate(to_records(*(rows[slot] for rows in reduced))):
+                name_id = self._session.intern(name)
                 start, duration, nested, phase, value0, value1 = words
                 recorder.late(kind, name_id, recorder.step, start, duration, place, value0, value1, nested, phase)
