@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torchlens_perf.records import Span
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
 from torchlens_perf.ring import Kind, record_dtype
+from torchlens_perf.ring_source import HOLD_S
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.sidecar import Sidecar
 from torchlens_perf.sketch import Sketch
@@ -229,11 +231,14 @@ def test_what_the_device_did_is_in_the_trace_of_its_step(run: RunDirectory) -> N
     rank.session.device = {"clock": "CUDA events", "error_ns": 4000}
     rank.session.publish()
     sidecar = Sidecar(run, rank.identity.host, exporter, lambda run, asked: None)
-    for _ in range(4):
-        rank.timed_steps(1, 30 * MS)
+    for step in range(4):
+        rank.steps(1, **HOST)
         sidecar.poll()
         sidecar.account()
+        sidecar.look_around(time.monotonic())
         sidecar.export()
+        for kind, duration_ns in DEVICE.items():
+            rank.late(kind, kind.name.lower(), step, duration_ns, 0)
     rank.close()
     sidecar.poll()
     sidecar.account()
@@ -244,3 +249,24 @@ def test_what_the_device_did_is_in_the_trace_of_its_step(run: RunDirectory) -> N
     assert set(traces) >= {0, 1, 2}
     for trace in traces.values():
         assert Counter(span.value0 for span in trace.spans if span.kind == "device") == Counter(map(int, DEVICE))
+
+
+def test_a_step_is_not_held_for_long(run: RunDirectory) -> None:
+    """The newest step is counted where the next one takes seconds: an evaluation, a checkpoint, a hang."""
+    rank = Gpu(run, 0, world_size=1)
+    rank.session.device = {"clock": "CUDA events", "error_ns": 4000}
+    rank.session.publish()
+    sidecar = Sidecar(run, rank.identity.host, None, lambda run, asked: None)
+    rank.timed_steps(5, 30 * MS)
+    sidecar.poll()
+    sidecar.account()
+    (process,) = sidecar.state.processes.values()
+    assert process.statistics.counted_steps == 4
+    (source,) = sidecar._sources.values()
+    source.step_s -= 2 * HOLD_S
+    sidecar.account()
+    assert process.statistics.counted_steps == 5
+    rank.close()
+    sidecar.poll()
+    sidecar.account()
+    sidecar.close()

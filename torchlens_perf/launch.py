@@ -64,8 +64,8 @@ def _start(optimizer: Any) -> None:
     started = watch()
     try:
         started.start(after_step_of=optimizer)
-    except RunStoreError as error:
-        _say_off(error)
+    except (RunStoreError, ConfigError) as error:
+        _say_off(error)  # a setting in the environment is no reason to stop a script that does not know of us
         return
     # A process that multiprocessing forked ends without atexit, but with its own finalizers.
     atexit.register(started.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from torchlens_perf.node_state import ProcessState
 
+HOLD_S = 2.0  # that a step of a timed device is held for what the device tells of it
 USUAL_STEPS = 32  # from which a rank's usual step time is taken
 
 
@@ -42,7 +44,7 @@ class RingSource:
     stack_file: str = ""
     joins: bool = False  # the join of collectives knows of it
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=USUAL_STEPS))
-    step_s: float = 0.0  # when the step in progress was first seen
+    step_s: float = dataclasses.field(default_factory=time.monotonic)  # when the step in progress was first seen
     mark_s: float = 0.0  # when something was last seen to be recorded
     _step: int = -1
     _head: int = -1
@@ -64,17 +66,18 @@ class RingSource:
             return "closed" if self.reader.counter(ring.STATE) == State.CLOSED else "died"
         return ""
 
-    def whole_steps(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+    def whole_steps(self, now_s: float) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
         """Takes out the records of whole steps, and their sequence numbers; all of them, once it is read to its end.
 
-        Where a device is timed, the last step stays for the next time: what the device did in it is told a step later.
+        Where a device is timed, the last step stays for the next time, as what the device did in it is told a step
+        later; but not where the step in progress takes long, which it may for ever. now_s: the monotonic clock.
         """
         if not self.waiting:
             return np.zeros(0, ring.record_dtype()), np.zeros(0, np.int64)
         records = np.concatenate([records for records, _ in self.waiting])
         sequences = np.concatenate([sequences for _, sequences in self.waiting])
         ends = np.flatnonzero(records["kind"] == Kind.STEP)
-        held = 1 if self.state.device else 0
+        held = 1 if self.state.device and now_s - self.step_s < HOLD_S else 0
         cut = len(records) if self.read_to_end else (int(ends[-1 - held]) + 1 if len(ends) > held else 0)
         self.waiting = [(records[cut:], sequences[cut:])] if cut < len(records) else []
         return records[:cut], sequences[:cut]

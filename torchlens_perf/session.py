@@ -105,6 +105,7 @@ class Session:
         self.recorder = Recorder(ring.buffer, self.intern)
         self.memory_bytes = 0
         self.workload = -1  # of the step in progress, as its batches have it; -1: no batch with a tensor yet
+        self.training_steps = 0  # that have ended: the same on all ranks, also where one of them has evaluated before
         self.memory_source = ""
         self.device: dict[str, Any] = {}  # of the device's times: how good they are, and which are missing
         self.stack_file = ""  # where this process writes its stack when it is asked to; "": nowhere
@@ -300,6 +301,7 @@ class Session:
         if recorder.closed:
             return
         start_ns = recorder.now_ns()
+        self.training_steps += not flags & _INFERENCE
         if self._at_step:
             self._run(self._at_step)
         if start_ns - self._now_and_then_ns >= _NOW_AND_THEN_NS:

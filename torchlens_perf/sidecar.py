@@ -323,7 +323,7 @@ class Sidecar:
     def _account_records(self, source: RingSource) -> None:
         """Counts the whole steps of what is waiting; everything, once the process has ended."""
         state, statistics = source.state, source.state.statistics
-        records, sequences = source.whole_steps()
+        records, sequences = source.whole_steps(time.monotonic())
         if not len(records):
             statistics.lost += source.forget_oldest(MOST_UNKEPT_RECORDS)
             if source.read_to_end:

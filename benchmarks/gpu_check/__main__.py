@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu_check import accuracy, cost, graphs, kernel_checks, tools
+from benchmarks.gpu_check import accuracy, cost, graphs, kernel_checks, merging, tools
 from benchmarks.gpu_check.checks import Checks
 
 # memory and synchronizations come first: they must see how a process makes its first ring.
@@ -27,6 +27,7 @@ PARTS: dict[str, Callable[[Checks], None]] = {
     "floors": kernel_checks.floors,
     "crossover": kernel_checks.crossover,
     "graphs": graphs.graphs,
+    "merging": merging.merging,
     "gaps": cost.gaps,
     "overhead": cost.overhead,
     "nvtx": tools.nvtx,

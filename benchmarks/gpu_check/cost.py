@@ -68,7 +68,11 @@ def overhead(checks: Checks) -> None:
 
 
 def synchronizations(checks: Checks) -> None:
-    """Calls that wait for the device, as the profiler sees them, in twenty steps without and with a watch."""
+    """Calls that wait for the device, as the profiler sees them, in 300 steps without and with a watch.
+
+    Some seconds, in which windows are reduced and anchors taken. Of the driver's functions we call one that waits, for a
+    new ring.
+    """
     model, step = trainer(batch=2)
     for _ in range(3):
         step()
@@ -87,10 +91,10 @@ def synchronizations(checks: Checks) -> None:
             del watch
     more = with_watch - without
     value = ", ".join(f"{name} {count}" for name, count in sorted(more.items())) or "none"
-    checks.bar("synchronizations", "calls that wait, added by every hook in 20 steps", value, "none", not more)
+    checks.bar("synchronizations", "calls that wait, added by every hook in 300 steps", value, "none", not more)
 
 
-def _waits(step: Callable[[], None], steps: int = 20) -> Counter[str]:
+def _waits(step: Callable[[], None], steps: int = 300) -> Counter[str]:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()

@@ -96,7 +96,7 @@ def equality(checks: Checks) -> None:
         checks.bar("kernels", f"merged_quantiles {shape}", "bit-equal" if equal else "differs", "equal", equal)
     for ranks, slots in RANKS:
         times_ns = _times(ranks, slots)
-        middle, worst = _scores(times_ns)
+        middle, worst = _scores(on_device(times_ns))
         twin = reduction.rank_scores(times_ns, LEAST_SPREAD)
         same = (middle.cpu().numpy().view(np.uint32), worst.cpu().numpy().view(np.uint64))
         equal = np.array_equal(same[0], twin.middle.view(np.uint32)) and np.array_equal(same[1], twin.worst)
@@ -111,12 +111,12 @@ def _times(ranks: int, slots: int) -> np.ndarray[Any, Any]:
     return times_ns
 
 
-def _scores(times_ns: np.ndarray[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    ranks, slots = times_ns.shape
+def _scores(times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    ranks, slots = times.shape
     kernels.allow_ranks(torch.cuda.current_device(), ranks)
     middle = torch.zeros((slots, 2), dtype=torch.float32, device="cuda")
     worst = torch.zeros(ranks, dtype=torch.int64, device="cuda")
-    arguments = [on_device(times_ns), np.int32(ranks), np.int32(slots), np.float32(LEAST_SPREAD), middle, worst]
+    arguments = [times, np.int32(ranks), np.int32(slots), np.float32(LEAST_SPREAD), middle, worst]
     launch_ours("rank_scores", slots, 1024, arguments, 4 * ranks)
     return middle, worst
 
@@ -200,8 +200,8 @@ def crossover(checks: Checks) -> None:
         def scores_by_host(times: torch.Tensor = times) -> None:
             reduction.rank_scores(times.cpu().numpy(), LEAST_SPREAD)
 
-        def scores_by_device(times_ns: np.ndarray[Any, Any] = times_ns) -> None:
-            middle, worst = _scores(times_ns)
+        def scores_by_device(times: torch.Tensor = times) -> None:
+            middle, worst = _scores(times)
             middle.cpu(), worst.cpu()
 
         host_us, device_us = _median_us(scores_by_host), _median_us(scores_by_device)

@@ -224,16 +224,25 @@ class FakeTorchDevice:
         self.device.advance(1000)
         return self.device.now_ns()
 
-    def merge(self, ring: DeviceRing) -> DeviceAggregate:
+    def group(self) -> Any:
         """With gloo, which reduces this device's memory, as it is the host's."""
+        return dist.new_group()
+
+    def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
         functions = self.device.functions("merged_quantiles", "rank_scores")
-        return DeviceAggregate(self, self.device.driver, functions, ring, dist.new_group())
+        self.aside_stream = self.device.new_stream()
+        return DeviceAggregate(self, self.device.driver, functions, ring, group)
+
+    def all_agree(self, group: Any, *, able: bool) -> bool:
+        flag = torch.tensor(int(able))
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group)
+        return bool(flag)
 
     @contextmanager
     def aside(self) -> Iterator[int]:
         """gloo does not wait for streams: what is enqueued is done before."""
         self.device.advance(10_000_000_000)
-        yield 0
+        yield self.aside_stream
 
     def zeros(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)

@@ -1,7 +1,10 @@
-"""A rank whose device sections are merged with the others': merging_rank.py DRIVER KERNELS FOLDER [--other-order]
+"""A rank whose device sections are merged with the others': merging_rank.py DRIVER KERNELS FOLDER [OPTION]
 
-Prints, as JSON, the durations that it planted in each window, what is merged in the recording of rank 0, and how often
-somebody waited for the device.
+--other-order: rank 1 enters its sections in another order. --unable: rank 1 has no CuPy. --evaluates: rank 0 has made
+five forward passes before it trains.
+
+Writes, as JSON into FOLDER, the durations that it planted in each window, what is merged in its recording, and how
+often somebody waited for the device.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import torchlens_perf as perf
 from tests.cuda.fake_device import FakeDevice, FakeTorchDevice
 from tests.recording import recorded, records_of
 from torchlens_perf.device_statistics import DeviceStatistics
+from torchlens_perf.errors import ConfigError
 from torchlens_perf.hooks.stamps import MERGE_STEPS, StampHook
-from torchlens_perf.ring import Kind
+from torchlens_perf.ring import Flag, Kind
 
 MICROSECOND, SLOW = 1000, 2
 WINDOWS = 3
@@ -37,12 +41,21 @@ def main() -> None:
     order = ["attention", "mlp"]
     if "--other-order" in options and rank == 1:
         order.reverse()
+    if "--unable" in options and rank == 1:
+        torch_device.missing = "CuPy is missing: pip install it"
     planted: list[dict[str, list[int]]] = []
+    refused = ""
     with recorded(Path(folder) / str(rank)) as recording:
         session = recording.watch._session
-        session._attached.enter_context(StampHook(torch_device, torch_device.now_ns, aggregate=True).attach(session))
+        try:
+            session._attach([StampHook(torch_device, torch_device.now_ns, aggregate=True)])
+        except ConfigError as error:
+            refused = str(error)
+        if "--evaluates" in options and rank == 0:
+            for _ in range(5):
+                session.end_step(int(Flag.INFERENCE))  # as a model's forward passes do before it has trained
         synchronizations = device.synchronizations
-        for step in range(WINDOWS * MERGE_STEPS + 2):
+        for step in range(WINDOWS * MERGE_STEPS):
             if step % MERGE_STEPS == 0:
                 planted.append({})
             for name in order:
@@ -59,9 +72,10 @@ def main() -> None:
     merged = {name: len(recording.of(Kind.MERGED, name)) for name in order}
     told = {
         "rank": rank, "planted": planted, "windows": merged, "last": statistics.merged, "waited": waited,
+        "refused": refused, "notes": recording.notes,
         "own": {name: sketch.count for name, sketch in statistics.stamped.items()},
     }  # fmt: skip
-    print(json.dumps(told), flush=True)
+    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -30,13 +30,18 @@ def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[d
     command = torchrun(RANK, str(driver), str(kernels), str(folder), *options, ranks=RANKS)
     done = run(command, folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return sorted(told, key=lambda rank: rank["rank"])
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def test_windows_of_all_ranks(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
-    """Rank 0 has count, mean and quantiles of all ranks' times, and the rank that is slow in one section."""
-    ranks = ranks_of(driver_library, shim_library, tmp_path)
+@pytest.mark.parametrize("options", [(), ("--evaluates",)], ids=["", "rank 0 evaluates first"])
+def test_windows_of_all_ranks(
+    driver_library: Path, shim_library: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Rank 0 has count, mean and quantiles of all ranks' times, and the rank that is slow in one section.
+
+    The last window is merged in the run's last step, and is there too.
+    """
+    ranks = ranks_of(driver_library, shim_library, tmp_path, *options)
     first = ranks[0]
     assert first["windows"] == {"attention": WINDOWS, "mlp": WINDOWS}
     assert all(rank["last"] == {} for rank in ranks[1:])
@@ -56,7 +61,7 @@ def test_windows_of_all_ranks(driver_library: Path, shim_library: Path, tmp_path
     assert first["last"]["mlp"]["slowest"] == SLOW
     assert first["last"]["mlp"]["score"] > 20
     assert first["last"]["attention"]["slowest"] != SLOW
-    assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS + 2] * RANKS, "each rank keeps its own"
+    assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS] * RANKS, "each rank keeps its own"
 
 
 def test_slots_that_are_not_the_same_section(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
@@ -64,6 +69,15 @@ def test_slots_that_are_not_the_same_section(driver_library: Path, shim_library:
     ranks = ranks_of(driver_library, shim_library, tmp_path, "--other-order")
     assert ranks[0]["windows"] == {"attention": 0, "mlp": 0}
     assert ranks[0]["last"] == {}
+    assert any("not all ranks entered them in the same order" in note for note in ranks[0]["notes"])
+
+
+def test_a_rank_that_is_not_able(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
+    """All ranks are refused, and say so: none waits in a collective that another one does not enter."""
+    ranks = ranks_of(driver_library, shim_library, tmp_path, "--unable")
+    assert "CuPy is missing" in ranks[1]["refused"]
+    assert all("another rank is not able to" in rank["refused"] for rank in ranks if rank["rank"] != 1)
+    assert all(rank["windows"] == {"attention": 0, "mlp": 0} for rank in ranks)
 
 
 def test_it_takes_a_gpu(tmp_path: Path) -> None:
@@ -83,6 +97,6 @@ def test_it_takes_a_process_group(device: FakeDevice, tmp_path: Path) -> None:
     """Before the watch begins; the error is the user's to see."""
     with recorded(tmp_path) as recording:
         torch_device = FakeTorchDevice(device)
-        torch_device.merge = Device().merge  # type: ignore[method-assign]  # torch's own, which asks first
+        torch_device.group = Device().group  # type: ignore[method-assign]  # torch's own, which asks first
         with pytest.raises(ConfigError, match="init_process_group"):
             recording.watch._session._attach([StampHook(torch_device, torch_device.now_ns, aggregate=True)])

@@ -45,3 +45,23 @@ def test_the_check_says_that_nothing_was_checked(parts: tuple[str, ...], said: s
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stdout == ""
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+print("trained")
+"""
+
+
+def test_a_setting_that_cannot_be_met_does_not_stop_a_script(tmp_path: Path) -> None:
+    """From the environment, in a script that does not know of us: off, and said why."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torchlens_perf", "run", "train.py"]
+    done = run(command, tmp_path, TORCHLENS_PERF_AGGREGATE="device")
+    assert (done.returncode, done.stdout.strip()) == (0, "trained"), done.stderr
+    assert "torchlens_perf is off: aggregate='device': needs an NVIDIA GPU" in done.stderr

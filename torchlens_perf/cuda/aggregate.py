@@ -44,7 +44,6 @@ class Merged(NamedTuple):
     name: str
     times: int
     sum_ns: int
-    lost: int
     p50_ns: int
     """Upper bounds of the buckets, 2.2 % wide, in which the quantiles of all times lie."""
     p99_ns: int
@@ -98,10 +97,12 @@ class DeviceAggregate:
             self._digests.fill_(_NO_NAME)
         self._digested = 0  # names whose digests are there
         self._host = driver.allocate_host(8 * len(self._small))
-        self._arrived = driver.new_event()
+        self._arrived, self._rows_read = driver.new_event(), driver.new_event()
         self._merging: list[str] | None = None  # names of the merge that is on its way
         self.uncollected = 0
         """Merges whose results were not copied, because those before had not been read."""
+        self.disagreed: set[str] = set()
+        """Sections that were not merged, because some rank has entered its sections in another order."""
 
     def merge(self, *, window: bool) -> None:
         """Enqueues a merge; every rank must call it in the same step.
@@ -123,6 +124,8 @@ class DeviceAggregate:
                 sums.copy_(rows[: slots * SUM_ROW])
                 largest[:, : len(Largest)].copy_(own[: slots * len(Largest)].view(slots, len(Largest)))
                 medians.view(self.ranks, slots)[self.rank].copy_(exact[:, Exact.MEDIAN])
+                self._driver.record(self._rows_read, stream)
+                self._ring.read_until(self._rows_read)
             for slot in range(self._digested, len(names)):
                 digest = name_digest(names[slot])
                 self._digests[slot, 0].fill_(digest)  # a kernel with a constant: a copy from the host might wait
@@ -180,7 +183,15 @@ class DeviceAggregate:
         buffer: Any = (ctypes.c_int64 * len(self._small)).from_address(self._host)
         words = np.ctypeslib.as_array(buffer).copy()
         table, largest, buckets, middle, worst = self._small_parts(words)
-        return _merged(names, table, largest, buckets.view(np.int32), middle.view(np.float32), worst.view(np.uint64))
+        merged = _merged(names, table, largest, buckets.view(np.int32), middle.view(np.float32), worst.view(np.uint64))
+        told = {each.name for each in merged}
+        self.disagreed |= {name for name, row in zip(names, table, strict=False) if row[Sum.COUNT]} - told
+        return merged
+
+    @property
+    def on_the_way(self) -> bool:
+        """Whether there is a merge whose result has not been collected."""
+        return self._merging is not None
 
     @property
     def device_bytes(self) -> int:
@@ -211,7 +222,6 @@ def _merged(names: Sequence[str], table: Any, largest: Any, buckets: Any, middle
                 name=name,
                 times=count,
                 sum_ns=int(table[slot, Sum.NS]),
-                lost=int(table[slot, Sum.LOST]),
                 p50_ns=p50_ns,
                 p99_ns=p99_ns,
                 median_ns=round(float(middle[slot, 0])),

@@ -113,13 +113,18 @@ class Driver:
         """Enqueues a copy inside the device's memory."""
         self._call("cuMemcpyDtoDAsync_v2", to, address, size, stream)
 
+    def new_stream(self) -> int:
+        """A stream, for the life of the process."""
+        stream = ctypes.c_void_p()
+        self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
+        return stream.value or 0
+
     @contextmanager
     def own_stream(self) -> Iterator[int]:
         """A new stream, which is waited for at the end: for what must be there before any other stream goes on."""
-        stream = ctypes.c_void_p()
-        self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
+        stream = self.new_stream()
         try:
-            yield stream.value or 0
+            yield stream
             self._call("cuStreamSynchronize", stream)
         finally:
             self._call("cuStreamDestroy_v2", stream)

@@ -49,6 +49,7 @@ class DeviceRing:
         self.slots, self._places = slots, places
         self._names: dict[str, int] = {}
         self._on_the_way = False  # a reduction whose result has not been collected
+        self._readers: int | None = None  # the event after which nobody else reads the rows
         sizes = {
             "opened": 8 * slots,
             "head": 4 * slots,
@@ -88,6 +89,11 @@ class DeviceRing:
         return slot
 
     @property
+    def on_the_way(self) -> bool:
+        """Whether there is a reduction whose result has not been collected."""
+        return self._on_the_way
+
+    @property
     def rows(self) -> tuple[int, int]:
         """Where the last reduction's rows lie in device memory, and how many words: sums, largest and exact."""
         return self._memory["rows"], self._rows_size // 8
@@ -96,6 +102,10 @@ class DeviceRing:
     def names(self) -> list[str]:
         """The sections, by slot."""
         return list(self._names)
+
+    def read_until(self, event: int) -> None:
+        """Another stream reads the rows until that event: the next reduction waits for it, on the device."""
+        self._readers = event
 
     def skip(self, stream: int) -> None:
         """Enqueues that what was stamped before is not counted, and a result on its way not collected."""
@@ -122,6 +132,8 @@ class DeviceRing:
         """
         if self._on_the_way or self._driver.is_capturing(stream):
             return False
+        if self._readers is not None:
+            self._driver.wait(stream, self._readers)
         self._driver.launch(self._reduce, self.slots, REDUCE_THREADS, 8 * self._places, stream, self._reduce_arguments)
         self._driver.copy_to_host(self._host_memory, self._memory["rows"], self._rows_size, stream)
         self._driver.record(self._arrived, stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import device_sections
 from torchlens_perf.cuda import kernels
-from torchlens_perf.cuda.aggregate import DeviceAggregate, Merged
+from torchlens_perf.cuda.aggregate import DeviceAggregate
 from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.reduction import Reduced, to_records
 from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing
@@ -53,21 +54,41 @@ class Device:
         if device not in _rings:
             if device_in_use() not in (device, None):
                 raise DeviceError(f"the current device is {device}, on which this process has no memory")
-            _rings[device] = DeviceRing(Driver(), kernels.load(device))
+            driver = Driver()
+            with driver.relaxed_captures():  # another thread may be capturing
+                _rings[device] = DeviceRing(driver, kernels.load(device))
         return _rings[device]
 
-    def merge(self, ring: DeviceRing) -> DeviceAggregate:
-        """Merges this ring with those of all ranks, in a group of its own: a collective. Raises ConfigError."""
-        import torch
+    def group(self) -> Any:
+        """A process group of our own, of all ranks: a collective. Raises ConfigError where there is no job to join."""
         import torch.distributed as dist
 
         if not dist.is_initialized():
             raise ConfigError("aggregate='device': call init_process_group() before the watch begins")
-        group = dist.new_group(backend="nccl", group_desc="torchlens_perf")
+        return dist.new_group(backend="nccl", group_desc="torchlens_perf")
+
+    def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
+        """Merges this ring with those of all ranks. Raises DeviceError where this rank cannot."""
+        import torch
+        import torch.distributed as dist
+
+        for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_BLOCKING_WAIT"):
+            if os.environ.get(variable) == "1":
+                raise DeviceError(f"with {variable}=1 the job would wait for the merge")
         kernels.allow_ranks(self.current(), dist.get_world_size(group))
-        functions = kernels.load(self.current())
-        self._aside = torch.cuda.Stream()
-        return DeviceAggregate(self, Driver(), functions, ring, group)
+        driver = Driver()
+        # Not one of torch's, which other code draws from too: what waits there for other ranks would be in its way.
+        self._aside = torch.cuda.ExternalStream(driver.new_stream())
+        return DeviceAggregate(self, driver, kernels.load(self.current()), ring, group)
+
+    def all_agree(self, group: Any, *, able: bool) -> bool:
+        """Whether all ranks are able. Waits for them, and makes the communicator; at a watch's beginning only."""
+        import torch
+        import torch.distributed as dist
+
+        flag = torch.full((1,), int(able), dtype=torch.int64, device="cuda")
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group)
+        return bool(flag.item())
 
     @contextmanager
     def aside(self) -> Iterator[int]:
@@ -121,10 +142,7 @@ class StampHook:
     def attach(self, session: Session) -> Iterator[None]:
         stamper = SessionStamper(session, self._device, self._now_ns)
         if self._aggregate:
-            try:
-                stamper.merge_on_device()
-            except DeviceError as error:
-                raise ConfigError(f"aggregate='device': {error}") from None
+            stamper.merge_on_device()
         else:
             with guard("the device sections of an earlier watch"):
                 stamper.begin_with_earlier()
@@ -150,12 +168,24 @@ class SessionStamper:
         self._on_device = -1  # where the ring lies
         self._reduced_ns = 0
         self._merge: DeviceAggregate | None = None
+        self._merged_at = 0  # after so many training steps
 
     def merge_on_device(self) -> None:
-        """From here on; on all ranks, as it makes a process group. Raises DeviceError and ConfigError."""
-        self._begin_with(self._device.ring())
-        assert self._ring is not None
-        self._merge = self._device.merge(self._ring)
+        """From here on. On all ranks, which agree on it: raises ConfigError on all of them where one is not able."""
+        group, problem = self._device.group(), ""
+        try:
+            self._begin_with(self._device.ring())
+            assert self._ring is not None
+            self._merge = self._device.merge(self._ring, group)
+        except (DeviceError, RuntimeError) as error:  # torch's are RuntimeErrors, out of memory too
+            problem = str(error)
+        try:
+            agreed = self._device.all_agree(group, able=not problem)
+        except RuntimeError as error:
+            agreed, problem = False, problem or str(error)
+        if not agreed:
+            self._merge = None
+            raise ConfigError(f"aggregate='device': {problem or 'another rank is not able to'}")
 
     def begin_with_earlier(self) -> None:
         """Graphs of an earlier watch may stamp from the first replay on, without a section being entered."""
@@ -187,28 +217,37 @@ class SessionStamper:
     def step_ended(self) -> None:
         """Takes a result that has arrived, and once a second asks for the next one. Waits for nothing."""
         ring = self._ring
-        if ring is None or self._device.current() != self._on_device or self._device.capturing():
+        if ring is None:
             return
-        self._collect(ring)
         if self._merge is not None:
-            self._merge_window(ring, self._merge)
-            return
-        now_ns = self._now_ns()
-        if now_ns - self._reduced_ns >= REDUCE_EVERY_NS and ring.reduce(self._device.stream()):
-            self._reduced_ns = now_ns
+            self._merge_windows(ring, self._merge)
+        elif self._device.current() == self._on_device and not self._device.capturing():
+            self._collect(ring)
+            now_ns = self._now_ns()
+            if now_ns - self._reduced_ns >= REDUCE_EVERY_NS and ring.reduce(self._device.stream()):
+                self._reduced_ns = now_ns
 
-    def _merge_window(self, ring: DeviceRing, merge: DeviceAggregate) -> None:
-        """In the same steps on all ranks, whatever this one has: the collectives must meet."""
-        step = self._session.recorder.step
-        merged = merge.collect()
-        if merged is not None and merge.rank == 0:
-            self._record_merged(merged)
-        if step % MERGE_STEPS == MERGE_STEPS - 1:
-            merge.merge(window=ring.reduce(self._device.stream()))
+    def _merge_windows(self, ring: DeviceRing, merge: DeviceAggregate) -> None:
+        """After the same training steps on all ranks, whatever this one has and whatever fails: they must meet."""
+        due = self._session.training_steps % MERGE_STEPS == 0 and self._session.training_steps != self._merged_at
+        window = False
+        if not self._device.capturing():
+            with guard("the device sections of all ranks"):
+                self._collect(ring)
+                self._record_merged(merge)
+                window = due and ring.reduce(self._device.stream())
+        if due:
+            self._merged_at = self._session.training_steps
+            merge.merge(window=window)
 
-    def _record_merged(self, merged: list[Merged]) -> None:
+    def _record_merged(self, merge: DeviceAggregate) -> None:
         """times, sum_ns, the ranks' median and MAD; p50 and p99 in two words, with the slowest rank plus 1 above the
-        first's 44 bits; the score in hundredths in the flags."""
+        first's 44 bits; the score in hundredths in the flags. On rank 0."""
+        merged = merge.collect()
+        if merge.disagreed:
+            self._session.note("device sections: not all ranks entered them in the same order; those are not merged")
+        if merged is None or merge.rank != 0:
+            return
         for each in merged:
             self._session.recorder.late(
                 int(Kind.MERGED), self._session.intern(each.name), self._session.recorder.step,
@@ -222,13 +261,26 @@ class SessionStamper:
         if ring is None or self._session.recorder.closed or self._device.capturing():
             return
         until_ns = self._now_ns() + _LAST_PATIENCE_NS
-        asked = False
+        asked, merge = False, self._merge
         while self._now_ns() < until_ns:
+            if merge is not None:
+                self._record_merged(merge)
             arrived = self._collect(ring)
-            if asked and arrived:
-                return
+            if asked and arrived and (merge is None or not merge.on_the_way):
+                break
             asked = asked or ring.reduce(self._device.stream())
+        if merge is not None:
+            self._tell_unmerged(merge)
+        if asked and not ring.on_the_way:
+            return
         self._session.note("device sections: the last second of them was not known when the watch ended")
+
+    def _tell_unmerged(self, merge: DeviceAggregate) -> None:
+        if not self._merged_at:
+            self._session.note(f"device sections: no window of all ranks, as there were fewer than {MERGE_STEPS} steps")
+        missing = merge.uncollected + merge.on_the_way
+        if missing:
+            self._session.note(f"device sections: {missing} windows of all ranks were merged and could not be read")
 
     def _find_ring(self, name: str) -> DeviceRing | None:
         if self._gone:

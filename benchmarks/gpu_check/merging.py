@@ -1,0 +1,45 @@
+"""aggregate="device" on one rank with NCCL: the path that two ranks of one GPU cannot take."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+
+import torchlens_perf as perf
+from benchmarks.gpu_check.checks import Checks, Spin
+from benchmarks.gpu_check.runs import device_statistics, last_rings
+from torchlens_perf.hooks.stamps import MERGE_STEPS
+
+WINDOWS, SPIN_NS = 3, 50_000
+
+
+def merging(checks: Checks) -> None:
+    """Three windows: the merged one beside the rank's own, and its extra device memory."""
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29653", "RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.update(environment)
+    dist.init_process_group("nccl")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            spin = Spin()
+            with perf.watch(dir=folder, sidecar=False, report=False, modules="none", aggregate="device") as watch:
+                for _ in range(WINDOWS * MERGE_STEPS):
+                    with perf.device_section("planted"):
+                        spin(SPIN_NS)
+                    watch.step()
+                    torch.cuda.synchronize()
+            found = device_statistics(last_rings(folder))
+    finally:
+        dist.destroy_process_group()
+        for variable in environment:
+            del os.environ[variable]
+    window, own = found.merged.get("planted", {}), found.stamped.get("planted")
+    count = own.count if own is not None else 0
+    value = f"{window.get('count', 0):.0f} in the last window, {count} of its own in all"
+    met = window.get("count") == MERGE_STEPS and count == WINDOWS * MERGE_STEPS
+    checks.bar("merging", "times merged by NCCL", value, f"{MERGE_STEPS}, {WINDOWS * MERGE_STEPS}", met)
+    p50_ns = window.get("p50_ns", 0.0)
+    met = 0 <= p50_ns - SPIN_NS <= 10_000
+    checks.bar("merging", "their p50, of spins of 50 us", f"{p50_ns / 1e3:.1f} us", "50 to 60 us", met)
