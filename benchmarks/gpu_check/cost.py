@@ -70,8 +70,8 @@ def overhead(checks: Checks) -> None:
 def synchronizations(checks: Checks) -> None:
     """Calls that wait for the device, as the profiler sees them, in 300 steps without and with a watch.
 
-    Some seconds, in which windows are reduced and anchors taken. Of the driver's functions we call one that waits, for a
-    new ring.
+    Some seconds, in which windows are reduced and anchors taken. Of the driver's functions we call one that waits, when
+    a ring is made.
     """
     model, step = trainer(batch=2)
     for _ in range(3):
