@@ -20,7 +20,7 @@ class Clock(Protocol):
     name: str
 
     def mark(self) -> int | None:
-        """Marks now. Returns a handle for read(); None where a device cannot be marked now."""
+        """Marks now. Returns a handle for span(); None where a device cannot be marked now."""
         ...
 
     def span(self, begin: int, end: int) -> tuple[int, int] | None:
@@ -28,10 +28,6 @@ class Clock(Protocol):
 
         None while the device has not told both.
         """
-        ...
-
-    def anchor(self) -> Anchor:
-        """Ties this clock to the wall clock."""
         ...
 
 

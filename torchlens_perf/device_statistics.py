@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.ring import MERGED_RANK_SHIFT, Kind
+from torchlens_perf.ring import MERGED_RANK_SHIFT, UNKNOWN_NS, Kind, name_of
 from torchlens_perf.sketch import Sketch
 from torchlens_perf.sketch_records import from_records
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 # A device that ends a phase within so much of the host's end of it had no work left: an event on an idle stream takes
 # some microseconds, the last kernels of a phase some tens of them.
 CAUGHT_UP_NS = 100_000
-_UNKNOWN_NS = (1 << 63) - 1  # as hooks/device.py has it, where its clock could not be anchored well
 _PHASES = {
     int(Kind.STEP): "step",
     int(Kind.FORWARD): "forward",
@@ -61,11 +60,9 @@ class DeviceStatistics:
         self.stray_records += stray
         self.stamped_lost += sum(window.lost for _, window in windows)
         for name_id, window in windows:
-            name = names[name_id] if name_id < len(names) else "(unknown)"
-            self.stamped.setdefault(name, Sketch()).merge(window.sketch)
+            self.stamped.setdefault(name_of(names, name_id), Sketch()).merge(window.sketch)
         for record in records[records["kind"] == Kind.MERGED]:
-            name_id = int(record["name_id"])
-            self.merged[names[name_id] if name_id < len(names) else "(unknown)"] = _merged(record)
+            self.merged[name_of(names, int(record["name_id"]))] = _merged(record)
         records = records[records["kind"] == Kind.DEVICE]
         if not len(records):
             return
@@ -75,10 +72,11 @@ class DeviceStatistics:
         for kind, table in ((Kind.MODULE, self.modules), (Kind.SECTION, self.sections)):
             of_kind = records[kinds == kind]
             for name_id in np.unique(of_kind["name_id"]).tolist():
-                name = names[name_id] if name_id < len(names) else "(unknown)"
-                table.setdefault(name, Sketch()).add(of_kind["duration_ns"][of_kind["name_id"] == name_id])
+                table.setdefault(name_of(names, name_id), Sketch()).add(
+                    of_kind["duration_ns"][of_kind["name_id"] == name_id]
+                )
         behind_ns = records["value1"][np.isin(kinds, _ISSUING)].astype(np.int64)
-        behind_ns = behind_ns[behind_ns != _UNKNOWN_NS]
+        behind_ns = behind_ns[behind_ns != UNKNOWN_NS]
         self.behind.add(behind_ns)
         self.caught_up += int((behind_ns < CAUGHT_UP_NS).sum())
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torchlens_perf.errors import DeviceError
 
+# "1" lets only one kernel's worth of work through at a time: timed events, and waits, then hold up all that comes after.
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SMALL_SHARE = 0.1  # of the fullest device's memory: what lies on another one by accident
 
 

@@ -99,7 +99,7 @@ def _torch() -> Iterator[Check]:
 
 def _device(name: str, *, nvidia: bool) -> Iterator[Check]:
     from torchlens_perf.cuda import driver, kernels
-    from torchlens_perf.hooks.device import CONNECTIONS
+    from torchlens_perf.devices import CONNECTIONS
 
     one_connection = os.environ.get(CONNECTIONS) == "1"
     finding = f"{name}: phases are timed by events"

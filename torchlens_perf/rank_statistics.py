@@ -10,7 +10,7 @@ import numpy as np
 
 from torchlens_perf.device_statistics import DeviceStatistics
 from torchlens_perf.records import OWN_PARTS, PARTS, StepTable
-from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.ring import Flag, Kind, name_of
 from torchlens_perf.sketch import Sketch
 from torchlens_perf.step_rows import OTHER_WORK
 
@@ -258,7 +258,7 @@ class RankStatistics:
         unique, starts = np.unique(keys[order], return_index=True)
         for key, rows in zip(unique.tolist(), np.split(order, starts[1:]), strict=True):
             kind, name_id = key >> 32, key & 0xFFFFFFFF
-            name = names[name_id] if name_id < len(names) else "(unknown)"
+            name = name_of(names, name_id)
             durations_ns = records["duration_ns"][rows]
             if kind in (Kind.MODULE, Kind.FORWARD):
                 own_ns = durations_ns - records["nested_ns"][rows]

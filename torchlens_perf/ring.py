@@ -47,6 +47,9 @@ IN_FLIGHT = 64  # records that writers on several threads may have begun and not
 # A STEP record's value1: micro-steps, and above them the workload plus 1 (0: not known).
 WORKLOAD_SHIFT = 16
 MICRO_STEPS_MASK = (1 << WORKLOAD_SHIFT) - 1
+UNKNOWN_NS = (
+    1 << 63
+) - 1  # a DEVICE record's value1, where the device's clock is not known well enough on the host's line
 MERGED_RANK_SHIFT = 44  # of a MERGED record's value0: above it, the slowest rank plus 1
 OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's space
 
@@ -208,6 +211,11 @@ class GroupProgress(NamedTuple):
     """Sequence number of the last operation that it issued, plus 1."""
     ended: int
     """The same of the last one that is known to have ended, or whose end the backend does not tell."""
+
+
+def name_of(names: list[str], name_id: int) -> str:
+    """The name of that id, of those that a reader has."""
+    return names[name_id] if name_id < len(names) else "(unknown)"
 
 
 class Batch(NamedTuple):

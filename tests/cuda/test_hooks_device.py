@@ -15,9 +15,10 @@ from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.recorders import IDS, IMPLEMENTATIONS
 from tests.recording import Record, Recording, recorded
 from torchlens_perf import config, session
+from torchlens_perf.devices import CONNECTIONS
 from torchlens_perf.errors import swallowed
 from torchlens_perf.hooks import device as hooks_device
-from torchlens_perf.hooks.device import CONNECTIONS, DeviceHook
+from torchlens_perf.hooks.device import DeviceHook
 from torchlens_perf.ring import Flag, Kind
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)

@@ -80,6 +80,18 @@ def some_durations(shape: tuple[int, int], seed: int) -> Durations:
     return np.select([kind == 0, kind == 1, kind == 2], [bounds, bounds + np.uint64(1), durations[:1, :1]], durations)
 
 
+def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sketch:
+    """A row of sums and one of largest values, of one window or merged, as a sketch of statistics."""
+    sketch = Sketch()
+    if sums[Sum.COUNT]:
+        sketch.counts[:] = sums[len(Sum) :]
+        sketch.sum_ns = int(sums[Sum.NS])
+        squares = (int(sums[limb]) for limb in (Sum.SQUARES_0, Sum.SQUARES_1, Sum.SQUARES_2))
+        sketch.sum_squares = sum(limb << (32 * place) for place, limb in enumerate(squares))
+        sketch.smallest, sketch.largest = -int(largest[Largest.MINUS_SMALLEST]), int(largest[Largest.NS])
+    return sketch
+
+
 def test_constants_are_those_of_the_twin() -> None:
     """The rows' layout and the histogram's, as kernels.cu has them."""
     source = KERNELS.read_text()
@@ -153,13 +165,13 @@ def test_rows_merge_to_the_sketch_of_all(kernels: ShimKernels) -> None:
         whole.add(durations[1, : 200 + seed].astype(np.int64))
     sums = np.sum([row.sums for row in rows], axis=0)
     largest = np.max([row.largest for row in rows], axis=0)
-    assert reduction.to_sketch(sums[1], largest[1]).to_json() == whole.to_json()
+    assert to_sketch(sums[1], largest[1]).to_json() == whole.to_json()
 
 
 def test_no_durations_make_an_empty_sketch(kernels: ShimKernels) -> None:
     """And merging one changes nothing."""
     found = check_reduction(kernels, some_durations((1, 8), 0), [3], [3])
-    assert reduction.to_sketch(found.sums[0], found.largest[0]).to_json() == Sketch().to_json()
+    assert to_sketch(found.sums[0], found.largest[0]).to_json() == Sketch().to_json()
 
 
 def test_quantiles_of_merged_rows(kernels: ShimKernels) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from torchlens_perf.cuda.driver import Arguments, Driver
-from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest, Sum
+from torchlens_perf.cuda.reduction import ROW_WIDTHS, SUM_ROW, Exact, Largest, Sum, tables_in
 from torchlens_perf.sketch import BUCKETS, bucket_bounds
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ LEAST_SPREAD = 0.01  # of the median: ranks whose times differ by less are not t
 _PARTS = np.array([round(quantile * (1 << 16)) for quantile in QUANTILES], np.uint32)
 _LARGEST_ROW = len(Largest) + 2  # and the slot's name: digest, minus digest
 _NAME = len(Largest)
+_SMALL_WIDTHS = (len(Sum), _LARGEST_ROW, len(QUANTILES) // 2, 1)
 _NO_NAME = -(2**63 - 1)
 _SCORE_THREADS, _QUANTILE_THREADS = 1024, 128
 
@@ -89,8 +90,8 @@ class DeviceAggregate:
         with device.aside():
             self._sums = device.zeros(slots * SUM_ROW + self.ranks * slots)
             self._largest = device.zeros(slots * _LARGEST_ROW)
-            # What goes to the host, in words: counts and losses are in the rows of sums, which are not.
-            self._small = device.zeros(slots * (len(Sum) + _LARGEST_ROW + len(QUANTILES) // 2 + 1) + self.ranks)
+            # What goes to the host: not the histograms.
+            self._small = device.zeros(slots * sum(_SMALL_WIDTHS) + self.ranks)
             self._parts = device.zeros(1)
             self._parts.fill_(int(_PARTS.view(np.int64)[0]))
             self._digests = device.zeros(2 * slots).view(slots, 2)
@@ -113,16 +114,14 @@ class DeviceAggregate:
 
         slots, names = self._slots, self._ring.names
         with self._device.aside() as stream:
-            sums, medians = self._sums[: slots * SUM_ROW], self._sums[slots * SUM_ROW :]
+            sums, medians = tables_in(self._sums, slots, [SUM_ROW])
             largest = self._largest.view(slots, _LARGEST_ROW)
             self._sums.zero_()
             largest.fill_(_NO_NAME)
             if window:
-                rows = self._device.words(*self._ring.rows)
-                own = rows[slots * SUM_ROW :]
-                exact = own[slots * len(Largest) :].view(slots, len(Exact))
-                sums.copy_(rows[: slots * SUM_ROW])
-                largest[:, : len(Largest)].copy_(own[: slots * len(Largest)].view(slots, len(Largest)))
+                own, own_largest, exact, _ = tables_in(self._device.words(*self._ring.rows), slots, ROW_WIDTHS)
+                sums.copy_(own)
+                largest[:, : len(Largest)].copy_(own_largest)
                 medians.view(self.ranks, slots)[self.rank].copy_(exact[:, Exact.MEDIAN])
                 self._driver.record(self._rows_read, stream)
                 self._ring.read_until(self._rows_read)
@@ -148,7 +147,7 @@ class DeviceAggregate:
         """Quantiles and scores of what was merged, and the copy of all that the host reads."""
         slots, ranks = self._slots, self.ranks
         table, largest, buckets, middle, worst = self._small_parts(self._small)
-        table.copy_(self._sums[: slots * SUM_ROW].view(slots, SUM_ROW)[:, : len(Sum)])
+        table.copy_(tables_in(self._sums, slots, [SUM_ROW])[0][:, : len(Sum)])
         largest.copy_(self._largest.view(slots, _LARGEST_ROW))
         worst.zero_()
         addresses = [np.uint64(each.data_ptr()) for each in (self._sums, self._parts, buckets, middle, worst)]
@@ -165,13 +164,9 @@ class DeviceAggregate:
         self._driver.copy_to_host(self._host, self._small.data_ptr(), 8 * len(self._small), stream)
         self._driver.record(self._arrived, stream)
 
-    def _small_parts(self, words: Any) -> tuple[Any, ...]:
+    def _small_parts(self, words: Any) -> list[Any]:
         """Sums, largest, quantiles' buckets (two of 32 bits a word), medians and deviations (likewise), worst."""
-        slots, at, parts = self._slots, 0, []
-        for width in (len(Sum), _LARGEST_ROW, len(QUANTILES) // 2, 1):
-            parts.append(words[at : at + slots * width].reshape(slots, width))
-            at += slots * width
-        return (*parts, words[at:])
+        return tables_in(words, self._slots, _SMALL_WIDTHS)
 
     def collect(self) -> list[Merged] | None:
         """The last merge's sections, once; None while there is none, or it has not arrived. Those that not all ranks
@@ -192,11 +187,6 @@ class DeviceAggregate:
     def on_the_way(self) -> bool:
         """Whether there is a merge whose result has not been collected."""
         return self._merging is not None
-
-    @property
-    def device_bytes(self) -> int:
-        """Of the buffers."""
-        return 8 * (len(self._sums) + len(self._largest) + len(self._small))
 
 
 def name_digest(name: str) -> int:

@@ -23,8 +23,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from torchlens_perf.clock import Anchor, HostClock
-
 if TYPE_CHECKING:
     from torchlens_perf.cuda.driver import Driver
 
@@ -45,7 +43,7 @@ class Event(Protocol):
         """Whether the device has reached it."""
         ...
 
-    def elapsed_time(self, end_event: Any, /) -> float:
+    def elapsed_time(self, end_event: Event, /) -> float:
         """Milliseconds until another event; both have been reached. CUDA's resolution is about half a microsecond."""
         ...
 
@@ -53,8 +51,8 @@ class Event(Protocol):
 class Events(Protocol):
     """The device's events, on the thread that works."""
 
-    def new(self) -> Any:
-        """An Event that has not been recorded."""
+    def new(self) -> Event:
+        """One that has not been recorded."""
         ...
 
     def record(self, event: Any) -> int | None:
@@ -77,7 +75,7 @@ class Events(Protocol):
 class DeviceAnchor(NamedTuple):
     """An event, and when it happened on the host's CLOCK_MONOTONIC, give or take `error_ns`."""
 
-    event: Any
+    event: Event
     host_ns: int
     error_ns: int
     device_ns: int = 0
@@ -121,8 +119,8 @@ class _Stream:
     """What is marked on one stream and has not been read."""
 
     def __init__(self) -> None:
-        self.pending: deque[tuple[int, Any, DeviceAnchor]] = deque()
-        self.boundaries: deque[tuple[int, Any]] = deque()  # the newest mark at each step's end
+        self.pending: deque[tuple[int, Event, DeviceAnchor]] = deque()
+        self.boundaries: deque[tuple[int, Event]] = deque()  # the newest mark at each step's end
 
 
 class EventClock:
@@ -134,7 +132,7 @@ class EventClock:
         """Looks for a first anchor, for some microseconds; now_ns: the host's clock."""
         self._events = events
         self.now_ns = now_ns
-        self._pool: list[Any] = []
+        self._pool: list[Event] = []
         self._made = 0
         self._next_mark = itertools.count(1).__next__  # atomic: autograd's threads mark too
         self._streams: dict[int, _Stream] = {}
@@ -146,7 +144,7 @@ class EventClock:
         """Marks that were not made because the device was BEHIND_STEPS behind, or no anchor could be had."""
         self.drift_ns = 0
         """The most that an anchor was off when the next one was taken."""
-        self._late: tuple[Any, int] | None = None  # an anchor that did not happen in time, and when it was recorded
+        self._late: tuple[Event, int] | None = None  # an anchor that did not happen in time, and when it was recorded
         with events.beside_captures():
             anchors = [self._take_anchor(_FIRST_PATIENCE_NS) for _ in range(_FIRST_ANCHORS)]
         self._anchor = min((each for each in anchors if each is not None), key=lambda each: each.error_ns, default=None)
@@ -192,10 +190,6 @@ class EventClock:
             return None
         begin_ns, anchor = first
         return anchor.host_ns + begin_ns - anchor.device_ns, last[0] - begin_ns
-
-    def anchor(self) -> Anchor:
-        """The host's clock and the wall clock: times are on the host's time line."""
-        return HostClock().anchor()
 
     def drain(self, most_steps: int = 2) -> None:
         """At a step's end: reads what has happened. One question to the device for each stream with marks, and one
@@ -265,5 +259,5 @@ class EventClock:
         self._anchor = anchor
 
 
-def _anchor_between(event: Any, before_ns: int, after_ns: int) -> DeviceAnchor:
+def _anchor_between(event: Event, before_ns: int, after_ns: int) -> DeviceAnchor:
     return DeviceAnchor(event, (before_ns + after_ns) // 2, (after_ns - before_ns + 1) // 2)

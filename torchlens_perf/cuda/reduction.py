@@ -7,12 +7,13 @@ and `exact`, which are this window's own. The histogram is that of sketch.Sketch
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.sketch import BUCKETS, SCALE, Sketch, bucket_bounds
+from torchlens_perf.sketch import BUCKETS, SCALE, bucket_bounds
 from torchlens_perf.sketch_records import pack
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Exact(IntEnum):
 
 
 SUM_ROW = len(Sum) + BUCKETS
+ROW_WIDTHS = (SUM_ROW, len(Largest), len(Exact))  # of a window's three tables, which lie one behind the other
 
 
 class Reduced(NamedTuple):
@@ -72,6 +74,15 @@ class Scores(NamedTuple):
     """Shape [slots, 2]: lower median and median absolute deviation of the ranks' times, in ns."""
     worst: npt.NDArray[np.uint64]
     """Shape [ranks]: the bits of the rank's highest score as float32, over the slot; 0 without one."""
+
+
+def tables_in(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
+    """Views of the tables [slots, width] that lie one behind the other in an array or a tensor, and of what follows."""
+    tables, at = [], 0
+    for width in widths:
+        tables.append(words[at : at + slots * width].reshape(slots, width))
+        at += slots * width
+    return [*tables, words[at:]]
 
 
 def octave_bounds() -> npt.NDArray[np.uint64]:
@@ -96,11 +107,7 @@ def reduce_window(
 ) -> Reduced:
     """What each slot's ring [slots, places] holds between `tail` and `head`, which count stamps modulo 2**32."""
     slots, places = duration_ns.shape
-    reduced = Reduced(
-        np.zeros((slots, SUM_ROW), np.int64),
-        np.zeros((slots, len(Largest)), np.int64),
-        np.zeros((slots, len(Exact)), np.int64),
-    )
+    reduced = Reduced(*(np.zeros((slots, width), np.int64) for width in ROW_WIDTHS))
     for slot in range(slots):
         newest = int(head[slot])
         written = (newest - int(tail[slot])) % (1 << 32)
@@ -205,15 +212,3 @@ def to_records(
     most, minus_least = largest.tolist()
     median, mad = exact[: Exact.MAD + 1].tolist()
     return pack([count, sum_ns, squares, -minus_least, most, lost, median, mad], sums[len(Sum) :])
-
-
-def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sketch:
-    """A row of sums and one of largest values, of one window or merged, as the sketch that the rest of us uses."""
-    sketch = Sketch()
-    if sums[Sum.COUNT]:
-        sketch.counts[:] = sums[len(Sum) :]
-        sketch.sum_ns = int(sums[Sum.NS])
-        squares = (int(sums[limb]) for limb in (Sum.SQUARES_0, Sum.SQUARES_1, Sum.SQUARES_2))
-        sketch.sum_squares = sum(limb << (32 * place) for place, limb in enumerate(squares))
-        sketch.smallest, sketch.largest = -int(largest[Largest.MINUS_SMALLEST]), int(largest[Largest.NS])
-    return sketch

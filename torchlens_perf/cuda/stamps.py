@@ -18,16 +18,14 @@ All methods on the training thread. None waits for the device, but for making th
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from torchlens_perf.cuda.driver import Arguments, Driver
-from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest, Reduced, octave_bounds
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from torchlens_perf.cuda.reduction import ROW_WIDTHS, Reduced, octave_bounds, tables_in
 
 SLOTS = 64
 PLACES = 1024  # of a slot's ring, between two reductions; the surplus is counted as lost
@@ -57,7 +55,7 @@ class DeviceRing:
             "start_ns": 8 * slots * places,
             "duration_ns": 8 * slots * places,
             "octaves": 8 * len(octave_bounds()),
-            "rows": 8 * slots * (SUM_ROW + len(Largest) + len(Exact)),
+            "rows": 8 * slots * sum(ROW_WIDTHS),
         }
         self._memory: dict[str, int] = {}
         self._host_memory = 0
@@ -75,7 +73,8 @@ class DeviceRing:
             self._free()
             raise
         self.device_bytes = sum(sizes.values())
-        self._rows = _rows_at(self._host_memory, slots)
+        buffer: Any = (ctypes.c_int64 * (self._rows_size // 8)).from_address(self._host_memory)
+        *self._rows, _ = tables_in(np.ctypeslib.as_array(buffer), slots, ROW_WIDTHS)
         self._stamp_arguments: dict[tuple[int, int], Arguments] = {}
         self._reduce_arguments = self._pack_reduce()
 
@@ -162,19 +161,6 @@ class DeviceRing:
 
     def _pack_reduce(self) -> Arguments:
         inputs = [np.uint64(self._memory[name]) for name in ("start_ns", "duration_ns", "head", "tail", "octaves")]
-        sums = self._memory["rows"]
-        largest = sums + 8 * self.slots * SUM_ROW
-        exact = largest + 8 * self.slots * len(Largest)
-        return Arguments([*inputs, np.uint64(sums), np.uint64(largest), np.uint64(exact), np.uint32(self._places - 1)])
-
-
-def _rows_at(address: int, slots: int) -> tuple[npt.NDArray[np.int64], ...]:
-    """Sums, largest and exact, in the memory that the copy arrives in."""
-    widths = (SUM_ROW, len(Largest), len(Exact))
-    buffer: Any = (ctypes.c_int64 * (slots * sum(widths))).from_address(address)
-    whole: npt.NDArray[np.int64] = np.ctypeslib.as_array(buffer)
-    starts = np.cumsum([0, *(slots * width for width in widths)])
-    return tuple(
-        whole[start : start + slots * width].reshape(slots, width)
-        for start, width in zip(starts[:-1].tolist(), widths, strict=True)
-    )
+        before = [0, *itertools.accumulate(8 * self.slots * width for width in ROW_WIDTHS[:-1])]
+        rows = [np.uint64(self._memory["rows"] + offset) for offset in before]
+        return Arguments([*inputs, *rows, np.uint32(self._places - 1)])

@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.events import BEHIND_STEPS, EventClock, Events, TorchEvents
-from torchlens_perf.devices import device_in_use
+from torchlens_perf.devices import CONNECTIONS, device_in_use
 from torchlens_perf.errors import DeviceError, HookUnavailable, guard
-from torchlens_perf.ring import Kind
+from torchlens_perf.ring import UNKNOWN_NS, Kind
 
 if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
 _DEVICE, _STEP = int(Kind.DEVICE), int(Kind.STEP)
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _UNREAD_STEPS = 256  # after which a time that the device has not told is not waited for
 WORST_ERROR_NS = 50_000  # of the device's times on the host's line, for how far the device is behind to be told
-UNKNOWN_NS = (1 << 63) - 1
 _never_freed: list[EventClock] = []  # in forked children
 
 

@@ -14,7 +14,7 @@ from torchlens_perf.cuda.aggregate import DeviceAggregate
 from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.reduction import Reduced, to_records
 from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing
-from torchlens_perf.devices import device_in_use
+from torchlens_perf.devices import CONNECTIONS, device_in_use
 from torchlens_perf.errors import ConfigError, DeviceError, guard
 from torchlens_perf.ring import MERGED_RANK_SHIFT, Kind
 
@@ -72,7 +72,7 @@ class Device:
         import torch
         import torch.distributed as dist
 
-        for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_BLOCKING_WAIT"):
+        for variable in (CONNECTIONS, "TORCH_NCCL_BLOCKING_WAIT"):
             if os.environ.get(variable) == "1":
                 raise DeviceError(f"with {variable}=1 the job would wait for the merge")
         kernels.allow_ranks(self.current(), dist.get_world_size(group))
@@ -316,7 +316,8 @@ class SessionStamper:
         """A window of each section that has one, as a run of records."""
         recorder, kind = self._session.recorder, int(Kind.SKETCH)
         for slot, name in enumerate(names):
-            for place, words in enumerate(to_records(*(rows[slot] for rows in reduced))):
-                name_id = self._session.intern(name)
+            records = to_records(*(rows[slot] for rows in reduced))
+            name_id = self._session.intern(name) if records else 0
+            for place, words in enumerate(records):
                 start, duration, nested, phase, value0, value1 = words
                 recorder.late(kind, name_id, recorder.step, start, duration, place, value0, value1, nested, phase)
