@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchlens_perf.errors import DeviceError
 
-# "1" lets only one kernel's worth of work through at a time: timed events, and waits, then hold up all that comes after.
+# With 1, all streams share one queue to the device: a timed event, or a wait, holds up what comes behind it.
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SMALL_SHARE = 0.1  # of the fullest device's memory: what lies on another one by accident
 

@@ -47,9 +47,7 @@ IN_FLIGHT = 64  # records that writers on several threads may have begun and not
 # A STEP record's value1: micro-steps, and above them the workload plus 1 (0: not known).
 WORKLOAD_SHIFT = 16
 MICRO_STEPS_MASK = (1 << WORKLOAD_SHIFT) - 1
-UNKNOWN_NS = (
-    1 << 63
-) - 1  # a DEVICE record's value1, where the device's clock is not known well enough on the host's line
+UNKNOWN_NS = (1 << 63) - 1  # a DEVICE record's value1, where the device's clock is not known well enough
 MERGED_RANK_SHIFT = 44  # of a MERGED record's value0: above it, the slowest rank plus 1
 OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's space
 
