@@ -15,6 +15,8 @@ from torchlens_perf.rank_statistics import RankStatistics, Windows
 from torchlens_perf.records import PARTS, Verdict
 from torchlens_perf.report import verdict
 from torchlens_perf.report.collective_table import collective_rows, newest_joins
+from torchlens_perf.report.device_rows import device_notes, device_sections, device_times
+from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.heat import heat
 from torchlens_perf.ring import Flag
 from torchlens_perf.sketch import Sketch
@@ -22,18 +24,9 @@ from torchlens_perf.slow_link import LinkFindings, slow_links
 from torchlens_perf.straggler import Place
 
 SCHEMA = 1
-_QUANTILES = {"p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99}
 # A mark in the middle of a step costs about this much more than the tight loop's 0.1 us: caches are cold there
 # (docs/performance.md has the measurement).
 MARK_NS = 400.0
-
-
-# Why marks on the device are missing, by the counters of hooks/device.py.
-_NOT_TIMED = {
-    "captured": "marks on the device were left out while a CUDA graph was captured; a replayed graph has no phases",
-    "skipped": "marks on the device were left out, as it was too far behind or its clock could not be anchored",
-    "unread": "device times were not known when the watch ended",
-}
 
 
 def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
@@ -55,7 +48,7 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
         "heat": heat(windows, judging.findings, _places(processes)),
         "modules": _modules(processes),
         "sections": _sections(processes),
-        "device_sections": _device_sections(processes),
+        "device_sections": device_sections(processes),
         "collectives": collective_rows(joins),
         "slow_links": links.to_json(),
         "quality": _quality(nodes, processes),
@@ -75,7 +68,7 @@ def slow_link_verdict(nodes: list[NodeState]) -> Verdict | None:
     merged = Sketch()
     for process in processes.values():
         merged.merge(process.statistics.step)
-    return verdict.slow_link({"count": _counted_steps(processes), **_distribution(merged)}, links)
+    return verdict.slow_link({"count": _counted_steps(processes), **distribution(merged)}, links)
 
 
 def module_rows(nodes: list[NodeState]) -> list[dict[str, Any]]:
@@ -143,7 +136,7 @@ def _steps(
 ) -> dict[str, Any]:
     """Step times without the first WARM_UP_STEPS of each rank, which `warm_up_max_s` tells of."""
     steps: dict[str, Any] = {"count": _counted_steps(processes)}
-    steps.update(_distribution(merged))
+    steps.update(distribution(merged))
     steps["warm_up_max_s"] = warm_up.largest / 1e9 if warm_up.count else None
     steps["trend"] = _trend(windows)
     steps["inference"] = any(p.statistics.flags_seen & Flag.INFERENCE for p in processes.values())
@@ -166,14 +159,6 @@ def _trend(windows: dict[int, Windows]) -> dict[str, Any] | None:
         "last_third_p50_s": last_s,
         "change": last_s / first_s - 1 if first_s else 0.0,
     }
-
-
-def _distribution(sketch: Sketch) -> dict[str, float | None]:
-    """p50_s, p95_s, p99_s, max_s and mean_s; null where there is no value."""
-    if not sketch.count:
-        return {**dict.fromkeys(_QUANTILES), "max_s": None, "mean_s": None}
-    quantiles: dict[str, float | None] = {name: sketch.quantile_ns(q) / 1e9 for name, q in _QUANTILES.items()}
-    return {**quantiles, "max_s": sketch.largest / 1e9, "mean_s": sketch.mean_ns() / 1e9}
 
 
 def _rank(rank: int, process: ProcessState) -> dict[str, Any]:
@@ -199,38 +184,18 @@ def _rank(rank: int, process: ProcessState) -> dict[str, Any]:
         "steps": statistics.counted_steps,
         "first_step": statistics.first_step,
         "last_step": statistics.last_step,
-        "step_s": _distribution(statistics.step),
-        "own_s": _distribution(statistics.own),
-        "work_s": _distribution(statistics.work) if statistics.work.count else None,
+        "step_s": distribution(statistics.step),
+        "own_s": distribution(statistics.own),
+        "work_s": distribution(statistics.work) if statistics.work.count else None,
         "phases": phases,
         "memory": {
             "last_bytes": statistics.memory_bytes or None,
             "max_bytes": statistics.memory_most_bytes or None,
             "source": process.memory_source or None,
         },
-        "device": _device(process),
+        "device": device_times(process),
         "coverage": statistics.coverage,
         "lost": statistics.lost,
-    }
-
-
-def _device(process: ProcessState) -> dict[str, Any] | None:
-    """What the device's clock tells: device time a step of each phase; None where it tells nothing."""
-    device = process.statistics.device
-    if not device.steps:
-        return None
-    return {
-        "clock": process.device.get("clock"),
-        "error_s": process.device["error_ns"] / 1e9 if process.device.get("error_ns") is not None else None,
-        "steps": device.steps,
-        "step_s": _distribution(device.phases["step"]),
-        "phases": {
-            phase: {"p50_s": sketch.quantile_ns(0.5) / 1e9, "s_per_step": sketch.sum_ns / 1e9 / device.steps}
-            for phase, sketch in device.phases.items()
-            if phase != "step"
-        },
-        "behind_s": _distribution(device.behind),
-        "caught_up": device.caught_up_share,
     }
 
 
@@ -259,12 +224,12 @@ def _modules(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
             {
                 "name": name,
                 "calls": merged.count,
-                "own_s": _distribution(merged),
+                "own_s": distribution(merged),
                 "own_s_per_step": sum(by_rank.values()) / len(by_rank),
                 "by_rank": by_rank,
-                "backward_s": _distribution(backward) if backward.count else None,
+                "backward_s": distribution(backward) if backward.count else None,
                 "backward_by_rank": backward_by_rank,
-                "device_s": _distribution(device) if device.count else None,
+                "device_s": distribution(device) if device.count else None,
             }
         )
     return sorted(rows, key=lambda row: -row["own_s_per_step"])
@@ -288,39 +253,13 @@ def _sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
             {
                 "name": name,
                 "calls": merged.count,
-                "total_s": _distribution(merged),
+                "total_s": distribution(merged),
                 "s_per_step": sum(by_rank.values()) / len(by_rank),
                 "by_rank": by_rank,
-                "device_s": _distribution(device) if device.count else None,
+                "device_s": distribution(device) if device.count else None,
             }
         )
     return sorted(rows, key=lambda row: -row["s_per_step"])
-
-
-def _device_sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
-    """Device sections by their time, most first; by_rank: mean seconds of one, of the ranks whose records are here;
-    over_all_ranks: the last window of all ranks, where they were merged on the device."""
-    rows = []
-    for name in dict.fromkeys(name for process in processes.values() for name in process.statistics.device.stamped):
-        merged, by_rank = Sketch(), {}
-        for rank, process in processes.items():
-            sketch = process.statistics.device.stamped.get(name)
-            if sketch is not None:
-                merged.merge(sketch)
-                by_rank[str(rank)] = sketch.mean_ns() / 1e9
-        over_all = next(
-            (p.statistics.device.merged[name] for p in processes.values() if name in p.statistics.device.merged), None
-        )
-        rows.append(
-            {
-                "name": name,
-                "calls": merged.count,
-                "device_s": _distribution(merged),
-                "by_rank": by_rank,
-                "over_all_ranks": over_all,
-            }
-        )
-    return sorted(rows, key=lambda row: -row["calls"] * row["device_s"]["mean_s"])
 
 
 def _all_names(processes: dict[int, ProcessState], table: str) -> list[str]:
@@ -390,15 +329,7 @@ def _rank_notes(process: ProcessState) -> list[str]:
         notes.append(f"rank {rank}: more distinct names than fit; the surplus is shown as (other)")
     if process.internal_errors:
         notes.append(f"rank {rank}: {process.internal_errors} errors of ours were kept away from training; see its log")
-    if statistics.device.stamped_lost:
-        notes.append(f"rank {rank}: {statistics.device.stamped_lost} times of device sections were overwritten")
-    stray = statistics.device.stray_records
-    if stray:
-        notes.append(f"rank {rank}: windows of device sections were lost: {stray} records are of none that is whole")
-    for field, reason in _NOT_TIMED.items():
-        count = process.device.get(field, 0)
-        if count:
-            notes.append(f"rank {rank}: {count} {reason}")
+    notes += device_notes(process)
     if not process.native:
         notes.append("recorded by the Python twin, not the native recorder: see torchlens-perf doctor")
     return notes
