@@ -18,14 +18,15 @@ TRAINING = {
 # These compute on values: they know no file, no process and no clock.
 PURE = {
     "alert", "alerts", "board", "collective_channel", "collective_join", "collective_semantics",
-    "collective_statistics", "continuation", "cuda.reduction", "culprits", "device_statistics", "episodes",
+    "collective_statistics", "continuation", "cuda.reduction", "culprits", "device_statistics", "diagnosis", "episodes",
     "excess", "exchange_posts", "generations", "grouping", "hang", "module_times", "node_judge", "pacing",
     "population", "probe_schedule", "rank_ranges", "rank_statistics", "records", "report.hang_words",
-    "report.straggler_words", "sketch", "sketch_records", "slow_link", "statistics", "step_rows", "steps",
+    "report.straggler_words", "signals", "sketch", "sketch_records", "slow_link", "statistics", "step_rows", "steps",
     "straggler", "summary", "suspects",
 }  # fmt: skip
 THIRD_PARTY = {
     "cupy": {"cuda.kernels"},
+    "psutil": {"host_signals"},
     "nvtx": {"hooks.nvtx", "doctor"},
     "opentelemetry": {"exporters"},
     "pyarrow": {"run_store"},

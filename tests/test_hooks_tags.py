@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchlens_perf as perf
 from tests.recording import Record, Recording, recorded
+from torchlens_perf import ring
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.hooks.data import batch_elements
 from torchlens_perf.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind
@@ -55,6 +57,24 @@ def test_full_collection_is_a_section_and_a_flag(tmp_path: Path) -> None:
     (section,) = recording.of(Kind.SECTION, GC)
     assert (section.step, section.depth, section.flags) == (2, 1, Flag(0))
     assert 0 < section.duration_ns < recording.steps[2].duration_ns
+
+
+def test_time_of_all_collections(tmp_path: Path) -> None:
+    """Also the younger generations' is added up, where the sidecar reads it; until the watch ends."""
+    told = []
+    with recorded(tmp_path) as recording:
+        session = recording.watch._session
+        assert session is not None
+        for generation in (0, 1, 2):
+            began_ns = time.perf_counter_ns()
+            gc.collect(generation)
+            took_ns = time.perf_counter_ns() - began_ns
+            told.append(session._ring._words[ring.GC_NS])
+            assert 0 < told[-1] - (told[-2] if generation else 0) <= took_ns
+    callbacks = len(gc.callbacks)
+    gc.collect()
+
+    assert len(gc.callbacks) == callbacks  # ours is gone: the ring file is unmapped
 
 
 def test_collection_inside_of_a_phase(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from tests import progress
+from tests.findings import episode
 from tests.planted import places
 from tests.ranks import identity_of, make_run
 from torchlens_perf import job_view
+from torchlens_perf.culprits import Culprit
 from torchlens_perf.exchange_posts import Collected, Received
 from torchlens_perf.identity import Identity
 from torchlens_perf.job_view import JobView
@@ -64,6 +66,30 @@ def test_modules_of_a_rank_of_another_node(tmp_path: Path) -> None:
 
     assert nodes[0].module_excess_ns(2) == pytest.approx({"a": 0.0, "b": 3e6}, abs=4e4)
     assert nodes[0].module_excess_ns(3) == {}
+
+
+def test_why_a_rank_of_another_node_is_slow(tmp_path: Path) -> None:
+    """Its signals arrive with its windows, and are held against those of all ranks."""
+    wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
+    nodes = [JobView(f"node-{number}", wire.open) for number in range(2)]
+    steps = next(Simulation(Topology(4)).steps(20))
+    for second in range(8):
+        for rank in (2, 3, 0, 1):
+            view, identity = nodes[rank // 2], _identity(run, rank)
+            if second == 0:
+                view.add_steps(identity, at[rank], steps.table(rank), ("127.0.0.1", 1))
+            now = progress.rank(rank, step=100 + 10 * second, state="running")
+            view.progress(identity, at[rank], now, {})
+            view.add_signals({rank: {"gc_share": 0.25 * (rank == 2), "cpu_wait_share": 0.0}}, float(second))
+        nodes[1].look(float(second))
+        nodes[0].look(float(second))
+    found = nodes[0].diagnose(Culprit("rank", "", (2,), episode(2, since=100)), {})
+    nobody = nodes[0].diagnose(Culprit("rank", "", (1,), episode(1, since=100)), {})
+
+    assert [cause.kind for cause in found.causes] == ["gc"]
+    assert found.causes[0].evidence == {"gc_share": 0.25, "others_gc_share": 0.0}
+    assert nobody.causes == ()
+    assert nobody.looked_at == ("garbage collection", "waits for a CPU")
 
 
 def _identity(run: Any, rank: int) -> Identity:

@@ -26,7 +26,8 @@ def test_layout_is_the_compilers() -> None:
     offsets = IMPLEMENTATIONS[0].layout()
     words = {
         "head": ring.HEAD, "step": ring.STEP, "unbalanced": ring.UNBALANCED, "too_deep": ring.TOO_DEEP,
-        "tool_ns": ring.TOOL_NS, "state": ring.STATE, "names_used": ring.NAMES_USED, "names_lost": ring.NAMES_LOST,
+        "tool_ns": ring.TOOL_NS, "state": ring.STATE, "gc_ns": ring.GC_NS,
+        "names_used": ring.NAMES_USED, "names_lost": ring.NAMES_LOST,
         "metadata_revision": ring.METADATA_REVISION, "metadata_used": ring.METADATA_USED,
         "internal_errors": ring.INTERNAL_ERRORS, "stack": ring.DEPTH, "capacity": 2, "records_offset": 7,
     }  # fmt: skip

@@ -157,7 +157,7 @@ class TestRows:
         rows = wider(JOB.rows_of(1), 2)
         windows = list(summary.windows(rows))
 
-        assert [len(each) for each in windows] == [12, 12, 6]
+        assert [len(each) for each in windows] == [11, 11, 8]
         assert {each.width for each in windows} == {2}
         for field in dataclasses.fields(Rows):
             if field.name != "width":

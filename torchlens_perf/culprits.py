@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torchlens_perf.diagnosis import Diagnosis
 from torchlens_perf.episodes import Episode
 from torchlens_perf.grouping import STAGES, groups_of
 from torchlens_perf.rank_ranges import parse_ranges
@@ -34,6 +35,8 @@ class Culprit:
     slower_modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Where it is slow in the forward pass, the modules that take longer on the slowest rank than on the others, and by
     how much; empty if not known."""
+    diagnosis: Diagnosis | None = None
+    """Why the slowest rank is slow; None where it was not asked."""
 
     @property
     def cost_ns(self) -> float | None:
@@ -82,7 +85,14 @@ class Named:
     def from_json(cls, value: dict[str, Any]) -> Named:
         return cls(
             tuple(
-                Culprit(**{**each, "ranks": tuple(each["ranks"]), "lead": Episode(**each["lead"])})
+                Culprit(
+                    **{
+                        **each,
+                        "ranks": tuple(each["ranks"]),
+                        "lead": Episode(**each["lead"]),
+                        "diagnosis": each["diagnosis"] and Diagnosis.from_json(each["diagnosis"]),
+                    }
+                )
                 for each in value["culprits"]
             ),
             value["imbalance"]
@@ -97,10 +107,11 @@ def name(
     findings: Findings,
     places: Mapping[int, Place],
     module_excess_ns: Callable[[int], Mapping[str, float]] | None = None,
+    diagnosed: Callable[[Culprit], Diagnosis] | None = None,
 ) -> Named:
     """Who is slow now. `places` has all ranks that were compared.
 
-    module_excess_ns: by module, how much longer it takes on that rank than on the others.
+    module_excess_ns: by module, how much longer it takes on that rank than on the others. diagnosed: why it is slow.
     """
     now = [episode for episode in findings.episodes if episode.until_step is None]
     found = culprits(now, places)[:MOST_NAMED]
@@ -111,6 +122,8 @@ def name(
             else each
             for each in found
         ]
+    if diagnosed is not None:
+        found = [dataclasses.replace(each, diagnosis=diagnosed(each)) for each in found]
     return Named(tuple(found), stage_imbalance(findings, places))
 
 

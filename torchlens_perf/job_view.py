@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf import summary
+from torchlens_perf.diagnosis import Diagnosis, diagnose
 from torchlens_perf.exchange import Exchange
 from torchlens_perf.exchange_meeting import exchange_key
 from torchlens_perf.hang import ENDED, LEAST_S, Hang, Progress, find_hang
@@ -21,12 +22,14 @@ from torchlens_perf.module_times import ModuleTimes
 from torchlens_perf.node_judge import NodeJudge
 from torchlens_perf.rank_ranges import parse_ranges
 from torchlens_perf.report import hang_words
+from torchlens_perf.signals import SignalBoard, vector
 from torchlens_perf.stacks import asked_stack, python_stack
 from torchlens_perf.step_rows import LEAST_ROW_NS, Rows
 from torchlens_perf.straggler import Findings, Place
 from torchlens_perf.summary import Summary
 
 if TYPE_CHECKING:
+    from torchlens_perf.culprits import Culprit
     from torchlens_perf.identity import Identity
     from torchlens_perf.records import StepTable
 
@@ -35,6 +38,8 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 ROUND_S = 1.0  # between two posts of a rank that makes no steps, and two looks for hangs
 SILENT_S = 6.0  # a node that posts every ROUND_S and is not heard of for so long is silent
 MOST_STACKS = 3
+_LEAST_BEFORE_S = 5.0  # of a rank's signals before it was slow: less time is mostly the job's start
+_MOST_COMPARED = 256  # ranks whose signals a slow rank's are held against
 _LEAST_ROW_NS = 100_000_000  # between nodes: at most ten rows a second and rank
 
 
@@ -48,6 +53,7 @@ class _Local:
     progress: Progress | None = None
     unsent: list[Rows] = dataclasses.field(default_factory=list)
     modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    signals: Mapping[str, float] = dataclasses.field(default_factory=dict)
     stack_file: str = ""
     ended: bool = False
     told_end: bool = False
@@ -66,6 +72,7 @@ class JobView:
         self._remote: dict[int, Progress] = {}
         self._remote_heard_s: dict[int, float] = {}
         self._module_times = ModuleTimes()
+        self._signals = SignalBoard()
         self._groups: dict[str, tuple[int, ...]] = {}
         self._open_exchange = open_exchange
         self._exchange: Exchange | None = None
@@ -100,7 +107,7 @@ class JobView:
         self._judge = NodeJudge()
         for known in (self._local, self._remote, self._remote_heard_s, self._groups, self._missing, self._others):
             known.clear()
-        self._module_times = ModuleTimes()
+        self._module_times, self._signals = ModuleTimes(), SignalBoard()
 
     def add_steps(self, identity: Identity, place: Place, steps: StepTable, job_store: tuple[str, int] | None) -> None:
         """Finished steps of a rank of this node. job_store: the job's TCPStore, for a job of several nodes."""
@@ -131,6 +138,26 @@ class JobView:
             local.progress, local.stack_file, local.modules_ns = now, stack_file, modules_ns or {}
             self._module_times.know(identity.rank, local.modules_ns)
             self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
+
+    def add_signals(self, values: Mapping[int, Mapping[str, float]], now_s: float) -> None:
+        """What was measured of ranks of this node in the last second, see signals.py."""
+        there = {rank: signals for rank, signals in values.items() if rank in self._local}
+        steps = [local.progress.step if local.progress else 0 for local in map(self._local.__getitem__, there)]
+        for rank, signals in there.items():
+            self._local[rank].signals = signals
+        if there:
+            rows = np.stack([vector(signals) for signals in there.values()])
+            self._signals.add(np.array(list(there)), np.array(steps), rows, now_s)
+
+    def diagnose(self, culprit: Culprit, details: Mapping[str, str]) -> Diagnosis:
+        """Why a slow rank is slow. details: see diagnosis.diagnose(); of a rank of another node there are none."""
+        episode, ranks = culprit.lead, self._signals.ranks
+        sample = [episode.rank, *ranks[:: max(1, len(ranks) // _MOST_COMPARED)]]
+        during = self._signals.means(sample, episode.since_step)
+        before = {}
+        if not episode.from_start and self._signals.seconds(0, episode.since_step) >= _LEAST_BEFORE_S:
+            before = self._signals.means([episode.rank], 0, episode.since_step)
+        return diagnose(episode, during, before, culprit.ranks, details)
 
     def end(self, identity: Identity) -> None:
         """A process of this node has ended, and all of it is counted."""
@@ -232,6 +259,7 @@ class JobView:
                         rows=rows,
                         modules_ns=local.modules_ns,
                         ended=local.told_end,
+                        signals=local.signals,
                     )
                 )  # fmt: skip
             if payloads:
@@ -256,6 +284,9 @@ class JobView:
                     self._judge.know(self._exchange_attempt, rank, summary.place(values[index], hosts[index]))
             for rank, key, times_ns in zip(ranks, values["modules"].tolist(), summary.modules_ns(values), strict=True):
                 self._module_times.hear(rank, key, times_ns)
+            self._signals.add(
+                values["rank"].astype(np.int64), values["step"].astype(np.int64), values["signals"], now_s
+            )
             for index in np.flatnonzero(values["ended"]).tolist():
                 self._judge.end(self._exchange_attempt, ranks[index])
             for population, block in summary.blocks(values):

@@ -52,7 +52,7 @@ MERGED_RANK_SHIFT = 44  # of a MERGED record's value0: above it, the slowest ran
 OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's space
 
 # Header fields that change while the job runs: 64-bit words, by their index.
-HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE = 8, 9, 10, 11, 12, 13
+HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS = 8, 9, 10, 11, 12, 13, 14
 NAMES_USED, NAMES_LOST, METADATA_REVISION, METADATA_USED, INTERNAL_ERRORS = 16, 17, 18, 19, 20
 DEPTH, FRAMES = 24, 25
 GROUPS_USED, GROUPS = 281, 282
@@ -180,6 +180,11 @@ class RingFile:
         self._words[METADATA_USED] = len(text)
         self._words[METADATA_REVISION] += 1
 
+    def add_gc_ns(self, duration_ns: int) -> None:
+        """Adds to the time in which Python has collected garbage. Closed, it adds nothing."""
+        if not self.buffer.closed:
+            self._words[GC_NS] += duration_ns
+
     def count_internal_error(self) -> None:
         """Counts an error of ours that was kept away from the training loop."""
         self._words[INTERNAL_ERRORS] += 1
@@ -277,7 +282,7 @@ class Reader:
         self._names_read = 0
 
     def counter(self, word: int) -> int:
-        """A header counter: HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, NAMES_LOST or INTERNAL_ERRORS."""
+        """A header counter: HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS, NAMES_LOST or INTERNAL_ERRORS."""
         return int(self._words[word])
 
     def metadata(self) -> dict[str, Any]:

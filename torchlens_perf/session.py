@@ -160,6 +160,10 @@ class Session:
                 logger.warning("torchlens_perf: %s", text)
             self.publish()
 
+    def add_gc_ns(self, duration_ns: int) -> None:
+        """Python has collected garbage for so long."""
+        self._ring.add_gc_ns(duration_ns)
+
     def group_slot(self, name: str) -> int:
         """The row of a process group, or of a pair of peers, in the ring's table."""
         slot = self._group_slots.get(name)

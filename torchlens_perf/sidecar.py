@@ -32,6 +32,7 @@ from torchlens_perf.job_view import JobView, usual_step_s
 from torchlens_perf.node_judge import place_of
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.pacing import MOST_UNKEPT_RECORDS, Pacing
+from torchlens_perf.rank_signals import RankSignals
 from torchlens_perf.rank_statistics import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.ring import Reader
 from torchlens_perf.ring_source import USUAL_STEPS, RingSource
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from torchlens_perf.diagnosis import Diagnosis
     from torchlens_perf.records import StepTable, Verdict
     from torchlens_perf.straggler import Findings, Place
 
@@ -58,6 +60,7 @@ _MISSING_RANKS_TIMEOUT_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 30.0
 _LAST_WINDOWS_S = 5.0
 _JUDGING = "judging the ranks"
+_SIGNALS = "looking for causes"
 
 
 def traced_steps(steps: list[int], every: int) -> set[int]:
@@ -100,6 +103,7 @@ class Sidecar:
         self._earlier_attempt = self._attempt = max(attempts, default=-1)  # that the state's findings and hang are of
         self._continuation = Continuation(self.state.findings)
         self._links = LinkWatch(run, host)
+        self._signals = RankSignals()
         self._together: tuple[Findings, Sequence[Culprit]] = NOTHING, ()
         self._alerts = AlertLog(
             run.run_id, self._attempt, self.state.findings, self.state.hang,
@@ -123,6 +127,8 @@ class Sidecar:
             if final:
                 source.state.ended, source.read_to_end = final, True
                 source.ended_monotonic_s = time.monotonic()
+        with self._going_on(_SIGNALS):
+            self._signals.look(self._sources.values())
         return fullest
 
     def account(self) -> None:
@@ -369,6 +375,8 @@ class Sidecar:
         source.durations_ns.extend(steps.duration_ns[-USUAL_STEPS:].tolist())
         if not self._is_newest(source):
             return  # the last steps of a process that another has replaced, which begins at step 0
+        with self._going_on(_SIGNALS):
+            self._signals.add_steps(source, steps)
         with self._going_on(_JUDGING):
             self.job.add_steps(source.state.identity, self._place(source), steps, source.job_store)
 
@@ -386,6 +394,9 @@ class Sidecar:
                 identity, groups, now = source.state.identity, source.state.groups, self._progress(source, now_s)
                 modules_ns = source.state.statistics.modules_ns()
                 self.job.progress(identity, self._place(source), now, groups, source.stack_file, modules_ns)
+        with self._going_on(_SIGNALS):
+            self.job.add_signals(self._signals.sample(filter(self._is_newest, self._sources.values()), now_s), now_s)
+        with self._going_on(_JUDGING):
             self._take_over(self.job.look(now_s, final=final))
         self.state.hang = self.job.hang
 
@@ -396,7 +407,12 @@ class Sidecar:
             findings = self._continuation.findings(findings)
         if findings.rows or not self.state.findings.rows:
             self.state.findings = findings
-            self.state.named = name(findings, self.job.places, self.job.module_excess_ns)
+            self.state.named = name(findings, self.job.places, self.job.module_excess_ns, self._diagnosed)
+
+    def _diagnosed(self, culprit: Culprit) -> Diagnosis:
+        newest = filter(self._is_newest, self._sources.values())
+        source = next((each for each in newest if each.state.identity.rank == culprit.lead.rank), None)
+        return self.job.diagnose(culprit, self._signals.details(source) if source is not None else {})
 
     @contextlib.contextmanager
     def _going_on(self, place: str) -> Iterator[None]:

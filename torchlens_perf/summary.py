@@ -17,14 +17,15 @@ from torchlens_perf.board import Block
 from torchlens_perf.hang import Progress
 from torchlens_perf.module_times import MOST_MODULES, digest, told_modules
 from torchlens_perf.records import OWN_PARTS
+from torchlens_perf.signals import SIGNALS, vector
 from torchlens_perf.step_rows import Rows
 from torchlens_perf.straggler import Place
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-VERSION = 2
-ROWS, GROUPS, DIMENSIONS, INSIDE = 12, 6, 6, 4
+VERSION = 3
+ROWS, GROUPS, DIMENSIONS, INSIDE = 11, 6, 6, 4
 MOST_BYTES = 1024
 NO_ROW = 0xFFFFFFFF
 _PROGRESS = ("rank", "step", "since_step_s", "usual_step_s", "since_mark_s", "groups", "inside", "state", "all_groups")
@@ -56,6 +57,7 @@ LAYOUT = np.dtype(
         ("work", "<f4", (ROWS, len(OWN_PARTS))),
         ("modules", "<u4"),  # the digest of their names
         ("modules_ns", "<u2", MOST_MODULES),  # the upper halves of 32-bit floats
+        ("signals", "<f2", len(SIGNALS)),
     ]
 )
 assert LAYOUT.itemsize <= MOST_BYTES
@@ -74,6 +76,8 @@ class Summary:
     modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Mean own forward time a step of the rank's modules, over its run."""
     ended: bool = False
+    signals: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Of its last second, by name; without those that are not measured."""
 
 
 def pack(summary: Summary) -> bytes:
@@ -110,6 +114,7 @@ def pack(summary: Summary) -> bytes:
     times = np.array([summary.modules_ns[name] for name in names], "<f4")
     value["modules"] = digest(names)
     value["modules_ns"][: len(names)] = (times.view("<u4") + 0x8000) >> 16  # rounded
+    value["signals"] = vector(summary.signals)
     return value.tobytes()
 
 

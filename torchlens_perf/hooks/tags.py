@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
 _SECTION, _EXCEPTION = int(Kind.SECTION), int(Flag.EXCEPTION)
-_OLDEST_GENERATION = 2  # the younger ones take microseconds
+_OLDEST_GENERATION = 2  # the younger ones usually take microseconds: their time is only added up
 
 
 class TagHook:
@@ -37,14 +38,23 @@ class TagHook:
 
     @contextmanager
     def _collections(self, session: Session) -> Iterator[None]:
-        recorder, name_id = session.recorder, session.intern("python gc")
+        recorder, name_id, now_ns = session.recorder, session.intern("python gc"), time.perf_counter_ns
+        began_ns = 0  # collections do not nest
 
         def collecting(phase: str, info: dict[str, int]) -> None:
-            if info.get("generation") != _OLDEST_GENERATION or recorder.closed:
+            nonlocal began_ns
+            if recorder.closed:
                 return
+            oldest = info.get("generation") == _OLDEST_GENERATION
             if phase == "start":
-                recorder.begin(_SECTION, name_id)
-            else:
+                if oldest:
+                    recorder.begin(_SECTION, name_id)
+                began_ns = now_ns()
+                return
+            if began_ns:  # else the watch began in the middle of it
+                session.add_gc_ns(now_ns() - began_ns)
+                began_ns = 0
+            if oldest:
                 recorder.end(_SECTION, name_id)
                 session.tag(Flag.COLLECTED)
 

@@ -78,7 +78,8 @@ typedef struct {
     uint64_t too_deep;
     uint64_t tool_ns; /* time spent in our own Python hooks on the training thread */
     uint64_t state;   /* 0 open, 1 closed by its writer */
-    uint64_t reserved[2];
+    uint64_t gc_ns;   /* time in which Python collected garbage */
+    uint64_t reserved;
     /* offset 128: names and metadata */
     uint64_t names_used, names_lost;
     uint64_t metadata_revision, metadata_used;

@@ -40,6 +40,7 @@ static PyObject *layout(PyObject *module, PyObject *unused)
         FIELD(Header, metadata_offset), FIELD(Header, metadata_bytes), FIELD(Header, names_offset),
         FIELD(Header, names_bytes), FIELD(Header, records_offset), FIELD(Header, head), FIELD(Header, step),
         FIELD(Header, unbalanced), FIELD(Header, too_deep), FIELD(Header, tool_ns), FIELD(Header, state),
+        FIELD(Header, gc_ns),
         FIELD(Header, names_used), FIELD(Header, names_lost), FIELD(Header, metadata_revision),
         FIELD(Header, metadata_used), FIELD(Header, internal_errors), FIELD(Header, stack), FIELD(Record, tag),
         FIELD(Record, name_id), FIELD(Record, step), FIELD(Record, start_ns), FIELD(Record, duration_ns),

@@ -63,10 +63,11 @@ def _slow(report: dict[str, Any], culprit: Culprit, findings: Findings) -> Verdi
     cost = "What it costs the job is not known"
     if cost_s is not None and share is not None:
         cost = f"It costs the job {duration(cost_s)} a step ({percent(share)})"
+    causes = culprit.diagnosis.causes if culprit.diagnosis is not None else ()
     text = (
         f"{who} in {phase_name(episode.phase)}: {_against(episode, findings.compared)}{where}{_pattern(episode)}. "
-        f"{cost}, {since}. "
-        f"Next: {_next_action(episode, modules, culprit)}"
+        f"{cost}, {since}. {_because(culprit)}"
+        f"Next: {causes[0].action if causes else _next_action(episode, modules, culprit)}"
     )
     evidence = {
         "class": cause_class(episode) if culprit.kind != "position" else "imbalance",
@@ -83,9 +84,27 @@ def _slow(report: dict[str, Any], culprit: Culprit, findings: Findings) -> Verdi
         "more_workload": episode.more_workload,
         "modules": modules,
         "module_excess_s": module_excess_s,
+        "diagnosis": culprit.diagnosis and culprit.diagnosis.to_json(),
     }
     confidence, since_step = _confidence(episode), 0 if episode.from_start else episode.since_step
     return Verdict("straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence)
+
+
+def _because(culprit: Culprit) -> str:
+    """What is behind it, with its evidence; or what was looked at in vain."""
+    diagnosis = culprit.diagnosis
+    if diagnosis is None:
+        return ""
+    if not diagnosis.causes:
+        if not diagnosis.looked_at:
+            return ""
+        return f"No cause found among {', '.join(diagnosis.looked_at)}. "
+    first, *others = diagnosis.causes
+    explains = "" if first.explains is None else f" (which explains {percent(min(1.0, first.explains))} of it)"
+    text = f"Because {first.text}{explains}. "
+    for other in others:
+        text += f"Also, {other.text}. "
+    return text
 
 
 def _against(episode: Episode, ranks: int) -> str:

@@ -1,0 +1,101 @@
+"""The campaign of causes: real runs of two gloo ranks, one of them slowed from outside, and what the verdict says why.
+
+    python -m benchmarks.planted_causes record --kinds gc slow_storage --seeds 0-9 --out FOLDER
+    python -m benchmarks.planted_causes judge --out FOLDER
+
+Each rank has a CPU of its own. Planted are memory pressure in a control group, a busy neighbour on the core, a
+throttled disk, and a heap that is collected in every step; `clean` runs have nothing. Needs root, and two CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.measure import Table
+from benchmarks.planted_faults import REPOSITORY, environment, seeds
+from torchlens_perf.node_state import load_all
+from torchlens_perf.report.build import build
+from torchlens_perf.run_directory import RunDirectory
+
+RANKS = 2
+KINDS = ("memory_pressure", "busy_neighbour", "slow_storage", "gc", "clean")
+RUN_TIMEOUT_S = 180
+
+
+def record(kind: str, seed: int, out: Path) -> None:
+    """One run, in fresh processes. Raises RuntimeError where a rank fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.planted_cause_rank", "--out", str(out)]
+        command += ["--store", f"{folder}/store", f"{kind}:{seed}"]
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(RANKS):
+                environ = {**environment(), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+                with open(out / f"rank{rank}.log", "ab") as log:
+                    ranks.append(subprocess.Popen(command, cwd=REPOSITORY, env=environ, stderr=log))
+            for rank, process in enumerate(ranks):
+                if process.wait(RUN_TIMEOUT_S):
+                    raise RuntimeError(f"rank {rank} failed: see {out}/rank{rank}.log")
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def judge(folder: Path) -> tuple[int, int | None, list[str], str]:
+    """Of a recorded run: the rank that was slowed, who is named, the kinds of its causes, and the sentence."""
+    suspect, _, path = (folder / "truth").read_text().partition(" ")
+    run = RunDirectory(Path(path))
+    verdict = build(run.run_id, load_all(run))["verdicts"][0]
+    diagnosis = verdict["evidence"].get("diagnosis") or {"causes": []}
+    named = verdict["rank"] if verdict["kind"] == "straggler" else None
+    return int(suspect), named, [cause["kind"] for cause in diagnosis["causes"]], verdict["text"]
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("record", "judge"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seeds", type=seeds, default=seeds("0-9"), help="like 0-9 or 3,5")
+    parser.add_argument("--each", action="store_true", help="the sentence of every run")
+    asked = parser.parse_args()
+    out: Path = asked.out.absolute()
+    if asked.command == "record":
+        if os.geteuid() != 0 or len(os.sched_getaffinity(0)) < RANKS:
+            print("planted_causes needs root, and a CPU for each of its two ranks", file=sys.stderr)
+            return 2
+        out.mkdir(parents=True, exist_ok=True)
+        for seed in asked.seeds:
+            for kind in asked.kinds:
+                if not (out / f"{kind}-{seed}" / "truth").exists():
+                    begin_s = time.monotonic()
+                    record(kind, seed, out)
+                    print(f"{kind}-{seed}  {time.monotonic() - begin_s:.0f} s", flush=True)
+        return 0
+    table = Table("kind", "runs", "right rank", "right cause", "also", "wrong cause or rank")
+    for kind in asked.kinds:
+        results = [judge(folder) for folder in sorted(out.glob(f"{kind}-*")) if (folder / "truth").exists()]
+        if asked.each:
+            for suspect, named, causes, text in results:
+                print(f"{kind}: slowed {suspect}, named {named}, {causes}: {text}")
+        right_rank = sum(named == suspect for suspect, named, _, _ in results)
+        first = sum(named == suspect and causes[:1] == [kind] for suspect, named, causes, _ in results)
+        also = sum(named == suspect and kind in causes[1:] for suspect, named, causes, _ in results)
+        wrong = sum(
+            (named not in (None, suspect)) or bool(causes and kind not in causes) or (kind == "clean" and bool(causes))
+            for suspect, named, causes, _ in results
+        )
+        table.row(kind, len(results), right_rank, first, also, wrong)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The board of signals: means over the steps of an interval, for ranks that come and go, in bounded memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from torchlens_perf.signals import SIGNALS, SLOTS, SignalBoard, named, vector
+
+
+def told(board: SignalBoard, second: float, step: int, shares: dict[int, float]) -> None:
+    """One second's gc_share of some ranks."""
+    rows = np.stack([vector({"gc_share": share}) for share in shares.values()])
+    board.add(np.array(list(shares)), np.full(len(shares), step), rows, second)
+
+
+def gc_share(board: SignalBoard, rank: int, since: int, until: int | None = None) -> float:
+    return named(board.means([rank], since, until)[rank])["gc_share"]
+
+
+def test_vector() -> None:
+    """What is not measured is no number, and what is beyond a half's range is the largest one."""
+    row = vector({"gc_share": 0.25, "major_faults_per_s": 1e6})
+
+    assert named(row) == {"gc_share": 0.25, "major_faults_per_s": 65504.0}
+    assert np.isnan(row).sum() == len(SIGNALS) - 2
+    with pytest.raises(KeyError):
+        vector({"no such signal": 1.0})
+
+
+def test_means_over_steps() -> None:
+    """The time in which others were made is left out; where there is no other, it counts."""
+    board = SignalBoard()
+    for second in range(10):
+        told(board, 100.0 + second, 10 * second, {0: 0.0, 3: 0.5 if second >= 5 else 0.25})
+
+    assert gc_share(board, 3, 50) == 0.5
+    assert gc_share(board, 3, 0, 50) == 0.25
+    assert gc_share(board, 0, 0) == 0.0
+    assert gc_share(board, 3, 85) == 0.5  # of its last second, which began with step 90
+    assert board.seconds(50, 80) == 3.0
+    assert board.means([7], 0) == {}
+    assert board.ranks == [0, 3]
+
+
+def test_many_samples_of_a_second_and_ranks_that_come_later() -> None:
+    """All of a second's samples count alike; a rank has the mean of what it told."""
+    board = SignalBoard()
+    told(board, 0.1, 0, {1: 0.25})
+    told(board, 0.2, 1, {1: 0.75})
+    told(board, 1.5, 2, {1: 0.5, 2: 1.0})
+
+    assert gc_share(board, 1, 0) == pytest.approx(0.5)
+    assert gc_share(board, 2, 0) == 1.0
+
+
+def test_not_measured_now_and_then() -> None:
+    """A second in which a signal was not measured neither counts as 0 nor hides the others."""
+    board = SignalBoard()
+    told(board, 0.0, 0, {1: 0.5})
+    board.add(np.array([1]), np.array([10]), vector({"cpu_wait_share": 0.5})[None], 1.0)
+    told(board, 2.0, 20, {1: 0.25})
+
+    assert named(board.means([1], 0)[1]) == {"gc_share": 0.375, "cpu_wait_share": 0.5}
+
+
+def test_bounded() -> None:
+    """A long run keeps at most SLOTS slots, whose means are still those of all their seconds."""
+    board = SignalBoard()
+    for second in range(1000):
+        told(board, float(second), second, {1: float(second >= 512)})
+
+    assert len(board._means) <= SLOTS
+    assert gc_share(board, 1, 0, 512) == 0.0
+    assert gc_share(board, 1, 512) == 1.0
+    assert gc_share(board, 1, 0) == pytest.approx(488 / 1000, abs=0.01)

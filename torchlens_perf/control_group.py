@@ -1,0 +1,91 @@
+"""The control group of a process: its limits, what it uses of them, and how much it waits. Version 1 and 2.
+
+Linux, Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst; pressure stall information: accounting/psi.rst.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_PRESSURE = Path("/proc/pressure")
+_NO_LIMIT = 1 << 60  # version 1 says so by a very large number
+
+
+class ControlGroup:
+    """Reads the files of one process's group anew at each question; None for what the kernel does not tell."""
+
+    def __init__(self, pid: int, *, proc: Path = Path("/proc"), root: Path = _ROOT, pressure: Path = _PRESSURE) -> None:
+        """Raises OSError where there is no such process."""
+        self._pressure = pressure
+        paths: dict[str, str] = {}
+        for line in (proc / str(pid) / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            paths.update((controller, path) for controller in controllers.split(","))
+        self._is_v2 = "memory" not in paths
+        self.path = paths.get("" if self._is_v2 else "memory", "/")
+        """The group's name in its hierarchy, that of its memory."""
+        self._memory = self._folder(root if self._is_v2 else root / "memory", self.path)
+        self._cpu = self._memory if self._is_v2 else self._folder(root / "cpu", paths.get("cpu", "/"))
+        self._root = root
+
+    @staticmethod
+    def _folder(root: Path, path: str) -> Path:
+        """In a container, the path may be the host's, which is not visible: there the root is the container's group."""
+        folder = root / path.lstrip("/")
+        return folder if folder.is_dir() else root
+
+    def memory_limit_share(self) -> float | None:
+        """Used memory by the limit, of the group or of one around it; None without a limit."""
+        names = ("memory.current", "memory.max") if self._is_v2 else ("memory.usage_in_bytes", "memory.limit_in_bytes")
+        shares = []
+        for folder in self._with_parents(self._memory):
+            used, limit = (_integer(folder / name) for name in names)
+            if used is not None and limit is not None and 0 < limit < _NO_LIMIT:
+                shares.append(used / limit)
+        return max(shares, default=None)
+
+    def refaults(self) -> int | None:
+        """Pages that were evicted and needed again so far."""
+        fields = _fields(self._memory / "memory.stat")
+        found = [int(fields[name]) for name in ("workingset_refault_anon", "workingset_refault_file") if name in fields]
+        return sum(found) if found else None
+
+    def quota_wait_ns(self) -> int | None:
+        """How long the group has had no CPU so far because its quota was used up; None without a quota."""
+        fields = _fields(self._cpu / "cpu.stat")
+        if int(fields.get("nr_periods", 0)) == 0:
+            return None
+        if "throttled_usec" in fields:
+            return 1000 * int(fields["throttled_usec"])
+        return int(fields["throttled_time"]) if "throttled_time" in fields else None
+
+    def stall_us(self, resource: str) -> int | None:
+        """How long so far at least one task of the group, or else of the node, has waited for "memory" or "io"."""
+        for path in (self._memory / f"{resource}.pressure", self._pressure / resource):
+            try:
+                some = path.read_text().partition("\n")[0]
+            except OSError:
+                continue  # no such file, or pressure accounting is switched off
+            return int(some.rpartition("total=")[2])
+        return None
+
+    def _with_parents(self, folder: Path) -> list[Path]:
+        folders = [folder, *folder.parents]
+        return [each for each in folders if each.is_relative_to(self._root)]
+
+
+def _integer(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max"
+
+
+def _fields(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    return dict(line.split(" ", 1) for line in lines if " " in line)

@@ -1,0 +1,344 @@
+"""Why a rank is slow: its signals held against the other ranks', and against its own before. Pure.
+
+A cause that takes time is judged by it: what its signal took of each step more than on the others, beside the time that
+the rank loses. One that takes none by itself, as a corrected error, is evidence if only the slow rank has it. Where
+nothing fits, that is said, with what was looked at: a guess would send people the wrong way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.report.quantities import percent
+from torchlens_perf.signals import SIGNALS
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.episodes import Episode
+
+MOST_CAUSES = 3
+_EXPLAINS = 0.3  # share of the lost time from which on a cause is named
+_CLOCK_LOWER = 0.03  # share below the others' clock that is more than their spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Something that makes a rank slow, or may."""
+
+    kind: str
+    """gc, busy_neighbour, cpu_quota, own_threads, no_cpu, memory_pressure, slow_storage, cpu_clock, gpu_throttled,
+    gpu_clock, gpu_errors, pcie, nvlink, network or alloc_retries."""
+    text: str
+    """What is seen, after "because"."""
+    action: str
+    explains: float | None
+    """Share of the rank's excess that it accounts for; None where it cannot be told."""
+    evidence: Mapping[str, float]
+    """The rank's signals, and as others_* those of the other ranks."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """The causes of one rank's slowness, the likeliest first."""
+
+    causes: tuple[Cause, ...]
+    looked_at: tuple[str, ...]
+    """What was measured, in words: where there are no causes, these were ruled out."""
+    not_measured: tuple[str, ...]
+    signals: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """All that is measured of the rank, as means over the steps in which it is slow."""
+    others_signals: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Medians of the other ranks'."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Diagnosis:
+        """What to_json() gave."""
+        causes = tuple(Cause(**cause) for cause in value["causes"])
+        return cls(
+            **{**value, "causes": causes, **{name: tuple(value[name]) for name in ("looked_at", "not_measured")}}
+        )
+
+
+# What people are told that was looked at, and the signal that shows whether it was.
+_SUBJECTS = (
+    ("garbage collection", "gc_share"),
+    ("waits for a CPU", "cpu_wait_share"),
+    ("waits for a disk", "disk_wait_share"),
+    ("memory pressure", "major_faults_per_s"),
+    ("CPU clocks", "cpu_clock_share"),
+    ("GPU clocks and throttling", "sm_clock_mhz"),
+    ("GPU errors", "xids_per_s"),
+    ("PCIe", "pcie_replays_per_s"),
+    ("NVLink", "nvlink_errors_per_s"),
+    ("InfiniBand", "link_errors_per_s"),
+    ("the device allocator", "alloc_retries_per_s"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """One slow rank: its signals while it is slow, what they would be otherwise, and what it loses."""
+
+    mine: Mapping[str, float]
+    usual: Mapping[str, float]
+    """The others' median, or its own before, whichever is nearer: a cause must stand out from both."""
+    others: Mapping[str, float]
+    episode: Episode
+    details: Mapping[str, str]
+
+    def more(self, signal: str) -> float:
+        """How much larger a signal is than usual; 0 where it is not measured. Measured on this rank alone counts."""
+        mine = self.mine.get(signal)
+        return 0.0 if mine is None else mine - self.usual.get(signal, 0.0)
+
+    def explained(self, share_of_time: float) -> float:
+        """So much of each step, as a share of what the rank loses a step."""
+        return share_of_time * self.episode.step_ns / max(1.0, self.episode.excess_ns)
+
+    def against(self, signal: str, words: Callable[[float], str]) -> str:
+        """What it is on the others, where it is measured there."""
+        return f", against {words(self.others[signal])} on the others" if signal in self.others else ""
+
+    def evidence(self, *signals: str) -> dict[str, float]:
+        found = {name: self.mine[name] for name in signals if name in self.mine}
+        return found | {f"others_{name}": self.others[name] for name in signals if name in self.others}
+
+
+def diagnose(
+    episode: Episode,
+    during: Mapping[int, npt.NDArray[np.float32]],
+    before: Mapping[int, npt.NDArray[np.float32]],
+    together: Collection[int] = (),
+    details: Mapping[str, str] | None = None,
+) -> Diagnosis:
+    """Why the episode's rank is slow.
+
+    during, before: by rank, the means of its signals in the steps of the episode, and in those before it; of all ranks
+    that are compared. together: ranks that are slow with it, which are no comparison. details: names for what was seen
+    on its node: "neighbour", "control_group", "gpu".
+    """
+    rank = episode.rank
+    if rank not in during:
+        return Diagnosis((), (), tuple(subject for subject, _ in _SUBJECTS))
+    mine = _named(during[rank])
+    others = _median([values for other, values in during.items() if other != rank and other not in together])
+    usual = dict(others)
+    if not episode.from_start and rank in before:
+        for name, value in _named(before[rank]).items():
+            nearer = min if name in ("cpu_clock_share", "sm_clock_mhz") else max
+            usual[name] = nearer(usual[name], value) if name in usual else value
+    case = _Case(mine, usual, others, episode, details or {})
+    found = [cause for look in _LOOKS for cause in look(case)]
+    found.sort(key=lambda cause: -(_EXPLAINS if cause.explains is None else cause.explains))
+    looked_at = tuple(subject for subject, signal in _SUBJECTS if signal in mine)
+    not_measured = tuple(subject for subject, signal in _SUBJECTS if signal not in mine)
+    return Diagnosis(tuple(found[:MOST_CAUSES]), looked_at, not_measured, mine, others)
+
+
+def _named(row: npt.NDArray[np.float32]) -> dict[str, float]:
+    return {name: float(value) for name, value in zip(SIGNALS, row.tolist(), strict=True) if value == value}
+
+
+def _median(rows: list[npt.NDArray[np.float32]]) -> dict[str, float]:
+    if not rows:
+        return {}
+    table = np.stack(rows)
+    measured = np.flatnonzero(~np.isnan(table).all(axis=0))
+    return {SIGNALS[i]: float(np.nanmedian(table[:, i])) for i in measured.tolist()}
+
+
+# -- what is looked for. Each takes a case and returns the causes that it finds.
+
+
+def _garbage_collection(case: _Case) -> list[Cause]:
+    share = case.more("gc_share")
+    explains = case.explained(share)
+    if explains < _EXPLAINS:
+        return []
+    text = (
+        f"Python's garbage collector runs in it for {percent(case.mine['gc_share'])} of the time"
+        f"{case.against('gc_share', percent)}"
+    )
+    action = (
+        "call gc.freeze() after the model is built and gc.disable() in the loop, with gc.collect() every so many steps "
+        "on all ranks at once; look for what makes so many objects there."
+    )
+    return [Cause("gc", text, action, explains, case.evidence("gc_share"))]
+
+
+def _no_cpu(case: _Case) -> list[Cause]:
+    """What it lacks a CPU for is in its work only where the time ready without one was not told from it."""
+    if case.episode.phase != "cpu":
+        return []
+    waits, quota = case.more("cpu_wait_share"), case.more("cpu_quota_share")
+    neighbours = case.mine.get("neighbour_cpus")
+    explains = case.explained(max(waits, quota))
+    if explains < _EXPLAINS:
+        return []
+    waited = f"its thread is ready without a CPU for {percent(case.mine.get('cpu_wait_share', quota))} of the time"
+    if quota > waits / 2:
+        text = f"{waited}: its control group {case.details.get('control_group', '')} has used up its CPU quota"
+        action = "raise the CPU limit of its container or pod (cpu.max), or start fewer threads and workers in it."
+        evidence = case.evidence("cpu_quota_share", "cpu_wait_share")
+        return [Cause("cpu_quota", _squeezed(text), action, explains, evidence)]
+    evidence = case.evidence("cpu_wait_share", "neighbour_cpus")
+    if neighbours is None:
+        action = "see what else runs on its CPUs, how many threads it has, and how it is pinned."
+        return [Cause("no_cpu", waited, action, explains, evidence)]
+    if neighbours >= max(0.1, waits / 4):  # on other ranks there may be some too, which wait less for them
+        who = case.details.get("neighbour") or "other programs"
+        text = f"{waited}, while {who} keeps {neighbours:.1f} of its CPUs busy"
+        action = "stop that program or pin it elsewhere; give each rank CPUs of its own (taskset, cpuset, numactl)."
+        return [Cause("busy_neighbour", text, action, explains, evidence)]
+    text = f"{waited}, and no other program is busy on its CPUs: its own threads and workers compete"
+    action = "lower OMP_NUM_THREADS and num_workers there, or allow it more CPUs: compare its pinning with the others'."
+    return [Cause("own_threads", text, action, explains, evidence)]
+
+
+_MEMORY_SIGNALS = (
+    "major_faults_per_s", "refaults_per_s", "memory_limit_share", "memory_stall_share", "disk_wait_share",
+    "asleep_share", "kernel_share",
+)  # fmt: skip
+
+
+def _disk(case: _Case) -> list[Cause]:
+    """Waiting for pages that were evicted looks like waiting for files, but for the faults and the full group."""
+    waits = case.more("disk_wait_share")
+    # How much it sleeps is known exactly; that it sleeps for a disk, from looking at it now and then.
+    slept = case.more("asleep_share") if "asleep_share" in case.mine else waits
+    explains = case.explained(slept)
+    faults, refaults = case.more("major_faults_per_s"), case.more("refaults_per_s")
+    full = case.mine.get("memory_limit_share", 0.0) >= 0.9
+    stalls = case.more("memory_stall_share")
+    presses = faults >= 20 and (full or stalls >= 0.05 or refaults >= 20)
+    reclaims = explains + case.explained(max(0.0, case.more("kernel_share")))
+    if presses and reclaims >= _EXPLAINS:
+        where = case.details.get("control_group", "")
+        limit = f"its control group {where} is at {percent(case.mine['memory_limit_share'])} of its memory limit, and"
+        text = (
+            f"{limit if full else 'memory is short on its node:'} it waits for {case.mine['major_faults_per_s']:.0f} "
+            f"evicted pages a second{case.against('major_faults_per_s', '{:.0f}'.format)}"
+        )
+        action = (
+            "raise the memory limit there, or hold less: fewer workers, smaller prefetch and caches; see what else "
+            "takes memory on that node."
+        )
+        evidence = case.evidence(*_MEMORY_SIGNALS)
+        return [Cause("memory_pressure", _squeezed(text), action, reclaims, evidence)]
+    if explains < _EXPLAINS or waits < slept / 3:
+        return []
+    text = (
+        f"it waits for a disk for {percent(case.mine['disk_wait_share'])} of the time"
+        f"{case.against('disk_wait_share', percent)}"
+    )
+    action = (
+        "compare the storage of that node with the others' (mount, fio, iostat -x); copy the data to local disks, or "
+        "read ahead: more workers, larger prefetch_factor."
+    )
+    signals = ("disk_wait_share", "asleep_share", "io_stall_share", "major_faults_per_s")
+    return [Cause("slow_storage", text, action, explains, case.evidence(*signals))]
+
+
+def _cpu_clock(case: _Case) -> list[Cause]:
+    lower = _below(case, "cpu_clock_share")
+    explains = lower * case.episode.work_ns / max(1.0, case.episode.excess_ns)
+    if lower < _CLOCK_LOWER or explains < _EXPLAINS:
+        return []
+    text = (
+        f"its CPU runs at {percent(case.mine['cpu_clock_share'])} of its highest clock, against "
+        f"{percent(case.usual['cpu_clock_share'])} usually"
+    )
+    action = "look at the governor (cpupower frequency-info), power limits and temperature of that node."
+    return [Cause("cpu_clock", text, action, explains, case.evidence("cpu_clock_share"))]
+
+
+def _gpu_clock(case: _Case) -> list[Cause]:
+    lower = _below(case, "sm_clock_mhz")
+    reasons = {
+        "thermal_share": ("temperature", "look at the cooling of that GPU: fans, airflow, inlet temperature"),
+        "hw_slowdown_share": ("the board's slowdown", "look at its power supply and cooling: power brake, cables"),
+        "power_share": ("its power limit", "compare its power limit with the others' (nvidia-smi -q -d POWER)"),
+    }
+    reason = max(reasons, key=case.more)
+    explains = lower * case.episode.work_ns / max(1.0, case.episode.excess_ns)
+    throttled = case.more(reason) >= 0.05
+    if lower < _CLOCK_LOWER or (not throttled and explains < _EXPLAINS):
+        return []
+    gpu = case.details.get("gpu", "its GPU")
+    clock = f"{gpu}'s SM clock is {case.mine['sm_clock_mhz'] / 1e3:.2f} GHz, {percent(lower)} below the usual"
+    evidence = case.evidence("sm_clock_mhz", *reasons, "temperature_c")
+    if not throttled:
+        action = "compare its clock settings with the others' (nvidia-smi -q -d CLOCK): locked or application clocks."
+        return [Cause("gpu_clock", clock, action, explains, evidence)]
+    why, action = reasons[reason]
+    degrees = case.mine.get("temperature_c")
+    hot = f" at {degrees:.0f} C" if reason == "thermal_share" and degrees is not None else ""
+    text = f"{clock}; it was throttled for {percent(case.mine[reason])} of the time, for {why}{hot}"
+    return [Cause("gpu_throttled", text, f"{action}; drain the node if it stays.", explains, evidence)]
+
+
+# Signals that are no time but errors: kind, what is counted in words, and what to do.
+_ERRORS = {
+    "xids_per_s": ("gpu_errors", "errors of the driver (XID)", "look them up in the kernel's log; drain the node"),
+    "ecc_errors_per_s": ("gpu_errors", "uncorrectable ECC errors", "reset or replace that GPU; drain the node"),
+    "remapped_rows_per_s": ("gpu_errors", "rows of its memory remapped", "reset that GPU at the next chance"),
+    "pcie_replays_per_s": ("pcie", "PCIe replays", "look at the slot, riser and link width (nvidia-smi -q -d PCIE)"),
+    "nvlink_errors_per_s": ("nvlink", "NVLink errors", "look at nvidia-smi nvlink -e, and at the fabric manager"),
+    "link_errors_per_s": ("network", "InfiniBand errors", "look at the cable and port (perfquery, ibdiagnet)"),
+}
+_LEAST_ERRORS = {"pcie_replays_per_s": 1.0}  # a second; single ones are usual
+
+
+def _errors(case: _Case) -> list[Cause]:
+    found = []
+    for signal, (kind, what, action) in _ERRORS.items():
+        more = case.more(signal)
+        if more <= 0 or more < _LEAST_ERRORS.get(signal, 0.0) or case.mine[signal] < 3 * case.usual.get(signal, 0.0):
+            continue
+        text = f"{case.details.get('gpu', 'its GPU') if kind != 'network' else 'its node'} has {what}"
+        text += f": {_per_minute(case.mine[signal])}{case.against(signal, _per_minute)}"
+        found.append(Cause(kind, text, f"{action}.", None, case.evidence(signal)))
+    return found
+
+
+def _allocator(case: _Case) -> list[Cause]:
+    per_step = case.more("alloc_retries_per_s") * case.episode.step_ns / 1e9
+    if per_step < 0.05:
+        return []
+    text = (
+        f"its device allocator runs out and retries {_per_minute(case.mine['alloc_retries_per_s'])}: each time it "
+        "waits for the device and frees its cache"
+    )
+    action = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or leave it more free memory (smaller batch)."
+    return [Cause("alloc_retries", text, action, None, case.evidence("alloc_retries_per_s"))]
+
+
+_LOOKS: tuple[Callable[[_Case], list[Cause]], ...] = (
+    _garbage_collection, _no_cpu, _disk, _cpu_clock, _gpu_clock, _errors, _allocator,
+)  # fmt: skip
+
+
+def _below(case: _Case, clock: str) -> float:
+    """How far a clock is below the usual, as a share of that."""
+    mine, usual = case.mine.get(clock), case.usual.get(clock)
+    return 1 - mine / usual if mine is not None and usual else 0.0
+
+
+def _per_minute(per_s: float) -> str:
+    return f"{60 * per_s:.1f} a minute" if 0 < per_s < 1 else f"{per_s:.0f} a second" if per_s else "none"
+
+
+def _squeezed(text: str) -> str:
+    """Without the gap that a name leaves which is not known."""
+    return " ".join(text.split())

@@ -1,0 +1,64 @@
+"""The signals of this node's ranks, from all that the sidecar can ask: the kernel, and its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf import ring
+from torchlens_perf.host_signals import HostSignals
+from torchlens_perf.records import OWN_PARTS, PARTS
+
+if TYPE_CHECKING:
+    from torchlens_perf.records import StepTable
+    from torchlens_perf.ring_source import RingSource
+
+
+class RankSignals:
+    """Belongs to the sidecar's thread."""
+
+    def __init__(self) -> None:
+        self._host = HostSignals()
+        self._pids: dict[int, str] = {}
+        self._asleep: dict[int, list[int]] = {}  # of each process, in the steps since the last sample: of how many ns
+        self._details: dict[int, dict[str, str]] = {}  # of each process; what is known last stays when it has ended
+
+    def look(self, sources: Iterable[RingSource]) -> None:
+        """What the ranks wait for at this instant; a few times a second."""
+        self._host.look(source.state.identity.pid for source in sources if not source.read_to_end)
+
+    def add_steps(self, source: RingSource, steps: StepTable) -> None:
+        """Finished steps of a rank."""
+        measured = (steps.cpu_ns[:, 0] >= 0) & (steps.ready_ns[:, 0] >= 0)
+        own = np.array([PARTS.index(part) for part in OWN_PARTS])
+        awake_ns = (steps.cpu_ns + steps.ready_ns)[:, own]
+        asleep_ns = np.maximum(steps.parts_ns[:, own] - awake_ns, 0)[measured].sum()
+        sums = self._asleep.setdefault(source.state.identity.pid, [0, 0])
+        sums[0] += int(asleep_ns)
+        sums[1] += int(steps.duration_ns[measured].sum())
+
+    def sample(self, sources: Iterable[RingSource], now_s: float) -> dict[int, dict[str, float]]:
+        """By rank, the signals since the last call."""
+        running = [source for source in sources if not source.read_to_end]
+        self._pids = {each.state.identity.pid: f"rank {each.state.identity.rank}" for each in running}
+        gc_ns = {source.state.identity.pid: source.reader.counter(ring.GC_NS) for source in running}
+        host = self._host.sample(gc_ns, now_s)
+        for pid, signals in host.items():
+            asleep_ns, duration_ns = self._asleep.pop(pid, (0, 0))
+            if duration_ns:
+                signals["asleep_share"] = asleep_ns / duration_ns
+        ranks = {source.state.identity.pid: source.state.identity.rank for source in running}
+        return {ranks[pid]: signals for pid, signals in host.items()}
+
+    def details(self, source: RingSource) -> dict[str, str]:
+        """Names for what was seen of this rank, for the sentences of a diagnosis."""
+        pid = source.state.identity.pid
+        found = {
+            "neighbour": self._host.busiest_neighbour(pid, self._pids),
+            "control_group": self._host.control_group(pid),
+        }
+        details = self._details.setdefault(pid, {})
+        details.update({name: text for name, text in found.items() if text})
+        return details
