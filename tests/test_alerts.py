@@ -13,6 +13,7 @@ from tests.simulations import simulation
 from torchlens_perf.alert import Alert
 from torchlens_perf.alerts import AlertLog, stragglers_by_class
 from torchlens_perf.continuation import Continuation
+from torchlens_perf.diagnosis import Cause, Diagnosis
 from torchlens_perf.records import Verdict
 from torchlens_perf.straggler import NOTHING, Findings, Judge, Usual
 
@@ -44,6 +45,21 @@ def test_a_straggler_is_told_of_once_and_ends_once() -> None:
     assert started.text.startswith("Rank 3 (node-a) is slow in the backward pass: 80.0 ms of work a step against 60.0")
     assert "Next: compare" in started.text
     assert ended.text.startswith("Rank 3 was slow in the backward pass from step 100 to step 179")
+
+
+def test_why_it_is_slow() -> None:
+    """An alert says why, in words and for machines; who is called needs not look it up."""
+    cause = Cause("gc", "it collects garbage", "call gc.freeze().", 0.9, {})
+    because = Diagnosis((cause,), (), ())
+    (started,) = AlertLog("run").changes(
+        0, findings(episode()), None, PLACES, NOW_NS, diagnosed=lambda culprit: because
+    )
+    (unknown,) = told(AlertLog("run"), findings(episode()))
+
+    assert started.because == ("gc",)
+    assert "Because it collects garbage (which explains 90% of it). Next: call gc.freeze()." in started.text
+    assert unknown.because == ()
+    assert started.id == unknown.id
 
 
 def test_one_that_came_and_went_between_two_looks_is_told_of() -> None:

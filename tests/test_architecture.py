@@ -12,7 +12,7 @@ PACKAGE = Path(perf.__file__).parent
 # What a training process may load, and what only the sidecar and the command line may.
 TRAINING = {
     "", "_native_twin", "clock", "config", "cuda", "device_sections", "devices", "errors", "hooks", "identity",
-    "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session",
+    "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
     "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_private", "version", "watch",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.

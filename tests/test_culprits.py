@@ -11,6 +11,7 @@ import pytest
 from tests.findings import episode, findings
 from tests.planted import WORK_NS, Job, places
 from torchlens_perf.culprits import MOST_NAMED, NOBODY, Named, culprits, name, stage_imbalance
+from torchlens_perf.diagnosis import Diagnosis
 from torchlens_perf.straggler import NOTHING, Findings, Judge, Place, Usual
 
 MS = 1e6
@@ -155,6 +156,19 @@ def test_only_who_is_slow_now() -> None:
     job = Job.of(4, 150).slow(1, 20).slow(2, 20).slow(3, 20, rows=slice(0, 60))
 
     assert {each.ranks for each in name(job.judged(), places(4)).culprits} == {(1,), (2,)}
+
+
+def test_why_a_rank_was_slow_is_kept() -> None:
+    """When it is over, who looks back still learns why; until it is known no more that it was."""
+    slow, why = episode(1), Diagnosis((), ("garbage collection",), ())
+    now = name(findings(slow), places(8), diagnosed=lambda culprit: why)
+    assert now.diagnosis(slow.key) is why
+    over = name(findings(dataclasses.replace(slow, until_step=120)), places(8), before=now)
+    later = name(findings(dataclasses.replace(slow, until_step=120)), places(8), before=Named.from_json(over.to_json()))
+
+    assert over.culprits == later.culprits == ()
+    assert later.diagnosis(slow.key) == why
+    assert name(findings(), places(8), before=later).diagnosis(slow.key) is None
 
 
 def pipeline(*work: float, ranks: int = 4) -> tuple[Findings, dict[int, Place]]:

@@ -39,7 +39,9 @@ def test_slurm() -> None:
     found = detect(SLURM)
 
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (3, 1, 4, 4)
-    assert found.attributes == {"slurm.job.id": "991", "slurm.step.id": "0", "slurm.job.name": "pretrain"}
+    assert (
+        found.attributes.items() >= {"slurm.job.id": "991", "slurm.step.id": "0", "slurm.job.name": "pretrain"}.items()
+    )
 
 
 def test_alone() -> None:

@@ -64,7 +64,7 @@ def test_schema(run: RunDirectory) -> None:
     assert {"count", "p50_s", "p95_s", "p99_s", "max_s"} <= set(value["steps"])
     assert {"rank", "host", "own_s", "phases"} <= set(value["ranks"][0])
     assert set(value["ranks"][0]["phases"]["forward"]) == {"p50_s", "mean_s", "share"}
-    assert set(value["verdicts"][0]) == set(Verdict.__dataclass_fields__)
+    assert set(value["verdicts"][0]) == {*Verdict.__dataclass_fields__, "where"}
     assert {"records", "lost", "coverage", "overhead_share", "notes"} <= set(value["quality"])
     assert {"name", "calls", "own_s", "by_rank"} <= set(value["modules"][0])
     assert {"operation", "group", "count", "bytes"} <= set(value["collectives"][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -45,6 +46,17 @@ def test_a_slow_rank() -> None:
     assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.015, 0.15))
     assert verdict.evidence["excess_s"] == pytest.approx(0.02)
     assert (verdict.evidence["scope"], verdict.evidence["ranks"]) == ("rank", [3])
+
+
+def test_where_its_machine_is() -> None:
+    """What is known of it stands beside the host's name; of a slow node, beside the node's."""
+    at = {rank: dataclasses.replace(place, site="switch leaf3") for rank, place in AT.items()}
+    slow = [episode(rank, shared_cost_ns=15 * MS) for rank in range(4)]
+    (one,), _ = straggler_verdicts(REPORT, findings(episode()), name(findings(episode()), at))
+    (node,), _ = straggler_verdicts(REPORT, findings(*slow), name(findings(*slow), at))
+
+    assert one.text.startswith("Rank 3 (node-0, switch leaf3) is slow")
+    assert node.text.startswith("Node node-0 (switch leaf3) is slow (ranks 0-3)")
 
 
 def test_two_ranks_and_the_start() -> None:

@@ -13,6 +13,7 @@ from torchlens_perf.report.straggler_words import cause_class, phase_name, strag
 from torchlens_perf.straggler import Findings, Place
 
 if TYPE_CHECKING:
+    from torchlens_perf.diagnosis import Diagnosis
     from torchlens_perf.episodes import Episode
     from torchlens_perf.records import Verdict
 
@@ -48,6 +49,8 @@ class Alert:
     phase: str | None = None
     cause: str = ""
     """A straggler's class: slow_compute, slow_data, slow_host or more_work. A hang's kind: dead, missing and others."""
+    because: tuple[str, ...] = ()
+    """Kinds of what is behind a straggler (diagnosis.Cause), the likeliest first; none if none was found."""
     scope: str = ""
     """What is slow: "rank", "node" with all its ranks, or "position" in the mesh."""
     cost_s: float | None = None
@@ -94,9 +97,12 @@ class Moment:
     places: Mapping[int, Place]
     unix_ns: int
     report: Callable[[], dict[str, Any]]
+    diagnosed: Callable[[Culprit], Diagnosis | None] | None = None
 
     def began(self, slow: Slow, culprit: Culprit, change: str = STARTED, *parts: object) -> Alert:
         """culprit: as culprits() has found it; the rank that is slowest speaks for those that are slow with it."""
+        if self.diagnosed is not None:
+            culprit = dataclasses.replace(culprit, diagnosis=self.diagnosed(culprit))
         findings = dataclasses.replace(self.findings, episodes=())
         (verdict,), _ = straggler_verdicts(self.report(), findings, Named((culprit,)))
         return self._straggler(slow, culprit.lead, change, verdict, verdict.text, *parts, ranks=culprit.ranks)
@@ -152,6 +158,7 @@ class Moment:
             host=self._host(episode.rank),
             phase=episode.phase,
             cause=cause_class(episode),
+            because=tuple(cause["kind"] for cause in (verdict.evidence.get("diagnosis") or {"causes": ()})["causes"]),
             scope=slow.kind,
             cost_s=verdict.cost_s_per_step,
             cost_share=verdict.cost_share,

@@ -25,6 +25,8 @@ from torchlens_perf.report.straggler_words import cause_class
 from torchlens_perf.straggler import NOTHING, Findings, Place
 
 if TYPE_CHECKING:
+    from torchlens_perf.culprits import Culprit
+    from torchlens_perf.diagnosis import Diagnosis
     from torchlens_perf.episodes import Episode
 
 _CLASSES = ("slow_compute", "slow_data", "slow_host", "more_work")
@@ -106,16 +108,17 @@ class AlertLog:
         at_step: int | None = None,
         verdicts: Sequence[Verdict] = (),
         report: Callable[[], dict[str, Any]] | None = None,
+        diagnosed: Callable[[Culprit], Diagnosis | None] | None = None,
     ) -> tuple[Alert, ...]:
         """What is new since the last call. findings and hang are those of the sidecar's state, unix_ns is now.
 
         generation: how often the processes were started anew within the attempt. at_step: the furthest step in
         progress; None: no process runs. verdicts: others that stand now, like an imbalance; an alert is raised when one
         comes, and when it has been gone for a minute. report: has `modules` as build() makes them, for the sentences;
-        it is asked for only when a straggler is to be told of.
+        it is asked for only when a straggler is to be told of, and so is diagnosed, why it is slow.
         """
         of_modules = functools.cache(report if report is not None else no_modules)
-        moment = Moment(self._run_id, attempt, generation, findings, places, unix_ns, of_modules)
+        moment = Moment(self._run_id, attempt, generation, findings, places, unix_ns, of_modules, diagnosed)
         raised: list[Alert] = []
         if (attempt, generation) != (self._attempt, self._generation):
             raised += self._restarted(moment)

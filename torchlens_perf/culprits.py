@@ -32,6 +32,8 @@ class Culprit:
 
     host: str = ""
     """Of the slowest rank."""
+    site: str = ""
+    """Where that host is, in words."""
     slower_modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Where it is slow in the forward pass, the modules that take longer on the slowest rank than on the others, and by
     how much; empty if not known."""
@@ -77,9 +79,17 @@ class Named:
 
     culprits: tuple[Culprit, ...] = ()
     imbalance: StageImbalance | None = None
+    past: Mapping[tuple[int, int], Diagnosis] = dataclasses.field(default_factory=dict)
+    """By Episode.key, why ranks were slow that no longer are."""
+
+    def diagnosis(self, key: tuple[int, int]) -> Diagnosis | None:
+        """Why a rank is, or was, slow in this episode; None if that is not known."""
+        now = (each.diagnosis for each in self.culprits if each.lead.key == key)
+        return next(now, None) or self.past.get(key)
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        past = [[*key, diagnosis.to_json()] for key, diagnosis in self.past.items()]
+        return {**dataclasses.asdict(dataclasses.replace(self, past={})), "past": past}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Named:
@@ -97,6 +107,7 @@ class Named:
             ),
             value["imbalance"]
             and StageImbalance(**{**value["imbalance"], "ranks": tuple(value["imbalance"]["ranks"])}),
+            {(rank, step): Diagnosis.from_json(diagnosis) for rank, step, diagnosis in value["past"]},
         )
 
 
@@ -108,10 +119,12 @@ def name(
     places: Mapping[int, Place],
     module_excess_ns: Callable[[int], Mapping[str, float]] | None = None,
     diagnosed: Callable[[Culprit], Diagnosis] | None = None,
+    before: Named | None = None,
 ) -> Named:
     """Who is slow now. `places` has all ranks that were compared.
 
     module_excess_ns: by module, how much longer it takes on that rank than on the others. diagnosed: why it is slow.
+    before: who was named last, of whom it is kept why.
     """
     now = [episode for episode in findings.episodes if episode.until_step is None]
     found = culprits(now, places)[:MOST_NAMED]
@@ -124,7 +137,12 @@ def name(
         ]
     if diagnosed is not None:
         found = [dataclasses.replace(each, diagnosis=diagnosed(each)) for each in found]
-    return Named(tuple(found), stage_imbalance(findings, places))
+    past = {}
+    for episode in findings.episodes:
+        why = before.diagnosis(episode.key) if before is not None and episode.until_step is not None else None
+        if why is not None:
+            past[episode.key] = why
+    return Named(tuple(found), stage_imbalance(findings, places), past)
 
 
 def _largest(excess_ns: Mapping[str, float]) -> dict[str, float]:
@@ -140,7 +158,8 @@ def culprits(episodes: Sequence[Episode], places: Mapping[int, Place]) -> list[C
         for kind, name, ranks in groups_of(left.keys(), places)
     ]
     found += [Culprit("rank", "", (rank,), episode) for rank, episode in left.items()]
-    found = [dataclasses.replace(each, host=places.get(each.lead.rank, Place()).host) for each in found]
+    at = [places.get(each.lead.rank, Place()) for each in found]
+    found = [dataclasses.replace(each, host=place.host, site=place.site) for each, place in zip(found, at, strict=True)]
     return sorted(found, key=lambda each: (-(each.cost_ns or each.lead.cost_ns), -each.lead.excess_ns))
 
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from torchlens_perf import site
+
 # Facts of the scheduler and launcher, under the names that they are exported with (exporters/semantics.py).
 _ATTRIBUTES = {
     "torch.elastic.run_id": "TORCHELASTIC_RUN_ID",
@@ -20,6 +22,7 @@ _ATTRIBUTES = {
     "slurm.step.id": "SLURM_STEP_ID",
     "slurm.node.name": "SLURMD_NODENAME",
     "slurm.cluster.name": "SLURM_CLUSTER_NAME",
+    "slurm.job.partition": "SLURM_JOB_PARTITION",
     "k8s.pod.name": "K8S_POD_NAME",
     "k8s.pod.uid": "K8S_POD_UID",
     "k8s.namespace.name": "K8S_NAMESPACE",
@@ -128,6 +131,7 @@ def _integer(environ: Mapping[str, str], *names: str, default: int) -> int:
 
 def _attributes(environ: Mapping[str, str]) -> dict[str, str]:
     found = {name: environ[variable] for name, variable in _ATTRIBUTES.items() if environ.get(variable)}
+    found.update(site.attributes(environ))
     if "KUBERNETES_SERVICE_HOST" in environ:
         found.setdefault("k8s.pod.name", environ.get("HOSTNAME", socket.gethostname()))
         try:

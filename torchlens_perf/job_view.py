@@ -23,6 +23,7 @@ from torchlens_perf.node_judge import NodeJudge
 from torchlens_perf.rank_ranges import parse_ranges
 from torchlens_perf.report import hang_words
 from torchlens_perf.signals import SignalBoard, vector
+from torchlens_perf.site import site
 from torchlens_perf.stacks import asked_stack, python_stack
 from torchlens_perf.step_rows import LEAST_ROW_NS, Rows
 from torchlens_perf.straggler import Findings, Place
@@ -234,10 +235,12 @@ class JobView:
         first = identity.rank - identity.local_rank
         merges = first == 0
         key = exchange_key(identity.run_id, identity.attempt)
+        # Who hears of the node by this name knows where it is, too.
+        where = f"/{known}" if (known := site(identity.attributes).replace("/", "-")) else ""
         logger.info(
             "%s windows between nodes; the job's store is %s:%d", "merging" if merges else "sending", *job_store
         )
-        self._exchange = self._open_exchange(job_store, key, f"{self._host}/{first}", merges)
+        self._exchange = self._open_exchange(job_store, key, f"{self._host}/{first}{where}", merges)
 
     def _post(self) -> None:
         assert self._exchange is not None
@@ -273,7 +276,8 @@ class JobView:
         received = [(each, node) for parts in collected.payloads.values() for each in parts for node in (each.node,)]
         if received:
             values = summary.unpack([each.payload for each, _ in received])
-            hosts = [node.partition("/")[0] for _, node in received]
+            hosts = [node.split("/")[0] for _, node in received]
+            sites = ["".join(node.split("/")[2:]) for _, node in received]
             ages_s = [each.age_s for each, _ in received]
             for progress, age_s in zip(summary.progress(values, hosts, ages_s), ages_s, strict=True):
                 self._remote[progress.rank] = progress
@@ -281,7 +285,8 @@ class JobView:
             ranks = values["rank"].tolist()
             for index, rank in enumerate(ranks):
                 if not self._judge.has_rows(rank):
-                    self._judge.know(self._exchange_attempt, rank, summary.place(values[index], hosts[index]))
+                    place = summary.place(values[index], hosts[index], sites[index])
+                    self._judge.know(self._exchange_attempt, rank, place)
             for rank, key, times_ns in zip(ranks, values["modules"].tolist(), summary.modules_ns(values), strict=True):
                 self._module_times.hear(rank, key, times_ns)
             self._signals.add(

@@ -22,15 +22,18 @@ def dimension(description: str) -> str:
     return "" if description in _NOT_DIMENSIONS else description.removeprefix("mesh_")
 
 
-def place_of(rank: int, host: str, model: str, groups: Mapping[str, Mapping[str, Any]]) -> Place:
-    """Where a rank is: its host, what it computes (identity.model_digest), its position in the groups that it uses."""
+def place_of(rank: int, host: str, model: str, groups: Mapping[str, Mapping[str, Any]], site: str = "") -> Place:
+    """Where a rank is: its host, what it computes (identity.model_digest), its position in the groups that it uses.
+
+    site: where the host is.
+    """
     coordinates = {}
     for group in groups.values():
         name, members = dimension(group["description"]), parse_ranges(group["ranks"])
         if name and rank in members:
             coordinates[name] = members.index(rank)
     stage = "".join(f"/{name}{coordinates[name]}" for name in STAGES if name in coordinates)
-    return Place(host, model + stage, coordinates)
+    return Place(host, model + stage, coordinates, site)
 
 
 class NodeJudge:

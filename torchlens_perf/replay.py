@@ -23,10 +23,13 @@ from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.report.build import module_rows, slow_link_verdict
 from torchlens_perf.ring import Kind
 from torchlens_perf.sidecar import traced_steps
+from torchlens_perf.site import site
 from torchlens_perf.standing import standing
 from torchlens_perf.statistics import assemble_steps, step_traces
 
 if TYPE_CHECKING:
+    from torchlens_perf.culprits import Culprit
+    from torchlens_perf.diagnosis import Diagnosis
     from torchlens_perf.records import StepTable, StepTrace
     from torchlens_perf.run_directory import RunDirectory
     from torchlens_perf.run_store import Origin
@@ -82,7 +85,8 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
             process.statistics.add(kept, table, names, lost)
             if origin.key not in before:
                 model = process.model or model_digest(process.statistics.modules)
-                place = place_of(origin.rank, origin.host, model, process.groups)
+                where = site(process.identity.attributes)
+                place = place_of(origin.rank, origin.host, model, process.groups, where)
                 judge.add_steps(origin.attempt, origin.rank, place, table)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
@@ -120,6 +124,12 @@ def judged(run: RunDirectory) -> Findings:
             place = place_of(origin.rank, origin.host, model, known.groups if known is not None else {})
             judge.add_steps(origin.attempt, origin.rank, place, assemble_steps(kept))
     return judge.judge(final=True)
+
+
+def _diagnosed(saved: list[NodeState], culprit: Culprit) -> Diagnosis | None:
+    """What was found when the run was live: the signals themselves are not kept."""
+    found = (state.named.diagnosis(culprit.lead.key) for state in saved)
+    return next((each for each in found if each is not None), None)
 
 
 def _forget_undelivered(run: RunDirectory) -> None:
@@ -161,6 +171,7 @@ class _Sending:
             generation=_generation(saved, judge.attempt),
             verdicts=standing(findings, name(findings, judge.places), slow_link_verdict(saved)),
             report=lambda: {"modules": module_rows(saved)},
+            diagnosed=lambda culprit: _diagnosed(saved, culprit),
         )  # fmt: skip
         slow = [episode for episode in findings.episodes if episode.until_step is None]
         together = culprits(slow, judge.places)

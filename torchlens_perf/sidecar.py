@@ -39,6 +39,7 @@ from torchlens_perf.ring_source import USUAL_STEPS, RingSource
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.run_store import Chunk, SegmentWriter, last_sequences
 from torchlens_perf.sidecar_lock import SidecarLock
+from torchlens_perf.site import site
 from torchlens_perf.stacks import process_state
 from torchlens_perf.standing import LinkWatch, standing
 from torchlens_perf.statistics import assemble_steps, step_traces
@@ -178,6 +179,7 @@ class Sidecar:
                     at_step=max((source.reader.counter(ring.STEP) for source in run_on), default=None),
                     verdicts=standing(findings, self.state.named, links),
                     report=self._module_report,
+                    diagnosed=self._diagnosed,
                 )  # fmt: skip
                 self.state.alerts = self._alerts.to_json()
                 if findings is not self._together[0]:  # the same for many rounds, and of many ranks it takes a while
@@ -385,7 +387,8 @@ class Sidecar:
 
     def _place(self, source: RingSource) -> Place:
         state = source.state
-        return place_of(state.identity.rank, state.identity.host, state.model, state.groups)
+        identity = state.identity
+        return place_of(identity.rank, identity.host, state.model, state.groups, site(identity.attributes))
 
     def look_around(self, now_s: float, *, final: bool = False) -> None:
         """Judges the ranks, exchanges windows with other nodes, and looks for hangs."""
@@ -407,7 +410,9 @@ class Sidecar:
             findings = self._continuation.findings(findings)
         if findings.rows or not self.state.findings.rows:
             self.state.findings = findings
-            self.state.named = name(findings, self.job.places, self.job.module_excess_ns, self._diagnosed)
+            self.state.named = name(
+                findings, self.job.places, self.job.module_excess_ns, self._diagnosed, self.state.named
+            )
 
     def _diagnosed(self, culprit: Culprit) -> Diagnosis:
         newest = filter(self._is_newest, self._sources.values())

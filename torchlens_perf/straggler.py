@@ -37,6 +37,8 @@ class Place:
     """Ranks with the same text do the same work, and are compared."""
     coordinates: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Its position in each dimension of the job's mesh: {"dp": 3, "pp": 0}."""
+    site: str = ""
+    """Where its host is, in words, see site.py."""
 
 
 @dataclasses.dataclass(frozen=True)

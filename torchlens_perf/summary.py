@@ -173,10 +173,10 @@ def modules_ns(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]:
     return (values["modules_ns"].astype("<u4") << 16).view("<f4")
 
 
-def place(value: np.void, host: str) -> Place:
-    """Where the rank of one summary is."""
+def place(value: np.void, host: str, site: str = "") -> Place:
+    """Where the rank of one summary is. The node says for all its ranks what its host is called and where it is."""
     coordinates = {entry["name"].decode(): int(entry["coordinate"]) for entry in value["dimensions"] if entry["name"]}
-    return Place(host, value["population"].decode(), coordinates)
+    return Place(host, value["population"].decode(), coordinates, site)
 
 
 def progress(values: npt.NDArray[np.void], hosts: Sequence[str], told_s: Sequence[float]) -> list[Progress]:

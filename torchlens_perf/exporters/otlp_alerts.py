@@ -152,6 +152,7 @@ def _attributes(run_id: str, alert: Alert) -> dict[str, Any]:
         semantics.SINCE_STEP: alert.since_step,
         semantics.UNTIL_STEP: alert.until_step,
         semantics.HANG_KIND if of_hang else semantics.STRAGGLER_CLASS: alert.cause or None,
+        semantics.STRAGGLER_CAUSES: alert.because or None,
         semantics.STRAGGLER_SCOPE: alert.scope or None,
         semantics.STRAGGLER_COST: alert.cost_s,
         semantics.COST_SHARE: alert.cost_share,

@@ -35,6 +35,7 @@ SINCE_STEP = "torch.train.since_step"
 UNTIL_STEP = "torch.train.until_step"
 COST_SHARE = "torch.train.straggler.cost_share"
 STRAGGLER_CLASS = "torch.train.straggler.class"
+STRAGGLER_CAUSES = "torch.train.straggler.causes"
 STRAGGLER_SCOPE = "torch.train.straggler.scope"
 HANG_KIND = "torch.train.hang.kind"
 

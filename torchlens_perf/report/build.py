@@ -19,6 +19,7 @@ from torchlens_perf.report.device_rows import device_notes, device_sections, dev
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.heat import heat
 from torchlens_perf.ring import Flag
+from torchlens_perf.site import site
 from torchlens_perf.sketch import Sketch
 from torchlens_perf.slow_link import LinkFindings, slow_links
 from torchlens_perf.straggler import Place
@@ -55,8 +56,17 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
     }
     hang = next((node.hang for node in nodes if node.hang is not None and report["run"]["live"]), None)
     found = verdict.verdicts(report, judging.findings, judging.named, hang, links)
-    report["verdicts"] = [each.to_json() for each in found]
+    report["verdicts"] = [{**each.to_json(), "where": _where(each, processes)} for each in found]
     return report
+
+
+def _where(each: Verdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
+    """Who knows the rank of a verdict by which name: host, scheduler, container, cloud; None without a rank, or for
+    one of a node that shares no disk with this one."""
+    if each.rank is None or each.rank not in processes:
+        return None
+    identity = processes[each.rank].identity
+    return {"host.name": identity.host, **identity.attributes}
 
 
 def slow_link_verdict(nodes: list[NodeState]) -> Verdict | None:
@@ -87,7 +97,7 @@ def _counted_steps(processes: dict[int, ProcessState]) -> int:
 
 def _places(processes: dict[int, ProcessState]) -> dict[int, Place]:
     return {
-        rank: place_of(rank, process.identity.host, process.model, process.groups)
+        rank: place_of(rank, process.identity.host, process.model, process.groups, site(process.identity.attributes))
         for rank, process in processes.items()
     }
 

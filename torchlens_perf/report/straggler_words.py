@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchlens_perf.culprits import MOST_MODULES, Culprit, Named, StageImbalance
+from torchlens_perf.diagnosis import Diagnosis
 from torchlens_perf.episodes import Episode
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.records import Verdict
@@ -24,7 +25,7 @@ def straggler_verdicts(report: dict[str, Any], findings: Findings, named: Named)
     if named.imbalance is not None:
         now.append(_imbalance(named.imbalance, findings))
     before.sort(key=lambda episode: -episode.since_step)
-    return now, [_was_slow(report, episode) for episode in before[:_MOST_NAMED]]
+    return now, [_was_slow(report, each, named.diagnosis(each.key)) for each in before[:_MOST_NAMED]]
 
 
 def phase_name(phase: str) -> str:
@@ -49,9 +50,11 @@ def cause_class(episode: Episode) -> str:
 
 
 def _slow(report: dict[str, Any], culprit: Culprit, findings: Findings) -> Verdict:
-    episode, host = culprit.lead, culprit.host
+    episode = culprit.lead
+    host = ", ".join(filter(None, (culprit.host, culprit.site)))
+    at = f" ({culprit.site})" if culprit.site else ""
     if culprit.kind == "node":
-        who = f"Node {culprit.name} is slow (ranks {ranges(culprit.ranks)}), most of all rank {episode.rank},"
+        who = f"Node {culprit.name}{at} is slow (ranks {ranges(culprit.ranks)}), most of all rank {episode.rank},"
     elif culprit.kind == "position":
         who = f"The ranks at {culprit.name} are slow ({ranges(culprit.ranks)}), most of all rank {episode.rank},"
     else:
@@ -184,7 +187,7 @@ def _modules_of(report: dict[str, Any], culprit: Culprit) -> tuple[list[str], fl
     return [], 0.0
 
 
-def _was_slow(report: dict[str, Any], episode: Episode) -> Verdict:
+def _was_slow(report: dict[str, Any], episode: Episode, diagnosis: Diagnosis | None) -> Verdict:
     assert episode.until_step is not None
     kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
     together = episode.shared_cost_ns is not None and episode.shared_cost_ns > episode.cost_ns
@@ -196,7 +199,10 @@ def _was_slow(report: dict[str, Any], episode: Episode) -> Verdict:
         f"+{duration(episode.excess_ns / 1e9)} a step{_pattern(episode)}, which cost the job {duration(cost_s)} a step "
         f"({percent(share)}){', together with those that were slow with it' if together else ''}. It is over."
     )
+    if diagnosis is not None and diagnosis.causes:
+        text += f" Seen meanwhile: {diagnosis.causes[0].text}."
     evidence = {"class": cause_class(episode), "until_step": episode.until_step, "excess_s": episode.excess_ns / 1e9}
+    evidence["diagnosis"] = diagnosis and diagnosis.to_json()
     return Verdict(
         f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step, _confidence(episode), text,
         evidence,
