@@ -84,7 +84,7 @@ class Cause:
                 self._neighbour = int(started.stdout.readline())
         elif self.kind == "gc":
             took_s = 0.0
-            while took_s < self.delay_s:
+            while took_s < self.delay_s / 2:  # in the loop, with cold caches, it takes about twice as long
                 self._heap.extend([[] for _ in range(20_000)])
                 begin_s = time.perf_counter()
                 gc.collect()
@@ -140,12 +140,12 @@ class File:
 class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Tokens that are drawn from what is read."""
 
-    def __init__(self, file: File, cause: Cause, seed: int) -> None:
-        self._file, self._cause = file, cause
+    def __init__(self, file: File, cause: Cause, seed: int, steps: int) -> None:
+        self._file, self._cause, self._steps = file, cause, steps
         self._draw = np.random.default_rng(seed)
 
     def __len__(self) -> int:
-        return STEPS * BATCH
+        return self._steps * BATCH
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if index % BATCH == 0:
@@ -154,17 +154,17 @@ class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return tokens[:-1], tokens[1:]
 
 
-def run(kind: str, seed: int, rank: int, ranks: int, out: Path) -> str:
+def run(kind: str, seed: int, rank: int, ranks: int, out: Path, steps: int = STEPS) -> str:
     """One run under perf.watch, in its own folder. Returns the rank that is slow and the run directory."""
     import torchlens_perf as perf
 
     cause = Cause(kind, seed, rank, ranks)
     file = File(out / f"data{rank}")
-    planted = Planted(Truth(kind, seed, ranks, STEPS, ()), rank)
+    planted = Planted(Truth(kind, seed, ranks, steps, ()), rank)
     torch.manual_seed(seed)
     model = DistributedDataParallel(Transformer(planted), bucket_cap_mb=BUCKET_MIB)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(Batches(file, cause, 1000 * seed + rank), batch_size=BATCH)
+    loader = DataLoader(Batches(file, cause, 1000 * seed + rank, steps), batch_size=BATCH)
     dist.barrier()
     with perf.watch(model, optimizer, dir=str(out / f"{kind}-{seed}"), report=False) as watch:
         try:
@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="KIND:SEED")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--store", type=Path, required=True, help="file that the ranks meet at")
+    parser.add_argument("--steps", type=int, default=STEPS)
     asked = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cpus = sorted(os.sched_getaffinity(0))
@@ -201,7 +202,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     for each in asked.runs:
         kind, _, seed = each.partition(":")
-        told = run(kind, int(seed), rank, ranks, asked.out)
+        told = run(kind, int(seed), rank, ranks, asked.out, asked.steps)
         gc.collect()
         if rank == 0:
             (asked.out / f"{kind}-{seed}" / "truth").write_text(told)

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from benchmarks.measure import Table
+from benchmarks.planted_cause_rank import STEPS
 from benchmarks.planted_faults import REPOSITORY, environment, seeds
 from torchlens_perf.node_state import load_all
 from torchlens_perf.report.build import build
@@ -28,11 +29,11 @@ KINDS = ("memory_pressure", "busy_neighbour", "slow_storage", "gc", "clean")
 RUN_TIMEOUT_S = 180
 
 
-def record(kind: str, seed: int, out: Path) -> None:
-    """One run, in fresh processes. Raises RuntimeError where a rank fails."""
+def record(runs: list[tuple[str, int]], out: Path, steps: int = STEPS) -> None:
+    """Runs of these kinds and seeds, one after the other. Raises RuntimeError where a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.planted_cause_rank", "--out", str(out)]
-        command += ["--store", f"{folder}/store", f"{kind}:{seed}"]
+        command += ["--store", f"{folder}/store", "--steps", str(steps), *(f"{kind}:{seed}" for kind, seed in runs)]
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(RANKS):
@@ -40,7 +41,7 @@ def record(kind: str, seed: int, out: Path) -> None:
                 with open(out / f"rank{rank}.log", "ab") as log:
                     ranks.append(subprocess.Popen(command, cwd=REPOSITORY, env=environ, stderr=log))
             for rank, process in enumerate(ranks):
-                if process.wait(RUN_TIMEOUT_S):
+                if process.wait(RUN_TIMEOUT_S * len(runs)):
                     raise RuntimeError(f"rank {rank} failed: see {out}/rank{rank}.log")
         finally:
             for process in ranks:
@@ -77,7 +78,7 @@ def main() -> int:
             for kind in asked.kinds:
                 if not (out / f"{kind}-{seed}" / "truth").exists():
                     begin_s = time.monotonic()
-                    record(kind, seed, out)
+                    record([(kind, seed)], out)
                     print(f"{kind}-{seed}  {time.monotonic() - begin_s:.0f} s", flush=True)
         return 0
     table = Table("kind", "runs", "right rank", "right cause", "also", "wrong cause or rank")

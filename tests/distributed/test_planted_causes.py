@@ -1,0 +1,41 @@
+"""Real ranks, one of them slowed by something around it: the verdict says who, and why."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.limited_group import LimitedGroup
+from benchmarks.planted_causes import RANKS, judge, record
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STEPS = 150
+
+
+def why_no_disk_is_throttled(folder: Path) -> str:
+    """A reason to leave out the runs that need it; "" if it is permitted."""
+    try:
+        (folder / "file").touch()
+        group = LimitedGroup("io", 1 << 20, folder / "file")
+        group.enter()
+        group.leave()
+    except OSError as error:
+        return f"no disk can be throttled here: {error}"
+    return ""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < RANKS, reason="each of the two ranks needs a CPU of its own")
+def test_causes_are_named(tmp_path: Path) -> None:
+    """A heap that is collected in every step, and a throttled disk."""
+    reason = why_no_disk_is_throttled(tmp_path)
+    kinds = ["gc"] if reason else ["gc", "slow_storage"]
+    record([(kind, 1) for kind in kinds], tmp_path, STEPS)
+
+    for kind in kinds:
+        suspect, named, causes, text = judge(tmp_path / f"{kind}-1")
+        assert (named, causes[:1]) == (suspect, [kind]), text
+    if reason:
+        pytest.skip(reason)
