@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from torchlens_perf.device_statistics import DeviceStatistics
+from torchlens_perf.memory_statistics import MemoryStatistics
 from torchlens_perf.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.ring import Flag, Kind, name_of
 from torchlens_perf.sketch import Sketch
@@ -218,6 +219,7 @@ class RankStatistics:
         self.flags_seen = 0
         self.history = WindowHistory()
         self.device = DeviceStatistics()
+        self.memory = MemoryStatistics()
 
     def add(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int) -> None:
         """Counts whole steps: their records, and the table that assemble_steps() made of them."""
@@ -228,6 +230,7 @@ class RankStatistics:
         warm = self.first_step is not None and records["step"] >= self.first_step + WARM_UP_STEPS
         self._add_named(records[warm], names)
         self.device.add(records[warm], names)
+        self.memory.add(records, names)
 
     def _add_steps(self, table: StepTable) -> None:
         if self.first_step is None:
@@ -296,6 +299,7 @@ class RankStatistics:
         }
         value["history"] = self.history.to_json()
         value["device"] = self.device.to_json()
+        value["memory"] = self.memory.to_json()
         return value
 
     @classmethod
@@ -313,6 +317,8 @@ class RankStatistics:
             statistics.collectives[name] = CollectiveCount(Sketch.from_json(count["sketch"]), int(count["bytes"]))
         statistics.history = WindowHistory.from_json(value["history"])
         statistics.device = DeviceStatistics.from_json(value["device"])
+        if "memory" in value:  # of an older run there is none
+            statistics.memory = MemoryStatistics.from_json(value["memory"])
         return statistics
 
 

@@ -77,6 +77,7 @@ class Kind(IntEnum):
     MERGED = 23  # a device section over all ranks, in one window, see hooks/stamps.py
     SKETCH = 22  # a part of the statistics of a window, see sketch_records.py
     DEVICE = 21  # a span as the device's clock has it; value0: its kind, value1: how long after the host it ended there
+    MEMORY = 28  # one number of the device's allocator, see memory_readings.py
 
 
 PHASES = (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT)
@@ -161,6 +162,12 @@ class RingFile:
     def names(self) -> list[str]:
         """All names interned so far, by id."""
         return list(self._ids)
+
+    def inside(self) -> list[str]:
+        """Names of the spans that the training thread is inside of, outermost first, without the step."""
+        names, depth = list(self._ids), min(self._words[DEPTH], MAX_FRAMES)
+        ids = [self._words[FRAMES + FRAME_BYTES // 8 * i + 3] & 0xFFFFFFFF for i in range(1, depth)]
+        return [name_of(names, name_id) for name_id in ids]
 
     def add_group(self, name: str) -> int:
         """A row in the table that shows how far a process group is; MAX_GROUPS, and no row, once the table is full."""

@@ -8,6 +8,7 @@
       nodes/HOST.log       what the sidecar said
       steps/HOST-*.parquet one row a step and rank
       spans/HOST-*.parquet one row a record
+      oom/rankNNNNN-STEP.json, .txt  what held the memory of a device that ran out of it
       report.txt           the last report, as rank 0 printed it
 
 A ring file must not lie on a network disk, and on a local one the kernel's write-back would stall stores now and then:
@@ -40,6 +41,7 @@ class RunDirectory:
         self.nodes = path / "nodes"
         self.steps = path / "steps"
         self.spans = path / "spans"
+        self.oom = path / "oom"
         self.report = path / "report.txt"
 
     @property
@@ -54,6 +56,9 @@ class RunDirectory:
 
     def node_log(self, host: str) -> Path:
         return self.nodes / f"{host}.log"
+
+    def oom_table(self, rank: int, step: int) -> Path:
+        return self.oom / f"rank{rank:05d}-{step}.json"
 
     def create(self) -> None:
         """Makes the folders. Raises RunStoreError where that is not allowed."""

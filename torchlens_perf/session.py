@@ -65,7 +65,7 @@ def default_hooks(config: Config, backward: BackwardHook) -> list[Hook]:
         (True, DataHook()),
         (True, backward),
         (config.collectives, CollectiveHook()),
-        (config.memory, MemoryHook()),
+        (config.memory, MemoryHook(config.memory_history)),
         (True, TagHook()),
         (config.faulthandler, StackHook()),
     ]
@@ -201,6 +201,10 @@ class Session:
             yield
         finally:
             self.stop_work(work)
+
+    def inside(self) -> list[str]:
+        """What the training thread is inside of, outermost first."""
+        return [] if self.recorder.closed else self._ring.inside()
 
     def tag(self, flag: Flag) -> None:
         """The step in progress gets this flag."""

@@ -13,7 +13,7 @@ from torchlens_perf.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_NO_SPANS = (int(Kind.STEP), int(Kind.THREAD_TIME), int(Kind.SKETCH), int(Kind.MERGED))
+_NO_SPANS = (int(Kind.STEP), int(Kind.THREAD_TIME), int(Kind.SKETCH), int(Kind.MERGED), int(Kind.MEMORY))
 _PART_OF_KIND = {
     Kind.DATA: "data",
     Kind.FORWARD: "forward",

@@ -132,6 +132,21 @@ def _replicas() -> bool:
     return "_compiled_call_impl" not in nn.Identity()._replicate_for_data_parallel().__dict__
 
 
+def _in_cuda_build(name: str) -> Callable[[], bool]:
+    """Whether torch has this function; a build without CUDA lacks nothing by lacking it."""
+
+    def works() -> bool:
+        import torch
+
+        return not torch.backends.cuda.is_built() or callable(getattr(torch._C, name))
+
+    return works
+
+
+_OOM_OBSERVER = "torch._C._cuda_attach_out_of_memory_observer"
+_SNAPSHOT = "torch._C._cuda_memorySnapshot"
+_MEMORY_HISTORY = "torch._C._cuda_isHistoryEnabled"
+
 PRIVATE_NAMES = (
     PrivateName(
         "torch.nn.Module._compiled_call_impl",
@@ -168,8 +183,62 @@ PRIVATE_NAMES = (
         _skip_code,
         "torch.compile compiles our hooks where it meets them, and modules are not timed where hooks are needed",
     ),
+    PrivateName(
+        _OOM_OBSERVER,
+        _in_cuda_build("_cuda_attach_out_of_memory_observer"),
+        "where a rank runs out of device memory, nothing tells what held it",
+    ),
+    PrivateName(
+        _SNAPSHOT,
+        _in_cuda_build("_cuda_memorySnapshot"),
+        "where a rank runs out of device memory, nothing tells what held it",
+    ),
+    PrivateName(
+        _MEMORY_HISTORY,
+        _in_cuda_build("_cuda_isHistoryEnabled"),
+        "memory_history is off: it must not replace a history that the job records",
+    ),
 )
 _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
+
+
+def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> None:
+    """Calls `observer` before each out-of-memory error of the device's allocator, for as long as the process lives.
+
+    It gets the device, and bytes: asked for, that the process may take, and free. It runs on the thread that asked, which
+    may be autograd's, and without the allocator's lock (c10/cuda/CUDACachingAllocator.cpp, DeviceCachingAllocator::malloc).
+    What it raises would take the place of torch's own error.
+    """
+    import torch
+
+    torch._C._cuda_attach_out_of_memory_observer(observer)
+
+
+def memory_snapshot(*, with_history: bool) -> dict[str, Any]:
+    """The segments and blocks of torch's allocator, and the history where it is asked for and recorded.
+
+    As torch.cuda.memory._snapshot() documents it; allocates nothing on the device and does not wait for it.
+    """
+    import torch
+
+    snapshot: dict[str, Any] = torch._C._cuda_memorySnapshot((0, 0, with_history))
+    return snapshot
+
+
+def records_memory_history() -> bool:
+    """Whether somebody records where device memory is allocated. CUDA must be initialized."""
+    import torch
+
+    return bool(torch._C._cuda_isHistoryEnabled())
+
+
+def record_memory_history(entries: int) -> None:
+    """Keeps the Python stack of each live block, and the last so many allocations and frees; 0 ends it."""
+    import torch
+
+    torch.cuda.memory._record_memory_history(
+        "all" if entries else None, context="alloc" if entries else None, stacks="python", max_entries=entries
+    )
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

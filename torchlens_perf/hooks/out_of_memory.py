@@ -1,0 +1,201 @@
+"""What held the device's memory when it ran out: a table in the run directory, written before the error is raised.
+
+torch calls an observer then, on the thread that asked for memory. It cannot be taken away again, so one is attached in
+the life of a process, and does nothing while no watch is entered. The error itself is torch's, and passes as without us:
+it may end the process, be caught by the user, or by cuDNN, which tries something smaller.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf import torch_private
+from torchlens_perf.errors import guard
+from torchlens_perf.oom_table import live_table, module_path, shown_stack
+from torchlens_perf.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from torchlens_perf.session import Session
+
+SCHEMA = 1
+_MOST_FILES = 8  # of one process: the newest stay
+_MOST_SHARE = 100  # where errors are caught again and again: tables take at most one part in so many of the time
+_MOST_OWN_FRAMES = 64
+
+
+class _Relay:
+    """What the observer of this process calls."""
+
+    def __init__(self) -> None:
+        self.told: Callable[[int, int, int, int], None] | None = None
+        self.attached = False
+
+    def attach(self) -> None:
+        """Attaches the observer, once. CUDA must be initialized."""
+        if not self.attached:
+            self.attached = True
+            torch_private.attach_out_of_memory_observer(guard("the table of device memory").calling(self, "told"))
+
+
+relay = _Relay()
+
+
+class OutOfMemoryHook:
+    """Listens for out-of-memory errors; records where memory was allocated, if asked to."""
+
+    name = "out of memory"
+
+    def __init__(self, history_entries: int) -> None:
+        """history_entries: how many allocations and frees are kept besides the live blocks; 0: no stacks."""
+        self._entries = history_entries
+        self._records = False
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        torch_private.require("torch._C._cuda_attach_out_of_memory_observer")
+        torch_private.require("torch._C._cuda_memorySnapshot")
+
+        def start() -> None:
+            import torch
+
+            if torch.cuda.is_initialized():  # neither of the two may initialize it: that would poison a later fork
+                session.stop_work(start)
+                backend = torch.cuda.get_allocator_backend()
+                if backend != "native":
+                    session.note(f"{self.name}: the allocator {backend} does not tell of it")
+                    return
+                relay.attach()
+                self._start_history(session)
+
+        relay.told = _Observer(session, self).told
+        with session.each_step(self.name, start):
+            start()
+            try:
+                yield
+            finally:
+                relay.told = None
+                if self._records and not session.recorder.closed:  # in a forked child it is the parent's
+                    torch_private.record_memory_history(0)
+
+    def _start_history(self, session: Session) -> None:
+        if not self._entries:
+            return
+        if not torch_private.works("torch._C._cuda_isHistoryEnabled") or torch_private.records_memory_history():
+            session.note("memory_history is off: the job may record a history of its own, which is left as it is")
+            return
+        torch_private.record_memory_history(self._entries)
+        self._records = True
+
+    @property
+    def records(self) -> bool:
+        """Whether the history is ours, and so bounded."""
+        return self._records
+
+
+class _Observer:
+    """Writes the tables of one watch."""
+
+    def __init__(self, session: Session, hook: OutOfMemoryHook, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._session = session
+        self._run = RunDirectory(Path(session.config.dir).absolute() / session.identity.run_id)
+        self._hook = hook
+        self._now_ns = now_ns
+        self._not_before_ns = 0
+        self._untold = 0  # errors since the last table
+        self._files: list[Path] = []
+
+    def told(self, device: int, asked_bytes: int, limit_bytes: int, free_bytes: int) -> None:
+        """Memory has run out on this device. Must not raise, and must not allocate there."""
+        begin_ns = self._now_ns()
+        if begin_ns < self._not_before_ns:
+            self._untold += 1
+            return
+        forwards, hidden = forward_methods(), _hidden()
+        frames = _own_frames()
+        # A history of the job's own may be of any length: its entries are not asked for, the stacks of blocks are there.
+        snapshot = torch_private.memory_snapshot(with_history=self._hook.records)
+        table = live_table(snapshot, device, forwards, hidden)
+        step, identity = self._session.recorder.step, self._session.identity
+        value = {
+            "schema": SCHEMA,
+            "process": identity.key,
+            "rank": identity.rank,
+            "host": identity.host,
+            "step": step,
+            "time_unix_ns": time.time_ns(),
+            "device": device,
+            "asked_bytes": asked_bytes,
+            "limit_bytes": limit_bytes,
+            "free_bytes": free_bytes,
+            "module": module_path(frames, forwards),
+            "stack": shown_stack(frames, hidden) if frames else (),
+            "inside": self._session.inside(),
+            "untold": self._untold,
+            "table": table.to_json(),
+            "took_s": (self._now_ns() - begin_ns) / 1e9,
+        }
+        self._write(self._run.oom_table(identity.rank, step), value)
+        self._untold = 0
+        end_ns = self._now_ns()
+        self._not_before_ns = end_ns + _MOST_SHARE * (end_ns - begin_ns)
+
+    def _write(self, path: Path, value: dict[str, Any]) -> None:
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(value, separators=(",", ":")))
+        os.replace(partial, path)
+        if path not in self._files:
+            self._files.append(path)
+        if len(self._files) > _MOST_FILES:
+            self._files.pop(0).unlink(missing_ok=True)
+
+
+def forward_methods() -> dict[str, list[tuple[int, str]]]:
+    """Where forward() of each class of modules in this process begins: by file, first line and class, by lines."""
+    import inspect
+
+    from torch import nn
+
+    found: dict[str, list[tuple[int, str]]] = {}
+    classes: list[type] = [nn.Module]
+    seen = {nn.Module}
+    while classes:
+        for each in classes.pop().__subclasses__():
+            if each not in seen:
+                seen.add(each)
+                classes.append(each)
+                code = getattr(inspect.unwrap(vars(each).get("forward", len)), "__code__", None)
+                if code is not None:
+                    found.setdefault(code.co_filename, []).append((code.co_firstlineno, each.__name__))
+    for methods in found.values():
+        methods.sort()
+    return found
+
+
+def _own_frames() -> list[dict[str, Any]]:
+    """The Python stack that asked for memory, innermost first, as the snapshot has stacks; none on autograd's threads."""
+    frames: list[dict[str, Any]] = []
+    frame = sys._getframe(2)  # without this function and its caller
+    while frame is not None and len(frames) < _MOST_OWN_FRAMES:
+        code = frame.f_code
+        frames.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
+        frame = frame.f_back  # type: ignore[assignment]
+    return [frame for frame in frames if not frame["filename"].startswith(_ours())]
+
+
+def _hidden() -> tuple[str, ...]:
+    """Packages whose frames say nothing to the user: torch, and us."""
+    import torch
+
+    return f"{Path(torch.__file__).parent}{os.sep}", _ours()
+
+
+def _ours() -> str:
+    return f"{Path(__file__).parent.parent}{os.sep}"

@@ -1,0 +1,180 @@
+"""What the device's allocator has told about one rank: how full, how fragmented, how often it had to start over. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from torchlens_perf.memory_readings import LIMIT
+from torchlens_perf.ring import Kind, name_of
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+MOST_READINGS = 256
+# Growth is told from so many readings on, without the first part of them, in which caches fill; where so much of their
+# differences are increases; and where it would fill the device within so many times the steps that were made.
+_LEAST_READINGS = 24
+_SETTLING_SHARE = 0.25
+_INCREASES_SHARE = 0.9
+_MOST_RUNS = 10
+
+
+class MemoryReading(NamedTuple):
+    """The allocator at the end of one step. None: not measured, or lost."""
+
+    step: int
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    inactive_bytes: int | None = None
+    """In blocks that are free and cannot be given back, as another part of their segment is in use."""
+    peak_bytes: int | None = None
+    """Most allocated since the user last reset the allocator's peaks."""
+    limit_bytes: int | None = None
+    """What the process may take of the device."""
+    alloc_retries: int | None = None
+    """How often cudaMalloc failed and the cache was given back, since the first reading."""
+    ooms: int | None = None
+    """How often that did not help, since the process began."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """Memory that grows step by step."""
+
+    bytes_per_step: float
+    since_step: int
+    full_at_step: int
+    """When the device would be full."""
+
+
+class MemoryStatistics:
+    """Readings of the whole run, thinned out as it gets longer. Fed with MEMORY records in their order."""
+
+    def __init__(self) -> None:
+        self.readings: list[MemoryReading] = []
+        """At most MOST_READINGS, the newest always among them."""
+        self.count = 0
+        self.most_allocated_bytes: int | None = None
+        self.most_reserved_bytes: int | None = None
+        self.peak_resets = 0
+        """How often the peak was lower than before: somebody has reset it."""
+        self._every = 1  # of how many readings one is kept
+        self._alloc_retries: int | None = None  # as the allocator counts, in the last reading
+
+    @property
+    def last(self) -> MemoryReading | None:
+        return self.readings[-1] if self.readings else None
+
+    def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
+        """Counts the MEMORY records among these."""
+        found = records[records["kind"] == Kind.MEMORY]
+        starts, first = np.unique(found["start_ns"], return_index=True)
+        for start_ns, index in zip(starts.tolist(), first.tolist(), strict=True):
+            parts = found[found["start_ns"] == start_ns]
+            values = {
+                name_of(names, int(each["name_id"])): (int(each["value0"]), int(each["value1"])) for each in parts
+            }
+            self._add(int(found["step"][index]), values)
+
+    def _add(self, step: int, values: dict[str, tuple[int, int]]) -> None:
+        def value(name: str, place: int = 0) -> int | None:
+            return values[name][place] if name in values else None
+
+        before = self.last
+        reading = MemoryReading(
+            step, value("allocated"), value("reserved"), value("inactive"), value("allocated", 1), value(LIMIT),
+            self._retries(value("alloc_retries")), value("ooms"),
+        )  # fmt: skip
+        if before is not None and (reading.peak_bytes or 0) < (before.peak_bytes or 0) and reading.peak_bytes:
+            self.peak_resets += 1
+        self.most_allocated_bytes = _most(self.most_allocated_bytes, reading.peak_bytes)
+        self.most_reserved_bytes = _most(self.most_reserved_bytes, value("reserved", 1))
+        if before is not None and (self.count - 1) % self._every:
+            self.readings.pop()  # was only kept as the newest one
+        self.readings.append(reading)
+        self.count += 1
+        if len(self.readings) > MOST_READINGS:
+            self.readings = self.readings[::2]  # an odd number: the newest stays
+            self._every *= 2
+
+    def _retries(self, counted: int | None) -> int | None:
+        """Since the first reading. Where the user has reset the counter, it begins at 0 again."""
+        before, self._alloc_retries = self._alloc_retries, counted if counted is not None else self._alloc_retries
+        if counted is None:
+            return None
+        if before is None:
+            return 0
+        known = next((each.alloc_retries for each in reversed(self.readings) if each.alloc_retries is not None), 0)
+        return known + (counted - before if counted >= before else counted)
+
+    def growth(self) -> Growth | None:
+        """How fast what is allocated at the ends of steps grows; None where that is not beyond doubt, or harmless."""
+        known = [(r.step, r.allocated_bytes) for r in self.readings if r.allocated_bytes is not None]
+        known = known[int(len(known) * _SETTLING_SHARE) :]
+        limit = self.last.limit_bytes if self.last is not None else None
+        if len(known) < _LEAST_READINGS or not limit:
+            return None
+        steps, allocated = np.array(known, np.float64).T
+        if (np.diff(allocated) > 0).mean() < _INCREASES_SHARE:
+            return None
+        i, j = np.triu_indices(len(steps), 1)
+        per_step = float(np.median((allocated[j] - allocated[i]) / (steps[j] - steps[i])))  # Theil and Sen's slope
+        left = (limit - allocated[-1]) / per_step if per_step > 0 else float("inf")
+        if left > _MOST_RUNS * (steps[-1] + 1):
+            return None
+        return Growth(per_step, int(steps[0]), int(steps[-1] + left))
+
+    def to_json(self) -> dict[str, Any]:
+        """A value for from_json()."""
+        value: dict[str, Any] = {field: getattr(self, field) for field in _PLAIN_FIELDS}
+        value["readings"] = [list(reading) for reading in self.readings]
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> MemoryStatistics:
+        """The statistics that to_json() wrote."""
+        statistics = cls()
+        for field in _PLAIN_FIELDS:
+            setattr(statistics, field, value[field])
+        statistics.readings = [MemoryReading(*reading) for reading in value["readings"]]
+        return statistics
+
+
+_PLAIN_FIELDS = (
+    "count", "most_allocated_bytes", "most_reserved_bytes", "peak_resets", "_every", "_alloc_retries",
+)  # fmt: skip
+
+
+def _most(before: int | None, now: int | None) -> int | None:
+    return max((value for value in (before, now) if value is not None), default=None)
+
+
+def memory_signals(readings: Sequence[MemoryReading], first_step: int, last_step: int) -> dict[str, float]:
+    """What may explain why a rank was slow in these steps; a key that is missing was not measured there.
+
+    readings: MemoryStatistics.readings of the rank. alloc_retries_per_step: each makes the allocator give its cache back
+    and wait for the device. fragmentation_share: of what is reserved, free and not to be given back; median.
+    memory_used_share: reserved, of what the process may take; most.
+    """
+    inside = [reading for reading in readings if first_step <= reading.step <= last_step]
+    before = [reading for reading in readings if reading.step < first_step]
+    signals: dict[str, float] = {}
+    counted = [(r.step, r.alloc_retries) for r in (*before[-1:], *inside) if r.alloc_retries is not None]
+    if inside and len(counted) > 1:
+        (step, retries), (until, retries_then) = counted[0], counted[-1]
+        signals["alloc_retries_per_step"] = (retries_then - retries) / (until - step)
+    fragmentation = _shares((reading.inactive_bytes, reading.reserved_bytes) for reading in inside)
+    if fragmentation:
+        signals["fragmentation_share"] = float(np.median(fragmentation))
+    used = _shares((reading.reserved_bytes, reading.limit_bytes) for reading in inside)
+    if used:
+        signals["memory_used_share"] = max(used)
+    return signals
+
+
+def _shares(pairs: Iterable[tuple[int | None, int | None]]) -> list[float]:
+    return [part / whole for part, whole in pairs if part is not None and whole]
