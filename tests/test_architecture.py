@@ -14,6 +14,7 @@ TRAINING = {
     "", "_native_twin", "clock", "config", "cuda", "device_sections", "devices", "errors", "hooks", "identity",
     "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
     "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_private", "version", "watch",
+    "memory_readings", "oom_table",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
 PURE = {
@@ -23,6 +24,7 @@ PURE = {
     "population", "probe_schedule", "rank_ranges", "rank_statistics", "records", "report.hang_words",
     "report.straggler_words", "signals", "sketch", "sketch_records", "slow_link", "statistics", "step_rows", "steps",
     "straggler", "summary", "suspects",
+    "memory_readings", "memory_statistics", "oom_table", "report.oom_words",
 }  # fmt: skip
 THIRD_PARTY = {
     "cupy": {"cuda.kernels"},
@@ -30,7 +32,7 @@ THIRD_PARTY = {
     "nvtx": {"hooks.nvtx", "doctor"},
     "opentelemetry": {"exporters"},
     "pyarrow": {"run_store"},
-    "rich": {"report.heat_map", "report.rank_table", "report.tables", "report.terminal"},
+    "rich": {"report.heat_map", "report.memory_table", "report.rank_table", "report.tables", "report.terminal"},
     "torch": {
         "bounded_store",
         "cuda.aggregate", "cuda.events",
@@ -124,6 +126,7 @@ def test_no_collective_of_ours() -> None:
         ("hooks.stamps", "new_group"),
         ("launch", "exec"),
         ("node_state", "loads"),
+        ("oom_files", "loads"),
         ("ring", "loads"),
         ("run_store", "loads"),
         ("stacks", "loads"),

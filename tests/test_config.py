@@ -87,6 +87,7 @@ def test_every_field_is_a_variable() -> None:
         "TORCHLENS_PERF_EXCHANGE": "0",
         "TORCHLENS_PERF_FAULTHANDLER": "yes",
         "TORCHLENS_PERF_MEMORY": "0",
+        "TORCHLENS_PERF_MEMORY_HISTORY": "5000",
         "TORCHLENS_PERF_NVTX": "False",
         "TORCHLENS_PERF_RING_RECORDS": "2048",
         "TORCHLENS_PERF_DISK_BYTES": "5000000",
@@ -103,7 +104,7 @@ def test_every_field_is_a_variable() -> None:
     assert config == Config(
         dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False, exchange=False,
         aggregate="device", device_times="on",
-        faulthandler=True, memory=False, nvtx=False,
+        faulthandler=True, memory=False, memory_history=5000, nvtx=False,
         ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
     )  # fmt: skip
 

@@ -60,8 +60,9 @@ class Config:
     on a device in one step of 16."""
 
     memory_history: int = 0
-    """Keep the Python stack of each live block of device memory, and the last so many allocations and frees, so that the
-    table of an out-of-memory error names modules and lines. 0: no stacks; some microseconds an allocation otherwise."""
+    """Keep the Python stack of each live block of device memory, and the last so many allocations and frees, so that
+    the table of an out-of-memory error names modules and lines; each allocation takes some microseconds longer. 0: no
+    stacks."""
 
     nvtx: bool = True
     """Push NVTX ranges when a tool listens; without one they cost nothing."""

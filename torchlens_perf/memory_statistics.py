@@ -1,4 +1,4 @@
-"""What the device's allocator has told about one rank: how full, how fragmented, how often it had to start over. Pure."""
+"""What the device's allocator has told about one rank: how full, how fragmented, how often it started over. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MOST_READINGS = 256
-# Growth is told from so many readings on, without the first part of them, in which caches fill; where so much of their
+# Growth is told from so many readings on, without the first part of them, in which caches fill; where so many of their
 # differences are increases; and where it would fill the device within so many times the steps that were made.
 _LEAST_READINGS = 24
 _SETTLING_SHARE = 0.25
@@ -71,28 +71,15 @@ class MemoryStatistics:
 
     def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
         """Counts the MEMORY records among these."""
-        found = records[records["kind"] == Kind.MEMORY]
-        starts, first = np.unique(found["start_ns"], return_index=True)
-        for start_ns, index in zip(starts.tolist(), first.tolist(), strict=True):
-            parts = found[found["start_ns"] == start_ns]
-            values = {
-                name_of(names, int(each["name_id"])): (int(each["value0"]), int(each["value1"])) for each in parts
-            }
-            self._add(int(found["step"][index]), values)
+        for reading, most_reserved_bytes in _readings(records, names):
+            self._add(reading._replace(alloc_retries=self._retries(reading.alloc_retries)), most_reserved_bytes)
 
-    def _add(self, step: int, values: dict[str, tuple[int, int]]) -> None:
-        def value(name: str, place: int = 0) -> int | None:
-            return values[name][place] if name in values else None
-
+    def _add(self, reading: MemoryReading, most_reserved_bytes: int | None) -> None:
         before = self.last
-        reading = MemoryReading(
-            step, value("allocated"), value("reserved"), value("inactive"), value("allocated", 1), value(LIMIT),
-            self._retries(value("alloc_retries")), value("ooms"),
-        )  # fmt: skip
         if before is not None and (reading.peak_bytes or 0) < (before.peak_bytes or 0) and reading.peak_bytes:
             self.peak_resets += 1
         self.most_allocated_bytes = _most(self.most_allocated_bytes, reading.peak_bytes)
-        self.most_reserved_bytes = _most(self.most_reserved_bytes, value("reserved", 1))
+        self.most_reserved_bytes = _most(self.most_reserved_bytes, most_reserved_bytes)
         if before is not None and (self.count - 1) % self._every:
             self.readings.pop()  # was only kept as the newest one
         self.readings.append(reading)
@@ -119,7 +106,9 @@ class MemoryStatistics:
         if len(known) < _LEAST_READINGS or not limit:
             return None
         steps, allocated = np.array(known, np.float64).T
-        if (np.diff(allocated) > 0).mean() < _INCREASES_SHARE:
+        third = len(steps) // 3
+        comes_back = allocated[-third:].min() <= allocated[:third].max()
+        if comes_back or (np.diff(allocated) > 0).mean() < _INCREASES_SHARE:
             return None
         i, j = np.triu_indices(len(steps), 1)
         per_step = float(np.median((allocated[j] - allocated[i]) / (steps[j] - steps[i])))  # Theil and Sen's slope
@@ -149,6 +138,37 @@ _PLAIN_FIELDS = (
 )  # fmt: skip
 
 
+def newest_reading(records: npt.NDArray[np.void], names: list[str]) -> MemoryReading | None:
+    """The last one among these records, its retries as the allocator counts them."""
+    return next((reading for reading, _ in reversed(_readings(records, names))), None)
+
+
+def _readings(records: npt.NDArray[np.void], names: list[str]) -> list[tuple[MemoryReading, int | None]]:
+    """The readings that these records hold, in their order, each with the most that was reserved until then."""
+    found = records[records["kind"] == Kind.MEMORY]
+    by_time: dict[int, dict[str, np.void]] = {}
+    for record in found:
+        by_time.setdefault(int(record["start_ns"]), {})[name_of(names, int(record["name_id"]))] = record
+    return [_reading(of_one) for of_one in by_time.values()]
+
+
+def _reading(records: dict[str, np.void]) -> tuple[MemoryReading, int | None]:
+    def value(name: str, field: str = "value0") -> int | None:
+        return int(records[name][field]) if name in records else None
+
+    reading = MemoryReading(
+        step=int(next(iter(records.values()))["step"]),
+        allocated_bytes=value("allocated"),
+        reserved_bytes=value("reserved"),
+        inactive_bytes=value("inactive"),
+        peak_bytes=value("allocated", "value1"),
+        limit_bytes=value(LIMIT),
+        alloc_retries=value("alloc_retries"),
+        ooms=value("ooms"),
+    )
+    return reading, value("reserved", "value1")
+
+
 def _most(before: int | None, now: int | None) -> int | None:
     return max((value for value in (before, now) if value is not None), default=None)
 
@@ -156,8 +176,8 @@ def _most(before: int | None, now: int | None) -> int | None:
 def memory_signals(readings: Sequence[MemoryReading], first_step: int, last_step: int) -> dict[str, float]:
     """What may explain why a rank was slow in these steps; a key that is missing was not measured there.
 
-    readings: MemoryStatistics.readings of the rank. alloc_retries_per_step: each makes the allocator give its cache back
-    and wait for the device. fragmentation_share: of what is reserved, free and not to be given back; median.
+    readings: MemoryStatistics.readings of the rank. alloc_retries_per_step: each makes the allocator give its cache
+    back and wait for the device. fragmentation_share: of what is reserved, free and not to be given back; median.
     memory_used_share: reserved, of what the process may take; most.
     """
     inside = [reading for reading in readings if first_step <= reading.step <= last_step]

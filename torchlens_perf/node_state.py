@@ -48,12 +48,15 @@ class ProcessState:
     """What a process that died was inside of."""
     groups: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Process groups that it has used: members and description."""
+    out_of_memory: dict[str, Any] | None = None
+    """The newest table that it wrote when its device's memory ran out, see hooks/out_of_memory.py."""
 
     def to_json(self) -> dict[str, Any]:
         value = {field: getattr(self, field) for field in _PLAIN_FIELDS}
         value["identity"] = self.identity.to_json()
         value["anchor"] = list(self.anchor)
         value["statistics"] = self.statistics.to_json()
+        value["out_of_memory"] = self.out_of_memory
         return value
 
     @classmethod
@@ -62,6 +65,7 @@ class ProcessState:
             identity=Identity(**value["identity"]),
             anchor=Anchor(*value["anchor"]),
             statistics=RankStatistics.from_json(value["statistics"]),
+            out_of_memory=value.get("out_of_memory"),
             **{field: value[field] for field in _PLAIN_FIELDS},
         )
 

@@ -1,8 +1,8 @@
 """What holds the device's memory: a snapshot of torch's allocator as a table of live blocks. Pure.
 
-The snapshot is what torch.cuda.memory._snapshot() documents. Blocks are grouped by the Python stack that asked for them,
-and by the modules whose forward() is in it; blocks without a stack (the history was off then, or it was autograd's thread
-that asked) by their size.
+The snapshot is what torch.cuda.memory._snapshot() documents. Blocks are grouped by the Python stack that asked for
+them, and by the modules whose forward() is in it; blocks without a stack (the history was off then, or it was one of
+autograd's threads that asked) by their size.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ _EVENTS = ("alloc", "free_completed")
 
 
 def module_path(frames: Frames, forwards: Forwards) -> str:
-    """The classes whose forward() is among these frames (innermost first), outermost first; the middle may be left out."""
+    """The classes whose forward() is among these frames, outermost first; of many, not those in the middle."""
     classes = [name for frame in reversed(frames) for name in _class_of(frame, forwards)]
     if len(classes) > _MOST_CLASSES:
         classes = [classes[0], "...", *classes[1 - _MOST_CLASSES :]]

@@ -78,7 +78,7 @@ class Verdict:
     """What is wrong, or that nothing is; one row of the report's `verdicts`."""
 
     kind: str
-    """straggler, none, data_bound, host_bound, communication_bound, compute_bound, or no_steps."""
+    """straggler, out_of_memory, none, data_bound, host_bound, communication_bound, compute_bound, or no_steps."""
     rank: int | None
     phase: str | None
     cost_s_per_step: float | None

@@ -17,6 +17,7 @@ from torchlens_perf.device_statistics import phase_durations_ns
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, Judgement
 from torchlens_perf.generations import Generations
 from torchlens_perf.identity import Identity, model_digest
+from torchlens_perf.memory_statistics import newest_reading
 from torchlens_perf.node_judge import NodeJudge, place_of
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics
@@ -78,6 +79,7 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
                 process.groups = known.groups if known is not None else {}
                 process.model = known.model if known is not None else ""
                 process.device = known.device if known is not None else {}
+                process.out_of_memory = known.out_of_memory if known is not None else None
                 if trace_every is not None:
                     process.trace_every = trace_every
                 rebuilt.processes[origin.key] = process
@@ -92,8 +94,8 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
             if sending is not None:
                 wanted = traced_steps(table.step.tolist(), process.trace_every)
                 traces = step_traces(origin.key, kept, names, wanted)
-                device_ns = phase_durations_ns(kept)
-                sending.send(ExportBatch(process.identity, origin.anchor, table, tuple(traces), device_ns))
+                device_ns, memory = phase_durations_ns(kept), newest_reading(kept, names)
+                sending.send(ExportBatch(process.identity, origin.anchor, table, tuple(traces), device_ns, memory))
         if not saved.processes:
             rebuilt.notes.append("rebuilt from the records that are kept")
             rebuilt_states.append(rebuilt)

@@ -29,8 +29,10 @@ from torchlens_perf.generations import BESIDE, Generations
 from torchlens_perf.hang import Progress, sole_operations
 from torchlens_perf.identity import Identity, process_started
 from torchlens_perf.job_view import JobView, usual_step_s
+from torchlens_perf.memory_statistics import newest_reading
 from torchlens_perf.node_judge import place_of
 from torchlens_perf.node_state import NodeState, ProcessState
+from torchlens_perf.oom_files import OomFiles
 from torchlens_perf.pacing import MOST_UNKEPT_RECORDS, Pacing
 from torchlens_perf.rank_signals import RankSignals
 from torchlens_perf.rank_statistics import WARM_UP_STEPS, RankStatistics
@@ -105,6 +107,7 @@ class Sidecar:
         self._continuation = Continuation(self.state.findings)
         self._links = LinkWatch(run, host)
         self._signals = RankSignals()
+        self._ooms = OomFiles(run)
         self._together: tuple[Findings, Sequence[Culprit]] = NOTHING, ()
         self._alerts = AlertLog(
             run.run_id, self._attempt, self.state.findings, self.state.hang,
@@ -147,6 +150,8 @@ class Sidecar:
                         self.job.end(identity)
                 self.state.join.end(identity.attempt, identity.rank, source.generation)
         self.state.join.join()
+        with self._going_on("reading what held a device's memory"):
+            self._ooms.look(self.state.processes)
         if self.disk_failed:
             self._forget_oldest_unkept()
 
@@ -476,8 +481,8 @@ class Sidecar:
     ) -> ExportBatch:
         wanted = traced_steps(steps.step.tolist(), source.state.trace_every)
         traces = step_traces(source.origin.key, records, names, wanted, source.later_records())
-        device_ns = phase_durations_ns(records)
-        return ExportBatch(source.state.identity, source.state.anchor, steps, tuple(traces), device_ns)
+        device_ns, memory = phase_durations_ns(records), newest_reading(records, names)
+        return ExportBatch(source.state.identity, source.state.anchor, steps, tuple(traces), device_ns, memory)
 
     def _setting(self, name: str) -> int:
         for source in self._sources.values():

@@ -205,9 +205,9 @@ _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
 def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> None:
     """Calls `observer` before each out-of-memory error of the device's allocator, for as long as the process lives.
 
-    It gets the device, and bytes: asked for, that the process may take, and free. It runs on the thread that asked, which
-    may be autograd's, and without the allocator's lock (c10/cuda/CUDACachingAllocator.cpp, DeviceCachingAllocator::malloc).
-    What it raises would take the place of torch's own error.
+    It gets the device, and bytes: asked for, that the process may take, and free. It runs on the thread that asked,
+    which may be autograd's, and without the allocator's lock: malloc() in c10/cuda/CUDACachingAllocator.cpp lets go of
+    it first, for observers that need the GIL. What it raises would take the place of torch's own error.
     """
     import torch
 

@@ -18,13 +18,13 @@ PROGRAM = """
 import sys, torch, torchlens_perf as perf
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-with perf.watch(model, optimizer, sidecar=False, report=False, device_times="on"):
+with perf.watch(model, optimizer, sidecar=False, report=False, device_times="on", memory_history=1000):
     for _ in range(20):
         with perf.device_section("step"):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
 print([name for name in sys.modules if name.startswith(("cupy", "torchlens_perf.cuda")) or "hooks.device" in name
-       or "hooks.stamps" in name or name == "torchlens_perf.sketch"])
+       or "hooks.stamps" in name or "out_of_memory" in name or "oom_table" in name or name == "torchlens_perf.sketch"])
 """
 
 

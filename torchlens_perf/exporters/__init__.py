@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchlens_perf.clock import Anchor
     from torchlens_perf.culprits import Culprit
     from torchlens_perf.identity import Identity
+    from torchlens_perf.memory_statistics import MemoryReading
     from torchlens_perf.records import StepTable, StepTrace
     from torchlens_perf.straggler import Findings
 
@@ -28,6 +29,8 @@ class ExportBatch:
     traces: tuple[StepTrace, ...]
     device_ns: Mapping[str, npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
     """By phase, the device times that were told since the last batch: of these steps, or of some before them."""
+    memory: MemoryReading | None = None
+    """What the device's allocator told last; None where it has told nothing since the last batch."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from opentelemetry.sdk.metrics.export import (
 
 from torchlens_perf.alerts import stragglers_by_class
 from torchlens_perf.exporters import ExportBatch, Judgement, semantics
+from torchlens_perf.exporters.otlp_memory import DeviceMemory
 from torchlens_perf.exporters.otlp_resource import node_resource
 from torchlens_perf.records import PARTS
 from torchlens_perf.version import VERSION
@@ -152,6 +153,7 @@ class _Instruments:
         self._steps = meter.create_counter(semantics.STEPS, "{step}", "Steps finished")
         self._memory = meter.create_gauge(semantics.MEMORY, "By", "Memory at the end of the last step")
         self._memory_bytes: dict[int, int] = {}
+        self._device_memory = DeviceMemory(meter)
         self._standing = _Standing(meter, clock)
         self._named: frozenset[int] = frozenset()
 
@@ -186,6 +188,7 @@ class _Instruments:
         for phase, durations_ns in batch.device_ns.items():
             for device_ns in durations_ns.tolist():
                 self._device.record(device_ns / 1e9, {**attributes, semantics.PHASE: phase})
+        self._device_memory.record(batch, attributes, per_rank=per_rank)
         self._steps.add(len(steps), attributes)
         if steps.memory_bytes[-1]:
             self._memory_bytes[rank] = memory_bytes = int(steps.memory_bytes[-1])

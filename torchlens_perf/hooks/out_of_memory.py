@@ -1,16 +1,18 @@
 """What held the device's memory when it ran out: a table in the run directory, written before the error is raised.
 
 torch calls an observer then, on the thread that asked for memory. It cannot be taken away again, so one is attached in
-the life of a process, and does nothing while no watch is entered. The error itself is torch's, and passes as without us:
-it may end the process, be caught by the user, or by cuDNN, which tries something smaller.
+the life of a process, and does nothing while no watch is entered. The error itself is torch's, and passes as without
+us: it may end the process, be caught by the user, or by cuDNN, which tries something smaller.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,7 +121,7 @@ class _Observer:
             return
         forwards, hidden = forward_methods(), _hidden()
         frames = _own_frames()
-        # A history of the job's own may be of any length: its entries are not asked for, the stacks of blocks are there.
+        # A history of the job's own may be of any length: not asked for. The stacks of blocks are there all the same.
         snapshot = torch_private.memory_snapshot(with_history=self._hook.records)
         table = live_table(snapshot, device, forwards, hidden)
         step, identity = self._session.recorder.step, self._session.identity
@@ -159,28 +161,26 @@ class _Observer:
 
 def forward_methods() -> dict[str, list[tuple[int, str]]]:
     """Where forward() of each class of modules in this process begins: by file, first line and class, by lines."""
-    import inspect
-
     from torch import nn
 
     found: dict[str, list[tuple[int, str]]] = {}
-    classes: list[type] = [nn.Module]
-    seen = {nn.Module}
-    while classes:
-        for each in classes.pop().__subclasses__():
-            if each not in seen:
-                seen.add(each)
-                classes.append(each)
-                code = getattr(inspect.unwrap(vars(each).get("forward", len)), "__code__", None)
-                if code is not None:
-                    found.setdefault(code.co_filename, []).append((code.co_firstlineno, each.__name__))
+    classes: dict[type[nn.Module], None] = {}
+    new: list[type[nn.Module]] = [nn.Module]
+    while new:
+        classes.update(dict.fromkeys(new))
+        new = [each for kind in new for each in kind.__subclasses__() if each not in classes]
+    for kind in classes:
+        forward = vars(kind).get("forward")
+        if isinstance(forward, types.FunctionType):
+            code = inspect.unwrap(forward).__code__
+            found.setdefault(code.co_filename, []).append((code.co_firstlineno, kind.__name__))
     for methods in found.values():
         methods.sort()
     return found
 
 
 def _own_frames() -> list[dict[str, Any]]:
-    """The Python stack that asked for memory, innermost first, as the snapshot has stacks; none on autograd's threads."""
+    """The Python stack that asked for memory, innermost first, as a snapshot has it; empty on autograd's threads."""
     frames: list[dict[str, Any]] = []
     frame = sys._getframe(2)  # without this function and its caller
     while frame is not None and len(frames) < _MOST_OWN_FRAMES:

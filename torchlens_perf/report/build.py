@@ -18,6 +18,8 @@ from torchlens_perf.report.collective_table import collective_rows, newest_joins
 from torchlens_perf.report.device_rows import device_notes, device_sections, device_times
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.heat import heat
+from torchlens_perf.report.memory_rows import memory_notes, memory_of
+from torchlens_perf.report.oom_words import out_of_memory_note
 from torchlens_perf.ring import Flag
 from torchlens_perf.site import site
 from torchlens_perf.sketch import Sketch
@@ -54,6 +56,8 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
         "slow_links": links.to_json(),
         "quality": _quality(nodes, processes),
     }
+    for rank in report["ranks"]:
+        report["quality"]["notes"] += [*memory_notes(rank), *filter(None, [out_of_memory_note(rank)])]
     hang = next((node.hang for node in nodes if node.hang is not None and report["run"]["live"]), None)
     found = verdict.verdicts(report, judging.findings, judging.named, hang, links)
     report["verdicts"] = [{**each.to_json(), "where": _where(each, processes)} for each in found]
@@ -198,11 +202,8 @@ def _rank(rank: int, process: ProcessState) -> dict[str, Any]:
         "own_s": distribution(statistics.own),
         "work_s": distribution(statistics.work) if statistics.work.count else None,
         "phases": phases,
-        "memory": {
-            "last_bytes": statistics.memory_bytes or None,
-            "max_bytes": statistics.memory_most_bytes or None,
-            "source": process.memory_source or None,
-        },
+        "memory": memory_of(process),
+        "out_of_memory": process.out_of_memory,
         "device": device_times(process),
         "coverage": statistics.coverage,
         "lost": statistics.lost,

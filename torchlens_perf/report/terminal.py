@@ -13,12 +13,16 @@ from rich.text import Text
 from torchlens_perf.report.collective_table import collective_table
 from torchlens_perf.report.device_table import device_table
 from torchlens_perf.report.heat_map import HeatMap
+from torchlens_perf.report.memory_table import memory_table, oom_table
 from torchlens_perf.report.quantities import duration, duration_or_dash, printable
 from torchlens_perf.report.rank_table import rank_table
 from torchlens_perf.report.tables import new_table
 
 _MOST_MODULES, _MOST_SECTIONS = 8, 8
-_STYLES = {"hang": "bold red", "straggler": "bold red", "none": "bold green", "no_steps": "bold yellow"}
+_STYLES = {
+    "hang": "bold red", "out_of_memory": "bold red", "straggler": "bold red", "none": "bold green",
+    "no_steps": "bold yellow",
+}  # fmt: skip
 _PLAIN_WIDTH = 118
 _STANDS_OUT = 5.0  # robust deviations above the ranks' median
 
@@ -55,11 +59,16 @@ def _without_padding(text: str) -> str:
 def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
     """The report for a rich console."""
     parts: list[RenderableType] = [_title(report), Text("")]
-    parts += [_verdict(verdict) for verdict in report["verdicts"]]
+    for verdict in report["verdicts"]:
+        parts.append(_verdict(verdict))
+        if verdict["kind"] == "out_of_memory":
+            parts.append(oom_table(verdict["evidence"]))
     if report["steps"]["count"]:
         parts += [_step_line(report), rank_table(report)]
         if any(rank["device"] for rank in report["ranks"]):
             parts.append(device_table(report["ranks"]))
+        if any(rank["memory"]["device"] for rank in report["ranks"]):
+            parts.append(memory_table(report["ranks"]))
         parts.append(HeatMap(report["heat"]))
     if report["modules"]:
         parts.append(_module_table(report))

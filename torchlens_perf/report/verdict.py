@@ -8,6 +8,7 @@ from torchlens_perf.culprits import Named
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.records import Verdict
 from torchlens_perf.report.collective_table import slow_link_text
+from torchlens_perf.report.oom_words import out_of_memory_verdicts
 from torchlens_perf.report.quantities import duration, percent
 from torchlens_perf.report.straggler_words import no_straggler, phase_name, straggler_verdicts
 from torchlens_perf.slow_link import LinkFindings
@@ -23,20 +24,21 @@ def verdicts(
     report: dict[str, Any], findings: Findings, named: Named, hang: dict[str, Any] | None, links: LinkFindings
 ) -> list[Verdict]:
     """The report's verdicts, the most important first. Never empty."""
+    out_of_memory = out_of_memory_verdicts(report)  # first of all: the others hang because of it, or end
     if hang is not None:
-        return [_hang(hang)]
+        return [*out_of_memory, _hang(hang)]
     if not report["steps"]["count"]:
-        return [_no_steps(report)]
+        return out_of_memory or [_no_steps(report)]
     if report["steps"]["p50_s"] is None:
-        return [_only_warm_up(report)]
+        return [*out_of_memory, _only_warm_up(report)]
     now, before = straggler_verdicts(report, findings, named)
     if links.links:
         now.append(slow_link(report["steps"], links))
     if now:
         # First things first: while one rank holds up the others, their waiting is its doing and shares mislead.
-        return [*now, *before]
+        return [*out_of_memory, *now, *before]
     found = [no_straggler(report, findings)] if report["run"]["world_size"] > 1 else []
-    return [*found, *before, _bottleneck(report)]
+    return [*out_of_memory, *found, *before, _bottleneck(report)]
 
 
 def slow_link(steps: dict[str, Any], links: LinkFindings) -> Verdict:

@@ -1,0 +1,143 @@
+"""An out-of-memory error in words: who, when, what for, what held the memory, and what would help. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchlens_perf.records import Verdict
+from torchlens_perf.report.quantities import amount, percent
+
+# From so much of the reserved memory on, free memory in the wrong places is worth the allocator's other mode; and from
+# so much of the device on, one request, one place's blocks or somebody else's memory are what to look at.
+_FRAGMENTED_SHARE = 0.1
+_ONE_REQUEST_SHARE = 0.25
+_ONE_PLACE_SHARE = 0.3
+_OTHERS_SHARE = 0.2
+_MANY_BLOCKS = 2
+_SUGGESTED_HISTORY = 20_000
+
+
+def out_of_memory_verdicts(report: Mapping[str, Any]) -> list[Verdict]:
+    """The rank that was first to run out of its device's memory, of those that have not finished a step since."""
+    ranks = [rank for rank in report["ranks"] if ended_by_it(rank)]
+    if not ranks:
+        return []
+    first = min(ranks, key=lambda rank: int(rank["out_of_memory"]["time_unix_ns"]))
+    return [_verdict(first, also=[rank["rank"] for rank in ranks if rank is not first])]
+
+
+def ended_by_it(rank: Mapping[str, Any]) -> bool:
+    """Whether the step in which a rank's memory ran out is the last that is known of it. rank: a row of the report."""
+    oom = rank["out_of_memory"]
+    return oom is not None and (rank["last_step"] is None or rank["last_step"] < oom["step"])
+
+
+def out_of_memory_note(rank: Mapping[str, Any]) -> str | None:
+    """Of a rank that ran out of memory and went on."""
+    oom = rank["out_of_memory"]
+    if oom is None or ended_by_it(rank):
+        return None
+    return (
+        f"rank {rank['rank']} ran out of device memory in step {oom['step']}, {_asked(oom)}, and went on: "
+        f"see {oom['file']}"
+    )
+
+
+def _verdict(rank: Mapping[str, Any], also: list[int]) -> Verdict:
+    oom = rank["out_of_memory"]
+    table = oom["table"]
+    inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""
+    others = f" So did {len(also)} other rank{'s' if len(also) > 1 else ''}." if also else ""
+    text = (
+        f"Rank {rank['rank']} ({rank['host']}) ran out of device memory in step {oom['step']}{inside}: {_asked(oom)}. "
+        f"{amount(table['allocated_bytes'], 'B')} were allocated, {amount(table['inactive_bytes'], 'B')} more reserved "
+        f"and free.{_largest(oom)}{others} Next: {next_action(oom, rank['memory'].get('growth'))}"
+    )
+    evidence = {**oom, "ranks": [rank["rank"], *also]}
+    return Verdict("out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, evidence)
+
+
+def _asked(oom: Mapping[str, Any]) -> str:
+    return (
+        f"{amount(oom['asked_bytes'], 'B')} asked for, {amount(oom['free_bytes'], 'B')} free of "
+        f"{amount(oom['limit_bytes'], 'B')}"
+    )
+
+
+def _largest(oom: Mapping[str, Any]) -> str:
+    rows = oom["table"]["rows"]
+    if not rows:
+        return ""
+    blocks = f"{rows[0]['blocks']} block{'s' if rows[0]['blocks'] > 1 else ''}"
+    return f" Most of it: {amount(rows[0]['bytes'], 'B')} in {blocks}, {place(rows[0])}."
+
+
+def place(row: Mapping[str, Any]) -> str:
+    """Where a row's blocks were asked for."""
+    if not row["stack"]:
+        return f"of {amount(row['largest_bytes'], 'B')} each, without a Python stack"
+    return f"{row['module']}, {row['stack'][0]}" if row["module"] else row["stack"][0]
+
+
+def next_action(oom: Mapping[str, Any], growth: Mapping[str, Any] | None) -> str:
+    """What would help, by what holds the memory. growth: of the report's rank."""
+    table, limit, asked = oom["table"], oom["limit_bytes"], oom["asked_bytes"]
+    rows = table["rows"]
+    others = limit - oom["free_bytes"] - table["reserved_bytes"]
+    fragmented = table["inactive_bytes"] >= _FRAGMENTED_SHARE * table["reserved_bytes"]
+    if others >= _OTHERS_SHARE * limit:
+        return (
+            f"{amount(others, 'B')} of the device are not in torch's allocator: look for other processes on it "
+            "(nvidia-smi), and for libraries that allocate by themselves."
+        )
+    if fragmented and not table["expandable"] and oom["free_bytes"] + table["inactive_bytes"] >= asked:
+        return (
+            f"{percent(table['inactive_bytes'] / table['reserved_bytes'])} of the reserved memory is free, but in "
+            "pieces: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+        )
+    if growth is not None:
+        return (
+            f"what is allocated has grown by {amount(growth['bytes_per_step'], 'B')} a step since step "
+            f"{growth['since_step']}: something keeps tensors from step to step, such as a list of losses without "
+            ".item() or .detach()."
+        )
+    if asked >= _ONE_REQUEST_SHARE * limit:
+        where = f" at {oom['stack'][0]}" if oom["stack"] else ""
+        return f"one request{where} wants {percent(asked / limit)} of the device: compute it in parts."
+    if not any(row["stack"] for row in rows):
+        return (
+            "a smaller batch, activation checkpointing, or sharding (FSDP); memory_history="
+            f"{_SUGGESTED_HISTORY} (TORCHLENS_PERF_MEMORY_HISTORY) would tell which modules and lines hold it."
+        )
+    top = max(rows, key=lambda row: (bool(row["module"]), row["bytes"]))
+    if top["module"] and top["blocks"] >= _MANY_BLOCKS and top["bytes"] >= _ONE_PLACE_SHARE * table["allocated_bytes"]:
+        return (
+            f"checkpoint the activations of {top['module'].rpartition(' > ')[2]} (torch.utils.checkpoint), which hold "
+            f"{percent(top['bytes'] / table['allocated_bytes'])}, or take a smaller batch."
+        )
+    return "a smaller batch, activation checkpointing, or sharding (FSDP); the table shows what holds the memory."
+
+
+def oom_text(oom: Mapping[str, Any]) -> str:
+    """The table as plain text, for people without the report."""
+    table = oom["table"]
+    lines = [
+        f"rank {oom['rank']} ({oom['host']}), step {oom['step']}, device {oom['device']}: out of memory",
+        _asked(oom),
+        f"allocated {amount(table['allocated_bytes'], 'B')}, reserved {amount(table['reserved_bytes'], 'B')}, of it "
+        f"free {amount(table['inactive_bytes'], 'B')}, in one piece at most "
+        f"{amount(table['largest_inactive_bytes'], 'B')}",
+        *(f"  asked for at {frame}" for frame in oom["stack"]),
+        "",
+        "live blocks, by where they were asked for:",
+    ]
+    for row in table["rows"]:
+        new = "" if row["new_blocks"] is None else f", {row['new_blocks']} of them new"
+        lines.append(f"{amount(row['bytes'], 'B'):>10}  {row['blocks']} blocks{new}  {row['module']}")
+        lines += [f"{'':12}{frame}" for frame in row["stack"] or (place(row),)]
+    if table["other_blocks"]:
+        lines.append(f"{amount(table['other_bytes'], 'B'):>10}  {table['other_blocks']} blocks in other places")
+    if table["history_events"]:
+        lines.append(f"new: in the last {table['history_events']} allocations and frees, {table['history_s']:.1f} s")
+    return "\n".join(lines) + "\n"
