@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.cuda.fake_allocator import block, frames, segment, snapshot
 from torchlens_perf.hooks.out_of_memory import forward_methods
-from torchlens_perf.oom_table import LiveTable, live_table
+from torchlens_perf.oom_table import LiveTable, Places, live_table
 
 TORCH = str(Path(torch.__file__).parent)
 KB = 1024
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def table_of(held: dict[str, Any], **limits: int) -> LiveTable:
-    return live_table(held, 0, forward_methods(), (TORCH,), **limits)
+    return live_table(held, 0, Places(forward_methods(), (TORCH,)), **limits)
 
 
 def test_blocks_are_grouped_by_module_and_stack() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST_BLOCKS = 50_000  # that are looked at one by one, the largest
@@ -69,20 +69,19 @@ class LiveTable:
 def live_table(
     snapshot: Mapping[str, Any],
     device: int,
-    forwards: Forwards,
-    hidden: tuple[str, ...],
+    places: Places,
     *,
     most_blocks: int = MOST_BLOCKS,
     most_rows: int = MOST_ROWS,
 ) -> LiveTable:
-    """The table of one device. hidden: paths of packages whose frames are not shown; most_*: for tests."""
+    """The table of one device. most_*: for tests."""
     segments = [segment for segment in snapshot["segments"] if segment["device"] == device]
     blocks = [block for segment in segments for block in segment["blocks"]]
     live = [block for block in blocks if block["state"] != "inactive"]
     inactive = [block["size"] for block in blocks if block["state"] == "inactive"]
     new, events, history_s = _history(snapshot, device)
     looked_at = live if len(live) <= most_blocks else heapq.nlargest(most_blocks, live, key=lambda block: block["size"])
-    rows = _rows(looked_at, forwards, hidden, new if events else None)
+    rows = _rows(looked_at, places, new if events else None)
     shown = rows[:most_rows]
     live_bytes = sum(block["size"] for block in live)
     return LiveTable(
@@ -102,9 +101,7 @@ def live_table(
     )
 
 
-def _rows(
-    blocks: Sequence[Mapping[str, Any]], forwards: Forwards, hidden: tuple[str, ...], new: set[int] | None
-) -> list[LiveRow]:
+def _rows(blocks: Sequence[Mapping[str, Any]], places: Places, new: set[int] | None) -> list[LiveRow]:
     # Stacks share their frames: their identities tell stacks apart in a tenth of the time that their contents take.
     groups: dict[tuple[int, ...], list[Mapping[str, Any]]] = {}
     for block in blocks:
@@ -113,7 +110,7 @@ def _rows(
     merged: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for group in groups.values():
         frames = group[0].get("frames")
-        key = (module_path(frames, forwards), shown_stack(frames, hidden)) if frames else ("", (), group[0]["size"])
+        key = places.of(frames) if frames else ("", (), group[0]["size"])
         merged.setdefault(key, []).extend(group)
     rows = [
         LiveRow(
@@ -147,23 +144,32 @@ def _history(snapshot: Mapping[str, Any], device: int) -> tuple[set[int], int, f
 _EVENTS = ("alloc", "free_completed")
 
 
-def module_path(frames: Frames, forwards: Forwards) -> str:
-    """The classes whose forward() is among these frames, outermost first; of many, not those in the middle."""
-    classes = [name for frame in reversed(frames) for name in _class_of(frame, forwards)]
-    if len(classes) > _MOST_CLASSES:
-        classes = [classes[0], "...", *classes[1 - _MOST_CLASSES :]]
-    return " > ".join(classes)
+class Places:
+    """What stacks say of where memory was asked for. Frames are looked at once: stacks share them."""
 
+    def __init__(self, forwards: Forwards, hidden: tuple[str, ...]) -> None:
+        """hidden: paths of packages whose frames are not shown."""
+        self._forwards = forwards
+        self._hidden = hidden
+        # By a frame's identity: its class, its text, whether it is shown; and itself, for it to keep its identity.
+        self._known: dict[int, tuple[str, str, bool, Mapping[str, Any]]] = {}
 
-def _class_of(frame: Mapping[str, Any], forwards: Forwards) -> Iterator[str]:
-    if frame["name"] == "forward":
-        known = forwards.get(frame["filename"], ())
-        place = bisect_right(known, frame["line"], key=lambda each: each[0])
-        if place:
-            yield known[place - 1][1]
+    def of(self, frames: Frames) -> tuple[str, tuple[str, ...]]:
+        """LiveRow's module and stack of these frames, innermost first."""
+        looked_at = [self._known.get(id(frame)) or self._look_at(frame) for frame in frames]
+        classes = [name for name, *_ in reversed(looked_at) if name]
+        if len(classes) > _MOST_CLASSES:
+            classes = [classes[0], "...", *classes[1 - _MOST_CLASSES :]]
+        shown = [text for _, text, show, _ in looked_at if show] or [text for _, text, *_ in looked_at]
+        return " > ".join(classes), tuple(shown[:_MOST_FRAMES])
 
-
-def shown_stack(frames: Frames, hidden: tuple[str, ...]) -> tuple[str, ...]:
-    """The innermost frames outside of the hidden packages; where all are inside, the innermost ones."""
-    shown = [frame for frame in frames if not frame["filename"].startswith(hidden)] or list(frames)
-    return tuple(f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown[:_MOST_FRAMES])
+    def _look_at(self, frame: Mapping[str, Any]) -> tuple[str, str, bool, Mapping[str, Any]]:
+        filename, line, name = frame["filename"], frame["line"], frame["name"]
+        of_class = ""
+        if name == "forward":
+            methods = self._forwards.get(filename, ())
+            place = bisect_right(methods, line, key=lambda method: method[0])
+            of_class = methods[place - 1][1] if place else ""
+        shown = not filename.startswith(self._hidden)
+        known = self._known[id(frame)] = of_class, f"{filename}:{line} {name}", shown, frame
+        return known

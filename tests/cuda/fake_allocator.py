@@ -1,6 +1,6 @@
 """torch's CUDA allocator where there is none: what it tells, in the structures of torch 2.13.
 
-The keys are those of THCPModule_memoryStats and THCPModule_memorySnapshot (torch/csrc/cuda/Module.cpp), as documented in
+The keys are those of THCPModule_memoryStats and THCPModule_memorySnapshot (torch/csrc/cuda/Module.cpp), documented in
 torch/cuda/memory.py by memory_stats() (line 231) and _snapshot() (line 1027). Frames are real: torch gathers and
 symbolizes them here as it does for a snapshot.
 """

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import torch_private
 from torchlens_perf.errors import guard
-from torchlens_perf.oom_table import live_table, module_path, shown_stack
+from torchlens_perf.oom_table import Places, live_table
 from torchlens_perf.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -119,11 +119,11 @@ class _Observer:
         if begin_ns < self._not_before_ns:
             self._untold += 1
             return
-        forwards, hidden = forward_methods(), _hidden()
-        frames = _own_frames()
+        places = Places(forward_methods(), _hidden())
+        module, stack = places.of(_own_frames())
         # A history of the job's own may be of any length: not asked for. The stacks of blocks are there all the same.
         snapshot = torch_private.memory_snapshot(with_history=self._hook.records)
-        table = live_table(snapshot, device, forwards, hidden)
+        table = live_table(snapshot, device, places)
         step, identity = self._session.recorder.step, self._session.identity
         value = {
             "schema": SCHEMA,
@@ -136,8 +136,8 @@ class _Observer:
             "asked_bytes": asked_bytes,
             "limit_bytes": limit_bytes,
             "free_bytes": free_bytes,
-            "module": module_path(frames, forwards),
-            "stack": shown_stack(frames, hidden) if frames else (),
+            "module": module,
+            "stack": stack,
             "inside": self._session.inside(),
             "untold": self._untold,
             "table": table.to_json(),

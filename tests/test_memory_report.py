@@ -1,0 +1,231 @@
+"""Device memory in the report: its table, what to do about it, and the verdict on a rank that ran out of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda.fake_allocator import GB
+from tests.ranks import HOST, Rank, make_run
+from tests.test_report import WORK, report_on
+from torchlens_perf import node_state
+from torchlens_perf.oom_table import LiveRow, LiveTable
+from torchlens_perf.report.build import build
+from torchlens_perf.report.oom_words import next_action
+from torchlens_perf.report.terminal import show
+from torchlens_perf.ring import Kind
+from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.sidecar import Sidecar
+
+ROW = LiveRow("Net > Block > Mlp", ("train.py:12 forward", "train.py:40 main"), 40 * GB, 96, GB, 96)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return make_run(tmp_path)
+
+
+def table(**changed: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "rows": (ROW, LiveRow("", (), 10 * GB, 5, 2 * GB, 0)), "other_bytes": 0, "other_blocks": 0,
+        "without_stack_bytes": 10 * GB, "allocated_bytes": 70 * GB, "pending_bytes": 0, "reserved_bytes": 75 * GB,
+        "inactive_bytes": 5 * GB, "largest_inactive_bytes": GB, "segments": 20, "expandable": False,
+        "history_events": 500, "history_s": 1.5,
+    }  # fmt: skip
+    return LiveTable(**{**values, **changed}).to_json()
+
+
+def oom(**changed: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "schema": 1, "process": "", "rank": 1, "host": HOST, "step": 40, "time_unix_ns": 5, "device": 0,
+        "asked_bytes": 6 * GB, "limit_bytes": 80 * GB, "free_bytes": 2 * GB, "module": "Net", "stack": ["train.py:9 f"],
+        "inside": ["forward Net", "blocks.3"], "untold": 0, "table": table(), "took_s": 0.1,
+    }  # fmt: skip
+    return {**values, **changed}
+
+
+def ran_out(run: RunDirectory, rank: Rank, **changed: Any) -> None:
+    """The file that the rank's process would have left."""
+    run.oom.mkdir(exist_ok=True)
+    value = oom(process=rank.identity.key, rank=rank.identity.rank, **changed)
+    run.oom_table(rank.identity.rank, value["step"]).write_text(json.dumps(value))
+
+
+def mark_memory(rank: Rank, **values: int | tuple[int, int]) -> None:
+    """One reading, as hooks/memory.py marks it."""
+    start_ns = rank.session.recorder.now_ns()
+    for name, value in values.items():
+        now, most = value if isinstance(value, tuple) else (value, 0)
+        rank.session.recorder.interval(int(Kind.MEMORY), rank.session.intern(name), start_ns, 0, 0, now, most)
+
+
+def shown(report: dict[str, Any]) -> str:
+    file = io.StringIO()
+    show(report, file, "runs/x")
+    return file.getvalue()
+
+
+def with_readings(run: RunDirectory, retries: int = 0, leak: int = 0) -> dict[str, Any]:
+    rank = Rank(run, 0, 1)
+    for i in range(60):
+        bytes_now = 20 * GB + i * leak
+        mark_memory(
+            rank, allocated=(bytes_now, 30 * GB), reserved=(40 * GB, 41 * GB), inactive=(10 * GB, 10 * GB),
+            alloc_retries=i * retries, ooms=0, limit=80 * GB,
+        )  # fmt: skip
+        rank.steps(16, **WORK)
+    return report_on(run, [rank])
+
+
+def test_a_ranks_memory(run: RunDirectory) -> None:
+    """Numbers, their age, and the table; nothing is said to be wrong where nothing is."""
+    report = with_readings(run)
+    memory = report["ranks"][0]["memory"]
+
+    assert memory["device"]["reserved_bytes"] == 40 * GB
+    assert memory["device"]["most_allocated_bytes"] == 30 * GB
+    assert memory["device"]["most_reserved_bytes"] == 41 * GB
+    assert memory["device"]["fragmentation"] == 0.25
+    assert memory["device"]["age_steps"] == 15
+    assert (memory["growth"], memory["device"]["retries_in"]) == (None, None)
+    text = shown(report)
+    assert "device memory per rank" in text
+    assert "21.5 GB" in text
+    assert "25%" in text
+    assert "up to 15 steps ago" in text
+    assert not [note for note in report["quality"]["notes"] if "retries" in note or "grows" in note]
+
+
+def test_retries_are_worth_a_word(run: RunDirectory) -> None:
+    """How many, in how many steps, what each costs, and what helps."""
+    (note,) = [note for note in with_readings(run, retries=2)["quality"]["notes"] if "cudaMalloc" in note]
+    assert "rank 0: 118 cudaMalloc retries in the last 944 steps" in note
+    assert "expandable_segments:True" in note
+
+
+def test_growth_is_worth_a_word(run: RunDirectory) -> None:
+    """How fast, since when, and when the device will be full."""
+    report = with_readings(run, leak=GB // 4)
+    growth = report["ranks"][0]["memory"]["growth"]
+    (note,) = [note for note in report["quality"]["notes"] if "allocated memory grows" in note]
+    assert growth["bytes_per_step"] == pytest.approx(GB / 64)
+    assert f"would fill it at step {growth['full_at_step']}" in note
+    assert growth["full_at_step"] == pytest.approx(60 * 64, rel=0.02)
+
+
+def test_without_a_device_nothing_is_shown(run: RunDirectory) -> None:
+    """On a CPU there is no allocator: no table, no numbers, no zeros."""
+    rank = Rank(run, 0, 1)
+    rank.steps(40, **WORK)
+    report = report_on(run, [rank])
+    assert report["ranks"][0]["memory"]["device"] is None
+    assert report["ranks"][0]["out_of_memory"] is None
+    assert "device memory" not in shown(report)
+
+
+def test_a_rank_that_ran_out_of_memory_comes_first(run: RunDirectory) -> None:
+    """Before the straggler, which it made of the others: who, when, what for, what held it, and what to do."""
+    ranks = [Rank(run, rank) for rank in range(2)]
+    ranks[0].steps(40, **WORK)
+    ranks[1].steps(40, **{**WORK, "forward": 20})
+    ran_out(run, ranks[1])
+    report = report_on(run, ranks)
+    verdict = report["verdicts"][0]
+
+    assert (verdict["kind"], verdict["rank"], verdict["since_step"]) == ("out_of_memory", 1, 40)
+    assert f"Rank 1 ({HOST}) ran out of device memory in step 40, in forward Net > blocks.3: 6.4 GB" in verdict["text"]
+    assert "42.9 GB in 96 blocks, Net > Block > Mlp, train.py:12 forward" in verdict["text"]
+    assert "Next: checkpoint the activations of Mlp" in verdict["text"]
+    assert verdict["evidence"]["file"] == "oom/rank00001-40.json"
+    assert len(report["verdicts"]) > 1
+    text = shown(report)
+    assert text.index("what held the memory of rank 1") < text.index("median per step and rank")
+    assert "Net > Block > Mlp, train.py:12 forward" in (run.oom / "rank00001-40.txt").read_text()
+    json.dumps(report, allow_nan=False)
+
+
+def test_memory_that_runs_out_in_the_first_step(run: RunDirectory) -> None:
+    """The most common case of all: no step was made, and that is not what there is to say."""
+    rank = Rank(run, 0, 1)
+    rank.session.recorder.interval(Kind.SECTION, rank.session.intern("x"), 0, 5)
+    ran_out(run, rank, step=0)
+    (verdict,) = report_on(run, [rank])["verdicts"]
+    assert verdict["kind"] == "out_of_memory"
+
+
+def test_several_ranks_run_out(run: RunDirectory) -> None:
+    """The first of them is told of, and how many others there are."""
+    ranks = [Rank(run, rank, 3) for rank in range(3)]
+    for rank, time_unix_ns in zip(ranks, (30, 10, 20), strict=True):
+        rank.steps(40, **WORK)
+        ran_out(run, rank, time_unix_ns=time_unix_ns)
+    verdict = report_on(run, ranks)["verdicts"][0]
+    assert verdict["rank"] == 1
+    assert "So did 2 other ranks." in verdict["text"]
+    assert verdict["evidence"]["ranks"] == [1, 0, 2]
+
+
+def test_an_error_that_was_caught_is_a_note(run: RunDirectory) -> None:
+    """The rank went on: it is no verdict, and not forgotten."""
+    rank = Rank(run, 0, 1)
+    rank.steps(60, **WORK)
+    ran_out(run, rank)
+    report = report_on(run, [rank])
+    assert report["verdicts"][0]["kind"] != "out_of_memory"
+    (note,) = [note for note in report["quality"]["notes"] if "ran out of device memory" in note]
+    assert "rank 0 ran out of device memory in step 40" in note
+    assert "and went on: see oom/rank00000-40.json" in note
+
+
+def test_the_newest_table_is_kept_over_a_restart(run: RunDirectory) -> None:
+    """A second sidecar knows what the first has found, and what came since; another node's it leaves alone."""
+    rank, elsewhere = Rank(run, 0), Rank(run, 1, identity={"host": "node-b"})
+    rank.steps(50, **WORK)
+    ran_out(run, rank, step=30, time_unix_ns=1)
+    ran_out(run, elsewhere)
+    first = Sidecar(run, HOST, None, lambda run, asked: None)
+    first.poll()
+    first.account()
+    first.keep()
+    first.close()
+    loaded = node_state.load(run.node_state(HOST))
+    assert [process.out_of_memory and process.out_of_memory["step"] for process in loaded.processes.values()] == [30]
+
+    ran_out(run, rank, step=50, time_unix_ns=2)
+    second = Sidecar(run, HOST, None, lambda run, asked: None)
+    second.poll()
+    second.account()
+    assert build(run.run_id, [second.state])["verdicts"][0]["since_step"] == 50
+    second.close()
+    assert sorted(path.name for path in run.oom.glob("*.txt")) == ["rank00000-30.txt", "rank00000-50.txt"]
+    rank.close()
+    elsewhere.close()
+
+
+GROWTH = {"bytes_per_step": 8e6, "since_step": 10, "full_at_step": 999}
+NO_STACKS = (LiveRow("", (), 60 * GB, 5, 12 * GB, None),)
+SMALL = (LiveRow("", ("train.py:3 <module>",), GB, 5, GB, None),)
+
+
+@pytest.mark.parametrize(
+    ("changed", "growth", "words"),
+    [
+        ({"table": table(reserved_bytes=40 * GB)}, None, "look for other processes"),
+        ({"table": table(inactive_bytes=15 * GB)}, None, "expandable_segments:True"),
+        ({"table": table(inactive_bytes=15 * GB, expandable=True)}, None, "checkpoint the activations of Mlp"),
+        ({"table": table(inactive_bytes=9 * GB), "asked_bytes": 12 * GB}, None, "checkpoint the activations of Mlp"),
+        ({}, GROWTH, "grown by 8.0 MB a step since step 10"),
+        ({"asked_bytes": 30 * GB}, None, "one request at train.py:9 f wants 38%"),
+        ({"asked_bytes": 30 * GB, "stack": []}, None, "one request wants 38%"),
+        ({"table": table(rows=NO_STACKS)}, None, "memory_history=20000"),
+        ({"table": table(rows=SMALL)}, None, "the table shows what holds"),
+        ({"table": table(rows=())}, None, "memory_history=20000"),
+    ],
+)
+def test_next_action(changed: dict[str, Any], growth: dict[str, Any] | None, words: str) -> None:
+    """Each kind of shortage has its own remedy."""
+    assert words in next_action(json.loads(json.dumps(oom(**changed))), growth)
