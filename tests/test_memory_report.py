@@ -13,7 +13,10 @@ from tests.cuda.fake_allocator import GB
 from tests.ranks import HOST, Rank, make_run
 from tests.test_report import WORK, report_on
 from torchlens_perf import node_state
+from torchlens_perf.exporters.memory import MemoryExporter
+from torchlens_perf.memory_statistics import MemoryReading
 from torchlens_perf.oom_table import LiveRow, LiveTable
+from torchlens_perf.replay import replay
 from torchlens_perf.report.build import build
 from torchlens_perf.report.oom_words import next_action
 from torchlens_perf.report.terminal import show
@@ -70,7 +73,7 @@ def shown(report: dict[str, Any]) -> str:
 
 
 def with_readings(run: RunDirectory, retries: int = 0, leak: int = 0) -> dict[str, Any]:
-    rank = Rank(run, 0, 1)
+    rank = Rank(run, 0, 1, ring_records=16384)
     for i in range(60):
         bytes_now = 20 * GB + i * leak
         mark_memory(
@@ -144,7 +147,11 @@ def test_a_rank_that_ran_out_of_memory_comes_first(run: RunDirectory) -> None:
     assert len(report["verdicts"]) > 1
     text = shown(report)
     assert text.index("what held the memory of rank 1") < text.index("median per step and rank")
-    assert "Net > Block > Mlp, train.py:12 forward" in (run.oom / "rank00001-40.txt").read_text()
+    lines = (run.oom / "rank00001-40.txt").read_text().splitlines()
+    assert [line.strip() for line in lines if "Mlp" in line] == [
+        "42.9 GB  96 blocks, 96 of them new  Net > Block > Mlp"
+    ]
+    assert "            train.py:40 main" in lines
     json.dumps(report, allow_nan=False)
 
 
@@ -179,6 +186,27 @@ def test_an_error_that_was_caught_is_a_note(run: RunDirectory) -> None:
     (note,) = [note for note in report["quality"]["notes"] if "ran out of device memory" in note]
     assert "rank 0 ran out of device memory in step 40" in note
     assert "and went on: see oom/rank00000-40.json" in note
+
+
+def test_readings_are_exported_and_kept(run: RunDirectory) -> None:
+    """Live and replayed: the newest one goes with the steps; in a trace it is no span; the state has all of them."""
+    rank = Rank(run, 0, 1)
+    for retries in range(3):
+        mark_memory(rank, allocated=(GB, GB), reserved=(2 * GB, 2 * GB), alloc_retries=retries)
+        rank.steps(16, **WORK)
+    live, replayed = MemoryExporter(), MemoryExporter()
+    report = report_on(run, [rank], live)
+    (state,) = node_state.load_all(run)
+    replay(run, replayed)
+
+    wanted = MemoryReading(32, GB, 2 * GB, None, GB, None, 2, None)
+    for exporter in (live, replayed):
+        assert exporter.batches[-1].memory == wanted
+        assert {span.kind for batch in exporter.batches for trace in batch.traces for span in trace.spans} == {
+            "data", "forward", "wait", "backward",
+        }  # fmt: skip
+    assert [reading.step for reading in next(iter(state.processes.values())).statistics.memory.readings] == [0, 16, 32]
+    assert report["ranks"][0]["memory"]["device"]["fragmentation"] is None
 
 
 def test_the_newest_table_is_kept_over_a_restart(run: RunDirectory) -> None:

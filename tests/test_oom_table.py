@@ -115,7 +115,7 @@ def test_what_is_left_out_is_counted() -> None:
 
 
 def test_new_blocks_are_those_of_the_history() -> None:
-    """Allocated within it, and not freed since; an address that was freed and taken again is new."""
+    """Allocated within it; an address that was freed and taken again is new."""
     stack = frames()
     blocks = [block(KB, stack=stack) for _ in range(4)]
     held = snapshot([segment(blocks)])

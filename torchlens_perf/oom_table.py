@@ -127,15 +127,10 @@ def _rows(blocks: Sequence[Mapping[str, Any]], places: Places, new: set[int] | N
 
 
 def _history(snapshot: Mapping[str, Any], device: int) -> tuple[set[int], int, float | None]:
-    """Addresses that were allocated within the history and not freed since, its length in events, and in seconds."""
+    """Addresses that were allocated within the history, its length in events, and in seconds."""
     traces = snapshot.get("device_traces", ())
     trace = [each for each in traces[device] if each["action"] in _EVENTS] if device < len(traces) else []
-    new: set[int] = set()
-    for each in trace:
-        if each["action"] == "alloc":
-            new.add(each["addr"])
-        else:
-            new.discard(each["addr"])
+    new = {each["addr"] for each in trace if each["action"] == "alloc"}
     if not trace:
         return new, 0, None
     return new, len(trace), (trace[-1]["time_us"] - trace[0]["time_us"]) / 1e6

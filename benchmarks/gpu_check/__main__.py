@@ -14,13 +14,14 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu_check import accuracy, cost, graphs, kernel_checks, merging, tools
+from benchmarks.gpu_check import accuracy, allocator, cost, graphs, kernel_checks, merging, tools
 from benchmarks.gpu_check.checks import Checks
 
 # memory and synchronizations come first: they must see how a process makes its first ring.
 PARTS: dict[str, Callable[[Checks], None]] = {
     "memory": cost.memory,
     "synchronizations": cost.synchronizations,
+    "allocator": allocator.allocator,
     "clock": accuracy.clock,
     "accuracy": accuracy.accuracy,
     "kernels": kernel_checks.equality,

@@ -39,7 +39,9 @@ def memory_table(ranks: Sequence[dict[str, Any]]) -> FittingTable:
     def notes(headers: Sequence[str]) -> list[str]:
         lines = [f"the {len(shown)} of {len(told)} ranks with most reserved"] * (len(told) > len(shown))
         age = max((device["age_steps"] or 0 for device in devices), default=0)
-        lines.append(f"at the end of a step, up to {age} steps ago; peak: allocated, as the allocator itself counts")
+        lines.append(
+            f"at the end of a step, up to {age} steps ago; peak: most allocated at any time, as torch counts it"
+        )
         if any(device["peak_resets"] for device in devices):
             lines.append("the job resets the allocator's peak: between readings there may have been a higher one")
         if _FRAGMENTED in headers:

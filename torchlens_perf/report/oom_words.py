@@ -134,7 +134,7 @@ def oom_text(oom: Mapping[str, Any]) -> str:
     ]
     for row in table["rows"]:
         new = "" if row["new_blocks"] is None else f", {row['new_blocks']} of them new"
-        lines.append(f"{amount(row['bytes'], 'B'):>10}  {row['blocks']} blocks{new}  {row['module']}")
+        lines.append(f"{amount(row['bytes'], 'B'):>10}  {row['blocks']} blocks{new}  {row['module']}".rstrip())
         lines += [f"{'':12}{frame}" for frame in row["stack"] or (place(row),)]
     if table["other_blocks"]:
         lines.append(f"{amount(table['other_bytes'], 'B'):>10}  {table['other_blocks']} blocks in other places")

@@ -62,7 +62,7 @@ def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
     for verdict in report["verdicts"]:
         parts.append(_verdict(verdict))
         if verdict["kind"] == "out_of_memory":
-            parts.append(oom_table(verdict["evidence"]))
+            parts += [oom_table(verdict["evidence"]), Text("")]
     if report["steps"]["count"]:
         parts += [_step_line(report), rank_table(report)]
         if any(rank["device"] for rank in report["ranks"]):
