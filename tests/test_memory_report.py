@@ -195,7 +195,13 @@ def test_readings_are_exported_and_kept(run: RunDirectory) -> None:
         mark_memory(rank, allocated=(GB, GB), reserved=(2 * GB, 2 * GB), alloc_retries=retries)
         rank.steps(16, **WORK)
     live, replayed = MemoryExporter(), MemoryExporter()
-    report = report_on(run, [rank], live)
+    rank.close()
+    sidecar = Sidecar(run, HOST, live, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.export()
+    sidecar.keep()
+    sidecar.close()
     (state,) = node_state.load_all(run)
     replay(run, replayed)
 
@@ -206,7 +212,7 @@ def test_readings_are_exported_and_kept(run: RunDirectory) -> None:
             "data", "forward", "wait", "backward",
         }  # fmt: skip
     assert [reading.step for reading in next(iter(state.processes.values())).statistics.memory.readings] == [0, 16, 32]
-    assert report["ranks"][0]["memory"]["device"]["fragmentation"] is None
+    assert build(run.run_id, [state])["ranks"][0]["memory"]["device"]["fragmentation"] is None
 
 
 def test_the_newest_table_is_kept_over_a_restart(run: RunDirectory) -> None:
