@@ -22,7 +22,7 @@ class OomFiles:
         self._known: dict[Path, int] = {}  # when each was written, as far as they are taken over
 
     def look(self, processes: Mapping[str, ProcessState]) -> None:
-        """Takes over what is new for these processes. Raises OSError, and ValueError for a file of another version."""
+        """Takes over what is new for these processes, by their keys. Raises OSError."""
         for path in self._folder.glob("rank*.json"):
             written_ns = path.stat().st_mtime_ns
             if self._known.get(path) == written_ns:

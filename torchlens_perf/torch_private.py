@@ -132,20 +132,16 @@ def _replicas() -> bool:
     return "_compiled_call_impl" not in nn.Identity()._replicate_for_data_parallel().__dict__
 
 
-def _in_cuda_build(name: str) -> Callable[[], bool]:
-    """Whether torch has this function; a build without CUDA lacks nothing by lacking it."""
+def _in_cuda_build(*names: str) -> Callable[[], bool]:
+    """Whether torch has these functions; a build without CUDA lacks nothing by lacking them."""
 
     def works() -> bool:
         import torch
 
-        return not torch.backends.cuda.is_built() or callable(getattr(torch._C, name))
+        return not torch.backends.cuda.is_built() or all(callable(getattr(torch._C, name)) for name in names)
 
     return works
 
-
-_OOM_OBSERVER = "torch._C._cuda_attach_out_of_memory_observer"
-_SNAPSHOT = "torch._C._cuda_memorySnapshot"
-_MEMORY_HISTORY = "torch._C._cuda_isHistoryEnabled"
 
 PRIVATE_NAMES = (
     PrivateName(
@@ -184,19 +180,19 @@ PRIVATE_NAMES = (
         "torch.compile compiles our hooks where it meets them, and modules are not timed where hooks are needed",
     ),
     PrivateName(
-        _OOM_OBSERVER,
+        "torch._C._cuda_attach_out_of_memory_observer",
         _in_cuda_build("_cuda_attach_out_of_memory_observer"),
         "where a rank runs out of device memory, nothing tells what held it",
     ),
     PrivateName(
-        _SNAPSHOT,
+        "torch._C._cuda_memorySnapshot",
         _in_cuda_build("_cuda_memorySnapshot"),
         "where a rank runs out of device memory, nothing tells what held it",
     ),
     PrivateName(
-        _MEMORY_HISTORY,
-        _in_cuda_build("_cuda_isHistoryEnabled"),
-        "memory_history is off: it must not replace a history that the job records",
+        "torch.cuda.memory._record_memory_history",
+        _in_cuda_build("_cuda_isHistoryEnabled", "_cuda_record_memory_history"),
+        "memory_history is off, and tables of device memory have no stacks",
     ),
 )
 _by_name = {entry.name: entry for entry in PRIVATE_NAMES}

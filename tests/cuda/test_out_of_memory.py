@@ -12,7 +12,7 @@ import torch
 
 from tests.cuda.fake_allocator import GB, FakeAllocator, block, frames, installed, segment, snapshot
 from tests.recording import recorded
-from torchlens_perf import Watch
+from torchlens_perf import Watch, torch_private
 from torchlens_perf.errors import swallowed
 from torchlens_perf.hooks import out_of_memory
 
@@ -198,3 +198,28 @@ def test_without_the_setting_memory_there_is_none(tmp_path: Path, allocator: Fak
     """memory=False: neither readings nor an observer."""
     with recorded(tmp_path, memory=False):
         assert allocator.observers == []
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("_cuda_attach_out_of_memory_observer", "out of memory: torch lacks"),
+        ("_cuda_memorySnapshot", "out of memory: torch lacks"),
+        ("_cuda_isHistoryEnabled", "memory_history: torch lacks"),
+    ],
+)
+def test_what_torch_lacks_is_told(
+    tmp_path: Path, allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch, name: str, note: str
+) -> None:
+    """The readings go on without it, and so does the table without stacks."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.delattr(torch._C, name)
+    torch_private.works.cache_clear()
+    with recorded(tmp_path, memory_history=10) as recording:
+        recording.watch.step()
+    torch_private.works.cache_clear()
+
+    assert [each for each in recording.notes if each.startswith(note)]
+    assert allocator.history is None
+    assert allocator.readings == 1
+    assert len(allocator.observers) == (name == "_cuda_isHistoryEnabled")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import torch_private
-from torchlens_perf.errors import guard
+from torchlens_perf.errors import HookUnavailable, guard
 from torchlens_perf.oom_table import Places, live_table
 from torchlens_perf.run_directory import RunDirectory
 
@@ -89,8 +89,13 @@ class OutOfMemoryHook:
     def _start_history(self, session: Session) -> None:
         if not self._entries:
             return
-        if not torch_private.works("torch._C._cuda_isHistoryEnabled") or torch_private.records_memory_history():
-            session.note("memory_history is off: the job may record a history of its own, which is left as it is")
+        try:
+            torch_private.require("torch.cuda.memory._record_memory_history")
+        except HookUnavailable as unavailable:
+            session.note(f"memory_history: {unavailable}")
+            return
+        if torch_private.records_memory_history():
+            session.note("memory_history is off: the job records a history of its own, which is left as it is")
             return
         torch_private.record_memory_history(self._entries)
         self._records = True

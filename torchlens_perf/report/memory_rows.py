@@ -62,7 +62,7 @@ def memory_notes(rank: dict[str, Any]) -> list[str]:
         notes.append(
             f"rank {rank['rank']}: {retries['count']} cudaMalloc retries in the last {retries['steps']} steps: at "
             "each, the allocator gives its cache back and waits for the device; next: "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or a smaller batch"
+            "PYTORCH_ALLOC_CONF=expandable_segments:True, or a smaller batch"
         )
     if growth is not None:
         notes.append(

@@ -94,7 +94,7 @@ def next_action(oom: Mapping[str, Any], growth: Mapping[str, Any] | None) -> str
     if fragmented and not table["expandable"] and oom["free_bytes"] + table["inactive_bytes"] >= asked:
         return (
             f"{percent(table['inactive_bytes'] / table['reserved_bytes'])} of the reserved memory is free, but in "
-            "pieces: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+            "pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
     if growth is not None:
         return (
