@@ -76,10 +76,10 @@ class OutOfMemoryHook:
                 relay.attach()
                 self._start_history(session)
 
-        relay.told = _Observer(session, self).told
         with session.each_step(self.name, start):
-            start()
             try:
+                relay.told = _Observer(session, self).told
+                start()
                 yield
             finally:
                 relay.told = None
