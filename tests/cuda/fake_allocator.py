@@ -113,6 +113,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
     """The allocator, in the place of torch's, which a build for CPUs does not have."""
     fake = FakeAllocator()
     monkeypatch.setattr(hooks_memory, "has_devices", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", None)  # no other hook is to look for a device, whatever the build
     monkeypatch.setattr(out_of_memory, "relay", out_of_memory._Relay())
     for name, function in {
         "is_initialized": lambda: fake.initialized,
