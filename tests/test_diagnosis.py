@@ -23,7 +23,7 @@ HEALTHY = {
     "io_stall_share": 0.0, "cpu_clock_share": 0.9, "sm_clock_mhz": 1980.0, "thermal_share": 0.0, "power_share": 0.1,
     "hw_slowdown_share": 0.0, "temperature_c": 60.0, "ecc_errors_per_s": 0.0, "remapped_rows_per_s": 0.0,
     "xids_per_s": 0.0, "pcie_replays_per_s": 0.1, "nvlink_errors_per_s": 0.0, "link_errors_per_s": 0.0,
-    "alloc_retries_per_s": 0.0,
+    "alloc_retries_per_step": 0.0,
 }  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def only(found: Diagnosis) -> Cause:
         ("pcie", "compute", {"pcie_replays_per_s": 40.0}, "PCIe replays: 40 a second, against 6.0 a minute"),
         ("nvlink", "compute", {"nvlink_errors_per_s": 2.0}, "NVLink errors: 2 a second"),
         ("network", "compute", {"link_errors_per_s": 2.0}, "its node has InfiniBand errors: 2 a second"),
-        ("alloc_retries", "forward", {"alloc_retries_per_s": 1.0}, "runs out and retries 1 a second"),
+        ("alloc_retries", "forward", {"alloc_retries_per_step": 0.25}, "runs out once in 4 steps"),
     ],
 )  # fmt: skip
 def test_each_cause(kind: str, phase: str, changed: dict[str, float], words: str) -> None:
@@ -125,7 +125,7 @@ def test_none() -> None:
         {"major_faults_per_s": 500.0},  # they cost it nothing
         {"sm_clock_mhz": 1950.0, "power_share": 0.6},  # clocks differ that much by themselves
         {"pcie_replays_per_s": 0.5},
-        {"alloc_retries_per_s": 0.2},
+        {"alloc_retries_per_step": 0.02},
         {"temperature_c": 90.0},
         {"cpu_wait_share": 0.2, "neighbour_cpus": 0.9},  # its work does not hold that
     ],
@@ -139,7 +139,7 @@ def test_too_little_to_explain_it(changed: dict[str, float]) -> None:
     "changed",
     [
         {"gc_share": 0.2}, {"asleep_share": 0.2, "disk_wait_share": 0.2}, {"sm_clock_mhz": 1200.0, "power_share": 0.8},
-        {"xids_per_s": 0.05}, {"alloc_retries_per_s": 1.0},
+        {"xids_per_s": 0.05}, {"alloc_retries_per_step": 1.0},
     ],
 )  # fmt: skip
 def test_what_all_have_or_had_before(changed: dict[str, float]) -> None:

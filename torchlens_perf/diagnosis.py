@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MOST_CAUSES = 3
 _EXPLAINS = 0.3  # share of the lost time from which on a cause is named
+_LEAST_RETRIES = 0.05  # of the device allocator, a step
 _CLOCK_LOWER = 0.03  # share below the others' clock that is more than their spread
 
 
@@ -82,7 +83,7 @@ _SUBJECTS = (
     ("PCIe", "pcie_replays_per_s"),
     ("NVLink", "nvlink_errors_per_s"),
     ("InfiniBand", "link_errors_per_s"),
-    ("the device allocator", "alloc_retries_per_s"),
+    ("the device allocator", "alloc_retries_per_step"),
 )
 
 
@@ -313,15 +314,15 @@ def _errors(case: _Case) -> list[Cause]:
 
 
 def _allocator(case: _Case) -> list[Cause]:
-    per_step = case.more("alloc_retries_per_s") * case.episode.step_ns / 1e9
-    if per_step < 0.05:
+    if case.more("alloc_retries_per_step") < _LEAST_RETRIES:
         return []
+    every = 1 / case.mine["alloc_retries_per_step"]
     text = (
-        f"its device allocator runs out and retries {_per_minute(case.mine['alloc_retries_per_s'])}: each time it "
-        "waits for the device and frees its cache"
+        f"its device allocator runs out {'in every step' if every < 1.5 else f'once in {every:.0f} steps'}: each time "
+        "it waits for the device and frees its cache"
     )
-    action = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or leave it more free memory (smaller batch)."
-    return [Cause("alloc_retries", text, action, None, case.evidence("alloc_retries_per_s"))]
+    action = "set PYTORCH_ALLOC_CONF=expandable_segments:True, or leave it more free memory (smaller batch)."
+    return [Cause("alloc_retries", text, action, None, case.evidence("alloc_retries_per_step"))]
 
 
 _LOOKS: tuple[Callable[[_Case], list[Cause]], ...] = (

@@ -9,11 +9,15 @@ import numpy as np
 
 from torchlens_perf import ring
 from torchlens_perf.host_signals import HostSignals
+from torchlens_perf.memory_statistics import memory_signals
 from torchlens_perf.records import OWN_PARTS, PARTS
+from torchlens_perf.signals import SIGNALS
 
 if TYPE_CHECKING:
     from torchlens_perf.records import StepTable
     from torchlens_perf.ring_source import RingSource
+
+_MEMORY_STEPS = 64  # over which the device allocator's retries are taken: it is read in few of them
 
 
 class RankSignals:
@@ -49,6 +53,11 @@ class RankSignals:
             asleep_ns, duration_ns = self._asleep.pop(pid, (0, 0))
             if duration_ns:
                 signals["asleep_share"] = asleep_ns / duration_ns
+        for source in running:
+            memory = source.state.statistics.memory
+            if memory.last is not None and source.state.identity.pid in host:
+                told = memory_signals(memory.readings, memory.last.step - _MEMORY_STEPS, memory.last.step)
+                host[source.state.identity.pid].update({name: told[name] for name in told if name in SIGNALS})
         ranks = {source.state.identity.pid: source.state.identity.rank for source in running}
         return {ranks[pid]: signals for pid, signals in host.items()}
 

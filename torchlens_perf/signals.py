@@ -39,7 +39,7 @@ SIGNALS = (
     "pcie_replays_per_s",
     "nvlink_errors_per_s",
     "link_errors_per_s",  # of its node's InfiniBand or RoCE ports
-    "alloc_retries_per_s",  # of the device allocator: each frees its cache and waits for the device
+    "alloc_retries_per_step",  # of the device allocator: each frees its cache and waits for the device
 )
 SLOTS = 32
 _FIRST_SLOT_S = 1.0
