@@ -5,6 +5,7 @@ Linux, Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst; pressure stall inf
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -13,7 +14,10 @@ _NO_LIMIT = 1 << 60  # version 1 says so by a very large number
 
 
 class ControlGroup:
-    """Reads the files of one process's group anew at each question; None for what the kernel does not tell."""
+    """Reads the files of one process's group anew at each question; None for what the kernel does not tell.
+
+    Which group it is, and which limits there are, is looked up once.
+    """
 
     def __init__(self, pid: int, *, proc: Path = Path("/proc"), root: Path = _ROOT, pressure: Path = _PRESSURE) -> None:
         """Raises OSError where there is no such process."""
@@ -27,7 +31,7 @@ class ControlGroup:
         """The group's name in its hierarchy, that of its memory."""
         self._memory = self._folder(root if self._is_v2 else root / "memory", self.path)
         self._cpu = self._memory if self._is_v2 else self._folder(root / "cpu", paths.get("cpu", "/"))
-        self._root = root
+        self._limits = list(self._memory_limits(root))
 
     @staticmethod
     def _folder(root: Path, path: str) -> Path:
@@ -37,13 +41,8 @@ class ControlGroup:
 
     def memory_limit_share(self) -> float | None:
         """Used memory by the limit, of the group or of one around it; None without a limit."""
-        names = ("memory.current", "memory.max") if self._is_v2 else ("memory.usage_in_bytes", "memory.limit_in_bytes")
-        shares = []
-        for folder in self._with_parents(self._memory):
-            used, limit = (_integer(folder / name) for name in names)
-            if used is not None and limit is not None and 0 < limit < _NO_LIMIT:
-                shares.append(used / limit)
-        return max(shares, default=None)
+        used = ((_integer(path), limit) for path, limit in self._limits)
+        return max((count / limit for count, limit in used if count is not None), default=None)
 
     def refaults(self) -> int | None:
         """Pages that were evicted and needed again so far."""
@@ -70,9 +69,15 @@ class ControlGroup:
             return int(some.rpartition("total=")[2])
         return None
 
-    def _with_parents(self, folder: Path) -> list[Path]:
-        folders = [folder, *folder.parents]
-        return [each for each in folders if each.is_relative_to(self._root)]
+    def _memory_limits(self, root: Path) -> Iterator[tuple[Path, int]]:
+        """Where it is told how much is used, and the limit, of this group and those around it."""
+        v1 = "memory.usage_in_bytes", "memory.limit_in_bytes"
+        used, most = ("memory.current", "memory.max") if self._is_v2 else v1
+        for folder in (self._memory, *self._memory.parents):
+            if folder.is_relative_to(root):
+                limit = _integer(folder / most)
+                if limit is not None and 0 < limit < _NO_LIMIT:
+                    yield folder / used, limit
 
 
 def _integer(path: Path) -> int | None:
