@@ -23,13 +23,18 @@ def device_in_use() -> int | None:
     The current device may be another one, without a context: asking it for a stream would make one, of hundreds of
     megabytes. Raises DeviceError where several are in use: spans of one would be marked on another.
     """
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return None
-    reserved = {index: torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())}
-    most = max(reserved.values(), default=0)
-    used = [index for index, size in reserved.items() if size > 0 and size >= _SMALL_SHARE * most]
+    used = devices_in_use()
     if len(used) > 1:
         raise DeviceError(f"this process computes on {len(used)} devices, of which none is timed")
     return used[0] if used else None
+
+
+def devices_in_use() -> list[int]:
+    """The indices of the devices on which torch has allocated memory. Makes no context."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return []
+    reserved = {index: torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())}
+    most = max(reserved.values(), default=0)
+    return [index for index, size in reserved.items() if size > 0 and size >= _SMALL_SHARE * most]

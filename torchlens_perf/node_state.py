@@ -32,6 +32,8 @@ class ProcessState:
     ended: str = ""
     """"closed" by its watch, "died", or "" while it runs."""
     trace_every: int = 0
+    gpus: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Those that it computes on: uuid, name and torch's index."""
     native: bool = True
     model: str = ""
     """What it computes, see identity.model_digest."""
@@ -53,6 +55,7 @@ class ProcessState:
 
     def to_json(self) -> dict[str, Any]:
         value = {field: getattr(self, field) for field in _PLAIN_FIELDS}
+        value["gpus"] = self.gpus
         value["identity"] = self.identity.to_json()
         value["anchor"] = list(self.anchor)
         value["statistics"] = self.statistics.to_json()
@@ -66,6 +69,7 @@ class ProcessState:
             anchor=Anchor(*value["anchor"]),
             statistics=RankStatistics.from_json(value["statistics"]),
             out_of_memory=value.get("out_of_memory"),
+            gpus=value.get("gpus", []),
             **{field: value[field] for field in _PLAIN_FIELDS},
         )
 
@@ -99,6 +103,8 @@ class NodeState:
     """What this node's sidecar has judged: its own ranks, or on node 0 those of all nodes."""
     alerts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Those that are open, see AlertLog.to_json()."""
+    telemetry: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the hardware did, see TelemetryLog.to_json()."""
 
     def save(self, run: RunDirectory) -> None:
         """Replaces the node's file. Raises OSError on a full disk."""
@@ -116,6 +122,7 @@ class NodeState:
             "named": self.named.to_json(),
             "findings": self.findings.to_json(),
             "alerts": self.alerts,
+            "telemetry": self.telemetry,
         }
         path = run.node_state(self.host)
         partial = path.with_suffix(".partial")
@@ -142,6 +149,7 @@ def load(path: Path) -> NodeState:
             named=Named.from_json(value["named"]),
             findings=Findings.from_json(value["findings"]),
             alerts=value.get("alerts", {}),
+            telemetry=value.get("telemetry", {}),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunStoreError(f"{path} cannot be read: {type(error).__name__}: {error}") from None

@@ -88,8 +88,10 @@ def _device_hooks(config: Config) -> list[Hook]:
 
         hooks.append(DeviceHook(asked_for=config.device_times == "on"))
     if there and torch.version.cuda is not None:
+        from torchlens_perf.hooks.gpu import GpuHook
         from torchlens_perf.hooks.stamps import Device, StampHook
 
+        hooks.append(GpuHook())
         hooks.append(StampHook(Device(), aggregate=config.aggregate == "device"))
     return hooks
 
@@ -108,6 +110,7 @@ class Session:
         self.training_steps = 0  # that have ended: the same on all ranks, also where one of them has evaluated before
         self.memory_source = ""
         self.device: dict[str, Any] = {}  # of the device's times: how good they are, and which are missing
+        self.gpus: list[dict[str, Any]] = []  # that this process computes on
         self.stack_file = ""  # where this process writes its stack when it is asked to; "": nowhere
         self.ring_path = ring.path
         self.groups: dict[str, dict[str, Any]] = {}  # process groups that were used: members and description
@@ -390,6 +393,7 @@ class Session:
                 "notes": self._notes,
                 "job_store": job_store(os.environ) if self.config.exchange else None,
                 "device": self.device,
+                "gpus": self.gpus,
                 "stack_file": self.stack_file,
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
                 "settings": {

@@ -46,6 +46,8 @@ from torchlens_perf.stacks import process_state
 from torchlens_perf.standing import LinkWatch, standing
 from torchlens_perf.statistics import assemble_steps, step_traces
 from torchlens_perf.straggler import NOTHING
+from torchlens_perf.telemetry_log import TelemetryLog
+from torchlens_perf.telemetry_store import telemetry_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,6 +101,7 @@ class Sidecar:
         self._reported: set[str] = set()
         state_path = run.node_state(host)
         self.state = node_state.load(state_path) if state_path.exists() else NodeState(host)
+        self.telemetry = TelemetryLog(run, host, self.state.telemetry)
         self._generations = Generations()
         for process in self.state.processes.values():
             self._generations.of(process.identity)
@@ -155,6 +158,15 @@ class Sidecar:
         if self.disk_failed:
             self._forget_oldest_unkept()
 
+    def measure(self) -> None:
+        """Samples the GPUs that live processes compute on, and the node's network ports, when that is due."""
+        live = [source.state for source in self._sources.values() if not source.read_to_end]
+        with self._going_on("reading the hardware's telemetry"):
+            found = self.telemetry.look(dict.fromkeys(gpu["uuid"] for state in live for gpu in state.gpus))
+            if found is not None and live and self._exporter is not None:
+                self._exporter.measured(live[0].identity, found)
+        self.state.notes += [note for note in self.telemetry.notes if note not in self.state.notes]
+
     def export(self) -> None:
         """Hands what account() counted to the exporter."""
         if self._exporter is not None:
@@ -204,7 +216,8 @@ class Sidecar:
         if self._unkept:
             self.disk_failed = True  # until it is known better
             if self._writer is None:
-                self._writer = SegmentWriter(self._run, self._host, self._setting("disk_bytes"))
+                disk_bytes = self._setting("disk_bytes")
+                self._writer = SegmentWriter(self._run, self._host, disk_bytes - telemetry_bytes(disk_bytes))
             self._writer.write(self._unkept)
             self.disk_failed = False
             for chunk in self._unkept:
@@ -213,6 +226,8 @@ class Sidecar:
             self.state.dropped_segments += self._writer.dropped_segments
             self._writer.dropped_segments = 0
         self.save()
+        live = any(not source.read_to_end for source in self._sources.values())
+        self.telemetry.write(self._setting("disk_bytes"), final=not live)
         for source in self._sources.values():
             if source.settled and source.path.exists():
                 source.path.with_suffix(".stack").unlink(missing_ok=True)  # its process removes it, if it can
@@ -224,6 +239,7 @@ class Sidecar:
         """Writes the node's state file."""
         times = os.times()
         self.state.passing_notes = [note for note in self.job.notes() if note not in self.state.notes]
+        self.state.telemetry = self.telemetry.to_json()
         self.state.sidecar_cpu_s = times.user + times.system
         self.state.save(self._run)
 
@@ -467,7 +483,7 @@ class Sidecar:
         if metadata:
             state.native, state.notes = metadata["native"], metadata["notes"]
             state.model, state.memory_source = metadata["model"], metadata["memory_source"]
-            state.device = metadata["device"]
+            state.device, state.gpus = metadata["device"], metadata["gpus"]
             state.groups = metadata["groups"]
             source.stack_file = metadata["stack_file"]
             source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
@@ -495,6 +511,7 @@ class Sidecar:
 
     def close(self) -> None:
         """Unmaps the rings."""
+        self.telemetry.close()
         for source in self._sources.values():
             source.reader.close()
 
@@ -514,6 +531,7 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
         if not more or pacing.account_due(now_s):
             sidecar.account()
             sidecar.look_around(now_s, final=not more)
+        sidecar.measure()
         with _logged("the report could not be written"):
             sidecar.report_if_asked()  # before the export, which may take longer: rank 0 waits for it
         sidecar.export()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchlens_perf.memory_statistics import MemoryReading
     from torchlens_perf.records import StepTable, StepTrace
     from torchlens_perf.straggler import Findings
+    from torchlens_perf.telemetry import Hardware
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,10 @@ class Exporter(Protocol):
 
     def judged(self, judgement: Judgement) -> None:
         """Takes the judgement over; called in every round of the sidecar, after the batches. Does not wait either."""
+        ...
+
+    def measured(self, identity: Identity, hardware: Hardware) -> None:
+        """Takes over what GPUs and network ports have just told, each once. identity: of any process of the node."""
         ...
 
     def force_flush(self, timeout_s: float) -> bool:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters.otlp_alerts import AlertSender
     from torchlens_perf.exporters.otlp_metrics import MetricSender
     from torchlens_perf.exporters.otlp_spans import SpanSender
+    from torchlens_perf.identity import Identity
+    from torchlens_perf.telemetry import Hardware
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -57,6 +59,11 @@ class OtlpExporter:
             if self._alerts is not None:
                 for alert in judgement.alerts:
                     self._alerts.send(alert, judgement.identity, self._traced_step(alert))
+
+    def measured(self, identity: Identity, hardware: Hardware) -> None:
+        with guard("exporting the hardware's telemetry over OTLP"):
+            if self._metrics is not None:
+                self._metrics.measured(identity, hardware)
 
     def _traced_step(self, alert: Alert) -> int | None:
         """The first step in which the suspect was slow and that was sent as spans: all ranks send the same steps."""

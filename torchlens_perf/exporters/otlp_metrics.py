@@ -24,12 +24,14 @@ from opentelemetry.sdk.metrics.export import (
 from torchlens_perf.alerts import stragglers_by_class
 from torchlens_perf.exporters import ExportBatch, Judgement, semantics
 from torchlens_perf.exporters.otlp_memory import DeviceMemory
+from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
 from torchlens_perf.exporters.otlp_resource import node_resource
 from torchlens_perf.records import PARTS
 from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
     from torchlens_perf.identity import Identity
+    from torchlens_perf.telemetry import Hardware
 
 _UNSAMPLED = Context()
 # How often a gauge is 0 after its end: a series that just stops is taken to have kept its last value for minutes.
@@ -53,6 +55,7 @@ class MetricSender:
         self._counter = _Counter(exporter)
         self._provider: MeterProvider | None = None
         self._instruments: _Instruments | None = None
+        self._hardware: HardwareMetrics | None = None
         self._off = False
 
     def export(self, batch: ExportBatch, sampled: Mapping[int, Context]) -> None:
@@ -68,6 +71,15 @@ class MetricSender:
             self._start(judgement.identity)
         if self._instruments is not None:
             self._instruments.judged(judgement)
+
+    def measured(self, identity: Identity, hardware: Hardware) -> None:
+        """Records what GPUs and network ports have told."""
+        if self._provider is None and not self._off:
+            self._start(identity)
+        if self._provider is not None:
+            if self._hardware is None:
+                self._hardware = HardwareMetrics(self._provider.get_meter(semantics.SCOPE, VERSION), self._clock)
+            self._hardware.measured(hardware)
 
     def _start(self, identity: Identity) -> None:
         """The resource is known with the first batch, and not before."""

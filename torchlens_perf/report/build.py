@@ -17,6 +17,7 @@ from torchlens_perf.report import verdict
 from torchlens_perf.report.collective_table import collective_rows, newest_joins
 from torchlens_perf.report.device_rows import device_notes, device_sections, device_times
 from torchlens_perf.report.distribution import distribution
+from torchlens_perf.report.gpu_rows import gpu_rows, link_rows, telemetry_notes
 from torchlens_perf.report.heat import heat
 from torchlens_perf.report.memory_rows import memory_notes, memory_of
 from torchlens_perf.report.oom_words import out_of_memory_note
@@ -52,6 +53,8 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
         "modules": _modules(processes),
         "sections": _sections(processes),
         "device_sections": device_sections(processes),
+        "gpus": gpu_rows(nodes, processes),
+        "links": link_rows(nodes),
         "collectives": collective_rows(joins),
         "slow_links": links.to_json(),
         "quality": _quality(nodes, processes),
@@ -285,6 +288,7 @@ def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> dict
     notes = list(dict.fromkeys(note for node in nodes for note in (*node.notes, *node.passing_notes)))
     for rank in sorted(processes):
         notes += [note for note in _rank_notes(processes[rank]) if note not in notes]
+    notes += telemetry_notes(nodes)
     missing = _missing_ranks(processes)
     if missing:
         notes.append(missing)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from torchlens_perf.report.collective_table import collective_table
 from torchlens_perf.report.device_table import device_table
+from torchlens_perf.report.gpu_table import gpu_table, link_table
 from torchlens_perf.report.heat_map import HeatMap
 from torchlens_perf.report.memory_table import memory_table, oom_table
 from torchlens_perf.report.quantities import duration, duration_or_dash, printable
@@ -70,6 +71,10 @@ def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
         if any(rank["memory"]["device"] for rank in report["ranks"]):
             parts.append(memory_table(report["ranks"]))
         parts.append(HeatMap(report["heat"]))
+    if report["gpus"]:
+        parts.append(gpu_table(report["gpus"]))
+    if any(link["errors"] for link in report["links"]):
+        parts.append(link_table(report["links"]))
     if report["modules"]:
         parts.append(_module_table(report))
     if report["sections"]:

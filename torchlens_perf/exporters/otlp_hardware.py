@@ -1,0 +1,196 @@
+"""GPUs and network ports as metrics, by OpenTelemetry's hardware conventions where they have a name.
+
+A GPU is told of once, however many processes compute on it. What is not measured has no point.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from opentelemetry.metrics import CallbackOptions, CallbackT, Meter, Observation
+
+from torchlens_perf.exporters import semantics
+from torchlens_perf.telemetry import GpuSample, Hardware, LinkSample, Sample
+
+_FRESH_S = 30.0  # what was told longer ago is no value of now
+
+
+class _Now(NamedTuple):
+    """A quantity of which the backend gets the present value."""
+
+    metric: str
+    unit: str
+    description: str
+    field: str
+    more: Mapping[str, str] = {}  # attributes
+    mean: bool = False
+    """Of the samples since the last export, and not the last one: it changes faster than it is exported."""
+    scale: float = 1
+
+
+_GPU, _NETWORK = "gpu", "network"
+_SM, _MEMORY = {semantics.GPU_CLOCK_OF: "sm"}, {semantics.GPU_CLOCK_OF: "memory"}
+_GPU_NOW = (
+    _Now(semantics.GPU_BUSY, "1", "Share of the time with any kernel", "busy", {semantics.GPU_TASK: "general"}, True),
+    _Now(semantics.GPU_SM_ACTIVE, "1", "Share of SMs that worked, by time", "sm_active", mean=True),
+    _Now(semantics.GPU_SM_OCCUPANCY, "1", "Share of the warps that SMs can hold", "sm_occupancy", mean=True),
+    _Now(semantics.GPU_TENSOR_ACTIVE, "1", "Share of the time of tensor cores", "tensor_active", mean=True),
+    _Now(semantics.GPU_DRAM_ACTIVE, "1", "Share of the memory's bandwidth", "dram_active", mean=True),
+    _Now(semantics.GPU_CLOCK, "Hz", "Clock", "sm_clock_hz", _SM, True),
+    _Now(semantics.GPU_CLOCK, "Hz", "Clock", "memory_clock_hz", _MEMORY, True),
+    _Now(semantics.GPU_CLOCK_LIMIT, "Hz", "Highest clock", "sm_clock_max_hz", _SM),
+    _Now(semantics.POWER, "W", "Power", "power_w", mean=True),
+    _Now(semantics.POWER_LIMIT, "W", "What power is held below", "power_limit_w"),
+    _Now(semantics.TEMPERATURE, "Cel", "Temperature", "temperature_c", {semantics.SENSOR: "gpu"}),
+    _Now(semantics.TEMPERATURE, "Cel", "Temperature", "memory_temperature_c", {semantics.SENSOR: "memory"}),
+)
+# The conventions have these as sums, which may go down: over several components they may be added up.
+_GPU_SUMS = (
+    _Now(semantics.GPU_MEMORY, "By", "Memory in use, by all processes", "memory_used_bytes"),
+    _Now(semantics.GPU_MEMORY_LIMIT, "By", "Memory", "memory_total_bytes"),
+)
+_LINK_SUMS = (
+    _Now(semantics.NETWORK_UP, "1", "1 if the port is up, else 0", "active"),
+    _Now(semantics.NETWORK_LIMIT, "By/s", "Rate of the link", "rate_bits", scale=1 / 8),
+)
+
+
+class _Grows(NamedTuple):
+    """A quantity that only grows."""
+
+    metric: str
+    unit: str
+    description: str
+    field: str
+    more: Mapping[str, str] = {}
+    scale: float = 1
+
+
+def _throttled(field: str, reason: str) -> _Grows:
+    attributes = {semantics.THROTTLE_REASON: reason}
+    return _Grows(semantics.GPU_THROTTLED, "s", "Time with clocks held down", field, attributes, 1e-9)
+
+
+def _io(field: str, link: str, direction: str) -> _Grows:
+    attributes = {semantics.GPU_LINK: link, semantics.DIRECTION: direction}
+    return _Grows(semantics.GPU_IO, "By", "Bytes sent and received", field, attributes)
+
+
+def _errors(field: str, kind: str) -> _Grows:
+    return _Grows(semantics.ERRORS, "{error}", "Errors", field, {semantics.ERROR_TYPE: kind})
+
+
+_GPU_GROWS = (
+    _Grows(semantics.ENERGY, "J", "Energy", "energy_j"),
+    _throttled("throttle_power_ns", "power"),
+    _throttled("throttle_thermal_ns", "thermal"),
+    _throttled("throttle_sync_boost_ns", "sync_boost"),
+    _throttled("throttle_board_limit_ns", "board_limit"),
+    _throttled("throttle_reliability_ns", "reliability"),
+    _throttled("throttle_sw_thermal_ns", "sw_thermal"),
+    _throttled("throttle_hw_thermal_ns", "hw_thermal"),
+    _throttled("throttle_hw_power_brake_ns", "hw_power_brake"),
+    _io("pcie_transmitted_bytes", "pcie", "transmit"),
+    _io("pcie_received_bytes", "pcie", "receive"),
+    _io("nvlink_transmitted_bytes", "nvlink", "transmit"),
+    _io("nvlink_received_bytes", "nvlink", "receive"),
+    _errors("xids", "xid"),
+    _errors("ecc_corrected", "ecc_corrected"),
+    _errors("ecc_uncorrected", "ecc_uncorrected"),
+    _errors("remapped_rows", "remapped_row"),
+    _errors("pcie_replays", "pcie_replay"),
+    _errors("nvlink_replays", "nvlink_replay"),
+    _errors("nvlink_recoveries", "nvlink_recovery"),
+    _errors("nvlink_errors", "nvlink_error"),
+)
+_SENT, _RECEIVED = {semantics.DIRECTION: "transmit"}, {semantics.DIRECTION: "receive"}
+_LINK_GROWS = (
+    _Grows(semantics.NETWORK_IO, "By", "Bytes sent and received", "transmitted_bytes", _SENT),
+    _Grows(semantics.NETWORK_IO, "By", "Bytes sent and received", "received_bytes", _RECEIVED),
+    _Grows(semantics.NETWORK_PACKETS, "{packet}", "Packets sent and received", "transmitted_packets", _SENT),
+    _Grows(semantics.NETWORK_PACKETS, "{packet}", "Packets sent and received", "received_packets", _RECEIVED),
+    _errors("symbol_errors", "symbol_error"),
+    _errors("link_recoveries", "link_recovery"),
+    _errors("link_downs", "link_down"),
+    _errors("receive_errors", "receive_error"),
+    _errors("transmit_discards", "transmit_discard"),
+    _errors("integrity_errors", "link_integrity"),
+    _errors("out_of_sequence", "out_of_sequence"),
+    _errors("sequence_errors", "packet_sequence"),
+    _errors("ack_timeouts", "ack_timeout"),
+    _errors("rnr_retries", "receiver_not_ready"),
+    _errors("retries_exceeded", "retries_exceeded"),
+)
+
+
+class HardwareMetrics:
+    """The instruments. Samples come on the sidecar's thread; values are read on the metric reader's."""
+
+    def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
+        """clock: seconds."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._newest: dict[str, tuple[float, Sample, dict[str, Any]]] = {}  # by id: when it came, attributes
+        self._means: dict[tuple[str, str], tuple[float, int]] = {}  # by id and field: sum and count
+        grows = (*_GPU_GROWS, *_LINK_GROWS)
+        self._counters = {each.metric: meter.create_counter(each.metric, each.unit, each.description) for each in grows}
+        for quantities, kind, create in (
+            (_GPU_NOW, GpuSample, meter.create_observable_gauge),
+            (_GPU_SUMS, GpuSample, meter.create_observable_up_down_counter),
+            (_LINK_SUMS, LinkSample, meter.create_observable_up_down_counter),
+        ):
+            for metric in dict.fromkeys(each.metric for each in quantities):
+                same = [each for each in quantities if each.metric == metric]
+                create(metric, [self._reading(kind, same)], same[0].unit, same[0].description)
+
+    def measured(self, hardware: Hardware) -> None:
+        """Takes the samples over, each once."""
+        for gpu in hardware.gpus:
+            attributes = {
+                semantics.HARDWARE_ID: gpu.uuid,
+                semantics.HARDWARE_NAME: hardware.names.get(gpu.uuid, ""),
+                semantics.HARDWARE_TYPE: _GPU,
+            }
+            self._take(gpu.uuid, gpu, attributes)
+            self._count(gpu.grown, _GPU_GROWS, attributes)
+        for link in hardware.links:
+            attributes = {semantics.HARDWARE_ID: link.name, semantics.HARDWARE_TYPE: _NETWORK}
+            self._take(link.name, link, attributes)
+            self._count(link.grown, _LINK_GROWS, attributes)
+
+    def _take(self, name: str, sample: Sample, attributes: dict[str, Any]) -> None:
+        with self._lock:
+            self._newest[name] = self._clock(), sample, attributes
+            for each in _GPU_NOW if isinstance(sample, GpuSample) else ():
+                value = getattr(sample, each.field)
+                if each.mean and value is not None:
+                    total, count = self._means.get((name, each.field), (0.0, 0))
+                    self._means[name, each.field] = total + value, count + 1
+
+    def _count(self, grown: Mapping[str, float], grows: tuple[_Grows, ...], attributes: dict[str, Any]) -> None:
+        for each in grows:
+            if each.field in grown:
+                self._counters[each.metric].add(grown[each.field] * each.scale, {**attributes, **each.more})
+
+    def _reading(self, kind: type[Sample], quantities: list[_Now]) -> CallbackT:
+        def read(options: CallbackOptions) -> Iterator[Observation]:
+            with self._lock:
+                points = list(self._points(kind, quantities))
+            yield from points
+
+        return read
+
+    def _points(self, kind: type[Sample], quantities: list[_Now]) -> Iterator[Observation]:
+        now_s = self._clock()
+        for name, (came_s, sample, attributes) in self._newest.items():
+            if not isinstance(sample, kind) or now_s - came_s > _FRESH_S:
+                continue
+            for each in quantities:
+                value = getattr(sample, each.field)
+                if each.mean and (name, each.field) in self._means:
+                    total, count = self._means.pop((name, each.field))
+                    value = total / count
+                if value is not None:
+                    yield Observation(value * each.scale, {**attributes, **each.more})

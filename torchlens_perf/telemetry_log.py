@@ -1,0 +1,163 @@
+"""A node's hardware while its ranks compute: sampled by the sidecar, kept for verdicts, report and export.
+
+A sample is taken between two rounds of the sidecar, on its only thread. For a verdict on a stretch of time, ask for its
+samples(), and telemetry.gpu_signals() for what they say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from torchlens_perf.clock import Anchor, HostClock
+from torchlens_perf.cuda.telemetry import GpuFacts, GpuTelemetry
+from torchlens_perf.infiniband import LinkTelemetry
+from torchlens_perf.telemetry import GpuSample, GpuTotals, Hardware, LinkSample, LinkTotals, Sample
+from torchlens_perf.telemetry_store import TelemetryWriter, telemetry_bytes
+
+if TYPE_CHECKING:
+    from torchlens_perf.run_directory import RunDirectory
+
+_SECOND_NS = 1_000_000_000
+_GPU_PERIOD_NS = _SECOND_NS
+_LINK_PERIOD_NS = 5 * _SECOND_NS  # a counter of a port is a question to its firmware
+_LEAST_REST = 20  # times what a round has taken
+_MOST_SAMPLES = 900  # of a GPU, or a port, in memory
+_MOST_UNWRITTEN = 20_000  # while the run directory cannot be written
+_FIRST_FILE_NS, _LAST_FILE_NS = 10 * _SECOND_NS, 120 * _SECOND_NS  # between files, in a young and in an old run
+
+_T = TypeVar("_T", GpuSample, LinkSample)
+
+
+class Gpus(Protocol):
+    """What samples GPUs: cuda.telemetry.GpuTelemetry."""
+
+    facts: dict[str, GpuFacts]
+    losses: Counter[str]
+    notes: list[str]
+
+    def sample(self, uuids: Collection[str], monotonic_ns: int, unix_ns: int) -> dict[str, GpuSample]:
+        """A sample of each that answers."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything."""
+        ...
+
+
+class TelemetryLog:
+    """Takes samples when they are due, and keeps what they say. Belongs to the sidecar's thread."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        host: str,
+        told: Mapping[str, Any],
+        gpus: Gpus | None = None,
+        links: LinkTelemetry | None = None,
+        now: Callable[[], Anchor] | None = None,
+    ) -> None:
+        """told: what an earlier sidecar's to_json() left in the node's state. gpus, links, now: None for the real ones."""
+        self._gpus = gpus if gpus is not None else GpuTelemetry()
+        self._links = links if links is not None else LinkTelemetry()
+        self._now = now if now is not None else HostClock().anchor
+        self._writer = TelemetryWriter(run, host)
+        self._gpu_due_ns = self._link_due_ns = 0
+        self._begun_ns: int | None = None
+        self._written_ns = 0
+        self._recent: dict[str, deque[GpuSample]] = {}
+        self._recent_links: dict[str, deque[LinkSample]] = {}
+        self._unwritten: list[Sample] = []
+        self._gpu_totals = {uuid: GpuTotals(**totals) for uuid, totals in told.get("gpus", {}).items()}
+        self._link_totals = {name: LinkTotals(**totals) for name, totals in told.get("links", {}).items()}
+        self._facts: dict[str, dict[str, str | None]] = dict(told.get("facts", {}))
+        self._losses = Counter(told.get("losses", {}))  # by earlier sidecars
+        self._lost = int(told.get("lost_samples", 0))
+        self._dropped = int(told.get("dropped_files", 0))
+
+    def look(self, uuids: Collection[str]) -> Hardware | None:
+        """Samples these GPUs, and all ports, if it is time to; None if it is not, or nothing is there."""
+        now = self._now()
+        gpus: dict[str, GpuSample] = {}
+        links: dict[str, LinkSample] = {}
+        if uuids and now.monotonic_ns >= self._gpu_due_ns:
+            self._gpu_due_ns = now.monotonic_ns + _GPU_PERIOD_NS
+            gpus = self._gpus.sample(uuids, now.monotonic_ns, now.unix_ns)
+        if now.monotonic_ns >= self._link_due_ns:
+            links = self._links.sample(now.monotonic_ns, now.unix_ns)
+            took_ns = self._now().monotonic_ns - now.monotonic_ns
+            self._link_due_ns = now.monotonic_ns + max(_LINK_PERIOD_NS, _LEAST_REST * took_ns)
+        if not gpus and not links:
+            return None
+        self._keep(now, gpus, links)
+        names = {uuid: self._facts[uuid]["name"] or "" for uuid in gpus}
+        return Hardware(tuple(gpus.values()), tuple(links.values()), names)
+
+    def _keep(self, now: Anchor, gpus: Mapping[str, GpuSample], links: Mapping[str, LinkSample]) -> None:
+        for uuid, gpu in gpus.items():
+            self._gpu_totals.setdefault(uuid, GpuTotals()).add(gpu)
+            self._recent.setdefault(uuid, deque(maxlen=_MOST_SAMPLES)).append(gpu)
+            self._facts[uuid] = dataclasses.asdict(self._gpus.facts[uuid])
+        for name, link in links.items():
+            self._link_totals.setdefault(name, LinkTotals()).add(link)
+            self._recent_links.setdefault(name, deque(maxlen=_MOST_SAMPLES)).append(link)
+        self._unwritten += [*gpus.values(), *links.values()]
+        over = len(self._unwritten) - _MOST_UNWRITTEN
+        if over > 0:
+            del self._unwritten[:over]
+            self._lost += over
+        if self._begun_ns is None:
+            self._begun_ns = self._written_ns = now.monotonic_ns
+
+    def samples(self, uuid: str, since_ns: int, until_ns: int) -> list[GpuSample]:
+        """Those of a GPU within a stretch of CLOCK_MONOTONIC, of the last quarter of an hour."""
+        return _within(self._recent.get(uuid, ()), since_ns, until_ns)
+
+    def link_samples(self, name: str, since_ns: int, until_ns: int) -> list[LinkSample]:
+        """Those of a port, as "mlx5_0/1", likewise, of the last hour."""
+        return _within(self._recent_links.get(name, ()), since_ns, until_ns)
+
+    @property
+    def links(self) -> list[str]:
+        """The ports that there are samples of."""
+        return list(self._recent_links)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not measured, and why."""
+        return self._gpus.notes
+
+    def write(self, disk_bytes: int, *, final: bool = False) -> None:
+        """Writes what is new, if it is time to or the run is over. Raises OSError on a full disk."""
+        if not self._unwritten or self._begun_ns is None:
+            return
+        now_ns = self._now().monotonic_ns
+        period_ns = min(_LAST_FILE_NS, max(_FIRST_FILE_NS, (now_ns - self._begun_ns) // 20))
+        if not final and now_ns - self._written_ns < period_ns:
+            return
+        self._written_ns = now_ns
+        gpus = [sample for sample in self._unwritten if isinstance(sample, GpuSample)]
+        links = [sample for sample in self._unwritten if isinstance(sample, LinkSample)]
+        self._writer.write(gpus, links, telemetry_bytes(disk_bytes))
+        self._unwritten.clear()
+
+    def to_json(self) -> dict[str, Any]:
+        """For the node's state: what the report shows, and a later sidecar goes on with."""
+        return {
+            "gpus": {uuid: totals.to_json() for uuid, totals in self._gpu_totals.items()},
+            "links": {name: totals.to_json() for name, totals in self._link_totals.items()},
+            "facts": self._facts,
+            "losses": dict(self._losses + self._gpus.losses),
+            "lost_samples": self._lost,
+            "dropped_files": self._dropped + self._writer.dropped_files,
+        }
+
+    def close(self) -> None:
+        """Lets the hardware go."""
+        self._gpus.close()
+
+
+def _within(samples: Collection[_T], since_ns: int, until_ns: int) -> list[_T]:
+    return [sample for sample in samples if since_ns <= sample.monotonic_ns <= until_ns]
