@@ -59,7 +59,7 @@ class TelemetryLog:
         links: LinkTelemetry | None = None,
         now: Callable[[], Anchor] | None = None,
     ) -> None:
-        """told: what an earlier sidecar's to_json() left in the node's state. gpus, links, now: None for the real ones."""
+        """told: what an earlier sidecar's to_json() left. gpus, links, now: None for the real ones."""
         self._gpus = gpus if gpus is not None else GpuTelemetry()
         self._links = links if links is not None else LinkTelemetry()
         self._now = now if now is not None else HostClock().anchor

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda.fake_device import FakeDevice, compile_driver
+from tests.cuda.fake_nvml import compile_nvml
 from tests.cuda.shim_kernels import compile_kernels
 
 
@@ -21,6 +22,12 @@ def shim_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fake driver."""
     return compile_driver(tmp_path_factory.mktemp("driver") / "libcuda.so")
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake NVML."""
+    return compile_nvml(tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1")
 
 
 @pytest.fixture
