@@ -36,7 +36,11 @@ class Check:
 
 def examine() -> Iterator[Check]:
     """All checks, in order. Imports torch; starts nothing, writes nothing that stays."""
-    for check in (_platform, _native, _torch, _tap, _autoload, _settings, _ring_place, _run_directory, _export, _tools):
+    checks = (
+        _platform, _native, _torch, _telemetry, _tap, _autoload, _settings, _ring_place, _run_directory, _export,
+        _tools,
+    )  # fmt: skip
+    for check in checks:
         try:
             yield from check()
         except Exception as error:
@@ -115,6 +119,27 @@ def _device(name: str, *, nvidia: bool) -> Iterator[Check]:
     else:
         driver.Driver()  # raises where it cannot be loaded, which examine() shows
         yield Check(OK, "device sections", "CuPy compiles the kernels at their first use")
+
+
+def _telemetry() -> Iterator[Check]:
+    import torch
+
+    from torchlens_perf import infiniband
+    from torchlens_perf.cuda.telemetry import survey
+
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        found = survey()
+        if found.problem:
+            remedy = (
+                "install the driver's libnvidia-ml.so.1; in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+            )
+            yield Check(WORSE, "GPU telemetry", f"none: NVML says {found.problem}", remedy)
+        else:
+            activity = f"GPM on {found.with_gpm} of {found.gpus} GPUs"
+            yield Check(OK, "GPU telemetry", f"NVML, driver {found.driver}; activity of SMs and memory: {activity}")
+    ports = len(infiniband.ports())
+    finding = f"{ports} ports of InfiniBand or RoCE adapters" if ports else "no InfiniBand or RoCE adapter"
+    yield Check(OK, "network telemetry", finding)
 
 
 def _autoload() -> Iterator[Check]:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.cuda.fake_nvml import AMPERE, HOPPER, MS, UUIDS, WORKSTATION, FakeNvml
 from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
-from torchlens_perf.cuda.telemetry import GpuTelemetry
+from torchlens_perf.cuda.telemetry import GpuTelemetry, Survey, survey
 from torchlens_perf.telemetry import GPU_COUNTERS, GPU_GAUGES, GpuSample
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
@@ -287,6 +287,15 @@ def test_a_slow_driver_is_asked_more_rarely(rig: Rig) -> None:
     assert found[-1] is True
     assert rig.telemetry.slow_samples == {UUIDS[0]: 1}
     assert "; it is asked more rarely" in rig.telemetry.notes[0]
+
+
+def test_survey(rig: Rig) -> None:
+    """What doctor tells: the driver, and how many GPUs have GPM; or why there is none of it."""
+    rig.nvml.gpus = [dict(HOPPER), dict(AMPERE)]
+    rig.nvml.write()
+    assert survey() == Survey("", "580.00-fake", 2, 1)
+    rig.nvml.write(f"fail nvmlInitWithFlags {DRIVER_NOT_LOADED}")
+    assert survey() == Survey("Driver Not Loaded")
 
 
 def test_no_gpu_no_library(rig: Rig) -> None:

@@ -172,6 +172,42 @@ class GpuTelemetry:
         self._nvml = self._xids = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What NVML can do on this node."""
+
+    problem: str = ""
+    driver: str = ""
+    gpus: int = 0
+    with_gpm: int = 0
+
+
+def survey() -> Survey:
+    """Looks once, and lets the library go again."""
+    import pynvml as nvml
+
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return Survey(problem=str(error))
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return Survey(
+            "", _text(nvml.nvmlSystemGetDriverVersion()), len(handles), sum(_has_gpm(nvml, h) for h in handles)
+        )
+    except nvml.NVMLError as error:
+        return Survey(problem=str(error))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _has_gpm(nvml: Any, handle: Any) -> bool:
+    try:
+        return bool(nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice)
+    except nvml.NVMLError:
+        return False
+
+
 class _Gpu:
     """One GPU, while the driver has it."""
 

@@ -11,12 +11,14 @@ from torchlens_perf.report.tables import Column, FittingTable
 
 _MOST_ROWS = 16
 _WORDS = {"hw_slowdown": "hardware", "sync_boost": "sync boost", "board_limit": "board limit"}
+_RECOVERY = {1: "needs a reset", 2: "needs a reboot"}
 _LEAST_SHARE = 0.005  # of the time, for a reason to be named
-_COUNTS = (
-    ("XIDs", ("xids",)),
-    ("ECC", ("ecc_uncorrected",)),
+_ERRORS = (
+    ("XID", ("xids",)),
+    ("uncorrected ECC", ("ecc_uncorrected",)),
+    ("remapped rows", ("remapped_rows",)),
     ("PCIe replays", ("pcie_replays",)),
-    ("NVLink errors", ("nvlink_errors", "nvlink_replays", "nvlink_recoveries")),
+    ("NVLink", ("nvlink_errors", "nvlink_replays", "nvlink_recoveries")),
 )
 
 
@@ -29,16 +31,16 @@ def gpu_table(gpus: Sequence[dict[str, Any]]) -> FittingTable:
         Column("SM clock", [_clock(gpu) for gpu in shown]),
         Column("of max", [_share(gpu["signals"].get("sm_clock_share")) for gpu in shown]),
         Column("throttled", [_throttled(gpu["throttled"]) for gpu in shown], left=True),
+        Column("errors", [_errors(gpu) for gpu in shown], left=True),
         Column("power", [_with_unit(gpu["power_w"], "W") for gpu in shown], 0.8),
         Column("hottest", [_with_unit(gpu["temperature_max_c"], "C") for gpu in shown], 0.8),
         Column("memory", [_memory(gpu) for gpu in shown], 0.5),
         *(Column(header, [_share(gpu[field]) for gpu in shown], 0.6) for header, field in _activity(shown)),
-        *(Column(header, [_count(gpu, fields) for gpu in shown], 0.9) for header, fields in _COUNTS),
     ]
 
     def notes(headers: Sequence[str]) -> list[str]:
         lines = [f"the {len(shown)} of {len(gpus)} GPUs whose clocks were lowest"] * (len(gpus) > len(shown))
-        lines.append("means over the run; throttled: share of the time by reason; counts: since the run began")
+        lines.append("means over the run; throttled: share of the time, by reason; errors: of those that a GPU tells")
         return lines
 
     return FittingTable("GPUs", columns, notes)
@@ -73,12 +75,17 @@ def _memory(gpu: dict[str, Any]) -> str:
     return "-" if gpu["memory_used_bytes"] is None else amount(gpu["memory_used_bytes"], "B")
 
 
-def _count(gpu: dict[str, Any], fields: Sequence[str]) -> str:
-    known = [gpu[field] for field in fields if gpu[field] is not None]
-    if not known:
+def _errors(gpu: dict[str, Any]) -> str:
+    """During the run; "-" for a GPU that tells of none of them."""
+    counts = {words: [gpu[field] for field in fields if gpu[field] is not None] for words, fields in _ERRORS}
+    if not any(counts.values()):
         return "-"
-    last = f" (last {gpu['last_xid']})" if fields == ("xids",) and gpu["last_xid"] else ""
-    return f"{sum(known):.0f}{last}"
+    named = [f"{sum(known):.0f} {words}" for words, known in counts.items() if sum(known)]
+    if gpu["last_xid"] and sum(counts["XID"]):
+        named[0] += f" (last {gpu['last_xid']})"
+    if gpu["recovery_action"]:
+        named.append(_RECOVERY.get(gpu["recovery_action"], "needs recovery"))
+    return ", ".join(named) or "none"
 
 
 def link_table(links: Sequence[dict[str, Any]]) -> FittingTable:
