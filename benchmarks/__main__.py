@@ -16,6 +16,7 @@ from benchmarks import (
     long_run,
     merge_scale,
     short_runs,
+    telemetry_cost,
     training_step,
 )
 
@@ -28,6 +29,7 @@ BENCHMARKS = {
     "short_runs": short_runs.main,
     "exchange_scale": exchange_scale.main,
     "merge_scale": merge_scale.main,
+    "telemetry_cost": telemetry_cost.main,
 }
 
 

@@ -96,6 +96,7 @@ def test_every_field_is_a_variable() -> None:
         "TORCHLENS_PERF_EXIT_TIMEOUT_S": "2.5",
         "TORCHLENS_PERF_TRACE_EVERY": "7",
         "TORCHLENS_PERF_DEVICE_TIMES": "on",
+        "TORCHLENS_PERF_TELEMETRY": "0",
         "TORCHLENS_PERF_AGGREGATE": "device",
     }
     config = from_settings({}, from_environment(environ))
@@ -105,6 +106,7 @@ def test_every_field_is_a_variable() -> None:
         dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False, exchange=False,
         aggregate="device", device_times="on",
         faulthandler=True, memory=False, memory_history=5000, nvtx=False,
+        faulthandler=True, memory=False, nvtx=False, telemetry=False,
         ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
     )  # fmt: skip
 

@@ -238,9 +238,9 @@ def sidecar(run: RunDirectory, rig: Rig) -> Sidecar:
     return made
 
 
-def with_gpu(run: RunDirectory, rank: int, *uuids: str, world_size: int = 3) -> Rank:
+def with_gpu(run: RunDirectory, rank: int, *uuids: str, world_size: int = 3, **settings: Any) -> Rank:
     """A rank that computes on these GPUs, and has said so."""
-    made = Rank(run, rank, world_size)
+    made = Rank(run, rank, world_size, **settings)
     made.session.gpus = [{"uuid": uuid, "name": "NVIDIA H200", "index": 0} for uuid in uuids]
     made.session.publish()
     made.steps(5, forward=4)
@@ -271,6 +271,17 @@ def test_sidecar_samples_the_gpus_of_live_ranks(run: RunDirectory, rig: Rig, sid
     assert exporter.hardware[0].names == dict.fromkeys((FIRST, SECOND_GPU), "NVIDIA H200")
     assert rig.gpus.closed
     assert set(read_gpus(run, HOST)) == {FIRST, SECOND_GPU}
+
+
+def test_switched_off(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path) -> None:
+    """With telemetry=False neither GPUs nor ports are read."""
+    port(tmp_path / "infiniband")
+    rank = with_gpu(run, 0, FIRST, world_size=1, telemetry=False)
+    looked(sidecar)
+
+    assert (rig.gpus.asked, rig.log.links) == ([], [])
+    rank.close()
+    sidecar.close()
 
 
 def test_report_of_gpus(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path) -> None:

@@ -67,11 +67,16 @@ class Config:
     nvtx: bool = True
     """Push NVTX ranges when a tool listens; without one they cost nothing."""
 
+    telemetry: bool = True
+    """Let the sidecar read clocks, power, temperatures and errors of the GPUs in use by NVML, and the counters of
+    InfiniBand ports. The training process only tells which GPUs it uses."""
+
     ring_records: int = 65536
     """Capacity of the ring file, in records of 64 bytes; rounded up to a power of two."""
 
     disk_bytes: int = 1 << 29
-    """Most bytes of records that a node keeps in the run directory; beyond it the oldest go, statistics stay."""
+    """Most bytes of records and telemetry that a node keeps in the run directory; beyond it the oldest go, statistics
+    stay."""
 
     sidecar: bool = True
     """Start the per-node process that reads, keeps and exports. Without it the ring files stay in the run directory
@@ -88,7 +93,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check("dir", isinstance(self.dir, str) and bool(self.dir), "a folder's name")
-        for field in ("collectives", "exchange", "faulthandler", "memory", "nvtx", "sidecar", "report"):
+        for field in ("collectives", "exchange", "faulthandler", "memory", "nvtx", "telemetry", "sidecar", "report"):
             self._check(field, isinstance(getattr(self, field), bool), "True or False")
         self._check("aggregate", self.aggregate in ("sidecar", "device"), '"sidecar" or "device"')
         self._check("device_times", self.device_times in ("auto", "on", "off"), '"auto", "on" or "off"')

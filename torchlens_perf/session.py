@@ -399,6 +399,7 @@ class Session:
                 "settings": {
                     "disk_bytes": self.config.disk_bytes,
                     "trace_every": self.config.trace_every,
+                    "telemetry": self.config.telemetry,
                     **self._report,
                 },
             }

@@ -161,9 +161,11 @@ class Sidecar:
     def measure(self) -> None:
         """Samples the GPUs that live processes compute on, and the node's network ports, when that is due."""
         live = [source.state for source in self._sources.values() if not source.read_to_end]
+        if not live or not self._setting("telemetry"):
+            return
         with self._going_on("reading the hardware's telemetry"):
             found = self.telemetry.look(dict.fromkeys(gpu["uuid"] for state in live for gpu in state.gpus))
-            if found is not None and live and self._exporter is not None:
+            if found is not None and self._exporter is not None:
                 self._exporter.measured(live[0].identity, found)
         self.state.notes += [note for note in self.telemetry.notes if note not in self.state.notes]
 

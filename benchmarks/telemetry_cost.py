@@ -1,0 +1,107 @@
+"""What telemetry costs the sidecar: a sample of a GPU, of a network port, and a file of samples.
+
+NVML is the scripted library of the tests under the real pynvml: what Python and pynvml cost is real, what a driver
+takes for its answers is not there. `make gpu-check PARTS=nvml` has that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.measure import Table
+from tests.cuda.fake_nvml import HOPPER, UUIDS, FakeNvml, compile_nvml
+from tests.cuda.shim_kernels import COMPILER
+from tests.ranks import HOST
+from tests.test_infiniband import port
+from torchlens_perf.cuda.telemetry import GpuTelemetry
+from torchlens_perf.infiniband import LinkTelemetry
+from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.telemetry import GPU_COUNTERS, GPU_GAUGES, GpuSample
+from torchlens_perf.telemetry_store import TelemetryWriter
+
+ROUNDS, SAMPLES, FILE_SAMPLES = 15, 100, 960
+GPUS = 4
+MOST_US = 1000.0
+
+
+def main() -> int:
+    """Prints the table. Returns how many bars were missed."""
+    if COMPILER is None:
+        print("no compiler for the scripted library: not measured", file=sys.stderr)
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        return _measure(Path(name))
+
+
+def _measure(folder: Path) -> int:
+    table = Table("in the sidecar", "processor time us", "bar", "")
+    nvml = FakeNvml(folder / "gpus.txt")
+    os.environ["FAKE_NVML"] = str(nvml.script)
+    nvml.gpus = [dict(HOPPER) for _ in range(GPUS)]
+    nvml.write()
+    nvml.load(compile_nvml(folder / "libnvidia-ml.so.1"))
+    telemetry = GpuTelemetry()
+    now_ns = 0
+
+    def gpus() -> None:
+        nonlocal now_ns
+        now_ns += 1_000_000_000
+        telemetry.sample(UUIDS[:GPUS], now_ns, now_ns)
+
+    gpus()
+    each_us = _processor_us(gpus) / GPUS
+    bar = f"at most {MOST_US:.0f} us"
+    table.row("a sample of one GPU that tells everything", f"{each_us:.0f}", bar, table.bar(each_us <= MOST_US))
+    sample = telemetry.sample(UUIDS[:1], now_ns + 1_000_000_000, 0)[UUIDS[0]]
+    telemetry.close()
+    port(folder / "infiniband")
+    links = LinkTelemetry(folder / "infiniband")
+    table.row("a sample of one InfiniBand port", f"{_processor_us(lambda: links.sample(0, 0)):.0f}", "", "")
+    _write(folder, sample, table)
+    return table.missed
+
+
+def _write(folder: Path, sample: GpuSample, table: Table) -> None:
+    """A file as a run of some hours writes it: two minutes of eight GPUs, whose values all differ."""
+    run = RunDirectory(folder / "run")
+    run.create()
+    writer, draw = TelemetryWriter(run, HOST), random.Random(1)
+    tracemalloc.start()
+    samples = [_varied(sample, draw) for _ in range(FILE_SAMPLES)]
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    took_us = []
+    for _ in range(ROUNDS):
+        started_ns = time.process_time_ns()
+        writer.write(samples, [], 1 << 30)
+        took_us.append((time.process_time_ns() - started_ns) / 1e3)
+    written = min(path.stat().st_size for path in (run.path / "gpus").iterdir())
+    table.row(f"writing {FILE_SAMPLES} samples of GPUs", f"{statistics.median(took_us):.0f}", "", "")
+    print(f"\nA sample takes {held / FILE_SAMPLES:.0f} bytes in memory and {written / FILE_SAMPLES:.0f} on disk.")
+
+
+def _varied(sample: GpuSample, draw: random.Random) -> GpuSample:
+    known = {name: getattr(sample, name) for name in (*GPU_GAUGES, *GPU_COUNTERS)}
+    values = {name: type(value)(value * draw.random()) for name, value in known.items() if value is not None}
+    grown = {name: values[name] for name in sample.grown}
+    return dataclasses.replace(sample, **values, grown=grown)
+
+
+def _processor_us(call: Callable[[], object]) -> float:
+    """Of one call: the median over the rounds."""
+    rounds = []
+    for _ in range(ROUNDS):
+        started_ns = time.process_time_ns()
+        for _ in range(SAMPLES):
+            call()
+        rounds.append((time.process_time_ns() - started_ns) / SAMPLES / 1e3)
+    return statistics.median(rounds)
