@@ -9,6 +9,7 @@
       steps/HOST-*.parquet one row a step and rank
       spans/HOST-*.parquet one row a record
       oom/rankNNNNN-STEP.json, .txt  what held the memory of a device that ran out of it
+      gpus/HOST-*.parquet  one row a GPU and second; links/ one row a network port and five seconds
       report.txt           the last report, as rank 0 printed it
 
 A ring file must not lie on a network disk, and on a local one the kernel's write-back would stall stores now and then:

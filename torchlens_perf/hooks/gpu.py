@@ -37,12 +37,13 @@ class GpuHook:
 
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return
-        session.gpus = [_facts(index) for index in devices_in_use()]
+        session.gpus = [facts_of(index) for index in devices_in_use()]
         if session.gpus:
             session.publish()
 
 
-def _facts(index: int) -> dict[str, object]:
+def facts_of(index: int) -> dict[str, object]:
+    """What the sidecar must know of a device: its UUID as NVML writes it, its name, and torch's index."""
     import torch
 
     device = torch.cuda.get_device_properties(index)
