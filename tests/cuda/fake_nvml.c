@@ -7,6 +7,7 @@
  *   gpu I KEY VALUE             temperature, power_mw, sm_mhz, sm_max_mhz, memory_mhz, reasons, busy, memory_used,
  *                               memory_total; a key that is not there is not supported
  *   gpu I field ID[.SCOPE] N    a value of nvmlDeviceGetFieldValues; a field that is not there is not supported
+ *   gpu I code ID CODE          this field alone fails with the code
  *   gpu I gpm ID PERCENT        a GPM metric; a GPU without any does not support GPM
  *   gpu I xid N                 one XID, told once each time the file is read
  *   fail FUNCTION CODE [AFTER [GPU]]   the function fails with this code, after as many calls, for one GPU or all
@@ -320,8 +321,10 @@ EXPORT int nvmlDeviceGetFieldValues(Gpu *gpu, int count, FieldValue *values)
             snprintf(name, sizeof name, "field %u.%u", values[i].id, values[i].scope);
             found = find(gpu, name);
         }
-        values[i].code = found ? SUCCESS : NOT_SUPPORTED;
-        if (!found)
+        snprintf(name, sizeof name, "code %u", values[i].id);
+        const double *code = find(gpu, name);
+        values[i].code = code ? (uint32_t)*code : found ? SUCCESS : NOT_SUPPORTED;
+        if (values[i].code)
             continue;
         /* As the driver does: small unsigned values in one type, counters in another. */
         values[i].type = *found < 4e9 ? 1 : 3;

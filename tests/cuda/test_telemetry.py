@@ -21,7 +21,7 @@ from torchlens_perf.telemetry import GPU_COUNTERS, GPU_GAUGES, GpuSample
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 SECOND = 1_000 * MS
-LOST, UNINITIALIZED, DRIVER_NOT_LOADED, IN_USE = 15, 1, 9, 19
+LOST, NO_DATA, DRIVER_NOT_LOADED, IN_USE = 15, 21, 9, 19
 
 
 class Rig:
@@ -164,6 +164,23 @@ def test_a_lost_gpu_is_left_alone_and_comes_back(rig: Rig) -> None:
     assert cannot == f"{UUIDS[0]}: no telemetry, as NVML cannot open it: GPU is lost"
 
 
+def test_a_field_may_tell_that_the_gpu_is_lost(rig: Rig) -> None:
+    """The call succeeds, and a value in it says so. Any other failure of a field is of this time alone."""
+    rig.nvml.gpus[0]["code 82"] = NO_DATA
+    rig.nvml.write()
+    without = rig.one()
+    rig.nvml.gpus[0]["code 82"] = LOST
+    rig.nvml.write()
+    lost = rig.sample()
+    del rig.nvml.gpus[0]["code 82"]
+    rig.nvml.write()
+    again = rig.one(after_s=2)
+
+    assert (without.memory_temperature_c, without.power_w, again.memory_temperature_c) == (None, 498.123, 74)
+    assert lost == {}
+    assert rig.telemetry.losses == {UUIDS[0]: 1}
+
+
 def test_growth_over_a_gap_is_counted_once(rig: Rig) -> None:
     """What a counter grew by while the GPU was away is in the first sample after it."""
     rig.one()
@@ -177,20 +194,22 @@ def test_growth_over_a_gap_is_counted_once(rig: Rig) -> None:
     assert later.grown["pcie_replays"] == 0
 
 
+@pytest.mark.parametrize("events", ["with XIDs", "without"])
 @pytest.mark.parametrize("how", ["reloaded", "gone for a while"])
-def test_driver_reload(rig: Rig, how: str) -> None:
+def test_driver_reload(rig: Rig, how: str, events: str) -> None:
     """Every handle is void after it: the library is initialised anew, with back-off, and counters begin at 0."""
+    rights = ["fail nvmlEventSetCreate 4"] * (events == "without")
     rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
-    rig.nvml.write()
+    rig.nvml.write(*rights)
     rig.sample()
     for gpu in rig.nvml.gpus:
         gpu["field 83"] = 1_000_000
     if how == "reloaded":
-        rig.nvml.write("restart 2")
+        rig.nvml.write(*rights, "restart 2")
     else:
-        rig.nvml.write("restart 2", f"fail nvmlInitWithFlags {DRIVER_NOT_LOADED}")
+        rig.nvml.write(*rights, "restart 2", f"fail nvmlInitWithFlags {DRIVER_NOT_LOADED}")
     during = [rig.sample() for _ in range(8)]
-    rig.nvml.write("restart 2")
+    rig.nvml.write(*rights, "restart 2")
     for _ in range(20):
         after = rig.sample()
 
@@ -240,6 +259,15 @@ def test_gpm_in_use_elsewhere(rig: Rig) -> None:
     assert [each.sm_active for each in later] == [None, 0.8]
     (note,) = rig.telemetry.notes
     assert note.startswith(f"{UUIDS[0]}: activity of SMs, tensor cores and memory is not measured: GPM says ")
+
+
+def test_activity_is_of_the_last_interval(rig: Rig) -> None:
+    """And not since GPM was first asked."""
+    rig.one()
+    rig.one()
+    rig.nvml.gpus[0]["gpm 2"] = 20
+    rig.nvml.write()
+    assert [rig.one().sm_active for _ in range(2)] == [0.5, 0.2]
 
 
 def test_two_processes_on_one_gpu(rig: Rig) -> None:

@@ -28,7 +28,7 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
         facts, losses = node.telemetry.get("facts", {}), node.telemetry.get("losses", {})
         for uuid, saved in node.telemetry.get("gpus", {}).items():
             totals = GpuTotals(**saved)
-            ranks = [rank for rank, process in sorted(processes.items()) if _computes_on(process, node.host, uuid)]
+            ranks = [rank for rank, process in sorted(processes.items()) if _computes_on(process, uuid)]
             known = facts.get(uuid, {})
             rows.append(
                 {
@@ -53,8 +53,8 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
     return sorted(rows, key=lambda row: (row["ranks"] or [1 << 31], row["host"], row["uuid"]))
 
 
-def _computes_on(process: ProcessState, host: str, uuid: str) -> bool:
-    return process.identity.host == host and any(gpu["uuid"] == uuid for gpu in process.gpus)
+def _computes_on(process: ProcessState, uuid: str) -> bool:
+    return any(gpu["uuid"] == uuid for gpu in process.gpus)
 
 
 def link_rows(nodes: list[NodeState]) -> list[dict[str, Any]]:
