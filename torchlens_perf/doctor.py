@@ -37,7 +37,7 @@ class Check:
 def examine() -> Iterator[Check]:
     """All checks, in order. Imports torch; starts nothing, writes nothing that stays."""
     checks = (
-        _platform, _native, _torch, _telemetry, _tap, _autoload, _settings, _ring_place, _run_directory, _export,
+        _platform, _native, _torch, telemetry, _tap, _autoload, _settings, _ring_place, _run_directory, _export,
         _tools,
     )  # fmt: skip
     for check in checks:
@@ -121,7 +121,8 @@ def _device(name: str, *, nvidia: bool) -> Iterator[Check]:
         yield Check(OK, "device sections", "CuPy compiles the kernels at their first use")
 
 
-def _telemetry() -> Iterator[Check]:
+def telemetry() -> Iterator[Check]:
+    """Of the node's hardware: what the sidecar can read."""
     import torch
 
     from torchlens_perf import infiniband

@@ -7,6 +7,7 @@
  *   gpu I KEY VALUE             temperature, power_mw, sm_mhz, sm_max_mhz, memory_mhz, reasons, busy, memory_used,
  *                               memory_total; a key that is not there is not supported
  *   gpu I field ID[.SCOPE] N    a value of nvmlDeviceGetFieldValues; a field that is not there is not supported
+ *   gpu I lost 1                every call about it fails with GPU_IS_LOST, and so does waiting for events of it
  *   gpu I code ID CODE          this field alone fails with the code
  *   gpu I gpm ID PERCENT        a GPM metric; a GPU without any does not support GPM
  *   gpu I xid N                 one XID, told once each time the file is read
@@ -25,7 +26,7 @@
 #include <time.h>
 
 #define EXPORT __attribute__((visibility("default")))
-enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TIMEOUT = 10, VERSION = 25 };
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TIMEOUT = 10, LOST = 15, VERSION = 25 };
 enum { MOST_GPUS = 16, MOST_KEYS = 256, MOST_FAILURES = 16, MOST_CALLS = 64, MOST_XIDS = 256 };
 
 typedef struct {
@@ -117,6 +118,14 @@ static void read_script(void)
     fclose(file);
 }
 
+static const double *find(const Gpu *gpu, const char *name)
+{
+    for (int i = 0; i < gpu->count; i++)
+        if (!strcmp(gpu->keys[i].name, name))
+            return &gpu->keys[i].value;
+    return NULL;
+}
+
 static int enter(const char *function, const Gpu *gpu)
 {
     read_script();
@@ -137,21 +146,15 @@ static int enter(const char *function, const Gpu *gpu)
             failure->seen++ >= failure->after)
             return failure->code;
     }
-    return initialised || !strcmp(function, "nvmlInitWithFlags") ? SUCCESS : UNINITIALIZED;
+    if (!initialised && strcmp(function, "nvmlInitWithFlags"))
+        return UNINITIALIZED;
+    return gpu && find(gpu, "lost") ? LOST : SUCCESS;
 }
 
 #define ENTER(gpu)                            \
     int entered = enter(__func__, gpu);       \
     if (entered)                              \
         return entered
-
-static const double *find(const Gpu *gpu, const char *name)
-{
-    for (int i = 0; i < gpu->count; i++)
-        if (!strcmp(gpu->keys[i].name, name))
-            return &gpu->keys[i].value;
-    return NULL;
-}
 
 static int answer(const Gpu *gpu, const char *name, unsigned *value)
 {
@@ -211,7 +214,7 @@ EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, Gpu **handle)
     for (int i = 0; i < gpu_count; i++)
         if (!strcmp(gpus[i].uuid, uuid)) {
             *handle = &gpus[i];
-            return SUCCESS;
+            return find(&gpus[i], "lost") ? LOST : SUCCESS;
         }
     return NOT_FOUND;
 }
@@ -352,6 +355,7 @@ EXPORT int nvmlEventSetFree(void *set)
 {
     (void)set;
     allocated--;
+    registered = 0;
     return enter(__func__, NULL);
 }
 
@@ -376,6 +380,9 @@ EXPORT int nvmlEventSetWait_v2(void *set, EventData *data, unsigned timeout_ms)
     ENTER(NULL);
     if (timeout_ms)
         abort(); /* nobody may wait */
+    for (int i = 0; i < gpu_count; i++)
+        if (registered & 1u << i && find(&gpus[i], "lost"))
+            return LOST;
     while (xid_head < xid_tail) {
         int at = xid_head++ % MOST_XIDS;
         if (registered & 1u << (xids[at].gpu - gpus)) {

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cuda.fake_nvml import AMPERE, HOPPER, MS, UUIDS, WORKSTATION, FakeNvml
 from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
+from torchlens_perf import doctor
 from torchlens_perf.cuda.telemetry import GpuTelemetry, Survey, survey
 from torchlens_perf.telemetry import GPU_COUNTERS, GPU_GAUGES, GpuSample
 
@@ -157,11 +159,10 @@ def test_a_lost_gpu_is_left_alone_and_comes_back(rig: Rig) -> None:
     assert (again[UUIDS[0]].xids, again[UUIDS[0]].last_xid, again[UUIDS[1]].xids) == (1, 79, 0)
     assert again[UUIDS[0]].pcie_replays == 2
     assert rig.telemetry.losses == {UUIDS[0]: 1}
-    (note, cannot) = rig.telemetry.notes
+    (note,) = rig.telemetry.notes
     assert note == (
         f"{UUIDS[0]}: no telemetry while the driver says: GPU is lost; see the kernel's log (dmesg), its last XID is 79"
     )
-    assert cannot == f"{UUIDS[0]}: no telemetry, as NVML cannot open it: GPU is lost"
 
 
 def test_a_field_may_tell_that_the_gpu_is_lost(rig: Rig) -> None:
@@ -235,6 +236,26 @@ def test_xids_are_counted_and_not_waited_for(rig: Rig) -> None:
     assert [each[UUIDS[0]].xids for each in samples] == [64, 100]
     assert (samples[1][UUIDS[1]].xids, samples[1][UUIDS[1]].last_xid) == (1, 94)
     assert samples[1][UUIDS[0]].grown["xids"] == 36
+
+
+def test_a_lost_gpu_hides_nobody_elses_xids(rig: Rig) -> None:
+    """While one GPU is lost, waiting for events of it fails: the other's are still counted."""
+    rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
+    rig.nvml.write()
+    rig.sample()
+    rig.nvml.gpus[0]["lost"] = 1
+    rig.nvml.write()
+    rig.sample()
+    rig.nvml.write("gpu 1 xid 94")
+    other = rig.sample()
+    del rig.nvml.gpus[0]["lost"]
+    rig.nvml.write()
+    rig.sample(after_s=10)
+    rig.nvml.write("gpu 0 xid 31")
+    both = rig.sample()
+
+    assert (set(other), other[UUIDS[1]].xids) == ({UUIDS[1]}, 1)
+    assert [(both[uuid].xids, both[uuid].last_xid) for uuid in UUIDS[:2]] == [(1, 31), (1, 94)]
 
 
 def test_without_the_right_to_events(rig: Rig) -> None:
@@ -324,6 +345,20 @@ def test_survey(rig: Rig) -> None:
     assert survey() == Survey("", "580.00-fake", 2, 1)
     rig.nvml.write(f"fail nvmlInitWithFlags {DRIVER_NOT_LOADED}")
     assert survey() == Survey("Driver Not Loaded")
+
+
+def test_doctor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line says what NVML tells here; or why it tells nothing, and what to do."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    line, _ = map(str, doctor.telemetry())
+    rig.nvml.write("fail nvmlInitWithFlags 12")
+    without, _ = map(str, doctor.telemetry())
+
+    assert line == "ok      GPU telemetry: NVML, driver 580.00-fake; activity of SMs and memory: GPM on 1 of 1 GPUs"
+    assert without.startswith(
+        "worse   GPU telemetry: none: NVML says NVML Shared Library Not Found; install the driver's"
+    )
 
 
 def test_no_gpu_no_library(rig: Rig) -> None:

@@ -218,9 +218,9 @@ class Xids:
         try:
             self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, self._set)
         except self._nvml.NVMLError as error:
-            if error.value in GONE:
+            if error.value in UNLOADED:
                 raise
-            return False
+            return False  # not supported, no right to it, or lost: which its own calls say
         return True
 
     def read(self) -> Iterator[tuple[int, int]]:
@@ -233,7 +233,7 @@ class Xids:
             except self._nvml.NVMLError as error:
                 if error.value in UNLOADED:
                     raise
-                return  # a timeout: there are no more; or one of the GPUs is lost, which its own calls say
+                return  # a timeout: there are no more; or one of the GPUs is lost, and hides the others' XIDs
             yield address(told.device), int(told.eventData)
 
     def close(self) -> None:

@@ -69,12 +69,15 @@ class GpuTelemetry:
 
     def sample(self, uuids: Collection[str], monotonic_ns: int, unix_ns: int) -> dict[str, GpuSample]:
         """A sample of each of these GPUs, but for those that are gone, or were slow. The times are now."""
-        for uuid in self._gpus.keys() - set(uuids):
+        unused = self._gpus.keys() - set(uuids)
+        for uuid in unused:
             self._gpus.pop(uuid).close()
         if not uuids or not self._open(monotonic_ns):
             return {}
         samples: dict[str, GpuSample] = {}
         try:
+            if unused:
+                self._renew_xids()
             self._read_xids()  # first: that of a GPU that is lost just now is the last that it tells
             for uuid in uuids:
                 if monotonic_ns >= self._waits.setdefault(uuid, _Wait()).until_ns:
@@ -119,6 +122,14 @@ class GpuTelemetry:
                 self._xid_counts[by_address[where]] += 1
                 self._last_xids[by_address[where]] = xid
 
+    def _renew_xids(self) -> None:
+        """A set with a lost GPU in it tells nothing of the others either: a new one, of those that are there."""
+        if self._xids is not None:
+            self._xids.close()
+        self._xids = Xids(self._nvml)
+        for gpu in self._gpus.values():
+            gpu.tells_xids = self._xids.add(gpu.handle)
+
     def _open(self, now_ns: int) -> bool:
         """Whether the library is initialised; tries to, now and then."""
         if self._nvml is not None:
@@ -131,7 +142,8 @@ class GpuTelemetry:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
             self._library_wait.failed(now_ns)
-            remedy = "; in a container, set NVIDIA_DRIVER_CAPABILITIES to compute,utility" if error.value == 12 else ""
+            missing = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+            remedy = "; in a container, set NVIDIA_DRIVER_CAPABILITIES to compute,utility" if missing else ""
             self._note(f"GPU telemetry is not measured: {error}{remedy}")
             return False
         self._nvml, self._xids = pynvml, Xids(pynvml)
@@ -140,10 +152,12 @@ class GpuTelemetry:
     def _lose(self, uuid: str, error: Exception) -> None:
         gpu = self._gpus.pop(uuid, None)
         if gpu is None:
-            self._note(f"{uuid}: no telemetry, as NVML cannot open it: {error}")
+            if uuid not in self.losses:  # else that was said
+                self._note(f"{uuid}: no telemetry, as NVML cannot open it: {error}")
             return
         self.losses[uuid] += 1
         gpu.close()
+        self._renew_xids()
         xid = f"its last XID is {self._last_xids[uuid]}" if uuid in self._last_xids else "for its XID"
         self._note(f"{uuid}: no telemetry while the driver says: {error}; see the kernel's log (dmesg), {xid}")
 
