@@ -15,7 +15,7 @@ import pytest
 
 from tests.ranks import HOST, Rank, make_run
 from tests.test_infiniband import port
-from torchlens_perf import node_state, telemetry_store
+from torchlens_perf import node_state, telemetry_log, telemetry_store
 from torchlens_perf.clock import Anchor
 from torchlens_perf.cuda.telemetry import GpuFacts
 from torchlens_perf.errors import swallowed
@@ -41,6 +41,7 @@ class Gpus:
         self.values: dict[str, dict[str, Any]] = {}
         self.facts: dict[str, GpuFacts] = {}
         self.losses: Counter[str] = Counter()
+        self.slow_samples: Counter[str] = Counter()
         self.notes: list[str] = []
         self.asked: list[tuple[str, ...]] = []
         self.closed = False
@@ -200,6 +201,21 @@ def test_full_disk_keeps_samples_for_later(rig: Rig, run: RunDirectory, monkeypa
     rig.log.write(1 << 24)
 
     assert len(read_gpus(run, HOST)[FIRST]) == 24
+
+
+def test_what_waits_for_the_disk_is_bounded(rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest are kept for later; those that were let go are counted, and the report says so."""
+    monkeypatch.setattr(telemetry_log, "_MOST_UNWRITTEN", 10)
+    rig.gpus.values = {FIRST: {"power_w": 1.0}}
+    rig.seconds(14, FIRST)
+    rig.log.write(1 << 24)
+    state = node_state.NodeState(HOST, telemetry=rig.log.to_json())
+
+    assert [each.monotonic_ns // SECOND for each in read_gpus(run, HOST)[FIRST]] == [*range(1004, 1014)]
+    assert (
+        "4 samples of GPUs and ports could not be written to the run directory; totals hold them"
+        in (build("run", [state])["quality"]["notes"])
+    )
 
 
 def test_a_later_sidecar_goes_on(rig: Rig, run: RunDirectory, tmp_path: Path) -> None:

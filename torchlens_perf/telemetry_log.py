@@ -36,6 +36,7 @@ class Gpus(Protocol):
 
     facts: dict[str, GpuFacts]
     losses: Counter[str]
+    slow_samples: Counter[str]
     notes: list[str]
 
     def sample(self, uuids: Collection[str], monotonic_ns: int, unix_ns: int) -> dict[str, GpuSample]:
@@ -74,6 +75,7 @@ class TelemetryLog:
         self._link_totals = {name: LinkTotals(**totals) for name, totals in told.get("links", {}).items()}
         self._facts: dict[str, dict[str, str | None]] = dict(told.get("facts", {}))
         self._losses = Counter(told.get("losses", {}))  # by earlier sidecars
+        self._slow = Counter(told.get("slow_samples", {}))
         self._lost = int(told.get("lost_samples", 0))
         self._dropped = int(told.get("dropped_files", 0))
 
@@ -150,6 +152,7 @@ class TelemetryLog:
             "links": {name: totals.to_json() for name, totals in self._link_totals.items()},
             "facts": self._facts,
             "losses": dict(self._losses + self._gpus.losses),
+            "slow_samples": dict(self._slow + self._gpus.slow_samples),
             "lost_samples": self._lost,
             "dropped_files": self._dropped + self._writer.dropped_files,
         }

@@ -19,7 +19,7 @@ UNLOADED = frozenset({1, 9, 18})
 GONE = LOST | UNLOADED
 # It would be the same the next time: invalid (a field that is newer than the driver), not supported, no permission,
 # no such function, another version of a structure, deprecated.
-_NEVER = frozenset({2, 3, 4, 13, 25, 26})
+NEVER = frozenset({2, 3, 4, 13, 25, 26})
 
 _ALL_LINKS = 0xFFFFFFFF
 _VALUE_OF_TYPE = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
@@ -104,7 +104,7 @@ class Fields:
         except self._nvml.NVMLError as error:
             if error.value in GONE:
                 raise
-            if error.value in _NEVER:
+            if error.value in NEVER:
                 self._fields.clear()
             return {}
         found: dict[str, float] = {}
@@ -113,7 +113,7 @@ class Fields:
             code = value.nvmlReturn
             if code in GONE:
                 raise self._nvml.NVMLError(code)
-            if code in _NEVER:
+            if code in NEVER:
                 never.append(field)
             elif code == 0 and value.valueType < len(_VALUE_OF_TYPE):
                 number = getattr(value.value, _VALUE_OF_TYPE[value.valueType]) * field.scale
@@ -149,7 +149,7 @@ class Getters:
         except self._nvml.NVMLError as error:
             if error.value in GONE:
                 raise
-            if error.value in _NEVER:
+            if error.value in NEVER:
                 self._never.add((name, *arguments))
             return None
 

@@ -16,6 +16,7 @@ from typing import Any
 from torchlens_perf.cuda.nvml import (
     FAST_FIELDS,
     GONE,
+    NEVER,
     SLOW_FIELDS,
     UNLOADED,
     Fields,
@@ -33,6 +34,7 @@ _GPM_AGAIN_NS = 60 * _SECOND_NS
 _LONGEST_WAIT_NS = 60 * _SECOND_NS
 _SLOW_NS = 50_000_000  # of one GPU's sample: the sidecar has rings to read
 _LEAST_REST = 20  # times what a slow sample has taken
+_MANY_SLOW = 3  # of them, before it is worth a note
 _GPU, _MIG = "GPU-", "MIG-"
 
 
@@ -63,7 +65,7 @@ class GpuTelemetry:
         self.losses: Counter[str] = Counter()
         """How often a GPU, by its UUID, was lost to the driver; of "", how often the driver was."""
         self.slow_samples: Counter[str] = Counter()
-        """Samples that took longer than 50 ms."""
+        """Samples that took longer than 50 ms, by UUID."""
         self.notes: list[str] = []
         """What is not measured, and why; each once."""
 
@@ -95,6 +97,7 @@ class GpuTelemetry:
         begun_ns = self._clock_ns()
         try:
             gpu = self._gpus.get(uuid)
+            opened = gpu is not None
             if gpu is None:
                 gpu = self._gpus[uuid] = _Gpu(nvml, uuid, self._note)
                 self.facts[uuid] = gpu.facts
@@ -109,10 +112,11 @@ class GpuTelemetry:
             wait.failed(monotonic_ns)
             sample = None
         took_ns = self._clock_ns() - begun_ns
-        if took_ns > _SLOW_NS:
-            self.slow_samples[uuid] += 1
+        if opened and took_ns > _SLOW_NS:  # opening one may take long, once
             wait.until_ns = max(wait.until_ns, monotonic_ns + _LEAST_REST * took_ns)
-            self._note(f"{uuid}: its driver took {took_ns / 1e9:.1f} s to answer; it is asked more rarely")
+            self.slow_samples[uuid] += 1
+            if self.slow_samples[uuid] == _MANY_SLOW:
+                self._note(f"{uuid}: its driver takes {took_ns / 1e9:.2g} s to answer; it is asked more rarely")
         return sample
 
     def _read_xids(self) -> None:
@@ -301,9 +305,9 @@ class _Gpu:
         except self._nvml.NVMLError as error:
             if error.value in GONE:
                 raise
-            if error.value == self._nvml.NVML_ERROR_NOT_SUPPORTED:
+            if error.value in NEVER:
                 self._gpm_due_ns = 1 << 62
-            else:
+            if error.value not in NEVER or error.value == self._nvml.NVML_ERROR_NO_PERMISSION:
                 self._note(f"{self._uuid}: activity of SMs, tensor cores and memory is not measured: GPM says {error}")
             self._free_gpm()
         return {}

@@ -25,8 +25,9 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
     """GPUs that there are samples of, by rank: means, the most there was, and growth; None is what was not measured."""
     rows = []
     for node in nodes:
-        facts, losses = node.telemetry.get("facts", {}), node.telemetry.get("losses", {})
-        for uuid, saved in node.telemetry.get("gpus", {}).items():
+        told = node.telemetry
+        facts, losses, slow = told.get("facts", {}), told.get("losses", {}), told.get("slow_samples", {})
+        for uuid, saved in told.get("gpus", {}).items():
             totals = GpuTotals(**saved)
             ranks = [rank for rank, process in sorted(processes.items()) if _computes_on(process, uuid)]
             known = facts.get(uuid, {})
@@ -40,6 +41,7 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
                     "samples": totals.samples,
                     "measured_s": totals.measured_ns / 1e9,
                     "losses": losses.get(uuid, 0),
+                    "slow_samples": slow.get(uuid, 0),
                     **{name: totals.mean(name) for name in _MEANS},
                     **{name: totals.most.get(name) for name in _MOST},
                     "temperature_max_c": totals.most.get("temperature_c"),
