@@ -218,6 +218,29 @@ def test_what_waits_for_the_disk_is_bounded(rig: Rig, run: RunDirectory, monkeyp
     )
 
 
+def test_a_file_that_cannot_be_written_leaves_no_ring(
+    run: RunDirectory, rig: Rig, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Telemetry comes last: when its file finds no room, the ranks' records are kept and their rings are gone."""
+    rig.gpus.values = {FIRST: {"power_w": 1.0}}
+    rank = with_gpu(run, 0, FIRST, world_size=1)
+    looked(sidecar)
+    rank.close()
+    sidecar.poll()
+    sidecar.account()
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(telemetry_log.TelemetryWriter, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        sidecar.keep()
+
+    assert not rank.ring_path.exists()
+    assert pq.read_table(run.steps).num_rows == 5
+    sidecar.close()
+
+
 def test_a_later_sidecar_goes_on(rig: Rig, run: RunDirectory, tmp_path: Path) -> None:
     """Totals, losses and file numbers continue where an earlier one ended."""
     rig.gpus.values = {FIRST: {"pcie_replays": 0}}

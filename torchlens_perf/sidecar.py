@@ -228,14 +228,14 @@ class Sidecar:
             self.state.dropped_segments += self._writer.dropped_segments
             self._writer.dropped_segments = 0
         self.save()
-        live = any(not source.read_to_end for source in self._sources.values())
-        self.telemetry.write(self._setting("disk_bytes"), final=not live)
         for source in self._sources.values():
             if source.settled and source.path.exists():
                 source.path.with_suffix(".stack").unlink(missing_ok=True)  # its process removes it, if it can
                 source.path.unlink()
                 with contextlib.suppress(OSError):
                     source.path.parent.rmdir()  # unless other rings, or our lock, are there
+        live = any(not source.read_to_end for source in self._sources.values())
+        self.telemetry.write(self._setting("disk_bytes"), final=not live)
 
     def save(self) -> None:
         """Writes the node's state file."""

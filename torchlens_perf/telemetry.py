@@ -148,7 +148,7 @@ Sample = GpuSample | LinkSample
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Samples of one instant, and the names of the GPUs by their UUIDs."""
+    """Samples of one instant, and the products' names of the GPUs by their UUIDs, where they are known."""
 
     gpus: tuple[GpuSample, ...]
     links: tuple[LinkSample, ...]

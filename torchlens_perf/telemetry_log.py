@@ -94,7 +94,7 @@ class TelemetryLog:
         if not gpus and not links:
             return None
         self._keep(now, gpus, links)
-        names = {uuid: self._facts[uuid]["name"] or "" for uuid in gpus}
+        names = {uuid: name for uuid in gpus if (name := self._facts[uuid]["name"])}
         return Hardware(tuple(gpus.values()), tuple(links.values()), names)
 
     def _keep(self, now: Anchor, gpus: Mapping[str, GpuSample], links: Mapping[str, LinkSample]) -> None:

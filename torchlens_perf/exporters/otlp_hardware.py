@@ -148,11 +148,9 @@ class HardwareMetrics:
     def measured(self, hardware: Hardware) -> None:
         """Takes the samples over, each once."""
         for gpu in hardware.gpus:
-            attributes = {
-                semantics.HARDWARE_ID: gpu.uuid,
-                semantics.HARDWARE_NAME: hardware.names.get(gpu.uuid, ""),
-                semantics.HARDWARE_TYPE: _GPU,
-            }
+            attributes = {semantics.HARDWARE_ID: gpu.uuid, semantics.HARDWARE_TYPE: _GPU}
+            if gpu.uuid in hardware.names:
+                attributes[semantics.HARDWARE_NAME] = hardware.names[gpu.uuid]
             self._take(gpu.uuid, gpu, attributes)
             self._count(gpu.grown, _GPU_GROWS, attributes)
         for link in hardware.links:
