@@ -89,12 +89,19 @@ def _load_shows(checks: Checks, idle: Sequence[GpuSample], loaded: Sequence[GpuS
         checks.bar(
             "nvml", "mean power by energy, to that by power", f"{ratio:.2f}", "0.8 to 1.25", 0.8 <= ratio <= 1.25
         )
-    # If a counter of throttled time were no nanoseconds but microseconds, no share would come near what clocks show.
     shares = {name: under.grown[name] / ns for name, ns in under.grown_ns.items() if name.startswith("throttle")}
     most = max(shares.values(), default=0.0)
     checks.bar(
         "nvml", "longest throttled time of all reasons, to the time", f"{most:.3f}", "at most 1.05", most <= 1.05
     )
+    # By samples and by the counter, which would be a thousandth of it if it were no nanoseconds.
+    asked, counted = under.counts.get("clock_reasons", 0), under.throttled().get("power")
+    by_samples = under.reasons.get("power", 0) / asked if asked else 0.0
+    if by_samples < 0.5 or counted is None:
+        checks.missing("nvml", "the unit of throttled times", f"power held clocks down in {by_samples:.0%} of samples")
+    else:
+        value = f"{counted:.3f}, {by_samples:.3f}"
+        checks.bar("nvml", "held down by power, by counter and by samples", value, "alike", counted > 0.1 * by_samples)
     checks.value("nvml", "throttled under load", ", ".join(f"{k} {v:.3f}" for k, v in under.throttled().items()) or "-")
     checks.value(
         "nvml", "clock under load, to its highest", f"{under.signals().get('sm_clock_share', float('nan')):.3f}"
