@@ -81,7 +81,11 @@ def _load_shows(checks: Checks, idle: Sequence[GpuSample], loaded: Sequence[GpuS
             checks.missing("nvml", f"{name}, idle and under load", "this GPU does not tell")
         else:
             checks.bar(
-                "nvml", f"{name}, idle and under load", f"{low:.2f} {unit}, {high:.2f} {unit}", "more", high > low
+                "nvml",
+                f"{name}, idle and under load",
+                f"{low:.2f} {unit}, {high:.2f} {unit}",
+                "more",
+                high > 1.05 * low,
             )
     power_w, energy_j, over_ns = under.mean("power_w"), under.grown.get("energy_j"), under.grown_ns.get("energy_j")
     if power_w and energy_j is not None and over_ns:
