@@ -11,11 +11,9 @@ PACKAGE = Path(perf.__file__).parent
 
 # What a training process may load, and what only the sidecar and the command line may.
 TRAINING = {
-    "", "_native_twin", "clock", "config", "cuda", "device_sections", "devices", "errors", "hooks", "identity",
-    "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
     "", "_native_twin", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events", "cuda.kernels",
     "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
-    "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session",
+    "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
     "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_private", "version", "watch",
     "memory_readings", "oom_table",
 }  # fmt: skip
@@ -28,19 +26,16 @@ PURE = {
     "report.straggler_words", "signals", "sketch", "sketch_records", "slow_link", "statistics", "step_rows", "steps",
     "straggler", "summary", "suspects",
     "memory_readings", "memory_statistics", "oom_table", "report.oom_words",
-    "report.straggler_words", "sketch", "sketch_records", "slow_link", "statistics", "step_rows", "steps",
-    "straggler", "summary", "suspects", "telemetry",
+    "telemetry",
 }  # fmt: skip
 THIRD_PARTY = {
     "cupy": {"cuda.kernels"},
     "psutil": {"host_signals"},
     "nvtx": {"hooks.nvtx", "doctor"},
     "opentelemetry": {"exporters"},
-    "pyarrow": {"run_store"},
     "rich": {"report.heat_map", "report.memory_table", "report.rank_table", "report.tables", "report.terminal"},
     "pyarrow": {"run_store", "telemetry_store"},
     "pynvml": {"cuda.telemetry"},
-    "rich": {"report.heat_map", "report.rank_table", "report.tables", "report.terminal"},
     "torch": {
         "bounded_store",
         "cuda.aggregate", "cuda.events",

@@ -105,8 +105,7 @@ def test_every_field_is_a_variable() -> None:
     assert config == Config(
         dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False, exchange=False,
         aggregate="device", device_times="on",
-        faulthandler=True, memory=False, memory_history=5000, nvtx=False,
-        faulthandler=True, memory=False, nvtx=False, telemetry=False,
+        faulthandler=True, memory=False, memory_history=5000, nvtx=False, telemetry=False,
         ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
     )  # fmt: skip
 

@@ -23,8 +23,8 @@ from opentelemetry.sdk.metrics.export import (
 
 from torchlens_perf.alerts import stragglers_by_class
 from torchlens_perf.exporters import ExportBatch, Judgement, semantics
-from torchlens_perf.exporters.otlp_memory import DeviceMemory
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
+from torchlens_perf.exporters.otlp_memory import DeviceMemory
 from torchlens_perf.exporters.otlp_resource import node_resource
 from torchlens_perf.records import PARTS
 from torchlens_perf.version import VERSION
