@@ -293,7 +293,11 @@ def _gpu_clock(case: _Case) -> list[Cause]:
 _ERRORS = {
     "xids_per_s": ("gpu_errors", "errors of the driver (XID)", "look them up in the kernel's log; drain the node"),
     "ecc_errors_per_s": ("gpu_errors", "uncorrectable ECC errors", "reset or replace that GPU; drain the node"),
-    "remapped_rows_per_s": ("gpu_errors", "rows of its memory remapped", "reset that GPU at the next chance"),
+    "remapped_rows_per_s": (
+        "gpu_errors",
+        "rows of its memory remapped, or waiting to be",
+        "reset that GPU at the next chance",
+    ),
     "pcie_replays_per_s": ("pcie", "PCIe replays", "look at the slot, riser and link width (nvidia-smi -q -d PCIE)"),
     "nvlink_errors_per_s": ("nvlink", "NVLink errors", "look at nvidia-smi nvlink -e, and at the fabric manager"),
     "link_errors_per_s": ("network", "InfiniBand errors", "look at the cable and port (perfquery, ibdiagnet)"),
@@ -308,7 +312,8 @@ def _errors(case: _Case) -> list[Cause]:
         if more <= 0 or more < _LEAST_ERRORS.get(signal, 0.0) or case.mine[signal] < 3 * case.usual.get(signal, 0.0):
             continue
         text = f"{case.details.get('gpu', 'its GPU') if kind != 'network' else 'its node'} has {what}"
-        text += f": {_per_minute(case.mine[signal])}{case.against(signal, _per_minute)}"
+        if signal != "remapped_rows_per_s":  # to which one that waits for a reset counts all the time
+            text += f": {_per_minute(case.mine[signal])}{case.against(signal, _per_minute)}"
         found.append(Cause(kind, text, f"{action}.", None, case.evidence(signal)))
     return found
 

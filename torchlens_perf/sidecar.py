@@ -102,6 +102,7 @@ class Sidecar:
         state_path = run.node_state(host)
         self.state = node_state.load(state_path) if state_path.exists() else NodeState(host)
         self.telemetry = TelemetryLog(run, host, self.state.telemetry)
+        self._signals = RankSignals(self.telemetry)
         self._generations = Generations()
         for process in self.state.processes.values():
             self._generations.of(process.identity)
@@ -109,7 +110,6 @@ class Sidecar:
         self._earlier_attempt = self._attempt = max(attempts, default=-1)  # that the state's findings and hang are of
         self._continuation = Continuation(self.state.findings)
         self._links = LinkWatch(run, host)
-        self._signals = RankSignals()
         self._ooms = OomFiles(run)
         self._together: tuple[Findings, Sequence[Culprit]] = NOTHING, ()
         self._alerts = AlertLog(
