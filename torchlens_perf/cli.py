@@ -1,4 +1,4 @@
-"""The command line: run, report, sidecar, doctor. Exit code 2 and one line for a user's mistake."""
+"""The command line: run, report, capture, sidecar, doctor. Exit code 2 and one line for a user's mistake."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchlens_perf import simulate_command
+from torchlens_perf import capture_command, simulate_command
 from torchlens_perf.errors import ConfigError, TorchlensPerfError
 from torchlens_perf.run_directory import RunDirectory
 
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     sidecar.add_argument("--lock-descriptor", type=int, help=argparse.SUPPRESS)
     sidecar.set_defaults(command=_sidecar)
 
+    capture_command.add_command(commands)
     simulate_command.add_command(commands)
 
     build_tap = commands.add_parser(
@@ -110,8 +111,9 @@ def _newest_run() -> Path:
 def _build(run: RunDirectory) -> dict[str, Any]:
     from torchlens_perf import node_state
     from torchlens_perf.report.build import build
+    from torchlens_perf.report.captures import captures
 
-    return build(run.run_id, node_state.load_all(run))
+    return build(run.run_id, node_state.load_all(run), captures(run))
 
 
 def _sidecar(options: argparse.Namespace) -> int:

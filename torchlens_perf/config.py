@@ -88,6 +88,10 @@ class Config:
     exit_timeout_s: float = 1.0
     """Longest wait for the report when the run ends, in seconds."""
 
+    capture: str = "ask"
+    """Who may ask for a deep look at a few steps: "ask", `torchlens-perf capture` alone; "verdict", also the sidecar,
+    once when a rank is named, of that one and a healthy one; "off", nobody."""
+
     trace_every: int = 100
     """Spans of one step of so many are exported over OTLP, besides the first steps; 0 exports none."""
 
@@ -97,6 +101,7 @@ class Config:
             self._check(field, isinstance(getattr(self, field), bool), "True or False")
         self._check("aggregate", self.aggregate in ("sidecar", "device"), '"sidecar" or "device"')
         self._check("device_times", self.device_times in ("auto", "on", "off"), '"auto", "on" or "off"')
+        self._check("capture", self.capture in ("ask", "verdict", "off"), '"ask", "verdict" or "off"')
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)
         self._check_number("memory_history", int, least=0, most=100_000)

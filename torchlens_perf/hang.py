@@ -18,10 +18,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+from torchlens_perf.ring import CAPTURING
+
 LEAST_S = 10.0
 FACTOR = 5.0  # times the usual step: more would leave little of the 600 s after which NCCL's watchdog ends a job
 # Without a usual time: building, compiling and loading take minutes, unequal on the ranks. Half of those 600 s.
 FIRST_STEPS_S = 300.0
+CAPTURE_S = 120.0  # that writing a capture may take: all ranks wait for the one that writes
 SILENT_S = 5.0  # of a node that tells its progress every second or two
 WAIT = "wait"  # the span of Work.wait and wait_tensor
 _STOPPED = ("stopped", "traced")
@@ -178,6 +181,8 @@ def find_hang(
     """
     ranks = [progress[rank] for rank in sorted(progress)]
     limit = limit_s(ranks, factor)
+    if any(CAPTURING in each.inside for each in ranks):
+        limit += CAPTURE_S
     told = {each.rank: each for each in ranks if each.state not in ENDED and each.told_s <= silent_s}
     still = {each.rank for each in told.values() if each.since_step_s > limit and each.quiet_s > limit}
     if not still:

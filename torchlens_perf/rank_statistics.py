@@ -22,9 +22,9 @@ WARM_UP_STEPS = 3  # allocator, caches, lazy initialisation: counted apart
 FIRST_WINDOW_STEPS = 8
 MOST_WINDOWS = 512
 # What else a step may do that a reader of its time wants to know.
-TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION)
+TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION | Flag.CAPTURED)
 # Steps that are in no window: they do other work than training steps.
-_OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.PROBED)
+_OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.PROBED | Flag.CAPTURED)
 _OWN = [PARTS.index(part) for part in OWN_PARTS]
 
 

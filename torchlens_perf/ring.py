@@ -49,6 +49,7 @@ WORKLOAD_SHIFT = 16
 MICRO_STEPS_MASK = (1 << WORKLOAD_SHIFT) - 1
 UNKNOWN_NS = (1 << 63) - 1  # a DEVICE record's value1, where the device's clock is not known well enough
 MERGED_RANK_SHIFT = 44  # of a MERGED record's value0: above it, the slowest rank plus 1
+CAPTURING = "torchlens_perf capture"  # the section in which a rank begins or writes a capture
 OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's space
 
 # Header fields that change while the job runs: 64-bit words, by their index.
@@ -84,7 +85,7 @@ PHASES = (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER
 
 
 class Flag(IntFlag):
-    """Flags of a record. The upper eight are for STEP records."""
+    """Flags of a record. CAPTURED and the upper eight are for STEP records."""
 
     EXCEPTION = 1
     ASYNC = 2
@@ -92,6 +93,7 @@ class Flag(IntFlag):
     COMPLETED = 16  # COLLECTIVE: the duration goes until the operation's end; else it is the issuing call's
     DEVICE = 32  # MODULE_BACKWARD: by the device's clock
     OTHER_THREAD = 8  # on a thread other than the training thread: no part of the step's time
+    CAPTURED = 128  # the step is in a capture, or held up by its beginning or end
     EVALUATION = 256  # the step held a forward pass without gradients
     INFERENCE = 512  # the step is a forward pass, no optimizer has stepped
     SKIPPED = 1024  # GradScaler skipped the optimizer

@@ -10,6 +10,7 @@
       spans/HOST-*.parquet one row a record
       oom/rankNNNNN-STEP.json, .txt  what held the memory of a device that ran out of it
       gpus/HOST-*.parquet  one row a GPU and second; links/ one row a network port and five seconds
+      captures/            deep looks at a few steps, see capture_files.py
       report.txt           the last report, as rank 0 printed it
 
 A ring file must not lie on a network disk, and on a local one the kernel's write-back would stall stores now and then:
@@ -43,6 +44,7 @@ class RunDirectory:
         self.steps = path / "steps"
         self.spans = path / "spans"
         self.oom = path / "oom"
+        self.captures = path / "captures"
         self.report = path / "report.txt"
 
     @property

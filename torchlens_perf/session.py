@@ -13,6 +13,7 @@ from torchlens_perf import torch_private
 from torchlens_perf.clock import Clock, HostClock
 from torchlens_perf.errors import ConfigError, HookUnavailable, guard, swallowed
 from torchlens_perf.hooks.backward import BackwardHook
+from torchlens_perf.hooks.capture import CaptureHook
 from torchlens_perf.hooks.collective import CollectiveHook
 from torchlens_perf.hooks.data import DataHook
 from torchlens_perf.hooks.memory import MemoryHook
@@ -68,6 +69,7 @@ def default_hooks(config: Config, backward: BackwardHook) -> list[Hook]:
         (config.memory, MemoryHook(config.memory_history)),
         (True, TagHook()),
         (config.faulthandler, StackHook()),
+        (config.capture != "off", CaptureHook()),
     ]
     # The device's last, and so detached first: what it tells at the end, the others' marks, must still be recorded.
     return [*(hook for want, hook in wanted if want), *_device_hooks(config)]
@@ -125,6 +127,7 @@ class Session:
         self._new_name: list[Callable[[str], None]] = []
         self._known_names = 1
         self._notes: list[str] = []
+        self._charged_ns = 0  # so far, by charge()
         self._flags = 0
         self._forwards = 0  # with gradients, since the last boundary
         self._backwards = 0
@@ -212,6 +215,11 @@ class Session:
     def tag(self, flag: Flag) -> None:
         """The step in progress gets this flag."""
         self._flags |= int(flag)
+
+    def charge(self, duration_ns: int) -> None:
+        """Work of ours that is no part of what every step costs: the step in which it is done is charged with it."""
+        self._charged_ns += duration_ns
+        self.recorder.charge(duration_ns)
 
     def communicates(self) -> bool:
         """Whether there are other ranks to wait for."""
@@ -311,7 +319,7 @@ class Session:
         recorder = self.recorder
         if recorder.closed:
             return
-        start_ns = recorder.now_ns()
+        start_ns, charged_ns = recorder.now_ns(), self._charged_ns
         self.training_steps += not flags & _INFERENCE
         if self._at_step:
             self._run(self._at_step)
@@ -327,7 +335,7 @@ class Session:
         self.workload = -1
         self._flags = self._forwards = self._backwards = 0
         recorder.probe = int(self._probes.wants(step))
-        recorder.charge(recorder.now_ns() - start_ns)
+        recorder.charge(recorder.now_ns() - start_ns - self._charged_ns + charged_ns)
         if probed:
             self._account_probe()
         if recorder.probe:
@@ -344,8 +352,8 @@ class Session:
         return min(self._forwards, self._backwards or self._forwards)
 
     def _now(self) -> tuple[int, int, int]:
-        """Index of the step in progress, the time, and the time spent in our hooks until now."""
-        return self.recorder.step, self.recorder.now_ns(), self.recorder.tool_ns
+        """Index of the step in progress, the time, and the time spent in our hooks until now, but for charge()'s."""
+        return self.recorder.step, self.recorder.now_ns(), self.recorder.tool_ns - self._charged_ns
 
     def _account_probe(self) -> None:
         """Tells the schedule what the probed step that has just ended has cost more than those before it."""
@@ -400,6 +408,7 @@ class Session:
                     "disk_bytes": self.config.disk_bytes,
                     "trace_every": self.config.trace_every,
                     "telemetry": self.config.telemetry,
+                    "capture": self.config.capture,
                     **self._report,
                 },
             }

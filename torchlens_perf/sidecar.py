@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf import node_state, ring
 from torchlens_perf.alert import Alert
 from torchlens_perf.alerts import AlertLog
+from torchlens_perf.capture_relay import CaptureRelay, LiveRank
 from torchlens_perf.clock import Anchor
 from torchlens_perf.config import Config
 from torchlens_perf.continuation import Continuation
@@ -111,6 +112,7 @@ class Sidecar:
         self._continuation = Continuation(self.state.findings)
         self._links = LinkWatch(run, host)
         self._ooms = OomFiles(run)
+        self._captures = CaptureRelay(run)
         self._together: tuple[Findings, Sequence[Culprit]] = NOTHING, ()
         self._alerts = AlertLog(
             run.run_id, self._attempt, self.state.findings, self.state.hang,
@@ -442,6 +444,22 @@ class Sidecar:
         source = next((each for each in newest if each.state.identity.rank == culprit.lead.rank), None)
         return self.job.diagnose(culprit, self._signals.details(source) if source is not None else {})
 
+    def relay_captures(self, now_s: float, *, final: bool = False) -> None:
+        """Hands on what is asked of this node's ranks, and asks itself where one is named. final: the run has ended."""
+        with self._going_on("capturing"):
+            ranks, on_verdict = {}, False
+            for source in self._sources.values():
+                who, setting = source.state.identity, source.settings["capture"]
+                if not source.read_to_end and self._is_newest(source):
+                    step = source.reader.counter(ring.STEP)
+                    ranks[who.rank] = LiveRank(source.path, who.pid, who.attempt, step, refuses=setting == "off")
+                    on_verdict |= setting == "verdict"
+            if on_verdict and self.job.judges_alone:
+                self._captures.look_at_verdict(self.state.named, self.state.findings, self.job.places, ranks)
+            self._captures.look(ranks, now_s)
+            if final:
+                self._captures.close()
+
     @contextlib.contextmanager
     def _going_on(self, place: str) -> Iterator[None]:
         """Around what is concluded from the records: whatever fails there, they are read and kept."""
@@ -534,6 +552,7 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
             sidecar.account()
             sidecar.look_around(now_s, final=not more)
         sidecar.measure()
+        sidecar.relay_captures(now_s, final=not more)
         with _logged("the report could not be written"):
             sidecar.report_if_asked()  # before the export, which may take longer: rank 0 waits for it
         sidecar.export()

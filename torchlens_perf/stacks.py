@@ -67,11 +67,31 @@ def python_stack(pid: int, timeout_s: float = 5.0, program: str | None = None) -
     The process is not paused; one that is stopped is read as it is, and stays stopped.
     program: py-spy, where find_py_spy() would not find it. Raises nothing.
     """
+    answer, reason = _dump(pid, timeout_s, program)
+    return Stack((), reason) if reason else _main_thread(pid, answer)
+
+
+def python_stacks(pid: int, timeout_s: float = 5.0) -> str:
+    """The stacks of all of its threads, as text; or why there are none. As python_stack() otherwise."""
+    answer, reason = _dump(pid, timeout_s, None)
+    if reason:
+        return f"none: {reason}"
+    try:
+        return "\n".join(
+            "\n".join([f"thread {each['thread_name'] or '?'}:", *(f"  {_line(frame)}" for frame in each["frames"])])
+            for each in json.loads(answer)
+        )
+    except (ValueError, KeyError, TypeError):
+        return "none: py-spy's answer cannot be read"
+
+
+def _dump(pid: int, timeout_s: float, program: str | None) -> tuple[bytes, str]:
+    """py-spy's answer, or why there is none."""
     program = program or find_py_spy()
     if program is None:
-        return Stack((), "py-spy is not installed: pip install 'torchlens-perf[stacks]'")
+        return b"", "py-spy is not installed: pip install 'torchlens-perf[stacks]'"
     if process_state(pid) == "dead":
-        return Stack((), f"there is no process {pid}")
+        return b"", f"there is no process {pid}"
     command = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     deadline_s = time.monotonic() + timeout_s
     errors = ""
@@ -79,14 +99,14 @@ def python_stack(pid: int, timeout_s: float = 5.0, program: str | None = None) -
         try:
             succeeded, answer, errors = _run(command, deadline_s - time.monotonic())
         except subprocess.TimeoutExpired:
-            return Stack((), f"py-spy did not answer within {timeout_s:g} s (process state: {process_state(pid)})")
+            return b"", f"py-spy did not answer within {timeout_s:g} s (process state: {process_state(pid)})"
         except OSError as error:
-            return Stack((), f"py-spy cannot be run: {error.strerror or error}")
+            return b"", f"py-spy cannot be run: {error.strerror or error}"
         if succeeded:
-            return _main_thread(pid, answer)
+            return answer, ""
         if "permission denied" in errors.lower():
-            return Stack((), _not_permitted())
-    return Stack((), f"py-spy: {_last_cause(errors)}")
+            return b"", _not_permitted()
+    return b"", f"py-spy: {_last_cause(errors)}"
 
 
 def asked_stack(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> Stack:

@@ -19,7 +19,7 @@ _WIDTH_AFTER = 8  # steps, from which the width of the rows is chosen
 _OWN = [PARTS.index(part) for part in OWN_PARTS]
 _WAIT = PARTS.index("communication")
 # Steps that are not compared: they do other work than training steps. One rank's makes the step incomparable for all.
-OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.PROBED | Flag.CHECKPOINT | Flag.COMPILED)
+OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.PROBED | Flag.CHECKPOINT | Flag.COMPILED | Flag.CAPTURED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 OLDEST_TORCH = (2, 11)
+PROFILER = "torch.autograd.profiler._enable_profiler"
+FLIGHT_RECORDER = "torch._C._distributed_c10d._dump_fr_trace_json"
+SNAPSHOT = "torch.cuda.memory._snapshot"
 WAIT_TENSOR = "_c10d_functional::wait_tensor"
 
 
@@ -141,6 +145,24 @@ def _in_cuda_build(*names: str) -> Callable[[], bool]:
         return not torch.backends.cuda.is_built() or all(callable(getattr(torch._C, name)) for name in names)
 
     return works
+def _profiler() -> bool:
+    from torch.autograd import profiler
+
+    starts = (profiler._prepare_profiler, profiler._enable_profiler)
+    unused = profiler.profile(use_kineto=True, experimental_config=all_threads())
+    return all(map(callable, starts)) and not is_prepared(unused) and profiler._is_profiler_enabled in (True, False)
+
+
+def _flight_recorder() -> bool:
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+    return callable(_dump_fr_trace_json)
+
+
+def _memory_snapshot() -> bool:
+    import torch
+
+    return callable(torch.cuda.memory._snapshot)
 
 
 PRIVATE_NAMES = (
@@ -194,6 +216,9 @@ PRIVATE_NAMES = (
         _in_cuda_build("_cuda_isHistoryEnabled", "_cuda_record_memory_history"),
         "memory_history is off, and tables of device memory have no stacks",
     ),
+    PrivateName(PROFILER, _profiler, "nothing is captured"),
+    PrivateName(FLIGHT_RECORDER, _flight_recorder, "captures have no flight recorder's entries"),
+    PrivateName(SNAPSHOT, _memory_snapshot, "captures have no memory snapshot"),
 )
 _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
 
@@ -336,6 +361,56 @@ def break_in_compiled_code(function: Any) -> Any:
     if isinstance(function, types.FunctionType):
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+def profiler_is_on() -> bool:
+    """Whether one of torch's profilers is on in this process."""
+    import torch
+    from torch.autograd import profiler
+
+    return bool(profiler._is_profiler_enabled or torch.autograd._profiler_enabled())
+
+
+def is_prepared(profile: Any) -> bool:
+    """Whether a torch.autograd.profiler.profile has been prepared and has not ended."""
+    return bool(getattr(profile, "entered", False)) and profile.kineto_results is None
+
+
+def all_threads() -> Any:
+    """A configuration of torch's profiler that sees all threads, and that any of them may end."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    return _ExperimentalConfig(profile_all_threads=True)
+
+
+def add_to_trace(key: str, text: str) -> None:
+    """Adds JSON to the head of the trace in progress."""
+    import torch
+
+    torch.autograd._add_metadata_json(key, text)
+
+
+def flight_recorder() -> bytes | str:
+    """What torch.distributed's flight recorder holds, as JSON; or why there is nothing."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return "there is no process group"
+    if not works(FLIGHT_RECORDER):
+        return "this torch has none"
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+    dump: bytes = _dump_fr_trace_json()
+    return dump if b'"entries"' in dump else "it is off: TORCH_FR_BUFFER_SIZE says how many entries it keeps"
+
+
+def memory_snapshot() -> bytes | str:
+    """The CUDA allocator's segments and blocks, pickled for torch's memory viewer; or why there is nothing."""
+    import torch
+
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return "no GPU is in use"
+    return pickle.dumps(torch.cuda.memory._snapshot()) if works(SNAPSHOT) else "this torch has none"
 
 
 def skip_our_code() -> None:

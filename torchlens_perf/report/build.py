@@ -6,6 +6,7 @@ The top level is stable: `schema` counts up when a field changes its meaning or 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 from torchlens_perf.collective_statistics import merged_operations
@@ -33,8 +34,11 @@ SCHEMA = 1
 MARK_NS = 400.0
 
 
-def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
-    """The report on a run, live or finished. Of a run that was restarted, its last attempt."""
+def build(run_id: str, nodes: list[NodeState], captures: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """The report on a run, live or finished. Of a run that was restarted, its last attempt.
+
+    captures: of the run directory, see captures.py.
+    """
     processes = _latest_attempt(nodes)
     merged, warm_up = Sketch(), Sketch()
     for process in processes.values():
@@ -57,6 +61,7 @@ def build(run_id: str, nodes: list[NodeState]) -> dict[str, Any]:
         "links": link_rows(nodes),
         "collectives": collective_rows(joins),
         "slow_links": links.to_json(),
+        "captures": list(captures),
         "quality": _quality(nodes, processes),
     }
     for rank in report["ranks"]:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MOST_COLUMNS = 64
-_TAGS = {"checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED}
+_TAGS = {
+    "checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED, "capture": Flag.CAPTURED,
+}  # fmt: skip
 
 
 def heat(windows: Mapping[int, Windows], findings: Findings, places: Mapping[int, Place]) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from torchlens_perf.report.captures import capture_lines
 from torchlens_perf.report.collective_table import collective_table
 from torchlens_perf.report.device_table import device_table
 from torchlens_perf.report.gpu_table import gpu_table, link_table
@@ -64,6 +65,9 @@ def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
         parts.append(_verdict(verdict))
         if verdict["kind"] == "out_of_memory":
             parts += [oom_table(verdict["evidence"]), Text("")]
+    parts += [_verdict(verdict) for verdict in report["verdicts"]]
+    if report["captures"]:
+        parts.append(Padding(Text("\n".join(capture_lines(report["captures"], run_dir))), (0, 0, 1, 2)))
     if report["steps"]["count"]:
         parts += [_step_line(report), rank_table(report)]
         if any(rank["device"] for rank in report["ranks"]):

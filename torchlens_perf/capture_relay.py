@@ -1,0 +1,212 @@
+"""Captures, at the sidecar: hands requests on to this node's ranks, takes their stacks meanwhile, finishes their files.
+
+A request lies in the run directory, so that on a shared disk each node's sidecar takes the ranks that it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchlens_perf import capture_files
+from torchlens_perf.capture_choice import suspect_and_healthy
+from torchlens_perf.capture_files import LONGEST_S, RAW_TRACE, REQUEST_LASTS_S, STACKS, TRACE, Outcome, Request
+from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.stacks import python_stacks
+
+if TYPE_CHECKING:
+    from torchlens_perf.culprits import Named
+    from torchlens_perf.straggler import Findings, Place
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+LOOK_S = 1.0
+MOST_DUMPS = 4
+_STEPS = 3  # after a verdict
+_DUMP_TIMEOUT_S = 1.0
+_CHUNK_BYTES = 1 << 24  # compressed in a round of the sidecar's: half a second
+_FASTEST = 1
+_DONE = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveRank:
+    """A rank of this node that runs."""
+
+    ring: Path
+    pid: int
+    attempt: int
+    step: int
+    """In progress."""
+    refuses: bool
+    """Whether its settings say that nobody may ask."""
+
+
+@dataclasses.dataclass
+class _Asked:
+    """A rank that has been asked."""
+
+    request: Request
+    rank: int
+    ring: Path
+    pid: int
+    folder: Path
+    since_s: float
+    dumps: list[str] = dataclasses.field(default_factory=list)
+    dumped_step: int = -1
+    finishing: Iterator[None] | None = None
+
+
+class CaptureRelay:
+    """Belongs to the sidecar's thread."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._looked_s = float("-inf")
+        self._seen: set[tuple[str, int]] = set()  # requests and ranks that are asked, or need not be
+        self._asked: list[_Asked] = []
+        self._after_verdict: set[int] = set()  # attempts in which a verdict has been followed by a capture
+
+    def look(self, ranks: Mapping[int, LiveRank], now_s: float) -> None:
+        """Once in each round of the sidecar. now_s: a monotonic clock. Raises OSError if nothing can be written."""
+        if now_s - self._looked_s >= LOOK_S:
+            self._looked_s = now_s
+            for request in capture_files.requests(self._run.captures):
+                if time.time() - request.asked_unix_s < REQUEST_LASTS_S:
+                    self._take_up(request, ranks, now_s)
+        for asked in list(self._asked):
+            self._follow(asked, ranks.get(asked.rank), now_s)
+
+    def look_at_verdict(
+        self, named: Named, findings: Findings, places: Mapping[int, Place], ranks: Mapping[int, LiveRank]
+    ) -> None:
+        """Asks for a capture of the rank that is named and of a healthy one: once in an attempt of the job.
+
+        ranks: of this node. Raises OSError.
+        """
+        attempt = max((live.attempt for live in ranks.values()), default=-1)
+        if not named.culprits or attempt in self._after_verdict or not findings.step_ns:
+            return
+        reached = {rank for rank, place in places.items() if self._run.node_state(place.host).exists()}
+        chosen = suspect_and_healthy(named, findings, places, reached)
+        if not chosen:
+            return
+        self._after_verdict.add(attempt)
+        earlier = capture_files.requests(self._run.captures)  # also by an earlier sidecar
+        if any(each.asked_by == capture_files.BY_VERDICT and each.attempt == attempt for each in earlier):
+            return
+        step = max(live.step for live in ranks.values())
+        capture_files.ask(
+            self._run.captures,
+            Request(
+                id=capture_files.new_id(),
+                asked_by=capture_files.BY_VERDICT,
+                asked_unix_s=time.time(),
+                attempt=attempt,
+                ranks=chosen,
+                from_step=capture_files.first_step(step, findings.step_ns / 1e9),
+                steps=_STEPS,
+            ),
+        )
+
+    def close(self) -> None:
+        """All ranks have ended: finishes what is left of their files."""
+        while self._asked:
+            self.look({}, time.monotonic())
+
+    def _take_up(self, request: Request, ranks: Mapping[int, LiveRank], now_s: float) -> None:
+        for rank in request.ranks:
+            live = ranks.get(rank)
+            if live is None or live.attempt != request.attempt or (request.id, rank) in self._seen:
+                continue
+            self._seen.add((request.id, rank))
+            folder = capture_files.rank_folder(self._run.captures, request.id, rank)
+            if capture_files.outcome_path(folder).exists():
+                continue
+            asked = _Asked(request, rank, live.ring, live.pid, folder, now_s)
+            if live.refuses:
+                self._finish_without(asked, "captures are switched off: capture='off'")
+            elif any(other.rank == rank for other in self._asked):
+                self._finish_without(asked, "another capture of this rank is in progress")
+            else:
+                logger.info("asking rank %d for capture %s", rank, request.id)
+                self._dump(asked, live.step)
+                if not folder.exists():  # else an earlier sidecar has asked
+                    capture_files.answer_path(live.ring).unlink(missing_ok=True)
+                    of_rank = dataclasses.replace(request, folder=str(folder))
+                    capture_files.write(capture_files.ask_path(live.ring), of_rank)
+                    folder.mkdir(parents=True, exist_ok=True)
+                self._asked.append(asked)
+
+    def _follow(self, asked: _Asked, live: LiveRank | None, now_s: float) -> None:
+        runs = live is not None and live.pid == asked.pid
+        if asked.finishing is None:
+            answer = capture_files.answer_path(asked.ring)
+            if answer.exists():
+                asked.finishing = self._finish(asked, capture_files.read(answer, Outcome))
+            elif not runs:
+                capture_files.ask_path(asked.ring).unlink(missing_ok=True)
+                asked.finishing = self._finish(asked, _nothing(asked, "the process ended"))
+            elif now_s - asked.since_s > LONGEST_S and self._taken_back(asked):
+                why = f"no step ended within {LONGEST_S:g} s: {STACKS} says where the rank is"
+                asked.finishing = self._finish(asked, _nothing(asked, why))
+            elif live is not None and asked.request.from_step <= live.step != asked.dumped_step:
+                self._dump(asked, live.step)
+        if asked.finishing is not None and next(asked.finishing, _DONE) is _DONE:
+            self._asked.remove(asked)
+
+    def _taken_back(self, asked: _Asked) -> bool:
+        """Whether the rank has not taken the request, and now will not."""
+        try:
+            capture_files.ask_path(asked.ring).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _dump(self, asked: _Asked, step: int) -> None:
+        if len(asked.dumps) < MOST_DUMPS:
+            asked.dumped_step = step
+            asked.dumps.append(f"== in step {step}\n{python_stacks(asked.pid, _DUMP_TIMEOUT_S)}\n")
+
+    def _finish_without(self, asked: _Asked, why: str) -> None:
+        asked.folder.mkdir(parents=True, exist_ok=True)
+        for _ in self._finish(asked, _nothing(asked, why)):
+            pass
+
+    def _finish(self, asked: _Asked, outcome: Outcome) -> Iterator[None]:
+        """Writes what is the sidecar's, a little in each round; the outcome last."""
+        files, left_out = dict(outcome.files), dict(outcome.left_out)
+        raw, compressed = asked.folder / RAW_TRACE, asked.folder / TRACE
+        if TRACE in files:
+            whole = False
+            partial = compressed.with_suffix(".partial")
+            with open(raw, "rb") as read, gzip.open(partial, "wb", _FASTEST) as written:
+                while chunk := read.read(_CHUNK_BYTES):
+                    written.write(chunk)
+                    whole = chunk.rstrip().endswith(b"}")
+                    yield
+            if whole:
+                os.replace(partial, compressed)
+                files[TRACE] = compressed.stat().st_size
+            else:
+                partial.unlink()
+                del files[TRACE]
+                left_out[TRACE] = "torch's profiler did not write it to its end: is the disk full?"
+        raw.unlink(missing_ok=True)
+        if asked.dumps:
+            (asked.folder / STACKS).write_text("\n".join(asked.dumps))
+            files[STACKS] = (asked.folder / STACKS).stat().st_size
+        final = dataclasses.replace(outcome, files=files, left_out=left_out)
+        capture_files.write(capture_files.outcome_path(asked.folder), final)
+        capture_files.answer_path(asked.ring).unlink(missing_ok=True)
+        logger.info("capture %s of rank %d: %s", outcome.id, outcome.rank, outcome.ended or "done")
+
+
+def _nothing(asked: _Asked, why: str) -> Outcome:
+    return Outcome(asked.request.id, asked.rank, ended=why)

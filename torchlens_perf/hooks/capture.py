@@ -1,0 +1,240 @@
+"""A deep look at a few steps, when the sidecar asks for one: a trace, the flight recorder, the device's memory.
+
+Until then the process looks once in 50 ms at most whether one file is there. Asked, it begins and ends at a step's end:
+no thread, no signal. The steps are flagged, so that nobody is judged by them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf import capture_files, torch_private
+from torchlens_perf.capture_files import (
+    FLIGHT_RECORDER,
+    LONGEST_S,
+    MOST_SNAPSHOT_BYTES,
+    RAW_TRACE,
+    SNAPSHOT,
+    TRACE,
+    Outcome,
+    Request,
+)
+from torchlens_perf.errors import HookUnavailable
+from torchlens_perf.hooks.capture_trace import Trace, another_profiler, python_is_traced
+from torchlens_perf.ring import CAPTURING, Flag, Kind
+
+if TYPE_CHECKING:
+    from torchlens_perf.session import Session
+
+_SECTION = int(Kind.SECTION)
+
+
+class CaptureHook:
+    """Looks for what the rank is asked, beside its ring file."""
+
+    name = "captures"
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        captures = _Captures(session)
+        with session.now_and_then(self.name, captures.look):
+            try:
+                yield
+            finally:
+                captures.close()
+
+
+class _Captures:
+    """One after the other."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._ask = str(capture_files.ask_path(session.ring_path))
+        self._capture: _Capture | None = None
+
+    def look(self) -> None:
+        if self._capture is not None or not os.path.exists(self._ask):  # a microsecond
+            return
+        try:
+            request = capture_files.read(Path(self._ask), Request)
+            os.unlink(self._ask)  # from here on it is ours; before, the sidecar may take it back
+        except FileNotFoundError:
+            return
+        self._capture = _Capture(self._session, request)
+        self._session.start_work(CaptureHook.name, self._step_ends)
+        self._step_ends()
+
+    def _step_ends(self) -> None:
+        capture = self._capture
+        if capture is not None and capture.step_ends():
+            self._capture = None
+            self._session.stop_work(self._step_ends)
+
+    def close(self) -> None:
+        """The watch ends. What is captured of whole steps is kept."""
+        capture, self._capture = self._capture, None
+        if capture is None:
+            return
+        if self._session.recorder.closed:
+            capture.forget()
+        else:
+            capture.finish("the watch ended")
+
+
+class _Capture:
+    """One request."""
+
+    def __init__(self, session: Session, request: Request) -> None:
+        self._session = session
+        self._request = request
+        self._folder = Path(request.folder)
+        self._since_s = time.monotonic()
+        self._trace: Trace | None = None
+        self._first_step: int | None = None
+        self._steps = 0
+        self._paused_s = 0.0
+        self._files: dict[str, int] = {}
+        self._left_out: dict[str, str] = {}
+
+    def step_ends(self) -> bool:
+        """At each step's end. Returns whether the request is done with."""
+        step, waited_s = self._session.recorder.step, time.monotonic() - self._since_s
+        if self._trace is None:
+            early = step + 1 < self._request.from_step and waited_s < LONGEST_S
+            return not early and not _graph_is_captured() and not self._begins(step + 1)
+        self._session.tag(Flag.CAPTURED)
+        self._steps += not self._trace.cut_short
+        ended = None
+        if self._trace.cut_short:
+            ended = "another profiler began"
+        elif self._steps >= self._request.steps:
+            ended = ""
+        elif waited_s > LONGEST_S:
+            ended = f"it took longer than {LONGEST_S:g} s"
+        if ended is None or _graph_is_captured():
+            self._trace.next_step(step + 1)
+            return False
+        self.finish(ended)
+        return True
+
+    def _begins(self, step: int) -> bool:
+        import torch
+
+        other = another_profiler() if torch_private.works(torch_private.PROFILER) else ""
+        if other:
+            self._answer(f"{other} is on in this process")
+            return False
+        python = self._request.python and not python_is_traced()
+        if self._request.python and not python:
+            self._left_out["Python frames"] = "a profiler or debugger has Python's profiling hook"
+        try:
+            torch_private.require(torch_private.PROFILER)
+            with self._pause():
+                trace = Trace(cuda=_cuda_is_used(torch), python=python)
+                trace.start(step, self._session.identity.rank, self._session.identity.world_size)
+        except (HookUnavailable, RuntimeError) as error:
+            self._answer(f"torch.profiler did not begin: {error}")
+            return False
+        self._trace, self._first_step, self._since_s = trace, step, time.monotonic()
+        return True
+
+    def finish(self, ended: str) -> None:
+        """Ends the trace and writes everything."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            self._answer(ended)
+            return
+        with self._pause():
+            try:
+                trace.stop()
+            finally:
+                trace.forget()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if self._steps:
+                self._keep(TRACE, RAW_TRACE, trace.write, capture_files.MOST_TRACE_BYTES)
+            else:
+                self._left_out[TRACE] = "no step was whole"
+            self._keep_dump(FLIGHT_RECORDER, torch_private.flight_recorder())
+            self._keep_dump(SNAPSHOT, torch_private.memory_snapshot())
+        self._answer(ended)
+
+    def forget(self) -> None:
+        """In a forked child: all of it is the parent's."""
+        if self._trace is not None:
+            self._trace.forget()
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Around what training waits for."""
+        recorder, name_id = self._session.recorder, self._session.intern(CAPTURING)
+        self._session.tag(Flag.CAPTURED)
+        recorder.begin(_SECTION, name_id)
+        start_ns = recorder.now_ns()
+        try:
+            yield
+        finally:
+            took_ns = recorder.now_ns() - start_ns
+            self._session.charge(took_ns)
+            recorder.end(_SECTION, name_id)
+            self._paused_s += took_ns / 1e9
+
+    def _keep(self, name: str, file: str, make: Callable[[Path], None], most_bytes: int) -> None:
+        """Writes a file, and takes it away again if it is too large. name: what it is called in the end."""
+        path = self._folder / file
+        try:
+            make(path)
+            size = path.stat().st_size
+        except (OSError, RuntimeError) as error:
+            self._left_out[name] = f"it could not be written: {error}"
+            size = 0
+        if 0 < size <= most_bytes:
+            self._files[name] = size
+            return
+        path.unlink(missing_ok=True)
+        if size:
+            self._left_out[name] = f"{size >> 20} MB are more than {most_bytes >> 20}: ask for fewer steps"
+
+    def _keep_dump(self, name: str, dump: bytes | str) -> None:
+        """dump: the file, or why there is none."""
+        if isinstance(dump, str):
+            self._left_out[name] = dump
+        else:
+            self._keep(name, name, functools.partial(_write, dump), MOST_SNAPSHOT_BYTES)
+
+    def _answer(self, ended: str) -> None:
+        import torch
+
+        request, session = self._request, self._session
+        outcome = Outcome(
+            id=request.id,
+            rank=session.identity.rank,
+            first_step=self._first_step,
+            steps=self._steps,
+            ended=ended,
+            files=self._files,
+            left_out=self._left_out,
+            paused_s=self._paused_s,
+            torch=torch.__version__,
+        )
+        capture_files.write(capture_files.answer_path(session.ring_path), outcome)
+
+
+def _write(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+
+
+def _cuda_is_used(torch: Any) -> bool:
+    return bool(torch.cuda.is_available() and torch.cuda.is_initialized())
+
+
+def _graph_is_captured() -> bool:
+    """Whether the step is inside of a CUDA graph's capture, which a synchronization would end."""
+    import torch
+
+    return _cuda_is_used(torch) and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,68 @@
+"""What was captured: which ranks, which steps, and where the files are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchlens_perf import capture_files
+from torchlens_perf.capture_files import TRACE
+from torchlens_perf.report.quantities import printable
+from torchlens_perf.run_directory import RunDirectory
+
+_MOST_LINES = 8
+
+
+def captures(run: RunDirectory) -> list[dict[str, Any]]:
+    """A row for each rank that was captured, or asked for that, oldest first. Files are paths inside the run directory.
+
+    `first_step` and `last_step` are null where no step was; `ended` tells why not all was that was asked.
+    """
+    rows = []
+    for request in capture_files.requests(run.captures):
+        for rank in request.ranks:
+            outcome = capture_files.outcome(run.captures, request, rank)
+            if outcome is None:
+                continue
+            first, folder = outcome.first_step, capture_files.rank_folder(run.captures, request.id, rank)
+            rows.append(
+                {
+                    "id": request.id,
+                    "asked_by": request.asked_by,
+                    "attempt": request.attempt,
+                    "rank": rank,
+                    "first_step": first if outcome.steps else None,
+                    "last_step": first + outcome.steps - 1 if first is not None and outcome.steps else None,
+                    "ended": outcome.ended,
+                    "paused_s": outcome.paused_s,
+                    "files": {
+                        name: {"path": str((folder / name).relative_to(run.path)), "bytes": size}
+                        for name, size in outcome.files.items()
+                    },
+                    "left_out": dict(outcome.left_out),
+                }
+            )
+    return rows
+
+
+def capture_lines(rows: Sequence[dict[str, Any]], run_dir: str) -> list[str]:
+    """A line for each of the last ones."""
+    lines = [capture_line(row, run_dir) for row in rows[-_MOST_LINES:]]
+    if any(TRACE in row["files"] for row in rows):
+        lines.append("Traces open in ui.perfetto.dev or chrome://tracing.")
+    return lines
+
+
+def capture_line(row: dict[str, Any], run_dir: str) -> str:
+    """What came of a capture of one rank."""
+    if row["first_step"] is None:
+        where = "".join(f" {printable(run_dir)}/{file['path']}" for file in row["files"].values())
+        return f"not captured: rank {row['rank']}: {printable(row['ended'])}{where}"
+    first, last = row["first_step"], row["last_step"]
+    steps = f"step {first}" if first == last else f"steps {first}-{last}"
+    short = f" ({printable(row['ended'])})" if row["ended"] else ""
+    if TRACE in row["files"]:
+        where = f"{printable(run_dir)}/{row['files'][TRACE]['path']}"
+    else:
+        where = f"no trace: {printable(row['left_out'].get(TRACE, 'not known why'))}"
+    return f"captured: rank {row['rank']}, {steps}{short}: {where}"
