@@ -31,11 +31,13 @@ NODE = 'hostname "$NODE" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 class LiveRanks:
     """The ranks of one job. Entered, they run; left, they and their sidecars are gone."""
 
-    def __init__(self, folder: Path, ranks: int, nodes: tuple[str, ...] = (), **environment: str) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, nodes: tuple[str, ...] = (), script: str = SCRIPT, **environment: str
+    ) -> None:
         """nodes: their names, each with an equal share of the ranks; () for this machine."""
         self.run_id = f"live-{uuid.uuid4().hex[:12]}"
         self._folder, self._nodes, self._environment = folder, nodes, environment
-        self._count = ranks
+        self._count, self._script = ranks, script
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> LiveRanks:
@@ -48,7 +50,7 @@ class LiveRanks:
             "WORLD_SIZE": str(self._count), "LOCAL_WORLD_SIZE": str(share), "STEPS": "0",
             "TORCHLENS_PERF_RUN_ID": self.run_id,
         }  # fmt: skip
-        starting = [sys.executable, "-c", _START_RANKS, SCRIPT, str(share)]
+        starting = [sys.executable, "-c", _START_RANKS, self._script, str(share)]
         for number, node in enumerate(self._nodes or ("",)):
             folder = self.folder(node)
             folder.mkdir(exist_ok=True)

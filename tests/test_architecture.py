@@ -14,6 +14,8 @@ TRAINING = {
     "", "_native_twin", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events", "cuda.kernels",
     "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
     "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
+    "", "_native_twin", "capture_files", "clock", "config", "cuda", "device_sections", "devices", "errors", "hooks",
+    "identity", "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session",
     "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_private", "version", "watch",
     "memory_readings", "oom_table",
 }  # fmt: skip
@@ -21,6 +23,8 @@ TRAINING = {
 PURE = {
     "alert", "alerts", "board", "collective_channel", "collective_join", "collective_semantics",
     "collective_statistics", "continuation", "cuda.reduction", "culprits", "device_statistics", "diagnosis", "episodes",
+    "alert", "alerts", "board", "capture_choice", "collective_channel", "collective_join", "collective_semantics",
+    "collective_statistics", "continuation", "cuda.reduction", "culprits", "device_statistics", "episodes",
     "excess", "exchange_posts", "generations", "grouping", "hang", "module_times", "node_judge", "pacing",
     "population", "probe_schedule", "rank_ranges", "rank_statistics", "records", "report.hang_words",
     "report.straggler_words", "signals", "sketch", "sketch_records", "slow_link", "statistics", "step_rows", "steps",
@@ -127,6 +131,7 @@ def test_no_collective_of_ours() -> None:
         ("cuda.aggregate", "all_reduce"),  # aggregate="device", which is asked for
         ("hooks.stamps", "all_reduce"),
         ("hooks.stamps", "new_group"),
+        ("capture_files", "loads"),
         ("launch", "exec"),
         ("node_state", "loads"),
         ("oom_files", "loads"),

@@ -98,6 +98,7 @@ def test_every_field_is_a_variable() -> None:
         "TORCHLENS_PERF_DEVICE_TIMES": "on",
         "TORCHLENS_PERF_TELEMETRY": "0",
         "TORCHLENS_PERF_AGGREGATE": "device",
+        "TORCHLENS_PERF_CAPTURE": "verdict",
     }
     config = from_settings({}, from_environment(environ))
 
@@ -106,6 +107,8 @@ def test_every_field_is_a_variable() -> None:
         dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False, exchange=False,
         aggregate="device", device_times="on",
         faulthandler=True, memory=False, memory_history=5000, nvtx=False, telemetry=False,
+        aggregate="device", device_times="on", capture="verdict",
+        faulthandler=True, memory=False, nvtx=False,
         ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
     )  # fmt: skip
 

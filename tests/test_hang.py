@@ -10,6 +10,7 @@ import pytest
 from tests.progress import USUAL_S, WORLD, behind, every, found, job, named, on_silent_node, rank
 from torchlens_perf.hang import FACTOR, FIRST_STEPS_S, LEAST_S, Collective, find_hang, limit_s
 from torchlens_perf.report.hang_words import text
+from torchlens_perf.ring import CAPTURING
 
 # -- when
 
@@ -375,3 +376,13 @@ def test_node_that_fell_silent_during_the_hang_stays_known() -> None:
 
     assert (hang.kind, named(hang)) == ("missing", [2])
     assert "did not enter it, last inside forward GPT > blocks.3 when last heard of 20.0 s ago." in text(hang)
+
+
+def test_rank_that_writes_a_capture() -> None:
+    """All wait for it; that is no hang, unless it takes minutes."""
+    writing = {"inside": (CAPTURING,), "issued": {WORLD: 56}}
+    for_minutes = {"since_step_s": 150.0, "since_mark_s": 150.0}
+
+    assert named(found(behind(2))) == [2]
+    assert job(behind(2, **writing)) is None
+    assert named(found(*every(2, **for_minutes), behind(2, **writing, **for_minutes), count=3)) == [2]

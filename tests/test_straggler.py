@@ -550,7 +550,9 @@ class TestLateAndMissing:
         under_the_flag.add_block("", job.block(rows=slice(1, None)))
         assert only(under_the_flag.judge(final=True)).from_start
 
-    @pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.SKIPPED, Flag.PROBED, Flag.CHECKPOINT, Flag.COMPILED])
+    @pytest.mark.parametrize(
+        "flag", [Flag.EVALUATION, Flag.SKIPPED, Flag.PROBED, Flag.CHECKPOINT, Flag.COMPILED, Flag.CAPTURED]
+    )
     def test_other_work(self, flag: Flag) -> None:
         """A step with other work on one rank is compared on none."""
         job = Job.of(4, 200)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 LOOK_S = 1.0
-MOST_DUMPS = 4
+MOST_DUMPS = 8
+_DUMPS_BEFORE = 3  # of them, before the captured steps, which may be over before py-spy answers
+_BETWEEN_DUMPS_S = 0.5
 _STEPS = 3  # after a verdict
 _DUMP_TIMEOUT_S = 1.0
 _CHUNK_BYTES = 1 << 24  # compressed in a round of the sidecar's: half a second
@@ -60,6 +62,7 @@ class _Asked:
     since_s: float
     dumps: list[str] = dataclasses.field(default_factory=list)
     dumped_step: int = -1
+    dumped_s: float = 0.0
     finishing: Iterator[None] | None = None
 
 
@@ -136,7 +139,7 @@ class CaptureRelay:
                 self._finish_without(asked, "another capture of this rank is in progress")
             else:
                 logger.info("asking rank %d for capture %s", rank, request.id)
-                self._dump(asked, live.step)
+                self._dump(asked, live.step, now_s)
                 if not folder.exists():  # else an earlier sidecar has asked
                     capture_files.answer_path(live.ring).unlink(missing_ok=True)
                     of_rank = dataclasses.replace(request, folder=str(folder))
@@ -156,8 +159,8 @@ class CaptureRelay:
             elif now_s - asked.since_s > LONGEST_S and self._taken_back(asked):
                 why = f"no step ended within {LONGEST_S:g} s: {STACKS} says where the rank is"
                 asked.finishing = self._finish(asked, _nothing(asked, why))
-            elif live is not None and asked.request.from_step <= live.step != asked.dumped_step:
-                self._dump(asked, live.step)
+            elif live is not None and self._dump_is_due(asked, live.step, now_s):
+                self._dump(asked, live.step, now_s)
         if asked.finishing is not None and next(asked.finishing, _DONE) is _DONE:
             self._asked.remove(asked)
 
@@ -169,10 +172,14 @@ class CaptureRelay:
             return False
         return True
 
-    def _dump(self, asked: _Asked, step: int) -> None:
-        if len(asked.dumps) < MOST_DUMPS:
-            asked.dumped_step = step
-            asked.dumps.append(f"== in step {step}\n{python_stacks(asked.pid, _DUMP_TIMEOUT_S)}\n")
+    def _dump_is_due(self, asked: _Asked, step: int, now_s: float) -> bool:
+        if step >= asked.request.from_step:
+            return len(asked.dumps) < MOST_DUMPS and step != asked.dumped_step
+        return len(asked.dumps) < _DUMPS_BEFORE and now_s - asked.dumped_s >= _BETWEEN_DUMPS_S
+
+    def _dump(self, asked: _Asked, step: int, now_s: float) -> None:
+        asked.dumped_step, asked.dumped_s = step, now_s
+        asked.dumps.append(f"== in step {step}\n{python_stacks(asked.pid, _DUMP_TIMEOUT_S)}\n")
 
     def _finish_without(self, asked: _Asked, why: str) -> None:
         asked.folder.mkdir(parents=True, exist_ok=True)

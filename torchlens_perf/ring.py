@@ -49,7 +49,7 @@ WORKLOAD_SHIFT = 16
 MICRO_STEPS_MASK = (1 << WORKLOAD_SHIFT) - 1
 UNKNOWN_NS = (1 << 63) - 1  # a DEVICE record's value1, where the device's clock is not known well enough
 MERGED_RANK_SHIFT = 44  # of a MERGED record's value0: above it, the slowest rank plus 1
-CAPTURING = "torchlens_perf capture"  # the section in which a rank begins or writes a capture
+CAPTURING = "perf capture"  # the section in which a rank begins or writes one; nodes tell each other 16 bytes of it
 OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's space
 
 # Header fields that change while the job runs: 64-bit words, by their index.

@@ -10,7 +10,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +155,6 @@ class _Capture:
                 trace.stop()
             finally:
                 trace.forget()
-            self._folder.mkdir(parents=True, exist_ok=True)
             if self._steps:
                 self._keep(TRACE, RAW_TRACE, trace.write, capture_files.MOST_TRACE_BYTES)
             else:
@@ -188,6 +187,7 @@ class _Capture:
         """Writes a file, and takes it away again if it is too large. name: what it is called in the end."""
         path = self._folder / file
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             make(path)
             size = path.stat().st_size
         except (OSError, RuntimeError) as error:
@@ -196,7 +196,8 @@ class _Capture:
         if 0 < size <= most_bytes:
             self._files[name] = size
             return
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
         if size:
             self._left_out[name] = f"{size >> 20} MB are more than {most_bytes >> 20}: ask for fewer steps"
 

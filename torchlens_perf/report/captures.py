@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torchlens_perf import capture_files
@@ -45,8 +44,11 @@ def captures(run: RunDirectory) -> list[dict[str, Any]]:
     return rows
 
 
-def capture_lines(rows: Sequence[dict[str, Any]], run_dir: str) -> list[str]:
-    """A line for each of the last ones."""
+def capture_lines(report: dict[str, Any], run_dir: str) -> list[str]:
+    """A line for each of the last ones; where there are none and a rank is named, how to ask for one."""
+    rows, first = report["captures"], report["verdicts"][0]
+    if not rows and first["kind"] == "straggler" and report["run"]["live"]:
+        return [f"For a trace of it: torchlens-perf capture {printable(run_dir)} --rank {first['rank']}"]
     lines = [capture_line(row, run_dir) for row in rows[-_MOST_LINES:]]
     if any(TRACE in row["files"] for row in rows):
         lines.append("Traces open in ui.perfetto.dev or chrome://tracing.")

@@ -19,8 +19,8 @@ _LEAST_COLUMNS, _WIDEST_CELL = 4, 3
 _BOUNDS = (0.03, 0.06, 0.12, 0.25)
 _SHADES, _ASCII_SHADES = "·░▒▓█", ".:+%#"
 _STYLES = ("dim", "", "yellow", "red", "bold red")
-_TAG_LETTERS = {"checkpoint": "S", "evaluation": "E", "compile": "C"}
-_TAG_WORDS = {"S": "saved a checkpoint", "E": "evaluated", "C": "compiled"}
+_TAG_LETTERS = {"checkpoint": "S", "evaluation": "E", "compile": "C", "capture": "P"}
+_TAG_WORDS = {"S": "saved a checkpoint", "E": "evaluated", "C": "compiled", "P": "was captured"}
 
 
 class HeatMap:

@@ -66,8 +66,9 @@ def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
         if verdict["kind"] == "out_of_memory":
             parts += [oom_table(verdict["evidence"]), Text("")]
     parts += [_verdict(verdict) for verdict in report["verdicts"]]
-    if report["captures"]:
-        parts.append(Padding(Text("\n".join(capture_lines(report["captures"], run_dir))), (0, 0, 1, 2)))
+    captured = capture_lines(report, run_dir)
+    if captured:
+        parts.append(Padding(Text("\n".join(captured)), (0, 0, 1, 2)))
     if report["steps"]["count"]:
         parts += [_step_line(report), rank_table(report)]
         if any(rank["device"] for rank in report["ranks"]):

@@ -1,0 +1,113 @@
+"""`torchlens-perf capture` on live two-rank runs: the files, what they cost, and the one that a verdict asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.live_ranks import LiveRanks
+from tests.processes import SCRIPTS, wait_for_sidecar
+from torchlens_perf import capture_files
+from torchlens_perf.capture_files import BY_USER, FLIGHT_RECORDER, STACKS, TRACE, Request
+from torchlens_perf.cli import main
+from torchlens_perf.report.captures import captures
+from torchlens_perf.report.terminal import render
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
+
+STARTED_S = 90.0
+STEPS = 60  # of train_twice.py, each time
+
+
+def wait(wanted: Callable[[], Any], timeout_s: float = 60) -> Any:
+    deadline_s = time.monotonic() + timeout_s
+    while not (answer := wanted()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    return answer
+
+
+def torchlens_perf(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(each) for each in arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+def traced_steps(trace: Path) -> set[int]:
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = {each["name"] for each in events if each["name"].startswith("ProfilerStep#")}
+    return {int(name.partition("#")[2]) for name in names}
+
+
+def test_captured_run_is_the_same(tmp_path: Path) -> None:
+    """Beside the same training without a capture: the same bits, no thread, no socket, and no cost afterwards."""
+    request = Request("one", BY_USER, time.time(), 0, (1,), from_step=STEPS + 20, steps=3)
+    with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "train_twice.py")) as job:
+        run = job.run_directory()
+        job.wait_for(lambda report: len(report["ranks"]) == 2, STARTED_S)
+        capture_files.ask(run.captures, request)
+        folder = capture_files.rank_folder(run.captures, "one", 1)
+        wait(folder.exists)
+        (tmp_path / "go").touch()
+        told = {
+            rank: json.loads(path.read_text()) for rank in (0, 1) if wait((path := tmp_path / f"{rank}.json").exists)
+        }
+        wait_for_sidecar(run)
+        code, _, error = torchlens_perf("capture", run.path, "--rank", 1)
+
+    (row,) = captures(run)
+    assert (row["rank"], row["first_step"], row["last_step"], row["ended"]) == (1, STEPS + 20, STEPS + 22, "")
+    assert {TRACE, FLIGHT_RECORDER, STACKS} == set(row["files"])
+    assert traced_steps(folder / TRACE) == {STEPS + 20, STEPS + 21, STEPS + 22}
+    assert not (run.captures / "one" / "rank00000").exists()
+    for plain, captured in told.values():
+        assert captured["parameters"] == plain["parameters"]
+        assert captured["threads"] == plain["threads"]
+        assert captured["sockets"] == plain["sockets"]
+        before, after = (statistics.median(captured["seconds"][part]) for part in (slice(2, 19), slice(23, None)))
+        assert after < 1.5 * before
+    assert (code, error) == (2, f"torchlens-perf: {run.run_id} does not run any more\n")
+
+
+def test_command_and_verdict(tmp_path: Path) -> None:
+    """A slow rank is named, and captured beside the healthy one, once; then the command captures another rank."""
+    with LiveRanks(tmp_path, 2, SLOW_RANK="1", SLOW_FROM="20", TORCHLENS_PERF_CAPTURE="verdict") as job:
+        run = job.run_directory()
+        job.wait_for(lambda report: report["verdicts"][0]["kind"] == "straggler", STARTED_S)
+        wait(lambda: len(captures(run)) == 2)
+        unknown = torchlens_perf("capture", run.path, "--rank", "0,7")
+        too_many = torchlens_perf("capture", run.path, "--rank", 0, "--steps", 21)
+        asked = torchlens_perf("capture", run.path, "--rank", 0, "--steps", 2, "--no-wait")
+        busy = torchlens_perf("capture", run.path, "--rank", 1)
+        wait(lambda: len(captures(run)) == 3)
+        told = torchlens_perf("capture", run.path, "--rank", 0, "--steps", 2)
+        rows = captures(run)
+        report = job.report()
+
+    assert [(row["asked_by"], row["rank"]) for row in rows] == [
+        ("verdict", 1), ("verdict", 0), ("user", 0), ("user", 0),
+    ]  # fmt: skip
+    assert rows[0]["first_step"] == rows[1]["first_step"]
+    for row in rows:
+        assert traced_steps(run.path / row["files"][TRACE]["path"]) == set(
+            range(row["first_step"], row["last_step"] + 1)
+        )
+    assert [verdict["rank"] for verdict in report["verdicts"] if verdict["kind"] == "straggler"] == [1]
+    assert (unknown[0], too_many[0], asked[0], busy[0], told[0]) == (2, 2, 0, 2, 0)
+    assert "no rank 7 runs here (there are 0-1;" in unknown[2]
+    assert "--steps 21: must be from 1 to 20" in too_many[2]
+    assert "a capture is in progress" in busy[2]
+    assert f"captured: rank 0, steps {rows[3]['first_step']}-{rows[3]['last_step']}: {run.path}/captures/" in told[1]
+    report["captures"] = rows
+    assert "captured: rank 1, steps" in render(report, str(run.path), columns=118, color=False)

@@ -1,0 +1,64 @@
+"""Trains the same DDP model twice under one watch, the second time once `go` is there; writes what it saw as JSON.
+
+The file RANK.json has the parameters' digest, the steps' times and the process's threads and sockets of both times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchlens_perf as perf
+
+STEPS = 60
+
+
+def train() -> dict[str, Any]:
+    torch.manual_seed(0)
+    parallel = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)), nn.Dropout(0.1)))
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    seconds = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        parallel(torch.randn(64, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begin)
+    state = b"".join(each.detach().numpy().tobytes() for each in parallel.parameters())
+    return {
+        "parameters": hashlib.sha256(state + bytes(torch.get_rng_state().tolist())).hexdigest(),
+        "seconds": seconds,
+        "threads": sorted(each.name for each in threading.enumerate()),
+        "sockets": sum(
+            os.readlink(each).startswith("socket:") for each in Path("/proc/self/fd").glob("*") if each.exists()
+        ),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with perf.watch():
+        told = [train()]
+        while not Path("go").exists():
+            time.sleep(0.01)
+        dist.barrier()
+        told.append(train())
+    partial = Path(f"{dist.get_rank()}.partial")
+    partial.write_text(json.dumps(told))
+    partial.rename(f"{dist.get_rank()}.json")
+    time.sleep(0.3)  # see train_two_ranks.py
+    dist.destroy_process_group()
+
+
+main()

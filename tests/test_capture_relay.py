@@ -1,0 +1,244 @@
+"""The sidecar's part of a capture, beside ranks that are made by hand: whom it asks, and what comes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.findings import PLACES, episode, findings
+from tests.ranks import make_run
+from torchlens_perf import capture_files
+from torchlens_perf.capture_choice import suspect_and_healthy
+from torchlens_perf.capture_files import BY_USER, BY_VERDICT, LONGEST_S, RAW_TRACE, STACKS, TRACE, Outcome, Request
+from torchlens_perf.capture_relay import LOOK_S, CaptureRelay, LiveRank
+from torchlens_perf.culprits import NOBODY, name
+from torchlens_perf.report.captures import captures
+from torchlens_perf.straggler import Place
+
+
+class Node:
+    """A node's sidecar and its two ranks, whose process is this one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = make_run(folder)
+        self.folder = folder
+        self.ranks = {
+            rank: LiveRank(folder / f"rank{rank}.ring", os.getpid(), 0, step=10, refuses=False) for rank in (0, 1)
+        }
+        self.relay = CaptureRelay(self.run)
+        self.now_s = 100.0
+
+    def ask(self, **changed: Any) -> Request:
+        values = {
+            "id": "one", "asked_by": BY_USER, "asked_unix_s": time.time(), "attempt": 0, "ranks": (1,), "from_step": 12,
+            "steps": 3, **changed,
+        }  # fmt: skip
+        request = Request(**values)
+        capture_files.ask(self.run.captures, request)
+        return request
+
+    def look(self, after_s: float = LOOK_S) -> None:
+        """A round of the sidecar."""
+        self.now_s += after_s
+        self.relay.look(self.ranks, self.now_s)
+
+    def asked(self) -> list[int]:
+        """Who finds a request beside its ring."""
+        return [rank for rank, live in self.ranks.items() if capture_files.ask_path(live.ring).exists()]
+
+    def answer(self, rank: int, trace: bytes = b'{"traceEvents": []}\n') -> None:
+        """What the rank does that takes the request up."""
+        ring = self.ranks[rank].ring
+        request = capture_files.read(capture_files.ask_path(ring), Request)
+        capture_files.ask_path(ring).unlink()
+        (Path(request.folder) / RAW_TRACE).write_bytes(trace)
+        outcome = Outcome(request.id, rank, request.from_step, request.steps, files={TRACE: len(trace)})
+        capture_files.write(capture_files.answer_path(ring), outcome)
+
+    def outcomes(self) -> dict[tuple[str, int], Outcome]:
+        return {
+            (request.id, rank): outcome
+            for request in capture_files.requests(self.run.captures)
+            for rank in request.ranks
+            if (outcome := capture_files.outcome(self.run.captures, request, rank)) is not None
+        }
+
+    def files(self, rank: int, request: str = "one") -> list[str]:
+        return sorted(os.listdir(capture_files.rank_folder(self.run.captures, request, rank)))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_files_of_a_rank(node: Node) -> None:
+    """The trace is compressed, the stacks are the sidecar's, nothing is left beside the ring."""
+    node.ask()
+    node.look()
+    assert node.asked() == [1]
+    assert node.outcomes() == {}
+    node.answer(1)
+    node.look(0.1)
+    node.look(0.1)
+
+    assert node.files(1) == ["capture.json", STACKS, TRACE]
+    folder = capture_files.rank_folder(node.run.captures, "one", 1)
+    assert gzip.decompress((folder / TRACE).read_bytes()) == b'{"traceEvents": []}\n'
+    assert "test_files_of_a_rank" in (folder / STACKS).read_text()
+    outcome = node.outcomes()["one", 1]
+    assert outcome.files == {each: (folder / each).stat().st_size for each in (TRACE, STACKS)}
+    assert list(node.folder.glob("rank*")) == []
+    (row,) = captures(node.run)
+    assert (row["rank"], row["first_step"], row["last_step"], row["asked_by"]) == (1, 12, 14, "user")
+    assert row["files"][TRACE]["path"] == "captures/one/rank00001/trace.json.gz"
+
+
+def test_torn_trace(node: Node) -> None:
+    """A disk that was full leaves no trace that cannot be opened."""
+    node.ask()
+    node.look()
+    node.answer(1, b'{"traceEvents": [{"na')
+    node.look(0.1)
+    node.look(0.1)
+
+    assert node.files(1) == ["capture.json", STACKS]
+    assert "is the disk full?" in node.outcomes()["one", 1].left_out[TRACE]
+
+
+def test_only_those_that_are_asked(node: Node) -> None:
+    """Not ranks of another node, of another attempt, or of a request that nobody answered minutes ago."""
+    node.ask(id="elsewhere", ranks=(5,))
+    node.ask(id="before", attempt=7, ranks=(0,))
+    node.ask(id="old", asked_unix_s=time.time() - 300, ranks=(0,))
+    node.look()
+
+    assert node.asked() == []
+    assert node.outcomes() == {}
+
+
+def test_process_that_ends(node: Node) -> None:
+    """The request goes, and what came of it is said; also where another process has the rank now."""
+    node.ask(ranks=(0, 1))
+    node.look()
+    del node.ranks[0]
+    node.ranks[1] = dataclasses.replace(node.ranks[1], pid=1)
+    node.look(0.1)
+
+    assert {outcome.ended for outcome in node.outcomes().values()} == {"the process ended"}
+    assert len(node.outcomes()) == 2
+    assert list(node.folder.glob("rank*")) == []
+
+
+def test_answer_of_a_process_that_has_ended(node: Node) -> None:
+    """What it wrote in the end counts."""
+    node.ask()
+    node.look()
+    node.answer(1)
+    del node.ranks[1]
+    node.relay.close()
+
+    assert node.outcomes()["one", 1].steps == 3
+
+
+def test_job_that_stands_still(node: Node) -> None:
+    """No step ends: the request is taken back, and the stacks say where the rank is."""
+    node.ask()
+    node.look()
+    node.look(LONGEST_S - 1)
+    assert node.asked() == [1]
+    node.look(2)
+
+    assert node.asked() == []
+    assert node.outcomes()["one", 1].ended.startswith("no step ended within 60 s")
+    assert STACKS in node.files(1)
+
+
+def test_rank_that_may_not_be_asked(node: Node) -> None:
+    """capture='off' is the rank's setting."""
+    node.ranks[1] = dataclasses.replace(node.ranks[1], refuses=True)
+    node.ask()
+    node.look()
+
+    assert node.asked() == []
+    assert "capture='off'" in node.outcomes()["one", 1].ended
+
+
+def test_one_at_a_time(node: Node) -> None:
+    """Another request for the same rank is refused while one is open."""
+    node.ask()
+    node.look()
+    node.ask(id="two", ranks=(0, 1))
+    node.look()
+
+    assert node.asked() == [0, 1]
+    assert {key: outcome.ended for key, outcome in node.outcomes().items()} == {
+        ("two", 1): "another capture of this rank is in progress"
+    }
+
+
+def test_sidecar_that_was_started_again(node: Node) -> None:
+    """It does not ask twice, and takes the answer."""
+    node.ask()
+    node.look()
+    node.answer(1)
+    node.relay = CaptureRelay(node.run)
+    node.look()
+    assert node.asked() == []
+    node.look(0.1)
+
+    assert node.outcomes()["one", 1].steps == 3
+
+
+# -- after a verdict
+
+
+def test_suspect_and_healthy_one(node: Node) -> None:
+    """Once in an attempt, also after the sidecar was started again; the same steps on both."""
+    (node.run.nodes / "node-a.json").touch()
+    found = findings(episode(3))
+    named = name(found, PLACES)
+    for _ in range(2):
+        node.relay.look_at_verdict(named, found, PLACES, node.ranks)
+        node.relay = CaptureRelay(node.run)
+    (request,) = capture_files.requests(node.run.captures)
+
+    assert (request.asked_by, request.ranks, request.steps) == (BY_VERDICT, (3, 2), 3)
+    assert request.from_step == 10 + 1 + 20  # two seconds of 100 ms
+    restarted = {rank: dataclasses.replace(live, attempt=1) for rank, live in node.ranks.items()}
+    node.relay.look_at_verdict(named, found, PLACES, restarted)
+    assert [each.attempt for each in capture_files.requests(node.run.captures)] == [0, 1]
+
+
+def test_nobody_is_asked_without_a_culprit_within_reach(node: Node) -> None:
+    """No verdict, or its rank's node has another disk."""
+    found = findings(episode(3))
+    node.relay.look_at_verdict(NOBODY, findings(), PLACES, node.ranks)
+    node.relay.look_at_verdict(name(found, PLACES), found, PLACES, node.ranks)
+
+    assert capture_files.requests(node.run.captures) == []
+
+
+@pytest.mark.parametrize(
+    ("slow", "reached", "places", "chosen"),
+    [
+        ((3,), range(8), PLACES, (3, 2)),
+        ((3, 2), range(8), PLACES, (3, 1)),
+        ((0, 1, 2, 3), range(8), PLACES, (3, 4)),  # the whole node is slow
+        ((3,), (3,), PLACES, (3,)),
+        ((3,), (4, 5), PLACES, ()),
+        ((3,), range(8), {**PLACES, 2: Place("node-a", "other")}, (3, 1)),
+        ((), range(8), PLACES, ()),
+    ],
+)  # fmt: skip
+def test_choice(slow: tuple[int, ...], reached: Any, places: dict[int, Place], chosen: tuple[int, ...]) -> None:
+    """The slowest rank, and the nearest one that nobody suspects: of its population, on its node if there is one."""
+    found = findings(*(episode(rank, excess_ns=2e7 + rank, cost_ns=2e7 + rank) for rank in slow))
+
+    assert suspect_and_healthy(name(found, places), found, places, set(reached)) == chosen
