@@ -9,6 +9,7 @@ import sys
 import torch
 
 from benchmarks import (
+    capture_cost,
     collective_cost,
     exchange_scale,
     exit_delay,
@@ -26,6 +27,7 @@ BENCHMARKS = {
     "long_run": long_run.main,
     "exit_delay": exit_delay.main,
     "collective_cost": collective_cost.main,
+    "capture_cost": capture_cost.main,
     "short_runs": short_runs.main,
     "exchange_scale": exchange_scale.main,
     "merge_scale": merge_scale.main,

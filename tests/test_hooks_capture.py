@@ -312,3 +312,22 @@ def test_nothing_is_asked_where_that_is_off(tmp_path: Path) -> None:
         recording.watch.step()
 
     assert capture_files.ask_path(ring).exists()
+
+
+def test_no_recompilation(tmp_path: Path) -> None:
+    """Compiled code stays as it is while it is traced, and afterwards."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() @ x).relu()
+
+    x = torch.ones(4, 4, requires_grad=True)
+    with Asked(tmp_path, from_step=4) as asked:
+        for _ in range(8):
+            function(x).sum().backward()
+            asked.recording.watch.step()
+
+    compiled = [bool(step.flags & Flag.COMPILED) for step in asked.recording.steps]
+    assert compiled == [True] + [False] * 7
+    assert asked.outcome.steps == 2

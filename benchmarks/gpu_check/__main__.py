@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu_check import accuracy, allocator, cost, graphs, kernel_checks, merging, telemetry, tools
+from benchmarks.gpu_check import accuracy, captures, cost, graphs, kernel_checks, merging, tools
 from benchmarks.gpu_check.checks import Checks
 
 # memory and synchronizations come first: they must see how a process makes its first ring.
@@ -32,6 +33,7 @@ PARTS: dict[str, Callable[[Checks], None]] = {
     "gaps": cost.gaps,
     "overhead": cost.overhead,
     "nvml": telemetry.nvml,
+    "capture": captures.capture,  # after what is timed: CUPTI may stay attached
     "nvtx": tools.nvtx,
     "sanitizer": tools.sanitizer,
 }

@@ -1,0 +1,179 @@
+"""What a capture costs: the captured steps, the pauses at its begin and end, and the steps after it.
+
+The steps after it are compared with those of processes that were never captured; all take turns, block by block.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+import torchlens_perf as perf
+from benchmarks.measure import Table, ratio_interval
+from benchmarks.training_step import GPT
+from torchlens_perf import capture_files
+from torchlens_perf.capture_files import BY_USER, RAW_TRACE, Outcome, Request
+
+STEPS, CAPTURES, AROUND = 3, 15, 30
+ROUNDS, BLOCK = 400, 16
+SIZES = {"all dispatch": {"width": 32, "context": 8}, "width 256, 128 tokens": {"width": 256, "context": 128}}
+
+
+def main() -> int:
+    """Prints the tables; returns how many bars were missed."""
+    torch.set_num_threads(1)
+    table = Table(
+        "a GPT of 84 modules", "a step ms", "captured ms", "begin ms", "end and writing ms", "of 3 steps: events", "MB",
+        "compressed KB",
+    )  # fmt: skip
+    for size, arguments in SIZES.items():
+        for python in (False, True):
+            table.row(f"{size}{', Python frames' if python else ''}", *captured(arguments, python))
+    print()
+    lasting = Table("after five captures, against a process without", "ratio", "bar (upper end)", "")
+    never, after = [], []
+    with Trainer(captures=0) as one, Trainer(captures=5) as other:
+        draw = random.Random(1)
+        for _ in range(ROUNDS):
+            for trainer in draw.sample([one, other], 2):
+                (never if trainer is one else after).append(trainer.block())
+    middle, low, high = ratio_interval(after, never)
+    lasting.row("a step", f"{middle:.4f} [{low:.4f}, {high:.4f}]", "at most 1.01", lasting.bar(high <= 1.01))
+    missing = Path("/dev/shm/torchlens-perf-benchmark.capture")
+    begin = time.perf_counter_ns()
+    for _ in range(10_000):
+        os.path.exists(missing)
+    lasting.row(
+        "looking whether one is asked for, once in 50 ms", f"{(time.perf_counter_ns() - begin) / 1e7:.1f} us", "", ""
+    )
+    return table.missed + lasting.missed
+
+
+def stepper(width: int, context: int) -> Callable[[], None]:
+    """A training step."""
+    model = GPT(width=width, context=context)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids, targets = torch.randint(0, 256, (1, context)), torch.randint(0, 256, (context,))
+
+    def step() -> None:
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def captured(arguments: dict[str, int], python: bool) -> list[str]:
+    """A row's cells."""
+    step = stepper(**arguments)
+    plain_ms, captured_ms, begin_ms, end_ms = [], [], [], []
+    with tempfile.TemporaryDirectory() as folder, perf.watch(sidecar=False, report=False, dir=folder) as watch:
+        for _ in range(CAPTURES):
+            asking = Asking(watch, Path(folder), python)
+            times_ms: list[float] = []
+            for number in range(AROUND + 2 + STEPS + 1):
+                begin = time.perf_counter_ns()
+                step()
+                times_ms.append((time.perf_counter_ns() - begin) / 1e6)
+                if number == AROUND:
+                    asking.ask()
+            # It begins at the end of step AROUND + 1, and is written at that of the last captured one.
+            usual_ms = statistics.median(times_ms[:AROUND])
+            middle_ms = statistics.median(times_ms[AROUND + 2 : AROUND + 1 + STEPS])
+            plain_ms.append(usual_ms)
+            captured_ms.append(middle_ms)
+            begin_ms.append(times_ms[AROUND + 1] - usual_ms)
+            end_ms.append(times_ms[AROUND + 1 + STEPS] - middle_ms)
+            assert asking.outcome().steps == STEPS
+    trace = asking.trace
+    return [
+        *(f"{statistics.median(each):.2f}" for each in (plain_ms, captured_ms, begin_ms, end_ms)),
+        str(trace.count(b'"ph": ')), f"{len(trace) / 1e6:.1f}", f"{len(gzip.compress(trace, 1)) / 1e3:.0f}",
+    ]  # fmt: skip
+
+
+class Asking:
+    """Asks this process for a capture, as its sidecar would."""
+
+    def __init__(self, watch: perf.Watch, folder: Path, python: bool) -> None:
+        session = watch._session
+        assert session is not None
+        self._session = session
+        self._folder = folder / "files"
+        now_s = time.time()
+        self._request = Request("one", BY_USER, now_s, 0, (0,), 0, STEPS, python=python, folder=str(self._folder))
+        self.trace = b""
+
+    def ask(self) -> None:
+        """The next step's end begins it."""
+        capture_files.write(capture_files.ask_path(self._session.ring_path), self._request)
+        self._session._now_and_then_ns = 0
+
+    def outcome(self) -> Outcome:
+        """What came of it; its files are read and gone."""
+        answer = capture_files.answer_path(self._session.ring_path)
+        outcome = capture_files.read(answer, Outcome)
+        answer.unlink()
+        self.trace = (self._folder / RAW_TRACE).read_bytes()
+        (self._folder / RAW_TRACE).unlink()
+        return outcome
+
+
+class Trainer:
+    """Another process that trains under a watch, a block at a time."""
+
+    def __init__(self, captures: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(captures)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def __enter__(self) -> Trainer:
+        self.block()
+        return self
+
+    def block(self) -> float:
+        """ns a step."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate()
+
+
+def train(captures: int) -> None:
+    """A block for each line of stdin."""
+    torch.manual_seed(0)
+    step = stepper(**SIZES["all dispatch"])
+    with tempfile.TemporaryDirectory() as folder, perf.watch(sidecar=False, report=False, dir=folder) as watch:
+        for _ in range(20):
+            step()
+        for _ in range(captures):
+            asking = Asking(watch, Path(folder), python=False)
+            asking.ask()
+            for _ in range(STEPS + 2):
+                step()
+            asking.outcome()
+        for _ in sys.stdin:
+            begin = time.perf_counter_ns()
+            for _ in range(BLOCK):
+                step()
+            print((time.perf_counter_ns() - begin) / BLOCK, flush=True)
+
+
+if __name__ == "__main__":
+    train(int(sys.argv[1]))

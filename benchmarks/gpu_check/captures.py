@@ -1,0 +1,60 @@
+"""A capture on a GPU: what is in its files, how long training pauses for it, and whether steps cost more after it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import torchlens_perf as perf
+from benchmarks.capture_cost import STEPS, Asking
+from benchmarks.gpu_check.checks import Checks
+from benchmarks.gpu_check.gpt import trainer
+from torchlens_perf.capture_files import SNAPSHOT
+
+AROUND, TIMES = 40, 3
+
+
+def capture(checks: Checks) -> None:
+    """Three captures: the first one attaches CUPTI, which may stay (pytorch #146604)."""
+    model, step = trainer(batch=2)
+    for _ in range(10):
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        with perf.watch(model, dir=folder, sidecar=False, report=False) as watch:
+            before_ms = [_timed_ms(step) for _ in range(AROUND)]
+            usual_ms = statistics.median(before_ms)
+            for number in range(1, TIMES + 1):
+                asking = Asking(watch, Path(folder), python=False)
+                asking.ask()
+                during_ms = [_timed_ms(step) for _ in range(STEPS + 1)]
+                after_ms = [_timed_ms(step) for _ in range(AROUND)]
+                outcome = asking.outcome()
+                pauses = f"{during_ms[0] - usual_ms:.0f} ms, {during_ms[-1] - during_ms[-2]:.0f} ms"
+                checks.value("capture", f"pause at the begin and at the end, capture {number}", pauses)
+                captured = 100 * (statistics.median(during_ms[1:-1]) / usual_ms - 1)
+                checks.value("capture", f"a captured step, capture {number}", f"{captured:+.1f} %")
+                later = 100 * (statistics.median(after_ms) / usual_ms - 1)
+                checks.bar("capture", f"a step after capture {number}", f"{later:+.2f} %", "at most 1 %", later <= 1)
+                checks.bar(
+                    "capture", f"steps in capture {number}", str(outcome.steps), str(STEPS), outcome.steps == STEPS
+                )
+        trace = json.loads(asking.trace)
+        kernels = sum(each.get("cat") == "kernel" for each in trace["traceEvents"])
+        checks.bar("capture", "kernels in the trace", str(kernels), "at least 300", kernels >= 300)
+        with open(Path(folder) / "files" / SNAPSHOT, "rb") as file:
+            segments = len(pickle.load(file)["segments"])
+        checks.bar("capture", "segments in the memory snapshot", str(segments), "at least 1", segments >= 1)
+
+
+def _timed_ms(step: Callable[[], None]) -> float:
+    begin = time.perf_counter_ns()
+    step()
+    torch.cuda.synchronize()
+    return (time.perf_counter_ns() - begin) / 1e6
