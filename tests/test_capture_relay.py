@@ -18,7 +18,7 @@ from torchlens_perf.capture_choice import suspect_and_healthy
 from torchlens_perf.capture_files import BY_USER, BY_VERDICT, LONGEST_S, RAW_TRACE, STACKS, TRACE, Outcome, Request
 from torchlens_perf.capture_relay import LOOK_S, CaptureRelay, LiveRank
 from torchlens_perf.culprits import NOBODY, name
-from torchlens_perf.report.captures import captures
+from torchlens_perf.report.captures import capture_lines, captures
 from torchlens_perf.straggler import Place
 
 
@@ -194,6 +194,38 @@ def test_sidecar_that_was_started_again(node: Node) -> None:
     node.look(0.1)
 
     assert node.outcomes()["one", 1].steps == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "live", "lines"),
+    [
+        ("straggler", True, ["For a trace of it: torchlens-perf capture RUN --rank 3"]),
+        ("straggler", False, []),
+        ("hang", True, []),
+    ],
+)
+def test_command_in_the_report(kind: str, live: bool, lines: list[str]) -> None:
+    """Of a live job in which a rank is slow, until there is a capture."""
+    report = {"captures": [], "verdicts": [{"kind": kind, "rank": 3}], "run": {"live": live}}
+
+    assert capture_lines(report, "RUN") == lines
+
+
+def test_lines_of_the_report(node: Node) -> None:
+    """Where the trace is, or why there is none."""
+    node.ask()
+    node.ask(id="two", ranks=(0,))
+    node.ranks[0] = dataclasses.replace(node.ranks[0], refuses=True)
+    node.look()
+    node.answer(1)
+    node.look(0.1)
+    node.look(0.1)
+
+    assert capture_lines({"captures": captures(node.run)}, "RUN") == [
+        "captured: rank 1, steps 12-14: RUN/captures/one/rank00001/trace.json.gz",
+        "not captured: rank 0: captures are switched off: capture='off'",
+        "Traces open in ui.perfetto.dev or chrome://tracing.",
+    ]
 
 
 # -- after a verdict

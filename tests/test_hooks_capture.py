@@ -206,6 +206,14 @@ def test_refused_beside_a_profiler_that_warms_up(tmp_path: Path) -> None:
     assert any(each.name == "aten::addmm" for each in theirs.events())
 
 
+def test_refused_beside_ranges_for_a_tool(tmp_path: Path) -> None:
+    """torch's other kind of profiler, which hands ranges to VTune or Nsight."""
+    with Asked(tmp_path) as asked, profiler.emit_itt():
+        asked.step(4)
+
+    assert asked.outcome.first_step is None
+
+
 @pytest.mark.parametrize("variable", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "KINETO_USE_DAEMON"])
 def test_refused_beside_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     """Nsight and dynolog tell by the environment."""

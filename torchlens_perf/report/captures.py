@@ -46,9 +46,11 @@ def captures(run: RunDirectory) -> list[dict[str, Any]]:
 
 def capture_lines(report: dict[str, Any], run_dir: str) -> list[str]:
     """A line for each of the last ones; where there are none and a rank is named, how to ask for one."""
-    rows, first = report["captures"], report["verdicts"][0]
-    if not rows and first["kind"] == "straggler" and report["run"]["live"]:
-        return [f"For a trace of it: torchlens-perf capture {printable(run_dir)} --rank {first['rank']}"]
+    rows = report["captures"]
+    if not rows:
+        first = report["verdicts"][0]
+        asks = first["kind"] == "straggler" and report["run"]["live"]
+        return [f"For a trace of it: torchlens-perf capture {printable(run_dir)} --rank {first['rank']}"] * asks
     lines = [capture_line(row, run_dir) for row in rows[-_MOST_LINES:]]
     if any(TRACE in row["files"] for row in rows):
         lines.append("Traces open in ui.perfetto.dev or chrome://tracing.")
