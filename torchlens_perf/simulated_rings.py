@@ -120,7 +120,11 @@ class SimulatedRank:
                 "stack_file": "",
                 "job_store": None,
                 "groups": told,
-                "settings": {"disk_bytes": config.disk_bytes, "trace_every": config.trace_every},
+                "settings": {
+                    "disk_bytes": config.disk_bytes,
+                    "trace_every": config.trace_every,
+                    "capture": "off",
+                },
             }
         )
         run.register_ring(sidecar_host, self._ring.path)
