@@ -253,6 +253,17 @@ def test_profiler_of_the_user_wins(tmp_path: Path, where: Callable[[Callable[[],
     assert not any(each["name"] == "aten::cumsum" for each in asked.events)
 
 
+def test_profiler_of_the_user_goes_on(tmp_path: Path) -> None:
+    """While ours is written, at the end of the step in which theirs began, and in later steps."""
+    with Asked(tmp_path, steps=6) as asked:
+        asked.step(3)
+        with profile(activities=[ProfilerActivity.CPU]) as theirs:
+            asked.step(3)
+
+    assert asked.traced_steps()[:2] == ["ProfilerStep#1", "ProfilerStep#2"]
+    assert sum(each.name == "aten::addmm" for each in theirs.events()) == 2 * 3
+
+
 # -- bounds
 
 

@@ -126,20 +126,22 @@ class _Capture:
     def _begins(self, step: int) -> bool:
         import torch
 
-        other = another_profiler() if torch_private.works(torch_private.PROFILER) else ""
-        if other:
-            self._answer(f"{other} is on in this process")
-            return False
         python = self._request.python and not python_is_traced()
         if self._request.python and not python:
             self._left_out["Python frames"] = "a profiler or debugger has Python's profiling hook"
-        try:
-            torch_private.require(torch_private.PROFILER)
-            with self._pause():
-                trace = Trace(cuda=_cuda_is_used(torch), python=python)
-                trace.start(step, self._session.identity.rank, self._session.identity.world_size)
-        except (HookUnavailable, RuntimeError) as error:
-            self._answer(f"torch.profiler did not begin: {error}")
+        trace, refused = Trace(cuda=_cuda_is_used(torch), python=python), ""
+        with self._pause():
+            try:
+                torch_private.require(torch_private.PROFILER)
+                other = another_profiler()
+                if other:
+                    refused = f"{other} is on in this process"
+                else:
+                    trace.start(step, self._session.identity.rank, self._session.identity.world_size)
+            except (HookUnavailable, RuntimeError) as error:
+                refused = f"torch.profiler did not begin: {error}"
+        if refused:
+            self._answer(refused)
             return False
         self._trace, self._first_step, self._since_s = trace, step, time.monotonic()
         return True

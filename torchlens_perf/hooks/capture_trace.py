@@ -69,14 +69,11 @@ class Trace:
             # Else it belongs to this thread, and no other one could end it.
             experimental_config=torch_private.all_threads(),
         )
-        for name in _STARTS:
-            self._patches.enter_context(patched(profiler, name, self._ending_ours(getattr(profiler, name))))
-        try:
+        with ExitStack() as patches:
+            for name in _STARTS:
+                patches.enter_context(patched(profiler, name, self._ending_ours(getattr(profiler, name))))
             profile.__enter__()
-        except RuntimeError:
-            self._patches.close()
-            raise
-        self._profile = profile
+            self._patches, self._profile = patches.pop_all(), profile
         # HTA and others look for the rank there.
         torch_private.add_to_trace("distributedInfo", json.dumps({"rank": rank, "world_size": world_size}))
         self._begin_step(step)
@@ -124,11 +121,10 @@ class Trace:
 
     def _ending_ours(self, start: Callable[..., Any]) -> Callable[..., Any]:
         def started(*args: Any, **kwargs: Any) -> Any:
-            if self._profile is not None:
-                self.cut_short = True
-                if threading.get_ident() == self._thread:
-                    self._end_step()
-                self._end()
+            self.cut_short |= self._profile is not None
+            if threading.get_ident() == self._thread:
+                self._end_step()
+            self._end()
             return start(*args, **kwargs)
 
         return started
