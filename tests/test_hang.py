@@ -385,4 +385,5 @@ def test_rank_that_writes_a_capture() -> None:
 
     assert named(found(behind(2))) == [2]
     assert job(behind(2, **writing)) is None
+    assert named(found(behind(2, state="dead", **writing))) == [2]
     assert named(found(*every(2, **for_minutes), behind(2, **writing, **for_minutes), count=3)) == [2]

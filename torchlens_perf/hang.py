@@ -181,7 +181,7 @@ def find_hang(
     """
     ranks = [progress[rank] for rank in sorted(progress)]
     limit = limit_s(ranks, factor)
-    if any(CAPTURING in each.inside for each in ranks):
+    if any(CAPTURING in each.inside and each.state not in (*ENDED, *_STOPPED) for each in ranks):
         limit += CAPTURE_S
     told = {each.rank: each for each in ranks if each.state not in ENDED and each.told_s <= silent_s}
     still = {each.rank for each in told.values() if each.since_step_s > limit and each.quiet_s > limit}
