@@ -11,20 +11,16 @@ PACKAGE = Path(perf.__file__).parent
 
 # What a training process may load, and what only the sidecar and the command line may.
 TRAINING = {
-    "", "_native_twin", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events", "cuda.kernels",
-    "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
+    "", "_native_twin", "capture_files", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events",
+    "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
     "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
-    "", "_native_twin", "capture_files", "clock", "config", "cuda", "device_sections", "devices", "errors", "hooks",
-    "identity", "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session",
     "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_private", "version", "watch",
     "memory_readings", "oom_table",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
 PURE = {
-    "alert", "alerts", "board", "collective_channel", "collective_join", "collective_semantics",
-    "collective_statistics", "continuation", "cuda.reduction", "culprits", "device_statistics", "diagnosis", "episodes",
     "alert", "alerts", "board", "capture_choice", "collective_channel", "collective_join", "collective_semantics",
-    "collective_statistics", "continuation", "cuda.reduction", "culprits", "device_statistics", "episodes",
+    "collective_statistics", "continuation", "cuda.reduction", "culprits", "device_statistics", "diagnosis", "episodes",
     "excess", "exchange_posts", "generations", "grouping", "hang", "module_times", "node_judge", "pacing",
     "population", "probe_schedule", "rank_ranges", "rank_statistics", "records", "report.hang_words",
     "report.straggler_words", "signals", "sketch", "sketch_records", "slow_link", "statistics", "step_rows", "steps",

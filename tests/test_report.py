@@ -58,8 +58,7 @@ def test_schema(run: RunDirectory) -> None:
     assert SCHEMA == value["schema"] == 1
     assert set(value) == {
         "schema", "run", "steps", "ranks", "heat", "modules", "sections", "device_sections", "collectives",
-        "slow_links", "gpus", "links", "verdicts", "quality",
-        "slow_links", "captures", "verdicts", "quality",
+        "slow_links", "captures", "gpus", "links", "verdicts", "quality",
     }  # fmt: skip
     assert {"id", "world_size", "nodes", "started", "ended"} <= set(value["run"])
     assert {"count", "p50_s", "p95_s", "p99_s", "max_s"} <= set(value["steps"])

@@ -41,7 +41,7 @@ logger = logging.getLogger("torchlens_perf")
 
 _AT_STEP = guard("work at a step's end")
 _NOW_AND_THEN_NS = 50_000_000
-_TOLD = ("disk_bytes", "trace_every", "capture")  # settings that are the sidecar's to follow
+_TOLD = ("disk_bytes", "trace_every", "telemetry", "capture")  # settings that are the sidecar's to follow
 _MOST_NOTES = 24  # they share 8 KB with all else that the sidecar must know
 _PROBED, _MANUAL, _EVALUATION, _INFERENCE = (
     int(flag) for flag in (Flag.PROBED, Flag.MANUAL, Flag.EVALUATION, Flag.INFERENCE)
@@ -405,13 +405,6 @@ class Session:
                 "gpus": self.gpus,
                 "stack_file": self.stack_file,
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
-                "settings": {
-                    "disk_bytes": self.config.disk_bytes,
-                    "trace_every": self.config.trace_every,
-                    "telemetry": self.config.telemetry,
-                    "capture": self.config.capture,
-                    **self._report,
-                },
                 "settings": {name: getattr(self.config, name) for name in _TOLD} | self._report,
             }
         )

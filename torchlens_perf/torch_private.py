@@ -145,6 +145,8 @@ def _in_cuda_build(*names: str) -> Callable[[], bool]:
         return not torch.backends.cuda.is_built() or all(callable(getattr(torch._C, name)) for name in names)
 
     return works
+
+
 def _profiler() -> bool:
     from torch.autograd import profiler
 
@@ -404,7 +406,7 @@ def flight_recorder() -> bytes | str:
     return dump if b'"entries"' in dump else "it is off: TORCH_FR_BUFFER_SIZE says how many entries it keeps"
 
 
-def memory_snapshot() -> bytes | str:
+def pickled_memory() -> bytes | str:
     """The CUDA allocator's segments and blocks, pickled for torch's memory viewer; or why there is nothing."""
     import torch
 

@@ -162,7 +162,7 @@ class _Capture:
             else:
                 self._left_out[TRACE] = "no step was whole"
             self._keep_dump(FLIGHT_RECORDER, torch_private.flight_recorder())
-            self._keep_dump(SNAPSHOT, torch_private.memory_snapshot())
+            self._keep_dump(SNAPSHOT, torch_private.pickled_memory())
         self._answer(ended)
 
     def forget(self) -> None:

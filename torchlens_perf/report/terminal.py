@@ -65,7 +65,6 @@ def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
         parts.append(_verdict(verdict))
         if verdict["kind"] == "out_of_memory":
             parts += [oom_table(verdict["evidence"]), Text("")]
-    parts += [_verdict(verdict) for verdict in report["verdicts"]]
     captured = capture_lines(report, run_dir)
     if captured:
         parts.append(Padding(Text("\n".join(captured)), (0, 0, 1, 2)))
