@@ -37,7 +37,7 @@ static struct {
     uint32_t step, count;
 } ordinals;
 
-static void write_collective(Recorder *recorder, const Collective *collective, int64_t duration_ns, uint32_t flags)
+void collective_write(const Collective *collective, int64_t duration_ns, uint32_t flags)
 {
     Record record = {
         .name_id = collective->name_id,
@@ -49,23 +49,23 @@ static void write_collective(Recorder *recorder, const Collective *collective, i
         .value0 = collective->bytes,
         .value1 = collective->sequence | (uint64_t)collective->within << 32,
     };
-    write_record_of_step(recorder, &record, KIND_COLLECTIVE, collective->depth, collective->flags | flags);
+    write_record_of_step(collecting, &record, KIND_COLLECTIVE, collective->depth, collective->flags | flags);
     if (collective->group < MAX_GROUPS) {
-        Group *group = &recorder->header->groups[collective->group];
+        Group *group = &collecting->header->groups[collective->group];
         if (group->ended < (uint64_t)collective->sequence + 1) {
             group->ended = (uint64_t)collective->sequence + 1;
         }
     }
 }
 
-static int is_recorded(const Collective *collective)
+int collective_is_recorded(const Collective *collective)
 {
     return collecting != NULL && collecting->header != NULL && collecting->generation == collective->generation;
 }
 
 static int is_free(const Kept *kept)
 {
-    return !kept->used || !is_recorded(&kept->collective);
+    return !kept->used || !collective_is_recorded(&kept->collective);
 }
 
 /* The thread waits for this operation next. */
@@ -80,7 +80,7 @@ static void wait_for(const Collective *collective)
         }
         mine.place = (mine.place + 1) % MOST_WAITED_FOR;
     }
-    write_collective(collecting, collective, collective->call_ns, 0);
+    collective_write(collective, collective->call_ns, 0);
 }
 
 static void flush_waited_for(int64_t end_ns, uint32_t flags)
@@ -88,9 +88,9 @@ static void flush_waited_for(int64_t end_ns, uint32_t flags)
     Kept *kept = &waited_for[mine.place];
     if (mine.waits && kept->used && kept->collective.generation == mine.generation) {
         const Collective *collective = &kept->collective;
-        if (is_recorded(collective)) {
+        if (collective_is_recorded(collective)) {
             int64_t whole_ns = end_ns - collective->start_ns;
-            write_collective(collecting, collective, flags & FLAG_COMPLETED ? whole_ns : collective->call_ns, flags);
+            collective_write(collective, flags & FLAG_COMPLETED ? whole_ns : collective->call_ns, flags);
         }
         kept->used = 0;
     }
@@ -101,7 +101,7 @@ static void write_without_end(Kept *kept, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++) {
         if (!is_free(&kept[i])) {
-            write_collective(collecting, &kept[i].collective, kept[i].collective.call_ns, 0);
+            collective_write(&kept[i].collective, kept[i].collective.call_ns, 0);
         }
         kept[i].used = 0;
     }
@@ -109,7 +109,7 @@ static void write_without_end(Kept *kept, uint32_t count)
 
 /* Takes the lock. Who has it may be in a Python function, for an NVTX range, and wait there for the GIL: so it is not
  * waited for with the GIL held. */
-static void acquire(void)
+void collective_lock(void)
 {
     if (pthread_mutex_trylock(&lock) == 0) {
         return;
@@ -126,9 +126,14 @@ static void acquire(void)
     } while (pthread_mutex_trylock(&lock) != 0);
 }
 
+void collective_unlock(void)
+{
+    pthread_mutex_unlock(&lock);
+}
+
 static int issue(Collective *collective)
 {
-    acquire();
+    collective_lock();
     Recorder *recorder = collecting;
     if (recorder == NULL || recorder->header == NULL) {
         pthread_mutex_unlock(&lock);
@@ -151,6 +156,7 @@ static int issue(Collective *collective)
     }
     collective->ordinal = ordinals.count++;
     collective->start_ns = recorder_now(recorder);
+    parts_issued(collective);
     if (collective->group < MAX_GROUPS) {
         header->groups[collective->group].issued = (uint64_t)collective->sequence + 1;
     }
@@ -160,25 +166,27 @@ static int issue(Collective *collective)
 
 static void returned(Collective *collective, enum collective_end end)
 {
-    acquire();
-    if (is_recorded(collective)) {
+    collective_lock();
+    if (collective_is_recorded(collective)) {
         int64_t now_ns = recorder_now(collecting);
         collective->call_ns = now_ns - collective->start_ns;
-        if (end == END_BY_CALLBACK) {
+        if (parts_tell(collective, end)) {
+            /* recorded when its parts are over */
+        } else if (end == END_BY_CALLBACK) {
             uint32_t place = next_pending++ % MOST_PENDING;
             collective->pending = place;
             if (is_free(&pending[place])) {
                 pending[place] = (Kept){.used = 1, .collective = *collective};
             } else {
-                write_collective(collecting, collective, collective->call_ns, 0);
+                collective_write(collective, collective->call_ns, 0);
                 collective->pending = MOST_PENDING;
             }
         } else if (end == END_BY_WAIT) {
             wait_for(collective);
         } else if (end == END_UNKNOWN) {
-            write_collective(collecting, collective, collective->call_ns, 0);
+            collective_write(collective, collective->call_ns, 0);
         } else if (end == END_BY_RETURN) {
-            write_collective(collecting, collective, collective->call_ns, FLAG_COMPLETED);
+            collective_write(collective, collective->call_ns, FLAG_COMPLETED);
             Record record = {
                 .name_id = collective->name_id,
                 .step = collective->step,
@@ -197,11 +205,11 @@ static void returned(Collective *collective, enum collective_end end)
 
 static void completed(const Collective *collective)
 {
-    acquire();
-    if (collective->pending < MOST_PENDING && is_recorded(collective)) {
+    collective_lock();
+    if (collective->pending < MOST_PENDING && collective_is_recorded(collective)) {
         pending[collective->pending].used = 0;
         int64_t end_ns = recorder_now(collecting);
-        write_collective(collecting, collective, end_ns - collective->start_ns, FLAG_COMPLETED);
+        collective_write(collective, end_ns - collective->start_ns, FLAG_COMPLETED);
     }
     pthread_mutex_unlock(&lock);
 }
@@ -215,7 +223,7 @@ static int enter(PyGILState_STATE *state)
         if (gil) {
             *state = PyGILState_Ensure();
         }
-        acquire();
+        collective_lock();
         if (gil || !wants_gil) {
             return gil;
         }
@@ -285,6 +293,8 @@ static CollectiveMarks marks = {
     .completed = completed,
     .wait_began = wait_began,
     .wait_ended = wait_ended,
+    .claim = parts_claim,
+    .part_over = parts_over,
 };
 
 /* start_collectives(wait_name_id): from here on collectives are recorded here. */
@@ -294,7 +304,7 @@ PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id)
     if (value == (unsigned long)-1 && PyErr_Occurred()) {
         return NULL;
     }
-    acquire();
+    collective_lock();
     wait_name_id = (uint32_t)value;
     if (self->header != NULL) {
         collecting = self;
@@ -302,6 +312,7 @@ PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id)
         self->shared = 1;
         ordinals.step = 0;
         ordinals.count = 0;
+        parts_begin();
     }
     pthread_mutex_unlock(&lock);
     Py_RETURN_NONE;
@@ -310,7 +321,7 @@ PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id)
 /* Before the recorder gets Python functions to call. Whoever is in a mark without the GIL has left it on return. */
 void collective_with_gil(Recorder *self)
 {
-    acquire();
+    collective_lock();
     if (collecting == self) {
         wants_gil = 1;
     }
@@ -324,11 +335,12 @@ void collective_release(Recorder *self, int forked)
     if (forked) {
         lock = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
     }
-    acquire();
+    collective_lock();
     if (collecting == self) {
         if (self->header != NULL && !forked) {
             write_without_end(waited_for, MOST_WAITED_FOR);
             write_without_end(pending, MOST_PENDING);
+            parts_end();
         }
         collecting = NULL;
         wants_gil = 0;

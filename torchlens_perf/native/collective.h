@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define COLLECTIVE_MARKS_CAPSULE "torchlens_perf._native.collective_marks"
-enum { COLLECTIVE_MARKS_VERSION = 2 };
+enum { COLLECTIVE_MARKS_VERSION = 3 };
 
 /* One operation: what the tap knows of it, and what issue() adds. */
 typedef struct {
@@ -35,6 +35,14 @@ enum collective_end {
     END_BY_RETURN,   /* the call itself was blocked until the end */
 };
 
+/* What is known of the times of a part that is over. */
+enum part_time {
+    PART_BY_DEVICE, /* the device's clock, put on the host's time line */
+    PART_BY_HOST,   /* when the host learnt of it */
+    PART_UNTIMED,   /* nobody tells */
+    PART_LOST,      /* somebody should have told */
+};
+
 typedef struct {
     int version;
     /* Before the operation. Returns 0, and records nothing, if nobody records. */
@@ -46,6 +54,11 @@ typedef struct {
     /* A wait of the calling thread, in a functional collective's wait_tensor. Returns 0 if it is not recorded. */
     int (*wait_began)(void);
     void (*wait_ended)(int raised);
+    /* The operation that the calling thread is issuing has one more part, of which part_over() will tell. Returns the
+     * operation's ticket, of 42 bits; 0 if the thread issues none, or it is not recorded. */
+    uint64_t (*claim)(void);
+    /* That many parts of it are over. Returns 0 for times that cannot be this operation's: it had not been issued. */
+    int (*part_over)(uint64_t ticket, uint32_t parts, enum part_time time, int64_t start_ns, int64_t end_ns);
 } CollectiveMarks;
 
 #endif

@@ -26,6 +26,7 @@ enum flag {
     FLAG_EXCEPTION = 1,
     FLAG_OTHER_THREAD = 8,
     FLAG_COMPLETED = 16,
+    FLAG_DEVICE = 32,
 };
 
 /* One closed span: one cache line, so that a record never straddles two. */

@@ -554,6 +554,8 @@ static PyMethodDef recorder_methods[] = {
     {"start_collectives", (PyCFunction)recorder_start_collectives, METH_O, NULL},
     {"issue", FASTCALL(recorder_issue), METH_FASTCALL, NULL},
     {"returned", FASTCALL(recorder_returned), METH_FASTCALL, NULL},
+    {"claim", (PyCFunction)recorder_claim, METH_NOARGS, NULL},
+    {"part_over", FASTCALL(recorder_part_over), METH_FASTCALL, NULL},
     {"begin_wait", (PyCFunction)recorder_begin_wait, METH_NOARGS, NULL},
     {"end_wait", FASTCALL(recorder_end_wait), METH_FASTCALL, NULL},
     {"start_thread_time", (PyCFunction)recorder_start_thread_time, METH_NOARGS, NULL},
@@ -582,6 +584,7 @@ static PyGetSetDef recorder_properties[] = {
     {"written", (getter)recorder_get_written, NULL, NULL, NULL},
     {"tool_ns", (getter)recorder_get_tool_ns, NULL, NULL, NULL},
     {"waited_ns", (getter)recorder_get_waited_ns, NULL, NULL, NULL},
+    {"lost_ends", (getter)recorder_lost_ends, NULL, NULL, NULL},
     {"closed", (getter)recorder_get_closed, NULL, NULL, NULL},
     {NULL},
 };

@@ -13,6 +13,7 @@
 #include <stdatomic.h>
 #include <time.h>
 
+#include "collective.h"
 #include "layout.h"
 
 #define NO_DEVICE_MARK (-1)
@@ -79,6 +80,19 @@ PyObject *recorder_begin_wait(Recorder *self, PyObject *unused);
 PyObject *recorder_end_wait(Recorder *self, PyObject *const *args, Py_ssize_t count);
 PyObject *collective_timed_wait(PyObject *module, PyObject *wait);
 PyObject *collective_capsule(PyObject *module, PyObject *unused);
+void collective_lock(void);
+void collective_unlock(void);
+int collective_is_recorded(const Collective *collective);
+void collective_write(const Collective *collective, int64_t duration_ns, uint32_t flags);
+void parts_begin(void);
+void parts_end(void);
+void parts_issued(const Collective *collective);
+int parts_tell(const Collective *collective, enum collective_end end);
+uint64_t parts_claim(void);
+int parts_over(uint64_t ticket, uint32_t parts, enum part_time time, int64_t start_ns, int64_t end_ns);
+PyObject *recorder_claim(Recorder *self, PyObject *unused);
+PyObject *recorder_part_over(Recorder *self, PyObject *const *args, Py_ssize_t count);
+PyObject *recorder_lost_ends(Recorder *self, void *unused);
 void collective_with_gil(Recorder *self);
 void collective_release(Recorder *self, int forked);
 PyObject *section_lookup(PyObject *module, PyObject *name);
