@@ -44,6 +44,10 @@ class Config:
     """Time phases on the device, by CUDA events: "auto", but not under CUDA_DEVICE_MAX_CONNECTIONS=1, where they would
     keep communication from overlapping with computation; "on", there too; "off"."""
 
+    nccl: str = "auto"
+    """Time collectives on the device by NCCL's profiler plugin: "auto", in every step with a NCCL that does it at little
+    cost, in one of 50 with others; "on", in every step; "off". A plugin that somebody else has chosen stays."""
+
     aggregate: str = "sidecar"
     """Who merges device sections over ranks: "sidecar", without any collective; "device", by two all-reduces in a group
     of our own, once in 64 steps. For the latter all ranks must make the same steps: see docs/gpu.md."""
@@ -102,6 +106,7 @@ class Config:
         self._check("aggregate", self.aggregate in ("sidecar", "device"), '"sidecar" or "device"')
         self._check("device_times", self.device_times in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check("capture", self.capture in ("ask", "verdict", "off"), '"ask", "verdict" or "off"')
+        self._check("nccl", self.nccl in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)
         self._check_number("memory_history", int, least=0, most=100_000)

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchlens_perf import config as configuration
+from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, RunStoreError, TorchlensPerfError, guard
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -45,8 +46,13 @@ def arm() -> None:
 
     Raises ConfigError for a bad TORCHLENS_PERF_* variable.
     """
-    configuration.from_environment(os.environ)
+    told = configuration.from_environment(os.environ)
+    from torchlens_perf import nccl_plugin
     from torchlens_perf.hooks.optimizer import relay
+
+    with guard("offering NCCL the plugin"):
+        if told.get("collectives", Config.collectives):
+            nccl_plugin.offer_early(os.environ, told.get("nccl", Config.nccl))
 
     def first_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         relay.after = None

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchlens_perf.config import Config
+    from torchlens_perf.hooks.collective_events import CollectiveEvents
     from torchlens_perf.identity import Identity
 
 logger = logging.getLogger("torchlens_perf")
@@ -96,6 +97,11 @@ def _device_hooks(config: Config) -> list[Hook]:
 
         hooks.append(GpuHook())
         hooks.append(StampHook(Device(), aggregate=config.aggregate == "device"))
+    if there and config.collectives and config.nccl != "off":
+        from torchlens_perf.hooks.nccl import NcclHook
+
+        # Behind the device's: what it asks of the device's clock at a step's end, that has read before.
+        hooks.append(NcclHook(asked_for=config.nccl == "on"))
     return hooks
 
 
@@ -117,6 +123,8 @@ class Session:
         self.stack_file = ""  # where this process writes its stack when it is asked to; "": nowhere
         self.ring_path = ring.path
         self.groups: dict[str, dict[str, Any]] = {}  # process groups that were used: members and description
+        self.collectives_on_device = False  # whether there was one with tensors that are not the CPU's
+        self.collective_events: CollectiveEvents | None = None  # times those that nothing else tells of
         self._group_slots: dict[str, int] = {}
         self._ring = ring
         self._rule = StepRule(optimizers)

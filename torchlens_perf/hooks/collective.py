@@ -143,6 +143,7 @@ class Groups:
         """
         with guard("naming a collective"):
             on_cpu = device == "cpu"
+            self._session.collectives_on_device |= not on_cpu
             calls_back = on_cpu and torch_private.backend_of_group(group, device) in _FUTURE_IS_COMPLETION
             name_id, slot = self.describe(operator, group, _DTYPES.get(dtype, dtype.lower()), peer)
             return name_id, slot, max(0, backend_sequence), calls_back, on_cpu
@@ -193,7 +194,7 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
         return value
 
     @guard("collective tap")
-    def issue(args: tuple[Any, ...]) -> tuple[Any, int] | None:
+    def issue(args: tuple[Any, ...]) -> tuple[Any, int, Callable[[], None] | None]:
         group = ProcessGroup.unbox(args[group_at])
         name = group.group_name
         peer = -1 if peer_at is None else int(args[peer_at])
@@ -215,13 +216,17 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
         issued = recorder.issue(
             name_id, slot, sequence, _ASYNC if is_async else 0, payload_bytes(args[0]) if payload else 0
         )
-        return issued, int(end)
+        session.collectives_on_device |= not on_cpu
+        events = None if on_cpu or is_async or issued is None else session.collective_events
+        return issued, int(end), None if events is None else events.begin()
 
     @guard("collective tap")
-    def returned(issued: tuple[Any, int], raised: bool) -> None:
-        ticket, end = issued
+    def returned(issued: tuple[Any, int, Callable[[], None] | None], raised: bool) -> None:
+        ticket, end, end_timing = issued
         if ticket is None:
             return
+        if end_timing is not None:
+            end_timing()
         if raised:
             recorder.returned(ticket, int(End.UNKNOWN), _EXCEPTION)
         else:

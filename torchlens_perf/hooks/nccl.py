@@ -1,0 +1,178 @@
+"""When NCCL's kernels ran, by the device's clock: through NCCL's profiler plugin, else by events around the call.
+
+The plugin writes into the record of the collective that torch issued (native/collective_parts.c). Here it is offered to
+NCCL, switched on and off, and what it could not tell is said.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf import native_tap, nccl_plugin, recorder
+from torchlens_perf.errors import guard
+from torchlens_perf.hooks.collective_events import CollectiveEvents
+from torchlens_perf.hooks.patch import patched
+from torchlens_perf.nccl_plugin import Counters, NcclPlugin
+
+if TYPE_CHECKING:
+    from torchlens_perf.session import Session
+
+_TOO_LATE = (
+    "asynchronous collectives have no end, as NCCL's communicators were made before its plugin was there: enter watch() "
+    "before init_process_group(), or start with the flag or TORCHLENS_PERF=1"
+)
+_SAID = {
+    "elsewhere": "NCCL operations were not issued through torch.distributed and are not recorded",
+    "captured": "NCCL operations became part of graphs, whose replays are not recorded",
+    "lost": "collectives have no end, which NCCL should have told",
+    "distrusted": "NCCL communicators told the times of other operations, as they do after a rank has sent to itself "
+    "(all-to-all): their collectives have no end",
+}
+
+
+class NcclHook:
+    """Offers the plugin before the first communicator, and has NCCL tell of its kernels, in some steps or all."""
+
+    name = "NCCL's kernels"
+
+    def __init__(
+        self, *, asked_for: bool, environ: MutableMapping[str, str] = os.environ, nccl: tuple[int, ...] | None = None
+    ) -> None:
+        """asked_for: in every step, whatever this NCCL pays for it. nccl: its version; without it, torch's is asked."""
+        self._asked_for = asked_for
+        self._environ = environ
+        self._nccl = nccl
+        self._every = 1
+        self._before = Counters(*[0] * len(Counters._fields))
+        self._told: set[str] = set()
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        with ExitStack() as attached:
+            plugin, file = nccl_plugin.load(), nccl_plugin.path()
+            missing = self._offer(plugin, file)
+            if missing or plugin is None or file is None:
+                self._note(session, f"asynchronous collectives have no end, as NCCL's plugin is not used: {missing}")
+                attached.enter_context(_by_events(session))
+            else:
+                attached.enter_context(self._by_plugin(session, plugin, file, attached))
+            yield
+
+    def _note(self, session: Session, text: str) -> None:
+        """For jobs of several ranks: NCCL runs nothing on a lone one."""
+        if session.communicates():
+            session.note(text)
+
+    def _offer(self, plugin: NcclPlugin | None, file: Path | None) -> str:
+        """Offers it to NCCL. Why it cannot be used; "" if it can."""
+        nccl = self._nccl or nccl_plugin.version()
+        if nccl is None:
+            return "this torch came without NVIDIA's NCCL"
+        self._every = nccl_plugin.steps_between(nccl)
+        if self._every == 0:
+            return f"NCCL {'.'.join(map(str, nccl))} does not tell when they ran; 2.27 and newer ones do"
+        if self._asked_for:
+            self._every = 1
+        if plugin is None or file is None:
+            return "it was not built: install a C compiler and reinstall torchlens_perf"
+        other = nccl_plugin.offer(self._environ, file)
+        return "" if other is None else f"another one was chosen, and stays ({other})"
+
+    @contextmanager
+    def _by_plugin(self, session: Session, plugin: NcclPlugin, file: Path, attached: ExitStack) -> Iterator[None]:
+        self._before = plugin.counters()
+
+        def switch() -> None:
+            plugin.switch(on=session.training_steps % self._every == 0)
+
+        def look() -> None:
+            if self._every == 1:
+                switch()  # a capture that we did not see has switched it off
+            counters = plugin.counters()
+            self._tell(session, counters, last=False)
+            if session.collectives_on_device and not counters.communicators and _TOO_LATE not in self._told:
+                self._told.add(_TOO_LATE)
+                self._note(session, _TOO_LATE)
+                attached.enter_context(_by_events(session))
+
+        plugin.attach()
+        try:
+            with (
+                _not_while_capturing(plugin, switch),
+                session.now_and_then(self.name, look),
+                ExitStack() as sampling,
+            ):
+                if self._every > 1:
+                    sampling.enter_context(session.each_step(self.name, switch))
+                    self._note(session, f"NCCL's kernels are timed in one step of {self._every}")
+                switch()
+                yield
+        finally:
+            nccl_plugin.withdraw(self._environ, file)
+            if not session.recorder.closed:  # in a forked child the plugin is the parent's, and its lock may be held
+                plugin.switch(on=False)
+                plugin.detach()
+                self._tell(session, plugin.counters(), last=True)
+
+    def _tell(self, session: Session, counters: Counters, *, last: bool) -> None:
+        """At once that there are some, for a job that is killed; at the end, how many."""
+        since = {field: now - then for field, now, then in zip(counters._fields, counters, self._before, strict=True)}
+        since["lost"] = session.recorder.lost_ends  # of torch's operations, which NCCL may have lost a part of
+        for field, text in _SAID.items():
+            number = since[field]
+            if number and (last or field not in self._told):
+                self._told.add(field)
+                session.note(f"{number} {text}" if last else f"some {text}")
+
+
+@contextmanager
+def _not_while_capturing(plugin: NcclPlugin, switch: Callable[[], None]) -> Iterator[None]:
+    """A kernel that is timed in a graph costs a call of the host at each replay: none is."""
+    import torch
+
+    def then(function: Callable[..., Any], before: Callable[[], None], after: Callable[[], None]) -> Callable[..., Any]:
+        before, after = guard("a capture with NCCL")(before), guard("a capture with NCCL")(after)
+
+        @wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            before()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                after()
+
+        return wrapped
+
+    def off() -> None:
+        plugin.switch(on=False)
+
+    graph = torch.cuda.CUDAGraph
+    with (
+        patched(graph, "capture_begin", then(graph.capture_begin, off, lambda: None)),
+        patched(graph, "capture_end", then(graph.capture_end, lambda: None, switch)),
+    ):
+        yield
+
+
+@contextmanager
+def _by_events(session: Session) -> Iterator[None]:
+    if not recorder.NATIVE:  # the Python twin waits for nobody to tell an end
+        yield
+        return
+    events = CollectiveEvents(session)
+    native = native_tap.load()
+    with session.each_step("device times of collectives", events.read):
+        session.collective_events = events
+        if native is not None:
+            native.time_with(events.begin)
+        try:
+            yield
+        finally:
+            session.collective_events = None
+            if native is not None:
+                native.time_with(None)
