@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
 _TOO_LATE = (
-    "asynchronous collectives have no end, as NCCL's communicators were made before its plugin was there: enter watch() "
-    "before init_process_group(), or start with the flag or TORCHLENS_PERF=1"
+    "asynchronous collectives have no end, as NCCL's communicators were made before its plugin was there: enter "
+    "watch() before init_process_group(), or start with the flag or TORCHLENS_PERF=1"
 )
 _SAID = {
     "elsewhere": "NCCL operations were not issued through torch.distributed and are not recorded",
