@@ -15,7 +15,7 @@ TRAINING = {
     "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
     "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
     "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_private", "version", "watch",
-    "memory_readings", "oom_table",
+    "memory_readings", "nccl_plugin", "oom_table",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
 PURE = {
@@ -40,7 +40,7 @@ THIRD_PARTY = {
         "bounded_store",
         "cuda.aggregate", "cuda.events",
         "hooks",
-        "native_tap",
+        "native_tap", "nccl_plugin",
         "torch_private",
         "torchrun_flag",
         "watch",

@@ -38,7 +38,8 @@ class _Marks(ctypes.Structure):
     """`CollectiveMarks`."""
 
     _fields_ = [("version", ctypes.c_int)] + [
-        (name, ctypes.c_void_p) for name in ("issue", "returned", "completed", "wait_began", "wait_ended")
+        (name, ctypes.c_void_p)
+        for name in ("issue", "returned", "completed", "wait_began", "wait_ended", "claim", "part_over")
     ]
 
 
@@ -141,7 +142,7 @@ def test_wait_that_raised(native: CollectiveRig) -> None:
 
     assert (wait["kind"], wait["duration_ns"], wait["flags"]) == (Kind.WAIT, 30, Flag.EXCEPTION)
     assert (collective["duration_ns"], collective["flags"]) == (5, Flag.EXCEPTION)
-    assert marks.version == 2
+    assert marks.version == 3
 
 
 WAITS_WHILE_WATCHES_COME_AND_GO = """

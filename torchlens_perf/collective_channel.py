@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 MOST_PENDING = 4096  # operations of a channel that wait for a rank's record
 # Columns of the tables in here, int64.
-COLUMNS = 9
-SEQUENCE, RANK, START, DURATION, SIGNATURE, BYTES, OVERLAPPED, CALL, ROW = range(COLUMNS)
+COLUMNS = 10
+SEQUENCE, RANK, START, DURATION, SIGNATURE, BYTES, OVERLAPPED, CALL, ROW, BY_DEVICE = range(COLUMNS)
 NOT_ENDED = -1
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.collective_channel import (
+    BY_DEVICE,
     BYTES,
     CALL,
     COLUMNS,
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
 
 _ANY_SOURCE = "recv_any_source"
 _NOT_LEARNT, _NONE = -2, -1
-_CLOCK_SLACK_NS = 100_000  # a device's times are put on the host's clock with an error of some microseconds
+_CLOCK_SLACK_NS = 100_000
+# Kernels' times come onto the host's line late, by what the rank's NCCL thread was late to see them.
+_DEVICE_SLACK_NS = 5_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +145,7 @@ class CollectiveJoin:
         table[:, OVERLAPPED] = flags & (Flag.ASYNC | Flag.OTHER_THREAD) != 0
         table[:, CALL] = records["nested_ns"]
         table[:, ROW] = places[:, 2]
+        table[:, BY_DEVICE] = flags & Flag.DEVICE != 0
         self._uncounted.append(table)
         for index, chosen in _by(places[:, 0]):
             self._channels[index].add(rank, table[chosen])
@@ -272,7 +276,8 @@ class CollectiveJoin:
         told = np.array(waits, bool)[codes]
         started_ns = table[told, :, START]
         ended_ns = started_ns + table[told, :, DURATION]
-        return bool((started_ns.max(axis=1) <= ended_ns.min(axis=1) + _CLOCK_SLACK_NS).all())
+        slack_ns = np.where(table[told, :, BY_DEVICE].any(axis=1), _DEVICE_SLACK_NS, _CLOCK_SLACK_NS)
+        return bool((started_ns.max(axis=1) <= ended_ns.min(axis=1) + slack_ns).all())
 
     def _equal_bytes(self) -> npt.NDArray[np.bool_]:
         """By signature, whether all ranks must have the same bytes."""

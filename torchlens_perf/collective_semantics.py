@@ -230,17 +230,25 @@ _CANNOT_TELL = {
 
 
 @functools.cache
-def cannot_tell(operation: str, *, overlapped: bool, all_seen: bool, ended: bool) -> tuple[str, ...]:
+def cannot_tell(
+    operation: str, *, overlapped: bool, all_seen: bool, ended: bool, by_device: bool = False
+) -> tuple[str, ...]:
     """What the numbers on an operation do not tell, in words.
 
     overlapped: asynchronous. all_seen: all of the group's ranks are on this node. ended: the ends were recorded.
+    by_device: all of these are times of kernels, by the device's clock.
     """
     if not ended:
         return ("the backend does not tell when this operation ends: only its count, bytes and issue are known",)
     found = [_CANNOT_TELL[semantics_of(operation).waits]]
     if operation.startswith("alltoall"):
         found.append("a rank that gets nothing from another does not wait for it: uneven splits blur who came last")
-    if overlapped:
+    if overlapped and by_device:
+        found.append(
+            "asynchronous: the duration is the kernel's, so waiting is how much earlier a rank's kernel began, beside "
+            "which its other streams may have worked"
+        )
+    elif overlapped:
         found.append(
             "asynchronous: the duration goes from the issue to the end in the background, so waiting is how much "
             "earlier a rank issued, no time that it was blocked, and the transfer holds queueing behind other "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.collective_channel import BYTES, CALL, DURATION, NOT_ENDED, OVERLAPPED, RANK
+from torchlens_perf.collective_channel import BY_DEVICE, BYTES, CALL, DURATION, NOT_ENDED, OVERLAPPED, RANK
 from torchlens_perf.collective_semantics import SEND_RECV, Attribution, bus_factor, semantics_of
 from torchlens_perf.rank_ranges import parse_ranges, ranges
 from torchlens_perf.sketch import Sketch
@@ -157,11 +157,13 @@ class OperationStatistics:
     ended: int = 0
     """Of them, those whose end was recorded."""
     asynchronous: int = 0
+    by_device: int = 0
+    """Of those that ended, where the device told when its kernel ran."""
     bytes: int = 0
     issue: Sketch = dataclasses.field(default_factory=Sketch)
     """The issuing calls' own durations."""
     duration: Sketch = dataclasses.field(default_factory=Sketch)
-    """From issue to end, of the records whose end was recorded."""
+    """From issue, or the kernel's start, to end, of the records whose end was recorded."""
     ranks: set[int] = dataclasses.field(default_factory=set)
     """Those that had a record."""
     sizes: dict[int, SizeStatistics] = dataclasses.field(default_factory=dict)
@@ -172,6 +174,7 @@ class OperationStatistics:
         self.ranks.update(np.flatnonzero(np.bincount(table[:, RANK])).tolist())
         self.records += len(table)
         self.ended += int(ended.sum())
+        self.by_device += int(table[ended, BY_DEVICE].sum())
         if not semantics_of(self.key.operation).blocks:
             self.asynchronous += int(table[:, OVERLAPPED].sum())
         self.bytes += int(table[:, BYTES].sum())
@@ -222,6 +225,7 @@ class OperationStatistics:
         self.records += other.records
         self.ended += other.ended
         self.asynchronous += other.asynchronous
+        self.by_device += other.by_device
         self.bytes += other.bytes
         self.issue.merge(other.issue)
         self.duration.merge(other.duration)
@@ -251,7 +255,7 @@ class OperationStatistics:
         key = OperationKey(value["operation"], value["dtype"], GroupKey.from_json(value["group"]), pair)
         return cls(
             key,
-            **{name: int(value[name]) for name in _COUNTS},
+            **{name: int(value.get(name, 0)) for name in _COUNTS},
             issue=Sketch.from_json(value["issue"]),
             duration=Sketch.from_json(value["duration"]),
             ranks=set(parse_ranges(value["ranks"])),
@@ -259,7 +263,7 @@ class OperationStatistics:
         )
 
 
-_COUNTS = ("records", "ended", "asynchronous", "bytes")
+_COUNTS = ("records", "ended", "asynchronous", "by_device", "bytes")
 
 
 def merged_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[OperationStatistics]:

@@ -91,7 +91,7 @@ class Flag(IntFlag):
     ASYNC = 2
     TAIL = 4  # WAIT: the end of the backward pass, after the last gradient was computed
     COMPLETED = 16  # COLLECTIVE: the duration goes until the operation's end; else it is the issuing call's
-    DEVICE = 32  # MODULE_BACKWARD: by the device's clock
+    DEVICE = 32  # by the device's clock: MODULE_BACKWARD; COLLECTIVE, from its kernel's start
     OTHER_THREAD = 8  # on a thread other than the training thread: no part of the step's time
     CAPTURED = 128  # the step is in a capture, or held up by its beginning or end
     EVALUATION = 256  # the step held a forward pass without gradients

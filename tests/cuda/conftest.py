@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda.fake_device import FakeDevice, compile_driver
+from tests.cuda.fake_nccl import compile_nccl
 from tests.cuda.fake_nvml import compile_nvml
 from tests.cuda.shim_kernels import compile_kernels
 
@@ -28,6 +29,12 @@ def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fake NVML."""
     return compile_nvml(tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1")
+
+
+@pytest.fixture(scope="session")
+def nccl_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An NCCL without a GPU."""
+    return compile_nccl(tmp_path_factory.mktemp("nccl") / "libnccl.so", "-shared", "-fPIC")
 
 
 @pytest.fixture

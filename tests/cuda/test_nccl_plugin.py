@@ -25,11 +25,6 @@ MOST_OPERATIONS, MOST_TIMED = 4096, 1024  # native/nccl_operations.c, native/col
 NATIVE = Path(nccl_plugin.__file__).parent / "native"
 
 
-@pytest.fixture(scope="session")
-def nccl_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_nccl(tmp_path_factory.mktemp("nccl") / "libnccl.so", "-shared", "-fPIC")
-
-
 @pytest.fixture
 def make(nccl_library: Path, tmp_path: Path) -> Iterator[Callable[[int], NcclRig]]:
     made: list[NcclRig] = []
@@ -386,7 +381,7 @@ def test_another_version_of_the_recorder(rig: NcclRig) -> None:
 
 @pytest.mark.slow
 def test_thread_sanitizer(tmp_path: Path) -> None:
-    """Three communicators with a proxy thread each, one that switches and makes others: no race, every claim answered."""
+    """Three communicators with a proxy thread each, one that switches and makes others: no race, all claims told."""
     compiler = shutil.which("gcc") or "cc"
     sources = [str(NATIVE / name) for name in ("nccl_profiler.c", "nccl_operations.c")]
     flags = ["-std=gnu11", "-g", "-O1", "-fsanitize=thread", "-fvisibility=hidden", "-shared", "-fPIC"]

@@ -69,6 +69,7 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
         "count": statistics.records,
         "ended": statistics.ended,
         "asynchronous": statistics.asynchronous,
+        "by_device": statistics.by_device,
         "bytes": statistics.bytes,
         "joined": statistics.joined,
         "joined_whole": whole,
@@ -95,9 +96,14 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
                 overlapped=statistics.asynchronous > 0,
                 all_seen=whole,
                 ended=statistics.ended > 0,
+                by_device=_is_by_device(statistics.by_device, statistics.ended),
             )
         ),
     }
+
+
+def _is_by_device(by_device: int, ended: int) -> bool:
+    return 0 < by_device == ended
 
 
 def _unit(name: str) -> str:
@@ -166,7 +172,8 @@ def _bus(row: dict[str, Any]) -> str:
     least, most = row["wait_s"]["mean_s"], row["wait_at_most_s"]["mean_s"]
     if row["busbw"] is None or (row["pair"] is None and most > 1.1 * least):
         return "-"
-    at_least = row["asynchronous"] or not row["joined_whole"]
+    queues = row["asynchronous"] and not _is_by_device(row["by_device"], row["ended"])
+    at_least = queues or not row["joined_whole"]
     about = "~ " if row["pair"] is not None else ">= " if at_least else ""
     return about + amount(row["busbw"], "B/s")
 
@@ -181,7 +188,9 @@ def _slowest(row: dict[str, Any]) -> str:
 def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     notes = ["wait: mean a rank; transfer: once the last was there; bus: bandwidth as nccl-tests has it"]
     if any(row["asynchronous"] and row["joined"] for row in rows[:_MOST_ROWS]):
-        notes.append("~ asynchronous: how much earlier a rank issued it, not time that it was blocked")
+        on_device = any(row["by_device"] for row in rows[:_MOST_ROWS])
+        what = "a rank's kernel began" if on_device else "a rank issued it"
+        notes.append(f"~ asynchronous: how much earlier {what}, not time that it was blocked")
     if any(row["joined"] and not row["joined_whole"] for row in rows[:_MOST_ROWS]):
         notes.append(
             "where no node has all ranks, each compares its own: the wait is at least that, the transfer at most, and "

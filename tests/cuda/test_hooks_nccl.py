@@ -1,0 +1,260 @@
+"""Offering NCCL the plugin, switching it, and what is said where it cannot tell; with an NCCL without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda.fake_nccl import ON, FakeNccl
+from tests.recorders import IDS
+from tests.recording import Recording, recorded
+from torchlens_perf import launch, nccl_plugin, session
+from torchlens_perf.hooks.nccl import NcclHook
+from torchlens_perf.nccl_plugin import SAMPLED_EVERY, VARIABLE
+
+pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not built: there is no C compiler")
+
+
+@pytest.fixture
+def nccl(nccl_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
+    """With two ranks in the job, a plugin of its own, and nobody's settings."""
+    made = FakeNccl(nccl_library, tmp_path, 6)
+    monkeypatch.setattr(nccl_plugin, "path", lambda: made.file)
+    monkeypatch.setattr(nccl_plugin, "load", lambda: made.plugin)
+    monkeypatch.setattr(nccl_plugin, "_SYSTEM_FOLDERS", ())
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+@contextmanager
+def watched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, version: tuple[int, ...] = (2, 29, 7), asked_for: bool = False
+) -> Iterator[Recording]:
+    """A watch with the hook, as it is where a GPU is."""
+    monkeypatch.setattr(session, "_device_hooks", lambda config: [NcclHook(asked_for=asked_for, nccl=version)])
+    with recorded(folder / "run") as recording:
+        yield recording
+    assert recording.internal_errors == 0
+
+
+def notes(recording: Recording) -> list[str]:
+    return [note for note in recording.notes if "build-tap" not in note]
+
+
+def test_offered_and_taken_back(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL finds it by its variable inside of the watch; afterwards the variable is gone and nothing is told."""
+    before = dict(os.environ)
+    with watched(tmp_path, monkeypatch) as recording:
+        assert nccl.load() == 6
+        context = nccl.communicator()
+        assert nccl.mask == ON
+        assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {
+            VARIABLE: str(nccl.file)
+        }
+    assert os.environ == before
+    assert nccl.mask == 0
+    nccl.finalize(context)
+    assert notes(recording) == []
+
+
+def test_variable_that_changed_meanwhile(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tool's choice, made inside of the watch, is not undone."""
+    with watched(tmp_path, monkeypatch):
+        monkeypatch.setenv(VARIABLE, "another")
+    assert os.environ[VARIABLE] == "another"
+
+
+@pytest.mark.parametrize("where", ["variable", "empty variable", "file", "own file", "library"])
+def test_another_plugin_stays(where: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has chosen one, in whatever way NCCL knows, keeps it; what that costs is said."""
+    settings = f"NCCL_DEBUG=INFO\n{VARIABLE}=another\n"
+    if "variable" in where:
+        monkeypatch.setenv(VARIABLE, "another" if where == "variable" else "")
+    elif where == "library":
+        (tmp_path / "libnccl-profiler.so").touch()
+        monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
+    elif where == "file":
+        (tmp_path / ".nccl.conf").write_text(settings)
+    else:
+        (tmp_path / "settings").write_text(settings)
+        monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "settings"))
+    before = dict(os.environ)
+    with watched(tmp_path, monkeypatch) as recording:
+        assert os.environ == before
+        assert recording.watch._session.collective_events is not None
+    assert os.environ == before
+    (note,) = notes(recording)
+    assert "asynchronous collectives have no end" in note
+    assert "another one was chosen, and stays" in note
+
+
+def test_settings_without_a_plugin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other settings in NCCL's file, or this variable commented out, are no other plugin."""
+    (tmp_path / ".nccl.conf").write_text(f"NCCL_DEBUG=INFO\n#{VARIABLE}=another\n")
+    with watched(tmp_path, monkeypatch):
+        assert os.environ[VARIABLE] == str(nccl.file)
+
+
+def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
+    """The steps in which NCCL tells of its kernels."""
+    told = []
+    for step in range(steps):
+        if nccl.mask:
+            told.append(step)
+        recording.watch.step()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("version", "asked_for", "every"),
+    [
+        ((2, 27, 7), False, SAMPLED_EVERY), ((2, 28, 9), False, 1), ((2, 30, 7), False, 1),
+        ((2, 31, 2), False, SAMPLED_EVERY), ((2, 31, 2), True, 1), ((3, 0, 1), False, SAMPLED_EVERY),
+    ],
+)  # fmt: skip
+def test_steps_that_are_timed(
+    version: tuple[int, ...], asked_for: bool, every: int, nccl: FakeNccl, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All of them, or one of 50, the same on every rank, as far as this NCCL does it at little cost."""
+    with watched(tmp_path, monkeypatch, version=version, asked_for=asked_for) as recording:
+        nccl.load()
+        context = nccl.communicator()
+        assert on_in(nccl, recording, 2 * SAMPLED_EVERY + 1) == list(range(0, 2 * SAMPLED_EVERY + 1, every))
+    nccl.finalize(context)
+    sampled = [note for note in recording.notes if "in one step of 50" in note]
+    assert len(sampled) == (every > 1)
+
+
+def test_nccl_that_is_too_old(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not even offered: this NCCL knows no such interface."""
+    with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
+        assert VARIABLE not in os.environ
+    (note,) = notes(recording)
+    assert "NCCL 2.26.2 does not tell when they ran; 2.27 and newer ones do" in note
+
+
+def test_lone_rank_is_not_told(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL runs nothing on one rank: what it cannot time is no news."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
+        pass
+    assert notes(recording) == []
+
+
+def test_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch captures a graph, NCCL tells nothing; torch's class is as it was afterwards."""
+    asked: list[Any] = []
+
+    def capture(name: str) -> Any:
+        return lambda graph, *args, **kwargs: asked.append((name, nccl.mask, args, kwargs))
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture("begin"))
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", capture("end"))
+    before = dict(vars(torch.cuda.CUDAGraph))
+    with watched(tmp_path, monkeypatch):
+        nccl.load()
+        context = nccl.communicator()
+        graph = object()
+        torch.cuda.CUDAGraph.capture_begin(graph, pool=7)
+        assert nccl.mask == 0
+        torch.cuda.CUDAGraph.capture_end(graph)
+        assert nccl.mask == ON
+    assert asked == [("begin", 0, (), {"pool": 7}), ("end", 0, (), {})]
+    assert dict(vars(torch.cuda.CUDAGraph)) == before
+    nccl.finalize(context)
+
+
+def test_what_is_not_recorded_is_said(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once that there is some, at the end how much; what an earlier watch has said is not said again."""
+    monkeypatch.setattr(session, "_NOW_AND_THEN_NS", 0)
+    with watched(tmp_path, monkeypatch) as recording:
+        nccl.load()
+        context = nccl.communicator()
+        for _ in range(3):
+            nccl.collective(context, 0, 1)
+        recording.watch.step()
+        at_once = list(recording.watch._session._notes)
+        nccl.collective(context, 0, 1)
+    text = "NCCL operations were not issued through torch.distributed and are not recorded"
+    assert f"some {text}" in at_once
+    assert f"4 {text}" in recording.notes
+
+    with watched(tmp_path, monkeypatch) as recording:
+        recording.watch.step()
+    assert notes(recording) == []
+    nccl.finalize(context)
+
+
+def test_communicators_that_were_there_before(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has not loaded the plugin: what to do is said, once, and events are taken instead."""
+    monkeypatch.setattr(session, "_NOW_AND_THEN_NS", 0)
+    with watched(tmp_path, monkeypatch) as recording:
+        recording.watch.step()
+        inside = recording.watch._session
+        assert inside.collective_events is None
+        inside.collectives_on_device = True
+        recording.watch.step()
+        recording.watch.step()
+        assert inside.collective_events is not None
+    (note,) = notes(recording)
+    assert "enter watch() before init_process_group()" in note
+    assert inside.collective_events is None
+
+
+@pytest.mark.parametrize(
+    ("told", "offered"),
+    [({}, True), ({"TORCHLENS_PERF_NCCL": "off"}, False), ({"TORCHLENS_PERF_COLLECTIVES": "0"}, False)],
+)
+def test_offered_at_import_of_torch(
+    told: dict[str, str], offered: bool, nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the flag, recording begins after the first step: the plugin must be there when communicators are made."""
+    from torchlens_perf.hooks.optimizer import relay
+
+    monkeypatch.setattr(nccl_plugin, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(relay, "after", object())  # it waits for a step already
+    for name, value in {"TORCHLENS_PERF": "1", **told}.items():
+        monkeypatch.setenv(name, value)
+    launch.autoload()
+    assert (os.environ.get(VARIABLE) == str(nccl.file)) == offered
+    assert (VARIABLE in os.environ) == offered
+    nccl_plugin.withdraw(os.environ, nccl.file)
+    assert VARIABLE not in os.environ
+
+
+def test_not_offered_without_nccl(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without NVIDIA's NCCL, as the one of these tests, or an old one."""
+    for version in (None, (2, 26, 2)):
+        monkeypatch.setattr(nccl_plugin, "version", lambda found=version: found)
+        nccl_plugin.offer_early(os.environ, "auto")
+        assert VARIABLE not in os.environ
+
+
+def test_nccl_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version without a suffix; none in a torch without CUDA, or with another vendor's."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert nccl_plugin.version() is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert nccl_plugin.version() is None
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7, "rc1"))
+    assert nccl_plugin.version() == (2, 29, 7)
+
+
+def test_torch_is_never_asked_to_time() -> None:
+    """TORCH_NCCL_ENABLE_TIMING makes every collective record two events: it is the user's to set."""
+    package = Path(nccl_plugin.__file__).parent
+    sources = [path for pattern in ("*.py", "*.c", "*.cpp", "*.h") for path in package.rglob(pattern)]
+    assert len(sources) > 100
+    assert [path.name for path in sources if "ENABLE_TIMING" in path.read_text()] == []
