@@ -16,6 +16,7 @@ from benchmarks import (
     hot_path,
     long_run,
     merge_scale,
+    nccl_plugin,
     short_runs,
     telemetry_cost,
     training_step,
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "exchange_scale": exchange_scale.main,
     "merge_scale": merge_scale.main,
     "telemetry_cost": telemetry_cost.main,
+    "nccl_plugin": nccl_plugin.main,
 }
 
 

@@ -254,6 +254,21 @@ def test_ranks_that_count_from_different_places() -> None:
     assert (counts(right), right.uncomparable()) == (Counts(joined=5), set())
 
 
+def test_kernels_that_one_rank_saw_late() -> None:
+    """Their times are later on that rank's line than on the other's: a millisecond is no other call, a step is."""
+    ms, device = 1_000_000, int(Flag.COMPLETED | Flag.DEVICE)
+    kernels = [Issued(NAME, number, 50 * US, start_ns=20 * ms * number, flags=device) for number in range(5)]
+    late = [each._replace(start_ns=each.start_ns + ms) for each in kernels]
+    assert counts(joined({0: kernels, 1: late})) == Counts(joined=5)
+    ahead = [each._replace(sequence=each.sequence + 1) for each in kernels]
+    assert counts(joined({0: kernels, 1: ahead})) == Counts(unmatched_records=10)
+
+    on_host = {
+        rank: [each._replace(flags=int(Flag.COMPLETED)) for each in of] for rank, of in enumerate((kernels, late))
+    }
+    assert counts(joined(on_host)) == Counts(unmatched_records=10)
+
+
 def test_what_nobody_waits_for_may_end_before_another_has_come() -> None:
     """Of an all-to-all with empty parts, as of a broadcast, that tells nothing against the numbers."""
     for name in ("alltoall_base group=0 dtype=float32", "broadcast group=0 dtype=float32 root=0"):

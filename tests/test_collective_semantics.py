@@ -163,6 +163,7 @@ def test_what_cannot_be_told_is_said() -> None:
     assert "a root may leave" in cannot_tell("broadcast", **told)[0]
     assert "nobody is named" in cannot_tell("reduce", **told)[0]
     assert "uneven splits" in cannot_tell("alltoall_base", **told)[0]
-    assert "asynchronous" in cannot_tell("allreduce", **{**told, "overlapped": True})[0]
+    assert "queueing" in cannot_tell("allreduce", **{**told, "overlapped": True})[0]
+    assert "kernel began" in cannot_tell("allreduce", **{**told, "overlapped": True}, by_device=True)[0]
     assert "other nodes" in cannot_tell("allreduce", **{**told, "all_seen": False})[0]
     assert "does not tell when" in cannot_tell("send", **{**told, "ended": False})[0]

@@ -164,6 +164,22 @@ def test_table_says_what_it_does_not_know() -> None:
     assert "allreduce: the backend does not tell when" in text
 
 
+def test_table_of_kernels() -> None:
+    """By the device's clock nothing queues in a duration: the bandwidth is one, and waiting is the kernel's."""
+    flags = int(Flag.COMPLETED | Flag.ASYNC | Flag.DEVICE)
+    join = joined({rank: [
+        Issued("allgather group=0 dtype=int8", 1, (100, 200, 300)[rank] * US, flags=flags),
+    ] for rank in range(3)})  # fmt: skip
+    (row,) = collective_rows([value(join)])
+    text = shown([row])
+    line = next(line for line in text.splitlines() if "allgather" in line)
+
+    assert (row["by_device"], row["ended"]) == (3, 3)
+    assert ">=" not in line
+    assert "7.0 GB/s" in line
+    assert "asynchronous: how much earlier a rank's kernel began" in text
+
+
 def test_table_of_many_rows() -> None:
     """It stays short, and says what it leaves out; names cannot write on the terminal."""
     join = joined({rank: [Issued(f"op{n}\x1b[31m group=0", n, 10) for n in range(9)] for rank in range(2)})

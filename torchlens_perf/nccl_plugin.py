@@ -31,7 +31,6 @@ class Counters(NamedTuple):
     """What the plugin has counted since it was loaded; in the order of native/nccl_operations.h."""
 
     communicators: int
-    operations: int
     elsewhere: int
     """Operations that were not issued by a recorded call of torch.distributed."""
     captured: int

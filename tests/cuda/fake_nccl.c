@@ -163,6 +163,34 @@ int fake_load(int newest)
     return (v4 = dlsym(library, "ncclProfiler_v4")) != NULL ? 4 : 0;
 }
 
+static int start_nothing(void *context, void **handle, EventV5 *event)
+{
+    (void)event;
+    *handle = context;
+    return 0;
+}
+
+static int stop_nothing(void *handle)
+{
+    (void)handle;
+    return 0;
+}
+
+static int record_nothing(void *handle, int state, StateArguments *arguments)
+{
+    (void)handle, (void)state, (void)arguments;
+    return 0;
+}
+
+/* A plugin that does nothing, to see what NCCL's side of the calls costs; 0: the one that was loaded. */
+void fake_use_nothing(int nothing)
+{
+    static const ProfilerV5 *loaded;
+    static const ProfilerV5 idle = {.start = start_nothing, .stop = stop_nothing, .record = record_nothing};
+    loaded = v5 != &idle ? v5 : loaded;
+    v5 = nothing ? &idle : loaded;
+}
+
 int fake_mask(void)
 {
     return __atomic_load_n(&event_mask, __ATOMIC_RELAXED);
@@ -506,10 +534,10 @@ int main(void)
         fake_finalize(streams[i].context);
     }
     attach(NULL);
-    uint64_t values[7];
+    uint64_t values[6];
     read_counters(values);
     printf("claimed %llu told %llu lost %llu\n", (unsigned long long)claimed, (unsigned long long)told,
-           (unsigned long long)values[4]);
+           (unsigned long long)values[3]);
     return claimed == told ? 0 : 1;
 }
 #endif

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.nccl_plugin import costs_ns
 from tests.collective_rig import on_thread, sequence
 from tests.cuda.fake_nccl import INTERFACES, ON, NcclRig, compile_nccl
 from tests.recorders import IDS, IMPLEMENTATIONS
@@ -67,7 +68,7 @@ def test_kernel_becomes_the_collectives_time(rig: NcclRig) -> None:
     assert issued_ns <= record["start_ns"] + record["duration_ns"] <= learnt_ns
     assert 0 < record["nested_ns"] < learnt_ns - issued_ns  # the issuing call's own
     assert [(each.issued, each.ended) for each in rig.reader.groups()] == [(8, 8)]
-    assert rig.nccl.plugin.counters()._replace(communicators=0, stale=0) == (0, 1, 0, 0, 0, 0, 0)
+    assert rig.nccl.plugin.counters()._replace(communicators=0) == (0, 0, 0, 0, 0, 0)
 
 
 def test_kernel_that_ends_before_the_call_returns(rig: NcclRig) -> None:
@@ -292,7 +293,7 @@ def test_capture(interface: int, make: Callable[[int], NcclRig]) -> None:
         rig.kernel(task)
     assert ends(rig) == [(0, Flag(0))]
     counters = rig.nccl.plugin.counters()
-    assert (counters.captured, counters.elsewhere, counters.operations) == (1, 0, 0)
+    assert (counters.captured, counters.elsewhere) == (1, 0)
     rig.nccl.plugin.switch(on=True)
     rig.kernel(rig.collective(1))
     assert ends(rig) == [(1, TIMED)]
@@ -377,6 +378,16 @@ def test_another_version_of_the_recorder(rig: NcclRig) -> None:
     assert rig.nccl.plugin._attach(ctypes.addressof(other)) == 0
     rig.kernel(rig.collective(0))
     assert ends(rig) == [(0, TIMED)]
+
+
+def test_cost(make: Callable[[int], NcclRig]) -> None:
+    """Against two readings of the clock and a store: for one channel, for 32, and switched off. Twice what it takes."""
+    found = {name: min(values) for name, values in costs_ns(make(6), rounds=15, calls=500).items()}
+    floor_ns = min(IMPLEMENTATIONS[0].floor_ns(10_000) for _ in range(10)) / 10_000
+    floors = {name: (found[name] - found[f"{name} idle"]) / floor_ns for name in ("1", "32", "off")}
+    assert floors["1"] < 8, floors
+    assert floors["32"] < 40, floors
+    assert floors["off"] < 1, floors
 
 
 @pytest.mark.slow

@@ -175,7 +175,6 @@ void *operation_launched(Communicator *communicator, uint64_t ticket, uint32_t c
     operation->clockless = 0;
     uint64_t turn = operation->turn;
     unlock(&operation->busy);
-    count(OPERATIONS);
     if (lost != 0) {
         count(LOST);
         part_untold(lost, 1, PART_LOST);

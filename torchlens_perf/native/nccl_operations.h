@@ -15,7 +15,6 @@ enum handle_type { OF_OPERATION = 1, OF_CHANNEL, OF_API, OF_CAPTURED_API, OF_GRO
 /* What nccl_plugin.py reads, in this order. */
 enum counter {
     COMMUNICATORS, /* made since the library was loaded */
-    OPERATIONS,    /* that were launched and belong to a recorded collective */
     ELSEWHERE,     /* that were not issued by a recorded call of torch.distributed */
     CAPTURED,      /* that became part of a graph */
     LOST,          /* whose kernels did not tell of their end */

@@ -1,0 +1,61 @@
+"""What the NCCL plugin costs the process for each collective: all of NCCL's calls into it, and the recorder behind it.
+
+NCCL is played by the tests' harness. What its own side of the calls costs, with a plugin that does nothing, is taken
+off and shown. NVIDIA's inspector plugin was measured once, without its output, on a machine of this kind, with the
+harness's side in its figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks.measure import Table, interleaved
+from tests.cuda.fake_nccl import NcclRig, compile_nccl
+from tests.recorders import IMPLEMENTATIONS
+
+CHANNELS = (1, 8, 16, 32)
+BARS_NS = {"1": 200, "32": 2000, "off": 10}
+INSPECTOR_NS = {"1": 487, "8": 1762, "16": 3137, "32": 6123}
+ROUNDS, CALLS = 40, 2000
+
+
+def costs_ns(rig: NcclRig, rounds: int, calls: int) -> dict[str, list[float]]:
+    """ns of a tapped collective, by round: with the plugin and with one that does nothing ("idle"), for each number of
+    channels, and switched off."""
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    marks = pointer_of(rig.implementation.collective_marks(), b"torchlens_perf._native.collective_marks")
+
+    def cost(channels: int, *, on: bool, idle: bool) -> float:
+        rig.nccl.plugin.switch(on=on)
+        rig.nccl.use_nothing(int(idle))
+        return float(rig.nccl.cost_ns(rig.context, marks, channels, calls))
+
+    variants: dict[str, Callable[[], float]] = {}
+    for idle in (False, True):
+        for number in CHANNELS:
+            variants[f"{number} idle" if idle else f"{number}"] = partial(cost, number, on=True, idle=idle)
+        variants["off idle" if idle else "off"] = partial(cost, 1, on=False, idle=idle)
+    return interleaved(variants, rounds)
+
+
+def main() -> int:
+    """Prints the table; returns how many bars were missed."""
+    table = Table("a collective", "plugin's ns", "NCCL's side of it, ns", "bar", "", "NVIDIA's inspector, ns")
+    with tempfile.TemporaryDirectory() as folder:
+        library = compile_nccl(Path(folder) / "compiled.so", "-shared", "-fPIC")
+        rig = NcclRig(IMPLEMENTATIONS[0], Path(folder), library, 6)
+        # The fastest round: what slows one down is the machine's other work.
+        found = {name: min(values) for name, values in costs_ns(rig, ROUNDS, CALLS).items()}
+        rig.close()
+    for name in (*map(str, CHANNELS), "off"):
+        idle_ns = found[f"{name} idle"]
+        added_ns, bar_ns = found[name] - idle_ns, BARS_NS.get(name)
+        verdict = ("", "") if bar_ns is None else (f"at most {bar_ns} ns", table.bar(added_ns <= bar_ns))
+        what = "switched off" if name == "off" else f"{name} channel{'s' * (name != '1')}"
+        table.row(what, f"{added_ns:.0f}", f"{idle_ns - found['off idle']:.0f}", *verdict, INSPECTOR_NS.get(name, ""))
+    return table.missed
