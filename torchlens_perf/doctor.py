@@ -37,7 +37,7 @@ class Check:
 def examine() -> Iterator[Check]:
     """All checks, in order. Imports torch; starts nothing, writes nothing that stays."""
     checks = (
-        _platform, _native, _torch, telemetry, _tap, _autoload, _settings, _ring_place, _run_directory, _export,
+        _platform, _native, _torch, telemetry, _tap, _nccl, _autoload, _settings, _ring_place, _run_directory, _export,
         _tools,
     )  # fmt: skip
     for check in checks:
@@ -77,6 +77,29 @@ def _tap() -> Iterator[Check]:
     if problem is not None:
         finding += f" (the native one cannot be loaded: {problem})"
     yield Check(WORSE, "tap on collectives", finding, "torchlens-perf build-tap")
+
+
+def _nccl() -> Iterator[Check]:
+    """Nothing for a torch without NVIDIA's NCCL."""
+    from torchlens_perf import nccl_plugin
+
+    nccl, file = nccl_plugin.version(), nccl_plugin.path()
+    if nccl is None:
+        return
+    subject, every = f"kernels of NCCL {'.'.join(map(str, nccl))}", nccl_plugin.steps_between(nccl)
+    without = "asynchronous collectives have no end"
+    other = None if file is None else nccl_plugin.other_plugin(os.environ, file)
+    if nccl_plugin.load() is None:
+        yield Check(WORSE, subject, f"the plugin was not built: {without}", "install a C compiler and reinstall")
+    elif every == 0:
+        yield Check(WORSE, subject, f"not timed: {without}", "NCCL 2.27 or newer tells when they ran")
+    elif other is not None:
+        yield Check(WORSE, subject, f"another plugin was chosen: {without}", f"ours is used without {other}")
+    elif every > 1:
+        remedy = "TORCHLENS_PERF_NCCL=on times all of them, at what this NCCL takes for it"
+        yield Check(WORSE, subject, f"timed in one step of {every}", remedy)
+    else:
+        yield Check(OK, subject, "timed by the device in every step, from the first communicator inside a watch on")
 
 
 def _torch() -> Iterator[Check]:

@@ -100,7 +100,6 @@ def _device_hooks(config: Config) -> list[Hook]:
     if there and config.collectives and config.nccl != "off":
         from torchlens_perf.hooks.nccl import NcclHook
 
-        # Behind the device's: what it asks of the device's clock at a step's end, that has read before.
         hooks.append(NcclHook(asked_for=config.nccl == "on"))
     return hooks
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_check [PART...]
 
-Without a GPU it exits with 2. Takes less than eight minutes on one like an H200, and no network.
+Without a GPU it exits with 2. Takes less than ten minutes on one like an H200, and no network.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu_check import accuracy, allocator, captures, cost, graphs, kernel_checks, merging, telemetry, tools
+from benchmarks.gpu_check import accuracy, allocator, cost, graphs, kernel_checks, merging, nccl, telemetry, tools
 from benchmarks.gpu_check.checks import Checks
 
 # memory and synchronizations come first: they must see how a process makes its first ring.
@@ -29,6 +30,8 @@ PARTS: dict[str, Callable[[Checks], None]] = {
     "crossover": kernel_checks.crossover,
     "graphs": graphs.graphs,
     "merging": merging.merging,
+    "nccl1": nccl.nccl1,
+    "nccl2": nccl.nccl2,
     "gaps": cost.gaps,
     "overhead": cost.overhead,
     "nvml": telemetry.nvml,

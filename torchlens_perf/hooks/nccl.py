@@ -36,7 +36,10 @@ _SAID = {
 
 
 class NcclHook:
-    """Offers the plugin before the first communicator, and has NCCL tell of its kernels, in some steps or all."""
+    """Offers the plugin before the first communicator, and has NCCL tell of its kernels, in some steps or all.
+
+    Attached behind the device's hook: what this one asks of the device's clock at a step's end, that has read before.
+    """
 
     name = "NCCL's kernels"
 
