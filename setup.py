@@ -7,8 +7,8 @@ not timed (`torchlens-perf doctor` says so). The plugin is no Python module: NCC
 from setuptools import Extension, setup
 
 SOURCES = [
-    "module.c", "recorder.c", "section.c", "module_call.c", "collective.c", "collective_parts.c", "thread_time.c",
-    "device.c",
+    "module.c", "recorder.c", "section.c", "module_call.c", "collective.c", "collective_parts.c",
+    "collective_python.c", "thread_time.c", "device.c",
 ]  # fmt: skip
 
 setup(

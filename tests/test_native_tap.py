@@ -205,7 +205,7 @@ def test_no_native_recorder(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 # -- finding
 
 
-@pytest.mark.parametrize("changed", ["torch", "python", "tap.cpp", "collective.h"])
+@pytest.mark.parametrize("changed", ["torch", "python", "tap.cpp", "tap_timing.h", "collective.h"])
 def test_tap_of_something_else_is_not_found(
     changed: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

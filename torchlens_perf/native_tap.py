@@ -42,7 +42,7 @@ def file_name() -> str:
     """The name of the tap for this torch, this Python and this source."""
     import torch
 
-    source = b"".join((_SOURCES / name).read_bytes() for name in ("tap.cpp", "collective.h"))
+    source = b"".join((_SOURCES / name).read_bytes() for name in ("tap.cpp", "tap_timing.h", "collective.h"))
     digest = hashlib.sha256(source).hexdigest()[:12]
     return f"{_MODULE}-{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{digest}.so"
 

@@ -8,7 +8,7 @@
 #include "recorder.h"
 
 enum { MOST_TIMED = 1024, PLACE_BITS = 10 };
-static const int64_t CLOCK_SLACK_NS = 100000; /* a device's times are on the host's line give or take some microseconds */
+static const int64_t CLOCK_SLACK_NS = 1000000; /* by which a device's clock and the host's may drift apart in a second */
 _Static_assert(MOST_TIMED == 1 << PLACE_BITS, "a ticket's lower bits are the place");
 
 typedef struct {
@@ -167,23 +167,6 @@ int parts_over(uint64_t ticket, uint32_t parts, enum part_time time, int64_t sta
     }
     collective_unlock();
     return possible;
-}
-
-/* claim(): the ticket of what the thread is issuing, with one more part. */
-PyObject *recorder_claim(Recorder *self, PyObject *unused)
-{
-    return PyLong_FromUnsignedLongLong(parts_claim());
-}
-
-/* part_over(ticket, start_ns, end_ns): by the device's clock; without times, of which nobody will tell. */
-PyObject *recorder_part_over(Recorder *self, PyObject *const *args, Py_ssize_t count)
-{
-    int64_t values[3] = {0}; /* ticket, start_ns, end_ns */
-    if (read_integers("part_over", args, count, 1, 3, values) < 0) {
-        return NULL;
-    }
-    enum part_time time = count == 3 ? PART_BY_DEVICE : PART_UNTIMED;
-    return PyBool_FromLong(parts_over((uint64_t)values[0], 1, time, values[1], values[2]));
 }
 
 /* Operations whose end should have been told and was not. */

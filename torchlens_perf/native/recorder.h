@@ -80,6 +80,8 @@ PyObject *recorder_begin_wait(Recorder *self, PyObject *unused);
 PyObject *recorder_end_wait(Recorder *self, PyObject *const *args, Py_ssize_t count);
 PyObject *collective_timed_wait(PyObject *module, PyObject *wait);
 PyObject *collective_capsule(PyObject *module, PyObject *unused);
+extern CollectiveMarks collective_marks;
+int collective_records(const Recorder *recorder);
 void collective_lock(void);
 void collective_unlock(void);
 int collective_is_recorded(const Collective *collective);

@@ -23,6 +23,7 @@
 extern "C" {
 #include "collective.h"
 }
+#include "tap_timing.h"
 
 namespace {
 
@@ -32,10 +33,6 @@ const CollectiveMarks *marks;
 // (operator, group, dtype, peer, device, backend's sequence)
 // -> (name_id, slot, first sequence, called back, waited for)
 PyObject *describe;
-// Asked before an operation that a device runs in the order of the current stream; gives what to call after it, or None.
-// NULL: the device's times come from elsewhere.
-PyObject *begin_timing;
-std::atomic<bool> times{false};
 std::vector<std::unique_ptr<torch::Library>> libraries;
 
 const c10::DispatchKeySet below_tap(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
@@ -236,52 +233,6 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(const c10::IValue &result, Cal
     }
 }
 
-// Calls a function of ours in Python, and returns what it gave; with the GIL. NULL: nothing.
-PyObject *call(PyObject *function)
-{
-    PyObject *result = function != nullptr ? PyObject_CallNoArgs(function) : nullptr;
-    if (result == nullptr && function != nullptr) {
-        PyErr_WriteUnraisable(function);
-    }
-    if (result == Py_None) {
-        Py_CLEAR(result);
-    }
-    return result;
-}
-
-// Around an operation whose device time is taken from Python.
-class Timing {
-  public:
-    void begin()
-    {
-        PyGILState_STATE state = PyGILState_Ensure();
-        end_timing = call(begin_timing);
-        PyGILState_Release(state);
-    }
-
-    void end()
-    {
-        if (end_timing != nullptr) {
-            PyGILState_STATE state = PyGILState_Ensure();
-            Py_XDECREF(call(end_timing));
-            Py_CLEAR(end_timing);
-            PyGILState_Release(state);
-        }
-    }
-
-    ~Timing()
-    {
-        if (end_timing != nullptr) { // the operation raised
-            PyGILState_STATE state = PyGILState_Ensure();
-            Py_CLEAR(end_timing);
-            PyGILState_Release(state);
-        }
-    }
-
-  private:
-    PyObject *end_timing = nullptr;
-};
-
 void tapped(const Operator &called, const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack)
 {
     const c10::IValue *given = stack->data() + (stack->size() - called.arguments);
@@ -438,16 +389,6 @@ PyObject *detach(PyObject *, PyObject *)
 {
     libraries.clear();
     Py_CLEAR(describe);
-    Py_RETURN_NONE;
-}
-
-// time_with(begin): see begin_timing; None for no such times.
-PyObject *time_with(PyObject *, PyObject *function)
-{
-    PyObject *begin = function == Py_None ? nullptr : function;
-    Py_XINCREF(begin);
-    Py_XSETREF(begin_timing, begin);
-    times = begin != nullptr;
     Py_RETURN_NONE;
 }
 

@@ -1,0 +1,74 @@
+// Device times of a tapped operation from Python (hooks/collective_events.py), where nothing else tells of them.
+#ifndef TORCHLENS_PERF_NATIVE_TAP_TIMING_H
+#define TORCHLENS_PERF_NATIVE_TAP_TIMING_H
+
+#include <Python.h>
+
+#include <atomic>
+
+namespace {
+
+// Asked before an operation that a device runs in the order of the current stream; gives what to call after it, or None.
+// NULL: the device's times come from elsewhere.
+PyObject *begin_timing;
+std::atomic<bool> times{false};
+
+// Calls a function of ours in Python, and returns what it gave; with the GIL. NULL: nothing.
+PyObject *call(PyObject *function)
+{
+    PyObject *result = function != nullptr ? PyObject_CallNoArgs(function) : nullptr;
+    if (result == nullptr && function != nullptr) {
+        PyErr_WriteUnraisable(function);
+    }
+    if (result == Py_None) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+// Around an operation whose device time is taken from Python.
+class Timing {
+  public:
+    void begin()
+    {
+        PyGILState_STATE state = PyGILState_Ensure();
+        end_timing = call(begin_timing);
+        PyGILState_Release(state);
+    }
+
+    void end()
+    {
+        if (end_timing != nullptr) {
+            PyGILState_STATE state = PyGILState_Ensure();
+            Py_XDECREF(call(end_timing));
+            Py_CLEAR(end_timing);
+            PyGILState_Release(state);
+        }
+    }
+
+    ~Timing()
+    {
+        if (end_timing != nullptr) { // the operation raised
+            PyGILState_STATE state = PyGILState_Ensure();
+            Py_CLEAR(end_timing);
+            PyGILState_Release(state);
+        }
+    }
+
+  private:
+    PyObject *end_timing = nullptr;
+};
+
+// time_with(begin): see begin_timing; None for no such times.
+PyObject *time_with(PyObject *, PyObject *function)
+{
+    PyObject *begin = function == Py_None ? nullptr : function;
+    Py_XINCREF(begin);
+    Py_XSETREF(begin_timing, begin);
+    times = begin != nullptr;
+    Py_RETURN_NONE;
+}
+
+} // namespace
+
+#endif
