@@ -21,7 +21,7 @@ from torchlens_perf.exporters.otlp_spans import _details, nest
 from torchlens_perf.records import Span
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
-from torchlens_perf.ring import Kind, record_dtype
+from torchlens_perf.ring import Flag, Kind, record_dtype
 from torchlens_perf.ring_source import HOLD_S
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.sidecar import Sidecar
@@ -198,19 +198,26 @@ def test_statistics_survive_their_file() -> None:
 def test_device_spans_lie_beside_the_hosts() -> None:
     """In a trace: a span of the device in a span of the device, never in one of the host that happens to contain it."""
 
-    def span(kind: str, name: str, start_ns: int, duration_ns: int, value0: int = 0) -> Span:
-        return Span(kind, name, 0, start_ns, duration_ns, 1, 0, value0, 0)
+    def span(kind: str, name: str, start_ns: int, duration_ns: int, value0: int = 0, flags: int = 0) -> Span:
+        return Span(kind, name, 0, start_ns, duration_ns, 1, flags, value0, 0)
 
     spans = [
         span("backward", "backward", 0, 100),
         span("device", "forward GPT", 10, 50, int(Kind.FORWARD)),
         span("device", "layer", 20, 10, int(Kind.MODULE)),
         span("section", "in backward", 25, 3),
+        span("collective", "issued", 30, 1),
+        span("collective", "kernel", 35, 90, 4096, int(Flag.DEVICE)),
     ]
     nested = nest(spans)
     parents = {each.name: None if parent is None else nested[parent][0].name for each, parent in nested}
-    assert parents == {"backward": None, "forward GPT": None, "layer": "forward GPT", "in backward": "backward"}
+    assert parents == {
+        "backward": None, "forward GPT": None, "layer": "forward GPT", "in backward": "backward", "issued": "backward",
+        "kernel": "forward GPT",
+    }  # fmt: skip
     assert _details(spans[1]) == {semantics.SPAN_KIND: "forward", semantics.ON_DEVICE: True}
+    assert _details(spans[5])[semantics.ON_DEVICE] is True
+    assert semantics.ON_DEVICE not in _details(spans[4])
 
 
 def test_narrow_terminals(run: RunDirectory) -> None:

@@ -269,7 +269,8 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
     """Spans by start, each with the index of the smallest span that contains it; None: it lies in the step itself.
 
     Nothing on the training thread lies in a span of another thread or of the device: they only happen at the same
-    time. A collective lies where it was issued; it may last longer than what is around it, and nothing lies in it.
+    time. A collective lies where it was issued, or where its kernel began on the device; it may last longer than what
+    is around it, and nothing lies in it.
     """
     ordered = sorted(spans, key=lambda span: (span.start_ns, -span.duration_ns, span.depth))
     nested: list[tuple[Span, int | None]] = []
@@ -282,13 +283,17 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
             if _end(ordered[other]) >= (span.start_ns if span.kind == "collective" else _end(span))
             and ordered[other].kind != "collective"
             and (span.flags & Flag.OTHER_THREAD or not ordered[other].flags & Flag.OTHER_THREAD)
-            and (span.kind == "device") == (ordered[other].kind == "device")
+            and _on_device(span) == _on_device(ordered[other])
         ]
         # Of several that last equally long, the last one is the innermost.
         parent = min(around, key=lambda other: (ordered[other].duration_ns, -other), default=None)
         nested.append((span, parent))
         running.append(index)
     return nested
+
+
+def _on_device(span: Span) -> bool:
+    return span.kind == "device" or (span.kind == "collective" and bool(span.flags & Flag.DEVICE))
 
 
 def _end(span: Span) -> int:
@@ -301,6 +306,8 @@ def _details(span: Span) -> dict[str, Any]:
         return {semantics.SPAN_KIND: kind_name(span.value0), semantics.ON_DEVICE: True}
     if span.kind == "collective":
         details[semantics.BYTES], details[semantics.SEQUENCE] = span.value0, span.value1 & 0xFFFFFFFF
+        if _on_device(span):
+            details[semantics.ON_DEVICE] = True
     return details
 
 
