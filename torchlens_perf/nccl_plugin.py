@@ -21,6 +21,7 @@ VARIABLE = "NCCL_PROFILER_PLUGIN"
 OLDEST_NCCL = (2, 27)
 SAMPLED_EVERY = 50
 """Steps of which one is timed where NCCL pays for it, see steps_between()."""
+_MODULE = "_nccl_profiler"
 _LONGEST_PATH = 254  # NCCL cuts the rest
 _BY_NAME = "libnccl-profiler.so"  # what NCCL looks for where it is told nothing
 _SYSTEM_FOLDERS = ("/usr/local/lib", "/usr/lib", "/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu")
@@ -73,7 +74,7 @@ class NcclPlugin:
 
 def path() -> Path | None:
     """The plugin's file; None where it was not built, or NCCL cannot be told of its place."""
-    found = Path(__file__).parent / f"_nccl_profiler{sysconfig.get_config_var('EXT_SUFFIX')}"
+    found = Path(__file__).parent / f"{_MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
     return found if found.is_file() and len(os.fsencode(found)) <= _LONGEST_PATH else None
 
 
@@ -110,7 +111,9 @@ def other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
     of the name that NCCL looks for without a setting. None if nobody has."""
     told = environ.get(VARIABLE)
     if told is not None:
-        return None if told == str(file) else f"{VARIABLE}={told}"
+        # Also ours is that of another installation, whose launcher has started this process.
+        ours = told == str(file) or Path(told).name.startswith(f"{_MODULE}.")
+        return None if ours else f"{VARIABLE}={told}"
     own = environ.get("NCCL_CONF_FILE")
     for settings in (Path(own or os.path.expanduser("~/.nccl.conf")), Path("/etc/nccl.conf")):
         try:

@@ -48,7 +48,7 @@ def nccl1(checks: Checks) -> None:
     before = plugin.counters()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            with perf.watch(dir=folder, sidecar=False, report=False, modules="none") as watch:
+            with perf.watch(dir=folder, sidecar=False, report=False, modules="none", nccl="on") as watch:
                 named = os.environ.get(VARIABLE) == str(nccl_plugin.path())
                 dist.init_process_group("nccl")
                 tensor = torch.ones(1 << 18, device="cuda")
@@ -136,7 +136,7 @@ def _joined(folder: Path) -> dict[str, Any] | None:
 
 def _one_rank(folder: str) -> None:
     torch.cuda.set_device(0)
-    with perf.watch(dir=folder, sidecar=False, report=False, modules="none") as watch:
+    with perf.watch(dir=folder, sidecar=False, report=False, modules="none", nccl="on") as watch:
         dist.init_process_group("nccl")
         rank, tensor, spin = dist.get_rank(), torch.ones(1 << 18, device="cuda"), Spin()
         for _ in range(STEPS):

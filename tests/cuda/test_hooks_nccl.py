@@ -15,6 +15,7 @@ from tests.cuda.fake_nccl import ON, FakeNccl
 from tests.recorders import IDS
 from tests.recording import Recording, recorded
 from torchlens_perf import launch, nccl_plugin, session
+from torchlens_perf.doctor import OK, WORSE, examine
 from torchlens_perf.hooks.nccl import NcclHook
 from torchlens_perf.nccl_plugin import SAMPLED_EVERY, VARIABLE
 
@@ -94,6 +95,15 @@ def test_another_plugin_stays(where: str, nccl: FakeNccl, tmp_path: Path, monkey
     (note,) = notes(recording)
     assert "asynchronous collectives have no end" in note
     assert "another one was chosen, and stays" in note
+
+
+def test_plugin_of_the_launchers_installation(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ours too, and was named for another Python: this process names its own."""
+    monkeypatch.setenv(VARIABLE, "/elsewhere/torchlens_perf/_nccl_profiler.cpython-310-x86_64-linux-gnu.so")
+    with watched(tmp_path, monkeypatch) as recording:
+        assert os.environ[VARIABLE] == str(nccl.file)
+    assert VARIABLE not in os.environ
+    assert notes(recording) == []
 
 
 def test_settings_without_a_plugin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +260,28 @@ def test_nccl_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7, "rc1"))
     assert nccl_plugin.version() == (2, 29, 7)
+
+
+@pytest.mark.parametrize(
+    ("version", "chosen", "severity", "words"),
+    [
+        ((2, 29, 7), None, OK, "timed by the device in every step"), ((2, 31, 2), None, WORSE, "in one step of 50"),
+        ((2, 26, 2), None, WORSE, "not timed"), ((2, 29, 7), "another", WORSE, "another plugin was chosen"),
+    ],
+)  # fmt: skip
+def test_doctor(
+    version: tuple[int, ...], chosen: str | None, severity: int, words: str, nccl: FakeNccl,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One line on NCCL, with the remedy; none for a torch without it."""
+    assert not any("NCCL" in check.subject for check in examine())
+    monkeypatch.setattr(nccl_plugin, "version", lambda: version)
+    if chosen is not None:
+        monkeypatch.setenv(VARIABLE, chosen)
+    (check,) = (check for check in examine() if "NCCL" in check.subject)
+    assert check.severity == severity
+    assert words in str(check)
+    assert bool(check.remedy) == (severity == WORSE)
 
 
 def test_torch_is_never_asked_to_time() -> None:
