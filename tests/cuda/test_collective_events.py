@@ -86,6 +86,7 @@ def test_capture(loop: Loop) -> None:
     """Nothing is marked, and the record is as without events."""
     loop.fake.stream = loop.device.new_stream()
     loop.device.begin_capture(loop.fake.stream)
+    assert loop.events.begin() is None
     loop.collective(0)
     loop.device.end_capture(loop.fake.stream)
     assert [(sequence(each), each["flags"]) for each in loop.collectives()] == [(0, 0)]

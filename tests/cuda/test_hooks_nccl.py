@@ -214,11 +214,28 @@ def test_communicators_that_were_there_before(nccl: FakeNccl, tmp_path: Path, mo
         assert inside.collective_events is None
         inside.collectives_on_device = True
         recording.watch.step()
+        works = list(inside._at_step)
         recording.watch.step()
         assert inside.collective_events is not None
+        assert list(inside._at_step) == works
     (note,) = notes(recording)
     assert "enter watch() before init_process_group()" in note
     assert inside.collective_events is None
+
+
+def test_communicators_that_have_loaded_it(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before the watch, as with the flag: there is nothing to say, and no event is taken."""
+    monkeypatch.setattr(session, "_NOW_AND_THEN_NS", 0)
+    monkeypatch.setenv(VARIABLE, str(nccl.file))
+    nccl.load()
+    context = nccl.communicator()
+    with watched(tmp_path, monkeypatch) as recording:
+        recording.watch._session.collectives_on_device = True
+        recording.watch.step()
+        assert recording.watch._session.collective_events is None
+        assert nccl.mask == ON
+    assert notes(recording) == []
+    nccl.finalize(context)
 
 
 @pytest.mark.parametrize(
