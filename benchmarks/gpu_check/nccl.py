@@ -76,7 +76,11 @@ def nccl1(checks: Checks) -> None:
     collectives = records[records["kind"] == Kind.COLLECTIVE]
     ended = int((collectives["flags"] & Flag.COMPLETED != 0).sum())
     checks.bar("nccl1", "collectives recorded", str(len(collectives)), str(2 * STEPS), len(collectives) == 2 * STEPS)
-    checks.value("nccl1", "of them with a kernel's time; communicators distrusted", f"{ended}; {after.distrusted}")
+    checks.value(
+        "nccl1",
+        "of them with a kernel's time; communicators distrusted",
+        f"{ended}; {after.distrusted - before.distrusted}",
+    )
 
 
 def nccl2(checks: Checks) -> None:

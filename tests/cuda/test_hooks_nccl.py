@@ -171,17 +171,48 @@ def test_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture("begin"))
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", capture("end"))
     before = dict(vars(torch.cuda.CUDAGraph))
-    with watched(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "_NOW_AND_THEN_NS", 0)
+    with watched(tmp_path, monkeypatch) as recording:
         nccl.load()
         context = nccl.communicator()
         graph = object()
         torch.cuda.CUDAGraph.capture_begin(graph, pool=7)
+        recording.watch.step()  # a whole step may be captured
         assert nccl.mask == 0
         torch.cuda.CUDAGraph.capture_end(graph)
         assert nccl.mask == ON
+        wrapped = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
     assert asked == [("begin", 0, (), {"pool": 7}), ("end", 0, (), {})]
     assert dict(vars(torch.cuda.CUDAGraph)) == before
+    for function in wrapped:  # which another tool may have kept
+        function(graph)
+        assert nccl.mask == 0
     nccl.finalize(context)
+
+
+def test_capture_that_does_not_begin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises, and will not end it: NCCL goes on to tell."""
+
+    def refused(graph: object) -> None:
+        raise RuntimeError("a capture is under way")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refused)
+    with watched(tmp_path, monkeypatch):
+        nccl.load()
+        context = nccl.communicator()
+        with pytest.raises(RuntimeError, match="under way"):
+            torch.cuda.CUDAGraph.capture_begin(object())
+        assert nccl.mask == ON
+    nccl.finalize(context)
+
+
+def test_plugin_of_another_version(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was left over from another installation is not offered, and the report says what to do."""
+    monkeypatch.setattr(nccl.plugin, "attach", lambda: False)
+    with watched(tmp_path, monkeypatch) as recording:
+        assert VARIABLE not in os.environ
+    (note,) = notes(recording)
+    assert "built for another version of torchlens_perf: reinstall it" in note
 
 
 def test_what_is_not_recorded_is_said(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,14 +84,20 @@ class NcclHook:
         if plugin is None or file is None:
             return "it was not built: install a C compiler and reinstall torchlens_perf"
         other = nccl_plugin.offer(self._environ, file)
-        return "" if other is None else f"another one was chosen, and stays ({other})"
+        if other is not None:
+            return f"another one was chosen, and stays ({other})"
+        if not plugin.attach():
+            nccl_plugin.withdraw(self._environ, file)
+            return "it was built for another version of torchlens_perf: reinstall it"
+        return ""
 
     @contextmanager
     def _by_plugin(self, session: Session, plugin: NcclPlugin, file: Path, attached: ExitStack) -> Iterator[None]:
         self._before = plugin.counters()
+        captures = _Captures()
 
         def switch() -> None:
-            plugin.switch(on=session.training_steps % self._every == 0)
+            plugin.switch(on=not captures.under_way and session.training_steps % self._every == 0)
 
         def look() -> None:
             if self._every == 1:
@@ -103,10 +109,9 @@ class NcclHook:
                 self._note(session, _TOO_LATE)
                 attached.enter_context(_by_events(session))
 
-        plugin.attach()
         try:
             with (
-                _not_while_capturing(plugin, switch),
+                captures.seen(switch),
                 session.now_and_then(self.name, look),
                 ExitStack() as sampling,
             ):
@@ -133,33 +138,47 @@ class NcclHook:
                 session.note(f"{number} {text}" if last else f"some {text}")
 
 
-@contextmanager
-def _not_while_capturing(plugin: NcclPlugin, switch: Callable[[], None]) -> Iterator[None]:
-    """A kernel that is timed in a graph costs a call of the host at each replay: none is."""
-    import torch
+class _Captures:
+    """torch's captures of CUDA graphs. A kernel that is timed in a graph costs a call of the host at each replay."""
 
-    def then(function: Callable[..., Any], before: Callable[[], None], after: Callable[[], None]) -> Callable[..., Any]:
-        before, after = guard("a capture with NCCL")(before), guard("a capture with NCCL")(after)
+    def __init__(self) -> None:
+        self.under_way = 0
 
-        @wraps(function)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            before()
+    @contextmanager
+    def seen(self, changed: Callable[[], None]) -> Iterator[None]:
+        """Calls `changed` before one begins and when one has ended, for as long as the context is entered."""
+        import torch
+
+        graph, left = torch.cuda.CUDAGraph, False
+        begin, end = graph.capture_begin, graph.capture_end
+
+        @guard("a capture with NCCL")
+        def count(more: int) -> None:
+            if not left:  # another tool may have wrapped ours, and keep it
+                self.under_way = max(0, self.under_way + more)
+                changed()
+
+        @wraps(begin)
+        def capture_begin(*args: Any, **kwargs: Any) -> Any:
+            count(1)
             try:
-                return function(*args, **kwargs)
+                return begin(*args, **kwargs)
+            except BaseException:
+                count(-1)  # nobody will end it
+                raise
+
+        @wraps(end)
+        def capture_end(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return end(*args, **kwargs)
             finally:
-                after()
+                count(-1)
 
-        return wrapped
-
-    def off() -> None:
-        plugin.switch(on=False)
-
-    graph = torch.cuda.CUDAGraph
-    with (
-        patched(graph, "capture_begin", then(graph.capture_begin, off, lambda: None)),
-        patched(graph, "capture_end", then(graph.capture_end, lambda: None, switch)),
-    ):
-        yield
+        try:
+            with patched(graph, "capture_begin", capture_begin), patched(graph, "capture_end", capture_end):
+                yield
+        finally:
+            left = True
 
 
 @contextmanager
