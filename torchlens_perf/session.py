@@ -122,7 +122,7 @@ class Session:
         self.stack_file = ""  # where this process writes its stack when it is asked to; "": nowhere
         self.ring_path = ring.path
         self.groups: dict[str, dict[str, Any]] = {}  # process groups that were used: members and description
-        self.collectives_on_device = False  # whether there was one with tensors that are not the CPU's
+        self.device_groups: set[tuple[str, str]] = set()  # process groups with tensors on a device, and which kind
         self.collective_events: CollectiveEvents | None = None  # times those that nothing else tells of
         self._group_slots: dict[str, int] = {}
         self._ring = ring

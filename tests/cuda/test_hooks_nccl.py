@@ -14,7 +14,7 @@ import torch
 from tests.cuda.fake_nccl import ON, FakeNccl
 from tests.recorders import IDS
 from tests.recording import Recording, recorded
-from torchlens_perf import launch, nccl_plugin, session
+from torchlens_perf import launch, nccl_plugin, session, torch_private
 from torchlens_perf.doctor import OK, WORSE, examine
 from torchlens_perf.hooks.nccl import NcclHook
 from torchlens_perf.nccl_plugin import SAMPLED_EVERY, VARIABLE
@@ -29,7 +29,8 @@ def nccl(nccl_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(nccl_plugin, "path", lambda: made.file)
     monkeypatch.setattr(nccl_plugin, "load", lambda: made.plugin)
     monkeypatch.setattr(nccl_plugin, "_SYSTEM_FOLDERS", ())
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)  # and so it is gone after the test, whatever the test does to it
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     return made
@@ -239,11 +240,14 @@ def test_what_is_not_recorded_is_said(nccl: FakeNccl, tmp_path: Path, monkeypatc
 def test_communicators_that_were_there_before(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL has not loaded the plugin: what to do is said, once, and events are taken instead."""
     monkeypatch.setattr(session, "_NOW_AND_THEN_NS", 0)
+    backends = {("0", "cuda"): "gloo", ("1", "cuda"): "nccl"}
+    monkeypatch.setattr(torch_private, "backend_of_group", lambda *group: backends[group])
     with watched(tmp_path, monkeypatch) as recording:
-        recording.watch.step()
         inside = recording.watch._session
+        inside.device_groups.add(("0", "cuda"))
+        recording.watch.step()
         assert inside.collective_events is None
-        inside.collectives_on_device = True
+        inside.device_groups.add(("1", "cuda"))
         recording.watch.step()
         works = list(inside._at_step)
         recording.watch.step()
@@ -258,10 +262,11 @@ def test_communicators_that_have_loaded_it(nccl: FakeNccl, tmp_path: Path, monke
     """Also before the watch, as with the flag: there is nothing to say, and no event is taken."""
     monkeypatch.setattr(session, "_NOW_AND_THEN_NS", 0)
     monkeypatch.setenv(VARIABLE, str(nccl.file))
+    monkeypatch.setattr(torch_private, "backend_of_group", lambda *group: "nccl")
     nccl.load()
     context = nccl.communicator()
     with watched(tmp_path, monkeypatch) as recording:
-        recording.watch._session.collectives_on_device = True
+        recording.watch._session.device_groups.add(("0", "cuda"))
         recording.watch.step()
         assert recording.watch._session.collective_events is None
         assert nccl.mask == ON

@@ -111,7 +111,12 @@ def one_rank(folder: Path) -> dict[str, Any]:
         by_events.watch.step()
     library._destroy()
     nccl.finalize(context)
-    return {"plugin": by_plugin, "events": by_events, "mask": mask_afterwards, "marks": session.clock.marks}
+    told = {
+        "mask": mask_afterwards,
+        "marks": session.clock.marks,
+        "placed": {device for _, device in session.device_groups},
+    }
+    return {"plugin": by_plugin, "events": by_events, **told}
 
 
 def one_rank_in_python(folder: Path) -> dict[str, Any]:
@@ -170,3 +175,4 @@ def test_events_where_there_is_no_plugin(ranks: list[dict[str, Any]]) -> None:
         assert not asynchronous.flags & Flag.COMPLETED
         assert on_cpu.flags & (Flag.COMPLETED | Flag.DEVICE) == Flag.COMPLETED
         assert told["marks"] == 2
+        assert told["placed"] == {DEVICE}

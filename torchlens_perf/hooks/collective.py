@@ -143,7 +143,8 @@ class Groups:
         """
         with guard("naming a collective"):
             on_cpu = device == "cpu"
-            self._session.collectives_on_device |= not on_cpu
+            if not on_cpu:
+                self._session.device_groups.add((group, device))
             calls_back = on_cpu and torch_private.backend_of_group(group, device) in _FUTURE_IS_COMPLETION
             name_id, slot = self.describe(operator, group, _DTYPES.get(dtype, dtype.lower()), peer)
             return name_id, slot, max(0, backend_sequence), calls_back, on_cpu
@@ -211,13 +212,16 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
         # Who gathers nothing has tensors in the second argument alone.
         placed = first_tensor(args[1]) if tensor is None and len(args) > 1 else tensor
         # On a device, waiting for a Work only orders streams: its end is not the operation's.
-        on_cpu = getattr(getattr(placed, "device", None), "type", "cpu") == "cpu"
+        device = getattr(getattr(placed, "device", None), "type", "cpu")
+        on_cpu = device == "cpu"
         end = End.BY_RETURN if blocking else End.BY_WAIT if on_cpu and not is_async else End.UNKNOWN
         issued = recorder.issue(
             name_id, slot, sequence, _ASYNC if is_async else 0, payload_bytes(args[0]) if payload else 0
         )
-        session.collectives_on_device |= not on_cpu
-        events = None if on_cpu or is_async or issued is None else session.collective_events
+        if on_cpu or issued is None:
+            return issued, int(end), None
+        session.device_groups.add((name, device))
+        events = None if is_async else session.collective_events
         return issued, int(end), None if events is None else events.begin()
 
     @guard("collective tap")

@@ -13,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf import native_tap, nccl_plugin, recorder
+from torchlens_perf import native_tap, nccl_plugin, recorder, torch_private
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.collective_events import CollectiveEvents
 from torchlens_perf.hooks.patch import patched
@@ -104,7 +104,7 @@ class NcclHook:
                 switch()  # a capture that we did not see has switched it off
             counters = plugin.counters()
             self._tell(session, counters, last=False)
-            if session.collectives_on_device and not counters.communicators and _TOO_LATE not in self._told:
+            if not counters.communicators and _TOO_LATE not in self._told and _runs(session):
                 self._told.add(_TOO_LATE)
                 self._note(session, _TOO_LATE)
                 attached.enter_context(_by_events(session))
@@ -136,6 +136,11 @@ class NcclHook:
             if number and (last or field not in self._told):
                 self._told.add(field)
                 session.note(f"{number} {text}" if last else f"some {text}")
+
+
+def _runs(session: Session) -> bool:
+    """Whether NCCL has run a collective."""
+    return any(torch_private.backend_of_group(*group) == "nccl" for group in session.device_groups)
 
 
 class _Captures:
