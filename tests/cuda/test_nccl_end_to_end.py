@@ -92,6 +92,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
         context = nccl.communicator(RANKS, rank)
         for _ in range(ROUNDS):
             dist.all_reduce(OnDevice(), group=group, async_op=True)
+            dist.barrier()  # both have issued it before either kernel begins
             end_ns = torch.tensor([time.monotonic_ns() + LATE_NS + TRANSFER_NS + 5 * MILLISECOND])
             dist.broadcast(end_ns, 0)  # all kernels end together
             last_ns = int(end_ns)
