@@ -19,6 +19,7 @@ from torchlens_perf.hooks.data import DataHook
 from torchlens_perf.hooks.memory import MemoryHook
 from torchlens_perf.hooks.module import ModuleHook, models_of, select
 from torchlens_perf.hooks.nvtx import NvtxHook
+from torchlens_perf.hooks.on_device import device_hooks
 from torchlens_perf.hooks.optimizer import OptimizerHook
 from torchlens_perf.hooks.section import SectionHook
 from torchlens_perf.hooks.stack import StackHook
@@ -74,34 +75,7 @@ def default_hooks(config: Config, backward: BackwardHook) -> list[Hook]:
         (config.capture != "off", CaptureHook()),
     ]
     # The device's last, and so detached first: what it tells at the end, the others' marks, must still be recorded.
-    return [*(hook for want, hook in wanted if want), *_device_hooks(config)]
-
-
-def _device_hooks(config: Config) -> list[Hook]:
-    """Nothing of them but the question is imported where torch was built without a device, or sees none."""
-    import torch
-
-    from torchlens_perf.devices import has_devices
-
-    there = has_devices()
-    if config.aggregate == "device" and not (there and torch.version.cuda is not None):
-        raise ConfigError("aggregate='device': needs an NVIDIA GPU and a torch with CUDA")
-    hooks: list[Hook] = []
-    if there and config.device_times != "off":
-        from torchlens_perf.hooks.device import DeviceHook
-
-        hooks.append(DeviceHook(asked_for=config.device_times == "on"))
-    if there and torch.version.cuda is not None:
-        from torchlens_perf.hooks.gpu import GpuHook
-        from torchlens_perf.hooks.stamps import Device, StampHook
-
-        hooks.append(GpuHook())
-        hooks.append(StampHook(Device(), aggregate=config.aggregate == "device"))
-    if there and config.collectives and config.nccl != "off":
-        from torchlens_perf.hooks.nccl import NcclHook
-
-        hooks.append(NcclHook(asked_for=config.nccl == "on"))
-    return hooks
+    return [*(hook for want, hook in wanted if want), *device_hooks(config)]
 
 
 class Session:

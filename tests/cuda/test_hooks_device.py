@@ -326,4 +326,4 @@ def test_no_hook_on_a_cpu_build() -> None:
     """Also where it is asked for."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         pytest.skip("this torch was built for a device")
-    assert session._device_hooks(config.Config(device_times="on")) == []
+    assert session.device_hooks(config.Config(device_times="on")) == []

@@ -41,7 +41,7 @@ def watched(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, version: tuple[int, ...] = (2, 29, 7), asked_for: bool = False
 ) -> Iterator[Recording]:
     """A watch with the hook, as it is where a GPU is."""
-    monkeypatch.setattr(session, "_device_hooks", lambda config: [NcclHook(asked_for=asked_for, nccl=version)])
+    monkeypatch.setattr(session, "device_hooks", lambda config: [NcclHook(asked_for=asked_for, nccl=version)])
     with recorded(folder / "run") as recording:
         yield recording
     assert recording.internal_errors == 0
