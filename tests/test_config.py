@@ -106,8 +106,7 @@ def test_every_field_is_a_variable() -> None:
     assert {"TORCHLENS_PERF_" + field.name.upper() for field in dataclasses.fields(Config)} == set(environ)
     assert config == Config(
         dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False, exchange=False,
-        aggregate="device", device_times="on", capture="verdict",
-        aggregate="device", device_times="on", nccl="on",
+        aggregate="device", device_times="on", capture="verdict", nccl="on",
         faulthandler=True, memory=False, memory_history=5000, nvtx=False, telemetry=False,
         ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
     )  # fmt: skip

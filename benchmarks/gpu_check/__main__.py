@@ -14,8 +14,18 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu_check import accuracy, allocator, captures, cost, graphs, kernel_checks, merging, telemetry, tools
-from benchmarks.gpu_check import accuracy, allocator, cost, graphs, kernel_checks, merging, nccl, telemetry, tools
+from benchmarks.gpu_check import (
+    accuracy,
+    allocator,
+    captures,
+    cost,
+    graphs,
+    kernel_checks,
+    merging,
+    nccl,
+    telemetry,
+    tools,
+)
 from benchmarks.gpu_check.checks import Checks
 
 # memory and synchronizations come first: they must see how a process makes its first ring.
