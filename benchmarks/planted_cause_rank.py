@@ -84,7 +84,7 @@ class Cause:
                 self._neighbour = int(started.stdout.readline())
         elif self.kind == "gc":
             took_s = 0.0
-            while took_s < self.delay_s / 2:  # in the loop, with cold caches, it takes about twice as long
+            while took_s < self.delay_s / 5:  # in the loop, with cold caches, it takes much longer
                 self._heap.extend([[] for _ in range(20_000)])
                 begin_s = time.perf_counter()
                 gc.collect()

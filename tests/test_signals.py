@@ -38,9 +38,33 @@ def test_means_over_steps() -> None:
     assert gc_share(board, 3, 0, 50) == 0.25
     assert gc_share(board, 0, 0) == 0.0
     assert gc_share(board, 3, 85) == 0.5  # of its last second, which began with step 90
-    assert board.seconds(50, 80) == 3.0
     assert board.means([7], 0) == {}
     assert board.ranks == [0, 3]
+
+
+def test_usual_before() -> None:
+    """The better quarter of the time before: a fault that began earlier than it was found does not count as usual."""
+    board = SignalBoard()
+    for second in range(12):
+        row = vector({"gc_share": 0.5 * (second >= 5), "sm_clock_mhz": 1000 if second >= 5 else 2000})
+        board.add(np.array([3]), np.array([10 * second]), row[None], float(second))
+
+    found = board.usual_before(3, 100)
+    assert found is not None
+    assert named(found) == {"gc_share": 0.0, "sm_clock_mhz": 2000}
+    assert board.usual_before(3, 40) is None  # three seconds without the first
+    assert board.usual_before(7, 100) is None
+
+
+def test_what_was_always_so_is_usual() -> None:
+    """A rank that always had it has it as its usual."""
+    board = SignalBoard()
+    for second in range(12):
+        told(board, float(second), 10 * second, {3: 0.5})
+    found = board.usual_before(3, 100)
+
+    assert found is not None
+    assert named(found) == {"gc_share": 0.5}
 
 
 def test_many_samples_of_a_second_and_ranks_that_come_later() -> None:

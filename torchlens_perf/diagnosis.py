@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.report.quantities import percent
-from torchlens_perf.signals import SIGNALS
+from torchlens_perf.signals import CLOCKS, SIGNALS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -93,7 +93,7 @@ class _Case:
 
     mine: Mapping[str, float]
     usual: Mapping[str, float]
-    """The others' median, or its own before, whichever is nearer: a cause must stand out from both."""
+    """The others' median, or its own usual before, whichever is nearer: a cause must stand out from both."""
     others: Mapping[str, float]
     episode: Episode
     details: Mapping[str, str]
@@ -119,15 +119,15 @@ class _Case:
 def diagnose(
     episode: Episode,
     during: Mapping[int, npt.NDArray[np.float32]],
-    before: Mapping[int, npt.NDArray[np.float32]],
+    before: npt.NDArray[np.float32] | None,
     together: Collection[int] = (),
     details: Mapping[str, str] | None = None,
 ) -> Diagnosis:
     """Why the episode's rank is slow.
 
-    during, before: by rank, the means of its signals in the steps of the episode, and in those before it; of all ranks
-    that are compared. together: ranks that are slow with it, which are no comparison. details: names for what was seen
-    on its node: "neighbour", "control_group", "gpu".
+    during: by rank, the means of the signals in the steps of the episode, of all ranks that are compared. before: what
+    was usual of this rank's before them, see SignalBoard.usual_before(). together: ranks that are slow with it, which
+    are no comparison. details: names for what was seen on its node: "neighbour", "control_group", "gpu".
     """
     rank = episode.rank
     if rank not in during:
@@ -135,9 +135,9 @@ def diagnose(
     mine = _named(during[rank])
     others = _median([values for other, values in during.items() if other != rank and other not in together])
     usual = dict(others)
-    if not episode.from_start and rank in before:
-        for name, value in _named(before[rank]).items():
-            nearer = min if name in ("cpu_clock_share", "sm_clock_mhz") else max
+    if before is not None:
+        for name, value in _named(before).items():
+            nearer = min if name in CLOCKS else max
             usual[name] = nearer(usual[name], value) if name in usual else value
     case = _Case(mine, usual, others, episode, details or {})
     found = [cause for look in _LOOKS for cause in look(case)]

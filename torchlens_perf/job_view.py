@@ -39,7 +39,6 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 ROUND_S = 1.0  # between two posts of a rank that makes no steps, and two looks for hangs
 SILENT_S = 6.0  # a node that posts every ROUND_S and is not heard of for so long is silent
 MOST_STACKS = 3
-_LEAST_BEFORE_S = 5.0  # of a rank's signals before it was slow: less time is mostly the job's start
 _MOST_COMPARED = 256  # ranks whose signals a slow rank's are held against
 _LEAST_ROW_NS = 100_000_000  # between nodes: at most ten rows a second and rank
 
@@ -155,9 +154,7 @@ class JobView:
         episode, ranks = culprit.lead, self._signals.ranks
         sample = [episode.rank, *ranks[:: max(1, len(ranks) // _MOST_COMPARED)]]
         during = self._signals.means(sample, episode.since_step)
-        before = {}
-        if not episode.from_start and self._signals.seconds(0, episode.since_step) >= _LEAST_BEFORE_S:
-            before = self._signals.means([episode.rank], 0, episode.since_step)
+        before = None if episode.from_start else self._signals.usual_before(episode.rank, episode.since_step)
         return diagnose(episode, during, before, culprit.ranks, details)
 
     def end(self, identity: Identity) -> None:

@@ -44,6 +44,9 @@ SIGNALS = (
 SLOTS = 32
 _FIRST_SLOT_S = 1.0
 _MOST_COUNTED = 1 << 15
+CLOCKS = ("cpu_clock_share", "sm_clock_mhz")  # signals of which less is worse
+LEAST_BEFORE_S = 4.0  # of a rank's signals before it was slow: less time is mostly the job's start
+_IS_CLOCK = np.array([name in CLOCKS for name in SIGNALS])
 _INDEX = {name: index for index, name in enumerate(SIGNALS)}
 
 
@@ -138,10 +141,24 @@ class SignalBoard:
             result = (total / weight).astype(np.float32)
         return dict(zip(there, result, strict=True))
 
-    def seconds(self, since_step: int, until_step: int) -> float:
-        """In about how much time these steps were made, and no others."""
-        whole = sum(first >= since_step and last < until_step for first, last in self._steps)
-        return whole * self._slot_s
+    def usual_before(self, rank: int, step: int) -> npt.NDArray[np.float32] | None:
+        """What a rank's signals were in the better quarter of the time before a step; None if that is too short.
+
+        Not their means: since when a rank is slow is found in noisy times, and may be told later than it was. Without
+        the first slot, the job's start.
+        """
+        inside = [i for i, (_, last) in enumerate(self._steps) if last < step][1:]
+        at = self._index.get(rank)
+        if at is None or len(inside) * self._slot_s < LEAST_BEFORE_S:
+            return None
+        for i in inside:
+            self._grow(i)
+        rows = np.stack([self._means[i][at].astype(np.float32) for i in inside])
+        usual = np.full(len(SIGNALS), np.nan, np.float32)
+        measured = ~np.isnan(rows).all(axis=0)
+        low, high = np.nanquantile(rows[:, measured], (0.25, 0.75), axis=0)
+        usual[measured] = np.where(_IS_CLOCK[measured], high, low)
+        return usual
 
     def _grow(self, slot: int) -> None:
         missing = len(self._index) - len(self._counts[slot])
