@@ -14,7 +14,7 @@ TRAINING = {
     "", "_native_twin", "capture_files", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events",
     "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
     "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
-    "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_private", "version", "watch",
+    "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_instruments", "torch_private", "version", "watch",
     "memory_readings", "nccl_plugin", "oom_table",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
@@ -41,6 +41,7 @@ THIRD_PARTY = {
         "cuda.aggregate", "cuda.events",
         "hooks",
         "native_tap", "nccl_plugin",
+        "torch_instruments",
         "torch_private",
         "torchrun_flag",
         "watch",

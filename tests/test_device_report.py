@@ -269,7 +269,7 @@ def test_a_step_is_not_held_for_long(run: RunDirectory) -> None:
     sidecar.account()
     (process,) = sidecar.state.processes.values()
     assert process.statistics.counted_steps == 4
-    (source,) = sidecar._sources.values()
+    (source,) = sidecar.sources
     source.step_s -= 2 * HOLD_S
     sidecar.account()
     assert process.statistics.counted_steps == 5

@@ -35,8 +35,9 @@ from tests.ranks import HOST, Rank, make_run
 from tests.recording import recorded as recording_of
 from torchlens_perf.ring import Kind
 from torchlens_perf.run_directory import sidecar_lock
-from torchlens_perf.sidecar import Sidecar, run_sidecar
+from torchlens_perf.sidecar import Sidecar
 from torchlens_perf.sidecar_lock import SidecarLock
+from torchlens_perf.sidecar_loop import run_sidecar
 
 SEEDS = range(200)
 

@@ -24,8 +24,9 @@ from torchlens_perf.replay import replay
 from torchlens_perf.report.build import build
 from torchlens_perf.ring import Kind
 from torchlens_perf.run_directory import RunDirectory, local_folders, sidecar_lock
-from torchlens_perf.sidecar import FIRST_TRACED_STEPS, Sidecar, run_sidecar, traced_steps
+from torchlens_perf.sidecar import FIRST_TRACED_STEPS, Sidecar, traced_steps
 from torchlens_perf.sidecar_lock import SidecarLock
+from torchlens_perf.sidecar_loop import run_sidecar
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 
@@ -111,7 +112,7 @@ def test_live_report(run: RunDirectory) -> None:
 
     assert (first["ranks"][0]["steps"], second["ranks"][0]["steps"]) == (20, 27)
     assert (first["run"]["live"], first["run"]["ended"], first["ranks"][0]["state"]) == (True, None, "running")
-    assert made.has_more_to_come(1000.0)
+    assert made.sources.has_more_to_come(1000.0)
     rank.close()
     made.close()
 
@@ -311,7 +312,7 @@ def test_elastic_restart_is_waited_for(run: RunDirectory) -> None:
     made, _ = sidecar(run)
     made.poll()
 
-    assert made.has_more_to_come(1000.0)
+    assert made.sources.has_more_to_come(1000.0)
 
     again = Rank(run, 0, 1, identity={**elastic, "attempt": 1})
     again.steps(9, **WORK)
@@ -320,7 +321,7 @@ def test_elastic_restart_is_waited_for(run: RunDirectory) -> None:
     made.account()
     made.keep()
 
-    assert not made.has_more_to_come(1000.0)
+    assert not made.sources.has_more_to_come(1000.0)
     value = report(run)
     assert (value["run"]["attempt"], value["ranks"][0]["steps"], value["ranks"][0]["state"]) == (1, 9, "closed")
     assert set(pd.read_parquet(run.steps)["attempt"]) == {0, 1}
@@ -382,7 +383,7 @@ def test_a_hang_of_another_attempt_is_over(run: RunDirectory) -> None:
     for rank in before:
         rank.steps(10, **WORK)
     looked(made)
-    made.job.hang = hang()
+    made.conclusions.job.hang = hang()
     made.look_around(0.1)
     made.export()
     after = two_ranks(run, 1)
@@ -430,7 +431,7 @@ def test_a_hang_outlives_the_sidecar(run: RunDirectory) -> None:
         exporter = MemoryExporter()
         made, _ = sidecar(run, exporter)
         looked(made)
-        made.job.hang = found
+        made.conclusions.job.hang = found
         made.look_around(0.1)
         made.export()
         made.keep()
@@ -472,7 +473,8 @@ def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory)
 
 
 @pytest.mark.parametrize(
-    "broken", ["job.add_steps", "job.look", "job.end", "_continuation.findings", "_alerts.changes"]
+    "broken",
+    ["job.add_steps", "job.look", "job.end", "_continuation.findings", "_alerts.changes", "signals.sample"],
 )
 def test_an_error_of_the_judgement_ends_nothing(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, broken: str, caplog: pytest.LogCaptureFixture
@@ -488,9 +490,9 @@ def test_an_error_of_the_judgement_ends_nothing(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise ValueError("not enough values to unpack")
 
-    made._earlier_attempt = 0  # as if started again
+    made.conclusions._earlier_attempt = 0  # as if started again
     owner, _, name = broken.partition(".")
-    monkeypatch.setattr(getattr(made, owner), name, fails)
+    monkeypatch.setattr(getattr(made.conclusions, owner), name, fails)
     lock = SidecarLock(sidecar_lock(run.run_id))
     assert lock.acquire()
     assert not run_sidecar(made, lock, exporter)
@@ -498,7 +500,8 @@ def test_an_error_of_the_judgement_ends_nothing(
 
     assert [rank["steps"] for rank in value["ranks"]] == [50, 50]
     assert len(pd.read_parquet(run.steps)) == sum(len(batch.steps) for batch in exporter.batches) == 100
-    place = "raising alerts" if owner == "_alerts" else "judging the ranks"
+    places = {"_alerts": "raising alerts", "signals": "looking for causes"}
+    place = places.get(owner, "judging the ranks")
     assert [note for note in value["quality"]["notes"] if note.startswith(f"{place} failed")] == [
         f"{place} failed in the sidecar, and what it would have told is missing: see nodes/{HOST}.log"
     ]

@@ -22,8 +22,9 @@ from torchlens_perf.pacing import Pacing
 from torchlens_perf.recorder import End
 from torchlens_perf.ring import Kind
 from torchlens_perf.run_directory import RunDirectory, create_ring, local_folders, sidecar_lock
-from torchlens_perf.sidecar import Sidecar, run_sidecar
+from torchlens_perf.sidecar import Sidecar
 from torchlens_perf.sidecar_lock import SidecarLock
+from torchlens_perf.sidecar_loop import run_sidecar
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_report_of_a_process_that_ended_before_it_was_counted(run: RunDirectory)
     ranks[0].steps(20, **WORK)
     ranks[0].close()
     made.poll()
-    made._sources[ranks[0].ring_path].ended_monotonic_s -= 1.0
+    made.sources._sources[ranks[0].ring_path].ended_monotonic_s -= 1.0
     made.report_if_asked()
 
     assert len(asked) == 1
@@ -144,7 +145,7 @@ def test_ring_that_is_about_to_be_filled_is_waited_for(run: RunDirectory) -> Non
     made, _ = sidecar(run)
     made.poll()
 
-    assert made.has_more_to_come(1000.0)
+    assert made.sources.has_more_to_come(1000.0)
     late.set_metadata({})  # whatever else it says
     late.close()
     made.close()
@@ -224,7 +225,7 @@ def test_notes_of_the_exchange_are_told(run: RunDirectory) -> None:
     """While the run goes on, as they hold then; and those that held at its end."""
     rank = Rank(run, 1, 4, identity={"local_rank": 0, "local_world_size": 1})
     made, _ = sidecar(run)
-    made.job._open_exchange = TroubledExchange  # type: ignore[assignment]
+    made.conclusions.job._open_exchange = TroubledExchange  # type: ignore[assignment]
     rank.steps(20, **WORK)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("torchlens_perf.session.job_store", lambda environ: ("127.0.0.1", 1))
@@ -341,7 +342,7 @@ def test_ranks_that_are_gone_are_not_waited_for(run: RunDirectory) -> None:
         round_of(made, now_s)
     round_of(made, 400.0)
 
-    assert set(made.job._local) == {0}
+    assert set(made.conclusions.job._local) == {0}
     assert made.state.hang is None or made.state.hang["ranks"] == [0]
     left.close()
     for rank in before:
@@ -364,7 +365,7 @@ def test_step_that_does_not_end(run: RunDirectory, monkeypatch: pytest.MonkeyPat
             rank.session.recorder.end(Kind.FORWARD, name_id)
         made.poll()
         made.account()
-        (source,) = made._sources.values()
+        (source,) = made.sources
         assert sum(len(records) for records, _ in source.waiting) <= 2000
     assert source.state.statistics.lost == 8000
     made.save()

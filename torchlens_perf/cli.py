@@ -122,8 +122,9 @@ def _sidecar(options: argparse.Namespace) -> int:
     from torchlens_perf.errors import RunStoreError, guard
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment
     from torchlens_perf.replay import replay
-    from torchlens_perf.sidecar import Sidecar, run_sidecar
+    from torchlens_perf.sidecar import Sidecar
     from torchlens_perf.sidecar_lock import SidecarLock
+    from torchlens_perf.sidecar_loop import run_sidecar
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run = RunDirectory(options.run_dir.absolute())

@@ -125,8 +125,9 @@ def record(simulation: Simulation, steps: int, run: RunDirectory, note: str) -> 
     from torchlens_perf import run_directory
     from torchlens_perf.clock import Anchor
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment
-    from torchlens_perf.sidecar import Sidecar, run_sidecar
+    from torchlens_perf.sidecar import Sidecar
     from torchlens_perf.sidecar_lock import SidecarLock
+    from torchlens_perf.sidecar_loop import run_sidecar
     from torchlens_perf.simulated_rings import SimulatedRank, Timeline
 
     topology = simulation.topology

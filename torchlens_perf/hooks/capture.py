@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf import capture_files, torch_private
+from torchlens_perf import capture_files, torch_instruments, torch_private
 from torchlens_perf.capture_files import (
     FLIGHT_RECORDER,
     LONGEST_S,
@@ -161,8 +161,8 @@ class _Capture:
                 self._keep(TRACE, RAW_TRACE, trace.write, capture_files.MOST_TRACE_BYTES)
             else:
                 self._left_out[TRACE] = "no step was whole"
-            self._keep_dump(FLIGHT_RECORDER, torch_private.flight_recorder())
-            self._keep_dump(SNAPSHOT, torch_private.pickled_memory())
+            self._keep_dump(FLIGHT_RECORDER, torch_instruments.flight_recorder())
+            self._keep_dump(SNAPSHOT, torch_instruments.pickled_memory())
         self._answer(ended)
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torchlens_perf import torch_private
+from torchlens_perf import torch_instruments
 from torchlens_perf.hooks.patch import patched
 
 # What Nsight Systems, Nsight Compute and dynolog leave in the environment of a process that they look at.
@@ -36,11 +36,11 @@ def another_profiler() -> str:
     tool = next((name for variable, name in _TOOLS.items() if os.environ.get(variable)), "")
     if tool:
         return tool
-    if torch_private.profiler_is_on():
+    if torch_instruments.profiler_is_on():
         return "torch.profiler"
     # One that warms up tells nobody. Looking at all objects takes some 60 ns each, once a capture.
     prepared = [each for each in gc.get_referrers(profiler.profile) if isinstance(each, profiler.profile)]
-    return "torch.profiler" if any(torch_private.is_prepared(each) for each in prepared) else ""
+    return "torch.profiler" if any(torch_instruments.is_prepared(each) for each in prepared) else ""
 
 
 class Trace:
@@ -67,7 +67,7 @@ class Trace:
             use_device="cuda" if self._cuda else None,
             with_stack=self._python,
             # Else it belongs to this thread, and no other one could end it.
-            experimental_config=torch_private.all_threads(),
+            experimental_config=torch_instruments.all_threads(),
         )
         with ExitStack() as patches:
             for name in _STARTS:
@@ -75,7 +75,7 @@ class Trace:
             profile.__enter__()
             self._patches, self._profile = patches.pop_all(), profile
         # HTA and others look for the rank there.
-        torch_private.add_to_trace("distributedInfo", json.dumps({"rank": rank, "world_size": world_size}))
+        torch_instruments.add_to_trace("distributedInfo", json.dumps({"rank": rank, "world_size": world_size}))
         self._begin_step(step)
 
     def next_step(self, step: int) -> None:

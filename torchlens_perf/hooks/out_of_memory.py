@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf import torch_private
+from torchlens_perf import torch_instruments, torch_private
 from torchlens_perf.errors import HookUnavailable, guard
 from torchlens_perf.oom_table import Places, live_table
 from torchlens_perf.run_directory import RunDirectory
@@ -43,7 +43,7 @@ class _Relay:
         """Attaches the observer, once. CUDA must be initialized."""
         if not self.attached:
             self.attached = True
-            torch_private.attach_out_of_memory_observer(guard("the table of device memory").calling(self, "told"))
+            torch_instruments.attach_out_of_memory_observer(guard("the table of device memory").calling(self, "told"))
 
 
 relay = _Relay()
@@ -84,7 +84,7 @@ class OutOfMemoryHook:
             finally:
                 relay.told = None
                 if self._records and not session.recorder.closed:  # in a forked child it is the parent's
-                    torch_private.record_memory_history(0)
+                    torch_instruments.record_memory_history(0)
 
     def _start_history(self, session: Session) -> None:
         if not self._entries:
@@ -94,10 +94,10 @@ class OutOfMemoryHook:
         except HookUnavailable as unavailable:
             session.note(f"memory_history: {unavailable}")
             return
-        if torch_private.records_memory_history():
+        if torch_instruments.records_memory_history():
             session.note("memory_history is off: the job records a history of its own, which is left as it is")
             return
-        torch_private.record_memory_history(self._entries)
+        torch_instruments.record_memory_history(self._entries)
         self._records = True
 
     @property
@@ -127,7 +127,7 @@ class _Observer:
         places = Places(forward_methods(), _hidden())
         module, stack = places.of(_own_frames())
         # A history of the job's own may be of any length: not asked for. The stacks of blocks are there all the same.
-        snapshot = torch_private.memory_snapshot(with_history=self._hook.records)
+        snapshot = torch_instruments.memory_snapshot(with_history=self._hook.records)
         table = live_table(snapshot, device, places)
         step, identity = self._session.recorder.step, self._session.identity
         value = {

@@ -1,0 +1,85 @@
+"""The sidecar's life: rounds until the node's processes have ended, then the last report. sidecar.py has the rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.pacing import Pacing
+
+if TYPE_CHECKING:
+    from torchlens_perf.exporters import Exporter
+    from torchlens_perf.sidecar import Sidecar
+    from torchlens_perf.sidecar_lock import SidecarLock
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+_SHUTDOWN_TIMEOUT_S = 30.0
+
+
+def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) -> bool:
+    """Works until the node's processes have ended. The caller holds the lock, and has it back or gone afterwards.
+
+    Returns whether to begin anew: with the lock, for a ring that came in the last instant.
+    """
+    started_s = time.monotonic()
+    pacing = Pacing(started_s)
+    save_took_s = 0.0
+    while True:
+        pacing.polled(sidecar.poll())
+        now_s = time.monotonic()
+        more = sidecar.sources.has_more_to_come(now_s - started_s)
+        if not more or pacing.account_due(now_s):
+            sidecar.account()
+            sidecar.look_around(now_s, final=not more)
+        sidecar.measure()
+        sidecar.conclusions.relay_captures(sidecar.sources, now_s, final=not more)
+        with _logged("the report could not be written"):
+            sidecar.report_if_asked()  # before the export, which may take longer: rank 0 waits for it
+        sidecar.export()
+        with _logged("the run directory cannot be written"):
+            if not more or pacing.keep_due(now_s, sidecar.unkept_records(), failing=sidecar.disk_failed):
+                sidecar.keep()
+            elif pacing.save_due(now_s, save_took_s):
+                sidecar.save()
+                save_took_s = time.monotonic() - now_s
+        if not more:
+            break
+        time.sleep(pacing.poll_s)
+    if exporter is not None:
+        sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
+    sidecar.end_exchange()
+    with _logged("the run directory cannot be written"):
+        sidecar.save()
+    with _logged("the last report could not be written"):
+        sidecar.write_report()
+    sidecar.close()
+    return _give_back(sidecar, lock)
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """A full disk, or another node's file that cannot be read just now, must not leave the ranks unobserved."""
+    try:
+        yield
+    except (OSError, RunStoreError) as error:
+        logger.error("%s: %s", what, error)
+
+
+def _give_back(sidecar: Sidecar, lock: SidecarLock) -> bool:
+    """Gives the lock back and looks once more whether a ring has come.
+
+    A process makes its ring and then looks at the lock: either it finds the lock free, and starts a sidecar of its
+    own, or its ring was there before this look.
+    """
+    lock.close()
+    again = sidecar.sources.has_unread_rings()
+    if not lock.acquire():
+        return False
+    if not again:
+        lock.remove()
+    return again
