@@ -1,8 +1,8 @@
 """What node 0's sidecar pays for a window of a large job: 16384 ranks of 64 modules, unpacked, merged, judged.
 
-Windows of 12 rows from 2048 nodes of 8 ranks, as the exchange hands them over (getting them: exchange_scale.py), go
-through the sidecar's own JobView: places, progress, module times, rows, judgement, and a look for a hang. One rank is
-8 % slower from the sixth window on. Processor time of the one thread that does it all.
+Windows of 11 rows, with signals, from 2048 nodes of 8 ranks, as the exchange hands them over (getting them:
+exchange_scale.py), go through the sidecar's own JobView: places, progress, module times, signals, rows, judgement, a
+look for a hang, and why a rank is slow. One rank is 8 % slower from the sixth window on. Processor time of the one thread that does it all.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import numpy as np
 
 from benchmarks.measure import Table
 from torchlens_perf import summary
+from torchlens_perf.culprits import name
 from torchlens_perf.exchange_posts import Collected, NodeContact, Received
 from torchlens_perf.hang import Progress
 from torchlens_perf.identity import Identity
 from torchlens_perf.job_view import JobView
 from torchlens_perf.records import OWN_PARTS
+from torchlens_perf.signals import SIGNALS
 from torchlens_perf.straggler import Place
 
 RANKS, NODE_SIZE, WINDOWS, SLOW, SLOW_FROM = 16384, 8, 24, 1234, 5
@@ -31,6 +33,7 @@ MODULES = {f"layers.{number}.mlp": 3e5 + number for number in range(64)}
 WORK_NS = np.array(
     [{"data": 1e6, "forward": 2e7, "backward": 4e7, "optimizer": 5e6}.get(part, 1e6) for part in OWN_PARTS]
 )
+SIGNALS_OF_A_RANK = dict.fromkeys(SIGNALS, 0.1)
 MOST_S, MOST_MB = 1.0, 512
 
 
@@ -52,8 +55,8 @@ def window(number: int, draw: np.random.Generator) -> Collected:
     """The summaries of all ranks: one packed by the sidecar's function, the others like it but for numbers."""
     place = Place("node-0", "abcdef012345", {"dp": 0, "tp": 3, "cp": 1})
     groups = {"0": 40 * number, "dp": 20 * number, "tp": 400 * number}
-    progress = Progress(0, "node-0", 12 * number, 0.1, 0.0, 0.07, groups, ("backward", "wait"), "running")
-    packed = summary.pack(summary.Summary(0, RANKS, place, progress, 4711, None, MODULES))
+    progress = Progress(0, "node-0", summary.ROWS * number, 0.1, 0.0, 0.07, groups, ("backward", "wait"), "running")
+    packed = summary.pack(summary.Summary(0, RANKS, place, progress, 4711, None, MODULES, signals=SIGNALS_OF_A_RANK))
     values = np.repeat(np.frombuffer(packed, summary.LAYOUT), RANKS)
     values["rank"], values["width"] = np.arange(RANKS), 1
     values["row"] = number * summary.ROWS + np.arange(summary.ROWS)
@@ -95,6 +98,7 @@ def measured() -> dict[str, Any]:
         handed.next = window(number, draw)
         begun_s = time.process_time()
         findings = view.look(5.0 * number)
+        name(findings, view.places, view.module_excess_ns, lambda culprit: view.diagnose(culprit, {}))
         spent_s.append(time.process_time() - begun_s)
     return {
         "named": [(episode.rank, episode.named_step) for episode in findings.episodes],
@@ -123,5 +127,5 @@ def main() -> int:
     )  # fmt: skip
     table.row("resident memory of the sidecar, torch with it", f"{found['peak_mb']:.0f} MB", "", "")
     table.row("on the wire, a rank and window", f"{size} bytes", "at most 1024", table.bar(size <= 1024))
-    table.row("named", f"{named_step - 12 * SLOW_FROM} steps after it began", "", "")
+    table.row("named", f"{named_step - summary.ROWS * SLOW_FROM} steps after it began", "", "")
     return table.missed
