@@ -2,7 +2,8 @@
 
 Windows of 11 rows, with signals, from 2048 nodes of 8 ranks, as the exchange hands them over (getting them:
 exchange_scale.py), go through the sidecar's own JobView: places, progress, module times, signals, rows, judgement, a
-look for a hang, and why a rank is slow. One rank is 8 % slower from the sixth window on. Processor time of the one thread that does it all.
+look for a hang, and why a rank is slow. One rank is 8 % slower from the sixth window on. Processor time of the one
+thread that does it all.
 """
 
 from __future__ import annotations

@@ -90,10 +90,8 @@ def main() -> int:
         right_rank = sum(named == suspect for suspect, named, _, _ in results)
         first = sum(named == suspect and causes[:1] == [kind] for suspect, named, causes, _ in results)
         also = sum(named == suspect and kind in causes[1:] for suspect, named, causes, _ in results)
-        wrong = sum(
-            (named not in (None, suspect)) or bool(causes and kind not in causes) or (kind == "clean" and bool(causes))
-            for suspect, named, causes, _ in results
-        )
+        # What a person would be told first is what counts, and any cause besides the planted one.
+        wrong = sum(named not in (None, suspect) or bool(set(causes) - {kind}) for suspect, named, causes, _ in results)
         table.row(kind, len(results), right_rank, first, also, wrong)
     return 0
 

@@ -30,7 +30,6 @@ PURE = {
 }  # fmt: skip
 THIRD_PARTY = {
     "cupy": {"cuda.kernels"},
-    "psutil": {"host_signals"},
     "nvtx": {"hooks.nvtx", "doctor"},
     "opentelemetry": {"exporters"},
     "rich": {"report.heat_map", "report.memory_table", "report.rank_table", "report.tables", "report.terminal"},

@@ -88,13 +88,44 @@ def test_not_measured_now_and_then() -> None:
     assert named(board.means([1], 0)[1]) == {"gc_share": 0.375, "cpu_wait_share": 0.5}
 
 
-def test_bounded() -> None:
-    """A long run keeps at most SLOTS slots, whose means are still those of all their seconds."""
-    board = SignalBoard()
-    for second in range(1000):
-        told(board, float(second), second, {1: float(second >= 512)})
+def test_bounded_and_fine_where_it_is_new() -> None:
+    """A run of days keeps SLOTS slots; what began minutes ago is told apart from the days before."""
+    board, days, slow_since = SignalBoard(), 2 * 86400, 2 * 86400 - 300
+    for second in range(0, days, 5):
+        told(board, float(second), second, {1: float(second >= slow_since)})
 
-    assert len(board._means) <= SLOTS
-    assert gc_share(board, 1, 0, 512) == 0.0
-    assert gc_share(board, 1, 512) == 1.0
-    assert gc_share(board, 1, 0) == pytest.approx(488 / 1000, abs=0.01)
+    assert len(board._slots) <= SLOTS
+    assert gc_share(board, 1, slow_since) == 1.0
+    assert gc_share(board, 1, 0, slow_since) < 0.01
+    assert gc_share(board, 1, 0) == pytest.approx(300 / days, rel=0.1)
+
+
+def test_long_slots_do_not_freeze() -> None:
+    """The thousandth sample of a slot counts as much as the first: means are not rounded while they are made."""
+    board = SignalBoard()
+    for sample in range(4000):
+        told(board, 0.5 + sample / 1e5, 0, {1: float(sample >= 2000)})
+
+    assert gc_share(board, 1, 0) == pytest.approx(0.5, abs=0.002)
+
+
+def test_what_is_measured_rarely() -> None:
+    """One sample in five rounds counts once, not for the rounds in between."""
+    board = SignalBoard()
+    for round_ in range(100):
+        values = {"gc_share": 0.1} | ({"link_errors_per_s": float(round_ % 10 == 0)} if round_ % 5 == 0 else {})
+        board.add(np.array([1]), np.array([round_]), vector(values)[None], float(round_))
+
+    assert named(board.means([1], 0)[1])["link_errors_per_s"] == 0.5
+
+
+def test_bursts_before_are_usual() -> None:
+    """Errors that came in bursts before are no news: rates are held against their mean."""
+    board = SignalBoard()
+    for second in range(100):
+        row = vector({"nvlink_errors_per_s": 3.0 * (second % 20 == 5)})
+        board.add(np.array([1]), np.array([10 * second]), row[None], float(second))
+    found = board.usual_before(1, 900)
+
+    assert found is not None
+    assert named(found)["nvlink_errors_per_s"] == pytest.approx(0.15, rel=0.2)

@@ -51,7 +51,11 @@ def test_cloud(tmp_path: Path, dmi: dict[str, str], found: dict[str, str]) -> No
 def test_container(tmp_path: Path, text: str) -> None:
     """From the name of its control group; where that is hidden, from its mounts."""
     assert attributes({}, *machine(tmp_path / "a", cgroup=text)) == {"container.id": ID}
-    mounts = f"700 5 8:1 /var/lib/docker/containers/{ID}/hostname /etc/hostname rw - ext4 /dev/sda1 rw"
+    layer = "cd34" * 16
+    mounts = (
+        f"699 5 0:50 / / rw - overlay overlay rw,upperdir=/var/lib/docker/overlay2/{layer}/diff\n"
+        f"700 5 8:1 /var/lib/docker/containers/{ID}/hostname /etc/hostname rw - ext4 /dev/sda1 rw\n"
+    )
     hidden = machine(tmp_path / "b", cgroup="0::/", mountinfo=mounts)
     assert attributes({}, *hidden) == {"container.id": ID}
 

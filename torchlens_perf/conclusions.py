@@ -74,10 +74,10 @@ class Conclusions:
         self.job.begin(identity.attempt)
         self._state.findings, self._state.named, self._state.hang, self.job.hang = NOTHING, NOBODY, None, None
 
-    def glance(self, sources: RingSources) -> None:
+    def glance(self, sources: RingSources, now_s: float) -> None:
         """What ranks wait for at this instant; in every round."""
         with self.going_on(_SIGNALS):
-            self.signals.look(sources)
+            self.signals.look(sources, now_s)
 
     def add_steps(self, source: RingSource, steps: StepTable) -> None:
         """Finished steps of one of the newest processes."""

@@ -40,9 +40,18 @@ class ControlGroup:
         return folder if folder.is_dir() else root
 
     def memory_limit_share(self) -> float | None:
-        """Used memory by the limit, of the group or of one around it; None without a limit."""
-        used = ((_integer(path), limit) for path, limit in self._limits)
-        return max((count / limit for count, limit in used if count is not None), default=None)
+        """Used memory by the limit, of the group or of one around it; None without a limit.
+
+        Without pages of files that were not used again: they fill any group that reads files, and are let go first.
+        """
+        shares = []
+        for folder, limit in self._limits:
+            used = _integer(folder / ("memory.current" if self._is_v2 else "memory.usage_in_bytes"))
+            fields = _fields(folder / "memory.stat")
+            droppable = int(fields.get("inactive_file" if self._is_v2 else "total_inactive_file", 0))
+            if used is not None:
+                shares.append(max(0, used - droppable) / limit)
+        return max(shares, default=None)
 
     def refaults(self) -> int | None:
         """Pages that were evicted and needed again so far."""
@@ -50,14 +59,12 @@ class ControlGroup:
         found = [int(fields[name]) for name in ("workingset_refault_anon", "workingset_refault_file") if name in fields]
         return sum(found) if found else None
 
-    def quota_wait_ns(self) -> int | None:
-        """How long the group has had no CPU so far because its quota was used up; None without a quota."""
+    def quota_periods(self) -> tuple[int, int] | None:
+        """How many periods of its CPU quota the group has run in so far, and in how many it has used it up; None
+        without a quota. (Its throttled time adds up over CPUs: it is no share of the time.)"""
         fields = _fields(self._cpu / "cpu.stat")
-        if int(fields.get("nr_periods", 0)) == 0:
-            return None
-        if "throttled_usec" in fields:
-            return 1000 * int(fields["throttled_usec"])
-        return int(fields["throttled_time"]) if "throttled_time" in fields else None
+        periods = int(fields.get("nr_periods", 0))
+        return (periods, int(fields["nr_throttled"])) if periods else None
 
     def stall_us(self, resource: str) -> int | None:
         """How long so far at least one task of the group, or else of the node, has waited for "memory" or "io"."""
@@ -70,14 +77,13 @@ class ControlGroup:
         return None
 
     def _memory_limits(self, root: Path) -> Iterator[tuple[Path, int]]:
-        """Where it is told how much is used, and the limit, of this group and those around it."""
-        v1 = "memory.usage_in_bytes", "memory.limit_in_bytes"
-        used, most = ("memory.current", "memory.max") if self._is_v2 else v1
+        """Of this group and those around it, the folders of those that have a limit, and that."""
+        most = "memory.max" if self._is_v2 else "memory.limit_in_bytes"
         for folder in (self._memory, *self._memory.parents):
             if folder.is_relative_to(root):
                 limit = _integer(folder / most)
                 if limit is not None and 0 < limit < _NO_LIMIT:
-                    yield folder / used, limit
+                    yield folder, limit
 
 
 def _integer(path: Path) -> int | None:

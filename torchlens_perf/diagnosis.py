@@ -1,8 +1,8 @@
 """Why a rank is slow: its signals held against the other ranks', and against its own before. Pure.
 
 A cause that takes time is judged by it: what its signal took of each step more than on the others, beside the time that
-the rank loses. One that takes none by itself, as a corrected error, is evidence if only the slow rank has it. Where
-nothing fits, that is said, with what was looked at: a guess would send people the wrong way.
+the rank loses. What takes none by itself, as errors of a link, is no more than seen on that rank alone. Where nothing
+fits, that is said, with what was looked at: a guess would send people the wrong way.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MOST_CAUSES = 3
 _EXPLAINS = 0.3  # share of the lost time from which on a cause is named
+_LEAST_NEIGHBOURS = 0.1  # share of a rank's CPUs that others keep busy
+_LEAST_FAULTS_PER_S = 20
 _LEAST_RETRIES = 0.05  # of the device allocator, a step
 _CLOCK_LOWER = 0.03  # share below the others' clock that is more than their spread
 
@@ -97,6 +99,11 @@ class _Case:
     others: Mapping[str, float]
     episode: Episode
     details: Mapping[str, str]
+
+    @property
+    def gpu(self) -> str:
+        """What its GPU is called."""
+        return self.details.get("gpu", "its GPU")
 
     def more(self, signal: str) -> float:
         """How much larger a signal is than usual; 0 where it is not measured. Measured on this rank alone counts."""
@@ -179,30 +186,34 @@ def _garbage_collection(case: _Case) -> list[Cause]:
 
 
 def _no_cpu(case: _Case) -> list[Cause]:
-    """What it lacks a CPU for is in its work only where the time ready without one was not told from it."""
-    if case.episode.phase != "cpu":
+    """What it lacks a CPU for is taken out of its work, but for the phase "cpu", where it is all of it, and in steps
+    too short to tell."""
+    if case.episode.phase != "cpu" and "asleep_share" in case.mine:
         return []
-    waits, quota = case.more("cpu_wait_share"), case.more("cpu_quota_share")
-    neighbours = case.mine.get("neighbour_cpus")
-    explains = case.explained(max(waits, quota))
+    waits = case.more("cpu_wait_share")
+    explains = case.explained(waits)
     if explains < _EXPLAINS:
         return []
-    waited = f"its thread is ready without a CPU for {percent(case.mine.get('cpu_wait_share', quota))} of the time"
-    if quota > waits / 2:
-        text = f"{waited}: its control group {case.details.get('control_group', '')} has used up its CPU quota"
+    waited = f"its thread is ready without a CPU for {percent(case.mine['cpu_wait_share'])} of the time"
+    quota, neighbours = case.more("cpu_quota_share"), case.mine.get("neighbour_share")
+    if quota >= max(0.1, waits / 2):
+        used_up = percent(case.mine["cpu_quota_share"])
+        group = case.details.get("control_group", "")
+        text = f"{waited}: its control group {group} uses up its CPU quota in {used_up} of the periods"
         action = "raise the CPU limit of its container or pod (cpu.max), or start fewer threads and workers in it."
         evidence = case.evidence("cpu_quota_share", "cpu_wait_share")
         return [Cause("cpu_quota", _squeezed(text), action, explains, evidence)]
-    evidence = case.evidence("cpu_wait_share", "neighbour_cpus")
+    evidence = case.evidence("cpu_wait_share", "neighbour_share")
     if neighbours is None:
         action = "see what else runs on its CPUs, how many threads it has, and how it is pinned."
         return [Cause("no_cpu", waited, action, explains, evidence)]
-    if neighbours >= max(0.1, waits / 4):  # on other ranks there may be some too, which wait less for them
-        who = case.details.get("neighbour") or "other programs"
-        text = f"{waited}, while {who} keeps {neighbours:.1f} of its CPUs busy"
-        action = "stop that program or pin it elsewhere; give each rank CPUs of its own (taskset, cpuset, numactl)."
+    if neighbours >= _LEAST_NEIGHBOURS:  # on other ranks' CPUs there may be some too: they wait less for them
+        who = case.details.get("neighbour")
+        text = f"{waited}, while programs other than the job's keep {percent(neighbours)} of its CPUs busy"
+        text += f", most of all {who}" if who else ""
+        action = "stop or move them; give each rank CPUs of its own (taskset, cpuset, numactl)."
         return [Cause("busy_neighbour", text, action, explains, evidence)]
-    text = f"{waited}, and no other program is busy on its CPUs: its own threads and workers compete"
+    text = f"{waited}, and hardly any program but the job's own is busy there: threads, workers and ranks compete"
     action = "lower OMP_NUM_THREADS and num_workers there, or allow it more CPUs: compare its pinning with the others'."
     return [Cause("own_threads", text, action, explains, evidence)]
 
@@ -219,24 +230,11 @@ def _disk(case: _Case) -> list[Cause]:
     # How much it sleeps is known exactly; that it sleeps for a disk, from looking at it now and then.
     slept = case.more("asleep_share") if "asleep_share" in case.mine else waits
     explains = case.explained(slept)
-    faults, refaults = case.more("major_faults_per_s"), case.more("refaults_per_s")
-    full = case.mine.get("memory_limit_share", 0.0) >= 0.9
-    stalls = case.more("memory_stall_share")
-    presses = faults >= 20 and (full or stalls >= 0.05 or refaults >= 20)
-    reclaims = explains + case.explained(max(0.0, case.more("kernel_share")))
-    if presses and reclaims >= _EXPLAINS:
-        where = case.details.get("control_group", "")
-        limit = f"its control group {where} is at {percent(case.mine['memory_limit_share'])} of its memory limit, and"
-        text = (
-            f"{limit if full else 'memory is short on its node:'} it waits for {case.mine['major_faults_per_s']:.0f} "
-            f"evicted pages a second{case.against('major_faults_per_s', '{:.0f}'.format)}"
-        )
-        action = (
-            "raise the memory limit there, or hold less: fewer workers, smaller prefetch and caches; see what else "
-            "takes memory on that node."
-        )
-        evidence = case.evidence(*_MEMORY_SIGNALS)
-        return [Cause("memory_pressure", _squeezed(text), action, reclaims, evidence)]
+    if _presses(case):
+        # Reclaiming pages takes time awake, too.
+        reclaims = explains + case.explained(max(0.0, case.more("kernel_share")))
+        if reclaims >= _EXPLAINS:
+            return [_memory_pressure(case, reclaims)]
     if explains < _EXPLAINS or waits < slept / 3:
         return []
     text = (
@@ -247,8 +245,35 @@ def _disk(case: _Case) -> list[Cause]:
         "compare the storage of that node with the others' (mount, fio, iostat -x); copy the data to local disks, or "
         "read ahead: more workers, larger prefetch_factor."
     )
-    signals = ("disk_wait_share", "asleep_share", "io_stall_share", "major_faults_per_s")
+    signals = ("disk_wait_share", "asleep_share", "major_faults_per_s")
     return [Cause("slow_storage", text, action, explains, case.evidence(*signals))]
+
+
+def _presses(case: _Case) -> bool:
+    """Whether it waits for pages that it had and lost. Pages that it needs for the first time are just read."""
+    if case.more("major_faults_per_s") < _LEAST_FAULTS_PER_S:
+        return False
+    if "refaults_per_s" in case.mine or "memory_stall_share" in case.mine:
+        return case.more("refaults_per_s") >= _LEAST_FAULTS_PER_S or case.more("memory_stall_share") >= 0.05
+    return case.mine.get("memory_limit_share", 0.0) >= 0.9
+
+
+def _memory_pressure(case: _Case, explains: float) -> Cause:
+    evicts = case.more("refaults_per_s") >= _LEAST_FAULTS_PER_S
+    where = f"its control group {case.details.get('control_group', '')} has to evict pages that it needs again"
+    full = case.mine.get("memory_limit_share", 0.0)
+    text = (
+        f"{where if evicts else 'memory is short on its node'}: it waits for "
+        f"{case.mine['major_faults_per_s']:.0f} pages a second"
+        f"{case.against('major_faults_per_s', '{:.0f}'.format)}"
+    )
+    if full >= 0.9:
+        text += f"; {percent(full)} of the group's memory limit is in use"
+    action = (
+        "raise the memory limit there, or hold less: fewer workers, smaller prefetch and caches; see what else takes "
+        "memory on that node."
+    )
+    return Cause("memory_pressure", _squeezed(text), action, explains, case.evidence(*_MEMORY_SIGNALS))
 
 
 def _cpu_clock(case: _Case) -> list[Cause]:
@@ -265,21 +290,19 @@ def _cpu_clock(case: _Case) -> list[Cause]:
 
 
 def _gpu_clock(case: _Case) -> list[Cause]:
-    lower = _below(case, "sm_clock_mhz")
+    lower = _below(case, "sm_clock_share") if "sm_clock_share" in case.mine else _below(case, "sm_clock_mhz")
+    explains = lower * case.episode.work_ns / max(1.0, case.episode.excess_ns)
+    if not _may_be_device(case) or lower < _CLOCK_LOWER or explains < _EXPLAINS:
+        return []
     reasons = {
         "thermal_share": ("temperature", "look at the cooling of that GPU: fans, airflow, inlet temperature"),
         "hw_slowdown_share": ("the board's slowdown", "look at its power supply and cooling: power brake, cables"),
         "power_share": ("its power limit", "compare its power limit with the others' (nvidia-smi -q -d POWER)"),
     }
     reason = max(reasons, key=case.more)
-    explains = lower * case.episode.work_ns / max(1.0, case.episode.excess_ns)
-    throttled = case.more(reason) >= 0.05
-    if lower < _CLOCK_LOWER or (not throttled and explains < _EXPLAINS):
-        return []
-    gpu = case.details.get("gpu", "its GPU")
-    clock = f"{gpu}'s SM clock is {case.mine['sm_clock_mhz'] / 1e3:.2f} GHz, {percent(lower)} below the usual"
-    evidence = case.evidence("sm_clock_mhz", *reasons, "temperature_c")
-    if not throttled:
+    clock = f"{case.gpu}'s SM clock is {case.mine['sm_clock_mhz'] / 1e3:.2f} GHz, {percent(lower)} below the usual"
+    evidence = case.evidence("sm_clock_mhz", "sm_clock_share", *reasons, "temperature_c")
+    if case.more(reason) < 0.05:
         action = "compare its clock settings with the others' (nvidia-smi -q -d CLOCK): locked or application clocks."
         return [Cause("gpu_clock", clock, action, explains, evidence)]
     why, action = reasons[reason]
@@ -287,6 +310,11 @@ def _gpu_clock(case: _Case) -> list[Cause]:
     hot = f" at {degrees:.0f} C" if reason == "thermal_share" and degrees is not None else ""
     text = f"{clock}; it was throttled for {percent(case.mine[reason])} of the time, for {why}{hot}"
     return [Cause("gpu_throttled", text, f"{action}; drain the node if it stays.", explains, evidence)]
+
+
+def _may_be_device(case: _Case) -> bool:
+    """Whether a device could be behind it: not where it waits for data, or for a CPU."""
+    return case.episode.phase not in ("data", "cpu")
 
 
 # Signals that are no time but errors: kind, what is counted in words, and what to do.
@@ -302,24 +330,25 @@ _ERRORS = {
     "nvlink_errors_per_s": ("nvlink", "NVLink errors", "look at nvidia-smi nvlink -e, and at the fabric manager"),
     "link_errors_per_s": ("network", "InfiniBand errors", "look at the cable and port (perfquery, ibdiagnet)"),
 }
-_LEAST_ERRORS = {"pcie_replays_per_s": 1.0}  # a second; single ones are usual
+# A second; fewer are usual. Of the others, each is worth telling.
+_LEAST_ERRORS = {"pcie_replays_per_s": 1.0, "nvlink_errors_per_s": 1 / 60, "link_errors_per_s": 1 / 60}
 
 
 def _errors(case: _Case) -> list[Cause]:
     found = []
     for signal, (kind, what, action) in _ERRORS.items():
-        more = case.more(signal)
+        more = case.more(signal) if _may_be_device(case) else 0.0
         if more <= 0 or more < _LEAST_ERRORS.get(signal, 0.0) or case.mine[signal] < 3 * case.usual.get(signal, 0.0):
             continue
-        text = f"{case.details.get('gpu', 'its GPU') if kind != 'network' else 'its node'} has {what}"
+        text = f"{case.gpu if kind != 'network' else 'its node'} has {what}"
         if signal != "remapped_rows_per_s":  # to which one that waits for a reset counts all the time
-            text += f": {_per_minute(case.mine[signal])}{case.against(signal, _per_minute)}"
+            text += f": {_often(case.mine[signal])}{case.against(signal, _often)}"
         found.append(Cause(kind, text, f"{action}.", None, case.evidence(signal)))
     return found
 
 
 def _allocator(case: _Case) -> list[Cause]:
-    if case.more("alloc_retries_per_step") < _LEAST_RETRIES:
+    if not _may_be_device(case) or case.more("alloc_retries_per_step") < _LEAST_RETRIES:
         return []
     every = 1 / case.mine["alloc_retries_per_step"]
     text = (
@@ -341,8 +370,11 @@ def _below(case: _Case, clock: str) -> float:
     return 1 - mine / usual if mine is not None and usual else 0.0
 
 
-def _per_minute(per_s: float) -> str:
-    return f"{60 * per_s:.1f} a minute" if 0 < per_s < 1 else f"{per_s:.0f} a second" if per_s else "none"
+def _often(per_s: float) -> str:
+    for unit, seconds in (("second", 1), ("minute", 60), ("hour", 3600)):
+        if per_s * seconds >= 1:
+            return f"{per_s * seconds:.0f} {'an' if unit == 'hour' else 'a'} {unit}"
+    return f"{per_s * 86400:.1f} a day" if per_s else "none"
 
 
 def _squeezed(text: str) -> str:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torchlens_perf.telemetry_log import TelemetryLog
 
 # How gpu_signals() calls what is a signal under another name, and by how much it is to be multiplied.
-_LEVELS = {"sm_clock_hz": ("sm_clock_mhz", 1e-6)}
+_CLOCKS = {"sm_clock_hz": ("sm_clock_mhz", 1e-6), "sm_clock_share": ("sm_clock_share", 1.0)}
+_GPU_IDLE = 1  # NVML's bit of a reason why clocks are low (nvmlClocksEventReasonGpuIdle)
 _SAME = ("thermal_share", "power_share", "hw_slowdown_share", "temperature_c")
 _COUNTS = {
     "ecc_uncorrected": "ecc_errors_per_s", "remapped_rows": "remapped_rows_per_s", "xid_count": "xids_per_s",
@@ -44,15 +45,20 @@ class HardwareSignals:
         if not samples:
             return {}
         told = gpu_signals(samples)
-        found = {signal: told[name] * factor for name, (signal, factor) in _LEVELS.items() if name in told}
+        # A GPU that is given nothing to do lowers its clock: that is no cause of its having nothing to do.
+        clocks = gpu_signals([sample for sample in samples if not (sample.clock_reasons or 0) & _GPU_IDLE])
+        found = {signal: clocks[name] * factor for name, (signal, factor) in _CLOCKS.items() if name in clocks}
         found.update({name: told[name] for name in _SAME if name in told})
         if elapsed_s is not None:  # counts have no rate before the second sample
             found.update({signal: told[name] / elapsed_s for name, signal in _COUNTS.items() if name in told})
         return found
 
     def name_of(self, gpus: Sequence[dict[str, Any]]) -> str:
-        """What a rank's GPU is called in a sentence: "GPU 3 (NVIDIA H200)"; "" without one."""
-        return f"GPU {gpus[0]['index']} ({gpus[0]['name']})" if gpus else ""
+        """What a rank's GPU is called in a sentence: "GPU 0000:18:00.0 (NVIDIA H200)", as its index is the process's
+        own; "" without one."""
+        if not gpus:
+            return ""
+        return f"GPU {self._log.pci_bus_id(gpus[0]['uuid']) or gpus[0]['uuid']} ({gpus[0]['name']})"
 
     def _since(self, name: str) -> int:
         return self._seen_ns.get(name, -1) + 1

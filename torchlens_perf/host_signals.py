@@ -1,26 +1,26 @@
 """What the kernel tells of a rank's process: waits for CPUs and disks, memory pressure, neighbours. In the sidecar.
 
-Read from /proc (proc(5)), control groups and, for clocks, psutil; nothing of it touches the training process. That a
-thread waits for a disk is seen by looking at its state several times a second: the kernel's own account of it
-(delayacct) is off by default since Linux 5.14.
+Read from /proc (proc(5)), /sys and control groups; nothing of it touches the training process. That a thread waits for
+a disk is seen by looking at its state several times a second: the kernel's own account of it (delayacct) is off by
+default since Linux 5.14.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import psutil
-
 from torchlens_perf.control_group import ControlGroup
-from torchlens_perf.neighbours import Neighbours
+from torchlens_perf.neighbours import TICKS_PER_S, Neighbours
 
 _WAITS = 0.02  # share of the time without a CPU from which on it is looked who has it
 _GROUP_EVERY_S = 2.0  # between two looks at which control group a process is in
 _LEAST_S = 0.5
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_LOOK_EVERY_S = 0.15  # between two looks at who waits for a disk
+_CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclasses.dataclass
@@ -33,9 +33,8 @@ class _Counters:
     major_faults: int
     gc_ns: int
     refaults: int | None
-    quota_wait_ns: int | None
+    quota: tuple[int, int] | None
     memory_stall_us: int | None
-    io_stall_us: int | None
 
 
 @dataclasses.dataclass
@@ -46,68 +45,62 @@ class _Process:
     before: _Counters | None = None
     group: ControlGroup | None = None
     group_s: float = float("-inf")
+    children: list[int] = dataclasses.field(default_factory=list)
+    cpus: set[int] = dataclasses.field(default_factory=set)
     newest: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class HostSignals:
     """Belongs to the sidecar's thread."""
 
-    def __init__(self, proc: Path = Path("/proc")) -> None:
+    def __init__(self, proc: Path = Path("/proc"), cpus: Path = _CPUS) -> None:
         self._proc = proc
+        self._cpu_folder = cpus
         self._processes: dict[int, _Process] = {}
         self._neighbours = Neighbours(proc)
         self._looking_for_neighbours = False
-        self._clocks: list[tuple[float, float]] = []  # of each CPU: its clock and its highest one, in MHz
+        self._looked_s = float("-inf")
 
-    def look(self, pids: Iterable[int]) -> None:
-        """Whether these processes wait for a disk at this instant; to be called a few times a second."""
+    def look(self, pids: Iterable[int], now_s: float) -> None:
+        """Whether these processes wait for a disk at this instant. May be called more often than it looks."""
+        if now_s - self._looked_s < _LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
         for pid in pids:
             process = self._processes.setdefault(pid, _Process(pid))
-            try:
-                waits = self._waits_for_disk(pid)
-            except (OSError, IndexError):
-                continue  # it has ended
-            process.looks += 1
-            process.in_disk_wait += waits
+            with contextlib.suppress(OSError, IndexError):  # it has ended
+                process.in_disk_wait += self._waits_for_disk(process)
+                process.looks += 1
 
-    def sample(self, gc_ns: dict[int, int], now_s: float) -> dict[int, dict[str, float]]:
+    def sample(self, gc_ns: Mapping[int, int], now_s: float) -> dict[int, dict[str, float]]:
         """The signals since the last call, by process. gc_ns: of each process, how long it has collected garbage.
 
         Without those of a process that has ended or that was not sampled before.
         """
-        knows_neighbours = self._looking_for_neighbours and self._neighbours.look(now_s)
-        self._clocks = [(each.current, each.max) for each in psutil.cpu_freq(percpu=True) or []]
-        waits = False
-        found = {}
-        for pid, collected_ns in gc_ns.items():
-            process = self._processes.setdefault(pid, _Process(pid))
-            if process.before is not None and now_s - process.before.now_s < _LEAST_S:
-                found[pid] = process.newest
-                continue
-            try:
-                counters = self._count(process, collected_ns, now_s)
-            except (OSError, IndexError, ValueError):
-                continue  # it has ended
-            if process.before is not None:
-                found[pid] = process.newest = self._signals(process, counters)
-                waits |= process.newest.get("cpu_wait_share", 0.0) >= _WAITS
-                if knows_neighbours:
-                    cpus, own = self._cpus(pid), self._own(pid)
-                    process.newest["neighbour_cpus"] = self._neighbours.busy_cpus(cpus, own)
-                    self._neighbours.remember(cpus, own)
-            process.before = counters
-            process.looks = process.in_disk_wait = 0
-        self._looking_for_neighbours = waits
         for pid in self._processes.keys() - gc_ns.keys():
             del self._processes[pid]
+        found, waits = {}, False
+        for pid, collected_ns in gc_ns.items():
+            process = self._processes.setdefault(pid, _Process(pid))
+            if process.before is None or now_s - process.before.now_s >= _LEAST_S:
+                try:
+                    self._sample(process, collected_ns, now_s)
+                except (OSError, IndexError, ValueError):
+                    continue  # it has ended
+            if process.newest:
+                found[pid] = process.newest
+                waits |= process.newest.get("cpu_wait_share", 0.0) >= _WAITS
+        if self._looking_for_neighbours and self._neighbours.look(now_s):
+            job = self._job()
+            for pid, signals in found.items():
+                signals["neighbour_share"] = self._neighbours.busy_share(self._processes[pid].cpus, job)
+        self._looking_for_neighbours = waits
         return found
 
-    def busiest_neighbour(self, pid: int, names: Mapping[int, str]) -> str:
-        """The program that used most of this process's CPUs lately; "" if none is known. names: of other ranks."""
-        try:
-            return self._neighbours.busiest(self._cpus(pid), self._own(pid), names)
-        except OSError:
-            return ""
+    def busiest_neighbour(self, pid: int) -> str:
+        """The program, none of the job's, that used most of this process's CPUs lately; "" if none is known."""
+        process = self._processes.get(pid)
+        return self._neighbours.busiest(process.cpus, self._job()) if process is not None else ""
 
     def control_group(self, pid: int) -> str:
         """The name of its control group."""
@@ -116,28 +109,42 @@ class HostSignals:
 
     # -- parts
 
-    def _signals(self, process: _Process, now: _Counters) -> dict[str, float]:
-        before = process.before
-        assert before is not None
+    def _job(self) -> dict[int, set[int]]:
+        """All ranks of this node with their loaders' workers, and the CPUs that they may use."""
+        return {pid: each.cpus for each in self._processes.values() for pid in (each.pid, *each.children)}
+
+    def _sample(self, process: _Process, gc_ns: int, now_s: float) -> None:
+        if now_s - process.group_s > _GROUP_EVERY_S:
+            process.group, process.group_s = ControlGroup(process.pid, proc=self._proc), now_s
+            process.cpus = os.sched_getaffinity(process.pid)
+        process.children = self._children(process.pid)
+        counters = self._count(process, gc_ns, now_s)
+        if process.before is not None:
+            process.newest = self._signals(process, process.before, counters)
+        process.before = counters
+        process.looks = process.in_disk_wait = 0
+
+    def _signals(self, process: _Process, before: _Counters, now: _Counters) -> dict[str, float]:
         assert process.group is not None
         elapsed_s = now.now_s - before.now_s
         signals = {
             "gc_share": (now.gc_ns - before.gc_ns) / 1e9 / elapsed_s,
-            "kernel_share": (now.kernel_ticks - before.kernel_ticks) / _TICKS_PER_S / elapsed_s,
+            "kernel_share": (now.kernel_ticks - before.kernel_ticks) / TICKS_PER_S / elapsed_s,
             "major_faults_per_s": max(0, now.major_faults - before.major_faults) / elapsed_s,
         }
         if process.looks:
             signals["disk_wait_share"] = process.in_disk_wait / process.looks
         grown = (
             ("cpu_wait_share", now.wait_ns, before.wait_ns, 1e9),
-            ("cpu_quota_share", now.quota_wait_ns, before.quota_wait_ns, 1e9),
             ("refaults_per_s", now.refaults, before.refaults, 1.0),
             ("memory_stall_share", now.memory_stall_us, before.memory_stall_us, 1e6),
-            ("io_stall_share", now.io_stall_us, before.io_stall_us, 1e6),
         )
         for name, after, earlier, unit in grown:
             if after is not None and earlier is not None:
                 signals[name] = max(0, after - earlier) / unit / elapsed_s
+        if now.quota is not None and before.quota is not None:
+            periods, throttled = (after - earlier for after, earlier in zip(now.quota, before.quota, strict=True))
+            signals["cpu_quota_share"] = throttled / periods if periods > 0 else 0.0
         limit_share = process.group.memory_limit_share()
         if limit_share is not None:
             signals["memory_limit_share"] = limit_share
@@ -147,36 +154,34 @@ class HostSignals:
         return signals
 
     def _count(self, process: _Process, gc_ns: int, now_s: float) -> _Counters:
-        if now_s - process.group_s > _GROUP_EVERY_S:
-            process.group, process.group_s = ControlGroup(process.pid, proc=self._proc), now_s
         group = process.group
         assert group is not None
-        tree = [process.pid, *self._children(process.pid)]
         return _Counters(
             now_s=now_s,
             wait_ns=self._wait_ns(process.pid),
             kernel_ticks=int(self._stat(f"{process.pid}/task/{process.pid}")[12]),
-            major_faults=sum(self._major_faults(pid) for pid in tree),
+            major_faults=sum(self._major_faults(pid) for pid in (process.pid, *process.children)),
             gc_ns=gc_ns,
             refaults=group.refaults(),
-            quota_wait_ns=group.quota_wait_ns(),
+            quota=group.quota_periods(),
             memory_stall_us=group.stall_us("memory"),
-            io_stall_us=group.stall_us("io"),
         )
 
-    def _waits_for_disk(self, pid: int) -> bool:
+    def _waits_for_disk(self, process: _Process) -> bool:
         """The main thread, or while it sleeps one of its loader's workers."""
-        state = self._stat(pid)[0]
-        return state == b"D" or (
-            state == b"S" and any(self._stat(child)[0] == b"D" for child in self._children(pid) if self._is(child))
-        )
+        state = self._stat(process.pid)[0]
+        return state == b"D" or (state == b"S" and any(self._state(child) == b"D" for child in process.children))
+
+    def _state(self, pid: int) -> bytes:
+        try:
+            return self._stat(pid)[0]
+        except (OSError, IndexError):
+            return b""  # a worker that has just ended
 
     def _stat(self, pid: int | str) -> list[bytes]:
         """Fields of the stat file of a process or PID/task/TID, from the third on, the state."""
-        return (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
-
-    def _is(self, pid: int) -> bool:
-        return (self._proc / str(pid)).exists()
+        with open(f"{self._proc}/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()
 
     def _major_faults(self, pid: int) -> int:
         try:
@@ -198,14 +203,11 @@ class HostSignals:
         except OSError:
             return []  # a kernel without CONFIG_PROC_CHILDREN
 
-    def _own(self, pid: int) -> set[int]:
-        return {pid, *self._children(pid)}
-
-    def _cpus(self, pid: int) -> set[int]:
-        return os.sched_getaffinity(pid)
-
     def _clock_share(self, pid: int) -> float | None:
         """Of the CPU that its main thread ran on last; None where the machine does not tell, as most virtual ones."""
-        cpu = int(self._stat(pid)[36])
-        current, highest = self._clocks[cpu] if cpu < len(self._clocks) else (0.0, 0.0)
-        return current / highest if highest else None
+        folder = self._cpu_folder / f"cpu{int(self._stat(pid)[36])}" / "cpufreq"
+        try:
+            now, most = (int((folder / name).read_text()) for name in ("scaling_cur_freq", "cpuinfo_max_freq"))
+        except OSError:
+            return None
+        return now / most if most else None

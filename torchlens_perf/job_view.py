@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,7 @@ class JobView:
         self._exchange_attempt = -1
         self._round_s = float("-inf")
         self._missing: dict[str, str] = {}
+        self._unreadable: set[str] = set()  # nodes whose summaries are of another version of this package
         self._last_notes: list[str] = []  # of exchanges that are closed
         self._others: list[str] = []
 
@@ -151,8 +153,13 @@ class JobView:
 
     def diagnose(self, culprit: Culprit, details: Mapping[str, str]) -> Diagnosis:
         """Why a slow rank is slow. details: see diagnosis.diagnose(); of a rank of another node there are none."""
-        episode, ranks = culprit.lead, self._signals.ranks
-        sample = [episode.rank, *ranks[:: max(1, len(ranks) // _MOST_COMPARED)]]
+        episode, places = culprit.lead, self._judge.places
+        # Of those that do the same work; any of them, as ranks in steps of eight have the same place on their nodes.
+        same = places[episode.rank].population if episode.rank in places else ""
+        alike = [rank for rank in self._signals.ranks if rank in places and places[rank].population == same]
+        if len(alike) > _MOST_COMPARED:
+            alike = random.Random(episode.rank).sample(alike, _MOST_COMPARED)
+        sample = [episode.rank, *alike]
         during = self._signals.means(sample, episode.since_step)
         before = None if episode.from_start else self._signals.usual_before(episode.rank, episode.since_step)
         return diagnose(episode, during, before, culprit.ranks, details)
@@ -188,6 +195,7 @@ class JobView:
     def notes(self) -> list[str]:
         """What is to be said of the exchange between nodes."""
         notes = [*self._last_notes, *self._missing.values()]
+        notes += [f"node {node} runs another version of torchlens_perf: not compared" for node in self._unreadable]
         return notes + (self._exchange.notes() if self._exchange is not None else [])
 
     def others_are_there(self) -> bool:
@@ -271,6 +279,11 @@ class JobView:
         assert self._exchange is not None
         collected = self._exchange.collect()
         received = [(each, node) for parts in collected.payloads.values() for each in parts for node in (each.node,)]
+        readable = [each for each in received if summary.is_readable(each[0].payload)]
+        for _, node in received:
+            self._unreadable.add(node)
+        self._unreadable -= {node for _, node in readable}
+        received = readable
         if received:
             values = summary.unpack([each.payload for each, _ in received])
             hosts = [node.split("/")[0] for _, node in received]

@@ -29,13 +29,12 @@ class RankSignals:
     def __init__(self, telemetry: TelemetryLog) -> None:
         self._host = HostSignals()
         self._hardware = HardwareSignals(telemetry)
-        self._pids: dict[int, str] = {}
         self._asleep: dict[int, list[int]] = {}  # of each process, in the steps since the last sample: of how many ns
         self._details: dict[int, dict[str, str]] = {}  # of each process; what is known last stays when it has ended
 
-    def look(self, sources: Iterable[RingSource]) -> None:
-        """What the ranks wait for at this instant; a few times a second."""
-        self._host.look(source.state.identity.pid for source in sources if not source.read_to_end)
+    def look(self, sources: Iterable[RingSource], now_s: float) -> None:
+        """What the ranks wait for at this instant; in every round."""
+        self._host.look((source.state.identity.pid for source in sources if not source.read_to_end), now_s)
 
     def add_steps(self, source: RingSource, steps: StepTable) -> None:
         """Finished steps of a rank."""
@@ -50,7 +49,6 @@ class RankSignals:
     def sample(self, sources: Iterable[RingSource], now_s: float) -> dict[int, dict[str, float]]:
         """By rank, the signals since the last call. now_s: CLOCK_MONOTONIC."""
         running = [source for source in sources if not source.read_to_end]
-        self._pids = {each.state.identity.pid: f"rank {each.state.identity.rank}" for each in running}
         gc_ns = {source.state.identity.pid: source.reader.counter(ring.GC_NS) for source in running}
         host = self._host.sample(gc_ns, now_s)
         for pid, signals in host.items():
@@ -75,7 +73,7 @@ class RankSignals:
         """Names for what was seen of this rank, for the sentences of a diagnosis."""
         pid = source.state.identity.pid
         found = {
-            "neighbour": self._host.busiest_neighbour(pid, self._pids),
+            "neighbour": self._host.busiest_neighbour(pid),
             "control_group": self._host.control_group(pid),
             "gpu": self._hardware.name_of(source.state.gpus),
         }

@@ -91,7 +91,7 @@ class Sidecar:
     def poll(self) -> float:
         """Copies new records out of the rings. Returns how full the fullest was, as a share of its capacity."""
         fullest = self.sources.read()
-        self.conclusions.glance(self.sources)
+        self.conclusions.glance(self.sources, time.monotonic())
         return fullest
 
     def look_around(self, now_s: float, *, final: bool = False) -> None:

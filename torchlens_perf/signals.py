@@ -18,17 +18,17 @@ SIGNALS = (
     "cpu_wait_share",  # of the time: the training thread was ready and had no CPU
     "asleep_share",  # of the steps' time: it neither computed nor was ready, outside of communication
     "kernel_share",  # of the time: it computed in the kernel, as for page faults and system calls
-    "neighbour_cpus",  # CPUs that other programs kept busy, of those that the rank may use
-    "cpu_quota_share",  # of the time: its control group had used up its CPU quota
+    "neighbour_share",  # of the CPUs that the rank may use, what programs kept busy that are none of the job's
+    "cpu_quota_share",  # of its control group's periods: it had used up its CPU quota
     "cpu_clock_share",  # of the highest clock of its CPU
     "gc_share",  # of the time: Python's garbage collector ran in it
     "disk_wait_share",  # of the time: it, or a loader worker that it waits for, was in uninterruptible sleep
     "major_faults_per_s",  # pages that it had to wait for
     "refaults_per_s",  # pages that its control group had evicted and needed again
-    "memory_limit_share",  # used, of its control group's limit
+    "memory_limit_share",  # used, without what can be dropped at once, of its control group's limit
     "memory_stall_share",  # of the time: something in its control group, or on its node, waited for memory (PSI)
-    "io_stall_share",  # the same for block devices
-    "sm_clock_mhz",
+    "sm_clock_mhz",  # while its GPU was not idle
+    "sm_clock_share",  # the same, of that GPU's highest
     "thermal_share",  # of the time: its GPU's clocks were lowered for its temperature
     "power_share",  # for its power limit
     "hw_slowdown_share",  # by the board: power brake, overheating
@@ -41,13 +41,14 @@ SIGNALS = (
     "link_errors_per_s",  # of its node's InfiniBand or RoCE ports
     "alloc_retries_per_step",  # of the device allocator: each frees its cache and waits for the device
 )
+CLOCKS = ("cpu_clock_share", "sm_clock_mhz", "sm_clock_share")  # signals of which less is worse
 SLOTS = 32
-_FIRST_SLOT_S = 1.0
-_MOST_COUNTED = 1 << 15
-CLOCKS = ("cpu_clock_share", "sm_clock_mhz")  # signals of which less is worse
 LEAST_BEFORE_S = 4.0  # of a rank's signals before it was slow: less time is mostly the job's start
-_IS_CLOCK = np.array([name in CLOCKS for name in SIGNALS])
+_FIRST_SLOT_S = 1.0
+_MOST_COUNTED = 60_000
 _INDEX = {name: index for index, name in enumerate(SIGNALS)}
+_IS_CLOCK = np.array([name in CLOCKS for name in SIGNALS])
+_IS_RATE = np.array(["_per_" in name for name in SIGNALS])
 
 
 def vector(values: Mapping[str, float]) -> npt.NDArray[np.float16]:
@@ -63,19 +64,53 @@ def named(row: npt.NDArray[np.floating[Any]]) -> dict[str, float]:
     return {name: float(value) for name, value in zip(SIGNALS, row, strict=True) if value == value}
 
 
-class SignalBoard:
-    """Means of all ranks' signals in at most SLOTS slots of time. When there are more, neighbours are merged.
+class _Slot:
+    """Means of all ranks' signals over a stretch of time, and of how many samples each is."""
 
-    Slots are the judge's seconds, and know which steps were made in them.
+    def __init__(self, start_s: float, step: int) -> None:
+        self.start_s = self.end_s = start_s
+        self.first_step = self.last_step = step
+        self.means = np.zeros((0, len(SIGNALS)), np.float32)  # half as long a number, once the slot is over
+        self.counts = np.zeros((0, len(SIGNALS)), np.uint16)
+
+    def grow(self, ranks: int) -> None:
+        """Makes room for that many."""
+        missing = ranks - len(self.counts)
+        if missing > 0:
+            empty = np.zeros((missing, len(SIGNALS)))
+            self.means = np.concatenate([self.means, empty.astype(self.means.dtype)])
+            self.counts = np.concatenate([self.counts, empty.astype(np.uint16)])
+
+    def add(self, at: npt.NDArray[np.int64], values: npt.NDArray[np.float16]) -> None:
+        """A sample of the ranks at these places. What was not measured neither counts nor is 0."""
+        told = ~np.isnan(values)
+        count = self.counts[at] + told
+        mean = self.means[at]
+        difference = np.where(told, values.astype(np.float32) - mean, 0)
+        self.means[at] = mean + difference / np.maximum(count, 1)
+        self.counts[at] = np.minimum(count, _MOST_COUNTED)
+
+    def take_in(self, later: _Slot) -> None:
+        """Becomes the stretch of both."""
+        ranks = max(len(self.counts), len(later.counts))
+        self.grow(ranks)
+        later.grow(ranks)
+        counts = self.counts.astype(np.float32) + later.counts
+        weighted = self.means.astype(np.float32) * self.counts + later.means.astype(np.float32) * later.counts
+        self.means = (weighted / np.maximum(counts, 1)).astype(np.float16)
+        self.counts = np.minimum(counts, _MOST_COUNTED).astype(np.uint16)
+        self.end_s, self.last_step = later.end_s, max(self.last_step, later.last_step)
+
+
+class SignalBoard:
+    """All ranks' signals over the run, in at most SLOTS slots of time: the further back, the longer they are.
+
+    Times are the judge's; slots know which steps were in progress in them.
     """
 
     def __init__(self) -> None:
         self._index: dict[int, int] = {}
-        self._slot_s = _FIRST_SLOT_S
-        self._began_s: float | None = None
-        self._steps: list[tuple[int, int]] = []  # of each slot: the first and the last step that was in progress in it
-        self._means: list[npt.NDArray[np.float16]] = []  # of each slot: [ranks that were known then, signals]
-        self._counts: list[npt.NDArray[np.uint16]] = []
+        self._slots: list[_Slot] = []
 
     def add(
         self,
@@ -87,29 +122,18 @@ class SignalBoard:
         """The newest signals of some ranks. values: shape [ranks, signals]. steps: those that they are in."""
         if not len(ranks):
             return
-        if self._began_s is None:
-            self._began_s = now_s
-        slot = int((now_s - self._began_s) / self._slot_s)
-        while slot >= SLOTS:
-            self._merge_neighbours()
-            slot = int((now_s - self._began_s) / self._slot_s)
         newest = int(steps.max())
-        while len(self._means) <= slot:
-            self._steps.append((newest, newest))
-            self._means.append(np.zeros((0, len(SIGNALS)), np.float16))
-            self._counts.append(np.zeros(0, np.uint16))
+        if not self._slots or now_s - self._slots[-1].start_s >= _FIRST_SLOT_S:
+            if self._slots:
+                self._slots[-1].means = self._slots[-1].means.astype(np.float16)
+            self._slots.append(_Slot(now_s, newest))
+            if len(self._slots) > SLOTS:
+                self._merge(now_s)
+        slot = self._slots[-1]
+        slot.end_s, slot.last_step = now_s, max(slot.last_step, newest)
         at = np.array([self._index.setdefault(rank, len(self._index)) for rank in ranks.tolist()])
-        self._grow(slot)
-        first, last = self._steps[slot]
-        self._steps[slot] = first, max(last, newest)
-        count = self._counts[slot][at].astype(np.float32)[:, None]
-        mean = self._means[slot][at].astype(np.float32)
-        new = values.astype(np.float32)
-        # What is measured only now and then keeps its last value; what was never measured begins with this one.
-        mixed = mean + (new - mean) / (count + 1)
-        mixed = np.where(np.isnan(mean), new, np.where(np.isnan(new), mean, mixed))
-        self._means[slot][at] = mixed
-        self._counts[slot][at] = np.minimum(count[:, 0] + 1, _MOST_COUNTED)
+        slot.grow(len(self._index))
+        slot.add(at, values)
 
     @property
     def ranks(self) -> list[int]:
@@ -123,67 +147,61 @@ class SignalBoard:
 
         Time in which others were made too is left out, unless there is no other.
         """
-        there = [rank for rank in ranks if rank in self._index]
-        at = np.array([self._index[rank] for rank in there], np.int64)
         end = float("inf") if until_step is None else until_step
-        inside = [i for i, (first, last) in enumerate(self._steps) if first >= since_step and last < end]
+        inside = [slot for slot in self._slots if slot.first_step >= since_step and slot.last_step < end]
         if not inside:
-            inside = [i for i, (first, last) in enumerate(self._steps) if last >= since_step and first < end]
-        total = np.zeros((len(at), len(SIGNALS)), np.float64)
-        weight = np.zeros_like(total)
-        for i in inside:
-            self._grow(i)
-            mean = self._means[i][at].astype(np.float64)
-            counted = np.where(np.isnan(mean), 0, self._counts[i][at, None])
-            total += np.nan_to_num(mean) * counted
-            weight += counted
-        with np.errstate(invalid="ignore", divide="ignore"):
-            result = (total / weight).astype(np.float32)
-        return dict(zip(there, result, strict=True))
+            inside = [slot for slot in self._slots if slot.last_step >= since_step and slot.first_step < end]
+        there = [rank for rank in ranks if rank in self._index]
+        total, counts = self._sums(inside, np.array([self._index[rank] for rank in there], np.int64))
+        with np.errstate(invalid="ignore"):
+            means = np.where(counts > 0, total / np.maximum(counts, 1), np.nan).astype(np.float32)
+        return dict(zip(there, means, strict=True))
 
     def usual_before(self, rank: int, step: int) -> npt.NDArray[np.float32] | None:
-        """What a rank's signals were in the better quarter of the time before a step; None if that is too short.
+        """What a rank's signals were before a step: shares and clocks in the better quarter of that time, rates on
+        average, as errors come in bursts. None if the time is too short.
 
-        Not their means: since when a rank is slow is found in noisy times, and may be told later than it was. Without
-        the first slot, the job's start.
+        Not the shares' means: since when a rank is slow is found in noisy times, and may be told later than it was.
+        Without the first slot, the job's start.
         """
-        inside = [i for i, (_, last) in enumerate(self._steps) if last < step][1:]
+        inside = [slot for slot in self._slots if slot.last_step < step][1:]
         at = self._index.get(rank)
-        if at is None or len(inside) * self._slot_s < LEAST_BEFORE_S:
+        if at is None or not inside or inside[-1].end_s - inside[0].start_s + _FIRST_SLOT_S < LEAST_BEFORE_S:
             return None
-        for i in inside:
-            self._grow(i)
-        rows = np.stack([self._means[i][at].astype(np.float32) for i in inside])
+        place = np.array([at])
+        rows = []
+        for slot in inside:
+            slot.grow(at + 1)
+            rows.append(np.where(slot.counts[at] > 0, slot.means[at].astype(np.float32), np.nan))
+        table = np.stack(rows)
         usual = np.full(len(SIGNALS), np.nan, np.float32)
-        measured = ~np.isnan(rows).all(axis=0)
-        low, high = np.nanquantile(rows[:, measured], (0.25, 0.75), axis=0)
+        measured = ~np.isnan(table).all(axis=0)
+        low, high = np.nanquantile(table[:, measured], (0.25, 0.75), axis=0)
         usual[measured] = np.where(_IS_CLOCK[measured], high, low)
+        total, counts = self._sums(inside, place)
+        rates = _IS_RATE & measured
+        usual[rates] = (total / np.maximum(counts, 1))[0, rates]
         return usual
 
-    def _grow(self, slot: int) -> None:
-        missing = len(self._index) - len(self._counts[slot])
-        if missing:
-            more = np.full((missing, len(SIGNALS)), np.nan, np.float16)
-            self._means[slot] = np.concatenate([self._means[slot], more])
-            self._counts[slot] = np.concatenate([self._counts[slot], np.zeros(missing, np.uint16)])
+    def _sums(
+        self, slots: Sequence[_Slot], at: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Of all samples, and how many these are: [ranks, signals]."""
+        total = np.zeros((len(at), len(SIGNALS)))
+        counts = np.zeros_like(total)
+        for slot in slots:
+            slot.grow(len(self._index))
+            count = slot.counts[at].astype(np.float64)
+            total += slot.means[at] * count
+            counts += count
+        return total, counts
 
-    def _merge_neighbours(self) -> None:
-        self._slot_s *= 2
-        for into in range((len(self._means) + 1) // 2):
-            first, second = 2 * into, 2 * into + 1
-            if second == len(self._means):
-                self._steps[into], self._means[into] = self._steps[first], self._means[first]
-                self._counts[into] = self._counts[first]
-                continue
-            self._grow(first)
-            self._grow(second)
-            means = [self._means[i].astype(np.float32) for i in (first, second)]
-            counts = [self._counts[i].astype(np.float32) for i in (first, second)]
-            weights = [np.where(np.isnan(m), 0, c[:, None]) for m, c in zip(means, counts, strict=True)]
-            with np.errstate(invalid="ignore", divide="ignore"):
-                mixed = sum(np.nan_to_num(m) * w for m, w in zip(means, weights, strict=True)) / sum(weights)
-            self._steps[into] = self._steps[first][0], max(self._steps[first][1], self._steps[second][1])
-            self._means[into] = np.asarray(mixed, np.float16)
-            self._counts[into] = np.minimum(counts[0] + counts[1], _MOST_COUNTED).astype(np.uint16)
-        kept = (len(self._means) + 1) // 2
-        del self._steps[kept:], self._means[kept:], self._counts[kept:]
+    def _merge(self, now_s: float) -> None:
+        """Two neighbours become one: those that together are the shortest for their age."""
+
+        def length_by_age(index: int) -> float:
+            first, second = self._slots[index], self._slots[index + 1]
+            return (second.end_s - first.start_s + _FIRST_SLOT_S) / (now_s - second.end_s + _FIRST_SLOT_S)
+
+        index = min(range(len(self._slots) - 2), key=length_by_age)  # the newest one is still being filled
+        self._slots[index].take_in(self._slots.pop(index + 1))

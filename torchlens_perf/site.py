@@ -22,7 +22,10 @@ _SHOWN = (
     ("cloud.availability_zone", "zone"),
 )
 _OURS = frozenset(name for name, _ in _SHOWN)
-_CONTAINER = re.compile(r"[/-]([0-9a-f]{64})\b")
+_CONTAINER = {
+    "cgroup": re.compile(r"[/-]([0-9a-f]{64})\b"),
+    "mountinfo": re.compile(r"/containers/([0-9a-f]{64})/"),  # not the layers of its image, which look alike
+}
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 
 
@@ -70,8 +73,8 @@ def _cloud(dmi: Path) -> dict[str, str]:
 
 def _container(proc: Path) -> dict[str, str]:
     """Docker, containerd and CRI-O name a container's control group, or its mounts, by its id of 64 digits."""
-    for name in ("cgroup", "mountinfo"):
-        found = _CONTAINER.search(_text(proc / "self" / name))
+    for name, pattern in _CONTAINER.items():
+        found = pattern.search(_text(proc / "self" / name))
         if found:
             return {"container.id": found[1]}
     return {}

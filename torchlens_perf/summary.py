@@ -131,6 +131,11 @@ def windows(rows: Rows) -> Iterator[Rows]:
         yield Rows(**{name: value if name == "width" else value[chosen] for name, value in fields.items()})
 
 
+def is_readable(payload: bytes) -> bool:
+    """Whether it is of this version."""
+    return len(payload) == LAYOUT.itemsize and int.from_bytes(payload[:2], "little") == VERSION
+
+
 def unpack(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
     """Many ranks' summaries as one array. Raises ValueError for a payload of another version or size."""
     joined = b"".join(payloads)

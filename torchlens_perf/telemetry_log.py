@@ -121,6 +121,10 @@ class TelemetryLog:
         """Those of a port, as "mlx5_0/1", likewise, of the last hour."""
         return _within(self._recent_links.get(name, ()), since_ns, until_ns)
 
+    def pci_bus_id(self, uuid: str) -> str:
+        """Where a GPU is in its machine, as "00000000:18:00.0"; "" if that is not known."""
+        return (self._facts.get(uuid) or {}).get("pci_bus_id") or ""
+
     @property
     def links(self) -> list[str]:
         """The ports that there are samples of."""

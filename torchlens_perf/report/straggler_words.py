@@ -66,7 +66,7 @@ def _slow(report: dict[str, Any], culprit: Culprit, findings: Findings) -> Verdi
     cost = "What it costs the job is not known"
     if cost_s is not None and share is not None:
         cost = f"It costs the job {duration(cost_s)} a step ({percent(share)})"
-    causes = culprit.diagnosis.causes if culprit.diagnosis is not None else ()
+    causes = [each for each in culprit.diagnosis.causes if each.explains is not None] if culprit.diagnosis else []
     text = (
         f"{who} in {phase_name(episode.phase)}: {_against(episode, findings.compared)}{where}{_pattern(episode)}. "
         f"{cost}, {since}. {_because(culprit)}"
@@ -102,11 +102,13 @@ def _because(culprit: Culprit) -> str:
         if not diagnosis.looked_at:
             return ""
         return f"No cause found among {', '.join(diagnosis.looked_at)}. "
-    first, *others = diagnosis.causes
-    explains = "" if first.explains is None else f" (which explains {percent(min(1.0, first.explains))} of it)"
-    text = f"Because {first.text}{explains}. "
-    for other in others:
-        text += f"Also, {other.text}. "
+    text = ""
+    for cause in diagnosis.causes:
+        if cause.explains is None:
+            text += f"Seen on it alone: {cause.text}; {cause.action} "
+        else:
+            begin = "Also, " if text else "Because "
+            text += f"{begin}{cause.text} (which explains {percent(min(1.0, cause.explains))} of it). "
     return text
 
 
