@@ -25,14 +25,14 @@ def device_hooks(config: Config) -> list[Hook]:
         from torchlens_perf.hooks.device import DeviceHook
 
         hooks.append(DeviceHook(asked_for=config.device_times == "on"))
+    if there and config.collectives and config.nccl != "off":  # before a hook that makes communicators
+        from torchlens_perf.hooks.nccl import NcclHook
+
+        hooks.append(NcclHook(asked_for=config.nccl == "on"))
     if there and torch.version.cuda is not None:
         from torchlens_perf.hooks.gpu import GpuHook
         from torchlens_perf.hooks.stamps import Device, StampHook
 
         hooks.append(GpuHook())
         hooks.append(StampHook(Device(), aggregate=config.aggregate == "device"))
-    if there and config.collectives and config.nccl != "off":
-        from torchlens_perf.hooks.nccl import NcclHook
-
-        hooks.append(NcclHook(asked_for=config.nccl == "on"))
     return hooks
