@@ -22,8 +22,11 @@ setup(
         ),
         Extension(
             "torchlens_perf._nccl_profiler",
-            sources=[f"torchlens_perf/native/{name}" for name in ("nccl_profiler.c", "nccl_operations.c")],
-            depends=[f"torchlens_perf/native/{name}" for name in ("nccl_abi.h", "nccl_operations.h", "collective.h")],
+            sources=[f"torchlens_perf/native/nccl_{name}.c" for name in ("profiler", "operations", "mask")],
+            depends=[
+                f"torchlens_perf/native/{name}"
+                for name in ("nccl_abi.h", "nccl_mask.h", "nccl_operations.h", "collective.h")
+            ],
             extra_compile_args=["-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra"],
             optional=True,
         ),

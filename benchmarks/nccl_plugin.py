@@ -18,20 +18,23 @@ from tests.cuda.fake_nccl import NcclRig, compile_nccl
 from tests.recorders import IMPLEMENTATIONS
 
 CHANNELS = (1, 8, 16, 32)
-BARS_NS = {"1": 200, "32": 2000, "off": 10}
+BARS_NS = {"1": 200, "32": 2000, "between": 10, "off": 10}
+NAMES = {"1": "1 channel", "between": "seen and not timed", "off": "given up"}
 INSPECTOR_NS = {"1": 487, "8": 1762, "16": 3137, "32": 6123}
 ROUNDS, CALLS = 40, 2000
 
 
 def costs_ns(rig: NcclRig, rounds: int, calls: int) -> dict[str, list[float]]:
     """ns of a tapped collective, by round: with the plugin and with one that does nothing ("idle"), for each number of
-    channels, and switched off."""
+    channels, switched to not timing ("between"), and with an event mask of 0 ("off")."""
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     marks = pointer_of(rig.implementation.collective_marks(), b"torchlens_perf._native.collective_marks")
 
-    def cost(channels: int, *, on: bool, idle: bool) -> float:
+    def cost(channels: int, *, on: bool, idle: bool, masked: bool = False) -> float:
         rig.nccl.plugin.switch(on=on)
+        if masked:
+            rig.nccl.set_mask(0)
         rig.nccl.use_nothing(int(idle))
         return float(rig.nccl.cost_ns(rig.context, marks, channels, calls))
 
@@ -39,7 +42,8 @@ def costs_ns(rig: NcclRig, rounds: int, calls: int) -> dict[str, list[float]]:
     for idle in (False, True):
         for number in CHANNELS:
             variants[f"{number} idle" if idle else f"{number}"] = partial(cost, number, on=True, idle=idle)
-        variants["off idle" if idle else "off"] = partial(cost, 1, on=False, idle=idle)
+        variants["between idle" if idle else "between"] = partial(cost, 1, on=False, idle=idle)
+        variants["off idle" if idle else "off"] = partial(cost, 1, on=False, idle=idle, masked=True)
     return interleaved(variants, rounds)
 
 
@@ -52,10 +56,10 @@ def main() -> int:
         # The fastest round: what slows one down is the machine's other work.
         found = {name: min(values) for name, values in costs_ns(rig, ROUNDS, CALLS).items()}
         rig.close()
-    for name in (*map(str, CHANNELS), "off"):
+    for name in (*map(str, CHANNELS), "between", "off"):
         idle_ns = found[f"{name} idle"]
         added_ns, bar_ns = found[name] - idle_ns, BARS_NS.get(name)
         verdict = ("", "") if bar_ns is None else (f"at most {bar_ns} ns", table.bar(added_ns <= bar_ns))
-        what = "switched off" if name == "off" else f"{name} channel{'s' * (name != '1')}"
+        what = NAMES.get(name, f"{name} channels")
         table.row(what, f"{added_ns:.0f}", f"{idle_ns - found['off idle']:.0f}", *verdict, INSPECTOR_NS.get(name, ""))
     return table.missed

@@ -86,18 +86,19 @@ def _nccl() -> Iterator[Check]:
     nccl, file = nccl_plugin.version(), nccl_plugin.path()
     if nccl is None:
         return
-    subject, every = f"kernels of NCCL {'.'.join(map(str, nccl))}", nccl_plugin.steps_between(nccl)
+    subject = f"kernels of NCCL {'.'.join(map(str, nccl))}"
+    every = {asked: nccl_plugin.steps_between(nccl, asked_for=asked) for asked in (False, True)}
     without = "asynchronous collectives have no end"
     other = None if file is None else nccl_plugin.other_plugin(os.environ, file)
     if nccl_plugin.load() is None:
         yield Check(WORSE, subject, f"the plugin was not built: {without}", "install a C compiler and reinstall")
-    elif every == 0:
-        yield Check(WORSE, subject, f"not timed: {without}", "NCCL 2.27 or newer tells when they ran")
+    elif every[True] == 0:
+        yield Check(WORSE, subject, f"not timed: {without}", "NCCL 2.28 to 2.30 tell when they ran")
     elif other is not None:
         yield Check(WORSE, subject, f"another plugin was chosen: {without}", f"ours is used without {other}")
-    elif every > 1:
-        remedy = "TORCHLENS_PERF_NCCL=on times all of them, at what this NCCL takes for it"
-        yield Check(WORSE, subject, f"timed in one step of {every}", remedy)
+    elif every[False] == 0:
+        remedy = f"TORCHLENS_PERF_NCCL=on times one step of {every[True]}, see docs/gpu.md"
+        yield Check(WORSE, subject, f"not timed with this NCCL: {without}", remedy)
     else:
         yield Check(OK, subject, "timed by the device in every step, from the first communicator inside a watch on")
 

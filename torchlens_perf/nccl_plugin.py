@@ -12,6 +12,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Mapping, MutableMapping
+from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,17 +29,33 @@ _SYSTEM_FOLDERS = ("/usr/local/lib", "/usr/lib", "/usr/lib64", f"/usr/lib/{platf
 _CAPSULE = b"torchlens_perf._native.collective_marks"
 
 
+class Cause(IntEnum):
+    """Why nothing is timed any more in this process; in the order of native/nccl_mask.h."""
+
+    NOT_GIVEN_UP = 0
+    CAPTURED_OPERATION = 1
+    SELF_COPY = 2
+    IMPOSSIBLE_TIME = 3
+    CAPTURE_BEGAN = 4
+    """With an NCCL that does not tell of what is captured."""
+    UNSEEN_GRAPH = 5
+    MANY_COMMUNICATORS = 6
+
+
 class Counters(NamedTuple):
     """What the plugin has counted since it was loaded; in the order of native/nccl_operations.h."""
 
     communicators: int
     elsewhere: int
     """Operations that were not issued by a recorded call of torch.distributed."""
-    captured: int
+    unnamed: int
+    """Nor launched in one, where NCCL does not tell of the call (2.27): in a group, or elsewhere."""
+    crowded: int
+    """Collectives of torch in one group of NCCL with more than 64 others."""
     lost: int
     stale: int
-    distrusted: int
-    """Communicators whose device times turned out to be those of other operations."""
+    given_up: int
+    """A Cause, which stays."""
 
 
 class NcclPlugin:
@@ -49,6 +66,9 @@ class NcclPlugin:
         self._attach = library.torchlens_perf_nccl_attach
         self._attach.argtypes = [ctypes.c_void_p]
         self._switch = library.torchlens_perf_nccl_switch
+        self._capture_begins = library.torchlens_perf_nccl_capture_begins
+        self._unseen_graph = library.torchlens_perf_nccl_unseen_graph
+        self._forked = library.torchlens_perf_nccl_forked
         self._counters = library.torchlens_perf_nccl_counters
         self._values = (ctypes.c_uint64 * len(Counters._fields))()
 
@@ -63,8 +83,20 @@ class NcclPlugin:
         self._attach(None)
 
     def switch(self, *, on: bool) -> None:
-        """Whether NCCL tells of its operations, from the next one on."""
+        """Whether NCCL times its kernels, from the next one on; never again once that was given up."""
         self._switch(int(on))
+
+    def capture_begins(self) -> None:
+        """A CUDA graph will be captured."""
+        self._capture_begins()
+
+    def unseen_graph(self) -> None:
+        """A CUDA graph will be replayed, of which it is not known what it holds."""
+        self._unseen_graph()
+
+    def forked(self) -> None:
+        """In a child process: what is under way is the parent's, and nothing is timed."""
+        self._forked()
 
     def counters(self) -> Counters:
         """As of now."""
@@ -95,15 +127,16 @@ def version() -> tuple[int, ...] | None:
     return tuple(number for number in told if isinstance(number, int))
 
 
-def steps_between(nccl: tuple[int, ...]) -> int:
-    """Of so many steps one is timed; 1: each of them. 0: none, as this NCCL does not tell the device's times.
+def steps_between(nccl: tuple[int, ...], *, asked_for: bool) -> int:
+    """Of so many steps one is timed; 1: each of them. 0: none. asked_for: also with an NCCL of which it is not known
+    that timing harms nothing, see docs/decisions.md.
 
     Timing costs 0.3 to 0.4 % with 2.28 to 2.30, and 10 % of a small all-reduce with 2.31 (nccl#2355); 2.27 ran out of
     room in its proxy under all-to-all (nccl#2039).
     """
-    if nccl[:2] < OLDEST_NCCL:
-        return 0
-    return 1 if (2, 28) <= nccl[:2] <= (2, 30) else SAMPLED_EVERY
+    if (2, 28) <= nccl[:2] <= (2, 30):
+        return 1
+    return SAMPLED_EVERY if asked_for and nccl[:2] >= OLDEST_NCCL else 0
 
 
 def other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
@@ -147,5 +180,5 @@ def withdraw(environ: MutableMapping[str, str], file: Path) -> None:
 def offer_early(environ: MutableMapping[str, str], wish: str) -> None:
     """At `import torch`, for a recording that begins only when communicators have been made. wish: Config.nccl."""
     file, nccl = path(), None if wish == "off" else version()
-    if file is not None and recorder.NATIVE and nccl is not None and nccl[:2] >= OLDEST_NCCL:
+    if file is not None and recorder.NATIVE and nccl is not None and steps_between(nccl, asked_for=wish == "on"):
         offer(environ, file)

@@ -18,7 +18,9 @@ from torchlens_perf.ring import Flag
 
 HERE = Path(__file__).parent
 INTERFACES = {4: (2, 27, 7), 5: (2, 28, 9), 6: (2, 29, 7)}
-ON = 2 | 4 | 64  # Coll, P2p, KernelCh
+SEEN, SEEN_V4 = 4 | 512 | 1024, 4  # P2p, CollApi, P2pApi
+TIMED = 2 | 64  # Coll, KernelCh
+ON = SEEN | TIMED
 NCCL_S_CLOCK_NS = 1_700_000_000_000_000_000  # what a device's clock is ahead of the host's
 
 
@@ -56,6 +58,9 @@ class FakeNccl:
         self.library.fake_kernel_began.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, times[0]]
         self.library.fake_kernel_ended.argtypes = [ctypes.c_void_p, ctypes.c_int, times[0]]
         self.library.fake_finalize.argtypes = [ctypes.c_void_p]
+        for name in ("fake_number_works", "fake_progress", "fake_posted"):
+            getattr(self.library, name).argtypes = [ctypes.c_void_p]
+        self.library.fake_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *times]
         self.library.fake_cost_ns.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
         self.library.fake_cost_ns.restype = ctypes.c_double
 
@@ -68,6 +73,10 @@ class FakeNccl:
         context = self.library.fake_communicator(ranks, rank)
         assert context
         return int(context)
+
+    def expected_mask(self, *, timing: bool) -> int:
+        """What this interface is asked for until timing is given up."""
+        return (SEEN_V4 if self.interface == 4 else SEEN) | (TIMED if timing else 0)
 
     @property
     def mask(self) -> int:

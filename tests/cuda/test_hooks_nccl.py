@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda.fake_nccl import ON, FakeNccl
+from tests.cuda.fake_nccl import ON, SEEN, FakeNccl
 from tests.recorders import IDS
 from tests.recording import Recording, recorded
-from torchlens_perf import launch, nccl_plugin, session, torch_private
+from torchlens_perf import devices, launch, nccl_plugin, session, torch_private
+from torchlens_perf.config import Config
 from torchlens_perf.doctor import OK, WORSE, examine
 from torchlens_perf.hooks.nccl import NcclHook
+from torchlens_perf.hooks.on_device import device_hooks
 from torchlens_perf.nccl_plugin import SAMPLED_EVERY, VARIABLE
 
 pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not built: there is no C compiler")
@@ -34,6 +36,16 @@ def nccl(nccl_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     return made
+
+
+@pytest.fixture
+def nccl_4(nccl: FakeNccl) -> FakeNccl:
+    nccl.interface = 4
+    return nccl
+
+
+class Graph:
+    """In the place of a torch.cuda.CUDAGraph."""
 
 
 @contextmanager
@@ -62,7 +74,7 @@ def test_offered_and_taken_back(nccl: FakeNccl, tmp_path: Path, monkeypatch: pyt
             VARIABLE: str(nccl.file)
         }
     assert os.environ == before
-    assert nccl.mask == 0
+    assert nccl.mask == SEEN
     nccl.finalize(context)
     assert notes(recording) == []
 
@@ -118,7 +130,7 @@ def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
     """The steps in which NCCL tells of its kernels."""
     told = []
     for step in range(steps):
-        if nccl.mask:
+        if nccl.mask == ON:
             told.append(step)
         recording.watch.step()
     return told
@@ -127,15 +139,15 @@ def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
 @pytest.mark.parametrize(
     ("version", "asked_for", "every"),
     [
-        ((2, 27, 7), False, SAMPLED_EVERY), ((2, 28, 9), False, 1), ((2, 30, 7), False, 1),
-        ((2, 31, 2), False, SAMPLED_EVERY), ((2, 31, 2), True, 1), ((3, 0, 1), False, SAMPLED_EVERY),
+        ((2, 27, 7), True, SAMPLED_EVERY), ((2, 28, 9), False, 1), ((2, 30, 7), False, 1), ((2, 30, 7), True, 1),
+        ((2, 31, 2), True, SAMPLED_EVERY), ((3, 0, 1), True, SAMPLED_EVERY),
     ],
 )  # fmt: skip
 def test_steps_that_are_timed(
     version: tuple[int, ...], asked_for: bool, every: int, nccl: FakeNccl, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """All of them, or one of 50, the same on every rank, as far as this NCCL does it at little cost."""
+    """All of them, or one of 50, the same on every rank, where it was asked for in spite of what this NCCL does."""
     with watched(tmp_path, monkeypatch, version=version, asked_for=asked_for) as recording:
         nccl.load()
         context = nccl.communicator()
@@ -151,6 +163,22 @@ def test_nccl_that_is_too_old(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytes
         assert VARIABLE not in os.environ
     (note,) = notes(recording)
     assert "NCCL 2.26.2 does not tell when they ran; 2.27 and newer ones do" in note
+
+
+@pytest.mark.parametrize("version", [(2, 27, 7), (2, 31, 2)])
+def test_nccl_that_may_be_harmed(
+    version: tuple[int, ...], nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is asked for, the plugin is not offered to one of which it is not known that timing harms nothing."""
+    with watched(tmp_path, monkeypatch, version=version) as recording:
+        assert VARIABLE not in os.environ
+        assert recording.watch._session.collective_events is not None
+    (note,) = notes(recording)
+    assert "it is for NCCL 2.28 to 2.30, and this is" in note
+    monkeypatch.setattr(nccl_plugin, "version", lambda: version)
+    for wish, offered in (("auto", False), ("on", True)):
+        nccl_plugin.offer_early(os.environ, wish)
+        assert (VARIABLE in os.environ) == offered
 
 
 def test_lone_rank_is_not_told(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,24 +199,128 @@ def test_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture("begin"))
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", capture("end"))
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", capture("replay"))
     before = dict(vars(torch.cuda.CUDAGraph))
     monkeypatch.setattr(session, "_NOW_AND_THEN_NS", 0)
     with watched(tmp_path, monkeypatch) as recording:
         nccl.load()
         context = nccl.communicator()
-        graph = object()
+        graph = Graph()
         torch.cuda.CUDAGraph.capture_begin(graph, pool=7)
         recording.watch.step()  # a whole step may be captured
-        assert nccl.mask == 0
+        assert nccl.mask == SEEN
         torch.cuda.CUDAGraph.capture_end(graph)
         assert nccl.mask == ON
-        wrapped = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
-    assert asked == [("begin", 0, (), {"pool": 7}), ("end", 0, (), {})]
+        torch.cuda.CUDAGraph.replay(graph)  # nothing of NCCL was in it
+        assert nccl.mask == ON
+        cuda_graph = torch.cuda.CUDAGraph
+        wrapped = cuda_graph.capture_begin, cuda_graph.capture_end, cuda_graph.replay
+    assert asked == [("begin", SEEN, (), {"pool": 7}), ("end", SEEN, (), {}), ("replay", ON, (), {})]
+    assert notes(recording) == []
     assert dict(vars(torch.cuda.CUDAGraph)) == before
     for function in wrapped:  # which another tool may have kept
-        function(graph)
-        assert nccl.mask == 0
+        function(Graph())
+        assert nccl.mask == SEEN
     nccl.finalize(context)
+
+
+def test_captured_collective(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it and its replays no collective has an end; this and the next watch say why, and take events."""
+    for name in ("capture_begin", "capture_end", "replay"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
+    monkeypatch.setattr(session, "_NOW_AND_THEN_NS", 0)
+    text = "an operation of NCCL was captured in a CUDA graph"
+    with watched(tmp_path, monkeypatch) as recording:
+        nccl.load()
+        context = nccl.communicator()
+        graph = Graph()
+        torch.cuda.CUDAGraph.capture_begin(graph)
+        task = nccl.call(context, -1, 1, 1)
+        nccl.group_end(context, 0, 1)
+        torch.cuda.CUDAGraph.capture_end(graph)
+        for _ in range(2):
+            torch.cuda.CUDAGraph.replay(graph)
+            nccl.replay(context, 0, task)
+            assert nccl.mask == 0
+        recording.watch.step()
+        assert recording.watch._session.collective_events is not None
+        assert sum(text in note for note in recording.watch._session._notes) == 1
+    (note,) = notes(recording)
+    assert "from here on asynchronous collectives have no end" in note
+    assert nccl.mask == 0
+
+    with watched(tmp_path / "again", monkeypatch) as recording:
+        assert recording.watch._session.collective_events is not None
+        assert VARIABLE not in os.environ
+        assert nccl.mask == 0
+    (note,) = notes(recording)
+    assert text in note
+    nccl.finalize(context)
+
+
+def test_given_up_at_the_end(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when no step follows."""
+    with watched(tmp_path, monkeypatch) as recording:
+        nccl.load()
+        context = nccl.communicator()
+        nccl.call(context, 0, 1, 0)
+        nccl.group_end(context, 0, 1)
+    assert any("a rank sent to itself, as in all-to-all" in note for note in recording.notes)
+    nccl.finalize(context)
+
+
+def test_graph_that_was_captured_before(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replay: nobody knows what it holds. One that an earlier watch has seen is known."""
+    for name in ("capture_begin", "capture_end", "replay"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
+    graph = Graph()
+    with watched(tmp_path / "first", monkeypatch):
+        nccl.load()
+        context = nccl.communicator()
+        torch.cuda.CUDAGraph.capture_begin(graph)
+        torch.cuda.CUDAGraph.capture_end(graph)
+    with watched(tmp_path / "second", monkeypatch) as recording:
+        torch.cuda.CUDAGraph.replay(graph)
+        assert nccl.mask == ON
+        torch.cuda.CUDAGraph.replay(Graph())
+        assert nccl.mask == 0
+    (note,) = notes(recording)
+    assert "a CUDA graph was replayed that was captured outside of watch()" in note
+    nccl.finalize(context)
+
+
+def test_capture_with_interface_4(nccl_4: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which NCCL does not tell what is captured."""
+    for name in ("capture_begin", "capture_end"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
+    with watched(tmp_path, monkeypatch, version=(2, 27, 7), asked_for=True) as recording:
+        assert nccl_4.load() == 4
+        context = nccl_4.communicator()
+        torch.cuda.CUDAGraph.capture_begin(Graph())
+        assert nccl_4.mask == 0
+    assert any("NCCL 2.27 does not tell of what" in note for note in recording.notes)
+    nccl_4.finalize(context)
+
+
+def test_forked_child(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of a watch: in the child nothing is timed, in the parent it goes on."""
+    with watched(tmp_path, monkeypatch):
+        nccl.load()
+        context = nccl.communicator()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if nccl.mask == SEEN and VARIABLE not in os.environ else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert nccl.mask == ON
+    nccl.finalize(context)
+
+
+def test_communicators_are_made_after_it_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aggregate="device" makes one when its hook is attached: NCCL would not look for the plugin again."""
+    monkeypatch.setattr(devices, "has_devices", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    names = [type(hook).__name__ for hook in device_hooks(Config(aggregate="device"))]
+    assert names == ["DeviceHook", "NcclHook", "GpuHook", "StampHook"]
 
 
 def test_capture_that_does_not_begin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +334,7 @@ def test_capture_that_does_not_begin(nccl: FakeNccl, tmp_path: Path, monkeypatch
         nccl.load()
         context = nccl.communicator()
         with pytest.raises(RuntimeError, match="under way"):
-            torch.cuda.CUDAGraph.capture_begin(object())
+            torch.cuda.CUDAGraph.capture_begin(Graph())
         assert nccl.mask == ON
     nccl.finalize(context)
 
@@ -318,7 +450,8 @@ def test_nccl_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("version", "chosen", "severity", "words"),
     [
-        ((2, 29, 7), None, OK, "timed by the device in every step"), ((2, 31, 2), None, WORSE, "in one step of 50"),
+        ((2, 29, 7), None, OK, "timed by the device in every step"),
+        ((2, 31, 2), None, WORSE, "=on times one step of 50"),
         ((2, 26, 2), None, WORSE, "not timed"), ((2, 29, 7), "another", WORSE, "another plugin was chosen"),
     ],
 )  # fmt: skip

@@ -12,12 +12,13 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torchlens_perf import native_tap, nccl_plugin, recorder, torch_private
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.collective_events import CollectiveEvents
 from torchlens_perf.hooks.patch import patched
-from torchlens_perf.nccl_plugin import Counters, NcclPlugin
+from torchlens_perf.nccl_plugin import Cause, Counters, NcclPlugin
 
 if TYPE_CHECKING:
     from torchlens_perf.session import Session
@@ -28,11 +29,21 @@ _TOO_LATE = (
 )
 _SAID = {
     "elsewhere": "NCCL operations were not issued through torch.distributed and are not recorded",
-    "captured": "NCCL operations became part of graphs, whose replays are not recorded",
+    "unnamed": "NCCL operations are not recorded: in a group, or not from torch.distributed, NCCL 2.27 does not tell which "
+    "collective they belong to",
+    "crowded": "collectives have no end, as more than 64 were in one group of NCCL",
     "lost": "collectives have no end, which NCCL should have told",
-    "distrusted": "NCCL communicators told the times of other operations, as they do after a rank has sent to itself "
-    "(all-to-all): their collectives have no end",
 }
+_GIVEN_UP = {
+    Cause.CAPTURED_OPERATION: "an operation of NCCL was captured in a CUDA graph",
+    Cause.SELF_COPY: "a rank sent to itself, as in all-to-all",
+    Cause.IMPOSSIBLE_TIME: "NCCL told a kernel's time that is impossible",
+    Cause.CAPTURE_BEGAN: "a CUDA graph was captured, and NCCL 2.27 does not tell of what",
+    Cause.UNSEEN_GRAPH: "a CUDA graph was replayed that was captured outside of watch()",
+    Cause.MANY_COMMUNICATORS: "there were more than 1024 communicators at once",
+}
+_captured: WeakSet[Any] = WeakSet()
+"""CUDA graphs whose capture a watch of this process has seen."""
 
 
 class NcclHook:
@@ -46,7 +57,7 @@ class NcclHook:
     def __init__(
         self, *, asked_for: bool, environ: MutableMapping[str, str] = os.environ, nccl: tuple[int, ...] | None = None
     ) -> None:
-        """asked_for: in every step, whatever this NCCL pays for it. nccl: its version; without it, torch's is asked."""
+        """asked_for: with other NCCLs too, in some steps. nccl: its version; without it, torch's is asked."""
         self._asked_for = asked_for
         self._environ = environ
         self._nccl = nccl
@@ -76,13 +87,15 @@ class NcclHook:
         nccl = self._nccl or nccl_plugin.version()
         if nccl is None:
             return "this torch came without NVIDIA's NCCL"
-        self._every = nccl_plugin.steps_between(nccl)
-        if self._every == 0:
+        self._every = nccl_plugin.steps_between(nccl, asked_for=self._asked_for)
+        if self._every == 0 and nccl[:2] < nccl_plugin.OLDEST_NCCL:
             return f"NCCL {'.'.join(map(str, nccl))} does not tell when they ran; 2.27 and newer ones do"
-        if self._asked_for:
-            self._every = 1
+        if self._every == 0:
+            return f'it is for NCCL 2.28 to 2.30, and this is {".".join(map(str, nccl))}; nccl="on" times some steps'
         if plugin is None or file is None:
             return "it was not built: install a C compiler and reinstall torchlens_perf"
+        if plugin.counters().given_up:
+            return _why(plugin.counters())
         other = nccl_plugin.offer(self._environ, file)
         if other is not None:
             return f"another one was chosen, and stays ({other})"
@@ -94,20 +107,26 @@ class NcclHook:
     @contextmanager
     def _by_plugin(self, session: Session, plugin: NcclPlugin, file: Path, attached: ExitStack) -> Iterator[None]:
         self._before = plugin.counters()
-        captures = _Captures()
+        captures = _Captures(plugin)
+        by_events = False
 
         def switch() -> None:
             plugin.switch(on=not captures.under_way and session.training_steps % self._every == 0)
 
+        def take_events(why: str) -> None:
+            nonlocal by_events
+            if not by_events:
+                by_events = True
+                self._note(session, why)
+                attached.enter_context(_by_events(session))
+
         def look() -> None:
-            if self._every == 1:
-                switch()  # a capture that we did not see has switched it off
             counters = plugin.counters()
             self._tell(session, counters, last=False)
-            if not counters.communicators and _TOO_LATE not in self._told and _runs(session):
-                self._told.add(_TOO_LATE)
-                self._note(session, _TOO_LATE)
-                attached.enter_context(_by_events(session))
+            if counters.given_up:
+                take_events(f"from here on asynchronous collectives have no end: {_why(counters)}")
+            elif not counters.communicators and _runs(session):
+                take_events(_TOO_LATE)
 
         try:
             with (
@@ -122,10 +141,14 @@ class NcclHook:
                 yield
         finally:
             nccl_plugin.withdraw(self._environ, file)
-            if not session.recorder.closed:  # in a forked child the plugin is the parent's, and its lock may be held
+            if session.recorder.closed:
+                plugin.forked()
+            else:
                 plugin.switch(on=False)
                 plugin.detach()
                 self._tell(session, plugin.counters(), last=True)
+                if plugin.counters().given_up and not by_events:
+                    self._note(session, f"at the end asynchronous collectives had no end: {_why(plugin.counters())}")
 
     def _tell(self, session: Session, counters: Counters, *, last: bool) -> None:
         """At once that there are some, for a job that is killed; at the end, how many."""
@@ -143,11 +166,21 @@ def _runs(session: Session) -> bool:
     return any(torch_private.backend_of_group(*group) == "nccl" for group in session.device_groups)
 
 
-class _Captures:
-    """torch's captures of CUDA graphs. A kernel that is timed in a graph costs a call of the host at each replay."""
+def _why(counters: Counters) -> str:
+    """Timing was given up."""
+    return f"{_GIVEN_UP[Cause(counters.given_up)]}, after which NCCL's times cannot be relied on in this process"
 
-    def __init__(self) -> None:
+
+class _Captures:
+    """torch's captures of CUDA graphs, and replays of those that were captured unseen.
+
+    NCCL counts what was captured otherwise than the device does, unless it was timed in the capture already: and then
+    it costs a call of the host in each replay.
+    """
+
+    def __init__(self, plugin: NcclPlugin) -> None:
         self.under_way = 0
+        self._plugin = plugin
 
     @contextmanager
     def seen(self, changed: Callable[[], None]) -> Iterator[None]:
@@ -155,7 +188,8 @@ class _Captures:
         import torch
 
         graph, left = torch.cuda.CUDAGraph, False
-        begin, end = graph.capture_begin, graph.capture_end
+        begin, end, again = graph.capture_begin, graph.capture_end, graph.replay
+        plugin = self._plugin
 
         @guard("a capture with NCCL")
         def count(more: int) -> None:
@@ -163,11 +197,24 @@ class _Captures:
                 self.under_way = max(0, self.under_way + more)
                 changed()
 
+        @guard("a capture with NCCL")
+        def begins(captured: Any) -> None:
+            if not left:
+                _captured.add(captured)
+                plugin.capture_begins()
+                count(1)
+
+        @guard("a replay with NCCL")
+        def replays(captured: Any) -> None:
+            if not left and captured not in _captured:
+                _captured.add(captured)  # once is enough
+                plugin.unseen_graph()
+
         @wraps(begin)
-        def capture_begin(*args: Any, **kwargs: Any) -> Any:
-            count(1)
+        def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+            begins(self)
             try:
-                return begin(*args, **kwargs)
+                return begin(self, *args, **kwargs)
             except BaseException:
                 count(-1)  # nobody will end it
                 raise
@@ -179,8 +226,17 @@ class _Captures:
             finally:
                 count(-1)
 
+        @wraps(again)
+        def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
+            replays(self)
+            return again(self, *args, **kwargs)
+
         try:
-            with patched(graph, "capture_begin", capture_begin), patched(graph, "capture_end", capture_end):
+            with (
+                patched(graph, "capture_begin", capture_begin),
+                patched(graph, "capture_end", capture_end),
+                patched(graph, "replay", replay),
+            ):
                 yield
         finally:
             left = True

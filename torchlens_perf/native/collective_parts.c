@@ -8,7 +8,7 @@
 #include "recorder.h"
 
 enum { MOST_TIMED = 1024, PLACE_BITS = 10 };
-static const int64_t CLOCK_SLACK_NS = 1000000; /* by which a device's clock and the host's may drift apart in a second */
+static const int64_t CLOCK_SLACK_NS = 1000000; /* by which a device's time may be early on the host's line, as the clocks drift */
 _Static_assert(MOST_TIMED == 1 << PLACE_BITS, "a ticket's lower bits are the place");
 
 typedef struct {

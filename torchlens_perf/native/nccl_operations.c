@@ -1,17 +1,20 @@
 /* What NCCL has under way, from the launch to the end of its kernel on the last channel.
  *
- * The device's times are put on the host's line by the smallest difference, over the last second, between the host's clock
- * when it learns of an end and the device's time of that end. What is left of the proxy thread's delay makes
- * times too late, by the same amount on begin and end.
+ * The device's times are put on the host's line by the smallest difference between the host's clock when it learns of an end
+ * and the device's time of that end. What is left of the proxy thread's delay makes times too late, by the same amount on
+ * begin and end.
  *
- * Nothing here waits: a lock that is not free after some tries is an event lost, and counted.
+ * An operation is locked for some words' reading and writing: who finds it locked tries again some thousand times, and then
+ * the event is lost, and counted. The recorder, which is told of ends, has a lock that is waited for.
  */
 #include "nccl_operations.h"
 
 #include <time.h>
 
+#include "nccl_mask.h"
+
 enum { MOST_OPERATIONS = 4096, MOST_TRIES = 4096 };
-static const int64_t WINDOW_NS = 500000000;
+static const int64_t DRIFT = 2000; /* a device's clock and the host's drift apart by less than one part in so many */
 
 /* A collective, a send or a receive of one communicator. A cache line. */
 typedef struct {
@@ -29,12 +32,6 @@ _Atomic uint64_t counters[COUNTERS];
 const CollectiveMarks *_Atomic marks;
 static Operation operations[MOST_OPERATIONS];
 static _Atomic uint32_t next_operation;
-
-static struct {
-    _Atomic uint32_t busy;
-    int64_t since_ns, lowest_ns, before_ns;
-    _Atomic int64_t offset_ns;
-} host_line = {.lowest_ns = INT64_MAX, .before_ns = INT64_MAX, .offset_ns = INT64_MAX};
 
 static int64_t host_now(void)
 {
@@ -82,75 +79,59 @@ static void retire(Operation *operation)
     operation->turn++;
 }
 
-/* What to add to a device's time for the host's, as seen until an end of which the host learnt just now. There is one
- * line: communicators on several devices in one process would need one each. */
-static int64_t offset_until(int64_t host_ns, uint64_t device_ns)
+/* What to add to a device's time for the host's, as seen until an end of which the host learnt just now. The smallest
+ * difference is not forgotten, for the next one may be late by any time; but it grows, as the clocks may drift apart. */
+static int64_t offset_until(HostLine *line, int64_t host_ns, uint64_t device_ns)
 {
     int64_t sample_ns = host_ns - (int64_t)device_ns;
-    if (!try_lock(&host_line.busy)) {
-        int64_t known_ns = atomic_load_explicit(&host_line.offset_ns, memory_order_relaxed);
+    if (!try_lock(&line->busy)) {
+        int64_t known_ns = atomic_load_explicit(&line->offset_ns, memory_order_relaxed);
         return known_ns < sample_ns ? known_ns : sample_ns;
     }
-    int64_t age_ns = host_ns - host_line.since_ns;
-    if (age_ns >= WINDOW_NS) {
-        host_line.before_ns = age_ns < 2 * WINDOW_NS ? host_line.lowest_ns : INT64_MAX;
-        host_line.lowest_ns = INT64_MAX;
-        host_line.since_ns = host_ns;
+    int64_t offset_ns = line->lowest_ns;
+    if (offset_ns != INT64_MAX) {
+        offset_ns += (host_ns - line->at_ns) / DRIFT;
     }
-    if (sample_ns < host_line.lowest_ns) {
-        host_line.lowest_ns = sample_ns;
+    if (sample_ns < offset_ns) {
+        offset_ns = line->lowest_ns = sample_ns;
+        line->at_ns = host_ns;
     }
-    int64_t offset_ns = host_line.lowest_ns < host_line.before_ns ? host_line.lowest_ns : host_line.before_ns;
-    atomic_store_explicit(&host_line.offset_ns, offset_ns, memory_order_relaxed);
-    unlock(&host_line.busy);
+    atomic_store_explicit(&line->offset_ns, offset_ns, memory_order_relaxed);
+    unlock(&line->busy);
     return offset_ns;
 }
 
-static void distrust(Communicator *communicator)
-{
-    if (!atomic_exchange_explicit(&communicator->distrusted, 1, memory_order_relaxed)) {
-        count(DISTRUSTED);
-    }
-}
-
-static int is_distrusted(const Communicator *communicator)
-{
-    return atomic_load_explicit(&communicator->distrusted, memory_order_relaxed);
-}
-
-/* All channels have ended. NCCL finds a kernel's times by counting the works of each channel on the host and on the device.
- * A copy to oneself (2.27 to 2.30), and a broadcast of some versions (nccl#2369), is counted by the device alone: from
- * then on the times are those of earlier kernels. So what began before it was issued, or ended before it began, is the
- * end of all trust in its communicator. */
+/* All channels have ended. A time that cannot be this kernel's is another one's, and those that follow would be too. */
 static void finish(const Operation *operation)
 {
     const CollectiveMarks *told = atomic_load_explicit(&marks, memory_order_acquire);
     if (told == NULL) {
         return;
     }
-    Communicator *communicator = operation->communicator;
     int64_t host_ns = host_now(), start_ns = operation->first_host_ns, end_ns = host_ns;
     enum part_time time = start_ns != 0 ? PART_BY_HOST : PART_UNTIMED;
+    int possible = 1;
     if (!operation->clockless) {
-        if (operation->last_device_ns < operation->first_device_ns) {
-            distrust(communicator);
-        }
-        int64_t offset_ns = offset_until(host_ns, operation->last_device_ns);
+        possible = operation->last_device_ns >= operation->first_device_ns;
+        int64_t offset_ns = offset_until(&operation->communicator->line, host_ns, operation->last_device_ns);
         start_ns = (int64_t)operation->first_device_ns + offset_ns;
         end_ns = (int64_t)operation->last_device_ns + offset_ns;
-        time = is_distrusted(communicator) ? PART_UNTIMED : PART_BY_DEVICE;
+        time = possible && !is_given_up() ? PART_BY_DEVICE : PART_UNTIMED;
     }
-    if (!told->part_over(operation->ticket, 1, time, start_ns, end_ns)) {
-        distrust(communicator);
+    if (!told->part_over(operation->ticket, 1, time, start_ns, end_ns) || !possible) {
+        give_up(IMPOSSIBLE_TIME);
     }
 }
 
-void *operation_launched(Communicator *communicator, uint64_t ticket, uint32_t channels, bool to_oneself)
+void communicator_begins(Communicator *communicator)
 {
-    if (to_oneself) {
-        distrust(communicator);
-    }
-    if (channels == 0 || is_distrusted(communicator)) {
+    communicator->line.lowest_ns = INT64_MAX;
+    atomic_store_explicit(&communicator->line.offset_ns, INT64_MAX, memory_order_relaxed);
+}
+
+void *operation_launched(Communicator *communicator, uint64_t ticket, uint32_t channels)
+{
+    if (channels == 0 || is_given_up()) {
         part_untold(ticket, 1, PART_UNTIMED);
         return NULL;
     }
@@ -241,5 +222,15 @@ void operations_lost(const Communicator *communicator)
             count(LOST);
             part_untold(lost, 1, PART_LOST);
         }
+    }
+}
+
+void operations_forked(void)
+{
+    for (int i = 0; i < MOST_OPERATIONS; i++) {
+        if (operations[i].ticket != 0) {
+            retire(&operations[i]);
+        }
+        unlock(&operations[i].busy);
     }
 }

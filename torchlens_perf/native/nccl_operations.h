@@ -1,45 +1,56 @@
-/* The two halves of the NCCL plugin: nccl_profiler.c is what NCCL calls, nccl_operations.c knows what is under way on the
- * device, and puts its times on the host's line.
+/* The halves of the NCCL plugin: nccl_profiler.c is what NCCL calls, nccl_operations.c knows what is under way on the
+ * device, and puts its times on the host's line. Which events NCCL tells is nccl_mask.c's.
  */
 #ifndef TORCHLENS_PERF_NATIVE_NCCL_OPERATIONS_H
 #define TORCHLENS_PERF_NATIVE_NCCL_OPERATIONS_H
 
 #include <stdatomic.h>
-#include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #include "collective.h"
 
-enum handle_type { OF_OPERATION = 1, OF_CHANNEL, OF_API, OF_CAPTURED_API, OF_GROUP_API, OF_PLAN };
+enum handle_type { OF_OPERATION = 1, OF_CHANNEL, OF_API, OF_GROUP_API, OF_NOTHING };
 
-/* What nccl_plugin.py reads, in this order. */
+/* What nccl_plugin.py reads, in this order, and behind it why timing was given up. */
 enum counter {
     COMMUNICATORS, /* made since the library was loaded */
     ELSEWHERE,     /* that were not issued by a recorded call of torch.distributed */
-    CAPTURED,      /* that became part of a graph */
+    UNNAMED,       /* nor launched in one, where version 4 does not tell of the call: a group's may be launched later */
+    CROWDED,       /* that were in one group with so many others that they are not remembered */
     LOST,          /* whose kernels did not tell of their end */
     STALE,         /* events of operations that are over */
-    DISTRUSTED,    /* communicators whose device times were those of other operations */
     COUNTERS,
 };
 
+/* What to add to a device's time for the host's. Of each communicator, for it has one device, and one thread that tells. */
 typedef struct {
-    int used;
+    _Atomic uint32_t busy;
+    int64_t lowest_ns, at_ns; /* the smallest difference, and when that was; INT64_MAX before the first */
+    _Atomic int64_t offset_ns;
+} HostLine;
+
+typedef struct {
+    _Atomic uint32_t used;
     int *mask;
-    _Atomic int distrusted; /* NCCL tells the times of other operations as this communicator's */
+    HostLine line;
 } Communicator;
 
 extern _Atomic uint64_t counters[COUNTERS];
 extern const CollectiveMarks *_Atomic marks; /* NULL: nobody records */
 
+/* Nothing is known of it. */
+void communicator_begins(Communicator *communicator);
 /* An operation is launched; its handle, or NULL where its times will not be told. channels: that its kernel runs on. */
-void *operation_launched(Communicator *communicator, uint64_t ticket, uint32_t channels, bool to_oneself);
+void *operation_launched(Communicator *communicator, uint64_t ticket, uint32_t channels);
 /* Its kernel has begun on a channel. device_ns: 0 where the device has no clock. */
 void *operation_began(const void *handle, uint64_t device_ns);
 /* It has ended on the channel whose handle operation_began() gave. */
 void operation_ended(const void *handle, uint64_t device_ns);
 /* No more will be told of what is under way there. */
 void operations_lost(const Communicator *communicator);
+/* In a child process: what is under way is the parent's, and its threads may have held the locks. */
+void operations_forked(void);
 
 static inline void count(enum counter which)
 {

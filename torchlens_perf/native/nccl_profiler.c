@@ -8,69 +8,52 @@
  * version 5 on at the call of NCCL's API, before that when the kernel is launched. Handles are numbers and not addresses,
  * so that an event of an operation that is over, or of a graph that is replayed, is known as such and passed over.
  */
-#include <pthread.h>
-
 #include "nccl_abi.h"
+#include "nccl_mask.h"
 #include "nccl_operations.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { MOST_COMMUNICATORS = 1024, MOST_MASKS = 4, MOST_IN_GROUP = 64 };
+enum { MOST_COMMUNICATORS = 1024, MOST_IN_GROUP = 64 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the following; nothing is called with it */
 static Communicator communicators[MOST_COMMUNICATORS];
-static int *masks[MOST_MASKS]; /* NCCL's own, one for each copy of NCCL in the process */
-static int wanted_mask;
 
 /* The group that the thread is issuing: its operations, and how many parts of each have not been launched. */
 static __thread struct {
     uint32_t count;
+    uint64_t crowded; /* the last one that there was no room for */
     struct {
         uint64_t ticket;
         uint32_t parts;
     } promised[MOST_IN_GROUP];
 } group;
 
-static uint64_t claim(void)
+static uint64_t claim(enum counter otherwise)
 {
     const CollectiveMarks *told = atomic_load_explicit(&marks, memory_order_acquire);
     uint64_t ticket = told != NULL ? told->claim() : 0;
     if (ticket == 0) {
-        count(ELSEWHERE);
+        count(otherwise);
     }
     return ticket;
 }
 
-static void write_masks(int mask)
-{
-    for (int i = 0; i < MOST_MASKS; i++) {
-        if (masks[i] != NULL) {
-            __atomic_store_n(masks[i], mask, __ATOMIC_RELAXED);
-        }
-    }
-}
-
-/* A call of NCCL's API that becomes part of a graph. NCCL has read the mask for it; what follows is spared, for a kernel
- * that is timed costs a call of the host in each replay. Python writes the mask again at the step's end. */
-static void *captured(void)
-{
-    count(CAPTURED);
-    if (pthread_mutex_trylock(&lock) == 0) {
-        write_masks(0);
-        pthread_mutex_unlock(&lock);
-    }
-    return handle_of(OF_CAPTURED_API, 0);
-}
-
 /* A call of NCCL's API, in a group that launches it now or later. */
-static void *called(void)
+static void *called(bool captured)
 {
-    uint64_t ticket = claim();
+    if (captured) {
+        give_up(CAPTURED_OPERATION);
+    }
+    uint64_t ticket = is_timing() ? claim(ELSEWHERE) : 0;
     if (ticket == 0) {
         return handle_of(OF_API, 0);
     }
     if (group.count == 0 || group.promised[group.count - 1].ticket != ticket) {
         if (group.count == MOST_IN_GROUP) {
+            if (group.crowded != ticket) {
+                count(CROWDED);
+                group.crowded = ticket;
+            }
             part_untold(ticket, 1, PART_UNTIMED);
             return handle_of(OF_API, 0);
         }
@@ -103,39 +86,41 @@ static void group_ended(void)
     group.count = 0;
 }
 
-/* The ticket of an operation that is being launched; 0 if it is not recorded. */
-static uint64_t ticket_of(const void *parent, int version)
+/* An operation is being launched. */
+static void *launched(Communicator *communicator, const void *parent, uint32_t channels, int version)
 {
+    uint64_t ticket;
     if (version < 5) {
-        return claim();
+        ticket = is_timing() ? claim(UNNAMED) : 0;
+    } else {
+        ticket = type_of(parent) == OF_API ? value_of(parent) : 0;
     }
-    uint64_t ticket = type_of(parent) == OF_API ? value_of(parent) : 0;
-    if (ticket != 0) {
-        promise_kept(ticket);
+    if (ticket == 0) {
+        return NULL;
     }
-    return ticket;
+    promise_kept(ticket);
+    return operation_launched(communicator, ticket, channels);
 }
 
 static void *started(Communicator *communicator, uint64_t type, const void *parent, int rank,
                      const NcclDetails *details, int version)
 {
-    uint64_t ticket;
     switch (type) {
     case NCCL_GROUP: /* without a handle, version 4 tells nothing of what the group holds */
-        return handle_of(OF_PLAN, 0);
+        return handle_of(OF_NOTHING, 0);
     case NCCL_GROUP_API:
-        return handle_of(OF_GROUP_API, 0);
+        return handle_of(is_timing() ? OF_GROUP_API : OF_NOTHING, 0);
     case NCCL_COLL_API:
-        return details->coll_api.captured ? captured() : called();
+        return called(details->coll_api.captured);
     case NCCL_P2P_API:
-        return details->p2p_api.captured ? captured() : called();
+        return called(details->p2p_api.captured);
     case NCCL_COLL:
-        ticket = ticket_of(parent, version);
-        return ticket == 0 ? NULL : operation_launched(communicator, ticket, details->coll.channels, false);
+        return launched(communicator, parent, details->coll.channels, version);
     case NCCL_P2P:
-        ticket = ticket_of(parent, version);
-        return ticket == 0 ? NULL
-                           : operation_launched(communicator, ticket, details->p2p.channels, details->p2p.peer == rank);
+        if (details->p2p.peer == rank) {
+            give_up(SELF_COPY);
+        }
+        return launched(communicator, parent, details->p2p.channels, version);
     case NCCL_KERNEL_CH:
         return operation_began(parent, details->kernel_ch.device_ns);
     default:
@@ -173,64 +158,45 @@ static int record(void *handle, int state, NcclState *arguments)
     return NCCL_SUCCESS;
 }
 
-/* Without a context, where there are too many communicators, nothing of it is recorded. */
-static int init(void **context, int *mask)
+/* One without a context is not looked at: it might do what only the host or only the device counts. */
+static int init(void **context, int *mask, int version)
 {
     count(COMMUNICATORS);
     *context = NULL;
-    pthread_mutex_lock(&lock);
-    for (int i = 0; i < MOST_MASKS; i++) {
-        if (masks[i] == mask || masks[i] == NULL) {
-            masks[i] = mask;
-            break;
-        }
-    }
-    for (int i = 0; i < MOST_COMMUNICATORS && *context == NULL; i++) {
+    mask_used(mask, version);
+    for (int i = 0; i < MOST_COMMUNICATORS; i++) {
         Communicator *communicator = &communicators[i];
-        if (!communicator->used) {
-            communicator->used = 1;
+        if (!atomic_exchange_explicit(&communicator->used, 1, memory_order_acquire)) {
             communicator->mask = mask;
-            atomic_store_explicit(&communicator->distrusted, 0, memory_order_relaxed);
+            communicator_begins(communicator);
             *context = communicator;
+            return NCCL_SUCCESS;
         }
     }
-    __atomic_store_n(mask, wanted_mask, __ATOMIC_RELAXED);
-    pthread_mutex_unlock(&lock);
+    give_up(MANY_COMMUNICATORS);
     return NCCL_SUCCESS;
 }
 
 static int init_v4(void **context, int *mask, const char *name, uint64_t id, int nodes, int ranks, int rank, NcclLog log)
 {
     (void)name, (void)id, (void)nodes, (void)ranks, (void)rank, (void)log;
-    return init(context, mask);
+    return init(context, mask, 4);
 }
 
 static int init_v5(void **context, uint64_t id, int *mask, const char *name, int nodes, int ranks, int rank, NcclLog log)
 {
     (void)name, (void)id, (void)nodes, (void)ranks, (void)rank, (void)log;
-    return init(context, mask);
+    return init(context, mask, 5);
 }
 
-/* After its last communicator a copy of NCCL may be unloaded, and its mask with it. */
 static int finalize(void *context)
 {
-    if (context == NULL) {
-        return NCCL_SUCCESS;
+    if (context != NULL) {
+        Communicator *gone = context;
+        operations_lost(gone);
+        mask_unused(gone->mask);
+        atomic_store_explicit(&gone->used, 0, memory_order_release);
     }
-    Communicator *gone = context;
-    operations_lost(gone);
-    pthread_mutex_lock(&lock);
-    gone->used = 0;
-    int last = 1;
-    for (int i = 0; i < MOST_COMMUNICATORS; i++) {
-        last &= !communicators[i].used || communicators[i].mask != gone->mask;
-    }
-    for (int i = 0; last && i < MOST_MASKS; i++) {
-        if (masks[i] == gone->mask) {
-            masks[i] = NULL;
-        }
-    }
-    pthread_mutex_unlock(&lock);
     return NCCL_SUCCESS;
 }
 
@@ -248,13 +214,33 @@ EXPORT int torchlens_perf_nccl_attach(const CollectiveMarks *told)
     return 1;
 }
 
-/* Whether NCCL is to tell of its operations, from the next ones on, in communicators that there are or will be. */
+/* Whether NCCL is to tell of its kernels, from the next ones on, in communicators that there are or will be. */
 EXPORT void torchlens_perf_nccl_switch(int on)
 {
-    pthread_mutex_lock(&lock);
-    wanted_mask = on ? NCCL_COLL | NCCL_P2P | NCCL_KERNEL_CH : 0;
-    write_masks(wanted_mask);
-    pthread_mutex_unlock(&lock);
+    switch_timing(on);
+}
+
+/* Before a CUDA graph is captured. */
+EXPORT void torchlens_perf_nccl_capture_begins(void)
+{
+    capture_begins();
+}
+
+/* A CUDA graph is replayed of which nobody knows what it holds. */
+EXPORT void torchlens_perf_nccl_unseen_graph(void)
+{
+    give_up(UNSEEN_GRAPH);
+}
+
+/* In a child process: nothing is recorded or timed. */
+EXPORT void torchlens_perf_nccl_forked(void)
+{
+    atomic_store_explicit(&marks, NULL, memory_order_release);
+    masks_forked();
+    operations_forked();
+    for (int i = 0; i < MOST_COMMUNICATORS; i++) {
+        atomic_store_explicit(&communicators[i].line.busy, 0, memory_order_relaxed);
+    }
 }
 
 EXPORT void torchlens_perf_nccl_counters(uint64_t *values)
@@ -262,4 +248,5 @@ EXPORT void torchlens_perf_nccl_counters(uint64_t *values)
     for (int i = 0; i < COUNTERS; i++) {
         values[i] = atomic_load_explicit(&counters[i], memory_order_relaxed);
     }
+    values[COUNTERS] = atomic_load_explicit(&given_up_for, memory_order_relaxed);
 }

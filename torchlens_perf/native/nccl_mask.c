@@ -1,0 +1,102 @@
+/* NCCL's event masks: nccl_mask.h. */
+#include "nccl_mask.h"
+
+#include <pthread.h>
+#include <stddef.h>
+
+#include "nccl_abi.h"
+
+enum { MOST_MASKS = 4 };
+
+/* What is asked for always, until timing is given up: by NCCL's sources this makes it post nothing to its proxy thread. */
+static const int SEEN = NCCL_COLL_API | NCCL_P2P_API | NCCL_P2P, SEEN_V4 = NCCL_P2P;
+static const int TIMED = NCCL_COLL | NCCL_KERNEL_CH;
+
+_Atomic int timing;
+_Atomic uint32_t given_up_for;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the following; nothing is called with it */
+static struct {
+    int *place; /* NCCL's own, one for each copy of NCCL in the process */
+    int version, users;
+} masks[MOST_MASKS];
+static int is_blind; /* to what is captured: there was a communicator of version 4 */
+
+static int mask_of(int version)
+{
+    return is_given_up() ? 0 : (version < 5 ? SEEN_V4 : SEEN) | (is_timing() ? TIMED : 0);
+}
+
+/* With the lock. */
+static void write_masks(void)
+{
+    for (int i = 0; i < MOST_MASKS; i++) {
+        if (masks[i].place != NULL) {
+            __atomic_store_n(masks[i].place, mask_of(masks[i].version), __ATOMIC_RELAXED);
+        }
+    }
+}
+
+/* One that there is no room for stays 0. */
+void mask_used(int *mask, int version)
+{
+    int set = 0;
+    pthread_mutex_lock(&lock);
+    is_blind |= version < 5;
+    for (int i = 0; i < MOST_MASKS; i++) {
+        if (masks[i].place == mask || masks[i].place == NULL) {
+            masks[i].place = mask;
+            masks[i].version = version;
+            masks[i].users++;
+            set = mask_of(version);
+            break;
+        }
+    }
+    __atomic_store_n(mask, set, __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&lock);
+}
+
+/* After its last communicator a copy of NCCL may be unloaded, and its mask with it. */
+void mask_unused(const int *mask)
+{
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MOST_MASKS; i++) {
+        if (masks[i].place == mask && --masks[i].users == 0) {
+            masks[i].place = NULL;
+        }
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+void switch_timing(int on)
+{
+    pthread_mutex_lock(&lock);
+    atomic_store_explicit(&timing, on, memory_order_relaxed);
+    write_masks();
+    pthread_mutex_unlock(&lock);
+}
+
+void give_up(enum cause why)
+{
+    uint32_t before = NOT_GIVEN_UP;
+    if (atomic_compare_exchange_strong_explicit(&given_up_for, &before, why, memory_order_relaxed,
+                                                memory_order_relaxed)) {
+        switch_timing(0);
+    }
+}
+
+void capture_begins(void)
+{
+    pthread_mutex_lock(&lock);
+    int blind = is_blind;
+    pthread_mutex_unlock(&lock);
+    if (blind) {
+        give_up(CAPTURE_BEGAN);
+    }
+}
+
+void masks_forked(void)
+{
+    pthread_mutex_init(&lock, NULL);
+    switch_timing(0);
+}
