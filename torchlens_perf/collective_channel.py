@@ -37,7 +37,7 @@ class Counts:
     """They came when their operation had been dropped."""
     unmatched_records: int = 0
     """Their numbers do not tell what belongs together: messages to a rank that receives from any source, and groups in
-    which the ranks count from different places."""
+    which the ranks count from different places, and kernels by whose times no rank had waited for the others."""
 
     def plus(self, other: Counts) -> Counts:
         return Counts(*(mine + theirs for mine, theirs in zip(*map(dataclasses.astuple, (self, other)), strict=True)))

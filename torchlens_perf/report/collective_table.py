@@ -212,6 +212,8 @@ def _why_not_joined(row: dict[str, Any]) -> str:
     if counts["unmatched_records"]:
         if row["operation"] == SEND_RECV:
             return "a rank receives from any source, so that messages cannot be told apart"
+        if row["by_device"]:
+            return "by their kernels' times, ranks left operations before others had come: they do not belong together"
         return "the ranks count this group's operations from different places, as after messages between two of them"
     if counts["mismatched"]:
         return f"ranks had other operations at the same place, {counts['mismatched']} times"
