@@ -415,7 +415,7 @@ def test_another_version_of_the_recorder(rig: NcclRig) -> None:
 
 
 def test_cost(make: Callable[[int], NcclRig]) -> None:
-    """Against two readings of the clock and a store: for 1 and 32 channels, seen only, and given up. Twice what it takes."""
+    """Against two readings of the clock and a store: for 1 and 32 channels, seen only, given up. Twice of it."""
     found = {name: min(values) for name, values in costs_ns(make(6), rounds=15, calls=500).items()}
     floor_ns = min(IMPLEMENTATIONS[0].floor_ns(10_000) for _ in range(10)) / 10_000
     floors = {name: (found[name] - found[f"{name} idle"]) / floor_ns for name in ("1", "32", "between", "off")}

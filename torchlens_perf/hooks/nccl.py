@@ -29,8 +29,8 @@ _TOO_LATE = (
 )
 _SAID = {
     "elsewhere": "NCCL operations were not issued through torch.distributed and are not recorded",
-    "unnamed": "NCCL operations are not recorded: in a group, or not from torch.distributed, NCCL 2.27 does not tell which "
-    "collective they belong to",
+    "unnamed": "NCCL operations are not recorded, as NCCL 2.27 does not tell what they belong to: those of a group, or "
+    "that torch.distributed did not issue",
     "crowded": "collectives have no end, as more than 64 were in one group of NCCL",
     "lost": "collectives have no end, which NCCL should have told",
 }
