@@ -552,6 +552,7 @@ int main(void)
     void *library = dlopen(getenv("NCCL_PROFILER_PLUGIN"), RTLD_NOW | RTLD_LOCAL);
     int (*attach)(const Marks *) = (int (*)(const Marks *))dlsym(library, "torchlens_perf_nccl_attach");
     void (*turn)(int) = (void (*)(int))dlsym(library, "torchlens_perf_nccl_switch");
+    void (*give_up)(void) = (void (*)(void))dlsym(library, "torchlens_perf_nccl_unseen_graph");
     void (*read_counters)(uint64_t *) = (void (*)(uint64_t *))dlsym(library, "torchlens_perf_nccl_counters");
     if (fake_load(6) != 6 || !attach(&counting)) {
         return 2;
@@ -570,6 +571,10 @@ int main(void)
         sched_yield();
     }
     turn(1);
+    for (int i = 0; i < 1000000 && claimed < THREADS * ROUNDS / 2; i++) {
+        sched_yield();
+    }
+    give_up();
     for (int i = 0; i < THREADS; i++) {
         pthread_join(issuers[i], NULL);
         pthread_join(proxies[i], NULL);

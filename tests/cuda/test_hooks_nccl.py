@@ -270,18 +270,21 @@ def test_given_up_at_the_end(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest
 
 
 def test_graph_that_was_captured_before(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its replay: nobody knows what it holds. One that an earlier watch has seen is known."""
+    """Its replay: nobody knows what it holds. Known is one that an earlier watch has seen, or that was replayed before
+    there was a communicator."""
     for name in ("capture_begin", "capture_end", "replay"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
-    graph = Graph()
+    graph, earlier = Graph(), Graph()
     with watched(tmp_path / "first", monkeypatch):
+        torch.cuda.CUDAGraph.replay(earlier)
         nccl.load()
         context = nccl.communicator()
         torch.cuda.CUDAGraph.capture_begin(graph)
         torch.cuda.CUDAGraph.capture_end(graph)
     with watched(tmp_path / "second", monkeypatch) as recording:
-        torch.cuda.CUDAGraph.replay(graph)
-        assert nccl.mask == ON
+        for known in (graph, earlier):
+            torch.cuda.CUDAGraph.replay(known)
+            assert nccl.mask == ON
         torch.cuda.CUDAGraph.replay(Graph())
         assert nccl.mask == 0
     (note,) = notes(recording)

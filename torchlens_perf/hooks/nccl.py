@@ -205,10 +205,9 @@ class _Captures:
                 count(1)
 
         @guard("a replay with NCCL")
-        def replays(captured: Any) -> None:
-            if not left and captured not in _captured:
-                _captured.add(captured)  # once is enough
-                plugin.unseen_graph()
+        def replays_unseen(captured: Any) -> None:
+            _captured.add(captured)  # once is enough
+            plugin.unseen_graph()
 
         @wraps(begin)
         def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +227,8 @@ class _Captures:
 
         @wraps(again)
         def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-            replays(self)
+            if self not in _captured and not left:
+                replays_unseen(self)
             return again(self, *args, **kwargs)
 
         try:

@@ -226,10 +226,12 @@ EXPORT void torchlens_perf_nccl_capture_begins(void)
     capture_begins();
 }
 
-/* A CUDA graph is replayed of which nobody knows what it holds. */
+/* A CUDA graph is replayed of which nobody knows what it holds: nothing of communicators that are yet to be made. */
 EXPORT void torchlens_perf_nccl_unseen_graph(void)
 {
-    give_up(UNSEEN_GRAPH);
+    if (atomic_load_explicit(&counters[COMMUNICATORS], memory_order_relaxed) > 0) {
+        give_up(UNSEEN_GRAPH);
+    }
 }
 
 /* In a child process: nothing is recorded or timed. */
