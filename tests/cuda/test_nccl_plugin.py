@@ -353,16 +353,23 @@ def test_times_of_another_kernel(wrong: str, rig: NcclRig) -> None:
 
 
 def test_lines_of_several_devices(make: Callable[[int], NcclRig]) -> None:
-    """Each communicator has its own device's clock: another one that is a second behind changes nothing."""
+    """Each communicator has its own device's clock: one that is a second behind, beside another or in its place."""
     rig = make(6)
+
+    def behind(number: int) -> None:
+        rig.context = rig.nccl.communicator()
+        task = rig.collective(number)
+        behind_ns = rig.device_ns(-1_000_000_000)
+        rig.nccl.kernel(rig.context, task, behind_ns - 1_000, behind_ns)
+
     rig.kernel(rig.collective(0))
-    first, rig.context = rig.context, rig.nccl.communicator()
-    task = rig.collective(1)
-    behind_ns = rig.device_ns(-1_000_000_000)
-    rig.nccl.kernel(rig.context, task, behind_ns - 1_000, behind_ns)
+    first = rig.context
+    behind(1)
     rig.context = first
     rig.kernel(rig.collective(2))
-    assert ends(rig) == [(0, TIMED), (1, TIMED), (2, TIMED)]
+    rig.nccl.finalize(first)
+    behind(3)
+    assert ends(rig) == [(number, TIMED) for number in range(4)]
     assert rig.nccl.plugin.counters().given_up == Cause.NOT_GIVEN_UP
 
 
