@@ -116,6 +116,7 @@ class SimulatedRank:
                 "model": model_digest(modules),
                 "memory_source": "",
                 "device": {},
+                "gpus": [],
                 "notes": [note],
                 "stack_file": "",
                 "job_store": None,
@@ -123,6 +124,7 @@ class SimulatedRank:
                 "settings": {
                     "disk_bytes": config.disk_bytes,
                     "trace_every": config.trace_every,
+                    "telemetry": False,
                     "capture": "off",
                 },
             }

@@ -434,7 +434,7 @@ def test_cost(make: Callable[[int], NcclRig]) -> None:
 
 @pytest.mark.slow
 def test_thread_sanitizer(tmp_path: Path) -> None:
-    """Three communicators with a proxy thread each, one that switches, makes others and gives up: all claims are told."""
+    """Three communicators with a proxy thread each; one switches, makes others and gives up: all claims are told."""
     compiler = shutil.which("gcc") or "cc"
     sources = [str(NATIVE / name) for name in ("nccl_profiler.c", "nccl_operations.c", "nccl_mask.c")]
     flags = ["-std=gnu11", "-g", "-O1", "-fsanitize=thread", "-fvisibility=hidden", "-shared", "-fPIC"]
