@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,18 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from tests.recording import Recording, recorded, records_of, ring_of_this_process
 from tests.test_bit_equality import assert_same
-from torchlens_perf import capture_files
+from torchlens_perf import capture_files, torch_instruments
 from torchlens_perf.capture_files import FLIGHT_RECORDER, RAW_TRACE, SNAPSHOT, TRACE, Outcome, Request
-from torchlens_perf.hooks import capture
+from torchlens_perf.errors import swallowed
+from torchlens_perf.hooks import capture, capture_trace
 from torchlens_perf.records import PARTS
 from torchlens_perf.ring import CAPTURING, Flag, Kind
 from torchlens_perf.statistics import assemble_steps
 
+REQUEST = {
+    "id": "one", "asked_by": "user", "asked_unix_s": 0.0, "attempt": 0, "ranks": [0], "from_step": 0, "steps": 2,
+    "python": False, "folder": "",
+}  # fmt: skip
 STARTS = (profiler._prepare_profiler, profiler._enable_profiler)
 
 
@@ -267,6 +273,118 @@ def test_profiler_of_the_user_goes_on(tmp_path: Path) -> None:
 # -- bounds
 
 
+@pytest.fixture
+def swallowing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Errors of ours are kept from the user, as in a job."""
+    with monkeypatch.context() as patches:
+        patches.setattr(swallowed, "strict", False)
+        patches.setattr(swallowed, "by_place", Counter())
+        yield swallowed.by_place
+
+
+def out_of_host_memory() -> str:
+    raise MemoryError("no more")
+
+
+def test_error_while_it_is_written(tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted and answered; what was written before stays; the next request is taken up."""
+    with Asked(tmp_path) as asked:
+        with monkeypatch.context() as broken:
+            broken.setattr(torch_instruments, "pickled_memory", out_of_host_memory)
+            asked.step(4)
+        failed, on = asked.outcome, profiler._is_profiler_enabled
+        asked.ask()
+        asked.step(4)
+
+    assert failed.ended == "it failed: MemoryError: no more"
+    assert (set(failed.files), failed.steps, on) == ({TRACE}, 2, False)
+    assert swallowing == {"a capture": 1}
+    assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
+    assert not [note for note in asked.recording.notes if "switched off" in note]
+
+
+@pytest.mark.parametrize("name", ["next_step", "stop"])
+def test_error_in_the_trace(
+    tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It goes off all the same, and nothing of it stays."""
+
+    def broken(*arguments: Any) -> None:
+        raise KeyError(name)
+
+    with Asked(tmp_path) as asked:
+        asked.step()
+        with monkeypatch.context() as breaking:
+            if name == "stop":
+                breaking.setattr(profiler.record_function, "__exit__", broken)
+            else:
+                breaking.setattr(capture_trace.Trace, name, broken)
+            asked.step(2)
+        on = profiler._is_profiler_enabled
+        asked.ask()
+        asked.step(4)
+
+    assert not on
+    assert swallowing["a capture"] >= 1
+    assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
+
+
+def test_answer_that_cannot_be_written(tmp_path: Path, swallowing: Counter[str]) -> None:
+    """The disk is full: nobody is told, and nothing goes on profiling."""
+    with Asked(tmp_path) as asked:
+        in_the_way = capture_files.answer_path(asked.ring)
+        in_the_way.mkdir()
+        asked.step(5)
+        on = profiler._is_profiler_enabled
+        in_the_way.rmdir()
+        asked.ask()
+        asked.step(4)
+
+    assert not on
+    assert swallowing == {"a capture": 2}  # and once more when it is told
+    assert asked.outcome.steps == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "[]", '{"id": "one"}',
+        *(json.dumps({**REQUEST, **wrong}) for wrong in (
+            {"steps": "3"}, {"steps": 0}, {"steps": 21}, {"steps": True}, {"ranks": 3}, {"id": "../../elsewhere"},
+            {"asked_unix_s": "yesterday"}, {"from_step": None}, {"folder": 5}, {"more": 1},
+        )),
+    ],
+)  # fmt: skip
+def test_request_that_cannot_be_read(tmp_path: Path, text: str) -> None:
+    """It is answered, and goes; the next one is taken up."""
+    with Asked(tmp_path) as asked:
+        capture_files.ask_path(asked.ring).write_text(text)
+        asked.step()
+        refused = asked.outcome
+        asked.ask()
+        asked.step(4)
+
+    assert refused.ended.startswith("the request cannot be read: ")
+    assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
+
+
+def test_another_profiler_begins_whatever_fails_of_ours(
+    tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ending ours is our concern; the user's profile() sees nothing of it."""
+    with Asked(tmp_path, steps=6) as asked:
+        asked.step(3)
+        with monkeypatch.context() as breaking:
+            breaking.setattr(capture_trace.Trace, "_end_step", lambda self: out_of_host_memory())
+            with profile(activities=[ProfilerActivity.CPU]) as theirs:
+                torch.ones(3).cumsum(0)
+        asked.step(2)
+
+    assert [each.name for each in theirs.events() if each.name == "aten::cumsum"] == ["aten::cumsum"]
+    assert swallowing["ending a capture for another profiler"] >= 1
+    assert asked.outcome.ended == "another profiler began"
+
+
 def test_bound_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in progress is the last one."""
     with Asked(tmp_path, steps=10) as asked:
@@ -309,17 +427,45 @@ def test_watch_that_ends_meanwhile(tmp_path: Path) -> None:
     assert asked.traced_steps()[:3] == ["ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"]
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def grown_bytes(operations: int) -> int:
+    """By how much this process grows in so many operations; a profiler keeps some 1 KB of each."""
+    value = torch.ones(2)
+    for _ in range(1000):
+        value.add_(0.0)
+    before = resident_bytes()
+    for _ in range(operations):
+        value.add_(0.0)
+    return resident_bytes() - before
+
+
 def test_forked_child(tmp_path: Path) -> None:
-    """Gives torch's functions back and writes nothing; the parent's capture goes on."""
-    with Asked(tmp_path) as asked:
+    """A worker of a DataLoader, that lives on: it gives torch's functions back, writes nothing and records nothing.
+    The parent's capture goes on."""
+    with Asked(tmp_path, python=True) as asked:
         asked.step(2)
+        read, write = os.pipe()
         child = os.fork()
         if not child:
-            clean = (profiler._prepare_profiler, profiler._enable_profiler) == STARTS
-            os._exit(0 if clean and not capture_files.answer_path(asked.ring).exists() else 1)
-        assert os.waitpid(child, 0)[1] == 0
+            clean = {
+                "functions": (profiler._prepare_profiler, profiler._enable_profiler) == STARTS,
+                "told": not profiler._is_profiler_enabled,
+                "hook": sys.getprofile() is None,
+                "grown": grown_bytes(30_000),
+                "answered": capture_files.answer_path(asked.ring).exists(),
+            }
+            os.write(write, json.dumps(clean).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = json.loads(os.read(read, 4096))
         asked.step(2)
 
+    grown = told.pop("grown")
+    assert told == {"functions": True, "told": True, "hook": True, "answered": False}
+    assert grown < 4 << 20
     assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
 
 

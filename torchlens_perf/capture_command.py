@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import capture_files
-from torchlens_perf.capture_files import BY_USER, MOST_STEPS, Request
+from torchlens_perf.capture_files import BY_USER, MOST_STEPS, TRACE, Request
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.rank_ranges import parse_ranges, ranges
 
@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
 
 
 def capture(options: argparse.Namespace) -> int:
-    """Runs the command: 0 if every rank was captured. Raises ConfigError or RunStoreError for what cannot be asked."""
+    """Runs the command: 0 if every rank has a trace. Raises ConfigError or RunStoreError for what cannot be asked."""
     from torchlens_perf.run_directory import RunDirectory
 
     run = RunDirectory(options.run_dir.absolute())
@@ -92,7 +92,7 @@ def _request(run: RunDirectory, ranks: tuple[int, ...], steps: int, python: bool
     step_s = report["steps"]["p50_s"] or report["steps"]["warm_up_max_s"]
     last = datetime.datetime.fromisoformat(report["run"]["last_step_at"]).timestamp()
     made_since = int(max(0.0, now_s - last) / step_s)
-    step = max(row["last_step"] for row in report["ranks"]) + 1 + made_since
+    step = max(row["last_step"] for row in report["ranks"] if row["last_step"] is not None) + 1 + made_since
     return Request(
         id=capture_files.new_id(),
         asked_by=BY_USER,
@@ -120,7 +120,7 @@ def _wait(run: RunDirectory, request: Request, timeout_s: float) -> int:
             if row["id"] == request.id and row["rank"] not in told:
                 told[row["rank"]] = row
                 _tell(row, capture_line(row, str(run.path)), str(run.path))
-    return 0 if all(row["first_step"] is not None for row in told.values()) else 1
+    return 0 if all(TRACE in row["files"] for row in told.values()) else 1
 
 
 def _tell(row: dict[str, Any], line: str, run_dir: str) -> None:

@@ -15,11 +15,12 @@ import dataclasses
 import json
 import math
 import os
+import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 MOST_STEPS = 20
 LONGEST_S = 60.0
@@ -30,10 +31,15 @@ MOST_TRACE_BYTES = 1 << 30
 """Uncompressed. Perfetto opens that, and compressed it is some 60 MB."""
 MOST_SNAPSHOT_BYTES = 1 << 28
 TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS = "trace.json.gz", "memory.pickle", "flight_recorder.json", "stacks.txt"
+UNREADABLE = "unreadable"
+"""The id in a rank's answer to a request that it could not read."""
 RAW_TRACE = "trace.json"  # as the rank writes it; the sidecar compresses it
 BY_USER, BY_VERDICT = "user", "verdict"
 
+_REQUEST = ".request.json"
 _NOTICE_S = 2.0  # sidecars look once a second, ranks at a step's end
+
+_FORM_OF_IDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # they are names of folders
 
 _T = TypeVar("_T", bound="Request | Outcome")
 
@@ -89,7 +95,7 @@ def answer_path(ring: Path) -> Path:
 
 
 def request_path(captures: Path, request_id: str) -> Path:
-    return captures / f"{request_id}.request.json"
+    return captures / f"{request_id}{_REQUEST}"
 
 
 def rank_folder(captures: Path, request_id: str, rank: int) -> Path:
@@ -103,19 +109,71 @@ def outcome_path(folder: Path) -> Path:
 def write(path: Path, value: Request | Outcome) -> None:
     """Writes it whole at once: whoever sees the file can read it. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(dataclasses.asdict(value), indent=1))
-    os.replace(partial, path)
+    try:
+        partial.write_text(json.dumps(dataclasses.asdict(value), indent=1))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read(path: Path, kind: type[_T]) -> _T:
-    """Raises OSError, or ValueError for what is not such a file."""
+    """Raises OSError, or ValueError for what is not such a file: anybody may have put it there."""
+    value = json.loads(path.read_text())
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    if isinstance(value.get("ranks"), list):
+        value["ranks"] = tuple(value["ranks"])
     try:
-        value: dict[str, Any] = json.loads(path.read_text())
-        if "ranks" in value:
-            value["ranks"] = tuple(value["ranks"])
-        return kind(**value)
+        made = kind(**value)
     except TypeError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(str(error)) from None
+    _check(made)
+    return made
+
+
+def _check(value: Request | Outcome) -> None:
+    if not isinstance(value.id, str) or not _FORM_OF_IDS.fullmatch(value.id):
+        raise ValueError(f"id: {value.id!r} is not in the form of one")
+    wrong = [field for field, right in _right(value).items() if not right]
+    if wrong:
+        raise ValueError(", ".join(f"{field}: {getattr(value, field)!r} cannot be" for field in wrong))
+
+
+def _right(value: Request | Outcome) -> dict[str, bool]:
+    """By field, whether it can be that."""
+    if isinstance(value, Request):
+        return {
+            "asked_by": isinstance(value.asked_by, str),
+            "asked_unix_s": _is_number(value.asked_unix_s),
+            "attempt": _is_count(value.attempt, least=-1),
+            "ranks": isinstance(value.ranks, tuple) and all(map(_is_count, value.ranks)),
+            "from_step": _is_count(value.from_step),
+            "steps": _is_count(value.steps, least=1, most=MOST_STEPS),
+            "python": isinstance(value.python, bool),
+            "folder": isinstance(value.folder, str),
+        }
+    texts = isinstance(value.left_out, dict) and all(isinstance(each, str) for each in value.left_out.values())
+    names = {TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS}
+    return {
+        "rank": _is_count(value.rank),
+        "first_step": value.first_step is None or _is_count(value.first_step),
+        "steps": _is_count(value.steps),
+        "ended": isinstance(value.ended, str),
+        "files": isinstance(value.files, dict)
+        and names >= set(value.files)
+        and all(map(_is_count, value.files.values())),
+        "left_out": texts,
+        "paused_s": _is_number(value.paused_s),
+        "torch": isinstance(value.torch, str),
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object, least: int = 0, most: int = 1 << 62) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def ask(captures: Path, request: Request) -> None:
@@ -136,13 +194,27 @@ def first_step(step: int, step_s: float) -> int:
 
 def requests(captures: Path) -> list[Request]:
     """All of a run, oldest first; without those that cannot be read."""
-    found = []
-    for path in captures.glob("*.request.json"):
+    return sorted(
+        (each for each in _read_all(captures) if isinstance(each, Request)), key=lambda each: each.asked_unix_s
+    )
+
+
+def unreadable(captures: Path) -> list[str]:
+    """Which requests of a run cannot be read, and why."""
+    return [each for each in _read_all(captures) if isinstance(each, str)]
+
+
+def _read_all(captures: Path) -> Iterator[Request | str]:
+    for path in sorted(captures.glob(f"*{_REQUEST}")):
         try:
-            found.append(read(path, Request))
-        except (OSError, ValueError):
+            request = read(path, Request)
+            if path.name != request_path(captures, request.id).name:
+                raise ValueError(f"id: {request.id!r} is not the file's")
+            yield request
+        except FileNotFoundError:
             continue
-    return sorted(found, key=lambda request: request.asked_unix_s)
+        except (OSError, ValueError) as error:
+            yield f"{path.name}: {error}"
 
 
 def outcome(captures: Path, request: Request, rank: int) -> Outcome | None:
@@ -155,5 +227,5 @@ def outcome(captures: Path, request: Request, rank: int) -> Outcome | None:
 
 def is_open(captures: Path, request: Request, unix_s: float) -> bool:
     """Whether it is still being worked on."""
-    young = unix_s - request.asked_unix_s < REQUEST_LASTS_S + LONGEST_S
+    young = abs(unix_s - request.asked_unix_s) < REQUEST_LASTS_S + LONGEST_S
     return young and any(outcome(captures, request, rank) is None for rank in request.ranks)

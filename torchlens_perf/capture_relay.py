@@ -35,6 +35,8 @@ _DUMP_TIMEOUT_S = 1.0
 _CHUNK_BYTES = 1 << 24  # compressed in a round of the sidecar's: half a second
 _FASTEST = 1
 _DONE = object()
+_MOST_NOTES = 4
+_ANSWERED_WITHIN_S = 3 * LONGEST_S  # from being asked: to begin, to capture, to write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,8 @@ class CaptureRelay:
     """Belongs to the sidecar's thread."""
 
     def __init__(self, run: RunDirectory) -> None:
+        self.notes: list[str] = []
+        """Of requests that cannot be read, and outcomes that cannot be written."""
         self._run = run
         self._looked_s = float("-inf")
         self._seen: set[tuple[str, int]] = set()  # requests and ranks that are asked, or need not be
@@ -80,6 +84,7 @@ class CaptureRelay:
         """Once in each round of the sidecar. now_s: a monotonic clock. Raises OSError if nothing can be written."""
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
+            self._note_unreadable()
             for request in capture_files.requests(self._run.captures):
                 if time.time() - request.asked_unix_s < REQUEST_LASTS_S:
                     self._take_up(request, ranks, now_s)
@@ -118,6 +123,12 @@ class CaptureRelay:
             ),
         )
 
+    def _note_unreadable(self) -> None:
+        for why in capture_files.unreadable(self._run.captures):
+            note = f"a request for a capture cannot be read: {why}"
+            if note not in self.notes and len(self.notes) < _MOST_NOTES:
+                self.notes.append(note)
+
     def close(self) -> None:
         """All ranks have ended: finishes what is left of their files."""
         while self._asked:
@@ -150,19 +161,35 @@ class CaptureRelay:
     def _follow(self, asked: _Asked, live: LiveRank | None, now_s: float) -> None:
         runs = live is not None and live.pid == asked.pid
         if asked.finishing is None:
-            answer = capture_files.answer_path(asked.ring)
-            if answer.exists():
-                asked.finishing = self._finish(asked, capture_files.read(answer, Outcome))
+            answer = self._answer(asked)
+            if answer is not None:
+                asked.finishing = self._finish(asked, answer)
             elif not runs:
                 capture_files.ask_path(asked.ring).unlink(missing_ok=True)
                 asked.finishing = self._finish(asked, _nothing(asked, "the process ended"))
             elif now_s - asked.since_s > LONGEST_S and self._taken_back(asked):
                 why = f"no step ended within {LONGEST_S:g} s: {STACKS} says where the rank is"
                 asked.finishing = self._finish(asked, _nothing(asked, why))
+            elif live is not None and now_s - asked.since_s > _ANSWERED_WITHIN_S:
+                why = f"begun, but not answered within {_ANSWERED_WITHIN_S:g} s: the rank is in step {live.step}"
+                asked.finishing = self._finish(asked, _nothing(asked, f"{why}; {STACKS} says where it was"))
             elif live is not None and self._dump_is_due(asked, live.step, now_s):
                 self._dump(asked, live.step, now_s)
         if asked.finishing is not None and next(asked.finishing, _DONE) is _DONE:
             self._asked.remove(asked)
+
+    def _answer(self, asked: _Asked) -> Outcome | None:
+        path = capture_files.answer_path(asked.ring)
+        try:
+            answer = capture_files.read(path, Outcome)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            return _nothing(asked, f"the rank's answer cannot be read: {error}")
+        if answer.id not in (asked.request.id, capture_files.UNREADABLE):  # to one that was given up meanwhile
+            path.unlink(missing_ok=True)
+            return None
+        return dataclasses.replace(answer, id=asked.request.id, rank=asked.rank)
 
     def _taken_back(self, asked: _Asked) -> bool:
         """Whether the rank has not taken the request, and now will not."""
@@ -191,26 +218,35 @@ class CaptureRelay:
         files, left_out = dict(outcome.files), dict(outcome.left_out)
         raw, compressed = asked.folder / RAW_TRACE, asked.folder / TRACE
         if TRACE in files:
-            whole = False
+            del files[TRACE]
             partial = compressed.with_suffix(".partial")
-            with open(raw, "rb") as read, gzip.open(partial, "wb", _FASTEST) as written:
-                while chunk := read.read(_CHUNK_BYTES):
-                    written.write(chunk)
-                    whole = chunk.rstrip().endswith(b"}")
-                    yield
-            if whole:
-                os.replace(partial, compressed)
-                files[TRACE] = compressed.stat().st_size
-            else:
-                partial.unlink()
-                del files[TRACE]
-                left_out[TRACE] = "torch's profiler did not write it to its end: is the disk full?"
+            try:
+                whole = False
+                with open(raw, "rb") as read, gzip.open(partial, "wb", _FASTEST) as written:
+                    while chunk := read.read(_CHUNK_BYTES):
+                        written.write(chunk)
+                        whole = chunk.rstrip().endswith(b"}")
+                        yield
+                if whole:
+                    os.replace(partial, compressed)
+                    files[TRACE] = compressed.stat().st_size
+                else:
+                    left_out[TRACE] = "torch's profiler did not write it to its end: is the disk full?"
+            except OSError as error:
+                left_out[TRACE] = f"it could not be compressed: {error.strerror or error}"
+            partial.unlink(missing_ok=True)  # before anything else is written: the disk may be full
         raw.unlink(missing_ok=True)
         if asked.dumps:
-            (asked.folder / STACKS).write_text("\n".join(asked.dumps))
-            files[STACKS] = (asked.folder / STACKS).stat().st_size
+            try:
+                (asked.folder / STACKS).write_text("\n".join(asked.dumps))
+                files[STACKS] = (asked.folder / STACKS).stat().st_size
+            except OSError as error:
+                left_out[STACKS] = f"it could not be written: {error.strerror or error}"
         final = dataclasses.replace(outcome, files=files, left_out=left_out)
-        capture_files.write(capture_files.outcome_path(asked.folder), final)
+        try:
+            capture_files.write(capture_files.outcome_path(asked.folder), final)
+        except OSError as error:
+            self.notes.append(f"capture {outcome.id} of rank {outcome.rank}: its outcome could not be written: {error}")
         capture_files.answer_path(asked.ring).unlink(missing_ok=True)
         logger.info("capture %s of rank %d: %s", outcome.id, outcome.rank, outcome.ended or "done")
 

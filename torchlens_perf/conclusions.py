@@ -148,6 +148,7 @@ class Conclusions:
             if on_verdict and self.job.judges_alone:
                 self._captures.look_at_verdict(self._state.named, self._state.findings, self.job.places, ranks)
             self._captures.look(ranks, now_s)
+            self._state.notes += [note for note in self._captures.notes if note not in self._state.notes]
             if final:
                 self._captures.close()
 

@@ -56,6 +56,22 @@ def profiler_is_on() -> bool:
     return bool(profiler._is_profiler_enabled or torch.autograd._profiler_enabled())
 
 
+def forget_profiler() -> None:
+    """Takes away what a profiler that will not be ended leaves in this process: its callbacks on each operator, of all
+    threads, would record for as long as the process lives. Another profiler's go too."""
+    import torch
+
+    torch._C._autograd._clear_callbacks()
+    profiler_is_off()
+
+
+def profiler_is_off() -> None:
+    """Says so to those who ask torch: one that fails while it begins has said the contrary."""
+    from torch.autograd import profiler
+
+    profiler._run_on_profiler_stop()
+
+
 def is_prepared(profile: Any) -> bool:
     """Whether a torch.autograd.profiler.profile has been prepared and has not ended."""
     return bool(getattr(profile, "entered", False)) and profile.kineto_results is None

@@ -147,13 +147,17 @@ def _in_cuda_build(*names: str) -> Callable[[], bool]:
 
 
 def _profiler() -> bool:
+    import torch
     from torch.autograd import profiler
 
     from torchlens_perf.torch_instruments import all_threads, is_prepared
 
-    starts = (profiler._prepare_profiler, profiler._enable_profiler)
+    calls = (
+        profiler._prepare_profiler, profiler._enable_profiler, profiler._run_on_profiler_stop,
+        torch._C._autograd._clear_callbacks,
+    )  # fmt: skip
     unused = profiler.profile(use_kineto=True, experimental_config=all_threads())
-    return all(map(callable, starts)) and not is_prepared(unused) and profiler._is_profiler_enabled in (True, False)
+    return all(map(callable, calls)) and not is_prepared(unused) and profiler._is_profiler_enabled in (True, False)
 
 
 def _flight_recorder() -> bool:

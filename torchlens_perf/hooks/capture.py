@@ -25,7 +25,7 @@ from torchlens_perf.capture_files import (
     Outcome,
     Request,
 )
-from torchlens_perf.errors import HookUnavailable
+from torchlens_perf.errors import HookUnavailable, guard
 from torchlens_perf.hooks.capture_trace import Trace, another_profiler, python_is_traced
 from torchlens_perf.ring import CAPTURING, Flag, Kind
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
 _SECTION = int(Kind.SECTION)
+_OURS = guard("a capture")
 
 
 class CaptureHook:
@@ -58,33 +59,54 @@ class _Captures:
         self._ask = str(capture_files.ask_path(session.ring_path))
         self._capture: _Capture | None = None
 
+    @_OURS
     def look(self) -> None:
         if self._capture is not None or not os.path.exists(self._ask):  # a microsecond
             return
+        request, refused = None, ""
         try:
             request = capture_files.read(Path(self._ask), Request)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            refused = f"the request cannot be read: {error}"
+        try:
             os.unlink(self._ask)  # from here on it is ours; before, the sidecar may take it back
         except FileNotFoundError:
+            return
+        if request is None:
+            outcome = Outcome(capture_files.UNREADABLE, self._session.identity.rank, ended=refused)
+            capture_files.write(capture_files.answer_path(self._session.ring_path), outcome)
             return
         self._capture = _Capture(self._session, request)
         self._session.start_work(CaptureHook.name, self._step_ends)
         self._step_ends()
 
     def _step_ends(self) -> None:
-        capture = self._capture
-        if capture is not None and capture.step_ends():
+        if self._capture is not None and self._works(self._capture.step_ends) is not False:
             self._capture = None
             self._session.stop_work(self._step_ends)
 
     def close(self) -> None:
         """The watch ends. What is captured of whole steps is kept."""
-        capture, self._capture = self._capture, None
-        if capture is None:
-            return
-        if self._session.recorder.closed:
-            capture.forget()
-        else:
-            capture.finish("the watch ended")
+        if self._capture is not None:
+            if self._session.recorder.closed:
+                self._capture.forget()
+            else:
+                self._works(functools.partial(self._capture.finish, "the watch ended"))
+        self._capture = None
+
+    @_OURS
+    def _works(self, work: Callable[[], object]) -> object:
+        """Whatever fails in it, nothing profiles afterwards, the sidecar is told if it can be, and later requests are
+        taken up."""
+        try:
+            return work()
+        except Exception as error:
+            if self._capture is not None:
+                with _OURS:
+                    self._capture.fail(error)
+            raise
 
 
 class _Capture:
@@ -130,6 +152,7 @@ class _Capture:
         if self._request.python and not python:
             self._left_out["Python frames"] = "a profiler or debugger has Python's profiling hook"
         trace, refused = Trace(cuda=_cuda_is_used(torch), python=python), ""
+        self._trace = trace  # whatever fails, fail() ends it
         with self._pause():
             try:
                 torch_private.require(torch_private.PROFILER)
@@ -141,10 +164,26 @@ class _Capture:
             except (HookUnavailable, RuntimeError) as error:
                 refused = f"torch.profiler did not begin: {error}"
         if refused:
+            self._trace = None
+            trace.stop()
             self._answer(refused)
             return False
-        self._trace, self._first_step, self._since_s = trace, step, time.monotonic()
+        self._first_step, self._since_s = step, time.monotonic()
         return True
+
+    def fail(self, error: Exception) -> None:
+        """After an error of ours: the profiler goes off, and the answer says why."""
+        trace, self._trace = self._trace, None
+        try:
+            if trace is not None:
+                with self._pause():
+                    trace.stop()
+        finally:
+            if TRACE not in self._files:
+                self._steps = 0
+                with suppress(OSError):
+                    (self._folder / RAW_TRACE).unlink(missing_ok=True)
+            self._answer(f"it failed: {type(error).__name__}: {error}")
 
     def finish(self, ended: str) -> None:
         """Ends the trace and writes everything."""
@@ -153,10 +192,7 @@ class _Capture:
             self._answer(ended)
             return
         with self._pause():
-            try:
-                trace.stop()
-            finally:
-                trace.forget()
+            trace.stop()
             if self._steps:
                 self._keep(TRACE, RAW_TRACE, trace.write, capture_files.MOST_TRACE_BYTES)
             else:

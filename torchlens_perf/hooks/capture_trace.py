@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlens_perf import torch_instruments
+from torchlens_perf.errors import guard
 from torchlens_perf.hooks.patch import patched
 
 # What Nsight Systems, Nsight Compute and dynolog leave in the environment of a process that they look at.
@@ -27,6 +28,7 @@ _TOOLS = {
     "KINETO_USE_DAEMON": "dynolog",
 }
 _STARTS = ("_prepare_profiler", "_enable_profiler")
+_FOR_ANOTHER = guard("ending a capture for another profiler")
 
 
 def another_profiler() -> str:
@@ -72,7 +74,11 @@ class Trace:
         with ExitStack() as patches:
             for name in _STARTS:
                 patches.enter_context(patched(profiler, name, self._ending_ours(getattr(profiler, name))))
-            profile.__enter__()
+            try:
+                profile.__enter__()
+            except BaseException:
+                torch_instruments.profiler_is_off()
+                raise
             self._patches, self._profile = patches.pop_all(), profile
         # HTA and others look for the rank there.
         torch_instruments.add_to_trace("distributedInfo", json.dumps({"rank": rank, "world_size": world_size}))
@@ -86,16 +92,23 @@ class Trace:
 
     def stop(self) -> None:
         """Ends it, if it has not ended. On a GPU this waits for the device."""
-        self._end_step()
-        self._end()
-        self._patches.close()
+        with self._patches:
+            try:
+                self._end_step()
+            finally:
+                self._end()
 
     def forget(self) -> None:
-        """In a forked child: the profiler is the parent's."""
-        self._patches.close()
+        """In a forked child: the profiler is the parent's, and here nobody would ever end it."""
+        with self._patches:
+            torch_instruments.forget_profiler()
+            if self._python:
+                sys.setprofile(None)
 
     def write(self, path: Path) -> None:
         """Writes the trace, once stopped, as uncompressed JSON. Raises OSError where that fails."""
+        if self._results is None:
+            raise OSError("torch's profiler could not be ended")
         self._results.save(str(path))
         self._results = None
         if not path.exists():  # Kineto tells nobody
@@ -116,15 +129,21 @@ class Trace:
         with self._ending:  # who comes second waits until it has ended
             profile, self._profile = self._profile, None
             if profile is not None:
-                profile.__exit__(None, None, None)
+                try:
+                    profile.__exit__(None, None, None)
+                finally:
+                    if profile.kineto_results is None:
+                        torch_instruments.forget_profiler()  # else it records for life
                 self._results = profile.kineto_results
 
     def _ending_ours(self, start: Callable[..., Any]) -> Callable[..., Any]:
         def started(*args: Any, **kwargs: Any) -> Any:
             self.cut_short |= self._profile is not None
-            if threading.get_ident() == self._thread:
-                self._end_step()
-            self._end()
+            with _FOR_ANOTHER:
+                if threading.get_ident() == self._thread:
+                    self._end_step()
+            with _FOR_ANOTHER:
+                self._end()
             return start(*args, **kwargs)
 
         return started
