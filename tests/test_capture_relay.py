@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
+import io
+import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +16,15 @@ from typing import Any
 import pytest
 
 from tests.findings import PLACES, episode, findings
-from tests.ranks import make_run
+from tests.ranks import HOST, Rank, make_run
 from torchlens_perf import capture_files
 from torchlens_perf.capture_choice import suspect_and_healthy
 from torchlens_perf.capture_files import BY_USER, BY_VERDICT, LONGEST_S, RAW_TRACE, STACKS, TRACE, Outcome, Request
 from torchlens_perf.capture_relay import LOOK_S, CaptureRelay, LiveRank
+from torchlens_perf.cli import main
 from torchlens_perf.culprits import NOBODY, name
 from torchlens_perf.report.captures import capture_lines, captures
+from torchlens_perf.sidecar import Sidecar
 from torchlens_perf.straggler import Place
 
 
@@ -194,6 +200,110 @@ def test_sidecar_that_was_started_again(node: Node) -> None:
     node.look(0.1)
 
     assert node.outcomes()["one", 1].steps == 3
+
+
+def test_rank_that_does_not_answer(node: Node) -> None:
+    """It took the request up, and its disk was full: the request ends, and a late answer is not the next one's."""
+    node.ask()
+    node.look()
+    capture_files.ask_path(node.ranks[1].ring).unlink()
+    node.look(3 * LONGEST_S - 1)
+    assert node.outcomes() == {}
+    node.look(2)
+    assert "not answered within 180 s: the rank is in step 10" in node.outcomes()["one", 1].ended
+
+    late = Outcome("one", 1, 12, 3)
+    node.ask(id="two")
+    node.look()
+    capture_files.write(capture_files.answer_path(node.ranks[1].ring), late)
+    node.look(0.1)
+    assert ("two", 1) not in node.outcomes()
+    node.answer(1)
+    node.look(0.1)
+    node.look(0.1)
+    assert node.outcomes()["two", 1].steps == 3
+
+
+@pytest.mark.parametrize("answer", ["", "{", "[1]", '{"id": "one", "rank": 1, "files": {"../../x": 5}}'])
+def test_answer_that_cannot_be_read(node: Node, answer: str) -> None:
+    """It ends the request, and says so."""
+    node.ask()
+    node.look()
+    capture_files.answer_path(node.ranks[1].ring).write_text(answer)
+    node.look(0.1)
+    node.look(0.1)
+
+    assert "answer cannot be read" in node.outcomes()["one", 1].ended
+    assert list(node.folder.glob("rank*.captured")) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"id": "../../elsewhere"}, {"id": "another"}, {"asked_unix_s": "yesterday"}, {"asked_unix_s": None},
+        {"steps": 21}, {"steps": "3"}, {"ranks": "01"}, {"ranks": 5}, {"attempt": []}, {"from_step": 1.5},
+    ],
+)  # fmt: skip
+def test_request_that_cannot_be_read(node: Node, wrong: dict[str, Any]) -> None:
+    """It is skipped and noted, once; others are taken up. No path leads out of the run directory."""
+    bad = {**dataclasses.asdict(node.ask(ranks=(0,))), "id": "bad", **wrong}
+    capture_files.request_path(node.run.captures, "bad").write_text(json.dumps(bad))
+    node.look()
+    node.look()
+
+    assert node.asked() == [0]
+    assert [request.id for request in capture_files.requests(node.run.captures)] == ["one"]
+    (note,) = node.relay.notes
+    assert note.startswith("a request for a capture cannot be read: bad.request.json: ")
+    assert captures(node.run) == []
+    assert sorted(os.listdir(node.run.captures)) == ["bad.request.json", "one", "one.request.json"]
+
+
+def test_disk_that_is_full(node: Node) -> None:
+    """A trace that cannot be compressed goes, and what can be said is said."""
+    node.ask()
+    node.look()
+    node.answer(1)
+    folder = capture_files.rank_folder(node.run.captures, "one", 1)
+    (folder / TRACE).mkdir()  # in the way of the finished file
+    node.look(0.1)
+    node.look(0.1)
+
+    outcome = node.outcomes()["one", 1]
+    assert outcome.left_out[TRACE].startswith("it could not be compressed: ")
+    assert set(outcome.files) == {STACKS}
+    assert node.files(1) == ["capture.json", STACKS, TRACE]
+    assert list((folder / TRACE).iterdir()) == []
+
+
+@pytest.mark.parametrize(("traced", "code"), [(True, 0), (False, 1)])
+def test_code_of_the_command(node: Node, traced: bool, code: int) -> None:
+    """0 is that there is a trace; a rank that has made no step yet does not stand in the way."""
+    ranks = [Rank(node.run, rank) for rank in (0, 1)]
+    ranks[0].steps(40, forward=100)
+    sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.keep()
+
+    def answers() -> None:
+        while not (asked := capture_files.requests(node.run.captures)):
+            time.sleep(0.01)
+        files, left_out = ({TRACE: 5}, {}) if traced else ({}, {TRACE: "the disk is full"})
+        outcome = Outcome(asked[0].id, 0, 50, 3, files=files, left_out=left_out)
+        folder = capture_files.rank_folder(node.run.captures, asked[0].id, 0)
+        folder.mkdir(parents=True)
+        capture_files.write(capture_files.outcome_path(folder), outcome)
+
+    answering = threading.Thread(target=answers, daemon=True)
+    answering.start()
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["capture", str(node.run.path), "--rank", "0", "--timeout", "20"]) == code
+    answering.join(5)
+    assert ("no trace: the disk is full" in out.getvalue()) is not traced
+    for rank in ranks:
+        rank.close()
 
 
 @pytest.mark.parametrize(
