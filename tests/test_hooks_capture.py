@@ -282,7 +282,7 @@ def swallowing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         yield swallowed.by_place
 
 
-def out_of_host_memory() -> str:
+def out_of_host_memory(*, with_history: bool = False) -> str:
     raise MemoryError("no more")
 
 

@@ -51,6 +51,14 @@ def oom(**changed: Any) -> dict[str, Any]:
     return {**values, **changed}
 
 
+FRAGMENTED = table(reserved_bytes=40 * GB, inactive_bytes=5 * GB)  # no room for 6 GB, however it is put together
+BRIEF = {"table": None, "earlier": "oom/rank00000-3.json", "untold": 2, "stack": [], "module": ""}
+SHARE = {
+    "limit_bytes": 40 * GB, "device_bytes": 80 * GB,
+    "table": table(reserved_bytes=38 * GB, inactive_bytes=GB, allocated_bytes=37 * GB),
+}  # fmt: skip
+
+
 def ran_out(run: RunDirectory, rank: Rank, **changed: Any) -> None:
     """The file that the rank's process would have left."""
     run.oom.mkdir(exist_ok=True)
@@ -188,6 +196,44 @@ def test_an_error_that_was_caught_is_a_note(run: RunDirectory) -> None:
     assert "and went on: see oom/rank00000-40.json" in note
 
 
+def test_an_error_that_was_caught_after_the_last_step_is_a_note(run: RunDirectory) -> None:
+    """Of a run that ended as it should; of one that died it is the verdict."""
+    for caught in (True, False):
+        rank = Rank(run, 0, 1)
+        rank.steps(40, **WORK)
+        ran_out(run, rank, step=40, caught=caught)
+        report = report_on(run, [rank])
+        assert (report["verdicts"][0]["kind"] == "out_of_memory") is not caught
+        notes = [note for note in report["quality"]["notes"] if "and ended without an error: see oom" in note]
+        assert len(notes) == caught
+
+
+def test_an_error_without_a_table(run: RunDirectory) -> None:
+    """It came shortly after one that was caught: the verdict says what is known, and where the earlier table is."""
+    rank = Rank(run, 0, 1)
+    rank.steps(40, **WORK)
+    ran_out(run, rank, step=3, time_unix_ns=1)
+    ran_out(run, rank, **BRIEF)
+    report = report_on(run, [rank])
+    verdict = report["verdicts"][0]
+
+    assert (verdict["kind"], verdict["since_step"]) == ("out_of_memory", 40)
+    assert "There is no table of it, as memory had run out shortly before: oom/rank00000-3.json" in verdict["text"]
+    assert "2 errors are told of by no table" in (run.oom / "rank00000-40.txt").read_text()
+    assert "what held the memory" not in shown(report)
+
+
+def test_words_of_a_share(run: RunDirectory) -> None:
+    """limit_bytes is what the process may take, free_bytes the device's: both are named."""
+    rank = Rank(run, 0, 1)
+    rank.steps(40, **WORK)
+    ran_out(run, rank, free_bytes=38 * GB, **SHARE)
+    text = report_on(run, [rank])["verdicts"][0]["text"]
+    assert (
+        "6.4 GB asked for; the process may take 42.9 GB of the device's 85.9 GB, and had 40.8 GB; 40.8 GB of it" in text
+    )
+
+
 def test_readings_are_exported_and_kept(run: RunDirectory) -> None:
     """Live and replayed: the newest one goes with the steps; in a trace it is no span; the state has all of them."""
     rank = Rank(run, 0, 1)
@@ -240,7 +286,7 @@ def test_the_newest_table_is_kept_over_a_restart(run: RunDirectory) -> None:
     elsewhere.close()
 
 
-GROWTH = {"bytes_per_step": 8e6, "since_step": 10, "full_at_step": 999}
+GROWTH = {"bytes_per_step": 8e6, "since_step": 10, "until_step": 90, "above_bytes": 0, "full_at_step": 999}
 NO_STACKS = (LiveRow("", (), 60 * GB, 5, 12 * GB, None),)
 SMALL = (LiveRow("", ("train.py:3 <module>",), GB, 5, GB, None),)
 
@@ -252,12 +298,17 @@ SMALL = (LiveRow("", ("train.py:3 <module>",), GB, 5, GB, None),)
         ({"table": table(inactive_bytes=15 * GB)}, None, "expandable_segments:True"),
         ({"table": table(inactive_bytes=15 * GB, expandable=True)}, None, "checkpoint the activations of Mlp"),
         ({"table": table(inactive_bytes=9 * GB), "asked_bytes": 12 * GB}, None, "checkpoint the activations of Mlp"),
-        ({}, GROWTH, "grown by 8.0 MB a step since step 10"),
+        ({}, GROWTH, "grown by 8.0 MB a step over steps 10 to 90"),
         ({"asked_bytes": 30 * GB}, None, "one request at train.py:9 f wants 38%"),
         ({"asked_bytes": 30 * GB, "stack": []}, None, "one request wants 38%"),
         ({"table": table(rows=NO_STACKS)}, None, "memory_history=20000"),
         ({"table": table(rows=SMALL)}, None, "the table shows what holds"),
         ({"table": table(rows=())}, None, "memory_history=20000"),
+        ({**SHARE, "free_bytes": 38 * GB}, None, "the process's share of the device is full, and not the device: 50%"),
+        ({**SHARE, "free_bytes": GB}, None, "look for other processes"),
+        ({**SHARE, "free_bytes": 38 * GB, "table": FRAGMENTED}, None, "the process's share of the device is full"),
+        (BRIEF, None, "oom/rank00000-3.json, and a smaller batch"),
+        (BRIEF, GROWTH, "grown by 8.0 MB a step over steps 10 to 90"),
     ],
 )
 def test_next_action(changed: dict[str, Any], growth: dict[str, Any] | None, words: str) -> None:

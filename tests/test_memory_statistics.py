@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -114,6 +114,31 @@ def test_growth_is_found() -> None:
     assert growth.bytes_per_step == pytest.approx(8 * MB, rel=0.05)
     assert growth.since_step == 16 * 50
     assert growth.full_at_step == pytest.approx((LIMIT - 20 * GB) / (8 * MB), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "above"),
+    [
+        (lambda now: [value + 12 * GB for value in now], 12 * GB),
+        (lambda now: [now[-1] + 5 * GB] * len(now), 5 * GB),  # of long ago: no more than that is needed
+        (lambda now: [value + (9 if i == 150 else 4) * GB for i, value in enumerate(now)], 9 * GB),
+        (lambda now: [value + (30 if i < 20 else 4) * GB for i, value in enumerate(now)], 4 * GB),  # was reset
+    ],
+)
+def test_growth_up_to_the_peak(peaks: Callable[[list[int]], list[int]], above: int) -> None:
+    """Memory is full in the middle of a step, where there is more of it than at the end."""
+    allocated = [10 * GB + i * 16 * 8 * MB for i in range(200)]
+    statistics = statistics_of(
+        [
+            records(16 * i, allocated=(now, peak), limit=LIMIT)
+            for i, (now, peak) in enumerate(zip(allocated, peaks(allocated), strict=True))
+        ]
+    )
+    growth = statistics.growth()
+
+    assert growth is not None
+    assert (growth.since_step, growth.until_step, growth.above_bytes) == (800, 16 * 199, above)
+    assert growth.full_at_step == pytest.approx((LIMIT - 10 * GB - above) / (8 * MB), rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,12 @@ class Growth:
 
     bytes_per_step: float
     since_step: int
+    until_step: int
+    """The readings that tell it are of these steps; it may have grown before."""
+    above_bytes: int
+    """By how much more is allocated inside of a step than at its end."""
     full_at_step: int
-    """When the device would be full."""
+    """In which step the device would be full."""
 
 
 class MemoryStatistics:
@@ -112,10 +116,26 @@ class MemoryStatistics:
             return None
         i, j = np.triu_indices(len(steps), 1)
         per_step = float(np.median((allocated[j] - allocated[i]) / (steps[j] - steps[i])))  # Theil and Sen's slope
-        left = (limit - allocated[-1]) / per_step if per_step > 0 else float("inf")
+        above = self._above_bytes(int(steps[0]))
+        left = max(0.0, limit - allocated[-1] - above) / per_step if per_step > 0 else float("inf")
         if left > _MOST_RUNS * (steps[-1] + 1):
             return None
-        return Growth(per_step, int(steps[0]), int(steps[-1] + left))
+        return Growth(per_step, int(steps[0]), int(steps[-1]), above, int(steps[-1] + left))
+
+    def _above_bytes(self, since_step: int) -> int:
+        """How much more steps had allocated at their peaks than at their ends.
+
+        A peak that differs from the reading's before it was reached in between; one that stays may be of long ago, and
+        is no more than a bound.
+        """
+        known = [each for each in self.readings if None not in (each.peak_bytes, each.allocated_bytes)]
+        above = [(each.peak_bytes or 0) - (each.allocated_bytes or 0) for each in known]
+        new = [
+            above[i]
+            for i in range(1, len(known))
+            if known[i].step >= since_step and known[i].peak_bytes != known[i - 1].peak_bytes
+        ]
+        return max([0, *(new or above[-1:])])
 
     def to_json(self) -> dict[str, Any]:
         """A value for from_json()."""

@@ -24,10 +24,13 @@ class OomFiles:
     def look(self, processes: Mapping[str, ProcessState]) -> None:
         """Takes over what is new for these processes, by their keys. Raises OSError."""
         for path in self._folder.glob("rank*.json"):
-            written_ns = path.stat().st_mtime_ns
-            if self._known.get(path) == written_ns:
+            try:
+                written_ns = path.stat().st_mtime_ns
+                if self._known.get(path) == written_ns:
+                    continue
+                value = json.loads(path.read_text())
+            except FileNotFoundError:  # its rank has a newer one
                 continue
-            value = json.loads(path.read_text())
             self._known[path] = written_ns
             process = processes.get(value["process"])
             if process is None:
@@ -39,5 +42,7 @@ class OomFiles:
 
 
 def _kept(value: dict[str, Any], path: Path) -> dict[str, Any]:
-    table = {**value["table"], "rows": value["table"]["rows"][:_KEPT_ROWS]}
+    table = value["table"]
+    if table is not None:
+        table = {**table, "rows": table["rows"][:_KEPT_ROWS]}
     return {**value, "table": table, "file": f"{path.parent.name}/{path.name}"}

@@ -94,6 +94,7 @@ class Session:
         self.device: dict[str, Any] = {}  # of the device's times: how good they are, and which are missing
         self.gpus: list[dict[str, Any]] = []  # that this process computes on
         self.stack_file = ""  # where this process writes its stack when it is asked to; "": nowhere
+        self.own_memory_history = False  # a history of device memory is recorded, and is ours and so bounded
         self.ring_path = ring.path
         self.groups: dict[str, dict[str, Any]] = {}  # process groups that were used: members and description
         self.device_groups: set[tuple[str, str]] = set()  # process groups with tensors on a device, and which kind

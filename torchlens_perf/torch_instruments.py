@@ -8,6 +8,9 @@ from typing import Any
 
 from torchlens_perf.torch_private import FLIGHT_RECORDER, SNAPSHOT, works
 
+MOST_SNAPSHOT_ENTRIES = 200_000
+"""That are pickled: about 1 KB each, with a stack."""
+
 
 def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> None:
     """Calls `observer` before each out-of-memory error of the device's allocator, for as long as the process lives.
@@ -105,10 +108,19 @@ def flight_recorder() -> bytes | str:
     return dump if b'"entries"' in dump else "it is off: TORCH_FR_BUFFER_SIZE says how many entries it keeps"
 
 
-def pickled_memory() -> bytes | str:
-    """The CUDA allocator's segments and blocks, pickled for torch's memory viewer; or why there is nothing."""
+def pickled_memory(*, with_history: bool) -> bytes | str:
+    """The CUDA allocator's segments and blocks, pickled for torch's memory viewer; or why there is nothing.
+
+    with_history: the history too, which must be a bounded one.
+    """
     import torch
 
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return "no GPU is in use"
-    return pickle.dumps(torch.cuda.memory._snapshot()) if works(SNAPSHOT) else "this torch has none"
+    if not works(SNAPSHOT):
+        return "this torch has none"
+    snapshot = memory_snapshot(with_history=with_history)
+    entries = sum(len(each["blocks"]) for each in snapshot["segments"]) + sum(map(len, snapshot["device_traces"]))
+    if entries > MOST_SNAPSHOT_ENTRIES:
+        return f"{entries} blocks and entries of the history are more than {MOST_SNAPSHOT_ENTRIES}"
+    return pickle.dumps(snapshot)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OLDEST_TORCH = (2, 11)
 PROFILER = "torch.autograd.profiler._enable_profiler"
 FLIGHT_RECORDER = "torch._C._distributed_c10d._dump_fr_trace_json"
-SNAPSHOT = "torch.cuda.memory._snapshot"
+SNAPSHOT = "torch._C._cuda_memorySnapshot"
 WAIT_TENSOR = "_c10d_functional::wait_tensor"
 
 
@@ -166,12 +166,6 @@ def _flight_recorder() -> bool:
     return callable(_dump_fr_trace_json)
 
 
-def _memory_snapshot() -> bool:
-    import torch
-
-    return callable(torch.cuda.memory._snapshot)
-
-
 PRIVATE_NAMES = (
     PrivateName(
         "torch.nn.Module._compiled_call_impl",
@@ -214,9 +208,9 @@ PRIVATE_NAMES = (
         "where a rank runs out of device memory, nothing tells what held it",
     ),
     PrivateName(
-        "torch._C._cuda_memorySnapshot",
+        SNAPSHOT,
         _in_cuda_build("_cuda_memorySnapshot"),
-        "where a rank runs out of device memory, nothing tells what held it",
+        "where a rank runs out of device memory, nothing tells what held it; captures have no memory snapshot",
     ),
     PrivateName(
         "torch.cuda.memory._record_memory_history",
@@ -225,7 +219,6 @@ PRIVATE_NAMES = (
     ),
     PrivateName(PROFILER, _profiler, "nothing is captured"),
     PrivateName(FLIGHT_RECORDER, _flight_recorder, "captures have no flight recorder's entries"),
-    PrivateName(SNAPSHOT, _memory_snapshot, "captures have no memory snapshot"),
 )
 _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
 

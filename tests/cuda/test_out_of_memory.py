@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from tests.cuda.fake_allocator import GB, FakeAllocator, block, frames, installed, segment, snapshot
 from tests.recording import recorded
-from torchlens_perf import Watch, torch_private
+from torchlens_perf import Watch, torch_instruments, torch_private
 from torchlens_perf.errors import swallowed
 from torchlens_perf.hooks import out_of_memory
 
@@ -137,6 +138,43 @@ def test_the_jobs_own_history_is_left_alone(tmp_path: Path, allocator: FakeAlloc
     assert [note for note in recording.notes if note.startswith("memory_history is off")]
 
 
+def test_a_history_that_the_job_begins_later_is_not_ended(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """From then on it is the job's: neither asked for, as it has no bound, nor ended with the watch."""
+    original = torch.cuda.memory._record_memory_history
+    with recorded(tmp_path, memory_history=5000):
+        torch.cuda.memory._record_memory_history(max_entries=10**9)
+        theirs = allocator.history
+        assert torch.cuda.memory._record_memory_history is original
+        allocator.runs_out(GB, 0)
+    assert allocator.snapshots == [False]
+    assert theirs is not None
+    assert allocator.history is theirs
+
+
+def test_recording_a_history_is_as_before_after_the_watch(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """torch's function is ours for no longer than our history is recorded."""
+    original = torch.cuda.memory._record_memory_history
+    with recorded(tmp_path):
+        assert torch.cuda.memory._record_memory_history is original
+    with recorded(tmp_path, memory_history=5000):
+        assert torch.cuda.memory._record_memory_history is not original
+    assert torch.cuda.memory._record_memory_history is original
+    assert allocator.history is None
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_snapshots_of_captures_are_bounded(
+    allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    """A history of the job's own is not asked for; and nothing is pickled that is too large."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(torch_instruments.pickled_memory(with_history=ours), bytes)
+    assert allocator.snapshots == [ours]
+    monkeypatch.setattr(torch_instruments, "MOST_SNAPSHOT_ENTRIES", 2)
+    told = torch_instruments.pickled_memory(with_history=ours)
+    assert told == "3 blocks and entries of the history are more than 2"
+
+
 def test_without_the_setting_no_history_is_recorded(tmp_path: Path, allocator: FakeAllocator) -> None:
     """It is off by default: it makes each allocation dearer."""
     with recorded(tmp_path):
@@ -172,14 +210,47 @@ def test_errors_that_are_caught_again_and_again_cost_little(tmp_path: Path, allo
     clock = Clock()
     with recorded(tmp_path) as recording:
         assert recording.watch._session is not None
-        observer = out_of_memory._Observer(recording.watch._session, out_of_memory.OutOfMemoryHook(0), clock)
+        observer = out_of_memory._Observer(recording.watch._session, clock)
         for _ in range(4):
             observer.told(0, GB, 0, 0)
         assert len(allocator.snapshots) == 1
+        same = written(recording.watch, "rank00000-0.json")
+        assert (same["untold"], same["table"] is None) == (3, False)
         clock.now_ns += 2_000_000_000  # the first one took 20 ms
         observer.told(0, GB, 0, 0)
         assert written(recording.watch, "rank00000-0.json")["untold"] == 3
     assert len(allocator.snapshots) == 2
+
+
+def test_an_error_shortly_after_a_table_is_told_of(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """It may be the one that ends the job: a file without a table, which points to the last one; only the newest."""
+    with recorded(tmp_path) as recording:
+        watch = recording.watch
+        allocator.runs_out(GB, 0)
+        for asked in (2, 3):
+            watch.step()
+            watch.step()
+            allocator.runs_out(asked * GB, 0)
+        assert files(watch) == ["rank00000-0.json", "rank00000-4.json"]
+        brief = written(watch, "rank00000-4.json")
+        first = written(watch, "rank00000-0.json")
+    assert (brief["step"], brief["asked_bytes"], brief["untold"]) == (4, 3 * GB, 1)
+    assert (brief["table"], brief["earlier"]) == (None, "oom/rank00000-0.json")
+    assert (first["untold"], first["asked_bytes"], first["earlier"]) == (0, GB, None)
+    assert len(allocator.snapshots) == 1
+
+
+@pytest.mark.parametrize("fatal", [True, False])
+def test_whether_an_error_ended_the_watch(tmp_path: Path, allocator: FakeAllocator, fatal: bool) -> None:
+    """Where none did, the job has caught the last one, whatever step was in progress."""
+    with pytest.raises(MemoryError) if fatal else nullcontext(), recorded(tmp_path) as recording:
+        recording.watch.step()
+        allocator.runs_out(GB, 0)
+        assert written(recording.watch, "rank00000-1.json")["caught"] is False
+        if fatal:
+            raise MemoryError
+    (file,) = tmp_path.glob("**/oom/rank00000-1.json")
+    assert json.loads(file.read_text())["caught"] is not fatal
 
 
 @pytest.mark.usefixtures("unhurried")

@@ -198,7 +198,7 @@ class _Capture:
             else:
                 self._left_out[TRACE] = "no step was whole"
             self._keep_dump(FLIGHT_RECORDER, torch_instruments.flight_recorder())
-            self._keep_dump(SNAPSHOT, torch_instruments.pickled_memory())
+            self._keep_dump(SNAPSHOT, torch_instruments.pickled_memory(with_history=self._session.own_memory_history))
         self._answer(ended)
 
     def forget(self) -> None:

@@ -14,12 +14,13 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import torch_instruments, torch_private
 from torchlens_perf.errors import HookUnavailable, guard
+from torchlens_perf.hooks.patch import patched
 from torchlens_perf.oom_table import Places, live_table
 from torchlens_perf.run_directory import RunDirectory
 
@@ -57,7 +58,7 @@ class OutOfMemoryHook:
     def __init__(self, history_entries: int) -> None:
         """history_entries: how many allocations and frees are kept besides the live blocks; 0: no stacks."""
         self._entries = history_entries
-        self._records = False
+        self._watched = ExitStack()  # torch's function that records a history, while ours is recorded
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -76,15 +77,18 @@ class OutOfMemoryHook:
                 relay.attach()
                 self._start_history(session)
 
+        observer = _Observer(session)
         with session.each_step(self.name, start):
             try:
-                relay.told = _Observer(session, self).told
+                relay.told = observer.told
                 start()
                 yield
             finally:
                 relay.told = None
-                if self._records and not session.recorder.closed:  # in a forked child it is the parent's
-                    torch_instruments.record_memory_history(0)
+                self._watched.close()
+                if not session.recorder.closed:  # in a forked child it is the parent's
+                    self._end_history(session)
+                    observer.close()
 
     def _start_history(self, session: Session) -> None:
         if not self._entries:
@@ -98,38 +102,43 @@ class OutOfMemoryHook:
             session.note("memory_history is off: the job records a history of its own, which is left as it is")
             return
         torch_instruments.record_memory_history(self._entries)
-        self._records = True
+        session.own_memory_history = True
+        import torch
 
-    @property
-    def records(self) -> bool:
-        """Whether the history is ours, and so bounded."""
-        return self._records
+        record = torch.cuda.memory._record_memory_history
+
+        def records(*args: Any, **kwargs: Any) -> None:
+            """The job begins one of its own, or ends it: from then on it is not ours to end."""
+            session.own_memory_history = False
+            self._watched.close()
+            record(*args, **kwargs)
+
+        self._watched.enter_context(patched(torch.cuda.memory, "_record_memory_history", records))
+
+    def _end_history(self, session: Session) -> None:
+        if session.own_memory_history:
+            session.own_memory_history = False
+            torch_instruments.record_memory_history(0)
 
 
 class _Observer:
     """Writes the tables of one watch."""
 
-    def __init__(self, session: Session, hook: OutOfMemoryHook, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, session: Session, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._session = session
         self._run = RunDirectory(Path(session.config.dir).absolute() / session.identity.run_id)
-        self._hook = hook
         self._now_ns = now_ns
         self._not_before_ns = 0
         self._untold = 0  # errors since the last table
-        self._files: list[Path] = []
+        self._files: list[Path] = []  # with tables
+        self._brief: Path | None = None  # the newest, if it is one without
+        self._last: dict[str, Any] = {}  # as it was written
 
     def told(self, device: int, asked_bytes: int, limit_bytes: int, free_bytes: int) -> None:
         """Memory has run out on this device. Must not raise, and must not allocate there."""
         begin_ns = self._now_ns()
-        if begin_ns < self._not_before_ns:
-            self._untold += 1
-            return
-        places = Places(forward_methods(), _hidden())
-        module, stack = places.of(_own_frames())
-        # A history of the job's own may be of any length: not asked for. The stacks of blocks are there all the same.
-        snapshot = torch_instruments.memory_snapshot(with_history=self._hook.records)
-        table = live_table(snapshot, device, places)
         step, identity = self._session.recorder.step, self._session.identity
+        path = self._run.oom_table(identity.rank, step)
         value = {
             "schema": SCHEMA,
             "process": identity.key,
@@ -138,30 +147,62 @@ class _Observer:
             "step": step,
             "time_unix_ns": time.time_ns(),
             "device": device,
+            "device_bytes": _device_bytes(device),
             "asked_bytes": asked_bytes,
             "limit_bytes": limit_bytes,
             "free_bytes": free_bytes,
-            "module": module,
-            "stack": stack,
+            "module": "",
+            "stack": [],
             "inside": self._session.inside(),
             "untold": self._untold,
-            "table": table.to_json(),
-            "took_s": (self._now_ns() - begin_ns) / 1e9,
+            "caught": False,
+            "table": None,
+            "earlier": f"{path.parent.name}/{self._files[-1].name}" if self._files else None,
+            "took_s": 0.0,
         }
-        self._write(self._run.oom_table(identity.rank, step), value)
+        if begin_ns < self._not_before_ns:
+            self._untold += 1
+            if path in self._files:  # the table of this step stays
+                value = {**self._last, "untold": self._untold}
+            self._write(path, value)
+            return
+        places = Places(forward_methods(), _hidden())
+        module, stack = places.of(_own_frames())
+        # A history of the job's own may be of any length: not asked for. The stacks of blocks are there all the same.
+        snapshot = torch_instruments.memory_snapshot(with_history=self._session.own_memory_history)
+        table = live_table(snapshot, device, places)
+        took_s = (self._now_ns() - begin_ns) / 1e9
+        value.update(module=module, stack=stack, table=table.to_json(), earlier=None, took_s=took_s)
+        self._write(path, value)
         self._untold = 0
         end_ns = self._now_ns()
         self._not_before_ns = end_ns + _MOST_SHARE * (end_ns - begin_ns)
 
+    def close(self) -> None:
+        """The watch ends. Where no error ends it, the job has caught the last one."""
+        if self._last and sys.exc_info()[0] is None and getattr(sys, "last_type", None) is None:
+            path = self._run.oom_table(self._last["rank"], self._last["step"])
+            self._write(path, {**self._last, "caught": True})
+
     def _write(self, path: Path, value: dict[str, Any]) -> None:
+        """Writes it, and lets go of the oldest table, and of the last file without one."""
         path.parent.mkdir(exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(value, separators=(",", ":")))
         os.replace(partial, path)
-        if path not in self._files:
+        if self._brief not in (None, path):
+            self._brief.unlink(missing_ok=True)
+        self._brief, self._last = (path if value["table"] is None else None), value
+        if self._brief is None and path not in self._files:
             self._files.append(path)
         if len(self._files) > _MOST_FILES:
             self._files.pop(0).unlink(missing_ok=True)
+
+
+def _device_bytes(device: int) -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def forward_methods() -> dict[str, list[tuple[int, str]]]:

@@ -66,9 +66,15 @@ def memory_notes(rank: dict[str, Any]) -> list[str]:
         )
     if growth is not None:
         notes.append(
-            f"rank {rank['rank']}: allocated memory grows by {amount(growth['bytes_per_step'], 'B')} a step since step "
-            f"{growth['since_step']} ({percent(device['allocated_bytes'] / device['limit_bytes'])} of the device now), "
+            f"rank {rank['rank']}: allocated memory grows by {amount(growth['bytes_per_step'], 'B')} a step over steps "
+            f"{growth['since_step']} to {growth['until_step']} "
+            f"({percent(device['allocated_bytes'] / device['limit_bytes'])} of the device now), {_peak(growth)}"
             f"and would fill it at step {growth['full_at_step']}; next: look for tensors that are kept from step to "
             "step, such as losses without .item() or .detach()"
         )
     return notes
+
+
+def _peak(growth: dict[str, Any]) -> str:
+    above = growth["above_bytes"]
+    return f"steps reach {amount(above, 'B')} more inside, " if above else ""

@@ -28,9 +28,12 @@ def out_of_memory_verdicts(report: Mapping[str, Any]) -> list[Verdict]:
 
 
 def ended_by_it(rank: Mapping[str, Any]) -> bool:
-    """Whether the step in which a rank's memory ran out is the last that is known of it. rank: a row of the report."""
+    """Whether the step in which a rank's memory ran out is the last that is known of it, and no watch of it has ended
+    without an error since. rank: a row of the report."""
     oom = rank["out_of_memory"]
-    return oom is not None and (rank["last_step"] is None or rank["last_step"] < oom["step"])
+    if oom is None or (oom.get("caught") and rank["state"] == "closed"):
+        return False
+    return bool(rank["last_step"] is None or rank["last_step"] < oom["step"])
 
 
 def out_of_memory_note(rank: Mapping[str, Any]) -> str | None:
@@ -38,8 +41,11 @@ def out_of_memory_note(rank: Mapping[str, Any]) -> str | None:
     oom = rank["out_of_memory"]
     if oom is None or ended_by_it(rank):
         return None
+    went_on = (
+        "went on" if rank["last_step"] is not None and rank["last_step"] >= oom["step"] else "ended without an error"
+    )
     return (
-        f"rank {rank['rank']} ran out of device memory in step {oom['step']}, {_asked(oom)}, and went on: "
+        f"rank {rank['rank']} ran out of device memory in step {oom['step']}, {_asked(oom)}, and {went_on}: "
         f"see {oom['file']}"
     )
 
@@ -49,20 +55,37 @@ def _verdict(rank: Mapping[str, Any], also: list[int]) -> Verdict:
     table = oom["table"]
     inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""
     others = f" So did {len(also)} other rank{'s' if len(also) > 1 else ''}." if also else ""
+    if table is None:
+        held = f"There is no table of it, as memory had run out shortly before: {oom['earlier']} has that one."
+    else:
+        held = (
+            f"{amount(table['allocated_bytes'], 'B')} were allocated, {amount(table['inactive_bytes'], 'B')} more "
+            f"reserved and free.{_largest(oom)}"
+        )
     text = (
         f"Rank {rank['rank']} ({rank['host']}) ran out of device memory in step {oom['step']}{inside}: {_asked(oom)}. "
-        f"{amount(table['allocated_bytes'], 'B')} were allocated, {amount(table['inactive_bytes'], 'B')} more reserved "
-        f"and free.{_largest(oom)}{others} Next: {next_action(oom, rank['memory'].get('growth'))}"
+        f"{held}{others} Next: {next_action(oom, rank['memory'].get('growth'))}"
     )
     evidence = {**oom, "ranks": [rank["rank"], *also]}
     return Verdict("out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, evidence)
 
 
 def _asked(oom: Mapping[str, Any]) -> str:
-    return (
-        f"{amount(oom['asked_bytes'], 'B')} asked for, {amount(oom['free_bytes'], 'B')} free of "
-        f"{amount(oom['limit_bytes'], 'B')}"
-    )
+    asked, free, limit = (amount(oom[each], "B") for each in ("asked_bytes", "free_bytes", "limit_bytes"))
+    if not _has_a_share(oom):
+        return f"{asked} asked for, {free} free of {limit}"
+    reserved = f", and had {amount(oom['table']['reserved_bytes'], 'B')}" if oom["table"] is not None else ""
+    whole = amount(oom["device_bytes"], "B")
+    return f"{asked} asked for; the process may take {limit} of the device's {whole}{reserved}; {free} of it were free"
+
+
+def _has_a_share(oom: Mapping[str, Any]) -> bool:
+    """Whether the process may not take all of the device: torch.cuda.set_per_process_memory_fraction."""
+    return bool(oom["limit_bytes"] < _device_bytes(oom))
+
+
+def _device_bytes(oom: Mapping[str, Any]) -> int:
+    return int(oom.get("device_bytes") or oom["limit_bytes"])
 
 
 def _largest(oom: Mapping[str, Any]) -> str:
@@ -83,28 +106,33 @@ def place(row: Mapping[str, Any]) -> str:
 def next_action(oom: Mapping[str, Any], growth: Mapping[str, Any] | None) -> str:
     """What would help, by what holds the memory. growth: of the report's rank."""
     table, limit, asked = oom["table"], oom["limit_bytes"], oom["asked_bytes"]
-    rows = table["rows"]
-    others = limit - oom["free_bytes"] - table["reserved_bytes"]
+    if table is None:
+        return _by_growth(growth) or f"{oom['earlier']}, and a smaller batch, checkpointing, or sharding (FSDP)."
+    rows, device_bytes = table["rows"], _device_bytes(oom)
+    others = device_bytes - oom["free_bytes"] - table["reserved_bytes"]
+    free = max(0, min(oom["free_bytes"], limit - table["reserved_bytes"]))
     fragmented = table["inactive_bytes"] >= _FRAGMENTED_SHARE * table["reserved_bytes"]
-    if others >= _OTHERS_SHARE * limit:
+    if oom["free_bytes"] < asked and others >= _OTHERS_SHARE * device_bytes:
         return (
             f"{amount(others, 'B')} of the device are not in torch's allocator: look for other processes on it "
             "(nvidia-smi), and for libraries that allocate by themselves."
         )
-    if fragmented and not table["expandable"] and oom["free_bytes"] + table["inactive_bytes"] >= asked:
+    if fragmented and not table["expandable"] and free + table["inactive_bytes"] >= asked:
         return (
             f"{percent(table['inactive_bytes'] / table['reserved_bytes'])} of the reserved memory is free, but in "
             "pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
     if growth is not None:
+        return _by_growth(growth)
+    if _has_a_share(oom) and oom["free_bytes"] >= asked:
         return (
-            f"what is allocated has grown by {amount(growth['bytes_per_step'], 'B')} a step since step "
-            f"{growth['since_step']}: something keeps tensors from step to step, such as a list of losses without "
-            ".item() or .detach()."
+            f"the process's share of the device is full, and not the device: {percent(limit / device_bytes)} "
+            "(torch.cuda.set_per_process_memory_fraction); raise it, or take a smaller batch."
         )
     if asked >= _ONE_REQUEST_SHARE * limit:
         where = f" at {oom['stack'][0]}" if oom["stack"] else ""
-        return f"one request{where} wants {percent(asked / limit)} of the device: compute it in parts."
+        whole = "the process's share" if _has_a_share(oom) else "the device"
+        return f"one request{where} wants {percent(asked / limit)} of {whole}: compute it in parts."
     if not any(row["stack"] for row in rows):
         return (
             "a smaller batch, activation checkpointing, or sharding (FSDP); memory_history="
@@ -119,12 +147,27 @@ def next_action(oom: Mapping[str, Any], growth: Mapping[str, Any] | None) -> str
     return "a smaller batch, activation checkpointing, or sharding (FSDP); the table shows what holds the memory."
 
 
+def _by_growth(growth: Mapping[str, Any] | None) -> str:
+    if growth is None:
+        return ""
+    return (
+        f"what is allocated has grown by {amount(growth['bytes_per_step'], 'B')} a step over steps "
+        f"{growth['since_step']} to {growth['until_step']}: something keeps tensors from step to step, such as a list "
+        "of losses without .item() or .detach()."
+    )
+
+
 def oom_text(oom: Mapping[str, Any]) -> str:
     """The table as plain text, for people without the report."""
     table = oom["table"]
     lines = [
         f"rank {oom['rank']} ({oom['host']}), step {oom['step']}, device {oom['device']}: out of memory",
         _asked(oom),
+        *([f"{oom['untold']} errors are told of by no table"] if oom["untold"] else []),
+    ]
+    if table is None:
+        return "\n".join([*lines, f"no table, as memory had run out shortly before: {oom['earlier']}"]) + "\n"
+    lines += [
         f"allocated {amount(table['allocated_bytes'], 'B')}, reserved {amount(table['reserved_bytes'], 'B')}, of it "
         f"free {amount(table['inactive_bytes'], 'B')}, in one piece at most "
         f"{amount(table['largest_inactive_bytes'], 'B')}",

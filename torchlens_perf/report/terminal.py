@@ -63,7 +63,7 @@ def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
     parts: list[RenderableType] = [_title(report), Text("")]
     for verdict in report["verdicts"]:
         parts.append(_verdict(verdict))
-        if verdict["kind"] == "out_of_memory":
+        if verdict["kind"] == "out_of_memory" and verdict["evidence"]["table"] is not None:
             parts += [oom_table(verdict["evidence"]), Text("")]
     captured = capture_lines(report, run_dir)
     if captured:
