@@ -23,7 +23,9 @@ from torchlens_perf.capture_files import BY_USER, BY_VERDICT, LONGEST_S, RAW_TRA
 from torchlens_perf.capture_relay import LOOK_S, CaptureRelay, LiveRank
 from torchlens_perf.cli import main
 from torchlens_perf.culprits import NOBODY, name
+from torchlens_perf.rank_statistics import WARM_UP_STEPS
 from torchlens_perf.report.captures import capture_lines, captures
+from torchlens_perf.ring import Flag, Kind
 from torchlens_perf.sidecar import Sidecar
 from torchlens_perf.straggler import Place
 
@@ -64,7 +66,7 @@ class Node:
         request = capture_files.read(capture_files.ask_path(ring), Request)
         capture_files.ask_path(ring).unlink()
         (Path(request.folder) / RAW_TRACE).write_bytes(trace)
-        outcome = Outcome(request.id, rank, request.from_step, request.steps, files={TRACE: len(trace)})
+        outcome = Outcome(request.id, rank, request.from_step, request.steps, files={TRACE: len(trace)}, paused_s=0.25)
         capture_files.write(capture_files.answer_path(ring), outcome)
 
     def outcomes(self) -> dict[tuple[str, int], Outcome]:
@@ -335,7 +337,37 @@ def test_lines_of_the_report(node: Node) -> None:
         "captured: rank 1, steps 12-14: RUN/captures/one/rank00001/trace.json.gz",
         "not captured: rank 0: captures are switched off: capture='off'",
         "Traces open in ui.perfetto.dev or chrome://tracing.",
+        "The longest steps, and what this tool cost, include 250 ms for writing captures.",
     ]
+
+
+def test_pause_is_no_lag_in_collectives(node: Node) -> None:
+    """The others wait for the writing in the first collective of the step after it. That is no rank's fault."""
+    ranks = [Rank(node.run, rank) for rank in (0, 1)]
+    for rank in ranks:
+        rank.session.know_group("0", [0, 1], "default_pg")
+        recorder = rank.session.recorder
+        name_id = rank.session.intern("allreduce group=0 dtype=float32")
+        for step in range(40):
+            waits = step == 31 and rank.identity.rank == 0  # for rank 1, which writes at the end of step 30
+            took_ns = 500_000_000 if waits else 1_000_000
+            start_ns = rank.clock() if waits or step != 31 else rank.clock() + 499_000_000
+            recorder.interval(int(Kind.COLLECTIVE), name_id, start_ns, took_ns, int(Flag.COMPLETED), 1 << 20, step)
+            rank.clock.advance(600_000_000)
+            captured = step in (28, 29, 30) and rank.identity.rank == 1
+            recorder.next_step(int(Flag.CAPTURED) * captured, 0, 1)
+    sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    (row,) = sidecar.state.join.operations()
+    (counted,) = sidecar.state.join.counts().values()
+    sidecar.close()
+    for rank in ranks:
+        rank.close()
+
+    assert counted.joined == 40 - WARM_UP_STEPS
+    assert row.joined == counted.joined - 4
+    assert {rank: each["exposed_lag_ns"] for rank, each in row.totals().items()} == {0: 0, 1: 0}
 
 
 # -- after a verdict

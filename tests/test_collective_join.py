@@ -51,6 +51,22 @@ def test_late_rank() -> None:
     assert row.issue.sum_ns == 6 * 5 * US
 
 
+def test_operations_in_which_a_capture_held_a_rank_up() -> None:
+    """They are joined and counted, but nobody is said to have waited, and nobody to have come last."""
+    join = CollectiveJoin()
+    for rank, first_ns in enumerate((90_000, 10)):
+        made, names = records([Issued(NAME, 4, first_ns), Issued(NAME, 5, 10 + 40 * rank)])
+        join.add(0, rank, made, names, world(2), held_up=np.array([rank == 1, False]))
+    join.join()
+    row = of(join, "allreduce")
+
+    assert counts(join) == Counts(joined=2)
+    assert (row.records, row.joined) == (4, 1)
+    assert {rank: (each["exposed_wait_ns"], each["last"]) for rank, each in row.totals().items()} == {
+        0: (0, 1), 1: (40, 0),
+    }  # fmt: skip
+
+
 def test_asynchronous_is_told_apart() -> None:
     """How much earlier a rank issued is no time that it was blocked, when it did not block, or on another thread."""
     for flag in (Flag.ASYNC, Flag.OTHER_THREAD):

@@ -20,6 +20,7 @@ from torchlens_perf.collective_channel import (
     CALL,
     COLUMNS,
     DURATION,
+    HELD_UP,
     NOT_ENDED,
     OVERLAPPED,
     RANK,
@@ -118,14 +119,17 @@ class CollectiveJoin:
         groups: Mapping[str, Mapping[str, Any]],
         generation: int = 0,
         process: str = "",
+        held_up: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         """Records of one rank, of any kind and in any order; leave out steps that are not to count, as warm-up.
 
         records: ring.record_dtype(), whose name_id is a position in `names`. groups: the process groups that the rank
         has published, {"0": {"ranks": "0-3", "description": "default_pg"}}. generation: of the node's processes, within
-        the attempt. process: whose `names` these are (Identity.key).
+        the attempt. process: whose `names` these are (Identity.key). held_up: by record, whether a capture held it up: the
+        operation is joined, but tells nothing of who waits for whom.
         """
-        records = records[records["kind"] == Kind.COLLECTIVE]
+        collective = records["kind"] == Kind.COLLECTIVE
+        records = records[collective]
         if not self._takes(attempt, generation):
             self.outdated_records += len(records)
             return
@@ -146,6 +150,7 @@ class CollectiveJoin:
         table[:, CALL] = records["nested_ns"]
         table[:, ROW] = places[:, 2]
         table[:, BY_DEVICE] = flags & Flag.DEVICE != 0
+        table[:, HELD_UP] = 0 if held_up is None else held_up[collective]
         self._uncounted.append(table)
         for index, chosen in _by(places[:, 0]):
             self._channels[index].add(rank, table[chosen])
@@ -268,6 +273,8 @@ class CollectiveJoin:
         channel.counts.unmatched_records += table[~possible][:, :, RANK].size
         table, codes = table[possible], codes[possible]
         channel.counts.joined += len(table)
+        free = ~(table[:, :, HELD_UP] != 0).any(axis=1)
+        table, codes = table[free], codes[free]
         for code, chosen in _by(codes):
             self._add(self._signatures[code], ranks, table[chosen])
 

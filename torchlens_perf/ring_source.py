@@ -12,7 +12,7 @@ import numpy as np
 
 from torchlens_perf import ring
 from torchlens_perf.identity import process_started
-from torchlens_perf.ring import Kind, Reader, State
+from torchlens_perf.ring import Flag, Kind, Reader, State
 from torchlens_perf.run_store import Origin
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class RingSource:
     job_store: tuple[str, int] | None = None
     stack_file: str = ""
     joins: bool = False  # the join of collectives knows of it
+    held_up_until: int = -1  # the last step that a capture held up
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=USUAL_STEPS))
     step_s: float = dataclasses.field(default_factory=time.monotonic)  # when the step in progress was first seen
     mark_s: float = 0.0  # when something was last seen to be recorded
@@ -55,6 +56,15 @@ class RingSource:
             self._step, self.step_s = step, now_s
         if head != self._head:
             self._head, self.mark_s = head, now_s
+
+    def held_up(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """By record of whole steps, whether a capture held it up: the others wait for its writing in the first
+        collective of the step after it."""
+        captured = (records["kind"] == Kind.STEP) & (records["flags"] & Flag.CAPTURED != 0)
+        steps = records["step"][captured].astype(np.int64)
+        steps = np.unique([*steps, *(steps + 1), self.held_up_until])
+        self.held_up_until = int(steps.max())
+        return np.isin(records["step"], steps)
 
     def has_ended(self) -> str:
         """How the process has ended: "closed" or "died"; "" while it runs."""

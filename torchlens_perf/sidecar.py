@@ -249,9 +249,11 @@ class Sidecar:
             ranks = range(first, first + identity.local_world_size)
             self.state.join.know(identity.attempt, ranks, source.generation)
         warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
+        held_up = source.held_up(records)
         self.state.join.add(
-            identity.attempt, identity.rank, records[warm], names, state.groups, source.generation, identity.key
-        )
+            identity.attempt, identity.rank, records[warm], names, state.groups, source.generation, identity.key,
+            held_up[warm],
+        )  # fmt: skip
 
     def _read_counters(self, source: RingSource) -> None:
         reader, state = source.reader, source.state

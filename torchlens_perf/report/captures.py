@@ -6,7 +6,7 @@ from typing import Any
 
 from torchlens_perf import capture_files
 from torchlens_perf.capture_files import TRACE
-from torchlens_perf.report.quantities import printable
+from torchlens_perf.report.quantities import duration, printable
 from torchlens_perf.run_directory import RunDirectory
 
 _MOST_LINES = 8
@@ -54,6 +54,9 @@ def capture_lines(report: dict[str, Any], run_dir: str) -> list[str]:
     lines = [capture_line(row, run_dir) for row in rows[-_MOST_LINES:]]
     if any(TRACE in row["files"] for row in rows):
         lines.append("Traces open in ui.perfetto.dev or chrome://tracing.")
+    paused_s = sum(row["paused_s"] for row in rows)
+    if paused_s:
+        lines.append(f"The longest steps, and what this tool cost, include {duration(paused_s)} for writing captures.")
     return lines
 
 
