@@ -125,8 +125,8 @@ class CollectiveJoin:
 
         records: ring.record_dtype(), whose name_id is a position in `names`. groups: the process groups that the rank
         has published, {"0": {"ranks": "0-3", "description": "default_pg"}}. generation: of the node's processes, within
-        the attempt. process: whose `names` these are (Identity.key). held_up: by record, whether a capture held it up: the
-        operation is joined, but tells nothing of who waits for whom.
+        the attempt. process: whose `names` these are (Identity.key). held_up: by record, whether a capture held it up:
+        the operation is joined, but tells nothing of who waits for whom.
         """
         collective = records["kind"] == Kind.COLLECTIVE
         records = records[collective]
