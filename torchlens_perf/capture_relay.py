@@ -184,7 +184,7 @@ class CaptureRelay:
             answer = capture_files.read(path, Outcome)
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             return _nothing(asked, f"the rank's answer cannot be read: {error}")
         if answer.id not in (asked.request.id, capture_files.UNREADABLE):  # to one that was given up meanwhile
             path.unlink(missing_ok=True)

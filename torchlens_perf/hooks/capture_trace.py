@@ -101,9 +101,10 @@ class Trace:
     def forget(self) -> None:
         """In a forked child: the profiler is the parent's, and here nobody would ever end it."""
         with self._patches:
-            torch_instruments.forget_profiler()
-            if self._python:
-                sys.setprofile(None)
+            if self._profile is not None:  # else another one's is on
+                torch_instruments.forget_profiler()
+                if self._python:
+                    sys.setprofile(None)
 
     def write(self, path: Path) -> None:
         """Writes the trace, once stopped, as uncompressed JSON. Raises OSError where that fails."""
