@@ -15,6 +15,7 @@ _ONE_REQUEST_SHARE = 0.25
 _ONE_PLACE_SHARE = 0.3
 _OTHERS_SHARE = 0.2
 _MANY_BLOCKS = 2
+_ALL_SHARE = 0.98  # the driver may tell two sizes of one device, which differ by what it keeps for itself
 _SUGGESTED_HISTORY = 20_000
 
 
@@ -81,7 +82,7 @@ def _asked(oom: Mapping[str, Any]) -> str:
 
 def _has_a_share(oom: Mapping[str, Any]) -> bool:
     """Whether the process may not take all of the device: torch.cuda.set_per_process_memory_fraction."""
-    return bool(oom["limit_bytes"] < _device_bytes(oom))
+    return bool(oom["limit_bytes"] < _ALL_SHARE * _device_bytes(oom))
 
 
 def _device_bytes(oom: Mapping[str, Any]) -> int:
