@@ -180,6 +180,20 @@ def test_what_all_have_or_had_before(changed: dict[str, float]) -> None:
     assert len(diagnosis(changed, before={}).causes) == 1
 
 
+def test_what_is_measured_nowhere_else_stands_out_from_nothing() -> None:
+    """A node whose neighbours have no telemetry: its replays may be what all have. A quota is there or is not."""
+    rows = {rank: {**HEALTHY, "cpu_wait_share": 0.2 * (rank == SLOW)} for rank in range(4)}
+    for rank, row in rows.items():
+        if rank != SLOW:
+            del row["pcie_replays_per_s"], row["cpu_quota_share"]
+    rows[SLOW] |= {"pcie_replays_per_s": 50.0, "cpu_quota_share": 0.5}
+    during = {rank: vector(row).astype(np.float32) for rank, row in rows.items()}
+
+    assert diagnose(episode(SLOW, phase="host"), during, None).causes == ()
+    (cause,) = diagnose(episode(SLOW, phase="cpu"), during, None).causes
+    assert cause.kind == "cpu_quota"
+
+
 def test_ranks_that_are_slow_together_are_no_comparison() -> None:
     """A node whose ranks are all throttled."""
     changed = {"sm_clock_mhz": 1200.0, "sm_clock_share": 0.6, "thermal_share": 0.8}

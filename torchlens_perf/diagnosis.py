@@ -106,9 +106,10 @@ class _Case:
         return self.details.get("gpu", "its GPU")
 
     def more(self, signal: str) -> float:
-        """How much larger a signal is than usual; 0 where it is not measured. Measured on this rank alone counts."""
-        mine = self.mine.get(signal)
-        return 0.0 if mine is None else mine - self.usual.get(signal, 0.0)
+        """How much larger a signal is than usual; 0 where that cannot be told, as it is not measured here or there."""
+        if signal not in self.mine or signal not in self.usual:
+            return 0.0
+        return self.mine[signal] - self.usual[signal]
 
     def explained(self, share_of_time: float) -> float:
         """So much of each step, as a share of what the rank loses a step."""
@@ -195,7 +196,9 @@ def _no_cpu(case: _Case) -> list[Cause]:
     if explains < _EXPLAINS:
         return []
     waited = f"its thread is ready without a CPU for {percent(case.mine['cpu_wait_share'])} of the time"
-    quota, neighbours = case.more("cpu_quota_share"), case.mine.get("neighbour_share")
+    # Ranks without a quota have no share of it, and programs are looked for only where a rank waits.
+    quota = case.mine.get("cpu_quota_share", 0.0) - case.usual.get("cpu_quota_share", 0.0)
+    neighbours = case.mine.get("neighbour_share")
     if quota >= max(0.1, waits / 2):
         used_up = percent(case.mine["cpu_quota_share"])
         group = case.details.get("control_group", "")
