@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torchlens_perf.config import Config
 from torchlens_perf.identity import Identity, process_started
 from torchlens_perf.recorder import Recorder
 from torchlens_perf.ring import Kind
-from torchlens_perf.run_directory import RunDirectory, create_ring
+from torchlens_perf.run_directory import RunDirectory, create_ring, local_folders
 from torchlens_perf.session import Session
 
 HOST = "node-a"
@@ -74,6 +76,17 @@ class Rank:
     def close(self, **report: Any) -> None:
         """Ends the rank as leaving its watch would."""
         self.session.close(report)
+
+
+@contextlib.contextmanager
+def run_without_traces(folder: Path) -> Iterator[RunDirectory]:
+    """An empty run directory, whose rings' folders are removed afterwards with all that is left in them."""
+    made = make_run(folder)
+    yield made
+    for local in local_folders(made.run_id):
+        for path in local.iterdir():
+            path.unlink()
+        local.rmdir()
 
 
 def make_run(folder: Path, name: str = "") -> RunDirectory:

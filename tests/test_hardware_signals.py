@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import HOST, Rank, make_run
+from tests.ranks import HOST, Rank, run_without_traces
 from tests.test_infiniband import port
 from tests.test_telemetry_log import FIRST, SECOND, SECOND_GPU, Rig
 from torchlens_perf.hardware_signals import HardwareSignals
 from torchlens_perf.rank_signals import RankSignals
 from torchlens_perf.report.build import build
-from torchlens_perf.run_directory import RunDirectory, local_folders
+from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.sidecar import Sidecar
 from torchlens_perf.signals import SIGNALS
 
@@ -27,13 +27,9 @@ HEALTHY: dict[str, Any] = {
 
 
 @pytest.fixture
-def run(tmp_path: Path, request: pytest.FixtureRequest):
-    made = make_run(tmp_path, f"{request.node.name[:40]}-{os.getpid()}")
-    yield made
-    for folder in local_folders(made.run_id):
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with run_without_traces(tmp_path) as made:
+        yield made
 
 
 @pytest.fixture

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.ranks import HOST, Rank, make_run
+from tests.ranks import HOST, Rank, run_without_traces
 from tests.test_infiniband import port
 from torchlens_perf import node_state, telemetry_log, telemetry_store
 from torchlens_perf.clock import Anchor
@@ -23,7 +22,7 @@ from torchlens_perf.exporters.memory import MemoryExporter
 from torchlens_perf.infiniband import LinkTelemetry
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import show
-from torchlens_perf.run_directory import RunDirectory, local_folders
+from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.sidecar import Sidecar
 from torchlens_perf.telemetry import GPU_COUNTERS, GpuSample, growth
 from torchlens_perf.telemetry_log import TelemetryLog
@@ -87,13 +86,9 @@ class Rig:
 
 
 @pytest.fixture
-def run(tmp_path: Path, request: pytest.FixtureRequest):
-    made = make_run(tmp_path, f"{request.node.name[:40]}-{os.getpid()}")
-    yield made
-    for folder in local_folders(made.run_id):
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with run_without_traces(tmp_path) as made:
+        yield made
 
 
 @pytest.fixture

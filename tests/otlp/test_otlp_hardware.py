@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,12 +15,12 @@ from tests.cuda.fake_nvml import HOPPER, UUIDS, FakeNvml, compile_nvml
 from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.otlp.conftest import environment
 from tests.otlp_receiver import ReceivedPoint, Receiver, wait_for
-from tests.ranks import HOST, Rank, make_run
+from tests.ranks import HOST, Rank, run_without_traces
 from torchlens_perf import node_state
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
 from torchlens_perf.report.build import build
-from torchlens_perf.run_directory import RunDirectory, local_folders
+from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.telemetry import GpuSample, Hardware, LinkSample
 from torchlens_perf.telemetry_store import read_gpus
 
@@ -30,12 +29,8 @@ FIRST, SECOND = UUIDS[:2]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    made = make_run(tmp_path, f"hardware-{os.getpid()}")
-    yield made
-    for folder in local_folders(made.run_id):
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+    with run_without_traces(tmp_path) as made:
+        yield made
 
 
 def values(points: list[ReceivedPoint], metric: str, gpu: str, attributes: dict[str, str]) -> list[float]:
