@@ -46,12 +46,13 @@ def test_usual_before() -> None:
     """The better quarter of the time before: a fault that began earlier than it was found does not count as usual."""
     board = SignalBoard()
     for second in range(12):
-        row = vector({"gc_share": 0.5 * (second >= 5), "sm_clock_mhz": 1000 if second >= 5 else 2000})
+        values = {"gc_share": 0.5 * (second >= 5), "refaults_per_s": 900.0 * (second >= 5)}
+        row = vector({**values, "sm_clock_mhz": 1000 if second >= 5 else 2000})
         board.add(np.array([3]), np.array([10 * second]), row[None], float(second))
 
     found = board.usual_before(3, 100)
     assert found is not None
-    assert named(found) == {"gc_share": 0.0, "sm_clock_mhz": 2000}
+    assert named(found) == {"gc_share": 0.0, "refaults_per_s": 0.0, "sm_clock_mhz": 2000}
     assert board.usual_before(3, 40) is None  # three seconds without the first
     assert board.usual_before(7, 100) is None
 
@@ -120,7 +121,7 @@ def test_what_is_measured_rarely() -> None:
 
 
 def test_bursts_before_are_usual() -> None:
-    """Errors that came in bursts before are no news: rates are held against their mean."""
+    """Errors that came in bursts before are no news: they are held against their mean."""
     board = SignalBoard()
     for second in range(100):
         row = vector({"nvlink_errors_per_s": 3.0 * (second % 20 == 5)})

@@ -48,7 +48,12 @@ _FIRST_SLOT_S = 1.0
 _MOST_COUNTED = 60_000
 _INDEX = {name: index for index, name in enumerate(SIGNALS)}
 _IS_CLOCK = np.array([name in CLOCKS for name in SIGNALS])
-_IS_RATE = np.array(["_per_" in name for name in SIGNALS])
+# Errors and the like, single ones or bursts; page faults go on for as long as their cause.
+_BURSTS = (
+    "ecc_errors_per_s", "remapped_rows_per_s", "xids_per_s", "pcie_replays_per_s", "nvlink_errors_per_s",
+    "link_errors_per_s", "alloc_retries_per_step",
+)  # fmt: skip
+_IS_BURST = np.array([name in _BURSTS for name in SIGNALS])
 
 
 def vector(values: Mapping[str, float]) -> npt.NDArray[np.float16]:
@@ -158,10 +163,10 @@ class SignalBoard:
         return dict(zip(there, means, strict=True))
 
     def usual_before(self, rank: int, step: int) -> npt.NDArray[np.float32] | None:
-        """What a rank's signals were before a step: shares and clocks in the better quarter of that time, rates on
-        average, as errors come in bursts. None if the time is too short.
+        """What a rank's signals were before a step: in the better quarter of that time, but for errors, which come in
+        bursts: on average. None if the time is too short.
 
-        Not the shares' means: since when a rank is slow is found in noisy times, and may be told later than it was.
+        Not the others' means: since when a rank is slow is found in noisy times, and may be told later than it was.
         Without the first slot, the job's start.
         """
         inside = [slot for slot in self._slots if slot.last_step < step][1:]
@@ -179,8 +184,8 @@ class SignalBoard:
         low, high = np.nanquantile(table[:, measured], (0.25, 0.75), axis=0)
         usual[measured] = np.where(_IS_CLOCK[measured], high, low)
         total, counts = self._sums(inside, place)
-        rates = _IS_RATE & measured
-        usual[rates] = (total / np.maximum(counts, 1))[0, rates]
+        bursts = _IS_BURST & measured
+        usual[bursts] = (total / np.maximum(counts, 1))[0, bursts]
         return usual
 
     def _sums(
