@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.report.quantities import percent
-from torchlens_perf.signals import CLOCKS, SIGNALS
+from torchlens_perf.signals import CLOCKS, SIGNALS, named
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -115,6 +115,10 @@ class _Case:
         """So much of each step, as a share of what the rank loses a step."""
         return share_of_time * self.episode.step_ns / max(1.0, self.episode.excess_ns)
 
+    def explained_by_clock(self, lower: float) -> float:
+        """The same of a clock that is lower by this share, through all of its work."""
+        return lower * self.episode.work_ns / max(1.0, self.episode.excess_ns)
+
     def against(self, signal: str, words: Callable[[float], str]) -> str:
         """What it is on the others, where it is measured there."""
         return f", against {words(self.others[signal])} on the others" if signal in self.others else ""
@@ -140,11 +144,11 @@ def diagnose(
     rank = episode.rank
     if rank not in during:
         return Diagnosis((), (), tuple(subject for subject, _ in _SUBJECTS))
-    mine = _named(during[rank])
+    mine = named(during[rank])
     others = _median([values for other, values in during.items() if other != rank and other not in together])
     usual = dict(others)
     if before is not None:
-        for name, value in _named(before).items():
+        for name, value in named(before).items():
             nearer = min if name in CLOCKS else max
             usual[name] = nearer(usual[name], value) if name in usual else value
     case = _Case(mine, usual, others, episode, details or {})
@@ -153,10 +157,6 @@ def diagnose(
     looked_at = tuple(subject for subject, signal in _SUBJECTS if signal in mine)
     not_measured = tuple(subject for subject, signal in _SUBJECTS if signal not in mine)
     return Diagnosis(tuple(found[:MOST_CAUSES]), looked_at, not_measured, mine, others)
-
-
-def _named(row: npt.NDArray[np.float32]) -> dict[str, float]:
-    return {name: float(value) for name, value in zip(SIGNALS, row.tolist(), strict=True) if value == value}
 
 
 def _median(rows: list[npt.NDArray[np.float32]]) -> dict[str, float]:
@@ -281,7 +281,7 @@ def _memory_pressure(case: _Case, explains: float) -> Cause:
 
 def _cpu_clock(case: _Case) -> list[Cause]:
     lower = _below(case, "cpu_clock_share")
-    explains = lower * case.episode.work_ns / max(1.0, case.episode.excess_ns)
+    explains = case.explained_by_clock(lower)
     if lower < _CLOCK_LOWER or explains < _EXPLAINS:
         return []
     text = (
@@ -294,7 +294,7 @@ def _cpu_clock(case: _Case) -> list[Cause]:
 
 def _gpu_clock(case: _Case) -> list[Cause]:
     lower = _below(case, "sm_clock_share") if "sm_clock_share" in case.mine else _below(case, "sm_clock_mhz")
-    explains = lower * case.episode.work_ns / max(1.0, case.episode.excess_ns)
+    explains = case.explained_by_clock(lower)
     if not _may_be_device(case) or lower < _CLOCK_LOWER or explains < _EXPLAINS:
         return []
     reasons = {

@@ -158,8 +158,7 @@ class SignalBoard:
             inside = [slot for slot in self._slots if slot.last_step >= since_step and slot.first_step < end]
         there = [rank for rank in ranks if rank in self._index]
         total, counts = self._sums(inside, np.array([self._index[rank] for rank in there], np.int64))
-        with np.errstate(invalid="ignore"):
-            means = np.where(counts > 0, total / np.maximum(counts, 1), np.nan).astype(np.float32)
+        means = np.where(counts > 0, total / np.maximum(counts, 1), np.nan).astype(np.float32)
         return dict(zip(there, means, strict=True))
 
     def usual_before(self, rank: int, step: int) -> npt.NDArray[np.float32] | None:
@@ -173,17 +172,12 @@ class SignalBoard:
         at = self._index.get(rank)
         if at is None or not inside or inside[-1].end_s - inside[0].start_s + _FIRST_SLOT_S < LEAST_BEFORE_S:
             return None
-        place = np.array([at])
-        rows = []
-        for slot in inside:
-            slot.grow(at + 1)
-            rows.append(np.where(slot.counts[at] > 0, slot.means[at].astype(np.float32), np.nan))
-        table = np.stack(rows)
+        total, counts = self._sums(inside, np.array([at]))  # after it, all of them have room for this rank
+        table = np.stack([np.where(slot.counts[at] > 0, slot.means[at].astype(np.float32), np.nan) for slot in inside])
         usual = np.full(len(SIGNALS), np.nan, np.float32)
         measured = ~np.isnan(table).all(axis=0)
         low, high = np.nanquantile(table[:, measured], (0.25, 0.75), axis=0)
         usual[measured] = np.where(_IS_CLOCK[measured], high, low)
-        total, counts = self._sums(inside, place)
         bursts = _IS_BURST & measured
         usual[bursts] = (total / np.maximum(counts, 1))[0, bursts]
         return usual
