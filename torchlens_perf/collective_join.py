@@ -214,7 +214,7 @@ class CollectiveJoin:
             self._receives_from_any(group, rank)
         if operation.operation == _ANY_SOURCE or (pair is None and meaning.waits is Waits.PAIR):
             return _NONE, _NONE, row
-        signature = _Signature(row, _member(group, operation.root))
+        signature = _Signature(row, group.member(operation.root))
         code = self._signature_of.setdefault(signature, len(self._signatures))
         if code == len(self._signatures):
             self._signatures.append(signature)
@@ -387,18 +387,11 @@ def _by(values: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int
             yield int(ordered[first]), order[first:stop]
 
 
-def _member(group: GroupKey, position: int | None) -> int | None:
-    """The global rank at a position in the group; in a group whose members are not known, the position."""
-    if position is None or not group.ranks:
-        return position
-    return group.ranks[position] if position < len(group.ranks) else None
-
-
 def _pair(rank: int, operation: Operation, group: GroupKey) -> tuple[int, int] | None:
     """Sender and receiver of a message; None if it is none, or the other rank is not known."""
     if operation.operation not in ("send", "recv") or not group.ranks:
         return None
-    peer = _member(group, operation.peer)
+    peer = group.member(operation.peer)
     if peer is None or peer == rank:
         return None
     return (rank, peer) if operation.operation == "send" else (peer, rank)

@@ -33,6 +33,12 @@ class GroupKey(NamedTuple):
     """Its members, ascending; empty if they are not known."""
     description: str = ""
 
+    def member(self, position: int | None) -> int | None:
+        """The global rank at a position in the group; in a group whose members are not known, the position."""
+        if position is None or not self.ranks:
+            return position
+        return self.ranks[position] if position < len(self.ranks) else None
+
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "ranks": ranges(self.ranks), "description": self.description}
 
