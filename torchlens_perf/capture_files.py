@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -194,27 +194,24 @@ def first_step(step: int, step_s: float) -> int:
 
 def requests(captures: Path) -> list[Request]:
     """All of a run, oldest first; without those that cannot be read."""
-    return sorted(
-        (each for each in _read_all(captures) if isinstance(each, Request)), key=lambda each: each.asked_unix_s
-    )
+    return read_requests(captures)[0]
 
 
-def unreadable(captures: Path) -> list[str]:
-    """Which requests of a run cannot be read, and why."""
-    return [each for each in _read_all(captures) if isinstance(each, str)]
-
-
-def _read_all(captures: Path) -> Iterator[Request | str]:
+def read_requests(captures: Path) -> tuple[list[Request], list[str]]:
+    """All of a run, oldest first; and which cannot be read, and why."""
+    found: list[Request] = []
+    unreadable: list[str] = []
     for path in sorted(captures.glob(f"*{_REQUEST}")):
         try:
             request = read(path, Request)
             if path.name != request_path(captures, request.id).name:
                 raise ValueError(f"id: {request.id!r} is not the file's")
-            yield request
+            found.append(request)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            yield f"{path.name}: {error}"
+            unreadable.append(f"{path.name}: {error}")
+    return sorted(found, key=lambda each: each.asked_unix_s), unreadable
 
 
 def outcome(captures: Path, request: Request, rank: int) -> Outcome | None:

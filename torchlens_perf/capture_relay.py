@@ -84,8 +84,9 @@ class CaptureRelay:
         """Once in each round of the sidecar. now_s: a monotonic clock. Raises OSError if nothing can be written."""
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
-            self._note_unreadable()
-            for request in capture_files.requests(self._run.captures):
+            requests, unreadable = capture_files.read_requests(self._run.captures)
+            self._note(unreadable)
+            for request in requests:
                 if time.time() - request.asked_unix_s < REQUEST_LASTS_S:
                     self._take_up(request, ranks, now_s)
         for asked in list(self._asked):
@@ -123,8 +124,8 @@ class CaptureRelay:
             ),
         )
 
-    def _note_unreadable(self) -> None:
-        for why in capture_files.unreadable(self._run.captures):
+    def _note(self, unreadable: list[str]) -> None:
+        for why in unreadable:
             note = f"a request for a capture cannot be read: {why}"
             if note not in self.notes and len(self.notes) < _MOST_NOTES:
                 self.notes.append(note)
