@@ -92,6 +92,25 @@ def test_why_a_rank_of_another_node_is_slow(tmp_path: Path) -> None:
     assert nobody.looked_at == ("garbage collection", "waits for a CPU")
 
 
+def test_a_node_of_another_version(tmp_path: Path) -> None:
+    """What it sends cannot be read: it is told and left out, and the other nodes are judged as ever."""
+    wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
+    nodes = [JobView(f"node-{number}", wire.open) for number in range(2)]
+    steps = next(Simulation(Topology(4)).steps(20))
+    for rank in (2, 3, 0, 1):
+        view, identity = nodes[rank // 2], _identity(run, rank)
+        view.add_steps(identity, at[rank], steps.table(rank), ("127.0.0.1", 1))
+        view.progress(identity, at[rank], progress.rank(rank, state="running"), {})
+    nodes[1].look(1.0)
+    wire.sent += [Received(b"of another version", 0.0, "node-2/4", 1)]
+    nodes[0].look(1.0)
+
+    assert set(nodes[0].places) == {0, 1, 2, 3}
+    assert nodes[0].notes() == ["node node-2/4 runs another version of torchlens_perf: not compared"]
+    nodes[0].begin(1)
+    assert nodes[0].notes() == []
+
+
 def _identity(run: Any, rank: int) -> Identity:
     return identity_of(run, rank, 4, local_rank=rank % 2, local_world_size=2, host=f"node-{rank // 2}")
 

@@ -107,8 +107,9 @@ class JobView:
         self._exchange_attempt = attempt
         self.hang, self.hang_key = None, None
         self._judge = NodeJudge()
-        for known in (self._local, self._remote, self._remote_heard_s, self._groups, self._missing, self._others):
-            known.clear()
+        known = self._local, self._remote, self._remote_heard_s, self._groups, self._missing, self._others
+        for each in (*known, self._unreadable):
+            each.clear()
         self._module_times, self._signals = ModuleTimes(), SignalBoard()
 
     def add_steps(self, identity: Identity, place: Place, steps: StepTable, job_store: tuple[str, int] | None) -> None:
@@ -279,9 +280,8 @@ class JobView:
         assert self._exchange is not None
         collected = self._exchange.collect()
         received = [(each, node) for parts in collected.payloads.values() for each in parts for node in (each.node,)]
-        readable = [each for each in received if summary.is_readable(each[0].payload)]
-        for _, node in received:
-            self._unreadable.add(node)
+        readable = [(each, node) for each, node in received if summary.is_readable(each.payload)]
+        self._unreadable |= {node for _, node in received}
         self._unreadable -= {node for _, node in readable}
         received = readable
         if received:
