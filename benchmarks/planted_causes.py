@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.measure import Table
 from benchmarks.planted_cause_rank import STEPS
-from benchmarks.planted_faults import REPOSITORY, environment, seeds
+from benchmarks.planted_faults import seeds, started
 from torchlens_perf.node_state import load_all
 from torchlens_perf.report.build import build
 from torchlens_perf.run_directory import RunDirectory
@@ -34,19 +33,10 @@ def record(runs: list[tuple[str, int]], out: Path, steps: int = STEPS) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.planted_cause_rank", "--out", str(out)]
         command += ["--store", f"{folder}/store", "--steps", str(steps), *(f"{kind}:{seed}" for kind, seed in runs)]
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(RANKS):
-                environ = {**environment(), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-                with open(out / f"rank{rank}.log", "ab") as log:
-                    ranks.append(subprocess.Popen(command, cwd=REPOSITORY, env=environ, stderr=log))
+        with started(command, RANKS, out) as ranks:
             for rank, process in enumerate(ranks):
                 if process.wait(RUN_TIMEOUT_S * len(runs)):
                     raise RuntimeError(f"rank {rank} failed: see {out}/rank{rank}.log")
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
 
 
 def judge(folder: Path) -> tuple[int, int | None, list[str], str]:

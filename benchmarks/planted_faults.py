@@ -13,11 +13,13 @@ campaign is no part of `make bench`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.planted_truth import KINDS, RANKS, Truth, plant
@@ -67,17 +69,24 @@ def _run_group(truths: list[Truth], out: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.planted_training", "--out", str(out)]
         command += ["--store", f"{folder}/store", *(f"{truth.kind}:{truth.seed}" for truth in truths)]
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(RANKS):
-                environ = {**environment(), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-                with open(out / f"rank{rank}.log", "ab") as log:
-                    ranks.append(subprocess.Popen(command, cwd=REPOSITORY, env=environ, stderr=log))
+        with started(command, RANKS, out) as ranks:
             return _wait(ranks, time.monotonic() + RUN_TIMEOUT_S * len(truths))
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+
+
+@contextlib.contextmanager
+def started(command: list[str], ranks: int, out: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """That many ranks, each with a log in `out`. Afterwards none of them lives."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            environ = {**environment(), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            with open(out / f"rank{rank}.log", "ab") as log:
+                processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=environ, stderr=log))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> str:
