@@ -15,7 +15,7 @@ TRAINING = {
     "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
     "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
     "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_instruments", "torch_private",
-    "memory_readings", "nccl_plugin", "oom_table", "version", "watch",
+    "memory_readings", "nccl_plugin", "oom_table", "training_loop", "version", "watch",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
 PURE = {

@@ -153,7 +153,7 @@ def test_forked_child_writes_nothing_into_the_parents_ring(tmp_path: Path) -> No
             try:
                 assert session.intern("a name of the child") == 0
                 session.note("a note of the child")
-                session.optimizer_stepped(optimizer)
+                session.loop.optimizer_stepped(optimizer)
                 session.manual_step()
                 os._exit(0)
             finally:

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.recording import EVERYTHING, Record, recorded
 from torchlens_perf import torch_private, watch
 from torchlens_perf.config import Config
-from torchlens_perf.hooks import module as module_hook
-from torchlens_perf.hooks.module import models_of, select
+from torchlens_perf.hooks.module import select
+from torchlens_perf.hooks.trained_models import NamedModel, TrainedModels
 from torchlens_perf.ring import Flag, Kind
 
 SLOT = "_compiled_call_impl"
@@ -166,8 +166,9 @@ def test_recomputation_has_a_name_of_its_own(use_reentrant: bool, tmp_path: Path
     again = recording.of(Kind.RECOMPUTE)
 
     assert recording.names(Kind.FORWARD) == ["forward Model"]
-    assert [each.name for each in again] == ["blocks.1", "blocks.0"]
+    assert [each.name for each in again] == ["checkpoint"] * 2
     assert all(inside(each, backward) for each in again)
+    assert [sum(inside(each, region) for each in recording.of(Kind.MODULE, "blocks.1")) for region in again] == [1, 0]
     assert {each.name for each in recording.of(Kind.MODULE)} == {
         "stem", "blocks.0", "blocks.0.linear", "blocks.0.act", "blocks.1", "blocks.1.linear", "blocks.1.act",
     }  # fmt: skip
@@ -301,8 +302,8 @@ def test_watch_ends_while_we_look_on(tmp_path: Path) -> None:
 # -- which modules
 
 
-def names(model: nn.Module, modules: Any) -> list[str]:
-    return [each.name for each in select(model, Config(modules=modules))]
+def names(model: nn.Module, modules: Any, most: int = 128) -> list[str]:
+    return [each.name for each in select(NamedModel(model), Config(modules=modules), most).modules]
 
 
 def test_levels_do_not_count_containers() -> None:
@@ -320,12 +321,10 @@ def test_patterns() -> None:
     assert names(Model(), ("nothing",)) == ["Model"]
 
 
-def test_auto_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_bounded() -> None:
     """Of a large model fewer levels are timed, and of a broad one none but the root."""
-    monkeypatch.setattr(module_hook, "MOST_MODULES", 4)
-    assert names(Model(), "auto") == ["Model", "stem", "blocks.0", "blocks.1"]
-    monkeypatch.setattr(module_hook, "MOST_MODULES", 2)
-    assert names(Model(), "auto") == ["Model"]
+    assert names(Model(), "auto", most=4) == ["Model", "stem", "blocks.0", "blocks.1"]
+    assert names(Model(), "auto", most=2) == ["Model"]
 
 
 def test_wrappers_are_no_part_of_names() -> None:
@@ -333,10 +332,10 @@ def test_wrappers_are_no_part_of_names() -> None:
     model = Model()
     compiled = torch.compile(model)
     assert names(compiled, "all") == names(model, "all")
-    assert select(compiled, Config(modules="none"))[0].module is compiled
+    assert select(NamedModel(compiled), Config(modules="none")).modules[0].module is compiled
 
     model.blocks[0] = torch.compile(model.blocks[0])
-    chosen = {each.name: each.module for each in select(model, Config(modules="all"))}
+    chosen = {each.name: each.module for each in select(NamedModel(model), Config(modules="all")).modules}
     assert list(chosen) == names(Model(), "all")
     assert chosen["blocks.0"] is model.blocks[0]
 
@@ -362,7 +361,7 @@ def test_model_is_found_by_its_optimizer(tmp_path: Path) -> None:
             bystander(torch.randn(2, 4))
             optimizer.step()
 
-    assert models_of(optimizer) == [model]
+    assert TrainedModels().of(optimizer) == [NamedModel(model)]
     assert [(each.name, each.step) for each in recording.of(Kind.FORWARD)] == [("forward Sequential", 1)]
 
 
@@ -372,7 +371,7 @@ def test_unfinished_modules_are_passed_over(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    assert models_of(optimizer) == [model]
+    assert TrainedModels().of(optimizer) == [NamedModel(model)]
     assert not hasattr(unfinished, "training")
 
 

@@ -555,13 +555,32 @@ class TestModuleCall:
         assert [record["duration_ns"] for record in rig.records()] == [0, 0]
         assert rig.reader.counter(ring.TOOL_NS) == 110
 
-    def test_observers_of_the_root_see_every_call(self, rig: Rig) -> None:
-        """With always=True the observers do not wait for a probed step."""
+    def test_forward_passes_are_always_seen(self, rig: Rig) -> None:
+        """Calls that no other watched module has made, in every step; not those inside, nor in a backward pass."""
         seen: list[object] = []
-        call = rig.implementation.ModuleCall(rig.recorder, 0, lambda: 5, None, after=seen.append, always=True)
-        call()
+        module_call, recorder = rig.implementation.ModuleCall, rig.recorder
+        inner = module_call(recorder, 0, lambda: "inner", None, forward=seen.append)
+        outer = module_call(recorder, 1, lambda: inner() and "outer", None, forward=seen.append)
+        outer()
+        inner()
+        recorder.begin(Kind.BACKWARD, 0)
+        outer()
+        recorder.end(Kind.BACKWARD, 0)
 
-        assert seen == [5]
+        assert seen == ["outer", "inner"]
+
+    def test_forward_pass_by_public_hooks(self, rig: Rig) -> None:
+        """end_module() says whether the call was one."""
+        recorder = rig.recorder
+        ended = []
+        for name_id in (0, 1):
+            recorder.begin_module(name_id)
+        ended += [recorder.end_module(1), recorder.end_module(0), recorder.end_module(0)]
+        recorder.begin(Kind.BACKWARD, 0)
+        recorder.begin_module(0)
+        ended.append(recorder.end_module(0))
+
+        assert ended == [False, True, False, False]
 
     def test_after_close_only_passes_on(self, rig: Rig) -> None:
         """A call that outlives its recorder still calls the function, also when the recorder closes inside it."""

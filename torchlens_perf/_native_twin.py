@@ -44,7 +44,7 @@ _THREAD_TIME = int(Kind.THREAD_TIME)
 _MOST_READS, _LEAST_STEP_NS = 64, 10_000_000
 _COLLECTIVE, _COMPLETED = int(Kind.COLLECTIVE), int(Flag.COMPLETED)
 _END_BY_WAIT, _END_BY_RETURN = 1, 3  # recorder.End
-_FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.RECOMPUTE)
+_FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.CLOSURE)
 _AUTOGRADS_THREAD = "pt_autograd_"  # what their names begin with
 _CALLS = (_MODULE, _FORWARD, _RECOMPUTE)
 _ALWAYS_ON_DEVICE = (_FORWARD, _BACKWARD, int(Kind.OPTIMIZER), _RECOMPUTE)
@@ -134,15 +134,17 @@ class Recorder:
             frames = self._open_spans()
             self._open(frames, _kind_of_call(self, frames), name_id)
 
-    def end_module(self, name_id: int, flags: int = 0) -> None:
+    def end_module(self, name_id: int, flags: int = 0) -> bool:
         end_ns = self.now_ns()
         if self.closed:
-            return
+            return False
         frames = self._open_spans()
         for depth in range(len(frames) - 1, -1, -1):
-            if frames[depth][_NAME] == name_id and frames[depth][_KIND] in _CALLS:
+            kind = frames[depth][_KIND]
+            if frames[depth][_NAME] == name_id and kind in _CALLS:
                 self._close(frames, depth, end_ns, flags)
-                return
+                return kind == _FORWARD
+        return False
 
     def interval(
         self, kind: int, name_id: int, start_ns: int, duration_ns: int, flags: int = 0, value0: int = 0, value1: int = 0
@@ -600,7 +602,7 @@ class Section:
 class ModuleCall:
     """Stands in an nn.Module's `_compiled_call_impl` slot and times each call of the module."""
 
-    __slots__ = ("__weakref__", "_after", "_always", "_before", "_module", "_name_id", "_recorder", "function")
+    __slots__ = ("__weakref__", "_after", "_before", "_forward", "_module", "_name_id", "_recorder", "function")
 
     def __init__(
         self,
@@ -610,7 +612,7 @@ class ModuleCall:
         module: object | None = None,
         before: Callable[..., None] | None = None,
         after: Callable[[Any], None] | None = None,
-        always: bool = False,
+        forward: Callable[[Any], None] | None = None,
     ) -> None:
         self._recorder = recorder
         self._name_id = name_id
@@ -618,7 +620,7 @@ class ModuleCall:
         self._module = None if module is None else weakref.ref(module)
         self._before = before
         self._after = after
-        self._always = always
+        self._forward = forward
 
     def _target(self, *args: Any, **kwargs: Any) -> Any:
         if self._module is None:
@@ -638,13 +640,14 @@ class ModuleCall:
         recorder = self._recorder
         if recorder.closed:
             return self._target(*args, **kwargs)
-        observed = self._always or recorder.probe
+        observed = recorder.probe
         if observed and self._before is not None:
             self._observe(self._before, *args, **kwargs)
             if recorder.closed:  # another thread ended the watch while the observer ran
                 return self._target(*args, **kwargs)
         frames = recorder._open_spans()
-        depth = recorder._open(frames, _kind_of_call(recorder, frames), self._name_id)
+        kind = _kind_of_call(recorder, frames)
+        depth = recorder._open(frames, kind, self._name_id)
         try:
             result = self._target(*args, **kwargs)
         except BaseException:
@@ -658,6 +661,8 @@ class ModuleCall:
         recorder._close(frames, depth, end_ns, 0)
         if observed and self._after is not None:
             self._observe(self._after, result)
+        if kind == _FORWARD and self._forward is not None:
+            self._observe(self._forward, result)
         return result
 
 

@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -115,17 +115,18 @@ class guard:
                 failed.append(function)
         return failed
 
-    def calling(self, owner: object, name: str) -> Callable[..., None]:
-        """A function that calls what `owner.name` then is, if that is not None."""
+    def calling(self, owner: object, name: str) -> Callable[..., Any]:
+        """A function that calls what `owner.name` then is, if that is not None, and returns what that returns."""
 
-        def guarded(*args: object, **kwargs: object) -> None:
+        def guarded(*args: object, **kwargs: object) -> Any:
             function = getattr(owner, name)
             if function is not None:
                 try:
-                    function(*args, **kwargs)
+                    return function(*args, **kwargs)
                 except Exception as error:
                     if not self._swallow(error):
                         raise
+            return None
 
         return guarded
 

@@ -61,7 +61,7 @@ _FIXED = struct.Struct("<8sIIQQQQQQ")  # magic, version, record_bytes, capacity,
 
 
 class Kind(IntEnum):
-    """What a record is about. From DATA to RECOMPUTE: phases, whose time is taken out of the phase around them."""
+    """What a record is about. From DATA to CLOSURE: phases, whose time is taken out of the phase around them."""
 
     STEP = 1
     DATA = 2
@@ -70,6 +70,7 @@ class Kind(IntEnum):
     OPTIMIZER = 5
     WAIT = 6
     RECOMPUTE = 7
+    CLOSURE = 8  # that an optimizer calls to evaluate the model: what it does outside of other phases is the host's
     MODULE = 16
     MODULE_BACKWARD = 17
     SECTION = 18

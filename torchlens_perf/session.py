@@ -17,10 +17,12 @@ from torchlens_perf.hooks.capture import CaptureHook
 from torchlens_perf.hooks.collective import CollectiveHook
 from torchlens_perf.hooks.data import DataHook
 from torchlens_perf.hooks.memory import MemoryHook
-from torchlens_perf.hooks.module import ModuleHook, models_of, select
+from torchlens_perf.hooks.module import MAX_MODULES, ModuleHook, select
 from torchlens_perf.hooks.nvtx import NvtxHook
 from torchlens_perf.hooks.on_device import device_hooks
 from torchlens_perf.hooks.optimizer import OptimizerHook
+from torchlens_perf.hooks.passed_optimizers import PassedOptimizers
+from torchlens_perf.hooks.recompute import RecomputeHook
 from torchlens_perf.hooks.section import SectionHook
 from torchlens_perf.hooks.stack import StackHook
 from torchlens_perf.hooks.tags import TagHook
@@ -29,7 +31,7 @@ from torchlens_perf.probe_schedule import ProbeSchedule
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.recorder import NATIVE, Recorder
 from torchlens_perf.ring import MAX_GROUPS, MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, RingFile
-from torchlens_perf.steps import StepRule
+from torchlens_perf.training_loop import TrainingLoop
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from torchlens_perf.config import Config
     from torchlens_perf.hooks.collective_events import CollectiveEvents
+    from torchlens_perf.hooks.trained_models import NamedModel
     from torchlens_perf.identity import Identity
 
 logger = logging.getLogger("torchlens_perf")
@@ -45,9 +48,7 @@ _AT_STEP = guard("work at a step's end")
 _NOW_AND_THEN_NS = 50_000_000
 _TOLD = ("disk_bytes", "trace_every", "telemetry", "capture")  # settings that are the sidecar's to follow
 _MOST_NOTES = 24  # they share 8 KB with all else that the sidecar must know
-_PROBED, _MANUAL, _EVALUATION, _INFERENCE = (
-    int(flag) for flag in (Flag.PROBED, Flag.MANUAL, Flag.EVALUATION, Flag.INFERENCE)
-)
+_PROBED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.PROBED, Flag.MANUAL, Flag.INFERENCE))
 
 
 class Hook(Protocol):
@@ -68,6 +69,7 @@ def default_hooks(config: Config, backward: BackwardHook) -> list[Hook]:
         (True, OptimizerHook()),
         (True, DataHook()),
         (True, backward),
+        (True, RecomputeHook()),
         (config.collectives, CollectiveHook()),
         (config.memory, MemoryHook(config.memory_history)),
         (True, TagHook()),
@@ -81,7 +83,7 @@ def default_hooks(config: Config, backward: BackwardHook) -> list[Hook]:
 class Session:
     """The parts of one watch, on the training thread. Hooks hold it; nothing of it is public."""
 
-    def __init__(self, config: Config, identity: Identity, ring: RingFile, optimizers: Sequence[int] = ()) -> None:
+    def __init__(self, config: Config, identity: Identity, ring: RingFile, passed: PassedOptimizers) -> None:
         self.config = config
         self.identity = identity
         self.host_clock = HostClock()
@@ -94,6 +96,7 @@ class Session:
         self.device: dict[str, Any] = {}  # of the device's times: how good they are, and which are missing
         self.gpus: list[dict[str, Any]] = []  # that this process computes on
         self.stack_file = ""  # where this process writes its stack when it is asked to; "": nowhere
+        self.recomputing = 0  # how many checkpoints of torch's own are being run again
         self.own_memory_history = False  # a history of device memory is recorded, and is ours and so bounded
         self.ring_path = ring.path
         self.groups: dict[str, dict[str, Any]] = {}  # process groups that were used: members and description
@@ -101,7 +104,8 @@ class Session:
         self.collective_events: CollectiveEvents | None = None  # times those that nothing else tells of
         self._group_slots: dict[str, int] = {}
         self._ring = ring
-        self._rule = StepRule(optimizers)
+        self.loop = TrainingLoop(self, passed)
+        self.passed = passed
         self._probes = ProbeSchedule(config.backward_every)
         self._unprobed_since = self._before_probe = (0, 0, 0)  # _now() after the last probed step, before the next one
         self._at_step: dict[Callable[[], object], str] = {}
@@ -110,14 +114,12 @@ class Session:
         self._new_name: list[Callable[[str], None]] = []
         self._known_names = 1
         self._notes: list[str] = []
+        self._not_measured: list[str] = []  # parts of the step
         self._charged_ns = 0  # so far, by charge()
         self._flags = 0
-        self._forwards = 0  # with gradients, since the last boundary
-        self._backwards = 0
         self._report: dict[str, Any] = {}
         self._backward = BackwardHook()
         self._watched: dict[int, weakref.ref[Module]] = {}  # by id, which a later module may have again
-        self._models_known = False
         self._module_names: set[str] = set()
         self._attached = ExitStack()
 
@@ -147,6 +149,12 @@ class Session:
             self._notes.append("further notes are left out: see the job's log" if full else text)
             if full:
                 logger.warning("torchlens_perf: %s", text)
+            self.publish()
+
+    def not_measured(self, part: str) -> None:
+        """A part of the step that is there, or may be, and that nothing tells from the others."""
+        if part not in self._not_measured:
+            self._not_measured.append(part)
             self.publish()
 
     def add_gc_ns(self, duration_ns: int) -> None:
@@ -208,38 +216,9 @@ class Session:
         """Whether there are other ranks to wait for."""
         return self.identity.world_size > 1
 
-    def optimizer_stepped(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
-        """An optimizer's step has returned, or GradScaler has skipped it."""
-        if self.recorder.closed:
-            return
-        if skipped:
-            self._flags |= int(Flag.SKIPPED)
-        if self._rule.optimizer_stepped(id(optimizer)):
-            self.end_step()
-        if not self._models_known:
-            self._models_known = True  # looked for once: looking takes long
-            with guard("finding the model"):
-                self.watch_models(models_of(optimizer))
-
-    def backward_ended(self) -> None:
-        """A backward pass has returned."""
-        self._backwards += 1  # the rule is not asked where it would answer nothing new: this runs in every step
-        if not self._rule.trains:
-            self._rule.backward_ended()
-
-    def forward_ended(self, with_gradient: bool) -> None:
-        """The model has returned a result."""
-        if with_gradient:
-            self._forwards += 1
-        if self._rule.trains:
-            if not with_gradient:
-                self._flags |= _EVALUATION
-        elif self._rule.forward_ended(with_gradient=with_gradient):
-            self.end_step(_INFERENCE)
-
     # -- for watch.py
 
-    def start(self, models: list[Module] | None, after_step_of: Optimizer | None = None) -> None:
+    def start(self, models: Sequence[NamedModel] | None, after_step_of: Optimizer | None = None) -> None:
         """Attaches everything. From here on marks are recorded.
 
         models: None to find them when an optimizer steps. after_step_of: an optimizer that has just stepped.
@@ -248,12 +227,11 @@ class Session:
         with guard("keeping torch.compile away from our hooks"):
             torch_private.skip_our_code()
         self._attach(default_hooks(self.config, self._backward))
-        if after_step_of is not None:
-            self._rule.optimizer_stepped(id(after_step_of))
-            models = models_of(after_step_of)
-            self.note("recording began after the first optimizer step, which is therefore not measured")
         if models is not None:
-            self.watch_models(models)
+            self.loop.models_given(models)
+        if after_step_of is not None:
+            self.loop.begins_after_step_of(after_step_of)
+            self.note("recording began after the first optimizer step, which is therefore not measured")
         recorder = self.recorder
         if self.communicates():
             recorder.start_thread_time()
@@ -261,14 +239,14 @@ class Session:
         self._unprobed_since = self._before_probe = self._now()
         recorder.activate()
 
-    def watch_models(self, models: Sequence[Module]) -> None:
+    def watch_models(self, models: Sequence[NamedModel]) -> None:
         """Times these models' modules too."""
         for model in models:
-            modules = [each for each in select(model, self.config) if not self._watches(each.module)]
+            selection = select(model, self.config, MAX_MODULES // len(models))
+            modules = [each for each in selection.modules if not self._watches(each.module)]
             self._watched.update((id(each.module), weakref.ref(each.module)) for each in modules)
             self._module_names.update(each.name for each in modules)
             self._attach([ModuleHook(modules, self._backward)])
-        self._models_known = True
 
     def _watches(self, module: Module) -> bool:
         known = self._watched.get(id(module))
@@ -294,7 +272,7 @@ class Session:
         """The user's own boundary."""
         if tokens is not None:
             self.workload = tokens
-        self._rule.manual_step()
+        self.loop.manual_step()
         self.end_step(_MANUAL)
 
     def end_step(self, flags: int = 0) -> None:
@@ -311,12 +289,12 @@ class Session:
             self._run(self._now_and_then)
         if recorder.probe:
             flags |= _PROBED
-        micro_steps = 1 if self._forwards < 2 else self._micro_steps()
+        content = self.loop.step_ended(inference=bool(flags & _INFERENCE))
         probed = recorder.probe
-        packed = min(micro_steps, MICRO_STEPS_MASK) | (self.workload + 1) << WORKLOAD_SHIFT
-        step = recorder.next_step(flags | self._flags, self.memory_bytes, packed)
+        packed = min(content.micro_steps, MICRO_STEPS_MASK) | (self.workload + 1) << WORKLOAD_SHIFT
+        step = recorder.next_step(flags | self._flags | content.flags, self.memory_bytes, packed)
         self.workload = -1
-        self._flags = self._forwards = self._backwards = 0
+        self._flags = 0
         recorder.probe = int(self._probes.wants(step))
         recorder.charge(recorder.now_ns() - start_ns - self._charged_ns + charged_ns)
         if probed:
@@ -328,11 +306,6 @@ class Session:
         for failed in _AT_STEP.run(tuple(works)):
             name = works.pop(failed, "work at a step's end")
             self.note(f"{name} failed and was switched off: see the job's log")
-
-    def _micro_steps(self) -> int:
-        """How often gradients were accumulated: neither two calls of the model for one loss nor a gradient penalty's
-        second backward pass are another micro-step."""
-        return min(self._forwards, self._backwards or self._forwards)
 
     def _now(self) -> tuple[int, int, int]:
         """Index of the step in progress, the time, and the time spent in our hooks until now, but for charge()'s."""
@@ -382,6 +355,7 @@ class Session:
                 "model": model_digest(self._module_names),
                 "memory_source": self.memory_source,
                 "notes": self._notes,
+                "not_measured": self._not_measured,
                 "job_store": job_store(os.environ) if self.config.exchange else None,
                 "device": self.device,
                 "gpus": self.gpus,

@@ -1,33 +1,45 @@
-"""Where a step ends. Pure: told what happens, it says whether that was the end of a step."""
+"""Where a step ends, and whether it also evaluated. Pure: each rule hears what happens and says what that means."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
-# An optimizer that watch() was told of, and that used to end the step, has gone when another one has stepped so often
-# without it. A GAN's critic steps some five times for each step of its generator.
+# An optimizer that used to end the step has gone when another one has stepped so often without it. A GAN's critic
+# steps some five times for each step of its generator.
 _GONE_AFTER = 32
+# What was passed to watch() never steps when other optimizers have stepped so often without it.
+_UNUSED_AFTER = 3
+# With an optimizer alive that has not stepped yet, gradients may be accumulated: so many backward passes are no step.
+_MAX_ACCUMULATION = 256
 
 
 class StepRule:
-    """Decides the step boundaries of one training loop.
+    """Decides the step boundaries of one loop.
 
     A step ends with the optimizer's step, also if GradScaler skips it. Several optimizers that take turns make one
-    step: it ends with the last of those given to watch(), else with the first one seen, which is as good in a loop.
-    Until an optimizer has stepped, forward passes without gradients are the steps (inference). Once the user calls
-    w.step(), nothing else ends one.
+    step: it ends with the last of those passed to watch(), else with the first one seen, which is as good in a loop.
+    If none of those passed ever steps and another one does, that one counts. Until an optimizer has stepped, forward
+    passes without gradients are the steps (inference); in a loop without any optimizer, backward passes are. Once the
+    user calls w.step(), nothing else ends one.
     """
 
-    def __init__(self, optimizers: Sequence[int] = ()) -> None:
-        """optimizers: ids of those that count, in their order; empty: all do."""
-        self._only = frozenset(optimizers)
-        self._ending = optimizers[-1] if optimizers else None
+    def __init__(self, passed: int = 0) -> None:
+        """passed: how many optimizers were passed to watch(); 0: any optimizer ends a step."""
+        self._passed = passed
+        self._ending: int | None = None  # the optimizer that ends the step
         self._others: Counter[int] = Counter()  # steps, since the last boundary, of those that did not end it
-        self._unused = False  # the last forward pass was with gradients, and there was no backward pass since
+        self._strangers = 0  # steps of optimizers that were not passed, before any of those passed has stepped
+        self._stepped = False  # an optimizer has
+        self._backwards = 0  # before that
+        self._unused: int | None = None  # the module called first, with gradients, since the last backward pass
         self._learns = False  # there was a backward pass since the last boundary
-        self.trains = bool(optimizers)
+        self._called: int | None = None  # the module whose calls are the steps of inference
+        self.trains = passed > 0
         self.manual = False
+        self.ignores_passed = False
+        """Other optimizers than those passed end the steps, as those passed have not stepped."""
+        self.counts_backwards = False
+        """No optimizer is there: each backward pass ends a step."""
 
     def manual_step(self) -> bool:
         """The user's own w.step()."""
@@ -35,32 +47,98 @@ class StepRule:
         self._others.clear()
         return True
 
-    def optimizer_stepped(self, optimizer: int) -> bool:
-        """An optimizer, by its id, has stepped, or would have but for a gradient that is not finite."""
-        if self._only and optimizer not in self._only:
-            return False
-        self.trains = True
-        if optimizer != self._ending:
-            if self._ending is not None and self._others[optimizer] < (_GONE_AFTER if self._only else 1):
-                self._others[optimizer] += 1
+    def optimizer_stepped(self, optimizer: int, passed: int | None = None) -> bool:
+        """An optimizer, by its id, has stepped, or would have but for a gradient that is not finite.
+
+        passed: which of the optimizers passed to watch() it is, by position; None: none of them.
+        """
+        self._stepped, self.counts_backwards = True, False
+        if self._passed:
+            if passed is not None:
+                if self.ignores_passed:
+                    self.ignores_passed, self._ending = False, None
+                self._strangers = -1  # what was passed steps: others never count
+            elif self._strangers < 0:
                 return False
-            self._ending = optimizer  # the first one; or the one that used to end the step has gone
+            else:
+                self._strangers += 1
+                if self._strangers < _UNUSED_AFTER:
+                    return False
+                self.ignores_passed = True
+        self.trains = True
+        if optimizer != self._ending and not self._takes_over(optimizer, passed):
+            self._others[optimizer] += 1
+            return False
+        self._ending = optimizer
         if self._others:
             self._others.clear()
         return not self.manual
 
+    def _takes_over(self, optimizer: int, passed: int | None) -> bool:
+        """Whether this one ends the steps from now on: it is the first one, or the one that ended them has gone."""
+        if self._passed and not self.ignores_passed:
+            may_end = self._ending is None and passed == self._passed - 1
+            return may_end or self._others[optimizer] >= _GONE_AFTER
+        return self._ending is None or self._others[optimizer] >= 1
+
     def backward_ended(self) -> None:
         """A backward pass has ended."""
         self._learns = True
-        self._unused = False
+        self._unused = None
+        if not self._stepped:
+            self._backwards += 1
 
-    def forward_ended(self, *, with_gradient: bool) -> bool:
-        """The model has returned. In inference, that is a step."""
-        if self.trains:
+    def lacks_optimizer(self) -> bool:
+        """Whether to look now, after a backward pass, if there is an optimizer at all.
+
+        After the second one, and then ever more rarely: looking takes long.
+        """
+        count, settled = self._backwards, self._stepped or self.manual or self.counts_backwards
+        return not settled and count >= 2 and count & (count - 1) == 0
+
+    def no_optimizer(self, *, alive: bool) -> None:
+        """None has stepped so far. alive: whether there is one that may still do so."""
+        self.counts_backwards = not alive or self._backwards >= _MAX_ACCUMULATION
+
+    def backward_is_step(self) -> bool:
+        """Whether the backward pass that has just ended was a step."""
+        return self.counts_backwards and not self.manual
+
+    def forward_ended(self, *, with_gradient: bool, module: int = 0, is_root: bool = True) -> bool:
+        """A watched module that no other one called has returned. In inference, that may be a step.
+
+        module: its id. is_root: it is a whole model; else its model was not called, but parts of it are.
+        """
+        if self.trains or self.counts_backwards:
             return False
-        if with_gradient and (self._learns or not self._unused):
-            self._unused = True
+        if with_gradient and (self._learns or self._unused != module):
+            if self._unused is None:
+                self._unused = module
             return False
         # Without gradients; or gradients are on and nobody uses them: inference without no_grad().
-        self._learns, self._unused = False, with_gradient
-        return True
+        self._learns, self._unused = False, module if with_gradient else None
+        if is_root:
+            self._called = 0
+            return True
+        if self._called is None:
+            self._called = module
+        return module == self._called
+
+
+class EvaluationRule:
+    """Tells steps that also evaluate from those of a loop that always runs a part without gradients.
+
+    A step with forward passes without gradients has evaluated, unless most steps have some: then they are a part of
+    training, such as a target network, a teacher, or an agent that acts.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._without_gradient = 0
+
+    def step_ended(self, *, without_gradient: bool) -> bool:
+        """Whether the step that ends here has evaluated. without_gradient: it held such forward passes."""
+        usual = 2 * self._without_gradient > self._steps
+        self._steps += 1
+        self._without_gradient += without_gradient
+        return without_gradient and not usual

@@ -25,6 +25,7 @@ PROFILER = "torch.autograd.profiler._enable_profiler"
 FLIGHT_RECORDER = "torch._C._distributed_c10d._dump_fr_trace_json"
 SNAPSHOT = "torch._C._cuda_memorySnapshot"
 WAIT_TENSOR = "_c10d_functional::wait_tensor"
+RECOMPUTATION = "torch.utils.checkpoint._recomputation_hook"
 
 
 class PrivateName(NamedTuple):
@@ -87,6 +88,19 @@ def _step_wrapper() -> bool:
 
     codes = [each for each in Optimizer.profile_hook_step.__code__.co_consts if isinstance(each, types.CodeType)]
     return [(each.co_name, "self" in each.co_varnames) for each in codes] == [("wrapper", True)]
+
+
+def _recomputation() -> bool:
+    from torch.utils import checkpoint
+
+    def names(code: types.CodeType) -> set[str]:
+        inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+        return set(code.co_names).union(*map(names, inner))
+
+    # It is entered where saved tensors are unpacked, around what is run again.
+    uses_it = "_recomputation_hook" in names(checkpoint._checkpoint_hook.__init__.__code__)
+    contexts = (checkpoint._recomputation_hook.__enter__, checkpoint._recomputation_hook.__exit__)
+    return uses_it and all(map(callable, (*contexts, checkpoint.CheckpointFunction.backward)))
 
 
 def _no_torch_function() -> bool:
@@ -187,6 +201,11 @@ PRIVATE_NAMES = (
         "torch.optim.Optimizer.profile_hook_step",
         _step_wrapper,
         "an optimizer that calls its base class's step may count as two steps",
+    ),
+    PrivateName(
+        RECOMPUTATION,
+        _recomputation,
+        "recomputing activations is told from the backward pass only where watched modules are run again",
     ),
     PrivateName(
         "torch._C.DisableTorchFunction",

@@ -14,7 +14,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from torchlens_perf.hooks.trained_models import NamedModel
     from torchlens_perf.session import Session
 
 logger = logging.getLogger("torchlens_perf")
@@ -38,7 +40,7 @@ _watches_so_far = 0
 
 
 def watch(
-    model: Module | Iterable[Module] | None = None,
+    model: Module | Iterable[Module] | Mapping[str, Module] | None = None,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     **settings: Any,
 ) -> Watch:
@@ -52,14 +54,15 @@ def watch(
                 loss.backward()
                 optimizer.step()
 
-    model: what to time per module; without it, the first model that an optimizer steps is found and timed.
-    optimizer: whose steps count; without it, every optimizer's.
+    model: what to time per module: a model, a list of them, or a dictionary of them by name. Without it, every model is
+    found and timed whose parameters an optimizer steps. Of several, modules have their model's name in front.
+    optimizer: whose steps count; a framework's wrapper is as good as what it wraps. Without it, every optimizer's.
     settings: the fields of Config.
 
     The training thread only writes marks into a memory-mapped file; another process, one per node, does the rest. With
     TORCHLENS_PERF=0 nothing is attached. Raises ConfigError for an argument that cannot be used.
     """
-    models, optimizers = _modules(model), _optimizers(optimizer)
+    models, optimizers = _models(model, sys._getframe(1)), _optimizers(optimizer)
     try:
         enabled, told = configuration.is_on(os.environ) is not False, configuration.from_environment(os.environ)
     except ConfigError as error:
@@ -73,7 +76,7 @@ class Watch:
     """A watch: a context manager, entered once."""
 
     def __init__(
-        self, config: Config, models: list[Module] | None, optimizers: list[Optimizer], *, enabled: bool
+        self, config: Config, models: list[NamedModel] | None, optimizers: list[Optimizer], *, enabled: bool
     ) -> None:
         self._config = config
         self._models = models
@@ -133,6 +136,7 @@ class Watch:
         Raises RunStoreError where nothing can be kept.
         """
         global _running, _watches_so_far
+        from torchlens_perf.hooks.passed_optimizers import PassedOptimizers
         from torchlens_perf.session import Session
 
         if not self._enabled:
@@ -149,7 +153,7 @@ class Watch:
             first_step=0 if after_step_of is None else 1,
             keep=not self._config.sidecar,
         )
-        session = Session(self._config, who, ring, [id(optimizer) for optimizer in self._optimizers])
+        session = Session(self._config, who, ring, PassedOptimizers(self._optimizers))
         session.publish()  # before the sidecar may look: attaching hooks imports for seconds, and we may be killed
         run.register_ring(who.host, ring.path)
         # The user may delete them inside the watch, to free their memory.
@@ -194,9 +198,9 @@ class Watch:
         if _running is self:
             _running = None
 
-    def _watch_also(self, models: list[Module]) -> None:
+    def _watch_also(self, models: list[NamedModel]) -> None:
         if self._session is not None:
-            self._session.watch_models(models)
+            self._session.loop.models_given(models)
 
 
 def running() -> Watch | None:
@@ -237,16 +241,27 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _modules(model: Any) -> list[Module] | None:
+def _models(model: Any, caller: types.FrameType) -> list[NamedModel] | None:
+    """What was passed as `model`, with names where there are several. Raises ConfigError for anything else."""
     if model is None:
         return None
     from torch.nn import Module
 
-    models = [model] if isinstance(model, Module) else list(model) if isinstance(model, (list, tuple)) else [model]
+    from torchlens_perf.hooks.model_names import names_in_call, names_of
+    from torchlens_perf.hooks.trained_models import NamedModel
+
+    given: Sequence[str | None] = ()
+    if isinstance(model, Mapping):
+        models, given = list(model.values()), [str(name) for name in model]
+    else:
+        models = list(model) if isinstance(model, (list, tuple)) and not isinstance(model, Module) else [model]
     for each in models:
         if not isinstance(each, Module):
-            raise ConfigError(f"model={type(each).__name__}: must be a torch.nn.Module, or a list of them")
-    return models
+            raise ConfigError(f"model={type(each).__name__}: must be a torch.nn.Module, or a list or dict of them")
+    if len(models) < 2 and not given:
+        return [NamedModel(each) for each in models]
+    given = given or names_in_call(caller, watch.__name__)
+    return [NamedModel(*each) for each in zip(models, names_of(models, given[: len(models)]), strict=True)]
 
 
 def _optimizers(optimizer: Any) -> list[Optimizer]:

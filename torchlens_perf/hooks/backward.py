@@ -124,6 +124,10 @@ class BackwardHook:
                 return run_backward(*args, **kwargs)
             outer, self._tail = self._tail, None
             flags = _EXCEPTION
+            if not recorder.backwards:
+                session.loop.backward_begins()
+            elif not session.recomputing:
+                session.loop.backward_inside_backward()
             recorder.begin(_BACKWARD, name_id)
             try:
                 result = run_backward(*args, **kwargs)
@@ -136,7 +140,7 @@ class BackwardHook:
                     self._record_tail(session, tail, tail_id)
                 recorder.end(_BACKWARD, name_id, flags)
                 if not recorder.backwards:  # else it was inside another one: reentrant checkpointing
-                    session.backward_ended()
+                    session.loop.backward_ended()
 
         torch_private.break_in_compiled_code(timed_backward)
         self._record = functools.partial(self._record_passes, session)
@@ -193,13 +197,14 @@ class BackwardHook:
             if untold:
                 session.note(f"{untold} backward times of modules were not told by the device before the watch ended")
 
-    def of_root(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
-        """Each result of the model: counts micro-steps and evaluations, and finds the end of the computation."""
+    def of_forward(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
+        """Each forward pass: tells steps from evaluations, and finds the end of the backward pass's computation."""
         import torch
 
         can_queue = torch_private.works("torch.autograd.Variable._execution_engine.queue_callback")
         out_of_sight = torch_private.out_of_sight()
         recorder, communicates = session.recorder, session.communicates()
+        identity, is_root = id(watched.module), watched.is_root
 
         @_gradient_hook("gradient hook of the model")
         def first_gradient(_: Tensor) -> None:
@@ -225,10 +230,8 @@ class BackwardHook:
             return computed
 
         def seen(result: Any) -> None:
-            if recorder.backwards:
-                return  # recomputed, or called by a gradient hook: no new forward pass
             with_gradient = torch.is_grad_enabled()
-            session.forward_ended(with_gradient)
+            session.loop.forward_ended(with_gradient, identity, is_root)
             # The end of the computation: without other ranks to wait for, only the modules' passes need it.
             if not with_gradient or not can_queue or not (communicates or recorder.probe):
                 return

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copyreg
 import dataclasses
-import gc
+import functools
+import site
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torchlens_perf import torch_private
 from torchlens_perf.errors import guard
@@ -20,12 +22,12 @@ from torchlens_perf.ring import Flag
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
-    from torch.optim import Optimizer
 
     from torchlens_perf.config import Config
+    from torchlens_perf.hooks.trained_models import NamedModel
     from torchlens_perf.session import Session
 
-MOST_MODULES = 128  # with modules="auto": 128 calls cost about 30 us a step
+MAX_MODULES = 128  # with modules="auto": 128 calls cost about 30 us a step
 _AUTO_LEVELS = 2
 # What wrappers call the module that they wrap: no part of the name that the user knows. DDP's "module" is one only
 # around the whole model; inside it may be the user's own.
@@ -40,7 +42,7 @@ copyreg.pickle(ModuleCall, lambda call: _NONE)
 
 @dataclasses.dataclass(frozen=True)
 class WatchedModule:
-    """A module to time, under the name that the user knows it by; the root's is its class."""
+    """A module to time, under the name that the user knows it by; a root's is the model's name, or its class."""
 
     name: str
     module: Module
@@ -50,62 +52,56 @@ class WatchedModule:
 class Observers(Protocol):
     """Sees the arguments and results of module calls: hooks/backward.py, which hangs its tensor hooks on them."""
 
-    def of_root(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
-        """What sees each result of the root."""
+    def of_forward(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
+        """What sees each result of a call that is a forward pass: no other watched module has called the module."""
         ...
 
     def of_module(
         self, watched: WatchedModule, session: Session
     ) -> tuple[Callable[..., None], Callable[[Any], None]] | None:
-        """What sees a module's arguments and results, in probed steps."""
+        """What sees a module's arguments and results, in probed steps; None for none."""
         ...
 
 
-def models_of(optimizer: Optimizer) -> list[Module]:
-    """The outermost modules that hold parameters of this optimizer, found among all living objects.
+class Selection(NamedTuple):
+    """The modules of a model that are timed."""
 
-    Looks at every object once, 0.1 s for a million: for the end of the first step, not for every step.
-    """
-    from torch.nn import Module
-
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    # By type, not isinstance: asking a lazy proxy object for its class may run the user's code. A module whose
-    # constructor is still running, or has failed, has no children yet.
-    modules = [each for each in gc.get_objects() if issubclass(type(each), Module) and "_modules" in each.__dict__]
-    children = {id(child) for module in modules for child in module.children()}
-    return [
-        module
-        for module in modules
-        if id(module) not in children and any(id(parameter) in trained for parameter in module.parameters())
-    ]
+    modules: list[WatchedModule]
+    """The root first. Shared modules count once."""
+    all_levels: bool
+    """Whether there are no others below them."""
 
 
-def select(root: Module, config: Config) -> list[WatchedModule]:
-    """The modules of `root` that config.modules asks for, the root first. Shared modules count once."""
+def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Selection:
+    """What config.modules asks for. most: how many with "auto"."""
+    root = model.module
     prefix, inner = _unwrap(root)
-    chosen = [WatchedModule(type(inner).__name__, root, is_root=True)]
-    if config.modules == "none":
-        return chosen
+    shown_root = WatchedModule(model.name or type(inner).__name__, root, is_root=True)
     levels = _levels(inner)
     candidates: dict[str, WatchedModule] = {}
     for name, module in root.named_modules():
         shown = _user_name(name.removeprefix(prefix).removeprefix("."))
         # A wrapper inside the model and what it wraps have the same name for the user: the wrapper is timed.
         if shown and not isinstance(module, _containers()) and shown not in candidates:
-            candidates[shown] = WatchedModule(shown, module, is_root=False)
-    every = [each for each in candidates.values() if each.module is not root]
+            full = f"{model.name}.{shown}" if model.name else shown
+            candidates[shown] = WatchedModule(full, module, is_root=False)
+    every = {name: each for name, each in candidates.items() if each.module is not root}
 
     def down_to(level: int) -> list[WatchedModule]:
-        return [each for each in every if levels.get(id(each.module), 1) <= level]
+        return [each for each in every.values() if levels.get(id(each.module), 1) <= level]
 
-    if isinstance(config.modules, tuple):
-        return chosen + [each for each in every if config.wants_module(each.name)]
-    if config.modules == "all":
-        return chosen + every
-    if isinstance(config.modules, int):
-        return chosen + down_to(config.modules)
-    fitting = [down_to(level) for level in range(_AUTO_LEVELS, 0, -1) if len(down_to(level)) <= MOST_MODULES]
-    return chosen + (fitting[0] if fitting else [])
+    if config.modules == "none":
+        chosen = []
+    elif config.modules == "all":
+        chosen = list(every.values())
+    elif isinstance(config.modules, int):
+        chosen = down_to(config.modules)
+    elif isinstance(config.modules, tuple):
+        chosen = [each for name, each in every.items() if config.wants_module(name) or config.wants_module(each.name)]
+    else:
+        fitting = [down_to(level) for level in range(_AUTO_LEVELS, 0, -1) if len(down_to(level)) <= most]
+        chosen = fitting[0] if fitting else []
+    return Selection([shown_root, *chosen], all_levels=len(chosen) == len(every))
 
 
 def _containers() -> tuple[type[Module], ...]:
@@ -121,28 +117,66 @@ def _user_name(name: str) -> str:
 
 
 def _unwrap(root: Module) -> tuple[str, Module]:
-    """The model inside its wrappers (DDP, compile, FSDP), and its qualified name there."""
+    """The model inside its wrappers (DDP, compile, Fabric's), and its qualified name there."""
     path: list[str] = []
     while True:
-        children = list(root.named_children())
-        if len(children) != 1 or children[0][0] not in ("module", *_WRAPPED_NAMES):
+        only = _only_child(root)
+        if only is None or not (only[0] in ("module", *_WRAPPED_NAMES) or _is_frameworks(root, only[1])):
             return ".".join(path), root
-        if any(True for _ in root.parameters(recurse=False)):
-            return ".".join(path), root
-        path.append(children[0][0])
-        root = children[0][1]
+        path.append(only[0])
+        root = only[1]
+
+
+def _only_child(module: Module) -> tuple[str, Module] | None:
+    """The child that holds all of the module's parameters, if there is one; others are the same, or inside of it."""
+    if any(True for _ in module.parameters(recurse=False)):
+        return None
+    holding = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    for name, child in holding:
+        inside = {id(each) for each in child.modules()}
+        if all(id(other) in inside for _, other in holding):
+            return name, child
+    return None
+
+
+def _is_frameworks(wrapper: Module, inner: Module) -> bool:
+    """Whether a framework has put its own module around the user's: both are of different packages, the outer one's is
+    installed, and nn.Sequential is no wrapper."""
+    from torch import nn
+
+    if isinstance(wrapper, nn.Sequential):
+        return False
+    outer, inside = (type(each).__module__.partition(".")[0] for each in (wrapper, inner))
+    file = getattr(sys.modules.get(outer), "__file__", None) or ""
+    return outer != inside and outer != "__main__" and file.startswith(_installed_packages())
+
+
+@functools.cache
+def _installed_packages() -> tuple[str, ...]:
+    paths = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    return tuple(f"{path}/" for path in [*paths, *site.getsitepackages(), site.getusersitepackages()])
 
 
 def _levels(model: Module) -> dict[int, int]:
-    """How deep each module lies. Containers and wrappers, which nobody calls or sees, are no level of their own."""
+    """How deep each module lies.
+
+    No level of their own have containers and wrappers, which nobody calls or sees, and what only holds another module,
+    which takes all of its time: a Transformer's encoder around its list of layers, or a trainer's class around the
+    model and its loss.
+    """
+    only = _only_child(model)
     levels: dict[int, int] = {id(model): 0}
+
+    def has_no_level(name: str, child: Module) -> bool:
+        only_holds = len(list(child.children())) == 1 and _only_child(child) is not None
+        is_the_model = only is not None and child is only[1]
+        return only_holds or is_the_model or name in _WRAPPED_NAMES or isinstance(child, _containers())
 
     def descend(module: Module, level: int) -> None:
         for name, child in module.named_children():
             if id(child) not in levels:
-                deeper = not isinstance(child, _containers()) and name not in _WRAPPED_NAMES
-                levels[id(child)] = level + deeper
-                descend(child, level + deeper)
+                levels[id(child)] = level if has_no_level(name, child) else level + 1
+                descend(child, levels[id(child)])
 
     descend(model, 0)
     return levels
@@ -188,7 +222,6 @@ class ModuleHook:
             type(watched.module)._call_impl if earlier is None else earlier,
             watched.module if earlier is None else None,
             *self._observing(watched, session),
-            watched.is_root,
         )
         slots[_SLOT] = call
         watched_name = watched.name
@@ -221,13 +254,13 @@ class ModuleHook:
 
     def _observing(
         self, watched: WatchedModule, session: Session
-    ) -> tuple[Callable[..., None] | None, Callable[[Any], None] | None]:
-        if watched.is_root:
-            return None, guard("forward hook of the model")(self._observers.of_root(watched, session))
-        pair = self._observers.of_module(watched, session)
+    ) -> tuple[Callable[..., None] | None, Callable[[Any], None] | None, Callable[[Any], None]]:
+        """What sees its arguments in probed steps, its results in probed steps, and those of its forward passes."""
+        forward = guard("forward hook of a model")(self._observers.of_forward(watched, session))
+        pair = None if watched.is_root else self._observers.of_module(watched, session)
         if pair is None:
-            return None, None
-        return guard("backward hook of a module")(pair[0]), guard("backward hook of a module")(pair[1])
+            return None, None, forward
+        return guard("backward hook of a module")(pair[0]), guard("backward hook of a module")(pair[1]), forward
 
 
 def _is_compiled(module: Module) -> bool:
@@ -294,9 +327,10 @@ def _hook_pair(
     watched: WatchedModule,
     before: Callable[..., None] | None,
     after: Callable[[Any], None] | None,
+    forward: Callable[[Any], None],
 ) -> tuple[_Hook, _Hook]:
     """The fallback without the slot: public hooks that Dynamo passes over."""
-    recorder, name_id, is_root = session.recorder, session.intern(_recorded_name(watched)), watched.is_root
+    recorder, name_id = session.recorder, session.intern(_recorded_name(watched))
 
     def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if before is not None and recorder.probe:
@@ -306,8 +340,12 @@ def _hook_pair(
     def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
         # Without a result, torch is handling an exception of the module's, or the module has returned None.
         raised = result is None and sys.exc_info()[1] is not None
-        recorder.end_module(name_id, int(Flag.EXCEPTION) if raised else 0)
-        if after is not None and not raised and (is_root or recorder.probe):
+        was_forward = recorder.end_module(name_id, int(Flag.EXCEPTION) if raised else 0)
+        if raised:
+            return
+        if after is not None and recorder.probe:
             after(result)
+        if was_forward:
+            forward(result)
 
     return _Hook(enter), _Hook(leave)

@@ -18,7 +18,7 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     then passes calls on, because its recorder is closed.
     """
     inherited = name not in vars(owner)
-    original = getattr(owner, name)
+    original = getattr(owner, name) if inherited else vars(owner)[name]  # which may be a staticmethod
     setattr(owner, name, replacement)
     try:
         yield

@@ -6,7 +6,7 @@
 
 enum { MAX_FRAMES = 64, MAX_GROUPS = 48 };
 
-/* Kinds from DATA to RECOMPUTE are phases: their time is taken out of the phase around them. */
+/* Kinds from DATA to CLOSURE are phases: their time is taken out of the phase around them. */
 enum kind {
     KIND_STEP = 1,
     KIND_DATA = 2,
@@ -15,12 +15,13 @@ enum kind {
     KIND_OPTIMIZER = 5,
     KIND_WAIT = 6,
     KIND_RECOMPUTE = 7,
+    KIND_CLOSURE = 8,
     KIND_MODULE = 16,
     KIND_SECTION = 18,
     KIND_COLLECTIVE = 19,
     KIND_THREAD_TIME = 20,
 };
-#define LAST_PHASE KIND_RECOMPUTE
+#define LAST_PHASE KIND_CLOSURE
 
 enum flag {
     FLAG_EXCEPTION = 1,

@@ -13,10 +13,10 @@ typedef struct {
     Recorder *recorder;
     PyObject *function; /* called with the module first, or alone where there is no module */
     PyObject *module;   /* weak reference, or NULL */
-    PyObject *before;   /* observer of the arguments, or NULL */
-    PyObject *after;    /* observer of the result, or NULL */
+    PyObject *before;   /* observer of the arguments in probed steps, or NULL */
+    PyObject *after;    /* observer of the result in probed steps, or NULL */
+    PyObject *forward;  /* observer of the result of each call that is a forward pass, or NULL */
     uint32_t name_id;
-    int always; /* observers see every call, not only those of probed steps */
     PyObject *weak_references;
 } ModuleCall;
 
@@ -79,7 +79,7 @@ static PyObject *module_call(ModuleCall *self, PyObject *const *args, size_t nar
     if (recorder->header == NULL) {
         return call_target(self, args, nargsf, kwnames);
     }
-    int observed = self->always || recorder->probe;
+    int observed = recorder->probe;
     if (observed && self->before != NULL) {
         if (observe(self, self->before, args, (size_t)PyVectorcall_NARGS(nargsf), kwnames) < 0) {
             return NULL;
@@ -89,7 +89,8 @@ static PyObject *module_call(ModuleCall *self, PyObject *const *args, size_t nar
         }
     }
     Stack *stack = open_spans(recorder);
-    uint64_t depth = span_open(recorder, stack, kind_of_call(recorder, stack), self->name_id);
+    uint32_t kind = kind_of_call(recorder, stack);
+    uint64_t depth = span_open(recorder, stack, kind, self->name_id);
     PyObject *result = call_target(self, args, nargsf, kwnames);
     if (recorder->header == NULL) { /* the watch ended inside this call */
         return result;
@@ -99,17 +100,20 @@ static PyObject *module_call(ModuleCall *self, PyObject *const *args, size_t nar
     if (observed && self->after != NULL && result != NULL && observe(self, self->after, &result, 1, NULL) < 0) {
         Py_CLEAR(result);
     }
+    if (kind == KIND_FORWARD && self->forward != NULL && result != NULL &&
+        observe(self, self->forward, &result, 1, NULL) < 0) {
+        Py_CLEAR(result);
+    }
     return result;
 }
 
 static int module_call_init(ModuleCall *self, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"recorder", "name_id", "function", "module", "before", "after", "always", NULL};
-    PyObject *recorder, *function, *module = Py_None, *before = Py_None, *after = Py_None;
+    static char *keywords[] = {"recorder", "name_id", "function", "module", "before", "after", "forward", NULL};
+    PyObject *recorder, *function, *module = Py_None, *before = Py_None, *after = Py_None, *forward = Py_None;
     unsigned int name_id;
-    int always = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!IO|OOOp", keywords, &RecorderType, &recorder, &name_id, &function,
-                                     &module, &before, &after, &always)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!IO|OOOO", keywords, &RecorderType, &recorder, &name_id, &function,
+                                     &module, &before, &after, &forward)) {
         return -1;
     }
     if (self->recorder != NULL) {
@@ -134,8 +138,11 @@ static int module_call_init(ModuleCall *self, PyObject *args, PyObject *kwargs)
         Py_INCREF(after);
         self->after = after;
     }
+    if (forward != Py_None) {
+        Py_INCREF(forward);
+        self->forward = forward;
+    }
     self->name_id = name_id;
-    self->always = always;
     self->vectorcall = (vectorcallfunc)module_call;
     return 0;
 }
@@ -147,6 +154,7 @@ static int module_call_traverse(ModuleCall *self, visitproc visit, void *arg)
     Py_VISIT(self->module);
     Py_VISIT(self->before);
     Py_VISIT(self->after);
+    Py_VISIT(self->forward);
     return 0;
 }
 
@@ -157,6 +165,7 @@ static int module_call_clear(ModuleCall *self)
     Py_CLEAR(self->module);
     Py_CLEAR(self->before);
     Py_CLEAR(self->after);
+    Py_CLEAR(self->forward);
     return 0;
 }
 

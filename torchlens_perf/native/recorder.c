@@ -316,6 +316,7 @@ static PyObject *recorder_begin_module(Recorder *self, PyObject *const *args, Py
     Py_RETURN_NONE;
 }
 
+/* Returns whether the call was a forward pass: no other watched module had called the module. */
 static PyObject *recorder_end_module(Recorder *self, PyObject *const *args, Py_ssize_t count)
 {
     int64_t values[2] = {0}; /* name_id, flags */
@@ -323,18 +324,19 @@ static PyObject *recorder_end_module(Recorder *self, PyObject *const *args, Py_s
         return NULL;
     }
     if (self->header == NULL) {
-        Py_RETURN_NONE;
+        Py_RETURN_FALSE;
     }
     Stack *stack = open_spans(self);
     uint64_t depth = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
     while (depth-- > 0) {
         Frame *frame = &stack->frames[depth];
         if (frame->name_id == (uint32_t)values[0] && (frame->kind == KIND_MODULE || is_forward(frame->kind))) {
+            uint32_t kind = frame->kind;
             span_close(self, stack, depth, recorder_now(self), (uint32_t)values[1], 0, 0);
-            break;
+            return PyBool_FromLong(kind == KIND_FORWARD);
         }
     }
-    Py_RETURN_NONE;
+    Py_RETURN_FALSE;
 }
 
 static PyObject *recorder_interval(Recorder *self, PyObject *const *args, Py_ssize_t count)

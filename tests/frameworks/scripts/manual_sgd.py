@@ -1,0 +1,18 @@
+"""No optimizer at all: the parameters are updated by hand."""
+
+import torch
+from script import Losses, batches, classifier, watched
+
+torch.manual_seed(0)
+model = classifier()
+losses = Losses()
+with watched(model):
+    for inputs, labels in batches(40):
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
+        losses.add(loss)
+losses.print(steps=40)

@@ -1,0 +1,194 @@
+"""What the user's loop does, as the hooks see it: what of it ends a step, and which models it trains.
+
+On the training thread; only the optimizers that step inside of a backward pass may do so on a thread of autograd's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchlens_perf.errors import guard
+from torchlens_perf.hooks.accumulation import Accumulation
+from torchlens_perf.hooks.passed_optimizers import PassedOptimizers
+from torchlens_perf.hooks.recompute import PART as RECOMPUTE
+from torchlens_perf.hooks.trained_models import (
+    NamedModel,
+    TrainedModels,
+    living_optimizers,
+    models_with_gradients,
+)
+from torchlens_perf.ring import Flag
+from torchlens_perf.steps import EvaluationRule, StepRule
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from torchlens_perf.session import Session
+
+_INSIDE_BACKWARD = 0  # stands for all optimizers that step there, often one for each parameter; no object has this id
+_EVALUATION, _INFERENCE, _SKIPPED = int(Flag.EVALUATION), int(Flag.INFERENCE), int(Flag.SKIPPED)
+
+
+class StepContent(NamedTuple):
+    """What a step held."""
+
+    flags: int
+    micro_steps: int
+
+
+class TrainingLoop:
+    """Of one session. Its callers are guarded."""
+
+    def __init__(self, session: Session, passed: PassedOptimizers) -> None:
+        self._session = session
+        self._passed = passed
+        self._rule = StepRule(len(passed))
+        self._evaluations = EvaluationRule()
+        self._accumulation = Accumulation()
+        self._trained = TrainedModels()
+        self._models_given = False
+        self._roots: list[weakref.ref[Module]] = []  # models that are watched
+        self._inside: list[Optimizer] = []  # that have stepped in the backward pass in progress
+        self._forwards = 0  # with gradients, since the last boundary
+        self._backwards = 0
+        self._without_gradient = False
+        self._skipped = False
+
+    # -- at the begin
+
+    def models_given(self, models: Sequence[NamedModel]) -> None:
+        """The user has said which models to time."""
+        self._models_given = True
+        self._watch(models)
+
+    def begins_after_step_of(self, optimizer: Optimizer) -> None:
+        """The loop goes on: this optimizer has just stepped."""
+        self._rule.optimizer_stepped(id(optimizer), self._passed.position(optimizer))
+        self._know(optimizer)
+
+    def begins_without_optimizer(self) -> None:
+        """The loop goes on, after a backward pass, and there is no optimizer."""
+        self._rule.no_optimizer(alive=False)
+        self._backwards_are_steps()
+
+    # -- what hooks see
+
+    def optimizer_stepped(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
+        """An optimizer's step has returned, or GradScaler has skipped it."""
+        session = self._session
+        if session.recorder.closed:
+            return
+        self._skipped |= skipped
+        if session.recorder.backwards:
+            self._inside.append(optimizer)
+            return
+        is_new = self._passed.is_new(optimizer)
+        self._accumulation.optimizer_stepped(optimizer)
+        self._stepped(id(optimizer), self._passed.position(optimizer))
+        if is_new:
+            self._know(optimizer)
+
+    @guard("begin of a backward pass")
+    def backward_begins(self) -> None:
+        """The outermost backward pass begins."""
+        self._accumulation.backward_begins()
+
+    @guard("backward pass inside of another one")
+    def backward_inside_backward(self) -> None:
+        """It is none of torch's checkpointing; mostly, somebody else's, who recomputes what cannot be told apart."""
+        self._session.not_measured(RECOMPUTE)
+
+    @guard("end of a backward pass")
+    def backward_ended(self) -> None:
+        """The outermost backward pass has ended."""
+        self._backwards += 1
+        self._accumulation.backward_ended()
+        if self._inside:
+            self._stepped_inside()
+            return
+        rule = self._rule
+        rule.backward_ended()
+        if rule.lacks_optimizer():
+            rule.no_optimizer(alive=len(self._passed) > 0 or bool(living_optimizers()))
+            if rule.counts_backwards:
+                self._backwards_are_steps()
+        if rule.backward_is_step():
+            self._session.end_step()
+
+    def forward_ended(self, with_gradient: bool, module: int, is_root: bool) -> None:
+        """A watched module that no other one called has returned. module: its id."""
+        self._forwards += with_gradient
+        self._without_gradient |= not with_gradient
+        if self._rule.forward_ended(with_gradient=with_gradient, module=module, is_root=is_root):
+            self._session.end_step(_INFERENCE)
+
+    def manual_step(self) -> None:
+        """The user has called w.step()."""
+        self._rule.manual_step()
+
+    # -- for the session
+
+    def step_ended(self, *, inference: bool) -> StepContent:
+        """What the step that ends here held."""
+        flags = _SKIPPED if self._skipped else 0
+        if not inference and self._evaluations.step_ended(without_gradient=self._without_gradient):
+            flags |= _EVALUATION
+        # A sum of gradients is what says it; where none is seen, as sharded ones, both passes must be there as often.
+        passes = self._accumulation.step_ended() or min(self._forwards, self._backwards or self._forwards)
+        self._forwards = self._backwards = 0
+        self._without_gradient = self._skipped = False
+        return StepContent(flags, max(1, passes))
+
+    # -- parts
+
+    def _stepped(self, optimizer: int, position: int | None) -> None:
+        ignored = self._rule.ignores_passed
+        if self._rule.optimizer_stepped(optimizer, position):
+            self._session.end_step()
+        if self._rule.ignores_passed and not ignored:
+            self._session.note(
+                f"{self._passed.class_names()}, passed to watch(), has not stepped: steps end with another optimizer, "
+                "which does"
+            )
+
+    def _stepped_inside(self) -> None:
+        optimizers, self._inside = self._inside, []
+        new = [each for each in optimizers if self._passed.is_new(each)]
+        positions = [position for each in optimizers if (position := self._passed.position(each)) is not None]
+        self._stepped(_INSIDE_BACKWARD, max(positions, default=None))
+        for optimizer in new:
+            self._know(optimizer)
+
+    @guard("finding the trained models")
+    def _backwards_are_steps(self) -> None:
+        self._session.note(
+            "no optimizer's step was seen: each backward pass counts as a step; w.step() at the end of your loop says "
+            "it better"
+        )
+        if not self._models_given:
+            self._watch([each for each in models_with_gradients() if not self._is_watched(each.module)])
+
+    @guard("finding the trained models")
+    def _know(self, optimizer: Optimizer) -> None:
+        """It has stepped for the first time: its models are watched, or it is said that they are not."""
+        self._accumulation.add(optimizer)
+        new = [each for each in self._trained.of(optimizer) if not self._is_watched(each.module)]
+        if not self._models_given:
+            self._watch(new)
+            return
+        for each in new:
+            name = each.name or type(each.module).__name__
+            self._session.note(f"{name} is trained too, and its modules are not timed: pass it to watch() as well")
+
+    def _is_watched(self, model: Module) -> bool:
+        """Whether it is a watched model, wraps one, or is a part of one: they have parameters in common."""
+        roots = [root for reference in self._roots if (root := reference()) is not None]
+        watched = {id(parameter) for root in roots for parameter in root.parameters()}
+        return any(id(parameter) in watched for parameter in model.parameters())
+
+    def _watch(self, models: Sequence[NamedModel]) -> None:
+        self._roots += [weakref.ref(each.module) for each in models]
+        self._session.watch_models(models)
