@@ -13,7 +13,8 @@ PACKAGE = Path(perf.__file__).parent
 TRAINING = {
     "", "_native_twin", "capture_files", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events",
     "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
-    "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
+    "first_step", "launch", "native_tap", "probe_schedule",
+    "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
     "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_instruments", "torch_private",
     "memory_readings", "nccl_plugin", "oom_table", "training_loop", "version", "watch",
 }  # fmt: skip
@@ -45,7 +46,7 @@ THIRD_PARTY = {
         "torchrun_flag",
         "watch",
         "devices", "doctor",
-        "session",
+        "first_step", "session",
     },
 }  # fmt: skip
 IMPURE = {"mmap", "os", "pathlib", "socket", "subprocess", "threading", "time"}

@@ -6,8 +6,8 @@
     TORCHLENS_PERF=1 python train.py                   autoload(): entry point torch.backends, at `import torch`
     python -m torchlens_perf run train.py ARGS         run_script(): the same, through an import hook
 
-In a worker nothing but one optimizer hook is installed until an optimizer has stepped: data loader workers, compile
-workers, launchers and tools import torch too, and are not ranks.
+In a worker nothing happens until something trains (first_step.py): data loader workers, compile workers, launchers and
+tools import torch too, and are not ranks.
 """
 
 from __future__ import annotations
@@ -42,26 +42,18 @@ def autoload() -> None:
 
 
 def arm() -> None:
-    """Waits for this process's next optimizer step, and starts a watch at its end. Again is harmless.
+    """Waits for this process's next step, and starts a watch at its end. Again is harmless.
 
     Raises ConfigError for a bad TORCHLENS_PERF_* variable.
     """
     told = configuration.from_environment(os.environ)
-    from torchlens_perf import nccl_plugin
-    from torchlens_perf.hooks.optimizer import relay
+    from torchlens_perf import first_step, nccl_plugin
 
     with guard("offering NCCL the plugin"):
         if told.get("collectives", Config.collectives):
             nccl_plugin.offer_early(os.environ, told.get("nccl", Config.nccl))
 
-    def first_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        relay.after = None
-        with guard("starting at the first optimizer step"):
-            _start(optimizer)
-
-    if relay.after is None:
-        relay.install()
-        relay.after = first_step
+    first_step.wait(_start)
 
 
 def _start(optimizer: Any) -> None:
@@ -69,7 +61,7 @@ def _start(optimizer: Any) -> None:
 
     started = watch()
     try:
-        started.start(after_step_of=optimizer)
+        started.start(in_the_middle=True, after_step_of=optimizer)
     except (RunStoreError, ConfigError) as error:
         _say_off(error)  # a setting in the environment is no reason to stop a script that does not know of us
         return

@@ -218,10 +218,16 @@ class Session:
 
     # -- for watch.py
 
-    def start(self, models: Sequence[NamedModel] | None, after_step_of: Optimizer | None = None) -> None:
+    def start(
+        self,
+        models: Sequence[NamedModel] | None,
+        in_the_middle: bool = False,
+        after_step_of: Optimizer | None = None,
+    ) -> None:
         """Attaches everything. From here on marks are recorded.
 
-        models: None to find them when an optimizer steps. after_step_of: an optimizer that has just stepped.
+        models: None to find them when an optimizer steps. in_the_middle: the loop has made its first step, with
+        after_step_of; None: a loop without an optimizer.
         """
         swallowed.on_error = self._ring.count_internal_error
         with guard("keeping torch.compile away from our hooks"):
@@ -229,7 +235,10 @@ class Session:
         self._attach(default_hooks(self.config, self._backward))
         if models is not None:
             self.loop.models_given(models)
-        if after_step_of is not None:
+        if in_the_middle and after_step_of is None:
+            self.loop.begins_without_optimizer()
+            self.note("recording began after the second backward pass: the steps until there are not measured")
+        elif after_step_of is not None:
             self.loop.begins_after_step_of(after_step_of)
             self.note("recording began after the first optimizer step, which is therefore not measured")
         recorder = self.recorder

@@ -129,18 +129,21 @@ class Watch:
         if watch._session is not None:
             watch._session.manual_step(tokens)
 
-    def start(self, after_step_of: Optimizer | None = None) -> None:
+    def start(self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None) -> None:
         """Makes the run directory, the ring, the hooks and the sidecar; does nothing where recording is off.
 
-        after_step_of: the optimizer whose first step has just returned (launch.py).
+        in_the_middle: of a loop that has made its first step (launch.py). after_step_of: the optimizer whose step has
+        just returned; None where the loop has none.
         Raises RunStoreError where nothing can be kept.
         """
         global _running, _watches_so_far
+        from torchlens_perf import first_step
         from torchlens_perf.hooks.passed_optimizers import PassedOptimizers
         from torchlens_perf.session import Session
 
         if not self._enabled:
             return
+        first_step.stop_waiting()
         folder, earlier = Path(self._config.dir).absolute(), _watches_so_far
         _watches_so_far += 1
         who = identity.detect(os.environ, lambda digest: run_directory.claim_run_id(folder, digest), earlier)
@@ -150,7 +153,7 @@ class Watch:
             run,
             who,
             self._config.ring_capacity,
-            first_step=0 if after_step_of is None else 1,
+            first_step=int(in_the_middle),
             keep=not self._config.sidecar,
         )
         session = Session(self._config, who, ring, PassedOptimizers(self._optimizers))
@@ -159,7 +162,7 @@ class Watch:
         # The user may delete them inside the watch, to free their memory.
         models, self._models, self._optimizers = self._models, None, []
         try:
-            session.start(models, after_step_of)
+            session.start(models, in_the_middle, after_step_of)
         except ConfigError:
             session.close({})
             raise
@@ -230,10 +233,12 @@ def _print_report(run: RunDirectory, config: Config) -> None:
 
 def _forget_in_child() -> None:
     if _running is not None:
+        from torchlens_perf import first_step
         from torchlens_perf.hooks.optimizer import relay
         from torchlens_perf.launch import autoload
 
         _running.abandon()
+        first_step.stop_waiting()
         relay.before = relay.after = None
         autoload()  # a child of a recorded process may be a trainer too: it waits for a step of its own
 
