@@ -16,8 +16,8 @@ from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.records import Verdict
 from torchlens_perf.report.build import SCHEMA, build
+from torchlens_perf.report.quantities import duration, percent
 from torchlens_perf.report.terminal import render, show
-from torchlens_perf.report.verdict import duration, percent
 from torchlens_perf.ring import Flag, Kind
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.sidecar import Sidecar
@@ -55,15 +55,17 @@ def test_schema(run: RunDirectory) -> None:
         rank.steps(1, **WORK)
     value = json.loads(json.dumps(report_on(run, ranks), allow_nan=False))
 
-    assert SCHEMA == value["schema"] == 1
+    assert SCHEMA == value["schema"] == 2
     assert set(value) == {
         "schema", "run", "steps", "ranks", "heat", "modules", "sections", "device_sections", "collectives",
         "slow_links", "captures", "gpus", "links", "verdicts", "quality",
     }  # fmt: skip
     assert {"id", "world_size", "nodes", "started", "ended"} <= set(value["run"])
     assert {"count", "p50_s", "p95_s", "p99_s", "max_s"} <= set(value["steps"])
-    assert {"rank", "host", "own_s", "phases"} <= set(value["ranks"][0])
-    assert set(value["ranks"][0]["phases"]["forward"]) == {"p50_s", "mean_s", "share"}
+    assert {"total_s", "alike", "long", "sampled_lack_of_cpu"} <= set(value["steps"])
+    assert {"rank", "host", "own_s", "phases", "typical", "not_measured"} <= set(value["ranks"][0])
+    assert set(value["ranks"][0]["phases"]["forward"]) == {"typical_s", "p50_s", "mean_s", "share"}
+    assert set(value["ranks"][0]["typical"]) == {"s", "own_s", "work_s", "parts", "lack_of_cpu"}
     assert set(value["verdicts"][0]) == {*Verdict.__dataclass_fields__, "where"}
     assert {"records", "lost", "coverage", "overhead_share", "notes"} <= set(value["quality"])
     assert {"name", "calls", "own_s", "by_rank"} <= set(value["modules"][0])
@@ -108,7 +110,7 @@ def test_where_the_time_goes(run: RunDirectory, parts: dict[str, float], kind: s
     (verdict,) = report_on(run, [rank])["verdicts"]
 
     assert (verdict["kind"], verdict["phase"], verdict["rank"]) == (kind, phase, None)
-    assert verdict["evidence"]["shares"][phase] == pytest.approx(parts[phase] / sum(parts.values()))
+    assert verdict["evidence"]["uses_s"][kind] == pytest.approx(parts[phase] / 1e3)
     assert word in verdict["text"].partition(" Next: ")[2]
     assert (verdict["cost_share"] > 0) == (kind != "compute_bound")
 

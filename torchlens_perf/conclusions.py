@@ -100,7 +100,13 @@ class Conclusions:
                 modules_ns = source.state.statistics.modules_ns()
                 self.job.progress(identity, _place(source), now, groups, source.stack_file, modules_ns)
         with self.going_on(_SIGNALS):
-            self.job.add_signals(self.signals.sample(sources.newest(), now_s), now_s)
+            sampled = self.signals.sample(sources.newest(), now_s)
+            self.job.add_signals(sampled, now_s)
+            for source in sources.newest():
+                share = sampled.get(source.state.identity.rank, {}).get("cpu_wait_share")
+                if share is not None:
+                    waited, samples = source.state.cpu_wait
+                    source.state.cpu_wait = [waited + share, samples + 1]
         with self.going_on(_JUDGING):
             self._take_over(self.job.look(now_s, final=final), sources)
         self._state.hang = self.job.hang

@@ -93,7 +93,8 @@ def describe(
     episode.work_ns = float(parts.sum(axis=1).mean())
     episode.others_work_ns = float(np.median(board.parts_ns[np.ix_(sample, at)].sum(axis=2), axis=0).mean())
     episode.step_ns = float(np.median(board.duration_ns[index, at]))
-    episode.cost_ns = _cost_ns(board, index, others, at)
+    # Where it also lacks a CPU, the job waits for that too; but that is none of what makes it slower than the others.
+    episode.cost_ns = min(_cost_ns(board, index, others, at), max(0.0, episode.excess_ns))
     load = board.workload[np.ix_(np.append(sample, index), at)].astype(np.float64)
     if np.isfinite(load).all() and (typical := float(np.median(load[:-1]))) > 0:
         episode.more_workload = float(load[-1].mean()) / typical - 1

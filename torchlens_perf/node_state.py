@@ -17,7 +17,7 @@ from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.straggler import NOTHING, Findings
 
-SCHEMA = 5
+SCHEMA = 6
 
 
 @dataclasses.dataclass
@@ -38,6 +38,10 @@ class ProcessState:
     model: str = ""
     """What it computes, see identity.model_digest."""
     memory_source: str = ""
+    compute_device: str = ""
+    """What its models are on: "cpu", "cuda", ...; "" where that is not known."""
+    deeper_modules: bool = False
+    """Whether its models have modules below those that are timed."""
     device: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of the device's times: which clock, how far off, and how many are missing for what reason; empty without any."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -50,6 +54,11 @@ class ProcessState:
     """What a process that died was inside of."""
     groups: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Process groups that it has used: members and description."""
+    not_measured: list[str] = dataclasses.field(default_factory=list)
+    """Parts of the step that are there, or may be, and that nothing tells from the others."""
+    cpu_wait: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
+    """Of the sidecar's samples: the sum of the shares of time in which its main thread was ready and had no CPU, and
+    how many samples there are."""
     out_of_memory: dict[str, Any] | None = None
     """The newest table that it wrote when its device's memory ran out, see hooks/out_of_memory.py."""
 
@@ -76,7 +85,8 @@ class ProcessState:
 
 _PLAIN_FIELDS = (
     "counted", "ended", "trace_every", "native", "model", "memory_source", "device", "notes", "unbalanced", "too_deep",
-    "names_lost", "internal_errors", "tool_ns", "open_spans", "groups",
+    "names_lost", "internal_errors", "tool_ns", "open_spans", "groups", "not_measured", "cpu_wait",
+    "compute_device", "deeper_modules",
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from torchlens_perf.memory_statistics import MemoryStatistics
 from torchlens_perf.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.ring import Flag, Kind, name_of
 from torchlens_perf.sketch import Sketch
+from torchlens_perf.step_mix import StepMix
 from torchlens_perf.step_rows import OTHER_WORK
 
 if TYPE_CHECKING:
@@ -23,9 +24,12 @@ FIRST_WINDOW_STEPS = 8
 MOST_WINDOWS = 512
 # What else a step may do that a reader of its time wants to know.
 TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION | Flag.CAPTURED)
+# Steps whose modules' times are no part of what a step takes: they evaluate, or are slowed by what is no training.
+_UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
 # Steps that are in no window: they do other work than training steps.
 _OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.PROBED | Flag.CAPTURED)
 _OWN = [PARTS.index(part) for part in OWN_PARTS]
+_CALLS, _FORWARD_PHASES = (int(Kind.MODULE), int(Kind.FORWARD)), (int(Kind.FORWARD), int(Kind.RECOMPUTE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +189,17 @@ def _work_ns(table: StepTable) -> npt.NDArray[np.float64]:
     return work
 
 
+def _by_kind_and_name(records: npt.NDArray[np.void]) -> Iterator[tuple[int, int, npt.NDArray[np.void]]]:
+    """The records of each kind and name id."""
+    if not len(records):
+        return
+    keys = records["kind"].astype(np.int64) << 32 | records["name_id"]
+    order = np.argsort(keys, kind="stable")
+    unique, starts = np.unique(keys[order], return_index=True)
+    for key, rows in zip(unique.tolist(), np.split(order, starts[1:]), strict=True):
+        yield key >> 32, key & 0xFFFFFFFF, records[rows]
+
+
 @dataclasses.dataclass
 class CollectiveCount:
     """One operation on one group."""
@@ -209,6 +224,9 @@ class RankStatistics:
         self.own = Sketch()
         self.work = Sketch()  # own time without that in which the thread was ready and had no CPU, where that is known
         self.parts = {part: Sketch() for part in PARTS}
+        self.mix = StepMix()
+        self.usual_steps = 0  # that the modules' times are of
+        self.usual_forward_ns = 0  # the forward phase of those
         self.modules: dict[str, Sketch] = {}
         self.module_backwards: dict[str, Sketch] = {}
         self.sections: dict[str, Sketch] = {}
@@ -229,6 +247,7 @@ class RankStatistics:
             self._add_steps(steps)
         warm = self.first_step is not None and records["step"] >= self.first_step + WARM_UP_STEPS
         self._add_named(records[warm], names)
+        self._add_modules(records, steps, names)
         self.device.add(records[warm], names)
         self.memory.add(records, names)
 
@@ -247,33 +266,51 @@ class RankStatistics:
         self.work.add(_work_ns(table)[measured].astype(np.int64))
         for index, part in enumerate(PARTS):
             self.parts[part].add(table.parts_ns[warm, index])
+        self.mix.add(table.where(warm))
         self.memory_bytes = int(table.memory_bytes[-1])
         self.memory_most_bytes = max(self.memory_most_bytes, int(table.memory_bytes.max()))
         self.micro_steps = int(np.median(table.micro_steps))
         self.flags_seen |= int(np.bitwise_or.reduce(table.flags))
         self.history.add(table)
 
+    def _add_modules(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
+        """Own times of the modules that forward passes of usual steps call: what the forward phase is made of."""
+        usual = (steps.flags & _UNUSUAL) == 0
+        if self.first_step is not None:
+            usual &= steps.step >= self.first_step + WARM_UP_STEPS
+        self.usual_steps += int(usual.sum())
+        calls = np.isin(records["kind"], _CALLS) & ((records["flags"] & Flag.OTHER_THREAD) == 0)
+        calls[calls] = np.isin(records["step"][calls], steps.step[usual])
+        # A call is recorded after those inside of it: the next phase of its kind is the one that it is in.
+        phases = np.flatnonzero(
+            np.isin(records["kind"], _FORWARD_PHASES) & ((records["flags"] & Flag.OTHER_THREAD) == 0)
+        )
+        inside = np.searchsorted(phases, np.flatnonzero(calls))
+        kinds = np.append(records["kind"][phases], Kind.FORWARD)[inside]
+        rows = np.flatnonzero(calls)[kinds == Kind.FORWARD]
+        passes = records[rows][records["kind"][rows] == Kind.FORWARD]
+        self.usual_forward_ns += int((passes["duration_ns"] - passes["phase_ns"]).sum())
+        for _, name_id, own in _by_kind_and_name(records[rows]):
+            own_ns = own["duration_ns"] - own["nested_ns"]
+            self.modules.setdefault(name_of(names, name_id).removeprefix("forward "), Sketch()).add(own_ns)
+
     def _add_named(self, records: npt.NDArray[np.void], names: list[str]) -> None:
-        if not len(records):
-            return
-        keys = records["kind"].astype(np.int64) << 32 | records["name_id"]
-        order = np.argsort(keys, kind="stable")
-        unique, starts = np.unique(keys[order], return_index=True)
-        for key, rows in zip(unique.tolist(), np.split(order, starts[1:]), strict=True):
-            kind, name_id = key >> 32, key & 0xFFFFFFFF
-            name = name_of(names, name_id)
-            durations_ns = records["duration_ns"][rows]
-            if kind in (Kind.MODULE, Kind.FORWARD):
-                own_ns = durations_ns - records["nested_ns"][rows]
-                self.modules.setdefault(name.removeprefix("forward "), Sketch()).add(own_ns)
-            elif kind == Kind.MODULE_BACKWARD:
+        for kind, name_id, its in _by_kind_and_name(records):
+            name, durations_ns = name_of(names, name_id), its["duration_ns"]
+            if kind == Kind.MODULE_BACKWARD:
                 self.module_backwards.setdefault(name, Sketch()).add(durations_ns)
             elif kind == Kind.SECTION:
                 self.sections.setdefault(name, Sketch()).add(durations_ns)
             elif kind == Kind.COLLECTIVE:
                 count = self.collectives.setdefault(name, CollectiveCount())
                 count.sketch.add(durations_ns)
-                count.bytes += int(records["value0"][rows].sum())
+                count.bytes += int(its["value0"].sum())
+
+    def module_shares(self) -> dict[str, float]:
+        """Own forward time of each module, as a share of the forward phase, in usual steps."""
+        if not self.usual_forward_ns:
+            return {}
+        return {name: sketch.sum_ns / self.usual_forward_ns for name, sketch in self.modules.items()}
 
     @property
     def coverage(self) -> float:
@@ -283,8 +320,8 @@ class RankStatistics:
         return self.counted_steps / (self.last_step - self.first_step + 1)
 
     def modules_ns(self) -> dict[str, float]:
-        """Mean own forward time a step of each module; empty until a step counts."""
-        steps = self.step.count
+        """Mean own forward time of each module in a usual step; empty until a step counts."""
+        steps = self.usual_steps
         return {name: sketch.sum_ns / steps for name, sketch in self.modules.items()} if steps else {}
 
     def to_json(self) -> dict[str, Any]:
@@ -298,6 +335,7 @@ class RankStatistics:
             name: {"bytes": count.bytes, "sketch": count.sketch.to_json()} for name, count in self.collectives.items()
         }
         value["history"] = self.history.to_json()
+        value["mix"] = self.mix.to_json()
         value["device"] = self.device.to_json()
         value["memory"] = self.memory.to_json()
         return value
@@ -316,6 +354,7 @@ class RankStatistics:
         for name, count in value["collectives"].items():
             statistics.collectives[name] = CollectiveCount(Sketch.from_json(count["sketch"]), int(count["bytes"]))
         statistics.history = WindowHistory.from_json(value["history"])
+        statistics.mix = StepMix.from_json(value["mix"])
         statistics.device = DeviceStatistics.from_json(value["device"])
         if "memory" in value:  # of an older run there is none
             statistics.memory = MemoryStatistics.from_json(value["memory"])
@@ -324,7 +363,8 @@ class RankStatistics:
 
 _PLAIN_FIELDS = (
     "records", "lost", "first_step", "last_step", "counted_steps", "started_ns", "ended_ns", "memory_bytes",
-    "memory_most_bytes", "micro_steps", "flags_seen",
+    "memory_most_bytes", "micro_steps", "flags_seen", "usual_steps",
+    "usual_forward_ns",
 )  # fmt: skip
 _SKETCHES = ("warm_up", "step", "own", "work")
 _SKETCH_TABLES = ("parts", "modules", "module_backwards", "sections")

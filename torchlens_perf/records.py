@@ -54,6 +54,10 @@ class StepTable:
     def __len__(self) -> int:
         return len(self.step)
 
+    def where(self, chosen: npt.NDArray[np.bool_]) -> StepTable:
+        """The chosen steps."""
+        return StepTable(**{field.name: getattr(self, field.name)[chosen] for field in dataclasses.fields(StepTable)})
+
     @property
     def own_ns(self) -> npt.NDArray[np.int64]:
         """Own time: the step without the time blocked in communication and without ours."""

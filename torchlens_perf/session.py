@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import weakref
@@ -83,7 +84,9 @@ def default_hooks(config: Config, backward: BackwardHook) -> list[Hook]:
 class Session:
     """The parts of one watch, on the training thread. Hooks hold it; nothing of it is public."""
 
-    def __init__(self, config: Config, identity: Identity, ring: RingFile, passed: PassedOptimizers) -> None:
+    def __init__(
+        self, config: Config, identity: Identity, ring: RingFile, passed: PassedOptimizers | None = None
+    ) -> None:
         self.config = config
         self.identity = identity
         self.host_clock = HostClock()
@@ -99,13 +102,15 @@ class Session:
         self.recomputing = 0  # how many checkpoints of torch's own are being run again
         self.own_memory_history = False  # a history of device memory is recorded, and is ours and so bounded
         self.ring_path = ring.path
+        self.compute_device = ""  # that the watched models are on: "cuda", "cpu", ...; "": not known yet
+        self._deeper_modules = False  # there are others below those that are timed
         self.groups: dict[str, dict[str, Any]] = {}  # process groups that were used: members and description
         self.device_groups: set[tuple[str, str]] = set()  # process groups with tensors on a device, and which kind
         self.collective_events: CollectiveEvents | None = None  # times those that nothing else tells of
         self._group_slots: dict[str, int] = {}
         self._ring = ring
-        self.loop = TrainingLoop(self, passed)
-        self.passed = passed
+        self.passed = PassedOptimizers() if passed is None else passed
+        self.loop = TrainingLoop(self, self.passed)
         self._probes = ProbeSchedule(config.backward_every)
         self._unprobed_since = self._before_probe = (0, 0, 0)  # _now() after the last probed step, before the next one
         self._at_step: dict[Callable[[], object], str] = {}
@@ -242,8 +247,7 @@ class Session:
             self.loop.begins_after_step_of(after_step_of)
             self.note("recording began after the first optimizer step, which is therefore not measured")
         recorder = self.recorder
-        if self.communicates():
-            recorder.start_thread_time()
+        recorder.start_thread_time()
         recorder.probe = int(self._probes.wants(recorder.step))
         self._unprobed_since = self._before_probe = self._now()
         recorder.activate()
@@ -255,6 +259,8 @@ class Session:
             modules = [each for each in selection.modules if not self._watches(each.module)]
             self._watched.update((id(each.module), weakref.ref(each.module)) for each in modules)
             self._module_names.update(each.name for each in modules)
+            self._deeper_modules |= not selection.all_levels
+            self.compute_device = self.compute_device or _device_of(model.module)
             self._attach([ModuleHook(modules, self._backward)])
 
     def _watches(self, module: Module) -> bool:
@@ -365,6 +371,8 @@ class Session:
                 "memory_source": self.memory_source,
                 "notes": self._notes,
                 "not_measured": self._not_measured,
+                "compute_device": self.compute_device,
+                "deeper_modules": self._deeper_modules,
                 "job_store": job_store(os.environ) if self.config.exchange else None,
                 "device": self.device,
                 "gpus": self.gpus,
@@ -373,3 +381,9 @@ class Session:
                 "settings": {name: getattr(self.config, name) for name in _TOLD} | self._report,
             }
         )
+
+
+def _device_of(model: Module) -> str:
+    """The kind of device that a model's first parameter is on; "" where it has none yet."""
+    kinds = {parameter.device.type for parameter in itertools.islice(model.parameters(), 1)} - {"meta"}
+    return next(iter(kinds), "")

@@ -265,6 +265,8 @@ class Sidecar:
         metadata = reader.metadata()
         if metadata:
             state.native, state.notes = metadata["native"], metadata["notes"]
+            state.not_measured, state.compute_device = metadata["not_measured"], metadata["compute_device"]
+            state.deeper_modules = metadata["deeper_modules"]
             state.model, state.memory_source = metadata["model"], metadata["memory_source"]
             state.device, state.gpus = metadata["device"], metadata["gpus"]
             state.groups = metadata["groups"]

@@ -72,8 +72,8 @@ class RowMaker:
         if not complete.any():
             return None
         merged = _concatenate(self._tables)
-        self._tables = [_select(merged, ~complete)] if not complete.all() else []
-        return _rows(_select(merged, complete), self.width)
+        self._tables = [merged.where(~complete)] if not complete.all() else []
+        return _rows(merged.where(complete), self.width)
 
     def rest(self) -> Rows | None:
         """The last row, of the steps that do not fill one; when the run has ended."""
@@ -97,17 +97,13 @@ def _concatenate(tables: list[StepTable]) -> StepTable:
     return StepTable(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in fields})
 
 
-def _select(table: StepTable, chosen: npt.NDArray[np.bool_]) -> StepTable:
-    return StepTable(**{field.name: getattr(table, field.name)[chosen] for field in dataclasses.fields(StepTable)})
-
-
 def _rows(table: StepTable, width: int) -> Rows:
     keys = table.step // width * width
     if width > 1:
         # One step of another kind, as one in 16 that is probed, must not take its whole row.
         kept = (table.flags & OTHER_WORK) == 0
         kept |= ~np.isin(keys, keys[kept])
-        table, keys = _select(table, kept), keys[kept]
+        table, keys = table.where(kept), keys[kept]
     steps, starts = np.unique(keys, return_index=True)
     counts = np.diff([*starts, len(keys)])
     measured = table.ready_ns[:, 0] >= 0

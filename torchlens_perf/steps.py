@@ -9,15 +9,47 @@ from collections import Counter
 _GONE_AFTER = 32
 # What was passed to watch() never steps when other optimizers have stepped so often without it.
 _UNUSED_AFTER = 3
+# Turns of several optimizers, after which it is known which of them step once in each.
+_KNOWN_AFTER = 4
 # With an optimizer alive that has not stepped yet, gradients may be accumulated: so many backward passes are no step.
 _MAX_ACCUMULATION = 256
+
+
+class _Turns:
+    """Which of several optimizers step exactly once in each turn of the loop. A turn begins with the first one's step.
+
+    An actor that is updated in every second turn, or twice in it, does not say where a turn ends.
+    """
+
+    def __init__(self, optimizers: int) -> None:
+        self._once = set(range(optimizers))
+        self._counts: Counter[int] = Counter()
+        self._turns = -1  # that are over
+
+    def stepped(self, position: int) -> bool:
+        """One of them, by its position, has stepped. Returns whether it is known just now which are the ones."""
+        if self._turns == _KNOWN_AFTER:
+            return False
+        if position == 0:
+            if self._turns >= 0:
+                self._once = {each for each in self._once if each == 0 or self._counts[each] == 1}
+            self._turns += 1
+            self._counts.clear()
+        self._counts[position] += 1
+        return self._turns == _KNOWN_AFTER
+
+    @property
+    def last(self) -> int:
+        """The last of those that do."""
+        return max(self._once)
 
 
 class StepRule:
     """Decides the step boundaries of one loop.
 
     A step ends with the optimizer's step, also if GradScaler skips it. Several optimizers that take turns make one
-    step: it ends with the last of those passed to watch(), else with the first one seen, which is as good in a loop.
+    step: it ends with the last of those passed to watch() that steps once in each turn, else with the first one seen,
+    which is as good in a loop.
     If none of those passed ever steps and another one does, that one counts. Until an optimizer has stepped, forward
     passes without gradients are the steps (inference); in a loop without any optimizer, backward passes are. Once the
     user calls w.step(), nothing else ends one.
@@ -26,6 +58,8 @@ class StepRule:
     def __init__(self, passed: int = 0) -> None:
         """passed: how many optimizers were passed to watch(); 0: any optimizer ends a step."""
         self._passed = passed
+        self._turns = _Turns(passed)
+        self._last = passed - 1  # of those passed: it ends the step
         self._ending: int | None = None  # the optimizer that ends the step
         self._others: Counter[int] = Counter()  # steps, since the last boundary, of those that did not end it
         self._strangers = 0  # steps of optimizers that were not passed, before any of those passed has stepped
@@ -58,6 +92,8 @@ class StepRule:
                 if self.ignores_passed:
                     self.ignores_passed, self._ending = False, None
                 self._strangers = -1  # what was passed steps: others never count
+                if self._turns.stepped(passed) and self._turns.last != self._last:
+                    self._last, self._ending = self._turns.last, None
             elif self._strangers < 0:
                 return False
             else:
@@ -77,7 +113,7 @@ class StepRule:
     def _takes_over(self, optimizer: int, passed: int | None) -> bool:
         """Whether this one ends the steps from now on: it is the first one, or the one that ended them has gone."""
         if self._passed and not self.ignores_passed:
-            may_end = self._ending is None and passed == self._passed - 1
+            may_end = self._ending is None and passed == self._last
             return may_end or self._others[optimizer] >= _GONE_AFTER
         return self._ending is None or self._others[optimizer] >= 1
 

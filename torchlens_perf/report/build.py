@@ -13,22 +13,23 @@ from torchlens_perf.collective_statistics import merged_operations
 from torchlens_perf.node_judge import place_of
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics, Windows
-from torchlens_perf.records import PARTS, Verdict
+from torchlens_perf.records import Verdict
 from torchlens_perf.report import verdict
 from torchlens_perf.report.collective_table import collective_rows, newest_joins
-from torchlens_perf.report.device_rows import device_notes, device_sections, device_times
+from torchlens_perf.report.device_rows import device_notes, device_sections, device_times, own_device_times
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.gpu_rows import gpu_rows, link_rows, telemetry_notes
 from torchlens_perf.report.heat import heat
 from torchlens_perf.report.memory_rows import memory_notes, memory_of
 from torchlens_perf.report.oom_words import out_of_memory_note
+from torchlens_perf.report.step_classes import phases, sampled_lack_of_cpu, step_classes, typical_step
 from torchlens_perf.ring import Flag
 from torchlens_perf.site import site
 from torchlens_perf.sketch import Sketch
 from torchlens_perf.slow_link import LinkFindings, slow_links
 from torchlens_perf.straggler import Place
 
-SCHEMA = 1
+SCHEMA = 2
 # A mark in the middle of a step costs about this much more than the tight loop's 0.1 us: caches are cold there
 # (docs/performance.md has the measurement).
 MARK_NS = 400.0
@@ -142,7 +143,16 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
         "ended": None if live or not ended else _time(max(ended)),
         "last_step_at": _time(max(ended)) if ended else None,
         "live": live,
+        "device": _device(processes),
+        "deeper_modules": any(process.deeper_modules for process in processes.values()),
     }
+
+
+def _device(processes: dict[int, ProcessState]) -> str | None:
+    """What the ranks compute on, if that is another device than the CPU: "GPU", or torch's name of its kind."""
+    kinds = {process.compute_device for process in processes.values()} - {"", "cpu"}
+    kind = min(kinds, default=None)
+    return "GPU" if kind == "cuda" else kind
 
 
 def _unix_ns(process: ProcessState, monotonic_ns: int) -> int:
@@ -161,9 +171,21 @@ def _steps(
     steps.update(distribution(merged))
     steps["warm_up_max_s"] = warm_up.largest / 1e9 if warm_up.count else None
     steps["trend"] = _trend(windows)
-    steps["inference"] = any(p.statistics.flags_seen & Flag.INFERENCE for p in processes.values())
+    steps["inference"] = any(_is_inference(p) for p in processes.values())
     steps["micro_steps"] = max((p.statistics.micro_steps for p in processes.values()), default=0)
+    steps.update(step_classes(processes.values()))
+    steps["sampled_lack_of_cpu"] = sampled_lack_of_cpu(processes.values())
     return steps
+
+
+def _is_inference(process: ProcessState) -> bool:
+    """Whether most of its steps are forward passes."""
+    kinds = process.statistics.mix.by_flags()
+    counts = {flags: sum(each.count for each in bins) for flags, bins in kinds.items()}
+    inference = sum(count for flags, count in counts.items() if flags & Flag.INFERENCE)
+    if not counts:
+        return bool(process.statistics.flags_seen & Flag.INFERENCE)
+    return 2 * inference > sum(counts.values())
 
 
 def _trend(windows: dict[int, Windows]) -> dict[str, Any] | None:
@@ -185,16 +207,7 @@ def _trend(windows: dict[int, Windows]) -> dict[str, Any] | None:
 
 def _rank(rank: int, process: ProcessState) -> dict[str, Any]:
     statistics = process.statistics
-    total_ns = statistics.step.sum_ns
-    phases = {}
-    for part in PARTS:
-        sketch = statistics.parts[part]
-        if sketch.largest > 0 and total_ns:
-            phases[part] = {
-                "p50_s": sketch.quantile_ns(0.5) / 1e9,
-                "mean_s": sketch.mean_ns() / 1e9,
-                "share": sketch.sum_ns / total_ns,
-            }
+    typical = typical_step(statistics)
     return {
         "rank": rank,
         "host": process.identity.host,
@@ -209,7 +222,9 @@ def _rank(rank: int, process: ProcessState) -> dict[str, Any]:
         "step_s": distribution(statistics.step),
         "own_s": distribution(statistics.own),
         "work_s": distribution(statistics.work) if statistics.work.count else None,
-        "phases": phases,
+        "typical": typical,
+        "phases": {} if typical is None else phases(statistics, typical),
+        "not_measured": process.not_measured,
         "memory": memory_of(process),
         "out_of_memory": process.out_of_memory,
         "device": device_times(process),
@@ -221,10 +236,11 @@ def _rank(rank: int, process: ProcessState) -> dict[str, Any]:
 def _modules(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
     """All timed modules by own forward time, most first.
 
-    `by_rank` holds each rank's mean own time per step; `backward_by_rank` its median backward time, from the steps in
-    which that was taken, with the modules inside it.
+    `by_rank` holds each rank's own time in a typical step: its share of the forward phase there; `backward_by_rank` its
+    median backward time, from the steps in which that was taken, with the modules inside it.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    own_s = {rank: _own_s_of_modules(process) for rank, process in processes.items()}
     for name in _all_names(processes, "modules"):
         merged, by_rank = Sketch(), {}
         backward, backward_by_rank = Sketch(), {}
@@ -233,7 +249,7 @@ def _modules(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
             sketch = process.statistics.modules.get(name)
             if sketch is not None:
                 merged.merge(sketch)
-                by_rank[str(rank)] = _per_step_s(sketch, process)
+                by_rank[str(rank)] = own_s[rank][name]
             device.merge(process.statistics.device.modules.get(name, Sketch()))
             sampled = process.statistics.module_backwards.get(name)
             if sampled is not None:
@@ -251,7 +267,16 @@ def _modules(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
                 "device_s": distribution(device) if device.count else None,
             }
         )
-    return sorted(rows, key=lambda row: -row["own_s_per_step"])
+    own_on_device = own_device_times(processes, [row["name"] for row in rows])
+    for row in rows:
+        row["device_own_s_per_step"] = own_on_device.get(row["name"])
+    return sorted(rows, key=lambda row: (-(row["device_own_s_per_step"] or 0.0), -row["own_s_per_step"]))
+
+
+def _own_s_of_modules(process: ProcessState) -> dict[str, float]:
+    typical = typical_step(process.statistics)
+    forward_s = typical["parts"].get("forward", 0.0) if typical is not None else 0.0
+    return {name: share * forward_s for name, share in process.statistics.module_shares().items()}
 
 
 def _per_step_s(sketch: Sketch, process: ProcessState) -> float:

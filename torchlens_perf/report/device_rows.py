@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torchlens_perf.node_state import ProcessState
@@ -34,6 +35,29 @@ def device_times(process: ProcessState) -> dict[str, Any] | None:
         "behind_s": distribution(device.behind),
         "caught_up": device.caught_up_share,
     }
+
+
+def own_device_times(processes: dict[int, ProcessState], names: Sequence[str]) -> dict[str, float]:
+    """By module, seconds of the device a typical step without those of the modules inside of it; the mean over the
+    ranks. Only of modules that the device has timed.
+
+    What it times is a whole call, in sampled steps: the calls are those of all usual steps.
+    """
+    found: dict[str, list[float]] = {}
+    for process in processes.values():
+        statistics = process.statistics
+        if not statistics.usual_steps:
+            continue
+        whole_s = {
+            name: sketch.mean_ns() / 1e9 * statistics.modules[name].count / statistics.usual_steps
+            for name, sketch in statistics.device.modules.items()
+            if sketch.count and name in statistics.modules
+        }
+        for name, seconds in whole_s.items():
+            inside = [other for other in whole_s if other.startswith(f"{name}.")]
+            nearest = [each for each in inside if not any(each.startswith(f"{other}.") for other in inside)]
+            found.setdefault(name, []).append(max(0.0, seconds - sum(whole_s[each] for each in nearest)))
+    return {name: sum(found[name]) / len(found[name]) for name in names if name in found}
 
 
 def device_sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:

@@ -8,12 +8,13 @@ from typing import Any
 from rich.text import Text
 
 from torchlens_perf.records import PARTS
-from torchlens_perf.report.quantities import amount, duration_or_dash, printable
+from torchlens_perf.report.quantities import amount, duration, duration_or_dash, printable
 from torchlens_perf.report.tables import Column, FittingTable
 
 _MOST_RANKS = 16
 _BAR_LETTERS = 16
-_BAR, _OWN, _WORK = "share of the step", "own", "work"
+_WORTH_A_COLUMN = 0.02  # of the step
+_BAR, _OWN, _WORK, _NO_CPU = "share of the step", "own", "work", "no CPU"
 _HEADERS = {"communication": "wait", "recompute": "recomp."}
 _LETTERS = {
     "data": "d", "forward": "f", "recompute": "r", "backward": "b", "optimizer": "o", "communication": "w", "host": "h",
@@ -25,12 +26,13 @@ _STYLES = {
 
 
 def rank_table(report: dict[str, Any]) -> FittingTable:
-    """Medians per step of each rank; of many, those with the most own time."""
+    """The typical step of each rank; of many ranks, those with the most own time."""
     ranks = report["ranks"]
     if len(ranks) > _MOST_RANKS:
-        slowest = sorted(ranks, key=lambda rank: -(rank["own_s"]["p50_s"] or 0.0))[:_MOST_RANKS]
+        slowest = sorted(ranks, key=lambda rank: -(_typical(rank, "own_s") or 0.0))[:_MOST_RANKS]
         ranks = sorted(slowest, key=lambda rank: rank["rank"])
-    parts = [part for part in PARTS if any(part in rank["phases"] for rank in report["ranks"]) and part != "tool"]
+    seen = {part for rank in report["ranks"] for part in (*rank["phases"], *rank["not_measured"])}
+    parts = [part for part in PARTS if part in seen and part != "tool"]
     several_hosts = len({rank["host"] for rank in report["ranks"]}) > 1
 
     def column(
@@ -40,11 +42,13 @@ def rank_table(report: dict[str, Any]) -> FittingTable:
 
     columns = [
         column("rank", 9, lambda rank: _label(rank, several_hosts=several_hosts), left=True),
-        column("step", 9, lambda rank: duration_or_dash(rank["step_s"]["p50_s"])),
-        column(_OWN, 0.8, lambda rank: duration_or_dash(rank["own_s"]["p50_s"])),
+        column("step", 9, lambda rank: duration_or_dash(_typical(rank, "s"))),
+        column(_OWN, 0.8, lambda rank: duration_or_dash(_typical(rank, "own_s"))),
     ]
-    if any(rank["work_s"] for rank in report["ranks"]):
-        columns.append(column(_WORK, 0.9, lambda rank: duration_or_dash(rank["work_s"] and rank["work_s"]["p50_s"])))
+    if any(_typical(rank, "work_s") is not None for rank in report["ranks"]):
+        columns.append(column(_WORK, 0.9, lambda rank: duration_or_dash(_typical(rank, "work_s"))))
+    if any(_no_cpu_share(rank) >= _WORTH_A_COLUMN for rank in ranks):
+        columns.append(column(_NO_CPU, 0.95, lambda rank: duration_or_dash(_no_cpu_s(rank))))
     for part in parts:
         shares = [rank["phases"][part]["share"] for rank in ranks if part in rank["phases"]]
         columns.append(_phase_column(part, ranks, 0.3 + max(shares, default=0.0)))
@@ -57,14 +61,34 @@ def rank_table(report: dict[str, Any]) -> FittingTable:
         legend = "own: without waiting" if _OWN in headers else ""
         if _WORK in headers:
             legend += "; work: without lack of a CPU too" if legend else "work: without waiting and lack of a CPU"
+        if _NO_CPU in headers:
+            legend += f"{'; ' * bool(legend)}no CPU: ready, and none was free"
         if _BAR in headers:
             letters = ", ".join(f"{_LETTERS[part]} {_HEADERS.get(part, part)}" for part in parts)
             legend += f"; {letters}" if legend else letters
         count = len(report["ranks"])
         few = f"the {len(ranks)} of {count} ranks with the most own time; --json has all" * (count > len(ranks))
-        return [line for line in (few, legend) if line]
+        unknown = sorted({part for rank in report["ranks"] for part in rank["not_measured"]})
+        unmeasured = [
+            f"{_HEADERS.get(part, part)}: not measured where it says so, and part of backward" for part in unknown
+        ]
+        return [line for line in (few, legend, *unmeasured) if line]
 
-    return FittingTable("median per step and rank", columns, notes, bold)
+    return FittingTable("typical step of each rank", columns, notes, bold)
+
+
+def _typical(rank: dict[str, Any], field: str) -> float | None:
+    return None if rank["typical"] is None else rank["typical"][field]
+
+
+def _no_cpu_s(rank: dict[str, Any]) -> float | None:
+    lack = rank["typical"] and rank["typical"]["lack_of_cpu"]
+    return sum(lack.values()) if lack else None
+
+
+def _no_cpu_share(rank: dict[str, Any]) -> float:
+    lack_s = _no_cpu_s(rank)
+    return lack_s / rank["typical"]["s"] if lack_s else 0.0
 
 
 def _label(rank: dict[str, Any], *, several_hosts: bool) -> str:
@@ -73,9 +97,14 @@ def _label(rank: dict[str, Any], *, several_hosts: bool) -> str:
 
 
 def _phase_column(part: str, ranks: Sequence[dict[str, Any]], worth: float) -> Column:
-    values = [rank["phases"].get(part) for rank in ranks]
-    cells = [duration_or_dash(value and value["p50_s"]) for value in values]
-    return Column(_HEADERS.get(part, part), cells, worth)
+    return Column(_HEADERS.get(part, part), [_phase(rank, part) for rank in ranks], worth)
+
+
+def _phase(rank: dict[str, Any], part: str) -> str:
+    value = rank["phases"].get(part)
+    if value is not None:
+        return duration(value["typical_s"])
+    return "not measured" if part in rank["not_measured"] else "-"
 
 
 def _memory(rank: dict[str, Any]) -> str:

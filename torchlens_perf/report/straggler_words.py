@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torchlens_perf.culprits import MOST_MODULES, Culprit, Named, StageImbalance
@@ -16,16 +17,27 @@ _MOST_NAMED = 4
 _SHORT_STEPS = 30  # an episode that was over so soon is transient
 _NOW_AND_THEN = 0.6  # share of slow steps below which the slowness comes and goes
 _MORE_WORK = 0.05
+# Modules' times are those of typical steps of the run, with lack of a CPU. The excess is that of the time when the rank
+# was slow, without lack of a CPU: where they differ, only the modules' names are said.
+_ALL_OF_IT = 1.1
 
 
 def straggler_verdicts(report: dict[str, Any], findings: Findings, named: Named) -> tuple[list[Verdict], list[Verdict]]:
     """Who is slow now, the costliest first, and who was before."""
     before = [episode for episode in findings.episodes if episode.until_step is not None]
     now = [_slow(report, culprit, findings) for culprit in named.culprits[:_MOST_NAMED]]
+    if report["run"]["device"] is not None:
+        now = [_by_host_time(each) for each in now]
     if named.imbalance is not None:
         now.append(_imbalance(named.imbalance, findings))
     before.sort(key=lambda episode: -episode.since_step)
     return now, [_was_slow(report, each, named.diagnosis(each.key)) for each in before[:_MOST_NAMED]]
+
+
+def _by_host_time(verdict: Verdict) -> Verdict:
+    """The ranks compute on a device, whose time was not compared: what is said is of the host."""
+    text = verdict.text.replace(" Next: ", " By host time; what the devices did was not compared. Next: ")
+    return dataclasses.replace(verdict, text=text, confidence=verdict.confidence / 2)
 
 
 def phase_name(phase: str) -> str:
@@ -60,7 +72,9 @@ def _slow(report: dict[str, Any], culprit: Culprit, findings: Findings) -> Verdi
     else:
         who = f"Rank {episode.rank} ({host}) is slow" if host else f"Rank {episode.rank} is slow"
     modules, module_excess_s = _modules_of(report, culprit)
-    where = f", most of it in {', '.join(modules)} (+{duration(module_excess_s)} a step)" if modules else ""
+    where = f", most of it in {', '.join(modules)}" if modules else ""
+    if modules and module_excess_s <= _ALL_OF_IT * episode.phase_excess_ns / 1e9:
+        where += f" (+{duration(module_excess_s)} a step)"
     cost_s, share = None if culprit.cost_ns is None else culprit.cost_ns / 1e9, culprit.cost_share
     since = "since the start" if episode.from_start else f"since step {episode.since_step}"
     cost = "What it costs the job is not known"
@@ -223,8 +237,17 @@ def _imbalance(found: StageImbalance, findings: Findings) -> Verdict:
 
 
 def no_straggler(report: dict[str, Any], findings: Findings) -> Verdict:
-    """Nobody is slow, and what would have been seen; or it cannot be told yet."""
+    """Nobody is slow, and what would have been seen; or that it is not known."""
     count = report["steps"]["count"]
+    if report["run"]["device"] is not None:
+        timed = any(rank["device"] for rank in report["ranks"])
+        recorded = "only host time is compared so far" if timed else "only host time was recorded"
+        look_at = "the ranks' device times below" if timed else "traces of some ranks (torchlens-perf capture)"
+        text = (
+            f"The ranks were not compared: their work is on a device ({report['run']['device']}), and {recorded}. "
+            f"Next: compare {look_at}."
+        )
+        return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, {"rows": findings.rows})
     if not findings.compared or findings.detectable_ns == float("inf"):
         text = (
             f"Too few steps to compare the ranks ({count}): a slow rank cannot be told from noise yet. "
@@ -232,6 +255,7 @@ def no_straggler(report: dict[str, Any], findings: Findings) -> Verdict:
         )
         if not findings.compared and count >= 40:
             text = "The ranks were not compared: each does other work than the others, or they were not seen together."
+            return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, {"rows": findings.rows})
         return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, {"rows": findings.rows})
     seen_s = findings.detectable_ns / 1e9
     share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0

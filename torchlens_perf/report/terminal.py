@@ -121,7 +121,7 @@ def _step_line(report: dict[str, Any]) -> Text:
     if steps["p50_s"] is None:
         return Text(f"{steps['count']} {unit}, all of them warm-up (up to {duration(steps['warm_up_max_s'])})")
     text = Text.assemble(
-        (f"{steps['count']} {unit}  ", "bold"),
+        (f"{steps['count']} {unit}{_alike(steps)}  ", "bold"),
         "  ".join(
             f"{name} {duration(steps[field])}"
             for name, field in (("p50", "p50_s"), ("p95", "p95_s"), ("p99", "p99_s"), ("max", "max_s"))
@@ -135,6 +135,11 @@ def _step_line(report: dict[str, Any]) -> Text:
         word = "steady" if abs(change) < 0.03 else "slower" if change > 0 else "faster"
         text.append(f"  trend: {word} ({change:+.1%} from the first to the last third)")
     return text
+
+
+def _alike(steps: dict[str, Any]) -> str:
+    """How many steps are like the typical one, where some are not."""
+    return f", {steps['alike']} of them alike" if steps["long"] else ""
 
 
 def _module_table(report: dict[str, Any]) -> Table:

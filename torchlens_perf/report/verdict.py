@@ -7,17 +7,12 @@ from typing import Any
 from torchlens_perf.culprits import Named
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.records import Verdict
+from torchlens_perf.report.bottleneck import bottlenecks, lack_of_cpu
 from torchlens_perf.report.collective_table import slow_link_text
 from torchlens_perf.report.oom_words import out_of_memory_verdicts
-from torchlens_perf.report.quantities import duration, percent
-from torchlens_perf.report.straggler_words import no_straggler, phase_name, straggler_verdicts
+from torchlens_perf.report.straggler_words import no_straggler, straggler_verdicts
 from torchlens_perf.slow_link import LinkFindings
 from torchlens_perf.straggler import Findings
-
-# Shares of the step from which a part is worth naming when no rank stands out.
-_DATA_SHARE, _HOST_SHARE, _COMMUNICATION_SHARE = 0.15, 0.25, 0.30
-# Of forward and backward passes that a device ended as soon as the host had issued the last of them.
-_LAUNCH_BOUND = 0.8
 
 
 def verdicts(
@@ -35,10 +30,16 @@ def verdicts(
     if links.links:
         now.append(slow_link(report["steps"], links))
     if now:
-        # First things first: while one rank holds up the others, their waiting is its doing and shares mislead.
-        return [*out_of_memory, *now, *before]
+        # First things first: while one rank holds up the others, their waiting is its doing and shares mislead. But
+        # where all of them lack a CPU for longer than that costs, it is what slows the job most.
+        starved = lack_of_cpu(report)
+        worse = starved is not None and (starved.cost_share or 0.0) > max((each.cost_share or 0.0) for each in now)
+        return [*out_of_memory, *([starved] if starved is not None and worse else []), *now, *before]
     found = [no_straggler(report, findings)] if report["run"]["world_size"] > 1 else []
-    return [*out_of_memory, *found, *before, _bottleneck(report)]
+    rest = bottlenecks(report)
+    if rest[0].kind == "lack_of_cpu":
+        return [*out_of_memory, rest[0], *found, *before, *rest[1:]]
+    return [*out_of_memory, *found, *before, *rest]
 
 
 def slow_link(steps: dict[str, Any], links: LinkFindings) -> Verdict:
@@ -70,61 +71,3 @@ def _no_steps(report: dict[str, Any]) -> Verdict:
 def _only_warm_up(report: dict[str, Any]) -> Verdict:
     text = f"Only {report['steps']['count']} steps so far, all of them warm-up. Next: run at least 40 steps."
     return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, {})
-
-
-def _bottleneck(report: dict[str, Any]) -> Verdict:
-    """Where the steps' time goes, on all ranks together."""
-    shares: dict[str, float] = {}
-    for rank in report["ranks"]:
-        for part, value in rank["phases"].items():
-            shares[part] = shares.get(part, 0.0) + value["share"] / len(report["ranks"])
-    step_s = report["steps"]["mean_s"]
-    kind, phase, text = "compute_bound", "forward", ""
-    if shares.get("data", 0) >= _DATA_SHARE:
-        kind, phase = "data_bound", "data"
-        text = (
-            "raise the DataLoader's num_workers, set persistent_workers and pin_memory, or move work out of the loader."
-        )
-    elif (waits := _waits_for_launches(report)) is not None:
-        return waits
-    elif shares.get("communication", 0) >= _COMMUNICATION_SHARE:
-        kind, phase = "communication_bound", "communication"
-        text = "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
-    elif shares.get("host", 0) >= _HOST_SHARE:
-        kind, phase = "host_bound", "host"
-        text = (
-            "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in perf.section()."
-        )
-    else:
-        phase = max(("forward", "backward", "optimizer", "recompute"), key=lambda part: shares.get(part, 0.0))
-        module = report["modules"][0]["name"] if report["modules"] else None
-        text = f"start with {module}, the largest module by own time." if module else "time modules: watch(model)."
-    share = shares.get(phase, 0.0)
-    what = {
-        "data_bound": "waits for data",
-        "communication_bound": "is blocked in communication",
-        "host_bound": "is host code outside the phases",
-        "compute_bound": f"is {phase_name(phase)}" if kind == "compute_bound" else "",
-    }[kind]
-    sentence = f"{percent(share)} of each step ({duration(share * step_s)} of {duration(step_s)}) {what}. Next: {text}"
-    waste = 0.0 if kind == "compute_bound" else share  # computing is what the job is for
-    return Verdict(kind, None, phase, waste * step_s, waste, None, 0.9, sentence, {"shares": shares})
-
-
-def _waits_for_launches(report: dict[str, Any]) -> Verdict | None:
-    """Where devices have no work left each time that the host has issued all of a pass: they wait for its launches.
-
-    What the job would gain is not known: how long a device idled between two kernels is not measured.
-    """
-    told = [rank["device"] for rank in report["ranks"] if rank["device"] and rank["device"]["caught_up"] is not None]
-    if not told:
-        return None
-    share = sum(device["caught_up"] for device in told) / len(told)
-    if share < _LAUNCH_BOUND:
-        return None
-    text = (
-        f"The GPU waits for the host: it had no work left at the end of {percent(share)} of the forward and backward "
-        "passes. Next: fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a larger batch, "
-        "fused optimizers."
-    )
-    return Verdict("host_bound", None, "host", None, None, None, 0.8, text, {"caught_up": share})

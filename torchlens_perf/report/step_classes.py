@@ -1,0 +1,74 @@
+"""What the report says of steps: the typical one of each rank, and those that take longer. See step_mix.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torchlens_perf.node_state import ProcessState
+from torchlens_perf.rank_statistics import RankStatistics
+from torchlens_perf.records import OWN_PARTS, PARTS
+from torchlens_perf.step_mix import classify
+
+
+def step_classes(processes: Iterable[ProcessState]) -> dict[str, Any]:
+    """Of all ranks: how many steps are alike, and the classes of longer ones.
+
+    total_s is the time of all steps of a rank; share is of that.
+    """
+    found = classify([process.statistics.mix for process in processes])
+    long = [
+        {
+            **{field: getattr(each, field) for field in ("kinds", "part", "count", "steps", "period")},
+            "more_s": each.more_ns / 1e9,
+            "total_s": each.total_ns / 1e9,
+            "share": each.total_ns / found.total_ns,
+        }
+        for each in found.long
+    ]
+    return {
+        "total_s": found.total_ns / 1e9,
+        "alike": found.count - sum(each.count for each in found.long),
+        "long": long,
+    }
+
+
+def typical_step(statistics: RankStatistics) -> dict[str, Any] | None:
+    """A rank's typical step in seconds, and its lack of a CPU in each part. The parts, those that ever occur, add up.
+
+    None until there is a step that is no warm-up.
+    """
+    typical = classify([statistics.mix]).typical
+    if typical is None:
+        return None
+    own_s = sum(typical.parts_ns[part] for part in OWN_PARTS) / 1e9
+    lack_s = None
+    if typical.ready_ns is not None:
+        lack_s = {part: typical.ready_ns[part] / 1e9 for part in OWN_PARTS}
+    return {
+        "s": typical.duration_ns / 1e9,
+        "own_s": own_s,
+        "work_s": None if lack_s is None else own_s - sum(lack_s.values()),
+        "parts": {part: typical.parts_ns[part] / 1e9 for part in PARTS if statistics.parts[part].largest > 0},
+        "lack_of_cpu": lack_s,
+    }
+
+
+def phases(statistics: RankStatistics, typical: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """By part: typical_s and share are of the typical step, p50_s and mean_s of all steps."""
+    return {
+        part: {
+            "typical_s": typical_s,
+            "share": typical_s / typical["s"],
+            "p50_s": statistics.parts[part].quantile_ns(0.5) / 1e9,
+            "mean_s": statistics.parts[part].mean_ns() / 1e9,
+        }
+        for part, typical_s in typical["parts"].items()
+    }
+
+
+def sampled_lack_of_cpu(processes: Iterable[ProcessState]) -> float | None:
+    """Share of the time in which the ranks' main threads were ready and had no CPU, as the sidecar sampled it once a
+    second; None without samples."""
+    sums = [process.cpu_wait for process in processes if process.cpu_wait[1]]
+    return sum(waited / samples for waited, samples in sums) / len(sums) if sums else None
