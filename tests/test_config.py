@@ -56,7 +56,7 @@ def test_unknown_setting_is_named_with_the_closest() -> None:
         perf.watch(zzz=1)
 
 
-@pytest.mark.parametrize("model", [3, "model", object(), [object()], {}])
+@pytest.mark.parametrize("model", [3, "model", object(), [object()], {"model": object()}, [], {}])
 def test_model_must_be_a_module(model: object) -> None:
     """Something that is no Module raises ConfigError naming the argument."""
     with pytest.raises(ConfigError, match=r"^model=") as caught:

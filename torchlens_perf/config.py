@@ -44,9 +44,10 @@ class Config:
     """Time phases on the device, by CUDA events: "auto", but not under CUDA_DEVICE_MAX_CONNECTIONS=1, where they would
     keep communication from overlapping with computation; "on", there too; "off"."""
 
-    nccl: str = "auto"
-    """Time collectives on the device by NCCL's profiler plugin: "auto", in every step with NCCL 2.28 to 2.30;
-    "on", with others from 2.27 on too, in one step of 50; "off". A plugin that somebody else has chosen stays."""
+    nccl: str = "off"
+    """Time collectives on the device by NCCL's profiler plugin: "off"; "auto", in every step with NCCL 2.28 to 2.30;
+    "on", with others from 2.27 on too, in one step of 50. NCCL then takes 33 MiB of shared memory for each process and
+    communicator: where there is no room for that, nothing is timed. A plugin that somebody else has chosen stays."""
 
     aggregate: str = "sidecar"
     """Who merges device sections over ranks: "sidecar", without any collective; "device", by two all-reduces in a group

@@ -22,6 +22,9 @@ VARIABLE = "NCCL_PROFILER_PLUGIN"
 OLDEST_NCCL = (2, 27)
 SAMPLED_EVERY = 50
 """Steps of which one is timed where NCCL pays for it, see steps_between()."""
+POOL_BYTES = 34 << 20
+"""Of shared memory, that NCCL takes for one process and communicator once it times kernels: 33 MiB and some more."""
+_SHARED_MEMORY = Path("/dev/shm")
 _MODULE = "_nccl_profiler"
 _LONGEST_PATH = 254  # NCCL cuts the rest
 _BY_NAME = "libnccl-profiler.so"  # what NCCL looks for where it is told nothing
@@ -40,6 +43,7 @@ class Cause(IntEnum):
     """With an NCCL that does not tell of what is captured."""
     UNSEEN_GRAPH = 5
     MANY_COMMUNICATORS = 6
+    NO_ROOM = 7
 
 
 class Counters(NamedTuple):
@@ -137,6 +141,23 @@ def steps_between(nccl: tuple[int, ...], *, asked_for: bool) -> int:
     if (2, 28) <= nccl[:2] <= (2, 30):
         return 1
     return SAMPLED_EVERY if asked_for and nccl[:2] >= OLDEST_NCCL else 0
+
+
+def no_room(local_ranks: int, shared_memory: Path = _SHARED_MEMORY) -> str:
+    """Why NCCL cannot time the kernels of one communicator of all ranks of this node; "" if it can.
+
+    The first timed kernel makes NCCL allocate a pool in shared memory for each process and communicator. Where that
+    fails, NCCL uses a null pointer: https://github.com/NVIDIA/nccl/pull/2326. The plugin asks again at each later one.
+    """
+    needed = local_ranks * POOL_BYTES
+    try:
+        found = os.statvfs(shared_memory)
+    except OSError as error:
+        return f"NCCL needs {needed >> 20} MiB of shared memory for it, and {shared_memory}: {error.strerror}"
+    free = found.f_bavail * found.f_frsize
+    if free >= needed:
+        return ""
+    return f"NCCL needs {needed >> 20} MiB of shared memory for it, and {shared_memory} has {free >> 20} MiB left"
 
 
 def other_plugin(environ: Mapping[str, str], file: Path) -> str | None:

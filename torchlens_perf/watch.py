@@ -260,6 +260,10 @@ def _models(model: Any, caller: types.FrameType) -> list[NamedModel] | None:
         models, given = list(model.values()), [str(name) for name in model]
     else:
         models = list(model) if isinstance(model, (list, tuple)) and not isinstance(model, Module) else [model]
+    if not models:
+        raise ConfigError(
+            f"model={model!r}: must be a torch.nn.Module, or a list or dict of some; leave it out for all"
+        )
     for each in models:
         if not isinstance(each, Module):
             raise ConfigError(f"model={type(each).__name__}: must be a torch.nn.Module, or a list or dict of them")

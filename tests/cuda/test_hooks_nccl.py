@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,10 +51,10 @@ class Graph:
 
 @contextmanager
 def watched(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, version: tuple[int, ...] = (2, 29, 7), asked_for: bool = False
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, version: tuple[int, ...] = (2, 29, 7), wish: str = "auto"
 ) -> Iterator[Recording]:
     """A watch with the hook, as it is where a GPU is."""
-    monkeypatch.setattr(session, "device_hooks", lambda config: [NcclHook(asked_for=asked_for, nccl=version)])
+    monkeypatch.setattr(session, "device_hooks", lambda config: [NcclHook(wish, nccl=version)])
     with recorded(folder / "run") as recording:
         yield recording
     assert recording.internal_errors == 0
@@ -137,24 +138,68 @@ def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("version", "asked_for", "every"),
+    ("version", "wish", "every"),
     [
-        ((2, 27, 7), True, SAMPLED_EVERY), ((2, 28, 9), False, 1), ((2, 30, 7), False, 1), ((2, 30, 7), True, 1),
-        ((2, 31, 2), True, SAMPLED_EVERY), ((3, 0, 1), True, SAMPLED_EVERY),
+        ((2, 27, 7), "on", SAMPLED_EVERY), ((2, 28, 9), "auto", 1), ((2, 30, 7), "auto", 1), ((2, 30, 7), "on", 1),
+        ((2, 31, 2), "on", SAMPLED_EVERY), ((3, 0, 1), "on", SAMPLED_EVERY),
     ],
 )  # fmt: skip
 def test_steps_that_are_timed(
-    version: tuple[int, ...], asked_for: bool, every: int, nccl: FakeNccl, tmp_path: Path,
+    version: tuple[int, ...], wish: str, every: int, nccl: FakeNccl, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """All of them, or one of 50, the same on every rank, where it was asked for in spite of what this NCCL does."""
-    with watched(tmp_path, monkeypatch, version=version, asked_for=asked_for) as recording:
+    with watched(tmp_path, monkeypatch, version=version, wish=wish) as recording:
         nccl.load()
         context = nccl.communicator()
         assert on_in(nccl, recording, 2 * SAMPLED_EVERY + 1) == list(range(0, 2 * SAMPLED_EVERY + 1, every))
     nccl.finalize(context)
     sampled = [note for note in recording.notes if "in one step of 50" in note]
     assert len(sampled) == (every > 1)
+
+
+def test_off_by_default(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes shared memory for it, which containers lack: nothing is offered, events are taken, and it is said."""
+    assert Config().nccl == "off"
+    with watched(tmp_path, monkeypatch, wish="off") as recording:
+        assert VARIABLE not in os.environ
+        assert recording.watch._session.collective_events is not None
+    (note,) = notes(recording)
+    assert note.endswith('as NCCL\'s plugin is not used: nccl="auto" asks for it')
+
+
+@pytest.mark.parametrize("wish", ["auto", "on"])
+def test_no_room_in_shared_memory(wish: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses, with what is needed and what is there: NCCL itself would use a null pointer."""
+    free = os.statvfs("/dev/shm")
+    monkeypatch.setattr(nccl_plugin, "POOL_BYTES", free.f_bavail * free.f_frsize + (1 << 30))
+    with watched(tmp_path, monkeypatch, wish=wish) as recording:
+        assert VARIABLE not in os.environ
+    (note,) = notes(recording)
+    assert re.search(r"NCCL needs \d+ MiB of shared memory for it, and /dev/shm has \d+ MiB left", note)
+
+
+def test_room_in_shared_memory(tmp_path: Path) -> None:
+    """As much as all ranks of the node need; a place that is not there has none."""
+    assert nccl_plugin.no_room(1, tmp_path) == ""
+    assert "34 MiB" in nccl_plugin.no_room(1, Path("/proc"))  # which never has any
+    assert "272 MiB" in nccl_plugin.no_room(8, tmp_path / "missing")
+
+
+def test_no_room_for_a_later_communicator(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on nothing is timed, for good, and it is said."""
+    with watched(tmp_path, monkeypatch) as recording:
+        nccl.load()
+        first = nccl.communicator()
+        assert nccl.mask == ON
+        second = nccl.communicator(ranks=10_000_000)
+        assert nccl.mask == 0
+        recording.watch._session._run(recording.watch._session._now_and_then)
+    for context in (first, second):
+        nccl.finalize(context)
+    assert any(
+        "no room in shared memory for what NCCL needs to time another communicator" in n for n in notes(recording)
+    )
 
 
 def test_nccl_that_is_too_old(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +341,7 @@ def test_capture_with_interface_4(nccl_4: FakeNccl, tmp_path: Path, monkeypatch:
     """Of which NCCL does not tell what is captured."""
     for name in ("capture_begin", "capture_end"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
-    with watched(tmp_path, monkeypatch, version=(2, 27, 7), asked_for=True) as recording:
+    with watched(tmp_path, monkeypatch, version=(2, 27, 7), wish="on") as recording:
         assert nccl_4.load() == 4
         context = nccl_4.communicator()
         torch.cuda.CUDAGraph.capture_begin(Graph())
@@ -411,7 +456,11 @@ def test_communicators_that_have_loaded_it(nccl: FakeNccl, tmp_path: Path, monke
 
 @pytest.mark.parametrize(
     ("told", "offered"),
-    [({}, True), ({"TORCHLENS_PERF_NCCL": "off"}, False), ({"TORCHLENS_PERF_COLLECTIVES": "0"}, False)],
+    [
+        ({}, False),
+        ({"TORCHLENS_PERF_NCCL": "auto"}, True),
+        ({"TORCHLENS_PERF_NCCL": "auto", "TORCHLENS_PERF_COLLECTIVES": "0"}, False),
+    ],
 )
 def test_offered_at_import_of_torch(
     told: dict[str, str], offered: bool, nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch

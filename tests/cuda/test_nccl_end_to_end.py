@@ -87,7 +87,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
     library.impl("allreduce_", all_reduce, "PrivateUse1", allow_override=True)
     with recorded(folder / "plugin") as by_plugin:
         session = by_plugin.watch._session
-        session._attached.enter_context(NcclHook(asked_for=False, nccl=(2, 29, 7)).attach(session))
+        session._attached.enter_context(NcclHook("auto", nccl=(2, 29, 7)).attach(session))
         assert nccl.load() == 6
         context = nccl.communicator(RANKS, rank)
         for _ in range(ROUNDS):
@@ -104,7 +104,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
     with recorded(folder / "events") as by_events:
         session = by_events.watch._session
-        session._attached.enter_context(NcclHook(asked_for=False, nccl=(2, 26, 2)).attach(session))
+        session._attached.enter_context(NcclHook("auto", nccl=(2, 26, 2)).attach(session))
         session.clock = PlantedClock()
         dist.all_reduce(OnDevice(), group=group)
         dist.all_reduce(OnDevice(), group=group, async_op=True)

@@ -41,6 +41,7 @@ _GIVEN_UP = {
     Cause.CAPTURE_BEGAN: "a CUDA graph was captured, and NCCL 2.27 does not tell of what",
     Cause.UNSEEN_GRAPH: "a CUDA graph was replayed that was captured outside of watch()",
     Cause.MANY_COMMUNICATORS: "there were more than 1024 communicators at once",
+    Cause.NO_ROOM: "there is no room in shared memory for what NCCL needs to time another communicator",
 }
 _captured: WeakSet[Any] = WeakSet()
 """CUDA graphs whose capture a watch of this process has seen."""
@@ -55,10 +56,10 @@ class NcclHook:
     name = "NCCL's kernels"
 
     def __init__(
-        self, *, asked_for: bool, environ: MutableMapping[str, str] = os.environ, nccl: tuple[int, ...] | None = None
+        self, wish: str, *, environ: MutableMapping[str, str] = os.environ, nccl: tuple[int, ...] | None = None
     ) -> None:
-        """asked_for: with other NCCLs too, in some steps. nccl: its version; without it, torch's is asked."""
-        self._asked_for = asked_for
+        """wish: Config.nccl. nccl: its version; without it, torch's is asked."""
+        self._wish = wish
         self._environ = environ
         self._nccl = nccl
         self._every = 1
@@ -69,7 +70,7 @@ class NcclHook:
     def attach(self, session: Session) -> Iterator[None]:
         with ExitStack() as attached:
             plugin, file = nccl_plugin.load(), nccl_plugin.path()
-            missing = self._offer(plugin, file)
+            missing = self._offer(plugin, file, session.identity.local_world_size)
             if missing or plugin is None or file is None:
                 self._note(session, f"asynchronous collectives have no end, as NCCL's plugin is not used: {missing}")
                 attached.enter_context(_by_events(session))
@@ -82,12 +83,14 @@ class NcclHook:
         if session.communicates():
             session.note(text)
 
-    def _offer(self, plugin: NcclPlugin | None, file: Path | None) -> str:
-        """Offers it to NCCL. Why it cannot be used; "" if it can."""
+    def _offer(self, plugin: NcclPlugin | None, file: Path | None, local_ranks: int) -> str:
+        """Offers it to NCCL. Why it cannot be used; "" if it can. local_ranks: of this node."""
+        if self._wish == "off":
+            return 'nccl="auto" asks for it'
         nccl = self._nccl or nccl_plugin.version()
         if nccl is None:
             return "this torch came without NVIDIA's NCCL"
-        self._every = nccl_plugin.steps_between(nccl, asked_for=self._asked_for)
+        self._every = nccl_plugin.steps_between(nccl, asked_for=self._wish == "on")
         if self._every == 0 and nccl[:2] < nccl_plugin.OLDEST_NCCL:
             return f"NCCL {'.'.join(map(str, nccl))} does not tell when they ran; 2.27 and newer ones do"
         if self._every == 0:
@@ -96,6 +99,9 @@ class NcclHook:
             return "it was not built: install a C compiler and reinstall torchlens_perf"
         if plugin.counters().given_up:
             return _why(plugin.counters())
+        no_room = nccl_plugin.no_room(local_ranks)
+        if no_room:
+            return no_room
         other = nccl_plugin.offer(self._environ, file)
         if other is not None:
             return f"another one was chosen, and stays ({other})"

@@ -25,10 +25,10 @@ def device_hooks(config: Config) -> list[Hook]:
         from torchlens_perf.hooks.device import DeviceHook
 
         hooks.append(DeviceHook(asked_for=config.device_times == "on"))
-    if there and config.collectives and config.nccl != "off":  # before a hook that makes communicators
+    if there and config.collectives:  # before a hook that makes communicators
         from torchlens_perf.hooks.nccl import NcclHook
 
-        hooks.append(NcclHook(asked_for=config.nccl == "on"))
+        hooks.append(NcclHook(config.nccl))
     if there and torch.version.cuda is not None:
         from torchlens_perf.hooks.gpu import GpuHook
         from torchlens_perf.hooks.stamps import Device, StampHook

@@ -20,6 +20,7 @@ enum cause {
     CAPTURE_BEGAN, /* and NCCL does not tell of what is captured */
     UNSEEN_GRAPH,
     MANY_COMMUNICATORS,
+    NO_ROOM,
 };
 
 extern _Atomic int timing;           /* whether NCCL is asked for the times of kernels */

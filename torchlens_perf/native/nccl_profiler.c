@@ -12,11 +12,18 @@
 #include "nccl_mask.h"
 #include "nccl_operations.h"
 
+#include <stdbool.h>
+#include <sys/statvfs.h>
+
 #define EXPORT __attribute__((visibility("default")))
 
 enum { MOST_COMMUNICATORS = 1024, MOST_IN_GROUP = 64 };
 
 static Communicator communicators[MOST_COMMUNICATORS];
+
+/* For its first timed kernel each communicator takes so much shared memory in each process, and does not look whether it
+ * got it (NVIDIA/nccl pull request 2326): 33 MiB and some more. */
+static const uint64_t POOL_BYTES = 34 << 20;
 
 /* The group that the thread is issuing: its operations, and how many parts of each have not been launched. */
 static __thread struct {
@@ -158,11 +165,29 @@ static int record(void *handle, int state, NcclState *arguments)
     return NCCL_SUCCESS;
 }
 
+/* Whether there is room for the pools of one more communicator on this node, and of all that may not have theirs yet. */
+static bool has_room(int nodes, int ranks)
+{
+    uint64_t known = 1;
+    for (int i = 0; i < MOST_COMMUNICATORS; i++) {
+        known += atomic_load_explicit(&communicators[i].used, memory_order_relaxed) != 0;
+    }
+    struct statvfs shared_memory;
+    if (statvfs("/dev/shm", &shared_memory) != 0) {
+        return false;
+    }
+    uint64_t local_ranks = nodes > 0 ? (uint64_t)(ranks + nodes - 1) / (uint64_t)nodes : (uint64_t)ranks;
+    return (uint64_t)shared_memory.f_bavail * shared_memory.f_frsize >= known * local_ranks * POOL_BYTES;
+}
+
 /* One without a context is not looked at: it might do what only the host or only the device counts. */
-static int init(void **context, int *mask, int version)
+static int init(void **context, int *mask, int version, int nodes, int ranks)
 {
     count(COMMUNICATORS);
     *context = NULL;
+    if (!has_room(nodes, ranks)) {
+        give_up(NO_ROOM);
+    }
     mask_used(mask, version);
     for (int i = 0; i < MOST_COMMUNICATORS; i++) {
         Communicator *communicator = &communicators[i];
@@ -179,14 +204,14 @@ static int init(void **context, int *mask, int version)
 
 static int init_v4(void **context, int *mask, const char *name, uint64_t id, int nodes, int ranks, int rank, NcclLog log)
 {
-    (void)name, (void)id, (void)nodes, (void)ranks, (void)rank, (void)log;
-    return init(context, mask, 4);
+    (void)name, (void)id, (void)rank, (void)log;
+    return init(context, mask, 4, nodes, ranks);
 }
 
 static int init_v5(void **context, uint64_t id, int *mask, const char *name, int nodes, int ranks, int rank, NcclLog log)
 {
-    (void)name, (void)id, (void)nodes, (void)ranks, (void)rank, (void)log;
-    return init(context, mask, 5);
+    (void)name, (void)id, (void)rank, (void)log;
+    return init(context, mask, 5, nodes, ranks);
 }
 
 static int finalize(void *context)
