@@ -237,7 +237,8 @@ def test_lack_of_cpu_by_samples() -> None:
     [
         ({"data": 2.0, "host": 6.0}, "host_bound", "wrap parts in perf.section()"),
         ({"data": 6.0, "host": 2.0}, "data_bound", "num_workers"),
-        ({"data": 2.5}, "compute_bound", "num_workers"),
+        ({"data": 2.0}, "compute_bound", "time modules"),
+        ({"data": 3.5}, "compute_bound", "num_workers"),
         ({"data": 0.5, "host": 0.5}, "compute_bound", "time modules"),
         ({"communication": 9.0}, "communication_bound", "buckets"),
     ],

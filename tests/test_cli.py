@@ -47,7 +47,7 @@ def test_report_as_json(finished: RunDirectory, capsys: pytest.CaptureFixture[st
     assert main(["report", str(finished.path), "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
 
-    assert (value["schema"], value["run"]["id"], value["steps"]["count"]) == (1, finished.run_id, 50)
+    assert (value["schema"], value["run"]["id"], value["steps"]["count"]) == (2, finished.run_id, 50)
 
 
 def test_report_finds_the_newest(

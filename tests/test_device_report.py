@@ -220,6 +220,77 @@ def test_device_spans_lie_beside_the_hosts() -> None:
     assert semantics.ON_DEVICE not in _details(spans[4])
 
 
+def test_a_device_that_is_behind_is_what_limits_the_step(run: RunDirectory) -> None:
+    """Host code that waits for it (loss.item()) is not blamed, though it is most of the host's step."""
+    rank = Gpu(run, 0, world_size=1)
+    for _ in range(40):
+        step = rank.session.recorder.step
+        rank.steps(1, **HOST, host=30.0)
+        for kind, duration_ns in DEVICE.items():
+            rank.late(kind, kind.name.lower(), step, duration_ns, 28 * MS)
+    verdict = report_on(run, [rank])["verdicts"][-1]
+    assert verdict["kind"] == "compute_bound"
+    assert verdict["text"].startswith(
+        "Computing takes 97% of a step on the GPU (33.0 ms: the backward pass 20.0 ms, the forward pass 10.0 ms, the "
+        "optimizer 2.00 ms). The host is ahead, and waits for the GPU. Next: "
+    )
+
+
+def test_a_device_with_nothing_to_do_between_its_phases(run: RunDirectory) -> None:
+    """What the host does meanwhile is named, with both times."""
+    rank = Gpu(run, 0, world_size=1)
+    for _ in range(40):
+        step = rank.session.recorder.step
+        rank.steps(1, **HOST, data=60.0)
+        for kind, duration_ns in {**DEVICE, Kind.STEP: 64 * MS}.items():
+            rank.late(kind, kind.name.lower(), step, duration_ns, 20 * MS)
+    verdict = report_on(run, [rank])["verdicts"][-1]
+    assert verdict["kind"] == "data_bound"
+    assert verdict["text"].startswith(
+        "50% of a step on the GPU (32.0 ms of 64.0 ms) is outside of the forward and backward passes and the "
+        "optimizer. On the host, waiting for data takes 60.0 ms of a typical step. Next: raise the DataLoader's "
+    )
+
+
+def test_ranks_on_devices_were_not_compared(run: RunDirectory) -> None:
+    """Their host times equalise: nobody is said to stand out, and nobody not to."""
+    ranks = [Gpu(run, rank) for rank in range(2)]
+    for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
+        rank.timed_steps(80, 30 * MS, scale)
+    verdict = report_on(run, ranks)["verdicts"][0]
+    assert verdict["kind"] == "not_compared"
+    assert verdict["text"].startswith(
+        "The ranks were not compared: their work is on a device (GPU), and only host time"
+    )
+
+
+def test_modules_by_device_time(run: RunDirectory) -> None:
+    """The largest on the device comes first, without what is inside of it, whatever it took to issue."""
+    rank = Gpu(run, 0, world_size=1)
+    intern, recorder = rank.session.intern, rank.session.recorder
+    times = {"embed": (3 * MS, 1 * MS), "layer": (1 * MS, 9 * MS), "layer.norm": (1 * MS, 1 * MS)}
+    for _ in range(20):
+        recorder.begin(Kind.FORWARD, intern("forward Net"))
+        for name, (issuing_ns, _) in times.items():
+            recorder.begin(Kind.MODULE, intern(name))
+            rank.clock.advance(issuing_ns)
+            recorder.end(Kind.MODULE, intern(name))
+        recorder.end(Kind.FORWARD, intern("forward Net"))
+        step = recorder.step
+        recorder.next_step()
+        for name, (_, device_ns) in times.items():
+            rank.late(Kind.MODULE, name, step, device_ns, 0)
+        rank.late(Kind.STEP, "step", step, 12 * MS, 0)
+    report = report_on(run, [rank])
+    shown = [(row["name"], row["device_own_s_per_step"]) for row in report["modules"]]
+    assert shown[:3] == [
+        ("layer", pytest.approx(0.008)),
+        ("embed", pytest.approx(0.001)),
+        ("layer.norm", pytest.approx(0.001)),
+    ]
+    assert "modules by device time without modules inside" in text_of(report)
+
+
 def test_narrow_terminals(run: RunDirectory) -> None:
     """The table leaves columns out, and keeps who waits for launches."""
     rank = Gpu(run, 0, world_size=1)

@@ -216,7 +216,9 @@ def test_several() -> None:
 def verdict(found: Diagnosis, **changed: Any) -> Any:
     slow = episode(SLOW, phase="host", **changed)
     named = Named((Culprit("rank", "", (SLOW,), slow, "node-0", diagnosis=found),))
-    (now,), _ = straggler_verdicts({"steps": {"count": 200}, "modules": []}, findings(slow), named)
+    (now,), _ = straggler_verdicts(
+        {"run": {"device": None}, "steps": {"count": 200}, "modules": []}, findings(slow), named
+    )
     return now
 
 

@@ -154,7 +154,7 @@ def test_a_rank_that_ran_out_of_memory_comes_first(run: RunDirectory) -> None:
     assert verdict["evidence"]["file"] == "oom/rank00001-40.json"
     assert len(report["verdicts"]) > 1
     text = shown(report)
-    assert text.index("what held the memory of rank 1") < text.index("median per step and rank")
+    assert text.index("what held the memory of rank 1") < text.index("typical step of each rank")
     lines = (run.oom / "rank00001-40.txt").read_text().splitlines()
     assert [line.strip() for line in lines if "Mlp" in line] == [
         "42.9 GB  96 blocks, 96 of them new  Net > Block > Mlp"

@@ -104,21 +104,37 @@ def test_lost_steps_lower_the_coverage() -> None:
     assert statistics.lost == 321
 
 
+def test_modules_are_those_of_usual_forward_passes() -> None:
+    """Not what an evaluation calls, nor what is recomputed, nor another thread; and no warm-up."""
+    statistics = RankStatistics()
+    rows = [(Kind.MODULE, 1, step, 10 * step) for step in (1, 5, 6, 7)]
+    rows += [(Kind.FORWARD, 0, 7, 200), (Kind.MODULE, 1, 8, 3), (Kind.RECOMPUTE, 0, 8, 5), (Kind.MODULE, 1, 8, 7)]
+    made = records([*rows, (Kind.FORWARD, 0, 8, 9)])
+    made["flags"][1] = Flag.OTHER_THREAD
+    flags = np.zeros(9, np.int64)
+    flags[6] = Flag.EVALUATION
+    statistics.add(made, dataclasses.replace(step_table([{}] * 9), flags=flags), ["forward Net", "block"], lost=0)
+
+    assert (statistics.modules["block"].count, statistics.modules["block"].sum_ns) == (2, 77)
+    assert statistics.usual_steps == 5
+    assert statistics.module_shares()["block"] == pytest.approx(77 / 209)
+
+
 def test_names_go_to_their_tables() -> None:
     """Modules count by own time under the user's name, collectives with their bytes, unknown names by that word."""
     statistics = RankStatistics()
     made = records(
         [
-            (Kind.FORWARD, 0, 9, 100),
-            (Kind.MODULE, 1, 9, 60),
-            (Kind.MODULE_BACKWARD, 1, 9, 70),
-            (Kind.SECTION, 2, 9, 5),
-            (Kind.COLLECTIVE, 3, 9, 8),
-            (Kind.COLLECTIVE, 3, 9, 8),
-            (Kind.MODULE, 77, 9, 1),
+            (Kind.MODULE, 1, 8, 60),
+            (Kind.MODULE, 77, 8, 1),
+            (Kind.FORWARD, 0, 8, 100),
+            (Kind.MODULE_BACKWARD, 1, 8, 70),
+            (Kind.SECTION, 2, 8, 5),
+            (Kind.COLLECTIVE, 3, 8, 8),
+            (Kind.COLLECTIVE, 3, 8, 8),
         ]
     )
-    made["nested_ns"][0], made["value0"][4:6] = 60, 1000
+    made["nested_ns"][2], made["value0"][5:7] = 60, 1000
     statistics.add(made, step_table([{}] * 9), ["forward Net", "block", "log", "allreduce group=0"], lost=0)
 
     assert {name: sketch.sum_ns for name, sketch in statistics.modules.items()} == {

@@ -100,7 +100,7 @@ def test_numbers(run: RunDirectory) -> None:
         ({"data": 5, "forward": 5}, "data_bound", "data", "num_workers"),
         ({"forward": 5, "communication": 5}, "communication_bound", "communication", "buckets"),
         ({"forward": 5, "host": 5}, "host_bound", "host", "perf.section()"),
-        ({"forward": 9, "host": 1}, "compute_bound", "forward", "largest module"),
+        ({"forward": 19, "host": 1}, "compute_bound", "forward", "largest by own time"),
     ],
 )
 def test_where_the_time_goes(run: RunDirectory, parts: dict[str, float], kind: str, phase: str, word: str) -> None:

@@ -16,7 +16,7 @@ from torchlens_perf.report.straggler_words import cause_class, no_straggler, pha
 from torchlens_perf.straggler import NOTHING
 
 MS = 1e6
-REPORT: dict[str, Any] = {"steps": {"count": 200}, "modules": []}
+REPORT: dict[str, Any] = {"run": {"device": None}, "steps": {"count": 200}, "modules": []}
 AT = places(8, node_size=4)
 
 
@@ -283,7 +283,7 @@ class TestNobody:
     def test_too_few_steps(self) -> None:
         """Before anything could be seen, it says so, and what to do."""
         for found in (NOTHING, findings(detectable_ns=float("inf"))):
-            verdict = no_straggler({"steps": {"count": 12}}, found)
+            verdict = no_straggler({**REPORT, "steps": {"count": 12}}, found)
             assert verdict.text.startswith("Too few steps to compare the ranks (12): ")
             assert "Next: run at least 40 steps." in verdict.text
             assert verdict.confidence == 0.0

@@ -233,7 +233,7 @@ def _who(slow: Slow) -> str:
 
 
 def no_modules() -> dict[str, Any]:
-    return {"modules": []}
+    return {"run": {"device": None}, "modules": []}
 
 
 def _suspects(verdict: Verdict) -> tuple[int, ...]:

@@ -189,10 +189,10 @@ class Conclusions:
         return self.job.diagnose(culprit, self.signals.details(source) if source is not None else {})
 
     def _module_report(self) -> dict[str, Any]:
-        """The part of the report that alerts take modules from: those of this node's ranks."""
-        from torchlens_perf.report.build import module_rows  # it needs what shows tables: not without need
+        """What alerts take from the report: of this node's ranks."""
+        from torchlens_perf.report.build import for_alerts  # it needs what shows tables: not without need
 
-        return {"modules": module_rows([self._state])}
+        return for_alerts([self._state])
 
     def _progress(self, source: RingSource, now_s: float) -> Progress:
         reader, state = source.reader, source.state

@@ -21,7 +21,7 @@ from torchlens_perf.memory_statistics import newest_reading
 from torchlens_perf.node_judge import NodeJudge, place_of
 from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics
-from torchlens_perf.report.build import module_rows, slow_link_verdict
+from torchlens_perf.report.build import for_alerts, slow_link_verdict
 from torchlens_perf.ring import Kind
 from torchlens_perf.sidecar import traced_steps
 from torchlens_perf.site import site
@@ -172,7 +172,7 @@ class _Sending:
             judge.attempt, findings, None, judge.places, ended_ns,
             generation=_generation(saved, judge.attempt),
             verdicts=standing(findings, name(findings, judge.places), slow_link_verdict(saved)),
-            report=lambda: {"modules": module_rows(saved)},
+            report=lambda: for_alerts(saved),
             diagnosed=lambda culprit: _diagnosed(saved, culprit),
         )  # fmt: skip
         slow = [episode for episode in findings.episodes if episode.until_step is None]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf import node_state
+from torchlens_perf.alert import no_modules
 from torchlens_perf.culprits import Named
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.report.straggler_words import straggler_verdicts
@@ -61,7 +62,7 @@ class LinkWatch:
 
 def standing(findings: Findings, named: Named, links: Verdict | None) -> Sequence[Verdict]:
     """The verdicts that stand now. links: that on slow links, if there are any."""
-    found, _ = straggler_verdicts({"modules": []}, dataclasses.replace(findings, episodes=()), _without_culprits(named))
+    found, _ = straggler_verdicts(no_modules(), dataclasses.replace(findings, episodes=()), _without_culprits(named))
     return [*found, links] if links is not None else found
 
 

@@ -16,7 +16,7 @@ from torchlens_perf.report.straggler_words import phase_name
 from torchlens_perf.step_mix import LACK_OF_CPU
 
 # Shares of a typical step, or of all steps' time, from which something is worth naming.
-_WORTH_NAMING, _WASTE_FIRST = 0.1, 0.25
+_WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
 _LONG_WORTH_NAMING = 0.05
 _SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not tell
 _MAX_LONG = 2
@@ -69,7 +69,7 @@ def _typical(report: dict[str, Any]) -> Verdict:
     worth = [each for each in waits if each is not first and each.seconds >= _WORTH_NAMING * step_s]
     beside = [*worth, computing] if first is not computing and computing.seconds else worth
     also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in beside)
-    following = worth[0] if first is computing and worth else first
+    following = worth[0] if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s else first
     waste_s = sum(each.seconds for each in (first, *worth) if each is not computing)
     text = f"{first.what} takes {_of(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
     evidence = {"typical_step_s": step_s, "uses_s": {use.kind: use.seconds for use in (computing, *waits)}}

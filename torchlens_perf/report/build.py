@@ -94,9 +94,10 @@ def slow_link_verdict(nodes: list[NodeState]) -> Verdict | None:
     return verdict.slow_link({"count": _counted_steps(processes), **distribution(merged)}, links)
 
 
-def module_rows(nodes: list[NodeState]) -> list[dict[str, Any]]:
-    """The report's modules. For alerts."""
-    return _modules(_latest_attempt(nodes))
+def for_alerts(nodes: list[NodeState]) -> dict[str, Any]:
+    """What sentences on slow ranks take from the report, which alerts need no other part of."""
+    processes = _latest_attempt(nodes)
+    return {"run": {"device": _device(processes)}, "modules": _modules(processes)}
 
 
 def _links(joins: list[dict[str, Any]], processes: dict[int, ProcessState]) -> LinkFindings:
@@ -151,6 +152,8 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
 def _device(processes: dict[int, ProcessState]) -> str | None:
     """What the ranks compute on, if that is another device than the CPU: "GPU", or torch's name of its kind."""
     kinds = {process.compute_device for process in processes.values()} - {"", "cpu"}
+    if any(process.statistics.device.steps for process in processes.values()):
+        kinds.add("cuda")  # also where no model was found
     kind = min(kinds, default=None)
     return "GPU" if kind == "cuda" else kind
 

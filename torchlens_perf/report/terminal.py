@@ -146,7 +146,8 @@ def _module_table(report: dict[str, Any]) -> Table:
     modules = report["modules"]
     columns = ["module", "calls", "own p50", "own a step", "backward p50"]
     by_device = any(module["device_s"] for module in modules)
-    table = new_table(*columns, *["device p50"] * by_device, title="modules by own forward time")
+    title = f"modules by {'device time without modules inside' if by_device else 'own forward time'}"
+    table = new_table(*columns, *["device p50", "device own a step"] * by_device, title=title)
     for module in modules[:_MOST_MODULES]:
         cells = [
             printable(module["name"]),
@@ -155,7 +156,8 @@ def _module_table(report: dict[str, Any]) -> Table:
             duration(module["own_s_per_step"]),
             _median(module["backward_s"]),
         ]
-        table.add_row(*cells, *[_median(module["device_s"])] * by_device)
+        on_device = [_median(module["device_s"]), duration_or_dash(module["device_own_s_per_step"])]
+        table.add_row(*cells, *on_device * by_device)
     if len(modules) > _MOST_MODULES:
         table.caption = f"{_MOST_MODULES} of {len(modules)}; --json has all"
     return table
