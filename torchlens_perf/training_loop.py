@@ -6,12 +6,12 @@ On the training thread; only the optimizers that step inside of a backward pass 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.accumulation import Accumulation
-from torchlens_perf.hooks.passed_optimizers import PassedOptimizers
+from torchlens_perf.hooks.passed_optimizers import PassedOptimizers, reference_to
 from torchlens_perf.hooks.recompute import PART as RECOMPUTE
 from torchlens_perf.hooks.trained_models import (
     NamedModel,
@@ -39,6 +39,14 @@ class StepContent(NamedTuple):
     micro_steps: int
 
 
+class _Stepped(NamedTuple):
+    """An optimizer that has stepped."""
+
+    reference: Callable[[], Any]
+    position: int | None
+    """Among those passed to watch()."""
+
+
 class TrainingLoop:
     """Of one session. Its callers are guarded."""
 
@@ -49,6 +57,7 @@ class TrainingLoop:
         self._evaluations = EvaluationRule()
         self._accumulation = Accumulation()
         self._trained = TrainedModels()
+        self._optimizers: dict[int, _Stepped] = {}  # that have stepped, by id, which a later one may have again
         self._models_given = False
         self._roots: list[weakref.ref[Module]] = []  # models that are watched
         self._inside: list[Optimizer] = []  # that have stepped in the backward pass in progress
@@ -66,7 +75,7 @@ class TrainingLoop:
 
     def begins_after_step_of(self, optimizer: Optimizer) -> None:
         """The loop goes on: this optimizer has just stepped."""
-        self._rule.optimizer_stepped(id(optimizer), self._passed.position(optimizer))
+        self._rule.optimizer_stepped(id(optimizer), self._add(optimizer).position)
         self._know(optimizer)
 
     def begins_without_optimizer(self) -> None:
@@ -85,9 +94,12 @@ class TrainingLoop:
         if session.recorder.backwards:
             self._inside.append(optimizer)
             return
-        is_new = self._passed.is_new(optimizer)
+        known = self._optimizers.get(id(optimizer))
+        is_new = known is None or known.reference() is not optimizer
+        if known is None or is_new:
+            known = self._add(optimizer)
         self._accumulation.optimizer_stepped(optimizer)
-        self._stepped(id(optimizer), self._passed.position(optimizer))
+        self._stepped(id(optimizer), known.position)
         if is_new:
             self._know(optimizer)
 
@@ -156,11 +168,18 @@ class TrainingLoop:
 
     def _stepped_inside(self) -> None:
         optimizers, self._inside = self._inside, []
-        new = [each for each in optimizers if self._passed.is_new(each)]
-        positions = [position for each in optimizers if (position := self._passed.position(each)) is not None]
-        self._stepped(_INSIDE_BACKWARD, max(positions, default=None))
+        new = [each for each in optimizers if id(each) not in self._optimizers]
+        known = [self._optimizers.get(id(each)) or self._add(each) for each in optimizers]
+        self._stepped(
+            _INSIDE_BACKWARD, max((each.position for each in known if each.position is not None), default=None)
+        )
         for optimizer in new:
             self._know(optimizer)
+
+    def _add(self, optimizer: Optimizer) -> _Stepped:
+        added = _Stepped(reference_to(optimizer), self._passed.position(optimizer))
+        self._optimizers[id(optimizer)] = added
+        return added
 
     @guard("finding the trained models")
     def _backwards_are_steps(self) -> None:

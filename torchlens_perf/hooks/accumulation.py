@@ -21,29 +21,29 @@ _MAX_OPTIMIZERS = 8  # of those that step once for each parameter there are hund
 class _Sample:
     """One parameter of an optimizer, and what is known of its gradient."""
 
-    __slots__ = ("_before", "_parameter", "_seen", "passes")
+    __slots__ = ("_parameter", "_seen", "passes")
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = weakref.ref(parameter)
-        self._before: tuple[int, int] | None = None  # the gradient when a backward pass began
-        self._seen: tuple[int, int] | None = None  # and after the last one
-        self.passes = 0  # that the gradient is the sum of
+        self._seen: tuple[int, int] | None = None  # the gradient after the last backward pass
+        self.passes = 0  # that it is the sum of
 
     def _gradient(self) -> tuple[int, int] | None:
-        """Which tensor the gradient is, and how often it was written to; None where there is none."""
+        """Which tensor it is, and how often it was written to; None where there is none."""
         parameter = self._parameter()
         gradient = None if parameter is None else parameter.grad
         return None if gradient is None else (id(gradient), gradient._version)
 
     def backward_begins(self) -> None:
-        self._before = self._gradient()
-        if self._before is None or self._before != self._seen:
-            self.passes = 0  # it was cleared: set to None, or written to, by zero_()
+        now = self._gradient()
+        if now != self._seen:
+            self._seen, self.passes = now, 0  # it was cleared: set to None, or written to, by zero_()
 
     def backward_ended(self) -> None:
-        self._seen = self._gradient()
-        if self._seen is not None and self._seen != self._before:
-            self.passes += 1
+        now = self._gradient()
+        if now != self._seen:
+            self._seen = now
+            self.passes += now is not None
 
 
 class Accumulation:

@@ -24,25 +24,25 @@ class PassedOptimizers:
     """What watch(optimizer=...) got, in its order. Holds none of it: the user may delete it inside the watch."""
 
     def __init__(self, optimizers: Sequence[Any] = ()) -> None:
-        self._passed = [_reference(each) for each in optimizers]
-        self._positions: dict[int, tuple[Callable[[], Any], int | None]] = {}  # by id, which a later one may have again
+        self._passed = [reference_to(each) for each in optimizers]
 
     def __len__(self) -> int:
         return len(self._passed)
 
     def position(self, optimizer: Any) -> int | None:
-        """Which of those passed this optimizer is, or belongs to; None: none of them."""
-        known = self._positions.get(id(optimizer))
-        if known is not None and known[0]() is optimizer:
-            return known[1]
-        found = self._find(optimizer)
-        self._positions[id(optimizer)] = (_reference(optimizer), found)
-        return found
-
-    def is_new(self, optimizer: Any) -> bool:
-        """Whether position() was not asked about it before."""
-        known = self._positions.get(id(optimizer))
-        return known is None or known[0]() is not optimizer
+        """Which of those passed this optimizer is, or belongs to; None: none of them. Takes some microseconds."""
+        stepped = _parameter_ids([optimizer])
+        shares = None
+        for position, reference in enumerate(self._passed):
+            passed = reference()
+            if passed is None:
+                continue
+            parts = list(parts_of(passed))
+            if any(part is optimizer for part in parts):
+                return position
+            if shares is None and stepped & _parameter_ids(parts):
+                shares = position
+        return shares
 
     def alive(self) -> list[Any]:
         """Those that the user has not deleted."""
@@ -59,20 +59,6 @@ class PassedOptimizers:
     def class_names(self) -> str:
         """For messages: "AdamW", or "AdamW and SGD"."""
         return " and ".join(type(each).__name__ for each in self.alive()) or "the optimizer passed to watch()"
-
-    def _find(self, optimizer: Any) -> int | None:
-        stepped = _parameter_ids([optimizer])
-        shares = None
-        for position, reference in enumerate(self._passed):
-            passed = reference()
-            if passed is None:
-                continue
-            parts = list(parts_of(passed))
-            if any(part is optimizer for part in parts):
-                return position
-            if shares is None and stepped & _parameter_ids(parts):
-                shares = position
-        return shares
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
@@ -124,7 +110,8 @@ def parameters_of(optimizer: Optimizer | Any) -> list[Any]:
     return []
 
 
-def _reference(optimizer: Any) -> Callable[[], Any]:
+def reference_to(optimizer: Any) -> Callable[[], Any]:
+    """A weak reference, where its class allows for one."""
     try:
         return weakref.ref(optimizer)
     except TypeError:  # of a class with slots
