@@ -385,5 +385,6 @@ class Session:
 
 def _device_of(model: Module) -> str:
     """The kind of device that a model's first parameter is on; "" where it has none yet."""
-    kinds = {parameter.device.type for parameter in itertools.islice(model.parameters(), 1)} - {"meta"}
+    with torch_private.out_of_sight()():
+        kinds = {parameter.device.type for parameter in itertools.islice(model.parameters(), 1)} - {"meta"}
     return next(iter(kinds), "")

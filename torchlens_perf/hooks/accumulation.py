@@ -57,8 +57,9 @@ class Accumulation:
     def add(self, optimizer: Any) -> None:
         """From here on its gradients are looked at."""
         if len(self._samples) < _MAX_OPTIMIZERS:
-            trained = (each for each in parameters_of(optimizer) if getattr(each, "requires_grad", False))
-            parameter = next(trained, None)
+            with self._out_of_sight():
+                trained = (each for each in parameters_of(optimizer) if getattr(each, "requires_grad", False))
+                parameter = next(trained, None)
             if parameter is not None:
                 self._samples[id(optimizer)] = _Sample(parameter)
 

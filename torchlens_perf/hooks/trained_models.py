@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchlens_perf import torch_private
 from torchlens_perf.hooks.model_names import names_of
 from torchlens_perf.hooks.passed_optimizers import parameters_of
 
@@ -82,6 +83,7 @@ def outermost_modules() -> list[Module]:
 
 def models_with_gradients() -> list[NamedModel]:
     """The outermost modules that a backward pass has reached: where no optimizer says what is trained."""
-    models = [each for each in outermost_modules() if any(p.grad is not None for p in each.parameters())]
+    with torch_private.out_of_sight()():
+        models = [each for each in outermost_modules() if any(p.grad is not None for p in each.parameters())]
     names = names_of(models) if len(models) > 1 else [""] * len(models)
     return [NamedModel(model, name) for model, name in zip(models, names, strict=True)]
