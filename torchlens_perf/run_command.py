@@ -112,11 +112,12 @@ def _switch_on(environment: dict[str, str], options: Sequence[str]) -> None:
         return
     environment.setdefault(config.SWITCH, "1")
     path = environment.get("PYTHONPATH")
+    first = path.split(os.pathsep)[0] if path else ""
     if any(map(_NO_SITECUSTOMIZE.match, options)) or os.pathsep in sitecustomize.FOLDER:
         # Then torch's entry point is all there is.
-        if environment.get(AUTOLOAD_SWITCH) == "0":
-            _say_off(environment, f"{AUTOLOAD_SWITCH}=0, and -E, -I or -S keeps out what would do without it")
-    elif sitecustomize.USERS_PATH not in environment:
+        if environment.get(AUTOLOAD_SWITCH, "1") != "1":
+            _say_off(environment, f"{AUTOLOAD_SWITCH} is off, and -E, -I or -S keeps out what would do without it")
+    elif first != sitecustomize.FOLDER:  # it is, where `run` runs `run`
         if path is not None:
             environment[sitecustomize.USERS_PATH] = path
         environment["PYTHONPATH"] = f"{sitecustomize.FOLDER}{os.pathsep}{path}" if path else sitecustomize.FOLDER
