@@ -30,7 +30,7 @@ DIFFERENCES = (
         rb'\s*"TORCHLENS_PERF": "1",?',
         "the variable that switches recording on; children inherit it, to be recorded too",
     ),
-    (rb'\s*"sitecustomize.AfterTorch",', "the finder that awaits torch; the import of torch removes it"),
+    (rb'\s*"sitecustomize.AfterTorch",', "the finder that awaits torch"),
     (rb'\s*"_": "[^"]*",?', "bash's name of the program that it started"),
     (rb"0x[0-9a-f]+", "addresses of objects"),
 )
@@ -188,6 +188,7 @@ DONE = {
     "torch is missing": "{python} {run} looks_for_torch.py",
     "torch that cannot load": "{python} {run} broken_torch/train.py",
     "torch that is no package": "{python} {run} odd_torch/train.py",
+    "torch that is reloaded": "{python} {run} reloaded_torch/train.py",
     "files": "cd sub && {python} {run} ../files.py",
     "interrupted event loop": "{python} {run} asynchronous.py",
     "afterwards from the keyboard": "echo 'value + 1' | {python} {run} -i interactive.py",
@@ -238,8 +239,16 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "broken_torch/torch/__init__.py": "from torch import lib\n",
         "broken_torch/torch/lib.py": "import warnings\nwarnings.warn('old driver', stacklevel=2)\n"
         "raise OSError('libcudart.so.12: cannot open shared object file')\n",
-        "odd_torch/train.py": "import torch, sys\nprint(torch.value, vars(torch.__spec__.loader), sys.meta_path)\n",
+        "odd_torch/train.py": "import torch\nprint(torch.value, vars(torch.__spec__.loader))\n",
         "odd_torch/torch.py": "value = 7\n",
+        # Loaded at the third attempt. torchlens_perf is kept out, for it wants a real torch.
+        "reloaded_torch/train.py": "import importlib, sys\nsys.modules['torchlens_perf.launch'] = sys\n"
+        "sys.autoload = lambda: setattr(sys, 'armed', getattr(sys, 'armed', 0) + 1)\nfor _ in range(2):\n"
+        "    try:\n        import torch\n    except OSError as error:\n        print(error, 'torch' in sys.modules)\n"
+        "import torch\nspec = torch.__spec__\nimportlib.reload(torch)\n"
+        "print(torch.__spec__ is spec, torch.__spec__ == spec, vars(torch.__loader__))\n",
+        "reloaded_torch/torch/__init__.py": "import sys\nsys.tried = getattr(sys, 'tried', 0) + 1\n"
+        "if sys.tried < 3:\n    raise OSError('not yet')\n",
     }  # fmt: skip
     for name, text in scripts.items():
         path = folder / name

@@ -3,27 +3,19 @@
 usage: train_and_end.py normally | crash | exit | SIGTERM | everything [no-autoload]
 """
 
+import importlib.util
+import io
 import os
 import signal
 import sys
 
+importlib.util.find_spec("torch")  # as transformers does, to see whether there is one
 if "no-autoload" in sys.argv:
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
-import io
-
-import torch
-import torch.multiprocessing
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-
-
-class Rows(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.full((4,), float(index))
+import torch  # noqa: E402
+import torch.multiprocessing  # noqa: E402
+from torch import nn  # noqa: E402
 
 
 class Checkpoint:
@@ -52,12 +44,11 @@ def other_rank(rank, queue):
 
 
 def everything(model):
-    """What finds __main__ again: checkpoints, spawned loader workers, spawned ranks, and the compiler."""
+    """What finds __main__ again: checkpoints, spawned ranks, and the compiler."""
     file = io.BytesIO()
     torch.save(Checkpoint(model, 3), file)
     file.seek(0)
     print(type(torch.load(file, weights_only=False)) is Checkpoint)
-    print([row.tolist() for row in DataLoader(Rows(), num_workers=1, multiprocessing_context="spawn", batch_size=4)])
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     torch.multiprocessing.spawn(other_rank, (queue,), nprocs=1)
     print(queue.get())
@@ -75,7 +66,7 @@ def main():
     if sys.argv[1] == "everything":
         everything(model)
     loader = torch.__loader__
-    print([type(each).__name__ for each in sys.meta_path], vars(loader), torch.__spec__.loader is loader)
+    print(vars(loader), torch.__spec__.loader is loader)
     if sys.argv[1] == "exit":
         sys.exit(3)
 

@@ -19,20 +19,27 @@ USERS_PATH = "_TORCHLENS_PERF_PYTHONPATH"  # the user's own PYTHONPATH, where it
 
 
 class AfterTorch:
-    """Finder that switches recording on when torch has been imported, also where torch's own autoload is off."""
+    """Finder that switches recording on when torch has been imported, also where torch's own autoload is off.
+
+    It stays in sys.meta_path: whoever takes one out while an import goes through that list makes it skip the next.
+    """
+
+    _asks = False
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         """For torch, what the other finders answer, with one call added after its import; for all others None."""
-        if fullname != "torch":
+        if fullname != "torch" or target is not None or self._asks:
             return None
-        sys.meta_path.remove(self)
         import importlib.machinery
         import importlib.util
 
+        self._asks = True
         try:
             spec = importlib.util.find_spec("torch")
         except Exception:
             return None  # the import that is under way asks the same finder again, and the script sees its error
+        finally:
+            self._asks = False
         if spec is None or spec.submodule_search_locations is None:
             return None
         if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
