@@ -164,6 +164,15 @@ def test_broad_excepts_are_few() -> None:
     assert {module: count for module, count in found.items() if count} == allowed
 
 
+def test_startup_imports_nothing_before_the_script() -> None:
+    """What Python loads before a script under `run` imports what Python has imported itself, and the next one."""
+    tree = ast.parse((PACKAGE / "startup" / "sitecustomize.py").read_text())
+    imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+
+    assert imported == {"os", "sys"}
+    assert not any(isinstance(node, ast.ImportFrom) for node in tree.body)
+
+
 def test_public_names() -> None:
     """The public names are few, sorted, and all of them there."""
     public = {name for name in vars(perf) if not name.startswith("_")} - {
