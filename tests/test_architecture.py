@@ -13,10 +13,10 @@ PACKAGE = Path(perf.__file__).parent
 TRAINING = {
     "", "_native_twin", "capture_files", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events",
     "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
-    "first_step", "launch", "native_tap", "probe_schedule",
-    "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
-    "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_instruments", "torch_private",
-    "memory_readings", "nccl_plugin", "oom_table", "training_loop", "version", "watch",
+    "first_step", "launch", "native_tap", "probe_schedule", "program", "rank_ranges", "recorder", "ring",
+    "run_directory", "session", "sidecar_lock", "site", "sketch", "sketch_records", "start_sidecar", "startup", "steps",
+    "torch_instruments", "torch_private", "memory_readings", "nccl_plugin", "oom_table", "training_loop", "version",
+    "watch",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
 PURE = {
@@ -129,7 +129,6 @@ def test_no_collective_of_ours() -> None:
         ("hooks.stamps", "all_reduce"),
         ("hooks.stamps", "new_group"),
         ("capture_files", "loads"),
-        ("launch", "exec"),
         ("node_state", "loads"),
         ("oom_files", "loads"),
         ("ring", "loads"),
@@ -151,6 +150,7 @@ def test_broad_excepts_are_few() -> None:
         "errors": 3,  # guard()
         "torch_private": 1,  # a probe that fails is a no
         "doctor": 1,  # a check that fails is a line
+        "startup.sitecustomize": 2,  # before the script, where guard() is not imported yet
     }
     found: dict[str, int] = {}
     for path in PACKAGE.rglob("*.py"):
@@ -163,6 +163,15 @@ def test_broad_excepts_are_few() -> None:
                 found[module_name(path)] = found.get(module_name(path), 0) + (not ends_raising)
 
     assert {module: count for module, count in found.items() if count} == allowed
+
+
+def test_startup_imports_nothing_before_the_script() -> None:
+    """What Python loads before a script under `run` imports what Python has imported itself, and the next one."""
+    tree = ast.parse((PACKAGE / "startup" / "sitecustomize.py").read_text())
+    imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+
+    assert imported == {"os", "sys"}
+    assert not any(isinstance(node, ast.ImportFrom) for node in tree.body)
 
 
 def test_public_names() -> None:

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchlens_perf import capture_command, simulate_command
-from torchlens_perf.errors import ConfigError, TorchlensPerfError
+from torchlens_perf import capture_command, run_command, simulate_command
+from torchlens_perf.errors import TorchlensPerfError
 from torchlens_perf.run_directory import RunDirectory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["run"] and arguments[1:2] != ["--help"]:
-        arguments.insert(1, "--")  # what follows is the script's, also `-m module`
-    options = _parser().parse_args(arguments)
     try:
+        if arguments[:1] == ["run"] and arguments[1:2] not in (["-h"], ["--help"]):
+            run_command.run(arguments[1:])  # what follows is Python's command line, no part of it is ours
+        options = _parser().parse_args(arguments)
         result: int = options.command(options)
         return result
     except TorchlensPerfError as error:
@@ -39,11 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchlens-perf", description="Where each training step's time goes.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    run = commands.add_parser(
-        "run", help="run a script, recorded", description="Runs a script as python would, recorded."
-    )
-    run.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="a script, or -m module")
-    run.set_defaults(command=_run)
+    run_command.describe(commands)
 
     report = commands.add_parser("report", help="show a run's report, live or finished")
     report.add_argument("run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here")
@@ -70,18 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what works in this environment, and what to do where it does not")
     doctor.set_defaults(command=_doctor)
     return parser
-
-
-def _run(options: argparse.Namespace) -> int:
-    from torchlens_perf.launch import run_script
-
-    script = options.script[options.script[:1] == ["--"] :]
-    if not script or script == ["-m"]:
-        raise ConfigError("a script is needed: torchlens-perf run train.py ARGS")
-    if script[0] != "-m" and not Path(script[0]).is_file():
-        raise ConfigError(f"{script[0]} is not a file")
-    run_script(script)
-    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchlens_perf import site
+from torchlens_perf.program import program_name
 
 # Facts of the scheduler and launcher, under the names that they are exported with (exporters/semantics.py).
 _ATTRIBUTES = {
@@ -52,7 +53,7 @@ class Identity:
     process_started: int  # clock ticks after boot: with the pid, names a process for good
     launcher_pid: int
     elastic: bool
-    program: str  # file name of the training script; no path, no arguments
+    program: str  # what the user started, such as train.py: no folder, no arguments
     traceparent: str
     attributes: dict[str, str]
 
@@ -103,7 +104,7 @@ def detect(environ: Mapping[str, str], claim: Callable[[str], str], nth_watch: i
         process_started=process_started(pid) or 0,
         launcher_pid=os.getppid(),
         elastic="TORCHELASTIC_RUN_ID" in environ,
-        program=os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python",
+        program=program_name(environ),
         traceparent=environ.get("TRACEPARENT", ""),
         attributes=_attributes(environ),
     )

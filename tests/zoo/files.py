@@ -1,0 +1,9 @@
+"""Writes files beside itself and where it stands, and lets modules be compiled."""
+import os
+import pathlib
+
+import package.part
+
+pathlib.Path("checkpoint.txt").write_text("step 5")
+pathlib.Path(__file__).with_suffix(".log").write_text(os.path.relpath(__file__))
+print(sorted(os.listdir()), os.path.dirname(os.path.abspath(__file__)) == os.getcwd())

@@ -1,0 +1,2 @@
+"""An import of the script's own that fails inside."""
+import broken

@@ -1,0 +1,2 @@
+"""What is looked at afterwards, from the keyboard."""
+value = 41

@@ -1,0 +1,2 @@
+"""A module in a folder that has no __init__.py."""
+print(__name__, __package__, __spec__.name, __spec__.parent)

@@ -1,0 +1,2 @@
+"""A package."""
+name = __name__

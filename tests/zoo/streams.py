@@ -1,0 +1,7 @@
+"""Bytes and text on both streams, unflushed when it ends."""
+import sys
+
+sys.stdout.buffer.write(b"\xff\x00bytes\n")
+sys.stdout.write("caf\u00e9 \udcff\n" if sys.stdout.errors == "surrogateescape" else "caf\u00e9\n")
+print("no newline", end="", file=sys.stderr)
+sys.stdout.write("unflushed")

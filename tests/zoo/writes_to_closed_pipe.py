@@ -1,0 +1,3 @@
+"""Prints more than anybody reads."""
+for line in range(100_000):
+    print("step", line)

@@ -1,0 +1,89 @@
+"""Loaded by Python itself before a script that `torchlens-perf run` started. Leaves a finder that awaits torch.
+
+run_command.py put this folder in front of PYTHONPATH. That is undone here, and the sitecustomize that Python would have
+loaded without us takes the place of this one. Nothing is imported before torch is: until then sys.modules holds
+what it holds without us (not even `typing` or `__future__`).
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec, SourceFileLoader
+    from types import ModuleType
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+USERS_PATH = "_TORCHLENS_PERF_PYTHONPATH"  # the user's own PYTHONPATH, where it is set
+
+
+class AfterTorch:
+    """Finder that switches recording on when torch has been imported, also where torch's own autoload is off.
+
+    It stays in sys.meta_path: whoever takes one out while an import goes through that list makes it skip the next.
+    """
+
+    _asks = False
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> "ModuleSpec | None":
+        """For torch, what the other finders answer, with one call added after its import; for all others None."""
+        if fullname != "torch" or target is not None or self._asks:
+            return None
+        import importlib.machinery
+        import importlib.util
+
+        self._asks = True
+        try:
+            spec = importlib.util.find_spec("torch")
+        except Exception:
+            return None  # the import that is under way asks the same finder again, and the script sees its error
+        finally:
+            self._asks = False
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            _arm_after(spec.loader)
+        return spec
+
+
+def _arm_after(loader: "SourceFileLoader") -> None:
+    load: Callable[[ModuleType], None] = loader.exec_module
+
+    def load_and_arm(module: "ModuleType") -> None:
+        vars(loader).pop("exec_module", None)  # from here on the loader is as it was
+        load(module)
+        _arm()
+
+    # The import of torch can fail, and its traceback is the user's. CPython leaves the frames of its import system
+    # out of tracebacks, and knows them by this name.
+    load_and_arm.__code__ = load_and_arm.__code__.replace(co_filename="<frozen importlib._bootstrap>")
+    loader.exec_module = load_and_arm  # type: ignore[method-assign]
+
+
+def _arm() -> None:
+    try:
+        from torchlens_perf.launch import autoload
+    except Exception as error:  # a broken installation of ours is no reason to stop the script
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"torchlens_perf is off: {type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        autoload()
+
+
+def _restore() -> None:
+    """Makes PYTHONPATH and sys.path what they are without us."""
+    if USERS_PATH in os.environ:
+        os.environ["PYTHONPATH"] = os.environ.pop(USERS_PATH)
+    else:
+        os.environ.pop("PYTHONPATH", None)
+    sys.path[:] = [entry for entry in sys.path if entry != FOLDER]
+    sys.path_importer_cache.pop(FOLDER, None)
+
+
+if __name__ == "sitecustomize":
+    _restore()
+    sys.meta_path.insert(0, AfterTorch())
+    del sys.modules["sitecustomize"]
+    # The next one on sys.path. Where there is none, this raises the ImportError that Python expects then.
+    import sitecustomize  # type: ignore[import-not-found] # noqa: F401
