@@ -127,10 +127,10 @@ class StepRule:
     def lacks_optimizer(self) -> bool:
         """Whether to look now, after a backward pass, if there is an optimizer at all.
 
-        After the first one, and then ever more rarely: looking takes long.
+        After the second one, as w.step() may come before it, and then ever more rarely: looking takes long.
         """
         count, settled = self._backwards, self._stepped or self.manual or self.counts_backwards
-        return not settled and count >= 1 and count & (count - 1) == 0
+        return not settled and count >= 2 and count & (count - 1) == 0
 
     def no_optimizer(self, *, alive: bool) -> None:
         """None has stepped so far. alive: whether there is one that may still do so."""
