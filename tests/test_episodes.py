@@ -159,6 +159,17 @@ def test_lack_of_a_cpu() -> None:
     assert found.work_ns == pytest.approx(200 * MS)
 
 
+def test_cost_is_no_more_than_the_excess() -> None:
+    """A slow rank that lacks a CPU as well: what the job waits for because of that is none of its work."""
+    job = Job.of(4, 50, noise=0.0).slow(1, 20)
+    job.ready_ns[:] = 0.0
+    job.ready_ns[1] = 30 * MS
+    found = described(job, 1)
+
+    assert found.excess_ns == pytest.approx(20 * MS)
+    assert found.cost_ns == pytest.approx(20 * MS)
+
+
 def test_more_workload() -> None:
     """How much more it had to do than the median of the others, as a share; 0 where that is not known."""
     job = Job.of(4, 50, noise=0.0).slow(1, 20)

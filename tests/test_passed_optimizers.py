@@ -203,6 +203,37 @@ def test_wrapper_that_skips_while_accumulating(tmp_path: Path) -> None:
     assert [each.value1 & 0xFFFF for each in recording.steps] == [2] * STEPS
 
 
+def test_engine_that_steps_in_its_own_backward(tmp_path: Path) -> None:
+    """As DeepSpeed's under Accelerate: what was passed never does anything, and what it holds steps elsewhere."""
+
+    class Engine:
+        def __init__(self, model: nn.Module) -> None:
+            self.optimizer = Flat(torch.optim.SGD(model.parameters(), lr=0.1))
+            self.passes = 0
+
+        def backward(self, loss: Tensor) -> None:
+            loss.backward()
+            self.passes += 1
+            if self.passes % 2 == 0:
+                self.optimizer.step()
+
+    class Wrapper(Unregistered):
+        def step(self, closure: Any = None) -> None:
+            pass
+
+    model = nn.Linear(4, 4)
+    engine = Engine(model)
+    passed = Wrapper(engine.optimizer)  # type: ignore[arg-type]
+    with recorded(tmp_path, model, passed) as recording:
+        for _ in range(2 * STEPS):
+            engine.backward(model(torch.randn(2, 4)).sum())
+            passed.step()
+
+    assert len(recording.steps) == STEPS
+    assert len(recording.of(Kind.BACKWARD)) == 2 * STEPS
+    assert {each.depth for each in recording.of(Kind.OPTIMIZER)} == {1}
+
+
 def test_passed_optimizer_that_never_steps(tmp_path: Path) -> None:
     """The one that does is taken in its place, and the report says so."""
     model = nn.Linear(4, 4)

@@ -141,6 +141,14 @@ class TestModules:
         assert verdict.evidence["modules"] == ["block"]
         assert verdict.evidence["module_excess_s"] == pytest.approx(0.015)
 
+    def test_no_figure_that_is_larger_than_the_excess(self) -> None:
+        """Modules' times hold the lack of a CPU, and are of the whole run: 49 ms is no part of an excess of 18 ms."""
+        others = {str(rank): 0.010 for rank in range(8)}
+        verdict = verdict_on(episode(phase="forward"), self.report(module("block", {**others, "3": 0.059})))
+
+        assert ", most of it in block. It costs the job" in verdict.text
+        assert "49" not in verdict.text
+
     def test_several_together(self) -> None:
         """As many as explain most of it, the largest first; in computing, forward and backward count together."""
         report = self.report(

@@ -147,5 +147,7 @@ class Judge:
         slow = {episode.rank: episode for episode in episodes if episode.until_step is None}
         for group in groups_of(slow.keys(), self._place) if len(slow) > 1 else ():
             costs = [population.shared_cost_ns(group.ranks) for population in self._populations.values()]
-            for rank in group.ranks:
-                slow[rank].shared_cost_ns = max((cost for cost in costs if cost is not None), default=None)
+            cost_ns = max((cost for cost in costs if cost is not None), default=None)
+            largest_ns = max(slow[rank].excess_ns for rank in group.ranks)
+            for rank in group.ranks:  # see describe(): what they lack of a CPU is not their work
+                slow[rank].shared_cost_ns = None if cost_ns is None else min(cost_ns, largest_ns)
