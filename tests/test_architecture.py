@@ -12,9 +12,10 @@ PACKAGE = Path(perf.__file__).parent
 # What a training process may load, and what only the sidecar and the command line may.
 TRAINING = {
     "", "_native_twin", "capture_files", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events",
-    "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
-    "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
-    "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_instruments", "torch_private",
+    "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "fitting",
+    "folder_request", "hooks", "identity", "launch", "make_folders", "native_tap", "probe_schedule", "rank_ranges",
+    "recorder", "report_mailbox", "ring", "run_directory", "session", "site", "sidecar_lock",
+    "sketch", "sketch_records", "start_sidecar", "steps", "torch_instruments", "torch_private",
     "memory_readings", "nccl_plugin", "oom_table", "version", "watch",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
@@ -25,7 +26,7 @@ PURE = {
     "population", "probe_schedule", "rank_ranges", "rank_statistics", "records", "report.hang_words",
     "report.straggler_words", "signals", "sketch", "sketch_records", "slow_link", "statistics", "step_rows", "steps",
     "straggler", "summary", "suspects",
-    "memory_readings", "memory_statistics", "oom_table", "report.oom_words",
+    "fitting", "memory_readings", "memory_statistics", "oom_table", "report.oom_words",
     "telemetry",
 }  # fmt: skip
 THIRD_PARTY = {
@@ -128,6 +129,7 @@ def test_no_collective_of_ours() -> None:
         ("hooks.stamps", "all_reduce"),
         ("hooks.stamps", "new_group"),
         ("capture_files", "loads"),
+        ("fitting", "loads"),
         ("launch", "exec"),
         ("node_state", "loads"),
         ("oom_files", "loads"),

@@ -26,7 +26,7 @@ from typing import Any
 
 from torchlens_perf import config as configuration
 from torchlens_perf.config import Config
-from torchlens_perf.errors import ConfigError, RunStoreError, TorchlensPerfError, guard
+from torchlens_perf.errors import ConfigError, TorchlensPerfError, guard
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -69,8 +69,9 @@ def _start(optimizer: Any) -> None:
 
     started = watch()
     try:
-        started.start(after_step_of=optimizer)
-    except (RunStoreError, ConfigError) as error:
+        if not started.start(after_step_of=optimizer):
+            return
+    except ConfigError as error:
         _say_off(error)  # a setting in the environment is no reason to stop a script that does not know of us
         return
     # A process that multiprocessing forked ends without atexit, but with its own finalizers.

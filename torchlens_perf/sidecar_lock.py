@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -50,7 +51,7 @@ class SidecarLock:
         """Removes the file, and its folder if it is empty then; only while holding the lock. Gives it back."""
         self.path.unlink(missing_ok=True)
         self.close()
-        if not any(self.path.parent.iterdir()):
+        with contextlib.suppress(OSError):
             self.path.parent.rmdir()
 
     def _is_current(self) -> bool:
