@@ -98,7 +98,7 @@ class switches_off:
         if isinstance(error, RunStoreError):
             self._say(str(error))
         elif isinstance(error, (OSError, MemoryError)):
-            self._say(str(error) or "there is no memory left")
+            self._say(f"{type(error).__name__}: {error}")
         elif swallowed.strict:
             return False
         else:

@@ -6,6 +6,7 @@ nothing else bounds a call to a network disk whose server is gone: it sleeps in 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,12 +18,13 @@ from torchlens_perf import make_folders
 from torchlens_perf.errors import RunStoreError
 
 MADE = "made"
-_LOOK_EVERY_S = 0.001
-_hanging: list[subprocess.Popen[bytes]] = []  # killed, and dead once their disk answers
+_LOOK_EVERY_S = 0.003
+_END_TIMEOUT_S = 0.1  # of a child that has answered
+_unended: list[subprocess.Popen[bytes]] = []
 
 
 class FolderRequest:
-    """Asks at once; answer() tells. One thread."""
+    """Asks at once; answer() tells. Whatever is not kept is taken away again. One thread."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         """folders: absolute; they must be writable, and are made where they are missing, with their parents.
@@ -31,35 +33,45 @@ class FolderRequest:
         """
         self._text = b""
         self._process: subprocess.Popen[bytes] | None = _child([str(folder) for folder in folders])
-        _hanging[:] = [process for process in _hanging if process.poll() is None]
         assert self._process.stdout is not None
-        self._answers = self._process.stdout
-        os.set_blocking(self._answers.fileno(), False)
+        os.set_blocking(self._process.stdout.fileno(), False)
+        _unended[:] = [process for process in _unended if process.poll() is None]
 
     def answer(self, timeout_s: float) -> str:
         """MADE, or why not, in the system's words; "" if nothing is known after this time."""
         deadline_s = time.monotonic() + timeout_s
-        while self._process is not None and not self._is_over():
-            if time.monotonic() > deadline_s:
-                break
+        while not self._is_answered() and time.monotonic() < deadline_s:
             time.sleep(_LOOK_EVERY_S)
-        self.close()
         return self._text.decode(errors="replace").strip()
 
-    def close(self) -> None:
-        """Forgets it. Again is harmless."""
-        process, self._process = self._process, None
-        if process is None:
+    def keep(self) -> None:
+        """What was made stays."""
+        process = self._process
+        if process is None or process.stdin is None:
             return
-        self._answers.close()
-        process.kill()
-        if self._text.endswith(b"\n"):
-            process.wait()
-        else:
-            _hanging.append(process)
+        if not self._text:
+            process.kill()  # it hangs, or has not begun; it may have made some of them
+        elif process.poll() is None:  # it waits for this word: to write to one that is gone may be a deadly signal
+            with contextlib.suppress(OSError):
+                process.stdin.write(make_folders.KEEP)
+        self.close()
 
-    def _is_over(self) -> bool:
-        chunk = self._answers.read()
+    def close(self) -> None:
+        """What was made, or will be, is taken away, unless it was kept. Again is harmless."""
+        process, self._process = self._process, None
+        if process is None or process.stdin is None or process.stdout is None:
+            return
+        process.stdin.close()
+        process.stdout.close()
+        try:
+            process.wait(_END_TIMEOUT_S if self._text else 0)
+        except subprocess.TimeoutExpired:
+            _unended.append(process)
+
+    def _is_answered(self) -> bool:
+        if self._process is None or self._process.stdout is None:
+            return True
+        chunk = self._process.stdout.read()
         self._text += chunk or b""
         return chunk == b"" or self._text.endswith(b"\n")
 
@@ -70,7 +82,7 @@ def _child(folders: list[str]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", make_folders.__file__, *folders],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
@@ -81,6 +93,9 @@ def _child(folders: list[str]) -> subprocess.Popen[bytes]:
         raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
 
 
-def answers(folder: Path, timeout_s: float) -> str:
-    """Whether a folder can be written now: MADE, or why not, or "". Raises RunStoreError."""
-    return FolderRequest([folder]).answer(timeout_s)
+def problem_with(folder: Path, timeout_s: float = 1.0) -> str:
+    """Why a folder cannot be written just now, also after having been made; "" if it can. Raises RunStoreError."""
+    request = FolderRequest([folder])
+    answer = request.answer(timeout_s)
+    request.keep()
+    return "" if answer == MADE else answer or f"its disk did not answer within {timeout_s:g} s"

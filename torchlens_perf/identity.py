@@ -69,12 +69,12 @@ class Identity:
 def process_started(pid: int) -> int | None:
     """When a process began, in clock ticks after boot (proc_pid_stat(5), field 22); None if there is none such."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            stat = file.read() or b""
     except OSError:
         return None
-    state, *rest = stat.rpartition(b")")[2].split()
-    return None if state in (b"Z", b"X") else int(rest[18])
+    state, *rest = stat.rpartition(b")")[2].split() or [b""]
+    return None if state in (b"Z", b"X") or len(rest) < 19 else int(rest[18])
 
 
 def detect(environ: Mapping[str, str], claim: Callable[[str, int], str], nth_watch: int = 0) -> Identity:

@@ -65,6 +65,7 @@ class RunDirectory:
         self.spans = path / "spans"
         self.oom = path / "oom"
         self.captures = path / "captures"
+        self.rings = path / "rings"
         self.report = path / "report.txt"
 
     @property
@@ -88,22 +89,27 @@ class RunDirectory:
         """That must be there."""
         return [self.steps, self.spans, self.nodes]
 
-    def create(self) -> None:
-        """Makes the folders. Raises RunStoreError where that is not allowed."""
+    def create(self) -> list[str]:
+        """Makes the folders; returns those that were missing. Raises RunStoreError where that is not allowed."""
         try:
-            make_folders.make([str(folder) for folder in self.folders])
+            return make_folders.make([str(folder) for folder in self.folders])
         except OSError as error:
             raise RunStoreError(f"cannot write to {self.path}: {error.strerror or error}") from None
 
     def register_ring(self, host: str, ring: Path) -> None:
         """Tells the node's sidecar of a ring file that can be read. Raises OSError or RunStoreError."""
-        if ring.is_relative_to(self.path):
-            with open(self.node_rings(host), "ab") as file:
-                file.write(f"{ring}\n".encode())  # one write(2) of a short line: whole, also beside other ranks' lines
+        if not ring.is_relative_to(self.path):
+            # Sidecars take them in the order of their names, which is that of time.
+            link = f"{time.monotonic_ns():020d}-{ring.stem}{_REGISTERED}"
+            _in_local_folder(self.run_id, lambda folder: os.symlink(ring, folder / link))
             return
-        # Sidecars take them in the order of their names, which is that of time.
-        link = f"{time.monotonic_ns():020d}-{ring.stem}{_REGISTERED}"
-        _in_local_folder(self.run_id, lambda folder: os.symlink(ring, folder / link))
+        with open(self.node_rings(host), "ab", buffering=0) as file:
+            try:
+                file.write(f"{ring}\n".encode())  # one write(2) of a short line: whole, also beside other ranks' lines
+            except OSError:
+                if not file.tell():
+                    self.node_rings(host).unlink()
+                raise
 
     def registered_rings(self, host: str) -> list[Path]:
         """The node's ring files so far, in the order of their registration."""
@@ -130,8 +136,12 @@ class RunDirectory:
         ring.unlink(missing_ok=True)
         for link in self._local_files(f"*-{ring.stem}{_REGISTERED}"):
             link.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            ring.parent.rmdir()  # unless other rings, or the sidecar's lock, are there
+        _remove_if_empty(ring.parent)  # else other rings, or the sidecar's lock, are there
+
+    def leave_local(self) -> None:
+        """A rank that does not record: its folders of this node go, if nobody else is in them."""
+        for parent in _local_parents():
+            _remove_if_empty(parent / self.run_id)
 
     def clear_local(self) -> None:
         """The sidecar ends: removes what nobody waits for on this node, but for its lock."""
@@ -239,6 +249,11 @@ def sidecar_log(lock: Path) -> Path:
     return lock.with_suffix(".log")
 
 
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def _private_folder(path: Path) -> Path:
     """Makes a folder that only this user can enter; refuses one that somebody else has put there."""
     try:
@@ -284,7 +299,8 @@ def create_ring(
                 problems.append(f"{place}: {error.strerror or error}")
         else:
             break
-    raise RunStoreError(f"no place for a ring file of {size} bytes: {'; '.join(problems) or 'no folder of this user'}")
+    where = "; ".join(problems) or "no folder of this user"
+    raise RunStoreError(f"no place for a ring file of {size} bytes: {where}. Set TMPDIR to a local disk with room")
 
 
 def writer_lives(path: Path) -> bool:
@@ -294,9 +310,8 @@ def writer_lives(path: Path) -> bool:
 
 
 def _run_folder(run: RunDirectory) -> Iterator[Path]:
-    folder = run.path / "rings"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    yield folder
+    run.rings.mkdir(mode=0o700, exist_ok=True)
+    yield run.rings
 
 
 def _free_bytes(place: Path) -> int:

@@ -34,10 +34,14 @@ class SidecarLock:
                 self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                current = self._is_current()
             except BlockingIOError:
                 self.close()
                 return False
-            if self._is_current():
+            except BaseException:
+                self.close()
+                raise
+            if current:
                 return True
             self.close()
 

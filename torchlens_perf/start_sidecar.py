@@ -33,21 +33,25 @@ def _start(run: RunDirectory) -> bool:
     lock = SidecarLock(sidecar_lock(run.run_id))
     if not lock.acquire():
         return False
+    log = sidecar_log(lock.path)
     try:
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path)]
-        with open(sidecar_log(lock.path), "ab") as log:
+        with open(log, "ab") as file:
             subprocess.Popen(
                 [*command, "--lock-descriptor", str(lock.descriptor)],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=file,
+                stderr=file,
                 env=environment,
                 pass_fds=[lock.descriptor],
                 start_new_session=True,
                 cwd="/",
             )
-        return True
-    finally:
-        lock.close()
+    except BaseException:
+        log.unlink(missing_ok=True)
+        lock.remove()
+        raise
+    lock.close()
+    return True

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import config as configuration
-from torchlens_perf import identity, run_directory, start_sidecar
+from torchlens_perf import identity, make_folders, run_directory, start_sidecar
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, switches_off
 from torchlens_perf.folder_request import MADE, FolderRequest
@@ -102,7 +102,8 @@ class Watch:
             self._joined = _running
             models, self._models, self._optimizers = self._models, None, []
             if models is not None:
-                _running._watch_also(models)
+                with guard("watching further models"):
+                    _running._watch_also(models)
             self.run_dir = _running.run_dir
             return self
         self.start()
@@ -166,9 +167,10 @@ class Watch:
             undo.push(functools.partial(_decline, config))
             who.append(identity.detect(os.environ, run_directory.claim_run_id, earlier))
             run = RunDirectory(_absolute(config.dir) / who[0].run_id)
+            undo.callback(run.leave_local)
             folders = FolderRequest(run.folders) if config.sidecar else None
             if folders is None:
-                run.create()
+                undo.callback(make_folders.remove, [*run.create(), str(run.rings)])
             else:
                 undo.callback(folders.close)
             ring = run_directory.create_ring(
@@ -178,11 +180,15 @@ class Watch:
             session = Session(config, who[0], ring, optimizers)
             undo.callback(session.close, {})
             session.publish()  # before the sidecar may look: attaching hooks imports for seconds, and we may be killed
-            if folders is not None:
-                _accept(run, folders.answer(_FOLDERS_TIMEOUT_S))
+            answer = MADE if folders is None else folders.answer(_FOLDERS_TIMEOUT_S)
+            if answer not in (MADE, ""):  # where nothing is known, the sidecar goes on trying
+                raise RunStoreError(
+                    f"cannot write to {run.path}: {answer}. Choose a folder that can be written, by dir="
+                )
             run.register_ring(who[0].host, ring.path)
-            if config.sidecar:
+            if folders is not None:
                 start_sidecar.ensure(run)
+                folders.keep()
             undo.pop_all()
         return run, session
 
@@ -248,12 +254,6 @@ def _absolute(folder: str) -> Path:
         raise RunStoreError(f"dir={folder!r}: the working directory cannot be found: {error.strerror}") from None
 
 
-def _accept(run: RunDirectory, answer: str) -> None:
-    """Raises RunStoreError where the run directory cannot be. Where nothing is known, the sidecar goes on trying."""
-    if answer not in (MADE, ""):
-        raise RunStoreError(f"cannot write to {run.path}: {answer}. Choose a folder that can be written, by dir=")
-
-
 def _decline(
     config: Config, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
 ) -> None:
@@ -270,7 +270,7 @@ def _say_off(reason: str, who: list[Identity]) -> None:
         for each in who:
             origin = each.launcher_pid if each.world_size > 1 else each.pid
             first = run_directory.is_first(f"{each.run_id}.{each.attempt}", origin)
-    logger.log(logging.WARNING if first else logging.INFO, "torchlens_perf is off, and training goes on: %s", reason)
+    logger.log(logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", reason)
 
 
 def _terminal(mailbox: ReportMailbox | None) -> dict[str, Any]:
