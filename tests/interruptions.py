@@ -1,4 +1,4 @@
-"""An exception, or other work, in the middle of our code: as a signal's handler does it, at each line in turn."""
+"""An exception, or other work, in the middle of our code, at each line or call in turn: as a signal's handler does."""
 
 from __future__ import annotations
 
@@ -59,5 +59,40 @@ def _traced(codes: set[CodeType], work: Callable[[], object], at_line: Callable[
     sys.settrace(on_call)
     try:
         work()
+    finally:
+        sys.settrace(before)
+
+
+def functions_called(work: Callable[[], object], file_prefix: str) -> list[CodeType]:
+    """The functions of these files that run in `work`, in the order of their first calls."""
+    found: dict[CodeType, None] = {}
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(file_prefix):
+            found.setdefault(frame.f_code)
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return list(found)
+
+
+@contextlib.contextmanager
+def failing(code: CodeType, error: BaseException) -> Iterator[list[None]]:
+    """The function's first call raises this error at once. Yields a list that is not empty once it has."""
+    raised: list[None] = []
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code is code and not raised:
+            raised.append(None)
+            raise error
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield raised
     finally:
         sys.settrace(before)

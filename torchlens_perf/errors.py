@@ -96,13 +96,15 @@ class switches_off:
         if not isinstance(error, Exception) or isinstance(error, ConfigError):
             return False
         if isinstance(error, RunStoreError):
-            self._say(str(error))
-        elif isinstance(error, (OSError, MemoryError)):
-            self._say(f"{type(error).__name__}: {error}")
-        elif swallowed.strict:
-            return False
+            reason = str(error)
         else:
-            self._say(f"{type(error).__name__}: {error}. That is a mistake of torchlens_perf's; please report it")
+            reason = f"{type(error).__name__}: {error}"
+            if not isinstance(error, (OSError, MemoryError)):
+                if swallowed.strict:
+                    return False
+                reason += ". That is a mistake of torchlens_perf's; please report it"
+        with guard("saying why recording is off"):
+            self._say(reason)
         return True
 
 

@@ -32,14 +32,14 @@ class FolderRequest:
         Raises RunStoreError where no process can be started.
         """
         self._text = b""
-        self._process: subprocess.Popen[bytes] | None = _child([str(folder) for folder in folders])
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
         _unended[:] = [process for process in _unended if process.poll() is None]
+        self._process: subprocess.Popen[bytes] | None = _child([str(folder) for folder in folders])
 
     def answer(self, timeout_s: float) -> str:
         """MADE, or why not, in the system's words; "" if nothing is known after this time."""
         deadline_s = time.monotonic() + timeout_s
+        if self._process is not None and self._process.stdout is not None:
+            os.set_blocking(self._process.stdout.fileno(), False)
         while not self._is_answered() and time.monotonic() < deadline_s:
             time.sleep(_LOOK_EVERY_S)
         return self._text.decode(errors="replace").strip()

@@ -34,17 +34,16 @@ def make(folders: list[str]) -> list[str]:
 
 
 def _make_one(folder: str, made: list[str]) -> None:
+    if os.path.isdir(folder):
+        return
+    parent = os.path.dirname(folder)
+    if not os.path.lexists(parent):
+        _make_one(parent, made)
     try:
         os.mkdir(folder, _MODE)
     except FileExistsError:
         if not os.path.isdir(folder):
             raise
-    except FileNotFoundError:
-        parent = os.path.dirname(folder)
-        if parent == folder:
-            raise
-        _make_one(parent, made)
-        _make_one(folder, made)
     else:
         made.append(folder)
 

@@ -48,6 +48,7 @@ from torchlens_perf.ring import RECORD_BYTES, RECORDS_OFFSET, RingFile
 _CLAIM = "run:"
 _CLAIM_NAME = re.compile(r"\.(?:run|off)-(\d+)-(\d+)-(\d+)-")  # of which PID namespace, process, and its start
 _REGISTERED, _MAILBOX = ".registered", ".report"
+_LOCK, _LOG = "sidecar.lock", "sidecar.log"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_OF_FREE = 16  # a ring takes at most one part in so many: containers often have 64 MB, which DataLoaders need
 _MAX_TRIES = 5  # in a folder that a sidecar which ends may just then remove
@@ -148,7 +149,7 @@ class RunDirectory:
         for path in self._local_files("*"):
             left = path.suffix == _REGISTERED and not path.exists()
             left |= path.suffix == _MAILBOX and not path.with_suffix(".ring").exists()
-            if left or path.name == sidecar_log(path.parent).name:
+            if left or path.name == _LOG:
                 path.unlink(missing_ok=True)
 
     def _local_files(self, pattern: str) -> Iterator[Path]:
@@ -241,12 +242,12 @@ def _in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
 
 def sidecar_lock(run_id: str) -> Path:
     """The file that the node's sidecar holds locked while it lives. Raises RunStoreError if no place has it."""
-    return _in_local_folder(run_id, lambda folder: folder / "sidecar.lock")
+    return _in_local_folder(run_id, lambda folder: folder / _LOCK)
 
 
 def sidecar_log(lock: Path) -> Path:
     """Where a sidecar says what it has to say, until it has a run directory. lock: its sidecar_lock()."""
-    return lock.with_suffix(".log")
+    return lock.with_name(_LOG)
 
 
 def _remove_if_empty(folder: Path) -> None:

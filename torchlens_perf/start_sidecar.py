@@ -33,24 +33,23 @@ def _start(run: RunDirectory) -> bool:
     lock = SidecarLock(sidecar_lock(run.run_id))
     if not lock.acquire():
         return False
-    log = sidecar_log(lock.path)
     try:
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path)]
-        with open(log, "ab") as file:
+        with open(sidecar_log(lock.path), "ab") as log:
             subprocess.Popen(
                 [*command, "--lock-descriptor", str(lock.descriptor)],
                 stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
+                stdout=log,
+                stderr=log,
                 env=environment,
                 pass_fds=[lock.descriptor],
                 start_new_session=True,
                 cwd="/",
             )
     except BaseException:
-        log.unlink(missing_ok=True)
+        run.clear_local()
         lock.remove()
         raise
     lock.close()

@@ -142,29 +142,30 @@ class Watch:
         global _running
         if not self._enabled:
             return False
-        # The user may delete them inside the watch, to free their memory.
-        models, self._models = self._models, None
-        optimizers, self._optimizers = [id(optimizer) for optimizer in self._optimizers], []
-        on_device.check(self._config)
+        models, self._models = self._models, None  # the user may delete them inside the watch, to free their memory
         who: list[Identity] = []
-        with switches_off(lambda reason: _say_off(reason, who)):
-            run, session = self._begin(optimizers, who, first_step=0 if after_step_of is None else 1)
-            with ExitStack() as undo:
-                undo.callback(self._end_early, run, session)
-                session.start(models, after_step_of)
-                undo.pop_all()
+        with switches_off(lambda reason: _say_off(reason, who)), ExitStack() as undo:
+            on_device.check(self._config)
+            optimizers, self._optimizers = [id(optimizer) for optimizer in self._optimizers], []
+            run, session = self._begin(undo, who, optimizers, first_step=0 if after_step_of is None else 1)
+            session.start(models, after_step_of)
+            if not self._config.sidecar:
+                run.register_ring(who[0].host, session.ring_path)
+            undo.pop_all()
             self._session, self.run_dir, _running = session, run.path, self
         return self._session is not None
 
-    def _begin(self, optimizers: list[int], who: list[Identity], first_step: int) -> tuple[RunDirectory, Session]:
-        """What the machine may refuse; if it does, all of it is undone. who: gets this rank, once it is known."""
+    def _begin(
+        self, undo: ExitStack, who: list[Identity], optimizers: list[int], first_step: int
+    ) -> tuple[RunDirectory, Session]:
+        """What the machine may refuse. undo: gets what takes it back. who: gets this rank, once it is known."""
         global _watches_so_far
         from torchlens_perf.session import Session
 
         config, earlier = self._config, _watches_so_far
         _watches_so_far += 1
-        with ExitStack() as undo:
-            undo.push(functools.partial(_decline, config))
+        with ExitStack() as leaving:
+            leaving.push(functools.partial(_decline, config))
             who.append(identity.detect(os.environ, run_directory.claim_run_id, earlier))
             run = RunDirectory(_absolute(config.dir) / who[0].run_id)
             undo.callback(run.leave_local)
@@ -179,26 +180,19 @@ class Watch:
             undo.callback(run.remove_ring, ring.path)
             session = Session(config, who[0], ring, optimizers)
             undo.callback(session.close, {})
-            session.publish()  # before the sidecar may look: attaching hooks imports for seconds, and we may be killed
-            answer = MADE if folders is None else folders.answer(_FOLDERS_TIMEOUT_S)
-            if answer not in (MADE, ""):  # where nothing is known, the sidecar goes on trying
-                raise RunStoreError(
-                    f"cannot write to {run.path}: {answer}. Choose a folder that can be written, by dir="
-                )
-            run.register_ring(who[0].host, ring.path)
+            session.publish()
             if folders is not None:
+                answer = folders.answer(_FOLDERS_TIMEOUT_S)
+                if answer not in (MADE, ""):  # where nothing is known, the sidecar goes on trying
+                    raise RunStoreError(f"cannot write to {run.path}: {answer}. Choose another folder by dir=")
+                # Before the hooks are attached: that imports for seconds, and we may be killed meanwhile.
+                run.register_ring(who[0].host, ring.path)
                 start_sidecar.ensure(run)
                 folders.keep()
-            undo.pop_all()
+                undo.pop_all()
+                undo.callback(_end_early, session)
+            leaving.pop_all()
         return run, session
-
-    def _end_early(self, run: RunDirectory, session: Session) -> None:
-        """The hooks could not be attached, or Ctrl-C came. The sidecar, which is there, removes the ring."""
-        with guard("noting that recording is off"):
-            session.note("recording was switched off when it began: see the job's log")
-        session.close({})
-        if not self._config.sidecar:
-            run.remove_ring(session.ring_path)
 
     def close(self) -> None:
         """Detaches everything and, on rank 0, prints the report. Done by leaving the context; again is harmless.
@@ -245,6 +239,13 @@ class Watch:
 def running() -> Watch | None:
     """The watch that records in this process."""
     return _running
+
+
+def _end_early(session: Session) -> None:
+    """The hooks could not be attached, or Ctrl-C came. The sidecar, which lives already, removes the ring."""
+    with guard("noting that recording is off"):
+        session.note("recording was switched off when it began: see the job's log")
+    session.close({})
 
 
 def _absolute(folder: str) -> Path:

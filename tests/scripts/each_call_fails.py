@@ -6,17 +6,10 @@ different afterwards from a process without us. The last line has how many calls
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import hashlib
 import json
 import logging
-import os
-import shutil
-import signal
-import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchlens_perf as perf
 from tests.failing_calls import FailingCalls
+from tests.leftovers import end_sidecars, left_behind, remove
 from tests.test_nothing_left_behind import state
-from torchlens_perf.identity import process_started
 from torchlens_perf.watch import running
 
 folder, with_sidecar, phase, *errors = sys.argv[1:]
@@ -50,43 +43,6 @@ def trained(model: nn.Module) -> str:
         optimizer.step()
         optimizer.zero_grad()
     return str([parameter.tolist() for parameter in model.parameters()])
-
-
-def children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
-
-
-def end_sidecars() -> None:
-    """The sidecar is not what is tested, and takes a second."""
-    for pid in children():
-        with contextlib.suppress(OSError):
-            if b"\0sidecar\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-
-
-def places() -> list[Path]:
-    """What there is of this process's runs: on this node, and in the folder of run directories."""
-    parents = [Path("/dev/shm"), Path(os.environ["TMPDIR"])]
-    local = [path for parent in parents for path in parent.glob(f"torchlens-perf-{os.getuid()}/*")]
-    mine = [path for path in local if any(digest in path.name for digest in DIGESTS)]
-    return sorted([*mine, *Path(folder).glob("*")])
-
-
-def left_behind() -> list[str]:
-    """The child that has made a folder takes it away in its own time."""
-    deadline_s = time.monotonic() + 5
-    while places() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return [f"{place}: {os.listdir(place)}" for place in places()]
-
-
-# In the names of this process's runs; the second one, where it cannot read when it began.
-DIGESTS = [
-    hashlib.sha256(f"{socket.gethostname()}/{os.getpid()}/{started}".encode()).hexdigest()[:8]
-    for started in (process_started(os.getpid()), None)
-]
 
 
 def case(calls: FailingCalls, model: nn.Module, expected: str, nth: int, error: int) -> dict[str, Any]:
@@ -127,9 +83,8 @@ def case(calls: FailingCalls, model: nn.Module, expected: str, nth: int, error: 
     if different:
         found["different"] = {name: repr((before[name], after[name]))[:600] for name in different}
     if not recording:
-        found["left"] = left_behind()
-    for place in places():
-        shutil.rmtree(place)
+        found["left"] = left_behind(Path(folder))
+    remove(Path(folder))
     return found
 
 
