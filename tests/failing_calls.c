@@ -1,8 +1,9 @@
 /* Makes calls to the system fail, or never return: loaded with LD_PRELOAD, so that real code paths run without mocks.
  *
  * In the process, by ctypes: arm(paths, nth, error) makes the nth call on one of these paths fail; see failing_calls.py.
- * In the process and its children, by the environment: FAILING_PATHS and FAILING_WITH (an errno, or "hang"), as long as
- * the file FAILING_WHILE exists, if it is set.
+ * In the process and its children, by the environment: calls on FAILING_PATHS fail with the errno FAILING_WITH, or do not
+ * return if that is "hang", as long as the file FAILING_WHILE exists, if it is set. FAILING_LOG: a file that gets a line
+ * with the process's id for each of them.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -22,7 +23,7 @@
 #include <unistd.h>
 #include <dirent.h>
 
-enum { HANG = -1, EACH = -1, MAX_PATHS = 4096 };
+enum { EACH = -1, MAX_PATHS = 4096 };
 
 static char armed_paths[MAX_PATHS], first_call[512];
 static long armed_nth, seen;
@@ -66,14 +67,23 @@ static int matches(const char *prefixes, const char *path)
     return 0;
 }
 
+static int there(const char *path)
+{
+    return syscall(SYS_faccessat, AT_FDCWD, path, F_OK) == 0;
+}
+
+/* As a disk whose server is gone: whatever signal comes, only SIGKILL ends it, or that the server is back. */
+static int hang(const char *while_there)
+{
+    while (!while_there || there(while_there)) {
+        struct timespec moment = {0, 10000000};
+        syscall(SYS_nanosleep, &moment, NULL);
+    }
+    return 0;
+}
+
 static int fail(int error)
 {
-    if (error == HANG) {
-        for (;;) {
-            struct timespec second = {1, 0};
-            syscall(SYS_nanosleep, &second, NULL); /* whatever signal comes: only SIGKILL ends it */
-        }
-    }
     errno = error;
     return 1;
 }
@@ -98,8 +108,8 @@ static int fails(const char *name, const char *path)
             syscall(SYS_write, file, line, length);
             syscall(SYS_close, file);
         }
-        if (with && (!while_there || syscall(SYS_faccessat, AT_FDCWD, while_there, F_OK) == 0)) {
-            return fail(strcmp(with, "hang") == 0 ? HANG : atoi(with));
+        if (with && (!while_there || there(while_there))) {
+            return strcmp(with, "hang") == 0 ? hang(while_there) : fail(atoi(with));
         }
     }
     return 0;

@@ -14,7 +14,6 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_suffix(".c")
 EACH = -1
-HANG = -1  # as an error
 
 
 @cache
