@@ -12,11 +12,11 @@ PACKAGE = Path(perf.__file__).parent
 # What a training process may load, and what only the sidecar and the command line may.
 TRAINING = {
     "", "_native_twin", "capture_files", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events",
-    "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
-    "first_step", "launch", "native_tap", "probe_schedule", "program", "rank_ranges", "recorder", "ring",
-    "run_directory", "session", "sidecar_lock", "site", "sketch", "sketch_records", "start_sidecar", "startup", "steps",
-    "torch_instruments", "torch_private", "memory_readings", "nccl_plugin", "oom_table", "training_loop", "version",
-    "watch",
+    "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "first_step", "fitting",
+    "folder_request", "hooks", "identity", "launch", "make_folders", "native_tap", "probe_schedule", "program",
+    "rank_ranges", "recorder", "report_mailbox", "ring", "run_directory", "session", "sidecar_lock", "site", "sketch",
+    "sketch_records", "start_sidecar", "startup", "steps", "torch_instruments", "torch_private", "memory_readings",
+    "nccl_plugin", "oom_table", "training_loop", "version", "watch",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
 PURE = {
@@ -26,7 +26,7 @@ PURE = {
     "population", "probe_schedule", "rank_ranges", "rank_statistics", "records", "report.hang_words",
     "report.straggler_words", "signals", "sketch", "sketch_records", "slow_link", "statistics", "step_rows", "steps",
     "straggler", "summary", "suspects",
-    "memory_readings", "memory_statistics", "oom_table", "report.oom_words",
+    "fitting", "memory_readings", "memory_statistics", "oom_table", "report.oom_words",
     "telemetry",
 }  # fmt: skip
 THIRD_PARTY = {
@@ -129,6 +129,7 @@ def test_no_collective_of_ours() -> None:
         ("hooks.stamps", "all_reduce"),
         ("hooks.stamps", "new_group"),
         ("capture_files", "loads"),
+        ("fitting", "loads"),
         ("node_state", "loads"),
         ("oom_files", "loads"),
         ("ring", "loads"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from torchlens_perf import identity
+import pytest
+
+from torchlens_perf import identity, run_directory
 from torchlens_perf.run_directory import claim_run_id
 
 TORCHRUN = {
@@ -22,7 +25,7 @@ SLURM = {
 
 
 def detect(environ: dict[str, str], nth_watch: int = 0) -> identity.Identity:
-    return identity.detect(environ, lambda digest: f"claimed-{digest}", nth_watch)
+    return identity.detect(environ, lambda digest, origin: f"claimed-{digest}", nth_watch)
 
 
 def test_torchrun() -> None:
@@ -52,9 +55,23 @@ def test_alone() -> None:
     assert (found.attempt, found.elastic) == (0, False)
 
 
-def test_malformed_numbers_are_ignored() -> None:
+@pytest.mark.parametrize("text", ["first", "-2", "", " ", "²", "٣", "1e3", "0x1", "9" * 10, "9" * 5000, "\udcff"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
+def test_malformed_numbers_are_ignored(name: str, text: str) -> None:
     """A launcher's variable that is no number is as good as none."""
-    assert detect({"RANK": "first", "WORLD_SIZE": "-2"}).rank == 0
+    assert dataclasses.replace(detect({name: text}), run_id="") == dataclasses.replace(detect({}), run_id="")
+
+
+@pytest.mark.parametrize("port", ["", "http", "²", "9" * 5000])
+def test_malformed_port_is_no_store(port: str) -> None:
+    """MASTER_PORT that is no number: nobody said where the store is."""
+    assert identity.job_store({"MASTER_ADDR": "node-a", "MASTER_PORT": port}) is None
+
+
+@pytest.mark.parametrize("told", ["...", ".", ""])
+def test_told_run_id_that_names_nothing(told: str) -> None:
+    """What is left of it after cleaning names a folder, or the run id is claimed."""
+    assert detect({"TORCHLENS_PERF_RUN_ID": told}, nth_watch=1).run_id.startswith("claimed-")
 
 
 def test_run_id_is_the_launchers_on_one_node() -> None:
@@ -90,23 +107,56 @@ def test_process_is_told_from_its_successor() -> None:
     assert identity.process_started(child.pid) is None
 
 
-def test_claimed_run_id_is_the_same_for_all(tmp_path: Path) -> None:
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A shared memory of the test's own."""
+    monkeypatch.setattr(run_directory, "_SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_claimed_run_id_is_the_same_for_all(local: Path) -> None:
     """Ranks that claim at different times get the first one's answer; another launcher gets its own."""
-    first = claim_run_id(tmp_path / "runs", "abc")
+    launcher = os.getppid()
+    first = claim_run_id("abc", launcher)
+
     assert first.startswith(time.strftime("%Y%m%d-"))
-    assert claim_run_id(tmp_path / "runs", "abc") == first
-    assert claim_run_id(tmp_path / "runs", "def").endswith("-def")
+    assert claim_run_id("abc", launcher) == first
+    assert claim_run_id("def", launcher).endswith("-def")
 
 
-def test_many_processes_claim_at_once(tmp_path: Path) -> None:
+def test_lone_process_leaves_no_claim(local: Path) -> None:
+    """Nobody else asks for its run id."""
+    assert claim_run_id("abc", os.getpid()).endswith("-abc")
+    assert list(local.iterdir()) == []
+
+
+def test_claims_of_dead_launchers_are_forgotten(local: Path) -> None:
+    """Not those of living ones, nor those of another namespace, whose process ids say nothing here."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    claim_run_id("dead", child.pid)
+    claim_run_id("alive", os.getppid())
+    folder = next(run_directory.local_folders(""))
+    (folder / f".run-1-{child.pid}-5-elsewhere").symlink_to("run:x")
+    child.kill()
+    child.wait()
+    claim_run_id("new", os.getppid())
+
+    assert sorted(path.name.rpartition("-")[2] for path in folder.iterdir()) == ["alive", "elsewhere", "new"]
+
+
+def test_many_processes_claim_at_once(local: Path) -> None:
     """Eight processes that claim at the same moment agree."""
     program = (
-        "import sys; from pathlib import Path; from torchlens_perf.run_directory import claim_run_id\n"
-        "input(); print(claim_run_id(Path(sys.argv[1]), 'abc'))"
+        "import sys; from pathlib import Path; from torchlens_perf import run_directory\n"
+        "run_directory._SHARED_MEMORY = Path(sys.argv[1])\n"
+        "input(); print(run_directory.claim_run_id('abc', int(sys.argv[2])))"
     )
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, str(local), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for _ in range(8)
     ]
@@ -114,7 +164,9 @@ def test_many_processes_claim_at_once(tmp_path: Path) -> None:
         child.stdin.write("go\n")
         child.stdin.flush()
 
-    assert len({child.communicate()[0] for child in children}) == 1
+    claimed = {child.communicate()[0] for child in children}
+    assert len(claimed) == 1
+    assert claimed.pop().endswith("-abc\n")
 
 
 def test_kubernetes() -> None:

@@ -106,21 +106,27 @@ def _sidecar(options: argparse.Namespace) -> int:
     from torchlens_perf.errors import RunStoreError, guard
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment
     from torchlens_perf.replay import replay
+    from torchlens_perf.settle import settle
     from torchlens_perf.sidecar import Sidecar
     from torchlens_perf.sidecar_lock import SidecarLock
     from torchlens_perf.sidecar_loop import run_sidecar
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run = RunDirectory(options.run_dir.absolute())
-    if not run.nodes.is_dir():
+    by_hand = options.lock_descriptor is None
+    if by_hand and not run.nodes.is_dir():
         raise RunStoreError(f"{run.path} is not a run directory")
     lock = SidecarLock(run_directory.sidecar_lock(run.run_id), options.lock_descriptor)
     if not lock.acquire():
         raise RunStoreError(f"a sidecar for {run.run_id} runs on this node already")
     with guard("lowering the sidecar's priority"):
         os.nice(5)
+    if not by_hand and not settle(run, options.host):
+        run.clear_local()
+        lock.remove()
+        return 1
     rings_left = any(path.exists() for path in run.registered_rings(options.host))
-    if options.lock_descriptor is None and not rings_left and run_store.hosts(run):
+    if by_hand and not rings_left and run_store.hosts(run):
         exporter = exporter_from_environment(os.environ)
         done = replay(run, exporter, from_environment(os.environ).get("trace_every"))
         where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
@@ -137,12 +143,14 @@ def _sidecar(options: argparse.Namespace) -> int:
 
 
 def _write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
-    """Writes report.txt as rank 0's terminal wants it, whole at once: rank 0 waits for the file to be there."""
+    """Writes report.txt as rank 0's terminal wants it, and hands it to rank 0 where that waits."""
     from torchlens_perf.report.terminal import render
+    from torchlens_perf.report_mailbox import deliver
 
     text = render(_build(run), str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
+    deliver(asked.get("mailbox", ""), text)  # first: the disk of the run directory may be slow
     partial = run.report.with_suffix(".partial")
-    partial.write_text(text)
+    partial.write_text(text, errors="backslashreplace")
     os.replace(partial, run.report)
 
 

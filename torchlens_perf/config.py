@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -101,7 +102,7 @@ class Config:
     """Spans of one step of so many are exported over OTLP, besides the first steps; 0 exports none."""
 
     def __post_init__(self) -> None:
-        self._check("dir", isinstance(self.dir, str) and bool(self.dir), "a folder's name")
+        self._check("dir", isinstance(self.dir, str) and _is_path(self.dir), "a folder's name")
         for field in ("collectives", "exchange", "faulthandler", "memory", "nvtx", "telemetry", "sidecar", "report"):
             self._check(field, isinstance(getattr(self, field), bool), "True or False")
         self._check("aggregate", self.aggregate in ("sidecar", "device"), '"sidecar" or "device"')
@@ -150,6 +151,13 @@ class Config:
     def wants_module(self, name: str) -> bool:
         """Whether a name pattern chose this module; for the other forms of `modules`, False."""
         return isinstance(self.modules, tuple) and any(fnmatch.fnmatchcase(name, p) for p in self.modules)
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _flag(text: str) -> bool:

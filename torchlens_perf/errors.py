@@ -76,6 +76,38 @@ class Swallowed:
 swallowed = Swallowed()
 
 
+class switches_off:
+    """Context manager around the start of a watch: an exception leaves the job without recording, and is one line.
+
+    What the environment does (no room, no permission, no process) is never raised. Our own mistakes are neither, but
+    for the tests. Lets KeyboardInterrupt and SystemExit pass, and ConfigError, which is the user's.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """say: gets the line."""
+        self._say = say
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, ConfigError):
+            return False
+        if isinstance(error, RunStoreError):
+            reason = str(error)
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            if not isinstance(error, (OSError, MemoryError)):
+                if swallowed.strict:
+                    return False
+                reason += ". That is a mistake of torchlens_perf's; please report it"
+        with guard("saying why recording is off"):
+            self._say(reason)
+        return True
+
+
 class guard:
     """Context manager and decorator around our code in the user's process.
 

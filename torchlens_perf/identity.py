@@ -30,6 +30,7 @@ _ATTRIBUTES = {
     "k8s.node.name": "K8S_NODE_NAME",
     "k8s.job.name": "K8S_JOB_NAME",
 }
+_MAX_DIGITS = 9  # of a launcher's number: a longer one is none
 _KUBERNETES_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
@@ -69,18 +70,19 @@ class Identity:
 def process_started(pid: int) -> int | None:
     """When a process began, in clock ticks after boot (proc_pid_stat(5), field 22); None if there is none such."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            stat = file.read() or b""
     except OSError:
         return None
-    state, *rest = stat.rpartition(b")")[2].split()
-    return None if state in (b"Z", b"X") else int(rest[18])
+    state, *rest = stat.rpartition(b")")[2].split() or [b""]
+    return None if state in (b"Z", b"X") or len(rest) < 19 else int(rest[18])
 
 
-def detect(environ: Mapping[str, str], claim: Callable[[str], str], nth_watch: int = 0) -> Identity:
+def detect(environ: Mapping[str, str], claim: Callable[[str, int], str], nth_watch: int = 0) -> Identity:
     """The identity of this process now. torch.distributed, once initialised, overrules the environment.
 
-    claim: turns the launcher's digest, the same on all ranks of a node, into a run id (run_store.claim_run_id).
+    claim: turns the launcher's digest, the same on all ranks of a node, and its pid into a run id
+    (run_directory.claim_run_id).
     nth_watch: how many watches this process ran before; each run needs a folder of its own.
     """
     rank, world_size = _distributed()
@@ -90,10 +92,11 @@ def detect(environ: Mapping[str, str], claim: Callable[[str], str], nth_watch: i
     local_rank = _integer(environ, "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", default=rank)
     local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=world_size)
     pid = os.getpid()
+    origin = os.getppid() if world_size > 1 else pid
     again = f"-{nth_watch + 1}" if nth_watch else ""
     return Identity(
         run_id=_told_run_id(environ, world_size > local_world_size, again)
-        or claim(_launcher_digest(world_size) + again),
+        or claim(_launcher_digest(origin) + again, origin),
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
@@ -113,7 +116,7 @@ def detect(environ: Mapping[str, str], claim: Callable[[str], str], nth_watch: i
 def job_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Where the job's TCPStore is, as torch.distributed's env:// reads it; None where nobody said."""
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    return (host, int(port)) if host and port.isdigit() else None
+    return (host, int(port)) if host and _is_number(port) else None
 
 
 def _distributed() -> tuple[int, int] | tuple[int, None]:
@@ -125,9 +128,14 @@ def _distributed() -> tuple[int, int] | tuple[int, None]:
 
 def _integer(environ: Mapping[str, str], *names: str, default: int) -> int:
     for name in names:
-        if environ.get(name, "").isdigit():
+        if _is_number(environ.get(name, "")):
             return int(environ[name])
     return default
+
+
+def _is_number(text: str) -> bool:
+    """str.isdigit() alone is true of "²", which int() refuses."""
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
 def _attributes(environ: Mapping[str, str]) -> dict[str, str]:
@@ -136,7 +144,7 @@ def _attributes(environ: Mapping[str, str]) -> dict[str, str]:
     if "KUBERNETES_SERVICE_HOST" in environ:
         found.setdefault("k8s.pod.name", environ.get("HOSTNAME", socket.gethostname()))
         try:
-            with open(_KUBERNETES_NAMESPACE) as file:
+            with open(_KUBERNETES_NAMESPACE, errors="replace") as file:
                 found.setdefault("k8s.namespace.name", file.read().strip())
         except OSError:
             pass  # the pod runs without a service account: its namespace is not told
@@ -152,11 +160,11 @@ def _told_run_id(environ: Mapping[str, str], several_nodes: bool, again: str) ->
             told = elastic
         elif slurm:
             told = f"slurm-{slurm}.{environ.get('SLURM_STEP_ID', '0')}"
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", told).strip(".")[:80] + again if told else None
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", told or "").strip(".")[:80]
+    return name + again if name else None
 
 
-def _launcher_digest(world_size: int) -> str:
+def _launcher_digest(origin: int) -> str:
     """Names the process that started the ranks: the same on all ranks of a node and over elastic restarts."""
-    origin = os.getppid() if world_size > 1 else os.getpid()
     text = f"{socket.gethostname()}/{origin}/{process_started(origin)}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -21,7 +21,7 @@ from typing import Any
 
 from torchlens_perf import config as configuration
 from torchlens_perf.config import Config
-from torchlens_perf.errors import ConfigError, RunStoreError, guard
+from torchlens_perf.errors import ConfigError, guard
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -56,8 +56,9 @@ def _start(optimizer: Any) -> None:
 
     started = watch()
     try:
-        started.start(in_the_middle=True, after_step_of=optimizer)
-    except (RunStoreError, ConfigError) as error:
+        if not started.start(in_the_middle=True, after_step_of=optimizer):
+            return
+    except ConfigError as error:
         _say_off(str(error))  # a setting in the environment is no reason to stop a script that does not know of us
         return
     # A process that multiprocessing forked ends without atexit, but with its own finalizers.

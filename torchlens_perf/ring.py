@@ -20,12 +20,14 @@ import json
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Mapping
 from enum import IntEnum, IntFlag
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import RingError
+from torchlens_perf.fitting import fitted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,80 +117,106 @@ class State(IntEnum):
 class RingFile:
     """The writer's side of a ring file: makes and maps it, interns names, publishes metadata.
 
-    Not thread-safe beyond the GIL; belongs to the process that made it.
+    Any thread of the process that made it. Only what is rare takes the lock: a name's or group's first time, and new
+    metadata. The lock is re-entrant: a signal's handler may run in the middle, and come back here.
     """
 
     def __init__(self, path: Path, capacity: int, first_step: int = 0) -> None:
         """Creates the file, mode 0600, with room for `capacity` records (a power of two).
 
-        first_step: index of the step that the first records belong to.
-        Blocks are reserved, so that a full disk raises here and not as SIGBUS at a later store.
-        Raises OSError where the place cannot hold it.
+        first_step: index of the step that the first records belong to. Blocks are reserved, so that a full disk raises
+        here and not as SIGBUS at a later store. Raises OSError where there is no room. With any error there is no file.
         """
         self.path = path
         size = RECORDS_OFFSET + capacity * RECORD_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, size)
-            self.buffer = mmap.mmap(descriptor, size)
-        except OSError:
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+                self.buffer = mmap.mmap(descriptor, size)
+            finally:
+                os.close(descriptor)
+            for page in range(0, min(size, _MAPPED_AT_ONCE), mmap.PAGESIZE):
+                self.buffer[page] = 0  # mapped now: a page fault costs more than a mark
+            self._lock = threading.RLock()
+            self._names: dict[str, tuple[int, int]] = {}  # id, and where its text ends in the table
+            self._groups: dict[str, int] = {}
+            self._metadata = b""
+            self._words = memoryview(self.buffer).cast("Q")
+            _FIXED.pack_into(
+                self.buffer, 0, MAGIC, VERSION, RECORD_BYTES, capacity,
+                METADATA_OFFSET, METADATA_BYTES, NAMES_OFFSET, NAMES_BYTES, RECORDS_OFFSET,
+            )  # fmt: skip
+            self._words[STEP] = first_step
+            self.intern(OTHER_NAMES)
+        except BaseException:
             os.unlink(path)
             raise
-        finally:
-            os.close(descriptor)
-        for page in range(0, min(size, _MAPPED_AT_ONCE), mmap.PAGESIZE):
-            self.buffer[page] = 0  # mapped now: a page fault costs more than a mark
-        self._ids: dict[str, int] = {}
-        self._words = memoryview(self.buffer).cast("Q")
-        _FIXED.pack_into(
-            self.buffer, 0, MAGIC, VERSION, RECORD_BYTES, capacity,
-            METADATA_OFFSET, METADATA_BYTES, NAMES_OFFSET, NAMES_BYTES, RECORDS_OFFSET,
-        )  # fmt: skip
-        self._words[STEP] = first_step
-        self.intern(OTHER_NAMES)
 
     def intern(self, name: str) -> int:
         """Returns the id of `name`; 0, and counts it, once the table is full."""
-        known = self._ids.get(name)
-        if known is not None:
-            return known
-        text = name.encode("utf-8", "backslashreplace")[:LONGEST_NAME]
-        used = self._words[NAMES_USED]
-        if used + 2 + len(text) > NAMES_BYTES:
-            self._words[NAMES_LOST] += 1
-            return 0
-        struct.pack_into(f"<H{len(text)}s", self.buffer, NAMES_OFFSET + used, len(text), text)
-        self._words[NAMES_USED] = used + 2 + len(text)
-        self._ids[name] = len(self._ids)
-        return self._ids[name]
+        known = self._names.get(name)
+        return self._intern_new(name) if known is None else known[0]
+
+    def _intern_new(self, name: str) -> int:
+        with self._lock:
+            known = self._names.get(name)
+            if known is not None:
+                return known[0]
+            text = name.encode("utf-8", "backslashreplace")[:LONGEST_NAME]
+            name_id = len(self._names)
+            used = next(reversed(self._names.values()))[1] if self._names else 0
+            end = used + 2 + len(text)
+            if end > NAMES_BYTES:
+                self._words[NAMES_LOST] += 1
+                return 0
+            struct.pack_into(f"<H{len(text)}s", self.buffer, NAMES_OFFSET + used, len(text), text)
+            self._names[name] = name_id, end  # at once: an exception by a signal leaves it known or unknown, not half
+            self._words[NAMES_USED] = end
+            return name_id
 
     def names(self) -> list[str]:
         """All names interned so far, by id."""
-        return list(self._ids)
+        return list(self._names)
 
     def inside(self) -> list[str]:
         """Names of the spans that the training thread is inside of, outermost first, without the step."""
-        names, depth = list(self._ids), min(self._words[DEPTH], MAX_FRAMES)
+        names, depth = self.names(), min(self._words[DEPTH], MAX_FRAMES)
         ids = [self._words[FRAMES + FRAME_BYTES // 8 * i + 3] & 0xFFFFFFFF for i in range(1, depth)]
         return [name_of(names, name_id) for name_id in ids]
 
     def add_group(self, name: str) -> int:
-        """A row in the table that shows how far a process group is; MAX_GROUPS, and no row, once the table is full."""
-        slot = self._words[GROUPS_USED]
-        if slot < MAX_GROUPS:
-            self._words[GROUPS + GROUP_WORDS * slot] = self.intern(name)
-            self._words[GROUPS_USED] = slot + 1
-        return int(slot)
+        """The row in the table that shows how far a process group is; MAX_GROUPS, without a row, once it is full."""
+        with self._lock:
+            slot = self._groups.get(name, len(self._groups))
+            if slot < MAX_GROUPS and name not in self._groups:
+                self._words[GROUPS + GROUP_WORDS * slot] = self.intern(name)
+                self._groups[name] = slot
+                self._words[GROUPS_USED] = slot + 1
+            return slot
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replaces the metadata. A reader that sees an odd revision tries again. Raises RingError if it is too long."""
-        text = json.dumps(metadata, separators=(",", ":")).encode()
-        if len(text) > METADATA_BYTES:
-            raise RingError(f"ring metadata of {len(text)} bytes does not fit into {METADATA_BYTES}")
-        self._words[METADATA_REVISION] += 1
-        self.buffer[METADATA_OFFSET : METADATA_OFFSET + len(text)] = text
-        self._words[METADATA_USED] = len(text)
-        self._words[METADATA_REVISION] += 1
+        """Replaces the metadata. A reader that sees an odd revision tries again.
+
+        What does not fit into METADATA_BYTES is left out, with a note that says so (fitting.py).
+        """
+        text = fitted(metadata, METADATA_BYTES)
+        with self._lock:
+            self._metadata = text
+            try:
+                self._store_metadata()
+            except BaseException:
+                self._store_metadata()  # a signal's handler has raised in the middle: a reader must not wait for ever
+                raise
+
+    def _store_metadata(self) -> None:
+        text = b""
+        while text is not self._metadata:  # a signal's handler may have replaced them meanwhile: the newest stay
+            text = self._metadata
+            self._words[METADATA_REVISION] |= 1
+            self.buffer[METADATA_OFFSET : METADATA_OFFSET + len(text)] = text
+            self._words[METADATA_USED] = len(text)
+            self._words[METADATA_REVISION] = (self._words[METADATA_REVISION] | 1) + 1
 
     def add_gc_ns(self, duration_ns: int) -> None:
         """Adds to the time in which Python has collected garbage. Closed, it adds nothing."""
@@ -302,7 +330,10 @@ class Reader:
         text = self._map[METADATA_OFFSET : METADATA_OFFSET + used]
         if revision % 2 or revision != self.counter(METADATA_REVISION) or not used:
             return {}
-        loaded = json.loads(text)
+        try:
+            loaded = json.loads(text)
+        except ValueError:
+            return {}  # torn: another one is on the way
         return loaded if isinstance(loaded, dict) else {}
 
     def names(self) -> list[str]:

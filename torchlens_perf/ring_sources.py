@@ -18,6 +18,7 @@ from torchlens_perf.node_state import ProcessState
 from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.ring import Reader
 from torchlens_perf.ring_source import RingSource
+from torchlens_perf.run_directory import writer_lives
 from torchlens_perf.run_store import last_sequences
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 _FIRST_RING_TIMEOUT_S = 60.0
 _MISSING_RANKS_TIMEOUT_S = 30.0
+_LIST_EVERY_S = 5.0
 
 
 class RingSources:
@@ -53,6 +55,8 @@ class RingSources:
         self._sources: dict[Path, RingSource] = {}
         self._unreadable: set[Path] = set()
         self._unfilled: set[Path] = set()  # registered by processes that live, and that have not said who they are
+        self._kept_rings: list[Path] = []
+        self._listed_s = -_LIST_EVERY_S
         self._kept_before = last_sequences(run, host)
         self._generations = generations
 
@@ -101,7 +105,7 @@ class RingSources:
         if self._unfilled:
             return True
         if not sources:
-            return waited_s < _FIRST_RING_TIMEOUT_S and not self._state.processes
+            return waited_s < _FIRST_RING_TIMEOUT_S and not self._state.processes and not self._unreadable
         if any(not source.read_to_end for source in sources):
             return True
         last = max(sources, key=lambda source: (source.generation, source.ended_monotonic_s))
@@ -120,6 +124,13 @@ class RingSources:
         known = self._sources.keys() | self._unreadable
         return any(path not in known and path.exists() for path in self._run.registered_rings(self._host))
 
+    def _registered(self) -> list[Path]:
+        """Those in the run directory are looked for more rarely: its disk may be far away, and they come without us."""
+        now_s = time.monotonic()
+        if now_s - self._listed_s >= _LIST_EVERY_S:
+            self._listed_s, self._kept_rings = now_s, self._run.kept_rings(self._host)
+        return self._kept_rings + self._run.local_rings()
+
     def close(self) -> None:
         """Unmaps the rings."""
         for source in self:
@@ -127,7 +138,7 @@ class RingSources:
 
     def _open_new_rings(self) -> None:
         self._unfilled.clear()
-        for path in self._run.registered_rings(self._host):
+        for path in self._registered():
             if path in self._sources or path in self._unreadable:
                 continue
             try:
@@ -136,7 +147,7 @@ class RingSources:
                 if not metadata:
                     records = reader.counter(ring.HEAD)
                     reader.close()
-                    if _writer_lives(path):
+                    if writer_lives(path):
                         self._unfilled.add(path)  # it is about to replace them
                         continue
                     path.unlink(missing_ok=True)  # nobody will ever know whose records these are
@@ -162,9 +173,3 @@ class RingSources:
         reader.cursor = min(kept, state.counted) + 1
         logger.info("reading %s from record %d", path, reader.cursor)
         return RingSource(path, reader, state, dict(metadata["settings"]), kept, generation)
-
-
-def _writer_lives(path: Path) -> bool:
-    """Whether the process that made a ring file lives; the file's name tells which it is (Identity.key)."""
-    process = [int(word) for word in path.stem.split("-")[-2:] if word.isdigit()]
-    return len(process) == 2 and process_started(process[0]) == process[1]

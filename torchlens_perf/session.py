@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -118,6 +119,7 @@ class Session:
         self._now_and_then_ns = 0  # when that was last run
         self._new_name: list[Callable[[str], None]] = []
         self._known_names = 1
+        self._new_names = threading.RLock()
         self._notes: list[str] = []
         self._not_measured: list[str] = []  # parts of the step
         self._charged_ns = 0  # so far, by charge()
@@ -135,11 +137,18 @@ class Session:
         if self.recorder.closed:
             return 0
         name_id = self._ring.intern(name)
-        if name_id == self._known_names:
-            self._known_names += 1
-            for told in self._new_name:
-                told(name)
+        if name_id >= self._known_names:
+            self._tell_new_names()
         return name_id
+
+    def _tell_new_names(self) -> None:
+        """In the order of their ids, whichever thread comes first."""
+        with self._new_names:
+            names = self._ring.names()
+            while self._known_names < len(names):
+                self._known_names += 1
+                for told in self._new_name:
+                    told(names[self._known_names - 1])
 
     def on_new_name(self, told: Callable[[str], None]) -> None:
         """Calls `told` with every name but the first, in the order of their ids, those of the past at once."""
@@ -339,14 +348,16 @@ class Session:
 
     def close(self, report: dict[str, Any]) -> None:
         """Detaches everything, last first, and ends the ring file. report: how rank 0 wants the report."""
-        with guard("detaching"):
-            self._attached.close()
-        swallowed.on_error = None
-        self._report = report
-        with guard("telling the sidecar of the end"):
-            self.publish()
-        self.recorder.close()
-        self._ring.close()
+        try:
+            with guard("detaching"):
+                self._attached.close()
+            self._report = report
+            with guard("telling the sidecar of the end"):
+                self.publish()
+        finally:  # also where Ctrl-C comes meanwhile
+            swallowed.on_error = None
+            self.recorder.close()
+            self._ring.close()
 
     def abandon(self) -> None:
         """In a forked child: records nothing more and detaches everything. The ring file stays the parent's.

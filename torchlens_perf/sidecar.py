@@ -7,7 +7,6 @@ between are still in the rings.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -25,6 +24,7 @@ from torchlens_perf.node_state import NodeState
 from torchlens_perf.oom_files import OomFiles
 from torchlens_perf.pacing import MOST_UNKEPT_RECORDS
 from torchlens_perf.rank_statistics import WARM_UP_STEPS
+from torchlens_perf.report_mailbox import deliver
 from torchlens_perf.ring_source import RingSource
 from torchlens_perf.ring_sources import RingSources
 from torchlens_perf.run_directory import RunDirectory
@@ -66,7 +66,7 @@ class Sidecar:
         report: Callable[[RunDirectory, dict[str, Any]], None],
     ) -> None:
         """report: writes the run's report.txt; gets what rank 0 asked for (its terminal's width and colour)."""
-        self._run = run
+        self.run = run
         self._host = host
         self._exporter = exporter
         self._write_report = report
@@ -144,7 +144,7 @@ class Sidecar:
             self.disk_failed = True  # until it is known better
             if self._writer is None:
                 disk_bytes = self.sources.setting("disk_bytes")
-                self._writer = SegmentWriter(self._run, self._host, disk_bytes - telemetry_bytes(disk_bytes))
+                self._writer = SegmentWriter(self.run, self._host, disk_bytes - telemetry_bytes(disk_bytes))
             self._writer.write(self._unkept)
             self.disk_failed = False
             for chunk in self._unkept:
@@ -156,9 +156,7 @@ class Sidecar:
         for source in self.sources:
             if source.settled and source.path.exists():
                 source.path.with_suffix(".stack").unlink(missing_ok=True)  # its process removes it, if it can
-                source.path.unlink()
-                with contextlib.suppress(OSError):
-                    source.path.parent.rmdir()  # unless other rings, or our lock, are there
+                self.run.remove_ring(source.path)
         self.telemetry.write(self.sources.setting("disk_bytes"), final=not self.sources.live())
 
     def save(self) -> None:
@@ -167,7 +165,7 @@ class Sidecar:
         self.state.passing_notes = [note for note in self.conclusions.job.notes() if note not in self.state.notes]
         self.state.telemetry = self.telemetry.to_json()
         self.state.sidecar_cpu_s = times.user + times.system
-        self.state.save(self._run)
+        self.state.save(self.run)
 
     def unkept_records(self) -> int:
         """How many records the next segment would hold."""
@@ -201,9 +199,13 @@ class Sidecar:
         """Writes report.txt as rank 0 asked for it."""
         asked = [source.settings for source in self.sources if source.state.identity.rank == 0]
         if asked:
-            self.save()
-            with guard("writing the report", passes=RunStoreError):
-                self._write_report(self._run, asked[-1])
+            try:
+                self.save()
+                with guard("writing the report", passes=RunStoreError):
+                    self._write_report(self.run, asked[-1])
+            except (OSError, RunStoreError) as error:
+                deliver(asked[-1].get("mailbox", ""), f"torchlens_perf: no report: {error}\n")
+                raise
 
     # -- parts of a round
 

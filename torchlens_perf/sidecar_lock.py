@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -33,10 +34,14 @@ class SidecarLock:
                 self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                current = self._is_current()
             except BlockingIOError:
                 self.close()
                 return False
-            if self._is_current():
+            except BaseException:
+                self.close()
+                raise
+            if current:
                 return True
             self.close()
 
@@ -50,7 +55,7 @@ class SidecarLock:
         """Removes the file, and its folder if it is empty then; only while holding the lock. Gives it back."""
         self.path.unlink(missing_ok=True)
         self.close()
-        if not any(self.path.parent.iterdir()):
+        with contextlib.suppress(OSError):
             self.path.parent.rmdir()
 
     def _is_current(self) -> bool:

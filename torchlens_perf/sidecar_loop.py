@@ -71,15 +71,11 @@ def _logged(what: str) -> Iterator[None]:
 
 
 def _give_back(sidecar: Sidecar, lock: SidecarLock) -> bool:
-    """Gives the lock back and looks once more whether a ring has come.
+    """Gives the lock back, and looks once more whether a ring has come.
 
-    A process makes its ring and then looks at the lock: either it finds the lock free, and starts a sidecar of its
+    A process registers its ring and then looks at the lock. Either it finds the lock free, and starts a sidecar of its
     own, or its ring was there before this look.
     """
-    lock.close()
-    again = sidecar.sources.has_unread_rings()
-    if not lock.acquire():
-        return False
-    if not again:
-        lock.remove()
-    return again
+    sidecar.run.clear_local()
+    lock.remove()
+    return sidecar.sources.has_unread_rings() and lock.acquire()

@@ -82,6 +82,6 @@ def _container(proc: Path) -> dict[str, str]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""

@@ -6,19 +6,30 @@ import os
 import subprocess
 import sys
 
-from torchlens_perf.run_directory import RunDirectory, sidecar_lock
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run_directory import RunDirectory, sidecar_lock, sidecar_log
 from torchlens_perf.sidecar_lock import SidecarLock
 
 # Where the user's Python finds us, but not what would make the sidecar a training process.
 _DROPPED = ("TORCHLENS_PERF", "RANK", "LOCAL_RANK", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 
 
-def ensure(run: RunDirectory, host: str) -> bool:
+def ensure(run: RunDirectory) -> bool:
     """Starts the node's sidecar unless one lives. Returns whether it started one.
 
     The child inherits the locked descriptor, so there is no instant at which two could start. It is detached: a new
-    session, no terminal, no GPU. Nothing is waited for.
+    session, no terminal, no GPU. Nothing is waited for, and the run directory is not touched: its disk may not answer.
+    Raises RunStoreError where no process can be started.
     """
+    if not sys.executable:
+        raise RunStoreError("the sidecar cannot start: Python does not know its own program (sys.executable is empty)")
+    try:
+        return _start(run)
+    except OSError as error:
+        raise RunStoreError(f"the sidecar cannot start: {error.strerror or error}") from error
+
+
+def _start(run: RunDirectory) -> bool:
     lock = SidecarLock(sidecar_lock(run.run_id))
     if not lock.acquire():
         return False
@@ -26,7 +37,7 @@ def ensure(run: RunDirectory, host: str) -> bool:
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path)]
-        with open(run.node_log(host), "ab") as log:
+        with open(sidecar_log(lock.path), "ab") as log:
             subprocess.Popen(
                 [*command, "--lock-descriptor", str(lock.descriptor)],
                 stdin=subprocess.DEVNULL,
@@ -37,6 +48,9 @@ def ensure(run: RunDirectory, host: str) -> bool:
                 start_new_session=True,
                 cwd="/",
             )
-        return True
-    finally:
-        lock.close()
+    except BaseException:
+        run.clear_local()
+        lock.remove()
+        raise
+    lock.close()
+    return True

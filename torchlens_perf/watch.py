@@ -9,21 +9,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import shutil
 import sys
-import time
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import config as configuration
-from torchlens_perf import identity, run_directory, start_sidecar
+from torchlens_perf import identity, make_folders, run_directory, start_sidecar
 from torchlens_perf.config import Config
-from torchlens_perf.errors import ConfigError, RunStoreError, guard
+from torchlens_perf.errors import ConfigError, RunStoreError, guard, switches_off
+from torchlens_perf.folder_request import MADE, FolderRequest
+from torchlens_perf.hooks import on_device
+from torchlens_perf.report_mailbox import ReportMailbox
 from torchlens_perf.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -31,9 +36,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchlens_perf.hooks.trained_models import NamedModel
+    from torchlens_perf.identity import Identity
     from torchlens_perf.session import Session
 
 logger = logging.getLogger("torchlens_perf")
+
+_FOLDERS_TIMEOUT_S = 2.0  # that a watch waits for its run directory when it begins, at the longest
 
 _running: Watch | None = None
 _watches_so_far = 0
@@ -97,13 +105,11 @@ class Watch:
             self._joined = _running
             models, self._models, self._optimizers = self._models, None, []
             if models is not None:
-                _running._watch_also(models)
+                with guard("watching further models"):
+                    _running._watch_also(models)
             self.run_dir = _running.run_dir
             return self
-        try:
-            self.start()
-        except RunStoreError as error:
-            raise ConfigError(f"dir={self._config.dir!r}: {error}") from None
+        self.start()
         return self
 
     def __exit__(
@@ -129,68 +135,102 @@ class Watch:
         if watch._session is not None:
             watch._session.manual_step(tokens)
 
-    def start(self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None) -> None:
-        """Makes the run directory, the ring, the hooks and the sidecar; does nothing where recording is off.
+    def start(self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None) -> bool:
+        """Makes the ring, the sidecar, the run directory and the hooks. Returns whether it records.
 
         in_the_middle: of a loop that has made its first step (launch.py). after_step_of: the optimizer whose step has
         just returned; None where the loop has none.
-        Raises RunStoreError where nothing can be kept.
+        Raises ConfigError for an argument that cannot be met, before anything is made. Whatever else goes wrong, also
+        in the system, is one line in the log: nothing is attached then, and the job runs as without us.
         """
-        global _running, _watches_so_far
-        from torchlens_perf import first_step
+        global _running
+        if not self._enabled:
+            return False
+        # The user may delete them inside the watch, to free their memory.
+        models, self._models = self._models, None
+        optimizers, self._optimizers = self._optimizers, []
+        who: list[Identity] = []
+        with switches_off(lambda reason: _say_off(reason, who)), ExitStack() as undo:
+            from torchlens_perf import first_step
+
+            first_step.stop_waiting()
+            on_device.check(self._config)
+            run, session = self._begin(undo, who, optimizers, first_step=int(in_the_middle))
+            del optimizers
+            session.start(models, in_the_middle, after_step_of)
+            if not self._config.sidecar:
+                run.register_ring(who[0].host, session.ring_path)
+            undo.pop_all()
+            self._session, self.run_dir, _running = session, run.path, self
+        return self._session is not None
+
+    def _begin(
+        self, undo: ExitStack, who: list[Identity], optimizers: list[Optimizer], first_step: int
+    ) -> tuple[RunDirectory, Session]:
+        """What the machine may refuse. undo: gets what takes it back. who: gets this rank, once it is known."""
+        global _watches_so_far
         from torchlens_perf.hooks.passed_optimizers import PassedOptimizers
         from torchlens_perf.session import Session
 
-        if not self._enabled:
-            return
-        first_step.stop_waiting()
-        folder, earlier = Path(self._config.dir).absolute(), _watches_so_far
+        config, earlier = self._config, _watches_so_far
         _watches_so_far += 1
-        who = identity.detect(os.environ, lambda digest: run_directory.claim_run_id(folder, digest), earlier)
-        run = RunDirectory(folder / who.run_id)
-        run.create()
-        ring = run_directory.create_ring(
-            run,
-            who,
-            self._config.ring_capacity,
-            first_step=int(in_the_middle),
-            keep=not self._config.sidecar,
-        )
-        session = Session(self._config, who, ring, PassedOptimizers(self._optimizers))
-        session.publish()  # before the sidecar may look: attaching hooks imports for seconds, and we may be killed
-        run.register_ring(who.host, ring.path)
-        # The user may delete them inside the watch, to free their memory.
-        models, self._models, self._optimizers = self._models, None, []
-        try:
-            session.start(models, in_the_middle, after_step_of)
-        except ConfigError:
-            session.close({})
-            raise
-        self._session = session
-        self.run_dir = run.path
-        _running = self
-        if self._config.sidecar:
-            with guard("starting the sidecar"):
-                start_sidecar.ensure(run, who.host)
+        with ExitStack() as leaving:
+            leaving.push(functools.partial(_decline, config))
+            who.append(identity.detect(os.environ, run_directory.claim_run_id, earlier))
+            run = RunDirectory(_absolute(config.dir) / who[0].run_id)
+            undo.callback(run.leave_local)
+            folders = FolderRequest(run.folders) if config.sidecar else None
+            if folders is None:
+                undo.callback(make_folders.remove, [*run.create(), str(run.rings)])
+            else:
+                undo.callback(folders.close)
+            ring = run_directory.create_ring(
+                run, who[0], config.ring_capacity, first_step=first_step, keep=not config.sidecar
+            )
+            undo.callback(run.remove_ring, ring.path)
+            session = Session(config, who[0], ring, PassedOptimizers(optimizers))
+            undo.callback(session.close, {})
+            session.publish()
+            if folders is not None:
+                answer = folders.answer(_FOLDERS_TIMEOUT_S)
+                if answer not in (MADE, ""):  # where nothing is known, the sidecar goes on trying
+                    raise RunStoreError(f"cannot write to {run.path}: {answer}. Choose another folder by dir=")
+                # Before the hooks are attached: that imports for seconds, and we may be killed meanwhile.
+                run.register_ring(who[0].host, ring.path)
+                start_sidecar.ensure(run)
+                folders.keep()
+                undo.pop_all()
+                undo.callback(_end_early, session)
+            leaving.pop_all()
+        return run, session
 
     def close(self) -> None:
-        """Detaches everything and, on rank 0, prints the report. Done by leaving the context; again is harmless."""
+        """Detaches everything and, on rank 0, prints the report. Done by leaving the context; again is harmless.
+
+        Of what lies on a disk that may not answer, nothing is touched: the wait for the report is the only one.
+        """
         global _running
         session, self._session = self._session, None
         if session is None or self.run_dir is None:
             return
         if _running is self:
             _running = None
-        run, who = RunDirectory(self.run_dir), session.identity
-        reports = self._config.report and who.rank == 0
-        with guard("ending the watch"):
-            run.report.unlink(missing_ok=True)
-        session.close(_terminal() if reports else {})
-        with guard("the report at the end"):
-            if self._config.sidecar:
-                start_sidecar.ensure(run, who.host)  # if it was killed, another one finishes its work
-            if reports:
-                _print_report(run, self._config)
+        run, mailbox = RunDirectory(self.run_dir), None
+        reports = self._config.report and session.identity.rank == 0
+        with guard("asking for the report"):
+            if reports and self._config.sidecar:
+                mailbox = ReportMailbox(session.ring_path)
+        try:
+            session.close(_terminal(mailbox) if reports else {})
+            with guard("the report at the end"):
+                if self._config.sidecar:
+                    start_sidecar.ensure(run)  # if it was killed, another one finishes its work
+                if reports:
+                    _print_report(run, self._config, mailbox)
+        finally:
+            if mailbox is not None:
+                with guard("asking for the report"):
+                    mailbox.close()
 
     def abandon(self) -> None:
         """In a forked child: forgets the session, which is the parent's. The child may start one of its own."""
@@ -211,24 +251,58 @@ def running() -> Watch | None:
     return _running
 
 
-def _terminal() -> dict[str, Any]:
+def _end_early(session: Session) -> None:
+    """The hooks could not be attached, or Ctrl-C came. The sidecar, which lives already, removes the ring."""
+    with guard("noting that recording is off"):
+        session.note("recording was switched off when it began: see the job's log")
+    session.close({})
+
+
+def _absolute(folder: str) -> Path:
+    try:
+        return Path(folder).absolute()
+    except OSError as error:  # the working directory was removed
+        raise RunStoreError(f"dir={folder!r}: the working directory cannot be found: {error.strerror}") from None
+
+
+def _decline(
+    config: Config, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+) -> None:
+    """Leaving with an error: other ranks must not wait for this one."""
+    if isinstance(error, Exception):
+        with guard("declining to merge with other ranks"):
+            on_device.decline(config)
+
+
+def _say_off(reason: str, who: list[Identity]) -> None:
+    """One line a node, not one a rank: the first that fails says it. who: this rank, if it is known."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    with contextlib.suppress(OSError, RunStoreError):
+        for each in who:
+            origin = each.launcher_pid if each.world_size > 1 else each.pid
+            first = run_directory.is_first(f"{each.run_id}.{each.attempt}", origin)
+    logger.log(logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", reason)
+
+
+def _terminal(mailbox: ReportMailbox | None) -> dict[str, Any]:
     """What the report should look like: the sidecar writes it, but does not see rank 0's terminal."""
     color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    return {"columns": shutil.get_terminal_size((0, 0)).columns if sys.stderr.isatty() else 0, "color": color}
+    return {
+        "columns": shutil.get_terminal_size((0, 0)).columns if sys.stderr.isatty() else 0,
+        "color": color,
+        "mailbox": "" if mailbox is None else str(mailbox.path),
+    }
 
 
-def _print_report(run: RunDirectory, config: Config) -> None:
+def _print_report(run: RunDirectory, config: Config, mailbox: ReportMailbox | None) -> None:
     """Waits for the sidecar's report and prints it on stderr: stdout is the job's."""
     if not config.sidecar:
         print(f"torchlens_perf: recorded. Next: torchlens-perf sidecar {run.path}", file=sys.stderr)
         return
-    deadline_s = time.monotonic() + config.exit_timeout_s
-    while not run.report.exists():
-        if time.monotonic() > deadline_s:
-            print(f"torchlens_perf: the report comes later. Next: torchlens-perf report {run.path}", file=sys.stderr)
-            return
-        time.sleep(0.01)
-    print(run.report.read_text(), end="", file=sys.stderr, flush=True)
+    text = None if mailbox is None else mailbox.wait(config.exit_timeout_s)
+    if text is None:
+        text = f"torchlens_perf: the report comes later. Next: torchlens-perf report {run.path}\n"
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def _forget_in_child() -> None:

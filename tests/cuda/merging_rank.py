@@ -1,7 +1,7 @@
 """A rank whose device sections are merged with the others': merging_rank.py DRIVER KERNELS FOLDER [OPTION]
 
---other-order: rank 1 enters its sections in another order. --unable: rank 1 has no CuPy. --evaluates: rank 0 has made
-five forward passes before it trains.
+--other-order: rank 1 enters its sections in another order. --unable: rank 1 has no CuPy. --off: rank 1 does not record.
+--evaluates: rank 0 has made five forward passes before it trains.
 
 Writes, as JSON into FOLDER, the durations that it planted in each window, what is merged in its recording, and how
 often somebody waited for the device.
@@ -21,8 +21,7 @@ import torchlens_perf as perf
 from tests.cuda.fake_device import FakeDevice, FakeTorchDevice
 from tests.recording import recorded, records_of
 from torchlens_perf.device_statistics import DeviceStatistics
-from torchlens_perf.errors import ConfigError
-from torchlens_perf.hooks.stamps import MERGE_STEPS, StampHook
+from torchlens_perf.hooks.stamps import MERGE_STEPS, StampHook, decline_merging
 from torchlens_perf.ring import Flag, Kind
 
 MICROSECOND, SLOW = 1000, 2
@@ -44,13 +43,12 @@ def main() -> None:
     if "--unable" in options and rank == 1:
         torch_device.missing = "CuPy is missing: pip install it"
     planted: list[dict[str, list[int]]] = []
-    refused = ""
     with recorded(Path(folder) / str(rank)) as recording:
         session = recording.watch._session
-        try:
+        if "--off" in options and rank == 1:
+            decline_merging(torch_device)
+        else:
             session._attach([StampHook(torch_device, torch_device.now_ns, aggregate=True)])
-        except ConfigError as error:
-            refused = str(error)
         if "--evaluates" in options and rank == 0:
             for _ in range(5):
                 session.end_step(int(Flag.INFERENCE))  # as a model's forward passes do before it has trained
@@ -72,7 +70,7 @@ def main() -> None:
     merged = {name: len(recording.of(Kind.MERGED, name)) for name in order}
     told = {
         "rank": rank, "planted": planted, "windows": merged, "last": statistics.merged, "waited": waited,
-        "refused": refused, "notes": recording.notes,
+        "notes": recording.notes,
         "own": {name: sketch.count for name, sketch in statistics.stamped.items()},
     }  # fmt: skip
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(told))

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import torchlens_perf as perf
-from tests.cuda.fake_device import FakeDevice, FakeTorchDevice
 from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.processes import run, torchrun
 from tests.recording import recorded
+from torchlens_perf import devices
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.hooks.stamps import MERGE_STEPS, Device, StampHook
+from torchlens_perf.hooks.stamps import MERGE_STEPS
 from torchlens_perf.sketch import Sketch
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER), pytest.mark.distributed]
@@ -72,12 +72,17 @@ def test_slots_that_are_not_the_same_section(driver_library: Path, shim_library:
     assert any("not all ranks entered them in the same order" in note for note in ranks[0]["notes"])
 
 
-def test_a_rank_that_is_not_able(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
-    """All ranks are refused, and say so: none waits in a collective that another one does not enter."""
-    ranks = ranks_of(driver_library, shim_library, tmp_path, "--unable")
-    assert "CuPy is missing" in ranks[1]["refused"]
-    assert all("another rank is not able to" in rank["refused"] for rank in ranks if rank["rank"] != 1)
+@pytest.mark.parametrize("how", ["--unable", "--off"])
+def test_a_rank_that_is_not_able(how: str, driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
+    """Or that does not record at all: none waits in a collective that another one does not enter, all of them train,
+    those that record keep their own times, and say why they are not merged."""
+    ranks = ranks_of(driver_library, shim_library, tmp_path, how)
+    others = [rank for rank in ranks if rank["rank"] != 1]
+    if how == "--unable":
+        assert any("aggregate='device' is off: CuPy is missing" in note for note in ranks[1]["notes"])
+    assert all("aggregate='device' is off: another rank is not able to" in rank["notes"] for rank in others)
     assert all(rank["windows"] == {"attention": 0, "mlp": 0} for rank in ranks)
+    assert all(rank["own"]["mlp"] == WINDOWS * MERGE_STEPS for rank in others)
 
 
 def test_it_takes_a_gpu(tmp_path: Path) -> None:
@@ -93,10 +98,12 @@ def test_it_takes_a_gpu(tmp_path: Path) -> None:
     assert len(recording.steps) == 1
 
 
-def test_it_takes_a_process_group(device: FakeDevice, tmp_path: Path) -> None:
-    """Before the watch begins; the error is the user's to see."""
-    with recorded(tmp_path) as recording:
-        torch_device = FakeTorchDevice(device)
-        torch_device.group = Device().group  # type: ignore[method-assign]  # torch's own, which asks first
-        with pytest.raises(ConfigError, match="init_process_group"):
-            recording.watch._session._attach([StampHook(torch_device, torch_device.now_ns, aggregate=True)])
+def test_it_takes_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is made; the error is the user's to see."""
+    import torch
+
+    monkeypatch.setattr(devices, "has_devices", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match="init_process_group"):
+        perf.watch(aggregate="device", dir=str(tmp_path / "runs")).__enter__()
+    assert not (tmp_path / "runs").exists()

@@ -25,7 +25,8 @@ from torchlens_perf.capture_files import (
     Outcome,
     Request,
 )
-from torchlens_perf.errors import HookUnavailable, guard
+from torchlens_perf.errors import HookUnavailable, RunStoreError, guard
+from torchlens_perf.folder_request import problem_with
 from torchlens_perf.hooks.capture_trace import Trace, another_profiler, python_is_traced
 from torchlens_perf.ring import CAPTURING, Flag, Kind
 
@@ -123,6 +124,7 @@ class _Capture:
         self._paused_s = 0.0
         self._files: dict[str, int] = {}
         self._left_out: dict[str, str] = {}
+        self._problem: str | None = None  # with its folder; None: not asked yet
 
     def step_ends(self) -> bool:
         """At each step's end. Returns whether the request is done with."""
@@ -181,6 +183,7 @@ class _Capture:
         finally:
             if TRACE not in self._files:
                 self._steps = 0
+            if TRACE not in self._files and self._problem == "":
                 with suppress(OSError):
                     (self._folder / RAW_TRACE).unlink(missing_ok=True)
             self._answer(f"it failed: {type(error).__name__}: {error}")
@@ -223,9 +226,11 @@ class _Capture:
 
     def _keep(self, name: str, file: str, make: Callable[[Path], None], most_bytes: int) -> None:
         """Writes a file, and takes it away again if it is too large. name: what it is called in the end."""
-        path = self._folder / file
+        path, problem = self._folder / file, self._disk_problem()
+        if problem:
+            self._left_out[name] = f"it could not be written: {problem}"
+            return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
             make(path)
             size = path.stat().st_size
         except (OSError, RuntimeError) as error:
@@ -238,6 +243,15 @@ class _Capture:
             path.unlink()
         if size:
             self._left_out[name] = f"{size >> 20} MB are more than {most_bytes >> 20}: ask for fewer steps"
+
+    def _disk_problem(self) -> str:
+        """Why its folder cannot be written; "" if it can. Asked once: training waits for the answer."""
+        if self._problem is None:
+            try:
+                self._problem = problem_with(self._folder)
+            except RunStoreError as error:
+                self._problem = str(error)
+        return self._problem
 
     def _keep_dump(self, name: str, dump: bytes | str) -> None:
         """dump: the file, or why there is none."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import torch_instruments, torch_private
 from torchlens_perf.errors import HookUnavailable, guard
+from torchlens_perf.folder_request import problem_with
 from torchlens_perf.hooks.patch import patched
 from torchlens_perf.oom_table import Places, live_table
 from torchlens_perf.run_directory import RunDirectory
@@ -185,8 +186,14 @@ class _Observer:
             self._write(path, {**self._last, "caught": True})
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
-        """Writes it, and lets go of the oldest table, and of the last file without one."""
-        path.parent.mkdir(exist_ok=True)
+        """Writes it, and lets go of the oldest table, and of the last file without one.
+
+        Not where the disk does not answer: neither the error nor the process's end may wait for that.
+        """
+        problem = problem_with(path.parent)
+        if problem:
+            self._session.note(f"{OutOfMemoryHook.name}: a table could not be written: {problem}")
+            return
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(value, separators=(",", ":")))
         os.replace(partial, path)

@@ -15,7 +15,7 @@ from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.reduction import Reduced, to_records
 from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing
 from torchlens_perf.devices import CONNECTIONS, device_in_use
-from torchlens_perf.errors import ConfigError, DeviceError, guard
+from torchlens_perf.errors import DeviceError, guard
 from torchlens_perf.ring import MERGED_RANK_SHIFT, Kind
 
 if TYPE_CHECKING:
@@ -60,11 +60,9 @@ class Device:
         return _rings[device]
 
     def group(self) -> Any:
-        """A process group of our own, of all ranks: a collective. Raises ConfigError where there is no job to join."""
+        """A process group of our own, of all ranks: a collective."""
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            raise ConfigError("aggregate='device': call init_process_group() before the watch begins")
         return dist.new_group(backend="nccl", group_desc="torchlens_perf")
 
     def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
@@ -141,9 +139,7 @@ class StampHook:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         stamper = SessionStamper(session, self._device, self._now_ns)
-        if self._aggregate:
-            stamper.merge_on_device()
-        else:
+        if not self._aggregate or not stamper.merge_on_device():
             with guard("the device sections of an earlier watch"):
                 stamper.begin_with_earlier()
         device_sections.set_stamper(stamper)
@@ -154,6 +150,11 @@ class StampHook:
             device_sections.set_stamper(None)
             with guard("the device sections' last times"):
                 stamper.end()
+
+
+def decline_merging(device: Device) -> None:
+    """On a rank that does not record, while the others ask all ranks whether they are able: it is not."""
+    device.all_agree(device.group(), able=False)
 
 
 class SessionStamper:
@@ -170,8 +171,8 @@ class SessionStamper:
         self._merge: DeviceAggregate | None = None
         self._merged_at = 0  # after so many training steps
 
-    def merge_on_device(self) -> None:
-        """From here on. On all ranks, which agree on it: raises ConfigError on all of them where one is not able."""
+    def merge_on_device(self) -> bool:
+        """From here on, if all ranks are able: they agree on it. Where they are not, that is noted."""
         group, problem = self._device.group(), ""
         try:
             self._begin_with(self._device.ring())
@@ -185,7 +186,8 @@ class SessionStamper:
             agreed, problem = False, problem or str(error)
         if not agreed:
             self._merge = None
-            raise ConfigError(f"aggregate='device': {problem or 'another rank is not able to'}")
+            self._session.note(f"aggregate='device' is off: {problem or 'another rank is not able to'}")
+        return agreed
 
     def begin_with_earlier(self) -> None:
         """Graphs of an earlier watch may stamp from the first replay on, without a section being entered."""

@@ -1,0 +1,105 @@
+"""Ranks that cannot record, beside ranks that do: nobody waits for them, one line a node says it, the report too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.processes import TRAIN, report, run, runs, torchrun
+
+pytestmark = pytest.mark.distributed
+FLAG = ("--logs-specs", "torchlens_perf")
+# Under the flag a rank begins to record at its first step's end; until then it can be changed.
+CHANGED = "import os, sys\nif int(os.environ['RANK']) in ({ranks}): {change}\n"
+NO_PROGRAM = "sys.executable = ''"
+NO_ROOM = "import tempfile; tempfile.tempdir = '/proc'; from pathlib import Path; " \
+    "from torchlens_perf import run_directory; run_directory._SHARED_MEMORY = Path('/proc')"  # fmt: skip
+
+
+def job(folder: Path, ranks: int, off: str, change: str, **environment: str) -> tuple[str, list[str], list[str]]:
+    """Trains; `off` are the ranks on which `change` is done. What was trained, what was said, and all lines of ours."""
+    script = folder / "train.py"
+    script.write_text(CHANGED.format(ranks=off, change=change) + Path(TRAIN).read_text())
+    done = run(torchrun(*FLAG, str(script), ranks=ranks), folder, timeout_s=110, **environment)
+    assert done.returncode == 0, done.stderr
+    trained = next(line for line in done.stdout.splitlines() if line.startswith("parameters"))
+    ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
+    return trained, [line for line in ours if "torchlens_perf is off: " in line], ours
+
+
+@pytest.fixture(scope="module")
+def unwatched(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What two ranks train without us."""
+    return job(tmp_path_factory.mktemp("unwatched"), 2, "9,", "pass", TORCHLENS_PERF="0")[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (NO_PROGRAM, "no process can be started"),
+        (NO_ROOM, "no place for a ring file"),
+        ("os.environ['RANK'] = 'abc'", ""),
+    ],
+)
+def test_one_rank_is_off(change: str, reason: str, unwatched: str, tmp_path: Path) -> None:
+    """The other one is recorded; the report says which one is missing."""
+    trained, off, _ = job(tmp_path, 2, "1,", change)
+    value = report(runs(tmp_path)[0])
+
+    assert trained == unwatched
+    if not reason:  # torch.distributed has told its number by then
+        assert [rank["rank"] for rank in value["ranks"]] == [0, 1]
+        return
+    assert len(off) == 1
+    assert reason in off[0]
+    assert [(rank["rank"], rank["steps"]) for rank in value["ranks"]] == [(0, 29)]
+    assert any("rank 1" in note for note in value["quality"]["notes"]), value["quality"]["notes"]
+
+
+def test_rank_0_is_off(unwatched: str, tmp_path: Path) -> None:
+    """It prints no report; the other one is recorded."""
+    trained, off, ours = job(tmp_path, 2, "0,", NO_PROGRAM)
+    value = report(runs(tmp_path)[0])
+
+    assert trained == unwatched
+    assert ours == off
+    assert len(off) == 1
+    assert [(rank["rank"], rank["steps"]) for rank in value["ranks"]] == [(1, 29)]
+
+
+@pytest.mark.parametrize("how", ["a file in the way", "no process"])
+def test_all_ranks_are_off(how: str, unwatched: str, tmp_path: Path) -> None:
+    """One line a node, not one a rank, and nothing is left."""
+    (tmp_path / "file").write_text("in the way")
+    folder = {"TORCHLENS_PERF_DIR": str(tmp_path / "file" / "runs")} if how == "a file in the way" else {}
+    change = "pass" if folder else NO_PROGRAM
+    trained, off, ours = job(tmp_path, 2, "0, 1", change, **folder)
+
+    assert trained == unwatched
+    assert ours == off
+    assert len(off) == 1
+    assert sorted(os.listdir(tmp_path)) == ["file", "train.py"]
+
+
+def test_off_at_a_watch_of_the_scripts_own(tmp_path: Path) -> None:
+    """The same where the script calls watch(): it goes on without a run directory."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, torch, torchlens_perf as perf\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "sys.executable = ''\n"
+        "with perf.watch(model, optimizer) as w:\n"
+        "    for _ in range(5):\n"
+        "        model(torch.ones(2, 4)).sum().backward(); optimizer.step(); w.step()\n"
+        "with perf.watch(model): pass\n"
+        "print(w.run_dir)\n"
+    )
+    done = run(torchrun(str(script), ranks=3), tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "None\n" * 3
+    assert done.stderr.count("torchlens_perf is off: ") == 2, "one for each watch"
+    assert os.listdir(tmp_path) == ["train.py"]

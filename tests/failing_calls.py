@@ -1,0 +1,55 @@
+"""Calls to the system that fail, or never return, where a test wants it: failing_calls.c, loaded with LD_PRELOAD."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_suffix(".c")
+EACH = -1
+
+
+@cache
+def library() -> Path:
+    """Built once in the life of a process."""
+    built = Path(tempfile.mkdtemp(prefix="failing-calls-")) / "failing_calls.so"
+    subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", built, SOURCE, "-ldl"], check=True)
+    return built
+
+
+class FailingCalls:
+    """In a process that was started with the library: makes one of its calls fail."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        self._library.arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int]
+        self._library.disarm.restype = ctypes.c_long
+        self._library.failed_call.restype = ctypes.c_char_p
+
+    def arm(self, paths: Sequence[str], nth: int, error: int) -> None:
+        """paths: prefixes, or "*", or "fork", "getcwd", "gethostname". nth: from 1; 0 for none; EACH."""
+        self._library.arm(":".join(paths).encode(), nth, error)
+
+    def disarm(self) -> tuple[int, str]:
+        """How many calls there were, and which one failed."""
+        return self._library.disarm(), self._library.failed_call().decode()
+
+
+@contextlib.contextmanager
+def everything_ended(mark: str) -> Iterator[None]:
+    """On leaving, kills every process that has this text in its environment: what hangs does not end by itself."""
+    try:
+        yield
+    finally:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    if mark.encode() in (entry / "environ").read_bytes():
+                        os.kill(int(entry.name), signal.SIGKILL)

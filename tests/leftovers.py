@@ -1,0 +1,54 @@
+"""What this process's runs have left on its node, and in a folder of run directories; and ending their sidecars."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+from torchlens_perf.identity import process_started
+
+# In the names of this process's runs; the second one, where it cannot read when it began.
+_DIGESTS = [
+    hashlib.sha256(f"{socket.gethostname()}/{os.getpid()}/{started}".encode()).hexdigest()[:8]
+    for started in (process_started(os.getpid()), None)
+]
+
+
+def places(runs: Path) -> list[Path]:
+    """Other processes' runs lie beside them, and are none of ours."""
+    parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    local = [path for parent in parents for path in parent.glob(f"torchlens-perf-{os.getuid()}/*")]
+    return sorted([path for path in local if any(each in path.name for each in _DIGESTS)] + list(runs.glob("*")))
+
+
+def left_behind(runs: Path, timeout_s: float = 5) -> list[str]:
+    """After some time: the child that has made a folder takes it away in its own."""
+    deadline_s = time.monotonic() + timeout_s
+    while places(runs) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return [f"{place}: {os.listdir(place)}" for place in places(runs)]
+
+
+def remove(runs: Path) -> None:
+    """Takes everything away; others may do so too."""
+    while found := places(runs):
+        for place in found:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def end_sidecars() -> None:
+    """Those of this process, by SIGKILL: a sidecar's beginning takes a second."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        children = [int(pid) for pid in file.read().split()]
+    for pid in children:
+        with contextlib.suppress(OSError):
+            if b"\0sidecar\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
