@@ -13,8 +13,9 @@ PACKAGE = Path(perf.__file__).parent
 TRAINING = {
     "", "_native_twin", "capture_files", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events",
     "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
-    "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
-    "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_instruments", "torch_private",
+    "late_report", "launch", "native_tap", "probe_schedule", "processes", "rank_ranges", "recorder", "ring",
+    "run_directory", "session", "site", "sidecar_lock", "sidecar_status", "sketch", "sketch_records", "start_sidecar",
+    "steps", "torch_instruments", "torch_private",
     "memory_readings", "nccl_plugin", "oom_table", "version", "watch",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.

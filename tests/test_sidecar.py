@@ -63,7 +63,7 @@ def report(run: RunDirectory) -> dict[str, Any]:
 def dead_process() -> dict[str, int]:
     """Pid and start time of a process that has ended."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    from torchlens_perf.identity import process_started
+    from torchlens_perf.processes import process_started
 
     started = process_started(child.pid)
     child.kill()

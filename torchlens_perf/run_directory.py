@@ -31,6 +31,7 @@ from torchlens_perf.identity import Identity
 from torchlens_perf.ring import RECORD_BYTES, RECORDS_OFFSET, RingFile
 
 _CLAIM = "run:"
+_LOCK = "sidecar.lock"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_OF_FREE = 16  # a ring takes at most one part in so many: containers often have 64 MB, which DataLoaders need
 
@@ -108,17 +109,28 @@ def claim_run_id(folder: Path, digest: str) -> str:
 
 def local_folders(run_id: str) -> Iterator[Path]:
     """This user's folders for the run's ring files and lock: on this node, not on a network disk, the best first."""
-    for parent in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
+    for folder in _users_folders():
         try:
-            yield _private_folder(_private_folder(parent / f"torchlens-perf-{os.getuid()}") / run_id)
+            yield _private_folder(_private_folder(folder) / run_id)
         except OSError:
             continue
+
+
+def _users_folders() -> Iterator[Path]:
+    for parent in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
+        yield parent / f"torchlens-perf-{os.getuid()}"
+
+
+def find_sidecar_lock(run_id: str) -> Path | None:
+    """sidecar_lock() where there is one already; makes nothing."""
+    paths = (folder / run_id / _LOCK for folder in _users_folders())
+    return next((path for path in paths if path.exists()), None)
 
 
 def sidecar_lock(run_id: str) -> Path:
     """The file that the node's sidecar holds locked while it lives. Raises RunStoreError if no place has it."""
     for folder in local_folders(run_id):
-        return folder / "sidecar.lock"
+        return folder / _LOCK
     raise RunStoreError(f"neither {_SHARED_MEMORY} nor {tempfile.gettempdir()} can be written")
 
 

@@ -23,6 +23,7 @@ from torchlens_perf import config as configuration
 from torchlens_perf import identity, run_directory, start_sidecar
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard
+from torchlens_perf.late_report import LateReport
 from torchlens_perf.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Watch:
         _running = self
         if self._config.sidecar:
             with guard("starting the sidecar"):
-                start_sidecar.ensure(run, who.host)
+                start_sidecar.ensure(run, who)
 
     def close(self) -> None:
         """Detaches everything and, on rank 0, prints the report. Done by leaving the context; again is harmless."""
@@ -179,11 +180,12 @@ class Watch:
         with guard("ending the watch"):
             run.report.unlink(missing_ok=True)
         session.close(_terminal() if reports else {})
-        with guard("the report at the end"):
-            if self._config.sidecar:
-                start_sidecar.ensure(run, who.host)  # if it was killed, another one finishes its work
-            if reports:
-                _print_report(run, self._config)
+        if self._config.sidecar:
+            with guard("starting the sidecar again"):
+                start_sidecar.ensure(run, who)  # if it was killed, another one finishes its work
+        if reports:
+            with guard("the report at the end"):
+                _print_report(run, self._config, who.host)
 
     def abandon(self) -> None:
         """In a forked child: forgets the session, which is the parent's. The child may start one of its own."""
@@ -210,15 +212,16 @@ def _terminal() -> dict[str, Any]:
     return {"columns": shutil.get_terminal_size((0, 0)).columns if sys.stderr.isatty() else 0, "color": color}
 
 
-def _print_report(run: RunDirectory, config: Config) -> None:
+def _print_report(run: RunDirectory, config: Config, host: str) -> None:
     """Waits for the sidecar's report and prints it on stderr: stdout is the job's."""
     if not config.sidecar:
         print(f"torchlens_perf: recorded. Next: torchlens-perf sidecar {run.path}", file=sys.stderr)
         return
     deadline_s = time.monotonic() + config.exit_timeout_s
+    late = LateReport(run, host)
     while not run.report.exists():
         if time.monotonic() > deadline_s:
-            print(f"torchlens_perf: the report comes later. Next: torchlens-perf report {run.path}", file=sys.stderr)
+            print(f"torchlens_perf: {late.line()}", file=sys.stderr)
             return
         time.sleep(0.01)
     print(run.report.read_text(), end="", file=sys.stderr, flush=True)

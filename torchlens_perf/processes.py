@@ -1,0 +1,33 @@
+"""What /proc tells of a process. Imports nothing: a sidecar's first seconds need it (sidecar_wait.py)."""
+
+from __future__ import annotations
+
+
+def process_started(pid: int) -> int | None:
+    """When a process began, in clock ticks after boot (proc_pid_stat(5), field 22); None if there is none such."""
+    state, started = process_stat(pid)
+    return None if state in ("", "Z", "X") else started
+
+
+def process_stat(pid: int) -> tuple[str, int]:
+    """A process's state, one letter as ps shows it, and when it began, in clock ticks after boot; "" if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:
+        return "", 0
+    state, *rest = stat.rpartition(b")")[2].split()
+    return state.decode(), int(rest[18])
+
+
+def cpu_times_ns(pid: int, thread: int | None = None) -> tuple[int, int] | None:
+    """How long a thread has run, and how long it has been ready without a CPU; None where the kernel does not tell.
+
+    thread: its native id; without it, the main thread (Documentation/scheduler/sched-stats.rst).
+    """
+    try:
+        with open(f"/proc/{pid}/task/{thread or pid}/schedstat", "rb") as file:
+            ran, waited, _ = file.read().split()
+    except (OSError, ValueError):
+        return None
+    return int(ran), int(waited)

@@ -1,0 +1,184 @@
+"""A sidecar's first seconds: it waits, with next to nothing imported.
+
+A run that ends within SHORT_RUN_S is read once, at its end: to begin reading takes half a second of processor time,
+which training would miss. Until then this process looks at a few words of each ring's header, forty times a second.
+It goes on at once where a rank has ended, where a ring fills, and where something is not as it should be.
+
+Meanwhile a thread that gets idle processors only imports what comes next (preload.py), so that the report on a run of
+some seconds is there when the run ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from torchlens_perf import priority
+from torchlens_perf.processes import process_started
+from torchlens_perf.sidecar_status import AT_ONCE, SEVERAL_NODES, tell
+
+TYPE_CHECKING = False  # as in typing, which takes long to import
+if TYPE_CHECKING:
+    from torchlens_perf.preload import Preload
+
+SHORT_RUN_S = 5.0
+PRELOAD_AFTER_S = 0.5
+FILLING = 1 / 8  # share of a ring from which on what reads it is imported
+FULL = 1 / 2  # and from which on it is read: the rest must last until that is done
+LOOK_S = 0.025
+_LOOK_AROUND_S = 0.25  # between two looks for new rings, and whether processes live
+_LOADS = "is loading its libraries"
+# Words of a ring's header, and how it begins: as in ring.py, which takes long to import.
+MAGIC, HEAD, STEP, STATE, CLOSED = b"TLPRING\0", 8, 9, 13, 1
+
+
+class WaitingRing:
+    """A ring file that is not read yet, as far as its header tells."""
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError where it cannot be opened, ValueError where it is no ring file."""
+        self.step = self.head = -1
+        self.step_s = self.mark_s = 0.0
+        """When this step, and the last record, was first seen: CLOCK_MONOTONIC."""
+        pid, _, started = path.removesuffix(".ring").rpartition("-")
+        self._pid, self._started = int(pid.rpartition("-")[2]), int(started)  # see Identity.key
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        header = os.pread(self._descriptor, 24, 0)
+        self._capacity = int.from_bytes(header[16:24], "little")
+        if header[: len(MAGIC)] != MAGIC or not self._capacity:
+            self.close()
+            raise ValueError(f"{path} is no ring file")
+
+    def look(self, now_s: float) -> bool:
+        """Takes note of how far it is. Returns whether it should be read now."""
+        header = os.pread(self._descriptor, 8 * (STATE + 1), 0)
+        head, step, state = (int.from_bytes(header[8 * word : 8 * word + 8], "little") for word in (HEAD, STEP, STATE))
+        if step != self.step:
+            self.step, self.step_s = step, now_s
+        if head != self.head:
+            self.head, self.mark_s = head, now_s
+        return state == CLOSED or self.filled >= FULL
+
+    @property
+    def filled(self) -> float:
+        """Which share of its capacity has been written, when it was last looked at."""
+        return self.head / self._capacity
+
+    def writer_lives(self) -> bool:
+        """Whether the process that writes it runs."""
+        return process_started(self._pid) == self._started
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._descriptor)
+
+
+class Wait:
+    """The rings of one node until one of them should be read."""
+
+    def __init__(self, registered: str) -> None:
+        """registered: the file that names the node's rings, RunDirectory.node_rings()."""
+        self.rings: dict[str, WaitingRing] = {}
+        self._registered = registered
+        self._gone: set[str] = set()
+        self._around_s = float("-inf")
+
+    def look(self, now_s: float) -> bool:
+        """Returns whether to go on. now_s: CLOCK_MONOTONIC."""
+        around = now_s - self._around_s >= _LOOK_AROUND_S
+        try:
+            if around:
+                self._around_s = now_s
+                self._open_new()
+            due = [ring.look(now_s) or (around and not ring.writer_lives()) for ring in self.rings.values()]
+        except (OSError, ValueError):
+            return True  # whoever reads it says what is wrong with it
+        return any(due)
+
+    @property
+    def fills(self) -> bool:
+        """Whether one of them may be full soon."""
+        return any(ring.filled >= FILLING for ring in self.rings.values())
+
+    def close(self) -> None:
+        """Closes the files."""
+        for ring in self.rings.values():
+            ring.close()
+
+    def _open_new(self) -> None:
+        try:
+            with open(self._registered) as file:
+                lines = file.readlines()
+        except FileNotFoundError:
+            return
+        for line in lines:
+            path = line.rstrip("\n")
+            if path != line and path not in self.rings and path not in self._gone:
+                try:
+                    self.rings[path] = WaitingRing(path)
+                except FileNotFoundError:
+                    self._gone.add(path)  # an earlier sidecar has read it to its end
+
+
+def wait(
+    registered: str,
+    preload: Callable[[], object],
+    impatient: Callable[[], bool] = lambda: False,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> dict[str, WaitingRing]:
+    """Waits until there is something to read, or for SHORT_RUN_S. Returns how far the rings were last, by path.
+
+    preload: called once, when the run is PRELOAD_AFTER_S old, or a ring fills. impatient: whether to go on at once.
+    now, sleep: the clock.
+    """
+    began_s = now()
+    rings = Wait(registered)
+    while not rings.look(now_s := now()) and now_s - began_s < SHORT_RUN_S and not impatient():
+        if now_s - began_s >= PRELOAD_AFTER_S or rings.fills:
+            preload()
+            preload = _nothing
+        sleep(LOOK_S)
+    rings.close()
+    return rings.rings
+
+
+def _nothing() -> None: ...
+
+
+def main(arguments: Sequence[str]) -> int:
+    """What start_sidecar.ensure() starts. Returns the exit code.
+
+    arguments: "sidecar", the run directory, "--host" and its name, "--lock-descriptor" and its number. Then,
+    SEVERAL_NODES: other nodes are to be met while the job runs. AT_ONCE: nothing is to be waited for.
+    """
+    _, run, _, host, _, descriptor, *more = arguments
+    lock, rings = int(descriptor), dict[str, WaitingRing]()
+    if AT_ONCE in more:
+        tell(lock, _LOADS)
+    else:
+        tell(lock, "has not begun to read")
+        priority.lower()
+        rings = _wait_and_preload(f"{run}/nodes/{host}.rings", lock, impatient=SEVERAL_NODES in more)
+    from torchlens_perf.sidecar_command import attend
+
+    return attend(run, host, lock, rings)
+
+
+def _wait_and_preload(registered: str, lock: int, *, impatient: bool) -> dict[str, WaitingRing]:
+    """impatient: goes on as soon as everything is imported."""
+    started: list[Preload] = []
+
+    def preload() -> None:
+        from torchlens_perf.preload import Preload
+
+        started.append(Preload())
+
+    rings = wait(registered, preload, lambda: impatient and any(each.is_done for each in started))
+    tell(lock, _LOADS)
+    if not all(each.finish() for each in started):
+        # Other programs keep all processors busy, and what that thread has begun may take it minutes.
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], AT_ONCE])
+    return rings
