@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 
 from torchlens_perf import sidecar_status
-from torchlens_perf.processes import cpu_times_ns, process_stat
+from torchlens_perf.processes import cpu_time_ns, process_stat
 from torchlens_perf.run_directory import RunDirectory, find_sidecar_lock
 
-_STARVES = 0.5  # share of the wait that it was ready without a CPU
+_STARVES = 0.5  # share of the wait in which it ran
+_MIN_S = 0.1  # of a wait, to say that
 
 
 class LateReport:
@@ -24,7 +25,7 @@ class LateReport:
         self._run = run
         self._log = run.node_log(host)
         self._began_s = time.monotonic()
-        self._cpu_times_ns = self._sidecars_cpu_times_ns()
+        self._cpu_time_ns = self._sidecars_cpu_time_ns()
 
     def line(self) -> str:
         """What is to be told instead of the report. Raises OSError where a file cannot be read."""
@@ -58,16 +59,17 @@ class LateReport:
             return f"is stopped: kill -CONT {pid}"
         if state == "D":
             return f"waits for a disk while it {doing}"
-        before, now = self._cpu_times_ns, cpu_times_ns(pid)
-        if before is not None and now is not None and (now[1] - before[1]) / 1e9 > _STARVES * waited_s:
-            used_s = (now[0] - before[0]) / 1e9
-            return f"{doing}; other programs keep the processors busy: it had one for {used_s:.2f} s of that"
+        before_ns, now_ns = self._cpu_time_ns, cpu_time_ns(pid)
+        if waited_s >= _MIN_S and state == "R" and before_ns is not None and now_ns is not None:
+            used_s = (now_ns - before_ns) / 1e9
+            if used_s < _STARVES * waited_s:
+                return f"{doing}; other programs keep the processors busy: it had one for {used_s:.2f} s of that"
         return doing
 
-    def _sidecars_cpu_times_ns(self) -> tuple[int, int] | None:
+    def _sidecars_cpu_time_ns(self) -> int | None:
         lock = find_sidecar_lock(self._run.run_id)
         pid, _, _ = sidecar_status.told(str(lock))
-        return cpu_times_ns(pid) if pid else (0, 0)
+        return cpu_time_ns(pid) if pid else 0
 
 
 def _is_held(lock: Path) -> bool:

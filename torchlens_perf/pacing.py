@@ -27,11 +27,11 @@ class Pacing:
         return due
 
     def keep_due(self, now_s: float, unkept_records: int, *, failing: bool = False) -> bool:
-        """A segment when there are many records, or after a twentieth of the run's age, from 2 s to 60 s.
+        """A segment when there are many records, or after a twentieth of the run's age, from 5 s to 60 s.
 
         failing: the last one could not be written; then only after that time, however many there are.
         """
-        period_s = min(60.0, max(2.0, (now_s - self._started_s) / 20))
+        period_s = min(60.0, max(5.0, (now_s - self._started_s) / 20))
         many = unkept_records >= MOST_UNKEPT_RECORDS and not failing
         due = many or now_s - self._kept_s >= period_s
         if due:

@@ -9,10 +9,13 @@ def process_started(pid: int) -> int | None:
     return None if state in ("", "Z", "X") else started
 
 
-def process_stat(pid: int) -> tuple[str, int]:
-    """A process's state, one letter as ps shows it, and when it began, in clock ticks after boot; "" if it is gone."""
+def process_stat(pid: int, thread: int | None = None) -> tuple[str, int]:
+    """A process's state, one letter as ps shows it, and when it began, in clock ticks after boot; "" if it is gone.
+
+    thread: of that thread of it, by its native id.
+    """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
+        with open(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat", "rb") as file:
             stat = file.read()
     except OSError:
         return "", 0
@@ -20,14 +23,13 @@ def process_stat(pid: int) -> tuple[str, int]:
     return state.decode(), int(rest[18])
 
 
-def cpu_times_ns(pid: int, thread: int | None = None) -> tuple[int, int] | None:
-    """How long a thread has run, and how long it has been ready without a CPU; None where the kernel does not tell.
+def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
+    """How long a thread has run so far (Documentation/scheduler/sched-stats.rst); None where the kernel does not tell.
 
-    thread: its native id; without it, the main thread (Documentation/scheduler/sched-stats.rst).
+    thread: its native id; without it, the main thread.
     """
     try:
         with open(f"/proc/{pid}/task/{thread or pid}/schedstat", "rb") as file:
-            ran, waited, _ = file.read().split()
-    except (OSError, ValueError):
+            return int(file.read().split()[0])
+    except (OSError, ValueError, IndexError):
         return None
-    return int(ran), int(waited)
