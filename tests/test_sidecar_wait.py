@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -38,26 +39,41 @@ class Clock:
         self.sleeps += 1
 
 
+class Preparation:
+    """Stands for a Preload: what it was told, and when."""
+
+    def __init__(self, clock: Clock, done_after_s: float) -> None:
+        self._clock = clock
+        self._done_s = clock.now_s + done_after_s
+        self.begun_s = clock.now_s - 1000.0
+        self.hurries_s: list[float] = []
+
+    def hurry(self) -> None:
+        self.hurries_s.append(self._clock.now_s - 1000.0)
+
+    @property
+    def is_done(self) -> bool:
+        return self._clock.now_s >= self._done_s
+
+
 class Waited:
     """What a wait did. `during` is called at each of its rests, with how long it has waited."""
 
-    def __init__(self, run: RunDirectory, during=lambda waited_s: None, impatient=lambda: False) -> None:
+    def __init__(self, run: RunDirectory, during=lambda waited_s: None, imports_s=0.5, impatient=False) -> None:
         clock = Clock()
-        self.preloads_s: list[float] = []
+        self.preloads: list[Preparation] = []
+
+        def prepare() -> Preparation:
+            self.preloads.append(Preparation(clock, imports_s))
+            return self.preloads[-1]
 
         def sleep(duration_s: float) -> None:
             clock.sleep(duration_s)
             during(clock.now_s - 1000.0)
 
-        self.rings = wait(
-            str(run.node_rings(HOST)),
-            lambda: self.preloads_s.append(clock.now_s - 1000.0),
-            impatient,
-            clock.now,
-            sleep,
-        )
+        registered = str(run.node_rings(HOST))
+        self.rings, _ = wait(registered, prepare, impatient=impatient, now=clock.now, sleep=sleep)
         self.took_s = clock.now_s - 1000.0
-        self.looks = clock.sleeps
 
 
 def test_words_of_the_header_are_those_of_ring() -> None:
@@ -76,7 +92,8 @@ def test_a_run_that_goes_on_is_read_after_some_seconds(run: RunDirectory, ranks:
     waited = Waited(run)
 
     assert SHORT_RUN_S <= waited.took_s < SHORT_RUN_S + 2 * LOOK_S
-    assert [PRELOAD_AFTER_S <= at_s < PRELOAD_AFTER_S + 2 * LOOK_S for at_s in waited.preloads_s] == [True]
+    assert [preload.begun_s for preload in waited.preloads] == [pytest.approx(PRELOAD_AFTER_S, abs=2 * LOOK_S)]
+    assert waited.preloads[0].hurries_s == []
     assert len(waited.rings) == ranks
     for rank in made:
         rank.close()
@@ -148,21 +165,22 @@ def test_a_filling_ring_is_prepared_for(run: RunDirectory, steps: int) -> None:
     waited = Waited(run, fill)
     ring_s = 4096 / (steps * 5) * LOOK_S  # until it is full
 
-    assert waited.preloads_s == [pytest.approx(min(PRELOAD_AFTER_S, FILLING * ring_s), abs=2 * LOOK_S)]
+    (preload,) = waited.preloads
+
+    assert preload.begun_s == pytest.approx(min(PRELOAD_AFTER_S, FILLING * ring_s), abs=2 * LOOK_S)
+    assert preload.hurries_s == [pytest.approx(FILLING * ring_s, abs=2 * LOOK_S)]
     assert waited.took_s == pytest.approx(FULL * ring_s, abs=2 * LOOK_S)
     rank.close()
 
 
-def test_a_job_of_several_nodes_is_not_kept_waiting(run: RunDirectory) -> None:
+@pytest.mark.parametrize("imports_s", [0.2, 1.5, 60.0])
+def test_a_job_of_several_nodes_is_not_kept_waiting(run: RunDirectory, imports_s: float) -> None:
     """Other nodes must be met while the job runs: it goes on as soon as everything is imported."""
-    rank, looks = Rank(run, 0), []
-
-    def impatient() -> bool:
-        looks.append(1)
-        return len(looks) > 40
-
-    assert Waited(run, impatient=impatient).took_s == pytest.approx(40 * LOOK_S)
+    rank = Rank(run, 0)
+    waited = Waited(run, imports_s=imports_s, impatient=True)
     rank.close()
+
+    assert waited.took_s == pytest.approx(min(SHORT_RUN_S, PRELOAD_AFTER_S + imports_s), abs=2 * LOOK_S)
 
 
 def test_a_hang_is_found_as_early_as_without_the_wait(run: RunDirectory) -> None:
@@ -175,7 +193,8 @@ def test_a_hang_is_found_as_early_as_without_the_wait(run: RunDirectory) -> None
     for waits in (True, False):
         clock = Clock()
         clock.now_s = began_s - SHORT_RUN_S
-        rings = wait(str(run.node_rings(HOST)), lambda: None, now=clock.now, sleep=clock.sleep)
+        registered = str(run.node_rings(HOST))
+        rings, _ = wait(registered, functools.partial(Preparation, clock, 0.5), now=clock.now, sleep=clock.sleep)
         made = Sidecar(run, HOST, None, lambda run, asked: None, rings if waits else {})
         made.poll()
         made.account()

@@ -31,8 +31,15 @@ class Preload:
 
     def __init__(self) -> None:
         self._hurry = threading.Event()
+        self._one_at_a_time = threading.Lock()  # of the two threads, to change the group
         self._thread = threading.Thread(target=self._import, name="imports", daemon=True)
         self._thread.start()
+
+    def hurry(self) -> None:
+        """Without rests from now on, and this process's main thread as quick as usual."""
+        with self._one_at_a_time:
+            self._hurry.set()
+            priority.set_group(priority.USUAL_GROUP)
 
     @property
     def is_done(self) -> bool:
@@ -41,8 +48,7 @@ class Preload:
 
     def finish(self) -> bool:
         """Waits for the rest of the imports, without rests. False: the thread gets no processor, and is not done."""
-        self._hurry.set()
-        priority.set_group(priority.NICE)
+        self.hurry()
         deadline_s = time.monotonic() + _MAX_S
         while True:
             began_s, before_ns = time.monotonic(), self._cpu_time_ns()
@@ -65,11 +71,13 @@ class Preload:
         return process_stat(os.getpid(), self._thread.native_id)[0] != "R"
 
     def _import(self) -> None:
-        priority.set_group(priority.IDLE_NICE)
         priority.make_thread_idle()
+        with self._one_at_a_time:
+            if not self._hurry.is_set():
+                priority.set_group(priority.IDLE_GROUP)
         with contextlib.suppress(ImportError):  # whoever needs it imports it again, and says so
             for name in MODULES:
                 began_s = time.monotonic()
                 importlib.import_module(name)
                 self._hurry.wait(time.monotonic() - began_s)
-        priority.set_group(priority.NICE)
+        priority.set_group(priority.USUAL_GROUP)

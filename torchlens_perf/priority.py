@@ -1,8 +1,8 @@
 """How little the sidecar asks of the processors. What the kernel refuses is left as it is.
 
-Where the kernel groups processes by session (sched(7), autogroup), nice compares a process only with others of its own
-session, and the sidecar has one of its own: there the group has a nice value, too. A process without privileges may
-raise the group's again, but neither its own nor what make_thread_idle() did.
+Where the kernel groups processes by session (sched(7), autogroup), nice and policy compare a thread only with others of
+its own session, and the sidecar has one of its own: among all others counts the group's nice value. A process without
+privileges may raise that again, but neither its own nor what make_thread_idle() did.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ import os
 import time
 
 NICE = 5
-"""While it works: added to what it inherits, and its group's."""
-IDLE_NICE = 19
-"""Its group's, while a thread of it is idle."""
+USUAL_GROUP, IDLE_GROUP = 0, 19
+"""Nice values of the session's group: while it works, and while a thread of it is idle (docs/decisions.md)."""
 _GROUP = "/proc/self/autogroup"  # not there where the kernel does not group by session
 _TRIES, _REST_S = 3, 0.05  # the kernel takes one change in a tenth of a second, of all users together
 
 
 def lower() -> None:
-    """Lowers the process and its group by NICE."""
+    """Adds NICE to the process's own nice value."""
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    set_group(NICE)
 
 
 def set_group(nice: int) -> None:
-    """Sets the nice value of the session's group, unless that is a session of others, too: started by hand it is."""
+    """Sets the nice value of the session's group, unless others are in that session: started by hand, they are."""
     if os.getsid(0) != os.getpid():
         return
     for _ in range(_TRIES):

@@ -124,28 +124,31 @@ class Wait:
 
 def wait(
     registered: str,
-    preload: Callable[[], object],
-    impatient: Callable[[], bool] = lambda: False,
+    prepare: Callable[[], Preload],
+    *,
+    impatient: bool = False,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
-) -> dict[str, WaitingRing]:
-    """Waits until there is something to read, or for SHORT_RUN_S. Returns how far the rings were last, by path.
+) -> tuple[dict[str, WaitingRing], Preload | None]:
+    """Waits until there is something to read, or for SHORT_RUN_S.
 
-    preload: called once, when the run is PRELOAD_AFTER_S old, or a ring fills. impatient: whether to go on at once.
-    now, sleep: the clock.
+    prepare: called once, when the run is PRELOAD_AFTER_S old, or a ring fills. impatient: goes on as soon as that is
+    done. now, sleep: the clock. Returns how far the rings were last, by path, and what was begun.
     """
-    began_s = now()
+    began_s, preload, hurries = now(), None, False
     rings = Wait(registered)
-    while not rings.look(now_s := now()) and now_s - began_s < SHORT_RUN_S and not impatient():
-        if now_s - began_s >= PRELOAD_AFTER_S or rings.fills:
-            preload()
-            preload = _nothing
+    while not rings.look(now_s := now()) and now_s - began_s < SHORT_RUN_S:
+        if preload is None and (rings.fills or now_s - began_s >= PRELOAD_AFTER_S):
+            preload = prepare()
+        if preload is not None:
+            if rings.fills and not hurries:
+                hurries = True
+                preload.hurry()
+            if impatient and preload.is_done:
+                break
         sleep(LOOK_S)
     rings.close()
-    return rings.rings
-
-
-def _nothing() -> None: ...
+    return rings.rings, preload
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -161,24 +164,17 @@ def main(arguments: Sequence[str]) -> int:
     else:
         tell(lock, "has not begun to read")
         priority.lower()
-        rings = _wait_and_preload(f"{run}/nodes/{host}.rings", lock, impatient=SEVERAL_NODES in more)
+        rings, preload = wait(f"{run}/nodes/{host}.rings", _preload, impatient=SEVERAL_NODES in more)
+        tell(lock, _LOADS)
+        if preload is not None and not preload.finish():
+            # Other programs keep all processors busy, and what that thread has begun may take it minutes.
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], AT_ONCE])
     from torchlens_perf.sidecar_command import attend
 
     return attend(run, host, lock, rings)
 
 
-def _wait_and_preload(registered: str, lock: int, *, impatient: bool) -> dict[str, WaitingRing]:
-    """impatient: goes on as soon as everything is imported."""
-    started: list[Preload] = []
+def _preload() -> Preload:
+    from torchlens_perf.preload import Preload
 
-    def preload() -> None:
-        from torchlens_perf.preload import Preload
-
-        started.append(Preload())
-
-    rings = wait(registered, preload, lambda: impatient and any(each.is_done for each in started))
-    tell(lock, _LOADS)
-    if not all(each.finish() for each in started):
-        # Other programs keep all processors busy, and what that thread has begun may take it minutes.
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], AT_ONCE])
-    return rings
+    return Preload()
