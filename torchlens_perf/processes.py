@@ -15,12 +15,13 @@ def process_stat(pid: int, thread: int | None = None) -> tuple[str, int]:
     thread: of that thread of it, by its native id.
     """
     try:
-        with open(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat", "rb") as file:
-            stat = file.read()
+        path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+        with open(path, "rb", buffering=0) as file:
+            stat = file.read() or b""
     except OSError:
         return "", 0
-    state, *rest = stat.rpartition(b")")[2].split()
-    return state.decode(), int(rest[18])
+    state, *rest = stat.rpartition(b")")[2].split() or [b""]
+    return (state.decode(), int(rest[18])) if len(rest) > 18 else ("", 0)
 
 
 def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
@@ -29,7 +30,7 @@ def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
     thread: its native id; without it, the main thread.
     """
     try:
-        with open(f"/proc/{pid}/task/{thread or pid}/schedstat", "rb") as file:
-            return int(file.read().split()[0])
+        with open(f"/proc/{pid}/task/{thread or pid}/schedstat", "rb", buffering=0) as file:
+            return int((file.read() or b"").split()[0])
     except (OSError, ValueError, IndexError):
         return None

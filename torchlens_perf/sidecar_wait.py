@@ -108,18 +108,20 @@ class Wait:
             ring.close()
 
     def _open_new(self) -> None:
-        try:
-            with open(self._registered) as file:
-                lines = file.readlines()
-        except FileNotFoundError:
-            return
-        for line in lines:
-            path = line.rstrip("\n")
-            if path != line and path not in self.rings and path not in self._gone:
+        for path in self._paths():
+            if path not in self.rings and path not in self._gone:
                 try:
                     self.rings[path] = WaitingRing(path)
                 except FileNotFoundError:
                     self._gone.add(path)  # an earlier sidecar has read it to its end
+
+    def _paths(self) -> list[str]:
+        """As RunDirectory.registered_rings()."""
+        try:
+            with open(self._registered) as file:
+                return [line[:-1] for line in file if line.endswith("\n")]
+        except FileNotFoundError:
+            return []
 
 
 def wait(
