@@ -20,6 +20,7 @@ from benchmarks import (
     short_runs,
     telemetry_cost,
     training_step,
+    whole_run,
 )
 
 BENCHMARKS = {
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "short_runs": short_runs.main,
     "exchange_scale": exchange_scale.main,
     "merge_scale": merge_scale.main,
+    "whole_run": whole_run.main,
     "telemetry_cost": telemetry_cost.main,
     "nccl_plugin": nccl_plugin.main,
 }

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from torchlens_perf.identity import process_started
+from torchlens_perf.processes import process_started
 
 # In the names of this process's runs; the second one, where it cannot read when it began.
 _DIGESTS = [

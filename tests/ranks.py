@@ -12,7 +12,8 @@ from typing import Any
 from tests.recorders import FakeClock
 from tests.tables import MS
 from torchlens_perf.config import Config
-from torchlens_perf.identity import Identity, process_started
+from torchlens_perf.identity import Identity
+from torchlens_perf.processes import process_started
 from torchlens_perf.recorder import Recorder
 from torchlens_perf.ring import Kind
 from torchlens_perf.run_directory import RunDirectory, create_ring, local_folders

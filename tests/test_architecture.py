@@ -13,10 +13,11 @@ PACKAGE = Path(perf.__file__).parent
 TRAINING = {
     "", "_native_twin", "capture_files", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events",
     "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "first_step", "fitting",
-    "folder_request", "hooks", "identity", "launch", "make_folders", "native_tap", "probe_schedule", "program",
-    "rank_ranges", "recorder", "report_mailbox", "ring", "run_directory", "session", "sidecar_lock", "site", "sketch",
-    "sketch_records", "start_sidecar", "startup", "steps", "torch_instruments", "torch_private", "memory_readings",
-    "nccl_plugin", "oom_table", "training_loop", "version", "watch",
+    "folder_request", "hooks", "identity", "late_report", "launch", "make_folders", "native_tap", "probe_schedule",
+    "processes", "program", "rank_ranges", "recorder", "report_mailbox", "ring", "run_directory", "session",
+    "sidecar_lock", "sidecar_status", "site", "sketch", "sketch_records", "start_sidecar", "startup", "steps",
+    "torch_instruments", "torch_private", "memory_readings", "nccl_plugin", "oom_table", "training_loop", "version",
+    "watch",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
 PURE = {

@@ -63,7 +63,7 @@ def report(run: RunDirectory) -> dict[str, Any]:
 def dead_process() -> dict[str, int]:
     """Pid and start time of a process that has ended."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    from torchlens_perf.identity import process_started
+    from torchlens_perf.processes import process_started
 
     started = process_started(child.pid)
     child.kill()
@@ -559,10 +559,10 @@ class TestPacing:
         assert pacing.poll_s == 0.2
 
     def test_segments_get_rarer(self) -> None:
-        """Segments come every 2 s at first and every minute in a long run; many records bring one at once."""
+        """Segments come every 5 s at first and every minute in a long run; many records bring one at once."""
         early, late = Pacing(0.0), Pacing(0.0)
-        assert not early.keep_due(1.9, 100)
-        assert early.keep_due(2.0, 100)
+        assert not early.keep_due(4.9, 100)
+        assert early.keep_due(5.0, 100)
         assert late.keep_due(10_000.0, 100)
         assert not late.keep_due(10_050.0, 100)
         assert late.keep_due(10_050.0, 1 << 18)
@@ -572,8 +572,8 @@ class TestPacing:
         pacing = Pacing(0.0)
         assert pacing.keep_due(0.1, 1 << 18)
         assert not pacing.keep_due(0.2, 1 << 18, failing=True)
-        assert pacing.keep_due(2.2, 1 << 18, failing=True)
-        assert pacing.keep_due(2.3, 1 << 18)
+        assert pacing.keep_due(5.2, 1 << 18, failing=True)
+        assert pacing.keep_due(5.3, 1 << 18)
 
     def test_saving_takes_a_bounded_share(self) -> None:
         """A state that takes long to write is written more rarely."""

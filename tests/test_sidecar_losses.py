@@ -17,8 +17,8 @@ from torchlens_perf import pacing as pacing_module
 from torchlens_perf import run_store
 from torchlens_perf import sidecar as module
 from torchlens_perf.exchange_posts import Collected
-from torchlens_perf.identity import process_started
 from torchlens_perf.pacing import Pacing
+from torchlens_perf.processes import process_started
 from torchlens_perf.recorder import End
 from torchlens_perf.ring import Kind
 from torchlens_perf.run_directory import RunDirectory, create_ring, local_folders, sidecar_lock

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from torchlens_perf import watch
-from torchlens_perf.identity import process_started
+from torchlens_perf.processes import process_started
 from torchlens_perf.stacks import MOST_LINES, Stack, asked_stack, find_py_spy, process_state, python_stack
 
 needs_py_spy = pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed")

@@ -20,13 +20,18 @@ The training process only writes marks into a memory-mapped file; one sidecar pr
 Importing the package does nothing: no thread, no patch, no file, and torch is not imported.
 """
 
-from torchlens_perf.config import Config
-from torchlens_perf.device_sections import device_section
-from torchlens_perf.errors import ConfigError, TorchlensPerfError
-from torchlens_perf.recorder import Section, section
-from torchlens_perf.version import VERSION
-from torchlens_perf.watch import Watch, watch
+import sys as _sys
 
-__version__ = VERSION
+# A sidecar starts beside the first steps of a job, and needs none of it: importing it would take four times as long as
+# all else that it does at first (sidecar_wait.py).
+if _sys.orig_argv[1:4] != ["-m", "torchlens_perf", "sidecar"]:
+    from torchlens_perf.config import Config
+    from torchlens_perf.device_sections import device_section
+    from torchlens_perf.errors import ConfigError, TorchlensPerfError
+    from torchlens_perf.recorder import Section, section
+    from torchlens_perf.version import VERSION
+    from torchlens_perf.watch import Watch, watch
+
+    __version__ = VERSION
 
 __all__ = ["Config", "ConfigError", "Section", "TorchlensPerfError", "Watch", "device_section", "section", "watch"]

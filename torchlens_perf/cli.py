@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torchlens_perf import capture_command, run_command, simulate_command
 from torchlens_perf.errors import TorchlensPerfError
@@ -49,7 +47,6 @@ def _parser() -> argparse.ArgumentParser:
     sidecar = commands.add_parser("sidecar", help="read, keep and export a run; replay a finished one")
     sidecar.add_argument("run_dir", type=Path)
     sidecar.add_argument("--host", default=socket.gethostname(), help="the node whose ring files are read")
-    sidecar.add_argument("--lock-descriptor", type=int, help=argparse.SUPPRESS)
     sidecar.set_defaults(command=_sidecar)
 
     capture_command.add_command(commands)
@@ -69,10 +66,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from torchlens_perf.report.run_report import run_report
     from torchlens_perf.report.terminal import show
 
     run = RunDirectory(options.run_dir or _newest_run())
-    value = _build(run)
+    value = run_report(run)
     if options.json:
         json.dump(value, sys.stdout, indent=1, allow_nan=False)
         print()
@@ -92,66 +90,10 @@ def _newest_run() -> Path:
     return max(runs, key=lambda path: path.stat().st_mtime).parent
 
 
-def _build(run: RunDirectory) -> dict[str, Any]:
-    from torchlens_perf import node_state
-    from torchlens_perf.report.build import build
-    from torchlens_perf.report.captures import captures
-
-    return build(run.run_id, node_state.load_all(run), captures(run))
-
-
 def _sidecar(options: argparse.Namespace) -> int:
-    from torchlens_perf import run_directory, run_store
-    from torchlens_perf.config import from_environment
-    from torchlens_perf.errors import RunStoreError, guard
-    from torchlens_perf.exporters.otlp_environment import exporter_from_environment
-    from torchlens_perf.replay import replay
-    from torchlens_perf.settle import settle
-    from torchlens_perf.sidecar import Sidecar
-    from torchlens_perf.sidecar_lock import SidecarLock
-    from torchlens_perf.sidecar_loop import run_sidecar
+    from torchlens_perf.sidecar_command import by_hand
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    run = RunDirectory(options.run_dir.absolute())
-    by_hand = options.lock_descriptor is None
-    if by_hand and not run.nodes.is_dir():
-        raise RunStoreError(f"{run.path} is not a run directory")
-    lock = SidecarLock(run_directory.sidecar_lock(run.run_id), options.lock_descriptor)
-    if not lock.acquire():
-        raise RunStoreError(f"a sidecar for {run.run_id} runs on this node already")
-    with guard("lowering the sidecar's priority"):
-        os.nice(5)
-    if not by_hand and not settle(run, options.host):
-        run.clear_local()
-        lock.remove()
-        return 1
-    rings_left = any(path.exists() for path in run.registered_rings(options.host))
-    if by_hand and not rings_left and run_store.hosts(run):
-        exporter = exporter_from_environment(os.environ)
-        done = replay(run, exporter, from_environment(os.environ).get("trace_every"))
-        where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
-        print(f"replayed {done.steps} steps, {done.records} records{where}")
-        for note in done.notes:
-            print(f"  - {note}")
-        lock.remove()
-        return 1 if done.notes else 0
-    again = True
-    while again:
-        exporter = exporter_from_environment(os.environ)
-        again = run_sidecar(Sidecar(run, options.host, exporter, _write_report), lock, exporter)
-    return 0
-
-
-def _write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
-    """Writes report.txt as rank 0's terminal wants it, and hands it to rank 0 where that waits."""
-    from torchlens_perf.report.terminal import render
-    from torchlens_perf.report_mailbox import deliver
-
-    text = render(_build(run), str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
-    deliver(asked.get("mailbox", ""), text)  # first: the disk of the run directory may be slow
-    partial = run.report.with_suffix(".partial")
-    partial.write_text(text, errors="backslashreplace")
-    os.replace(partial, run.report)
+    return by_hand(options.run_dir.absolute(), options.host)
 
 
 def _build_tap(options: argparse.Namespace) -> int:

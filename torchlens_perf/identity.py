@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchlens_perf import site
+from torchlens_perf.processes import process_started
 from torchlens_perf.program import program_name
 
 # Facts of the scheduler and launcher, under the names that they are exported with (exporters/semantics.py).
@@ -65,17 +66,6 @@ class Identity:
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-
-def process_started(pid: int) -> int | None:
-    """When a process began, in clock ticks after boot (proc_pid_stat(5), field 22); None if there is none such."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            stat = file.read() or b""
-    except OSError:
-        return None
-    state, *rest = stat.rpartition(b")")[2].split() or [b""]
-    return None if state in (b"Z", b"X") or len(rest) < 19 else int(rest[18])
 
 
 def detect(environ: Mapping[str, str], claim: Callable[[str, int], str], nth_watch: int = 0) -> Identity:

@@ -86,7 +86,8 @@ class Neighbours:
         for entry in os.scandir(self._proc):
             if entry.name.isdigit():
                 try:
-                    text = Path(entry.path, "stat").read_bytes()
+                    with open(f"{entry.path}/stat", "rb") as file:  # there may be thousands: no Path for each
+                        text = file.read()
                 except OSError:
                     continue  # it has just ended
                 head, _, rest = text.rpartition(b")")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MOST_UNKEPT_RECORDS = 1 << 18  # that wait for the next segment, and that wait for their step's end
+_SAVE_S = 2.0
 
 
 class Pacing:
@@ -11,7 +12,8 @@ class Pacing:
     def __init__(self, now_s: float) -> None:
         self._started_s = now_s
         self.poll_s = 0.05
-        self._accounted_s = self._kept_s = self._saved_s = now_s
+        self._accounted_s = self._kept_s = now_s
+        self._saved_s = now_s + 0.2 - _SAVE_S  # for the first time soon: somebody may want to see the live run
 
     def polled(self, fullest: float) -> None:
         """Aims at reading a ring when an eighth of it is new."""
@@ -27,11 +29,11 @@ class Pacing:
         return due
 
     def keep_due(self, now_s: float, unkept_records: int, *, failing: bool = False) -> bool:
-        """A segment when there are many records, or after a twentieth of the run's age, from 2 s to 60 s.
+        """A segment when there are many records, or after a twentieth of the run's age, from 5 s to 60 s.
 
         failing: the last one could not be written; then only after that time, however many there are.
         """
-        period_s = min(60.0, max(2.0, (now_s - self._started_s) / 20))
+        period_s = min(60.0, max(5.0, (now_s - self._started_s) / 20))
         many = unkept_records >= MOST_UNKEPT_RECORDS and not failing
         due = many or now_s - self._kept_s >= period_s
         if due:
@@ -40,7 +42,7 @@ class Pacing:
 
     def save_due(self, now_s: float, took_s: float) -> bool:
         """The state every 2 s, but so that writing it takes at most a twentieth of the time."""
-        due = now_s - self._saved_s >= max(2.0, 20 * took_s)
+        due = now_s - self._saved_s >= max(_SAVE_S, 20 * took_s)
         if due:
             self._saved_s = now_s
         return due

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf import ring
-from torchlens_perf.identity import process_started
+from torchlens_perf.processes import process_started
 from torchlens_perf.ring import Flag, Kind, Reader, State
 from torchlens_perf.run_store import Origin
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.node_state import ProcessState
+    from torchlens_perf.sidecar_wait import WaitingRing
 
 HOLD_S = 2.0  # that a step of a timed device is held for what the device tells of it
 USUAL_STEPS = 32  # from which a rank's usual step time is taken
@@ -56,6 +57,10 @@ class RingSource:
             self._step, self.step_s = step, now_s
         if head != self._head:
             self._head, self.mark_s = head, now_s
+
+    def waited(self, ring: WaitingRing) -> None:
+        """How far the ring was, and since when, while nobody read it."""
+        self._step, self.step_s, self._head, self.mark_s = ring.step, ring.step_s, ring.head, ring.mark_s
 
     def held_up(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """By record of whole steps, whether a capture held it up: the others wait for its writing in the first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,9 @@ from torchlens_perf.clock import Anchor
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RingError
 from torchlens_perf.generations import BESIDE
-from torchlens_perf.identity import Identity, process_started
+from torchlens_perf.identity import Identity
 from torchlens_perf.node_state import ProcessState
+from torchlens_perf.processes import process_started
 from torchlens_perf.rank_statistics import RankStatistics
 from torchlens_perf.ring import Reader
 from torchlens_perf.ring_source import RingSource
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torchlens_perf.generations import Generations
     from torchlens_perf.node_state import NodeState
     from torchlens_perf.run_directory import RunDirectory
+    from torchlens_perf.sidecar_wait import WaitingRing
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -43,10 +45,12 @@ class RingSources:
         state: NodeState,
         generations: Generations,
         began: Callable[[Identity], None],
+        waiting: Mapping[str, WaitingRing],
     ) -> None:
         """state: has the processes that earlier sidecars knew, as have generations; both get new ones.
 
         began: called before the first ring of other processes is read: of another attempt, or with other nodes.
+        waiting: by path, how far rings were while this sidecar only waited.
         """
         self._run = run
         self._host = host
@@ -59,6 +63,7 @@ class RingSources:
         self._listed_s = -_LIST_EVERY_S
         self._kept_before = last_sequences(run, host)
         self._generations = generations
+        self._waiting = waiting
 
     def __iter__(self) -> Iterator[RingSource]:
         return iter(self._sources.values())
@@ -172,4 +177,7 @@ class RingSources:
         kept = self._kept_before.get(identity.key, -1)
         reader.cursor = min(kept, state.counted) + 1
         logger.info("reading %s from record %d", path, reader.cursor)
-        return RingSource(path, reader, state, dict(metadata["settings"]), kept, generation)
+        source = RingSource(path, reader, state, dict(metadata["settings"]), kept, generation)
+        if str(path) in self._waiting:
+            source.waited(self._waiting[str(path)])
+        return source

@@ -42,7 +42,8 @@ from typing import TypeVar
 
 from torchlens_perf import make_folders
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.identity import Identity, process_started
+from torchlens_perf.identity import Identity
+from torchlens_perf.processes import process_started
 from torchlens_perf.ring import RECORD_BYTES, RECORDS_OFFSET, RingFile
 
 _CLAIM = "run:"
@@ -238,6 +239,12 @@ def _in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
                 problem = error
     reason = f": {problem.strerror or problem}" if problem is not None else ""
     raise RunStoreError(f"neither {_SHARED_MEMORY} nor {tempfile.gettempdir()} can be written{reason}") from problem
+
+
+def find_sidecar_lock(run_id: str) -> Path | None:
+    """sidecar_lock() where there is one already; makes nothing."""
+    paths = (parent / run_id / _LOCK for parent in _local_parents())
+    return next((path for path in paths if path.exists()), None)
 
 
 def sidecar_lock(run_id: str) -> Path:

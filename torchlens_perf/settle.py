@@ -33,7 +33,7 @@ def settle(run: RunDirectory, host: str) -> bool:
     while True:
         try:
             run.create()
-            _speak_in(run.node_log(host), sidecar_log(sidecar_lock(run.run_id)))
+            _speak_in(keep_log(run, host))
             return True
         except (OSError, RunStoreError) as error:
             if str(error) != said:
@@ -49,15 +49,25 @@ def settle(run: RunDirectory, host: str) -> bool:
         time.sleep(_AGAIN_S)
 
 
-def _speak_in(log: Path, until_now: Path) -> None:
-    """What this process says goes to `log` from now on, after what it has said. Raises OSError."""
+def keep_log(run: RunDirectory, host: str) -> Path:
+    """What sidecars have said on this node goes into the run directory. Returns its file. Raises OSError."""
+    log, until_now = run.node_log(host), sidecar_log(sidecar_lock(run.run_id))
+    with contextlib.suppress(FileNotFoundError):
+        said = until_now.read_bytes()
+        with open(log, "ab", buffering=0) as file:
+            file.write(said)
+        until_now.unlink()
+    return log
+
+
+def _speak_in(log: Path) -> None:
+    """What this process says goes there from now on."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    with open(descriptor, "ab", buffering=0) as file:
-        with contextlib.suppress(FileNotFoundError):
-            file.write(until_now.read_bytes())
-            until_now.unlink()
+    try:
         for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
+            os.dup2(descriptor, stream.fileno())
+    finally:
+        os.close(descriptor)
 
 
 def _is_written(path: Path) -> bool:

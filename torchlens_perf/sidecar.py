@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import node_state, ring
@@ -38,16 +38,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.records import StepTable
+    from torchlens_perf.sidecar_wait import WaitingRing
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 FIRST_TRACED_STEPS = 3
-_FIRST_RING_TIMEOUT_S = 60.0
-_MISSING_RANKS_TIMEOUT_S = 30.0
-_SHUTDOWN_TIMEOUT_S = 30.0
 _LAST_WINDOWS_S = 5.0
-_JUDGING = "judging the ranks"
-_SIGNALS = "looking for causes"
+_OTHERS_END_S = 0.3  # after rank 0
+
+
+def _to_nobody(doing: str) -> None:
+    """Nobody waits."""
 
 
 def traced_steps(steps: list[int], every: int) -> set[int]:
@@ -64,8 +65,12 @@ class Sidecar:
         host: str,
         exporter: Exporter | None,
         report: Callable[[RunDirectory, dict[str, Any]], None],
+        waiting: Mapping[str, WaitingRing] | None = None,
     ) -> None:
-        """report: writes the run's report.txt; gets what rank 0 asked for (its terminal's width and colour)."""
+        """report: writes the run's report.txt; gets what rank 0 asked for (its terminal's width and colour).
+
+        waiting: by path, how far rings were while this process only waited.
+        """
         self.run = run
         self._host = host
         self._exporter = exporter
@@ -77,7 +82,7 @@ class Sidecar:
         for process in self.state.processes.values():
             generations.of(process.identity)
         self.conclusions = Conclusions(run, host, self.state, generations, self.telemetry)
-        self.sources = RingSources(run, host, self.state, generations, self.conclusions.begin)
+        self.sources = RingSources(run, host, self.state, generations, self.conclusions.begin, waiting or {})
         self._unkept: list[Chunk] = []
         self._unexported: list[ExportBatch] = []
         self._writer: SegmentWriter | None = None
@@ -180,20 +185,24 @@ class Sidecar:
         self.conclusions.job.close()
         self.state.notes += [note for note in self.conclusions.job.notes() if note not in self.state.notes]
 
-    def report_if_asked(self) -> None:
-        """Writes report.txt once rank 0 has ended and asks for it."""
+    def report_if_asked(self, tell: Callable[[str], None] = _to_nobody) -> None:
+        """Writes report.txt once rank 0 has ended and asks for it. tell: for who waits, gets what this is doing."""
         for source in self.sources:
             key = source.state.identity.key
             if source.state.identity.rank == 0 and source.read_to_end and key not in self._reported:
                 others_run = bool(self.sources.live())
-                if others_run and time.monotonic() - source.ended_monotonic_s < 0.3:
+                if others_run and time.monotonic() - source.ended_monotonic_s < _OTHERS_END_S:
                     return  # they end a few milliseconds later: their last steps belong into the report
                 self._reported.add(key)
                 if not source.settled:
+                    tell("is counting the last records")
                     self.account()
                 # In a container that ends with rank 0, this is the last that we do.
+                tell(f"is writing {self.unkept_records()} records into the run directory")
                 self.keep()
+                tell("is writing the report")
                 self.write_report()
+                tell("has written the report")
 
     def write_report(self) -> None:
         """Writes report.txt as rank 0 asked for it."""

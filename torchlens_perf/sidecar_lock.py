@@ -7,6 +7,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from torchlens_perf import sidecar_status
+
 
 class SidecarLock:
     """flock(2) on a file: a killed process loses it by itself, and a child can inherit it with the descriptor.
@@ -44,6 +46,10 @@ class SidecarLock:
             if current:
                 return True
             self.close()
+
+    def tell(self, doing: str) -> None:
+        """Says in the file what this process, a sidecar that holds the lock, is doing, see sidecar_status.py."""
+        sidecar_status.tell(self.descriptor, doing)
 
     def close(self) -> None:
         """Gives the lock back, unless a child has inherited it."""

@@ -8,17 +8,20 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from torchlens_perf import ring
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.pacing import Pacing
 
 if TYPE_CHECKING:
     from torchlens_perf.exporters import Exporter
+    from torchlens_perf.ring_sources import RingSources
     from torchlens_perf.sidecar import Sidecar
     from torchlens_perf.sidecar_lock import SidecarLock
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _SHUTDOWN_TIMEOUT_S = 30.0
+_LOOK_S = 0.02  # between two looks whether a rank has ended, which may wait for the report
 
 
 def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) -> bool:
@@ -28,6 +31,7 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
     """
     started_s = time.monotonic()
     pacing = Pacing(started_s)
+    lock.tell("is reading what the ranks record")
     save_took_s = 0.0
     while True:
         pacing.polled(sidecar.poll())
@@ -39,7 +43,7 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
         sidecar.measure()
         sidecar.conclusions.relay_captures(sidecar.sources, now_s, final=not more)
         with _logged("the report could not be written"):
-            sidecar.report_if_asked()  # before the export, which may take longer: rank 0 waits for it
+            sidecar.report_if_asked(lock.tell)  # before the export, which may take longer: rank 0 waits for it
         sidecar.export()
         with _logged("the run directory cannot be written"):
             if not more or pacing.keep_due(now_s, sidecar.unkept_records(), failing=sidecar.disk_failed):
@@ -49,7 +53,7 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
                 save_took_s = time.monotonic() - now_s
         if not more:
             break
-        time.sleep(pacing.poll_s)
+        _rest(sidecar.sources, pacing.poll_s)
     if exporter is not None:
         sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
     sidecar.end_exchange()
@@ -59,6 +63,16 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
         sidecar.write_report()
     sidecar.close()
     return _give_back(sidecar, lock)
+
+
+def _rest(sources: RingSources, rest_s: float) -> None:
+    """Sleeps for so long, or until a rank ends."""
+    until_s = time.monotonic() + rest_s
+    live = sources.live()
+    while (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(min(_LOOK_S, left_s))
+        if any(source.reader.counter(ring.STATE) == ring.State.CLOSED for source in live):
+            return
 
 
 @contextlib.contextmanager

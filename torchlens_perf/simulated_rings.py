@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.config import Config
-from torchlens_perf.identity import Identity, model_digest, process_started
+from torchlens_perf.identity import Identity, model_digest
+from torchlens_perf.processes import process_started
 from torchlens_perf.rank_ranges import ranges
 from torchlens_perf.recorder import NATIVE, Recorder
 from torchlens_perf.records import OWN_PARTS

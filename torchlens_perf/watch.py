@@ -28,6 +28,7 @@ from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, switches_off
 from torchlens_perf.folder_request import MADE, FolderRequest
 from torchlens_perf.hooks import on_device
+from torchlens_perf.late_report import LateReport
 from torchlens_perf.report_mailbox import ReportMailbox
 from torchlens_perf.run_directory import RunDirectory
 
@@ -197,7 +198,7 @@ class Watch:
                     raise RunStoreError(f"cannot write to {run.path}: {answer}. Choose another folder by dir=")
                 # Before the hooks are attached: that imports for seconds, and we may be killed meanwhile.
                 run.register_ring(who[0].host, ring.path)
-                start_sidecar.ensure(run)
+                start_sidecar.ensure(run, who[0])
                 folders.keep()
                 undo.pop_all()
                 undo.callback(_end_early, session)
@@ -215,18 +216,19 @@ class Watch:
             return
         if _running is self:
             _running = None
-        run, mailbox = RunDirectory(self.run_dir), None
-        reports = self._config.report and session.identity.rank == 0
+        run, who, mailbox = RunDirectory(self.run_dir), session.identity, None
+        reports = self._config.report and who.rank == 0
         with guard("asking for the report"):
             if reports and self._config.sidecar:
                 mailbox = ReportMailbox(session.ring_path)
         try:
             session.close(_terminal(mailbox) if reports else {})
-            with guard("the report at the end"):
-                if self._config.sidecar:
-                    start_sidecar.ensure(run)  # if it was killed, another one finishes its work
-                if reports:
-                    _print_report(run, self._config, mailbox)
+            if self._config.sidecar:
+                with guard("starting the sidecar again"):
+                    start_sidecar.ensure(run, who)  # if it was killed, another one finishes its work
+            if reports:
+                with guard("the report at the end"):
+                    _print_report(run, self._config, who.host, mailbox)
         finally:
             if mailbox is not None:
                 with guard("asking for the report"):
@@ -294,15 +296,14 @@ def _terminal(mailbox: ReportMailbox | None) -> dict[str, Any]:
     }
 
 
-def _print_report(run: RunDirectory, config: Config, mailbox: ReportMailbox | None) -> None:
+def _print_report(run: RunDirectory, config: Config, host: str, mailbox: ReportMailbox | None) -> None:
     """Waits for the sidecar's report and prints it on stderr: stdout is the job's."""
     if not config.sidecar:
         print(f"torchlens_perf: recorded. Next: torchlens-perf sidecar {run.path}", file=sys.stderr)
         return
+    late = LateReport(run, host)
     text = None if mailbox is None else mailbox.wait(config.exit_timeout_s)
-    if text is None:
-        text = f"torchlens_perf: the report comes later. Next: torchlens-perf report {run.path}\n"
-    print(text, end="", file=sys.stderr, flush=True)
+    print(text or f"torchlens_perf: {late.line()}\n", end="", file=sys.stderr, flush=True)
 
 
 def _forget_in_child() -> None:

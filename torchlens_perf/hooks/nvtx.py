@@ -6,6 +6,7 @@ recorder makes no NVTX call at all.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torchlens_perf.session import Session
 
 DOMAIN = "torchlens_perf"
+_TOOL = "NVTX_INJECTION64_PATH"  # the tool's library; but CUDA's driver may bring one, too
 
 
 class NvtxHook:
@@ -23,6 +25,11 @@ class NvtxHook:
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
+        import torch
+
+        if torch.version.cuda is None and _TOOL not in os.environ:
+            yield  # nobody can listen, and importing the package takes longer than all other hooks together
+            return
         import nvtx
 
         domain = nvtx.get_domain(DOMAIN)

@@ -1,0 +1,241 @@
+"""What a watch costs a whole run: the trainer's wall time from before `import torchlens_perf` to its process's end.
+
+A small GPT in a plain loop, for about 1, 5 and 60 s: one rank with two threads, and two ranks with one each, so that
+two processors are busy. A pair is a run without and one with a default watch, of the same steps, in random order.
+Ranks are forked from a process that has imported torch and nothing of ours. Pairs during which other programs took more
+than a twentieth of the processors are left out, where enough remain.
+
+The whole is what counts. Beside it, where it goes: entering the watch, the steps, and the end, most of which is rank
+0's wait for the report that it prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import resource
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Table, ratio_interval
+
+# Seconds of a run, pairs, and the bar on the whole in percent (upper end of the interval).
+RUNS = ((1, 40, None), (5, 24, 3.0), (60, 6, 1.0))
+RANKS = (1, 2)
+CONTEXT, BATCH, WIDTH, LAYERS = 64, 8, 96, 3
+TRIED_STEPS = 50
+MAX_OTHERS = 0.05
+MAX_TRIES = 3  # times as many pairs as are wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """One run; seconds."""
+
+    whole_s: float
+    start_s: float
+    """Of the slowest rank: importing the package and entering the watch."""
+    steps_s: float
+    end_s: float
+    """From the end of rank 0's last step to the end of its process."""
+    sidecar_cpu_s: float
+    others: float
+    """Share of the processors' time that went to programs other than the ranks and their sidecar."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    plain: Times
+    watched: Times
+
+    @property
+    def others(self) -> float:
+        return max(self.plain.others, self.watched.others)
+
+
+def main() -> int:
+    """Prints the table; returns how many bars were missed."""
+    table = Table(
+        "run", "pairs", "unwatched s", "the whole, %", "bar (upper end)", "", "start ms", "steps %", "end ms",
+        "sidecar's CPU s", "others' share",
+    )  # fmt: skip
+    for seconds, wanted, bar in RUNS:
+        for ranks in RANKS:
+            pairs = quietest(measured(seconds, ranks, wanted), wanted)
+            plain, watched = [pair.plain for pair in pairs], [pair.watched for pair in pairs]
+            whole = ratio_interval([run.whole_s for run in watched], [run.whole_s for run in plain])
+            steps = ratio_interval([run.steps_s for run in watched], [run.steps_s for run in plain])
+            table.row(
+                f"{seconds} s, {ranks} rank{'s' * (ranks > 1)}",
+                len(pairs),
+                f"{statistics.median(run.whole_s for run in plain):.2f}",
+                percent(whole),
+                "" if bar is None else f"at most {bar:.0f} %",
+                "" if bar is None else table.bar(100 * (whole[2] - 1) <= bar),
+                f"{1e3 * statistics.median(run.start_s for run in watched):.0f}",
+                percent(steps),
+                f"{1e3 * statistics.median(pair.watched.end_s - pair.plain.end_s for pair in pairs):.0f}",
+                f"{statistics.median(run.sidecar_cpu_s for run in watched):.2f}",
+                f"{statistics.median(pair.others for pair in pairs):.0%}",
+            )
+    return table.missed
+
+
+def quietest(pairs: list[Pair], wanted: int) -> list[Pair]:
+    """Those that others did not disturb; half of what is wanted at the least."""
+    by_others = sorted(pairs, key=lambda pair: pair.others)
+    return [pair for i, pair in enumerate(by_others) if pair.others <= MAX_OTHERS or i < wanted // 2]
+
+
+def percent(ratio: tuple[float, float, float]) -> str:
+    middle, low, high = (100 * (value - 1) for value in ratio)
+    return f"{middle:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def measured(seconds: float, ranks: int, wanted: int) -> list[Pair]:
+    """All pairs, from a fresh process that has imported nothing but torch."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
+    environ["OMP_NUM_THREADS"] = str(2 // ranks)
+    command = [sys.executable, "-m", __name__, str(seconds), str(ranks), str(wanted)]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    return [Pair(Times(*plain), Times(*watched)) for plain, watched in json.loads(done.stdout)]
+
+
+def one_job(seconds: float, ranks: int, wanted: int) -> list[tuple[Any, Any]]:
+    """All pairs of one length and number of ranks, in this process's children."""
+    import torch  # noqa: F401  # once, for all of them
+
+    def steps_per_s() -> float:
+        return TRIED_STEPS / run_once(ranks, TRIED_STEPS, watched=False).steps_s
+
+    steps = max(1, round(seconds * statistics.median(steps_per_s() for _ in range(5))))
+    run_once(ranks, TRIED_STEPS, watched=True)  # fills caches
+    pairs: list[Pair] = []
+    draw, order = random.Random(1), [False, True]
+    while len(pairs) < MAX_TRIES * wanted and sum(pair.others <= MAX_OTHERS for pair in pairs) < wanted:
+        draw.shuffle(order)
+        runs = {watched: run_once(ranks, steps, watched=watched) for watched in order}
+        pairs.append(Pair(runs[False], runs[True]))
+    return [(dataclasses.astuple(pair.plain), dataclasses.astuple(pair.watched)) for pair in pairs]
+
+
+def run_once(ranks: int, steps: int, *, watched: bool) -> Times:
+    """A run of `ranks` forked processes. Raises RuntimeError where one fails."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        busy_s, own_s, begun_s = processors_s(), children_s(), time.monotonic()
+        children = [start_rank(rank, ranks, steps, folder, watched=watched) for rank in range(ranks)]
+        ended: dict[int, float] = {}
+        for _ in children:
+            pid, status = os.waitpid(-1, 0)
+            ended[pid] = time.monotonic()
+            if status:
+                raise RuntimeError(f"a rank ended with status {status}: {(folder / 'stderr').read_text()}")
+        last_s = max(ended.values())
+        busy_s, own_s, took_s = processors_s() - busy_s, children_s() - own_s, last_s - begun_s
+        told = [struct.unpack("ddd", (folder / f"times{rank}").read_bytes()) for rank in range(ranks)]
+        cpu_s = sidecar_cpu_s(folder) if watched else 0.0
+        return Times(
+            whole_s=last_s - min(began for began, _, _ in told),
+            start_s=max(entered - began for began, entered, _ in told),
+            steps_s=max(left - entered for _, entered, left in told),
+            end_s=ended[children[0]] - told[0][2],
+            sidecar_cpu_s=cpu_s,
+            others=max(0.0, busy_s - own_s - cpu_s) / took_s / (os.cpu_count() or 1),
+        )
+
+
+def start_rank(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool) -> int:
+    """Forks one rank. Returns its pid."""
+    child = os.fork()
+    if child:
+        return child
+    if ranks > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    try:
+        times = train(rank, ranks, steps, folder, watched=watched)
+        (folder / f"times{rank}").write_bytes(struct.pack("ddd", *times))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def train(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool) -> tuple[float, float, float]:
+    """One rank. Returns when it began, entered its loop and left it; times of CLOCK_MONOTONIC."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from benchmarks.training_step import GPT
+
+    torch.manual_seed(0)
+    model: nn.Module = GPT(LAYERS, WIDTH, context=CONTEXT)
+    if ranks > 1:
+        store = dist.FileStore(str(folder / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, 256, (BATCH, CONTEXT + 1))
+
+    def step() -> None:
+        loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(5):
+        step()
+    began_s = time.monotonic()
+    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if watched:
+        import torchlens_perf as perf
+
+        context = perf.watch(model, optimizer, dir=str(folder / "runs"))
+    with context:
+        entered_s = time.monotonic()
+        for _ in range(steps):
+            step()
+        left_s = time.monotonic()
+    if ranks > 1:
+        dist.barrier()
+    return began_s, entered_s, left_s
+
+
+def sidecar_cpu_s(folder: Path) -> float:
+    """Its processor time, as it has told it last, once it has ended."""
+    from tests.processes import wait_for_sidecar
+    from torchlens_perf.run_directory import RunDirectory
+
+    (run,) = [path.parent for path in (folder / "runs").glob("*/nodes")]
+    wait_for_sidecar(RunDirectory(run))
+    (state,) = run.glob("nodes/*.json")
+    return float(json.loads(state.read_text())["sidecar_cpu_s"])
+
+
+def processors_s() -> float:
+    """Seconds of processor time that have gone to all programs."""
+    with open("/proc/stat") as file:
+        ticks = [int(field) for field in file.readline().split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle, and idle while a disk works
+
+
+def children_s() -> float:
+    """Seconds of processor time of the ranks that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    json.dump(one_job(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])), sys.stdout)

@@ -1,0 +1,82 @@
+"""Why the report is not there when a run has ended: what rank 0 can see, on its own node, of the sidecar that makes it.
+
+Nothing is waited for, and nothing is made: a lock file is read, and a few lines of /proc.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from torchlens_perf import sidecar_status
+from torchlens_perf.processes import process_cpu_time_s, process_stat, threads
+from torchlens_perf.run_directory import RunDirectory, find_sidecar_lock, sidecar_log
+
+_STARVES = 0.5  # share of the wait in which it ran
+_MIN_S = 0.1  # of a wait, to say that
+
+
+class LateReport:
+    """Made when the wait for the report begins."""
+
+    def __init__(self, run: RunDirectory, host: str) -> None:
+        self._run = run
+        self._log = run.node_log(host)
+        self._began_s = time.monotonic()
+        self._cpu_time_s = self._sidecars_cpu_time_s()
+
+    def line(self) -> str:
+        """What is to be told instead of the report. Raises OSError where a file cannot be read."""
+        waited_s = time.monotonic() - self._began_s
+        lock = find_sidecar_lock(self._run.run_id)
+        gone = self._why_nobody_works(lock)
+        if gone:
+            log = self._log if lock is None or not sidecar_log(lock).exists() else sidecar_log(lock)
+            return f"there is no report: {gone} (see {log}). Next: torchlens-perf sidecar {self._run.path}"
+        return (
+            f"the report is not ready after {waited_s:.1f} s (the sidecar {self._doing(lock, waited_s)}); it will be "
+            f"in {self._run.report}; show it with: torchlens-perf report {self._run.path}"
+        )
+
+    def _why_nobody_works(self, lock: Path | None) -> str:
+        """Why nobody is going to write it; "" where somebody is."""
+        if lock is None:
+            return "the sidecar has ended without one"
+        pid, started, _ = sidecar_status.told(str(lock))
+        if not pid:
+            return "" if _is_held(lock) else "the sidecar could not be started"
+        state, began = process_stat(pid)
+        return "the sidecar died" if state in ("", "Z", "X") or began != started else ""
+
+    def _doing(self, lock: Path | None, waited_s: float) -> str:
+        """What the sidecar does, or why it does nothing."""
+        pid, _, doing = sidecar_status.told(str(lock))
+        if not pid:
+            return "has not started yet"
+        states = {process_stat(pid, thread)[0] for thread in threads(pid)}
+        if states & {"T", "t"}:
+            return f"is stopped: kill -CONT {pid}"
+        if "R" in states:
+            used_s = self._sidecars_cpu_time_s() - self._cpu_time_s
+            if waited_s >= _MIN_S and used_s < _STARVES * waited_s:
+                return f"{doing}; other programs keep the processors busy: it had one for {used_s:.2f} s of that"
+        elif "D" in states:
+            return f"waits for a disk while it {doing}"
+        return doing
+
+    def _sidecars_cpu_time_s(self) -> float:
+        pid, _, _ = sidecar_status.told(str(find_sidecar_lock(self._run.run_id)))
+        return process_cpu_time_s(pid) if pid else 0.0
+
+
+def _is_held(lock: Path) -> bool:
+    descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,56 @@
+"""What /proc tells of a process. Imports next to nothing: a sidecar's first seconds need it (sidecar_wait.py)."""
+
+from __future__ import annotations
+
+import os
+
+
+def process_started(pid: int) -> int | None:
+    """When a process began, in clock ticks after boot (proc_pid_stat(5), field 22); None if there is none such."""
+    state, started = process_stat(pid)
+    return None if state in ("", "Z", "X") else started
+
+
+def process_stat(pid: int, thread: int | None = None) -> tuple[str, int]:
+    """A process's state, one letter as ps shows it, and when it began, in clock ticks after boot; "" if it is gone.
+
+    thread: of that thread of it, by its native id.
+    """
+    try:
+        path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+        with open(path, "rb", buffering=0) as file:
+            stat = file.read() or b""
+    except OSError:
+        return "", 0
+    state, *rest = stat.rpartition(b")")[2].split() or [b""]
+    return (state.decode(), int(rest[18])) if len(rest) > 18 else ("", 0)
+
+
+def threads(pid: int) -> list[int]:
+    """A process's threads, by their native ids; none if it is gone."""
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def process_cpu_time_s(pid: int) -> float:
+    """How long all threads of a process have run so far, those that have ended too; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            fields = (file.read() or b"").rpartition(b")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return 0.0
+
+
+def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
+    """How long a thread has run so far (Documentation/scheduler/sched-stats.rst); None where the kernel does not tell.
+
+    thread: its native id; without it, the main thread.
+    """
+    try:
+        with open(f"/proc/{pid}/task/{thread or pid}/schedstat", "rb", buffering=0) as file:
+            return int((file.read() or b"").split()[0])
+    except (OSError, ValueError, IndexError):
+        return None

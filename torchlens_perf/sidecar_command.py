@@ -1,0 +1,129 @@
+"""The sidecar as a process: started by a rank, or by hand on a run whose rings or records are there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf import priority, run_directory
+from torchlens_perf.errors import RunStoreError, TorchlensPerfError
+from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.settle import keep_log, settle
+from torchlens_perf.sidecar_lock import SidecarLock
+from torchlens_perf.sidecar_status import LOADS
+
+if TYPE_CHECKING:
+    from torchlens_perf.sidecar_wait import WaitingRing
+
+
+def attend(run_dir: str, host: str, lock_descriptor: int, rings: Mapping[str, WaitingRing]) -> int:
+    """Reads the node's rings until its ranks have ended. Returns the exit code.
+
+    lock_descriptor: of the lock file, which the rank has locked that started this process. rings: how far they were
+    last, by path, see sidecar_wait.py.
+    """
+    _log()
+    sys.meta_path.insert(0, _WithoutPandas())
+    run = RunDirectory(Path(run_dir))
+    try:
+        lock = _locked(run, lock_descriptor)
+        lock.tell(f"is making {run.path}")
+        if not settle(run, host):
+            run.clear_local()
+            lock.remove()
+            return 1
+        lock.tell(LOADS)
+        _read(run, host, lock, rings)
+    except TorchlensPerfError as error:
+        print(f"torchlens-perf: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class _WithoutPandas(MetaPathFinder):
+    """Hides pandas: pyarrow imports it to make its first array, which takes longer than all else that a sidecar does
+    in a short run, and does without it where there is none."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == "pandas":
+            raise ModuleNotFoundError("a sidecar has no use for pandas", name=fullname)
+
+
+def by_hand(run_dir: Path, host: str) -> int:
+    """Reads the node's rings if there are any, else replays what is kept. Returns the exit code.
+
+    Raises RunStoreError for what is no run directory, or cannot be written, or has a sidecar already.
+    """
+    _log()
+    run = RunDirectory(run_dir)
+    if not run.nodes.is_dir() and not run.local_rings():  # nobody may have been able to make it
+        raise RunStoreError(f"{run.path} is not a run directory")
+    lock = _locked(run)
+    priority.lower()
+    run.create()
+    keep_log(run, host)
+    if not any(path.exists() for path in run.registered_rings(host)):
+        from torchlens_perf import run_store
+
+        if run_store.hosts(run):
+            return _replay(run, lock)
+    _read(run, host, lock, {})
+    return 0
+
+
+def _log() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+
+
+def _locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock:
+    lock = SidecarLock(run_directory.sidecar_lock(run.run_id), lock_descriptor)
+    if not lock.acquire():
+        raise RunStoreError(f"a sidecar for {run.run_id} runs on this node already")
+    return lock
+
+
+def _read(run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing]) -> None:
+    from torchlens_perf.exporters.deferred import DeferredExporter
+    from torchlens_perf.exporters.otlp_environment import exporter_from_environment, wanted_signals
+    from torchlens_perf.sidecar import Sidecar
+    from torchlens_perf.sidecar_loop import run_sidecar
+
+    again = True
+    while again:
+        wanted = bool(wanted_signals(os.environ))
+        exporter = DeferredExporter(lambda: exporter_from_environment(os.environ)) if wanted else None
+        again = run_sidecar(Sidecar(run, host, exporter, write_report, rings), lock, exporter)
+
+
+def _replay(run: RunDirectory, lock: SidecarLock) -> int:
+    from torchlens_perf.config import from_environment
+    from torchlens_perf.exporters.otlp_environment import exporter_from_environment
+    from torchlens_perf.replay import replay
+
+    exporter = exporter_from_environment(os.environ)
+    done = replay(run, exporter, from_environment(os.environ).get("trace_every"))
+    where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
+    print(f"replayed {done.steps} steps, {done.records} records{where}")
+    for note in done.notes:
+        print(f"  - {note}")
+    lock.remove()
+    return 1 if done.notes else 0
+
+
+def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
+    """Writes report.txt as rank 0's terminal wants it, and hands it to rank 0 where that waits."""
+    from torchlens_perf.report.run_report import run_report
+    from torchlens_perf.report.terminal import render
+    from torchlens_perf.report_mailbox import deliver
+
+    text = render(run_report(run), str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
+    deliver(asked.get("mailbox", ""), text)  # first: the disk of the run directory may be slow
+    partial = run.report.with_suffix(".partial")
+    partial.write_text(text, errors="backslashreplace")
+    os.replace(partial, run.report)

@@ -1,0 +1,43 @@
+"""What ranks and their node's sidecar tell one another: a rank by arguments, the sidecar by a line in its lock file.
+
+The line says what it is doing, for a rank that waits for the report. It costs one write(2) where the sidecar begins
+something else.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torchlens_perf.processes import process_started
+
+SEVERAL_NODES = "--several-nodes"
+"""The job has other nodes: the sidecar must meet theirs while it runs."""
+AT_ONCE = "--at-once"
+"""Nothing is to be waited for."""
+LOADS = "is loading its libraries"
+_BYTES = 160  # written whole, so that what was there before is gone
+
+
+def tell(descriptor: int, doing: str) -> None:
+    """Replaces what is told. descriptor: of the lock file. doing: what would follow "the sidecar", in one line."""
+    pid = os.getpid()
+    line = f"{pid} {process_started(pid)} {doing}".encode()[: _BYTES - 1]
+    os.pwrite(descriptor, line.ljust(_BYTES - 1) + b"\n", 0)
+
+
+def told(path: str) -> tuple[int, int, str]:
+    """The sidecar's pid, when it began (process_started), and what it does; 0, 0 and "" where it has told nothing.
+
+    path: of the lock file. Raises OSError if it cannot be read; one that is gone tells nothing.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0, 0, ""
+    try:
+        words = os.read(descriptor, _BYTES).decode(errors="replace").split(maxsplit=2)
+    finally:
+        os.close(descriptor)
+    if len(words) < 3 or not (words[0].isdigit() and words[1].isdigit()):
+        return 0, 0, ""
+    return int(words[0]), int(words[1]), words[2].strip()

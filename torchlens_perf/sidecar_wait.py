@@ -1,0 +1,181 @@
+"""A sidecar's first seconds: it waits, with next to nothing imported.
+
+A run that ends within SHORT_RUN_S is read once, at its end: to begin reading takes half a second of processor time,
+which training would miss. Until then this process looks at a few words of each ring's header, forty times a second.
+It goes on at once where a rank has ended, where a ring fills, and where something is not as it should be.
+
+Meanwhile a thread that gets idle processors only imports what comes next (preload.py), so that the report on a run of
+some seconds is there when the run ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from torchlens_perf import priority
+from torchlens_perf.processes import process_started
+from torchlens_perf.sidecar_status import AT_ONCE, LOADS, SEVERAL_NODES, tell
+
+TYPE_CHECKING = False  # as in typing, which takes long to import
+if TYPE_CHECKING:
+    from torchlens_perf.preload import Preload
+
+SHORT_RUN_S = 5.0
+PRELOAD_AFTER_S = 0.5
+FILLING = 1 / 8  # share of a ring from which on what reads it is imported
+FULL = 1 / 2  # and from which on it is read: the rest must last until that is done
+LOOK_S = 0.025
+_LOOK_AROUND_S = 0.25  # between two looks for new rings, and whether processes live
+# Words of a ring's header, and how it begins: as in ring.py, which takes long to import.
+_REGISTERED = ".registered"  # as in run_directory.py
+MAGIC, HEAD, STEP, STATE, CLOSED = b"TLPRING\0", 8, 9, 13, 1
+
+
+class WaitingRing:
+    """A ring file that is not read yet, as far as its header tells."""
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError where it cannot be opened, ValueError where it is no ring file."""
+        self.step = self.head = -1
+        self.step_s = self.mark_s = 0.0
+        """When this step, and the last record, was first seen: CLOCK_MONOTONIC."""
+        pid, _, started = path.removesuffix(".ring").rpartition("-")
+        self._pid, self._started = int(pid.rpartition("-")[2]), int(started)  # see Identity.key
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        header = os.pread(self._descriptor, 24, 0)
+        self._capacity = int.from_bytes(header[16:24], "little")
+        if header[: len(MAGIC)] != MAGIC or not self._capacity:
+            self.close()
+            raise ValueError(f"{path} is no ring file")
+
+    def look(self, now_s: float) -> bool:
+        """Takes note of how far it is. Returns whether it should be read now."""
+        header = os.pread(self._descriptor, 8 * (STATE + 1), 0)
+        head, step, state = (int.from_bytes(header[8 * word : 8 * word + 8], "little") for word in (HEAD, STEP, STATE))
+        if step != self.step:
+            self.step, self.step_s = step, now_s
+        if head != self.head:
+            self.head, self.mark_s = head, now_s
+        return state == CLOSED or self.filled >= FULL
+
+    @property
+    def filled(self) -> float:
+        """Which share of its capacity has been written, when it was last looked at."""
+        return self.head / self._capacity
+
+    def writer_lives(self) -> bool:
+        """Whether the process that writes it runs."""
+        return process_started(self._pid) == self._started
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._descriptor)
+
+
+class Wait:
+    """The rings of one node until one of them should be read."""
+
+    def __init__(self, folder: str) -> None:
+        """folder: of this node, where the rings are registered, see RunDirectory.register_ring()."""
+        self.rings: dict[str, WaitingRing] = {}
+        self._folder = folder
+        self._gone: set[str] = set()
+        self._around_s = float("-inf")
+
+    def look(self, now_s: float) -> bool:
+        """Returns whether to go on. now_s: CLOCK_MONOTONIC."""
+        around = now_s - self._around_s >= _LOOK_AROUND_S
+        try:
+            if around:
+                self._around_s = now_s
+                self._open_new()
+            due = [ring.look(now_s) or (around and not ring.writer_lives()) for ring in self.rings.values()]
+        except (OSError, ValueError):
+            return True  # whoever reads it says what is wrong with it
+        return any(due)
+
+    @property
+    def fills(self) -> bool:
+        """Whether one of them may be full soon."""
+        return any(ring.filled >= FILLING for ring in self.rings.values())
+
+    def close(self) -> None:
+        """Closes the files."""
+        for ring in self.rings.values():
+            ring.close()
+
+    def _open_new(self) -> None:
+        for path in self._paths():
+            if path not in self.rings and path not in self._gone:
+                try:
+                    self.rings[path] = WaitingRing(path)
+                except FileNotFoundError:
+                    self._gone.add(path)  # an earlier sidecar has read it to its end
+
+    def _paths(self) -> list[str]:
+        """As RunDirectory.local_rings()."""
+        links = sorted(name for name in os.listdir(self._folder) if name.endswith(_REGISTERED))
+        return [os.readlink(f"{self._folder}/{name}") for name in links]
+
+
+def wait(
+    folder: str,
+    prepare: Callable[[], Preload],
+    *,
+    impatient: bool = False,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> tuple[dict[str, WaitingRing], Preload | None]:
+    """Waits until there is something to read, or for SHORT_RUN_S.
+
+    folder: where the node's rings are registered. prepare: called once, when the run is PRELOAD_AFTER_S old, or a ring
+    fills. impatient: goes on as soon as that is done. now, sleep: the clock. Returns how far the rings were last, by
+    path, and what was begun.
+    """
+    began_s, preload, hurries = now(), None, False
+    rings = Wait(folder)
+    while not rings.look(now_s := now()) and now_s - began_s < SHORT_RUN_S:
+        if preload is None and (rings.fills or now_s - began_s >= PRELOAD_AFTER_S):
+            preload = prepare()
+        if preload is not None:
+            if rings.fills and not hurries:
+                hurries = True
+                preload.hurry()
+            if impatient and preload.is_done:
+                break
+        sleep(LOOK_S)
+    rings.close()
+    return rings.rings, preload
+
+
+def main(arguments: Sequence[str]) -> int:
+    """What start_sidecar.ensure() starts. Returns the exit code.
+
+    arguments: "sidecar", the run directory, "--host" and its name, "--lock-descriptor" and its number. Then,
+    SEVERAL_NODES: other nodes are to be met while the job runs. AT_ONCE: nothing is to be waited for.
+    """
+    _, run, _, host, _, descriptor, *more = arguments
+    lock, rings = int(descriptor), dict[str, WaitingRing]()
+    if AT_ONCE in more:
+        tell(lock, LOADS)
+    else:
+        tell(lock, "has not begun to read")
+        priority.lower()
+        folder = os.path.dirname(os.readlink(f"/proc/self/fd/{lock}"))  # the lock lies beside them
+        rings, preload = wait(folder, _preload, impatient=SEVERAL_NODES in more)
+        tell(lock, LOADS)
+        if preload is not None and not preload.finish():
+            # Other programs keep all processors busy, and what that thread has begun may take it minutes.
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], AT_ONCE])
+    from torchlens_perf.sidecar_command import attend
+
+    return attend(run, host, lock, rings)
+
+
+def _preload() -> Preload:
+    from torchlens_perf.preload import Preload
+
+    return Preload()
