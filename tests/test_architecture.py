@@ -15,7 +15,7 @@ TRAINING = {
     "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "hooks", "identity",
     "launch", "native_tap", "probe_schedule", "rank_ranges", "recorder", "ring", "run_directory", "session", "site",
     "sidecar_lock", "sketch", "sketch_records", "start_sidecar", "steps", "torch_instruments", "torch_private",
-    "memory_readings", "nccl_plugin", "oom_table", "version", "watch",
+    "memory_readings", "nccl_plugin", "oom_table", "ownership", "version", "watch",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
 PURE = {
@@ -39,7 +39,7 @@ THIRD_PARTY = {
         "bounded_store",
         "cuda.aggregate", "cuda.events",
         "hooks",
-        "native_tap", "nccl_plugin",
+        "native_tap", "nccl_plugin", "tap_build",
         "torch_instruments",
         "torch_private",
         "torchrun_flag",
@@ -134,6 +134,7 @@ def test_no_collective_of_ours() -> None:
         ("ring", "loads"),
         ("run_store", "loads"),
         ("stacks", "loads"),
+        ("tap_build", "loads"),
     }
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

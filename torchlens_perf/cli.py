@@ -62,9 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     build_tap = commands.add_parser(
         "build-tap",
         help="compile the native tap on collectives for the torch at hand",
-        description="Compiles the native tap on collectives against the torch at hand: once, some ten seconds, with "
-        "g++. Without it they are tapped from Python, at 50 us each, and the end of asynchronous ones is not recorded.",
+        description="Compiles the native tap on collectives against the torch at hand, with g++, in 10 to 30 s, for "
+        "images and CI: elsewhere the first run of several ranks has it built for the next one. Without it collectives "
+        "are tapped from Python, at 50 us each, and the end of asynchronous ones is not recorded.",
     )
+    build_tap.add_argument("--in-background", metavar="NAME", help=argparse.SUPPRESS)
     build_tap.set_defaults(command=_build_tap)
 
     doctor = commands.add_parser("doctor", help="what works in this environment, and what to do where it does not")
@@ -125,6 +127,7 @@ def _sidecar(options: argparse.Namespace) -> int:
     from torchlens_perf.sidecar import Sidecar
     from torchlens_perf.sidecar_lock import SidecarLock
     from torchlens_perf.sidecar_loop import run_sidecar
+    from torchlens_perf.tap_for_next_run import TapForNextRun
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run = RunDirectory(options.run_dir.absolute())
@@ -145,10 +148,13 @@ def _sidecar(options: argparse.Namespace) -> int:
             print(f"  - {note}")
         lock.remove()
         return 1 if done.notes else 0
+    tap = TapForNextRun(builds=options.lock_descriptor is not None)
     again = True
     while again:
         exporter = exporter_from_environment(os.environ)
-        again = run_sidecar(Sidecar(run, options.host, exporter, _write_report), lock, exporter)
+        again = run_sidecar(Sidecar(run, options.host, exporter, _write_report, tap), lock, exporter)
+    with guard("building the native tap on collectives"):
+        tap.finish()
     return 0
 
 
@@ -163,9 +169,13 @@ def _write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
 
 
 def _build_tap(options: argparse.Namespace) -> int:
-    from torchlens_perf import native_tap
+    from torchlens_perf import tap_build, tap_for_next_run
 
-    print(native_tap.find() or native_tap.build())
+    if options.in_background is None:
+        print(tap_build.build())
+    else:
+        tap_for_next_run.give_way()
+        print(tap_build.build_in_background(options.in_background))
     return 0
 
 

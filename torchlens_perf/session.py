@@ -43,7 +43,7 @@ logger = logging.getLogger("torchlens_perf")
 
 _AT_STEP = guard("work at a step's end")
 _NOW_AND_THEN_NS = 50_000_000
-_TOLD = ("disk_bytes", "trace_every", "telemetry", "capture")  # settings that are the sidecar's to follow
+_TOLD = ("disk_bytes", "trace_every", "telemetry", "capture", "build_tap")  # settings that are the sidecar's to follow
 _MOST_NOTES = 24  # they share 8 KB with all else that the sidecar must know
 _PROBED, _MANUAL, _EVALUATION, _INFERENCE = (
     int(flag) for flag in (Flag.PROBED, Flag.MANUAL, Flag.EVALUATION, Flag.INFERENCE)
@@ -94,6 +94,7 @@ class Session:
         self.device: dict[str, Any] = {}  # of the device's times: how good they are, and which are missing
         self.gpus: list[dict[str, Any]] = []  # that this process computes on
         self.stack_file = ""  # where this process writes its stack when it is asked to; "": nowhere
+        self.missing_tap = ""  # the file of the native tap on collectives, where that is missed
         self.own_memory_history = False  # a history of device memory is recorded, and is ours and so bounded
         self.ring_path = ring.path
         self.groups: dict[str, dict[str, Any]] = {}  # process groups that were used: members and description
@@ -386,6 +387,7 @@ class Session:
                 "device": self.device,
                 "gpus": self.gpus,
                 "stack_file": self.stack_file,
+                "missing_tap": self.missing_tap,
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
                 "settings": {name: getattr(self.config, name) for name in _TOLD} | self._report,
             }

@@ -119,6 +119,7 @@ class SimulatedRank:
                 "gpus": [],
                 "notes": [note],
                 "stack_file": "",
+                "missing_tap": "",
                 "job_store": None,
                 "groups": told,
                 "settings": {
@@ -126,6 +127,7 @@ class SimulatedRank:
                     "trace_every": config.trace_every,
                     "telemetry": False,
                     "capture": "off",
+                    "build_tap": False,
                 },
             }
         )
