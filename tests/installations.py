@@ -153,7 +153,7 @@ def make_sdist(source: Path, out: Path) -> Path:
 
 def make_wheel(source: Path, out: Path) -> Path:
     """As `pip install FOLDER` makes it."""
-    _make([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(out), str(source)])
+    _make([sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir", str(out), str(source)])
     (made,) = out.glob("*.whl")
     return made
 
@@ -162,4 +162,7 @@ def _make(command: list[str]) -> None:
     # Python's own variables would be the test's; PIP_* ones say where packages come from.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    # setuptools takes it all the same, until it does not.
+    assert "it is absent from setuptools' `packages` configuration" not in said, said

@@ -40,8 +40,8 @@ ADDED = {
     f"{PACKAGE}/added/inner/table.new": "data of a kind that was not there before",
     f"{PACKAGE}/added_without_init/module.py": "import torchlens_perf.added\n",
     f"{PACKAGE}/report/added.pyi": "",
-    f"{PACKAGE}/native/added.c": '#include "added.h"\nint torchlens_perf_added = TORCHLENS_PERF_ADDED;\n',
-    f"{PACKAGE}/native/added.h": "#define TORCHLENS_PERF_ADDED 1\n",
+    f"{PACKAGE}/native/added.c": '#include "added.h"\nconst char torchlens_perf_added[] = ADDED;\n',
+    f"{PACKAGE}/native/added.h": '#define ADDED "a source that was added"\n',
     f"{PACKAGE}/native/deeper/added.cuh": "",
     "docs/added.md": "",
     "tests/added/test_added.py": "",
@@ -189,6 +189,7 @@ def test_wheel_holds_the_package(made: Made) -> None:
     libraries = {f"{PACKAGE}/{name}{suffix}" for name in ("_native", "_nccl_profiler")}
 
     assert package == expected(f"{PACKAGE}/") | libraries
+    assert b"a source that was added" in files(made.wheel)[f"{PACKAGE}/_native{suffix}"]
     # Else what was left of an earlier build was put where no build looks for it.
     assert [path.name for path in (made.source / "build").glob("lib*")] == [Path(_BUILD_LIB).name]
 

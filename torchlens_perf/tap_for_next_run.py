@@ -116,14 +116,15 @@ class TapForNextRun:
 def give_way() -> None:
     """In the child: whatever else runs on the node goes first, and the parent's end is its end.
 
-    SCHED_IDLE stands for the disk too. The kernel groups processes by session where it groups them at all, so this
-    session's weight is lowered as well. Where memory runs out, this process is the first to go.
+    SCHED_IDLE stands for the disk too. Where memory runs out, this process is the first to go.
     """
     signal.signal(signal.SIGTERM, _end)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    for path, value in (("/proc/self/oom_score_adj", "1000"), ("/proc/self/autogroup", "19")):
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if os.getsid(0) == os.getpid():  # where the kernel schedules by session: this one, if it is nobody else's
         with contextlib.suppress(OSError):
-            Path(path).write_text(value)
+            Path("/proc/self/autogroup").write_text("19")
     with contextlib.suppress(OSError):
         os.nice(19)
     with contextlib.suppress(OSError):
