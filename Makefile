@@ -11,7 +11,7 @@ demo: $(DEMO)/ready
 		--logs-specs torchlens_perf examples/train_gpt.py
 
 # The caller's torch, and with it the GPU, is used if it is one that we support; else the CPU build is installed.
-$(DEMO)/ready: pyproject.toml setup.py $(shell find torchlens_perf -name '*.[ch]' -o -name '*.py')
+$(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -type f -not -name '*.so' -not -name '*.pyc')
 	$(PYTHON) -m venv $(DEMO)
 	@site=$$($(DEMO)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	if $(PYTHON) scripts/usable_torch.py > $$site/caller.pth; then \
@@ -33,7 +33,7 @@ format: $(TEST)/ready
 	$(TEST)/bin/ruff check --fix .
 
 # The OTLP receiver of the tests pins an older OpenTelemetry than ours: it gets an environment of its own.
-$(TEST)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*)
+$(TEST)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
 	$(PYTHON) -m venv $(TEST)
 	$(TEST)/bin/python -m pip install -q -e '.[test]'
 	$(TEST)/bin/torchlens-perf build-tap

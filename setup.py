@@ -4,31 +4,41 @@ Both are optional: without a C compiler the package installs and records through
 not timed (`torchlens-perf doctor` says so). The plugin is no Python module: NCCL loads it.
 """
 
+import shutil
+from pathlib import Path
+
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
-SOURCES = [
-    "module.c", "recorder.c", "section.c", "module_call.c", "collective.c", "collective_parts.c",
-    "collective_python.c", "thread_time.c", "device.c",
-]  # fmt: skip
+PACKAGE = "torchlens_perf"
+NATIVE = Path(PACKAGE, "native")
 
+
+class BuildAfresh(build_py):
+    """Without what an earlier build has left in `build/`: a module that has moved would be in the wheel twice."""
+
+    def run(self):
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, PACKAGE), ignore_errors=True)
+        super().run()
+
+
+def extension(name, sources, *warnings):
+    return Extension(
+        f"{PACKAGE}.{name}",
+        sources=sorted(map(str, sources)),
+        depends=sorted(map(str, NATIVE.glob("*.h"))),
+        # No debugging symbols: they hold the paths of the machine that builds.
+        extra_compile_args=["-std=gnu11", "-fvisibility=hidden", "-g0", *warnings],
+        optional=True,
+    )
+
+
+plugin = set(NATIVE.glob("nccl_*.c"))
 setup(
+    cmdclass={"build_py": BuildAfresh},
     ext_modules=[
-        Extension(
-            "torchlens_perf._native",
-            sources=[f"torchlens_perf/native/{name}" for name in SOURCES],
-            depends=[f"torchlens_perf/native/{name}" for name in ("layout.h", "recorder.h", "collective.h")],
-            extra_compile_args=["-std=gnu11", "-fvisibility=hidden", "-Wall"],
-            optional=True,
-        ),
-        Extension(
-            "torchlens_perf._nccl_profiler",
-            sources=[f"torchlens_perf/native/nccl_{name}.c" for name in ("profiler", "operations", "mask")],
-            depends=[
-                f"torchlens_perf/native/{name}"
-                for name in ("nccl_abi.h", "nccl_mask.h", "nccl_operations.h", "collective.h")
-            ],
-            extra_compile_args=["-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra"],
-            optional=True,
-        ),
-    ]
+        extension("_native", set(NATIVE.glob("*.c")) - plugin, "-Wall"),
+        extension("_nccl_profiler", plugin, "-Wall", "-Wextra"),
+    ],
 )

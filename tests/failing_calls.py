@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -19,7 +21,9 @@ EACH = -1
 @cache
 def library() -> Path:
     """Built once in the life of a process."""
-    built = Path(tempfile.mkdtemp(prefix="failing-calls-")) / "failing_calls.so"
+    folder = tempfile.mkdtemp(prefix="failing-calls-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    built = Path(folder) / "failing_calls.so"
     subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", built, SOURCE, "-ldl"], check=True)
     return built
 

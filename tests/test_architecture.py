@@ -13,11 +13,11 @@ PACKAGE = Path(perf.__file__).parent
 TRAINING = {
     "", "_native_twin", "capture_files", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events",
     "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "first_step", "fitting",
-    "folder_request", "hooks", "identity", "late_report", "launch", "make_folders", "native_tap", "probe_schedule",
-    "processes", "program", "rank_ranges", "recorder", "report_mailbox", "ring", "run_directory", "session",
-    "sidecar_lock", "sidecar_status", "site", "sketch", "sketch_records", "start_sidecar", "startup", "steps",
-    "torch_instruments", "torch_private", "memory_readings", "nccl_plugin", "oom_table", "training_loop", "version",
-    "watch",
+    "folder_request", "hooks", "identity", "late_report", "launch", "make_folders", "native_tap", "ownership",
+    "probe_schedule", "processes", "program", "rank_ranges", "recorder", "report_mailbox", "ring", "run_directory",
+    "session", "sidecar_lock", "sidecar_status", "site", "sketch", "sketch_records", "start_sidecar", "startup",
+    "steps", "torch_instruments", "torch_private", "memory_readings", "nccl_plugin", "oom_table", "training_loop",
+    "version", "watch",
 }  # fmt: skip
 # These compute on values: they know no file, no process and no clock.
 PURE = {
@@ -41,7 +41,7 @@ THIRD_PARTY = {
         "bounded_store",
         "cuda.aggregate", "cuda.events",
         "hooks",
-        "native_tap", "nccl_plugin",
+        "native_tap", "nccl_plugin", "tap_build",
         "torch_instruments",
         "torch_private",
         "torchrun_flag",
@@ -136,6 +136,7 @@ def test_no_collective_of_ours() -> None:
         ("ring", "loads"),
         ("run_store", "loads"),
         ("stacks", "loads"),
+        ("tap_build", "loads"),
     }
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

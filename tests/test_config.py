@@ -100,13 +100,14 @@ def test_every_field_is_a_variable() -> None:
         "TORCHLENS_PERF_AGGREGATE": "device",
         "TORCHLENS_PERF_CAPTURE": "verdict",
         "TORCHLENS_PERF_NCCL": "on",
+        "TORCHLENS_PERF_BUILD_TAP": "0",
     }
     config = from_settings({}, from_environment(environ))
 
     assert {"TORCHLENS_PERF_" + field.name.upper() for field in dataclasses.fields(Config)} == set(environ)
     assert config == Config(
         dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False, exchange=False,
-        aggregate="device", device_times="on", capture="verdict", nccl="on",
+        aggregate="device", build_tap=False, device_times="on", capture="verdict", nccl="on",
         faulthandler=True, memory=False, memory_history=5000, nvtx=False, telemetry=False,
         ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
     )  # fmt: skip

@@ -1,29 +1,30 @@
-"""Building the native tap on collectives, finding it again, and doing without it."""
+"""The native tap on collectives: where it is looked for, whose it must be, and doing without it."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 
 from tests.recording import recorded
+from tests.taps import copy_of_sources, empty_places, tiny_tap
 from torchlens_perf import native_tap, recorder
-from torchlens_perf.cli import main
-from torchlens_perf.doctor import OK, WORSE, examine
-from torchlens_perf.errors import TorchlensPerfError
-from torchlens_perf.native_tap import BuildError
+from torchlens_perf.doctor import OK, WORSE, Check, examine
 
-NOTE = "torchlens-perf build-tap compiles the native tap"
+SOMEBODY = 54321
 
 pytestmark = pytest.mark.skipif(not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+
+
+@pytest.fixture(scope="module")
+def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_tap(tmp_path_factory.mktemp("tap"))
 
 
 @pytest.fixture(autouse=True)
@@ -35,272 +36,318 @@ def _load_anew() -> Iterator[None]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place where the tap is looked for and built: empty at first."""
-    folder = tmp_path / "place"
-    monkeypatch.setattr(native_tap, "places", lambda: [folder])
-    return folder
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache: empty, as is the folder beside the package."""
+    return empty_places(tmp_path, monkeypatch)
 
 
-def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Makes CXX a program that does this instead."""
-    program = folder / "compiler"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("CXX", str(program))
+def put(tap: Path, folder: Path) -> Path:
+    """A tap for what is running, in this folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(tap, folder / native_tap.file_name()))
 
 
-# -- building
+def doctor() -> Check:
+    (check,) = [check for check in examine() if check.subject == "tap on collectives"]
+    return check
 
 
-class Installed(NamedTuple):
-    """A package that its user may not write to, the user's home, and what building said there."""
-
-    package: Path
-    home: Path
-    built: str
+# -- places
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """A package in folders that cannot be written, and the tap that its user has built."""
-    if os.geteuid() == 0 and shutil.which("setpriv") is None:
-        pytest.skip("root writes everywhere, and setpriv, which would take that right away, is missing")
-    folder = tmp_path_factory.mktemp("installed")
-    home = folder / "home"
-    home.mkdir()
-    ignored = shutil.ignore_patterns("_torchlens_perf_tap*", "__pycache__")
-    package = shutil.copytree(Path(native_tap.__file__).parent, folder / "site" / "torchlens_perf", ignore=ignored)
-    folders = [package, *(path for path in package.rglob("*") if path.is_dir())]
-    for each in folders:
-        each.chmod(0o555)
-    built = command("build-tap", folder / "site", home)
-    assert built.returncode == 0, built.stderr
-    yield Installed(package, home, built.stdout)
-    for each in folders:
-        each.chmod(0o755)
+def test_places(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the package first, then the cache as XDG has it, which need not exist."""
+    assert native_tap.places() == [native_tap.SOURCES, cache]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+
+    assert native_tap.places() == [native_tap.SOURCES, tmp_path / "elsewhere" / "torchlens_perf"]
 
 
-def command(name: str, site: Path, home: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command of ours with that home, and without root's right to write everywhere."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "XDG_"))}
-    environ |= {"HOME": str(home), "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
-    unprivileged = ["setpriv", "--bounding-set", "-dac_override"] if os.geteuid() == 0 else []
-    program = [*unprivileged, sys.executable, "-m", "torchlens_perf", name]
-    return subprocess.run(program, cwd=home, env=environ, capture_output=True, text=True, timeout=110)
+def test_both_places_are_loaded_from(cache: Path, tap: Path) -> None:
+    """A tap in the cache is loaded; one beside the package goes first."""
+    in_cache = put(tap, cache)
+    assert native_tap.loaded_from() == in_cache
+    native_tap.load.cache_clear()
+    beside = put(tap, native_tap.SOURCES)
+    assert native_tap.loaded_from() == beside
 
 
-@pytest.mark.slow
-def test_build_where_the_package_cannot_be_written(installed: Installed) -> None:
-    """It goes to the user's cache, whole and executable, and leaves nothing else in either place."""
-    path = installed.home / ".cache" / "torchlens_perf" / native_tap.file_name()
+def test_damaged_tap_hides_no_other(cache: Path, tap: Path) -> None:
+    """Where the one beside the package cannot be loaded, that in the cache is."""
+    in_cache = put(tap, cache)
+    (native_tap.SOURCES / in_cache.name).write_bytes(b"\x7fELF, and no more")
 
-    assert installed.built == f"{path}\n"
-    assert path.stat().st_mode & 0o777 == 0o755
-    assert list(path.parent.iterdir()) == [path]
-    assert not list(installed.package.rglob("*tap*.so"))
+    assert native_tap.loaded_from() == in_cache
 
 
-@pytest.mark.slow
-def test_building_again_builds_nothing(installed: Installed) -> None:
-    """What is there for this torch, Python and source is told and not touched."""
-    path = Path(installed.built.strip())
-    before = path.stat()
-    again = command("build-tap", installed.package.parent, installed.home)
+@pytest.mark.parametrize("home", [None, "", ".", "home", "~", "../home"])
+@pytest.mark.parametrize("cache_home", [None, "", ".", "cache", "./.cache", "../cache"])
+def test_current_folder_is_no_place(
+    cache_home: str | None, home: str | None, cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a relative, empty or missing HOME and XDG_CACHE_HOME nothing is loaded from where the job was started."""
+    for variable, value in (("XDG_CACHE_HOME", cache_home), ("HOME", home)):
+        if value is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, value)
+    here = tmp_path / "work" / "here"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for folder in {cache_home or "", os.path.join(home or "", ".cache"), "", ".cache", "~/.cache", "cache"}:
+        put(tap, Path(folder, "torchlens_perf"))
 
-    assert (again.returncode, again.stdout) == (0, installed.built)
-    assert path.stat().st_mtime_ns == before.st_mtime_ns
-    assert path.stat().st_ino == before.st_ino
-
-
-@pytest.mark.slow
-def test_doctor_finds_what_was_built(installed: Installed) -> None:
-    """The tap is looked for where it was built; without it the doctor says what that costs, and the command."""
-    with_it = command("doctor", installed.package.parent, installed.home)
-    elsewhere = installed.home / "empty"
-    elsewhere.mkdir(exist_ok=True)
-    without = command("doctor", installed.package.parent, elsewhere)
-
-    assert "ok      tap on collectives: native\n" in with_it.stdout
-    (line,) = [line for line in without.stdout.splitlines() if "tap on collectives" in line]
-    assert line.startswith("worse   tap on collectives: Python: 50 us a collective")
-    assert line.endswith("; torchlens-perf build-tap")
+    assert native_tap.places() == [native_tap.SOURCES]
+    assert native_tap.load() is None
+    assert doctor().severity == WORSE
 
 
-def test_no_compiler(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message says what to install; the command ends with 2 and that one line."""
-    monkeypatch.setenv("PATH", str(place))
-    monkeypatch.setenv("CXX", "a-compiler-that-is-nowhere")
-    with pytest.raises(BuildError, match=r"^no C\+\+ compiler: install g\+\+, or name one in CXX$"):
-        native_tap.build()
+def test_home_counts_where_the_cache_is_relative(cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XDG: a relative XDG_CACHE_HOME is as if it were not set."""
+    in_cache = put(tap, cache)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
 
-    assert main(["build-tap"]) == 2
-    assert capsys.readouterr().err == "torchlens-perf: no C++ compiler: install g++, or name one in CXX\n"
-    assert issubclass(BuildError, TorchlensPerfError)
+    assert native_tap.loaded_from() == in_cache
 
 
-def test_compiler_fails(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has its first error, not its warnings; nothing half done stays, and there is no tap."""
-    errors = "tap.cpp:1: warning: old\ntap.cpp:7:10: fatal error: Python.h: No such file\ntap.cpp:8: error: more\n"
-    (tmp_path / "said").write_text(errors)
-    compiler(tmp_path, monkeypatch, f"cat {tmp_path / 'said'} >&2; exit 1")
-    with pytest.raises(BuildError, match=r"^the compiler failed: tap.cpp:7:10: fatal error: Python.h: No such file$"):
-        native_tap.build()
-
-    assert list(place.iterdir()) == []
-    assert native_tap.find() is None
-
-
-def test_compiler_that_is_killed(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that ends without a word of an error, as the out-of-memory killer ends it, is told by its last words."""
-    compiler(tmp_path, monkeypatch, "echo 'Killed signal terminated program cc1plus' >&2; exit 4")
-    with pytest.raises(BuildError, match="the compiler failed: Killed signal terminated program cc1plus"):
-        native_tap.build()
-
-    assert list(place.iterdir()) == []
-
-
-def test_compiler_that_does_not_end(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is ended, and told so."""
-    monkeypatch.setattr(native_tap, "_BUILD_TIMEOUT_S", 0.2)
-    compiler(tmp_path, monkeypatch, "exec sleep 100")
-    with pytest.raises(BuildError, match="the compiler did not end within"):
-        native_tap.build()
-
-    assert list(place.iterdir()) == []
-
-
-def test_torch_without_headers(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some distributions leave them out: the message says where they were looked for."""
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
-    with pytest.raises(BuildError, match="this torch came without its headers") as caught:
-        native_tap.build()
-
-    assert str(tmp_path / "torch" / "include") in str(caught.value)
-
-
-def test_no_place_to_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All places that were tried are named."""
-    (tmp_path / "file").write_text("in the way")
-    places = [tmp_path / "file" / "a", tmp_path / "file" / "b"]
-    monkeypatch.setattr(native_tap, "places", lambda: places)
-    with pytest.raises(BuildError, match="none of these can be written") as caught:
-        native_tap.build()
-
-    assert all(str(place) in str(caught.value) for place in places)
-
-
-def test_no_native_recorder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tap writes with the native recorder: without that none is built, nor loaded if one is there."""
-    place.mkdir()
-    (place / native_tap.file_name()).touch()
-    assert native_tap.find() is not None
-    monkeypatch.setattr(recorder, "NATIVE", False)
+def test_package_in_a_relative_folder(cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python was told a relative path to the package, nothing beside it is loaded."""
+    put(tap, native_tap.SOURCES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(native_tap, "SOURCES", native_tap.SOURCES.relative_to(tmp_path))
 
     assert native_tap.load() is None
-    with pytest.raises(BuildError, match="the native recorder is missing: install a C compiler and reinstall"):
-        native_tap.build()
+    assert "native is not an absolute path" in doctor().finding
 
 
-# -- finding
+# -- names
 
 
-@pytest.mark.parametrize("changed", ["torch", "python", "tap.cpp", "tap_timing.h", "collective.h"])
+@pytest.mark.parametrize(
+    "changed", ["torch", "commit", "python", "flags", "tap.cpp", "tap_timing.h", "collective.h", "a new header"]
+)
 def test_tap_of_something_else_is_not_found(
-    changed: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changed: str, cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was built for another torch, Python or source would crash the job: its name is another one."""
-    place.mkdir()
-    (place / native_tap.file_name()).touch()
-    assert native_tap.find() == place / native_tap.file_name()
+    put(tap, cache)
+    assert native_tap.load() is not None
+    native_tap.load.cache_clear()
     if changed == "torch":
         monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    elif changed == "commit":
+        monkeypatch.setattr(torch.version, "git_version", "0123456789abcdef")
     elif changed == "python":
         soabi = sysconfig.get_config_var("SOABI")
         monkeypatch.setattr(sysconfig, "get_config_var", {"SOABI": f"{soabi}-debug"}.get)
+    elif changed == "flags":
+        monkeypatch.setattr(native_tap, "COMPILER_FLAGS", (*native_tap.COMPILER_FLAGS, "-O0"))
     else:
-        sources = shutil.copytree(
-            native_tap._SOURCES, tmp_path / "native", ignore=shutil.ignore_patterns("*.so", "*.partial")
-        )
-        monkeypatch.setattr(native_tap, "_SOURCES", sources)
-        assert native_tap.find() is not None  # the same source elsewhere is the same
-        with open(sources / changed, "a") as file:
+        monkeypatch.setattr(native_tap, "SOURCES", copy_of_sources(tmp_path / "copy"))
+        assert native_tap.load() is not None  # the same source elsewhere is the same
+        native_tap.load.cache_clear()
+        with open(native_tap.SOURCES / changed.replace("a new header", "new.h"), "a") as file:
             file.write("\n")
 
-    assert native_tap.find() is None
+    assert native_tap.load() is None
 
 
-def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the package first, then the cache as XDG has it, which need not exist."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first, second = native_tap.places()
+@pytest.mark.parametrize("commit", [None, "", "missing"])
+def test_torch_that_does_not_know_its_commit(
+    commit: str | None, cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch that was built from an archive has a tap too."""
+    if commit == "missing":
+        monkeypatch.delattr(torch.version, "git_version")
+    else:
+        monkeypatch.setattr(torch.version, "git_version", commit)
+    put(tap, cache)
 
-    assert first == Path(native_tap.__file__).parent / "native"
-    assert second == tmp_path / "cache" / "torchlens_perf"
-    assert native_tap.find() is None or native_tap.find().parent == first
+    assert "-unknown-" in native_tap.file_name()
+    assert native_tap.load() is not None
+
+
+def test_package_without_sources(cache: Path, tap: Path) -> None:
+    """Some packagers leave sources out: there is no tap, and no error."""
+    put(tap, cache)
+    shutil.rmtree(native_tap.SOURCES)
+
+    assert native_tap.load() is None
+
+
+# -- whose it must be
+
+
+def writable_file(file: Path) -> None:
+    file.chmod(0o775)
+
+
+def everybodys_file(file: Path) -> None:
+    file.chmod(0o757)
+
+
+def writable_folder(file: Path) -> None:
+    file.parent.chmod(0o770)
+
+
+def sticky_folder(file: Path) -> None:
+    file.parent.chmod(0o1777)
+
+
+def writable_cache(file: Path) -> None:
+    file.parent.parent.chmod(0o777)
+
+
+def writable_home(file: Path) -> None:
+    file.parent.parent.parent.chmod(0o775)
+
+
+def another_users_file(file: Path) -> None:
+    os.chown(file, SOMEBODY, -1)
+
+
+def another_users_folder(file: Path) -> None:
+    os.chown(file.parent, SOMEBODY, -1)
+
+
+def another_users_home(file: Path) -> None:
+    os.chown(file.parent.parent.parent, SOMEBODY, -1)
+
+
+def link_into_a_writable_folder(file: Path) -> None:
+    shared = file.parents[3] / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    shutil.move(file, shared / file.name)
+    file.symlink_to(shared / file.name)
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        writable_file, everybodys_file, writable_folder, sticky_folder, writable_cache, writable_home,
+        link_into_a_writable_folder,
+        pytest.param(another_users_file, marks=as_root),
+        pytest.param(another_users_folder, marks=as_root),
+        pytest.param(another_users_home, marks=as_root),
+    ],
+)  # fmt: skip
+def test_what_others_can_write_is_not_loaded(
+    opened, cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code does not run, collectives are tapped from Python, and the doctor says what is wrong with which place."""
+    trace = tmp_path / "trace"
+    monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
+    file = put(tap, cache)
+    opened(file)
+
+    assert missed(tmp_path / "run", monkeypatch) == file.name
+    check = doctor()
+    assert check.severity == WORSE
+    assert f"{file} is not used: " in check.finding
+    assert "can be written by" in check.finding or f"belongs to user {SOMEBODY}" in check.finding
+    assert not trace.exists()
+
+
+def test_the_trace_of_loading(cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: a tap that is loaded leaves its trace."""
+    trace = tmp_path / "trace"
+    monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
+    put(shutil.copy(tap, tmp_path / "another.so"), cache)
+
+    assert native_tap.load() is not None
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "dangling link"])
+def test_what_is_no_file(kind: str, cache: Path) -> None:
+    """Something else under the tap's name is not opened: a FIFO would never end."""
+    path = cache / native_tap.file_name()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(cache / "nothing")
+
+    assert native_tap.load() is None
+    assert native_tap.problems() == []
 
 
 # -- doing without
 
 
-def notes(folder: Path) -> list[str]:
+def missed(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> str:
+    """What a rank of so many tells the sidecar that it has missed. Nothing of ours fails, and it notes nothing."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     with recorded(folder) as recording:
         pass
     assert (recording.internal_errors, recording.unbalanced) == (0, 0)
-    return recording.notes
+    assert not any("tap" in note for note in recording.notes)
+    return str(recording.metadata["missing_tap"])
 
 
-@pytest.mark.parametrize(("ranks", "noted"), [(2, True), (1, False)])
-def test_python_tap_is_noted(
-    ranks: int, noted: bool, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("ranks", "tells"), [(2, True), (1, False)])
+def test_missing_tap_is_told(
+    ranks: int, tells: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job of several ranks is told what it lacks and what to do; a lone process has no collectives."""
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    """A rank that has others tells which file it has not found; a lone process has no collectives."""
+    assert missed(tmp_path / "run", monkeypatch, ranks) == (native_tap.file_name() if tells else "")
+
+
+def test_native_tap_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real one, where it has been built."""
+    if native_tap.load() is None:
+        pytest.skip("the native tap has not been built: torchlens-perf build-tap")
+
+    assert missed(tmp_path / "run", monkeypatch) == ""
+
+
+def test_tap_that_cannot_be_loaded(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged file, or one that lacks a symbol of this torch: collectives are tapped from Python."""
+    file = cache / native_tap.file_name()
+    file.write_bytes(b"\x7fELF, and no more")
+
+    assert missed(tmp_path / "run", monkeypatch) == file.name
+    check = doctor()
+    assert check.severity == WORSE
+    assert f"{file} is not used: it cannot be loaded: " in check.finding
+
+
+def test_no_native_recorder(cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tap writes with the native recorder: without that none is loaded, even if one is there."""
+    trace = tmp_path / "trace"
+    put(shutil.copy(tap, tmp_path / "another.so"), cache)
+    monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
+    monkeypatch.setattr(recorder, "NATIVE", False)
+
     assert native_tap.load() is None
-
-    assert any(NOTE in note for note in notes(tmp_path / "run")) == noted
-
-
-def test_native_tap_needs_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it has been built there is nothing to tell."""
-    if native_tap.find() is None:
-        native_tap.build()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-
-    assert native_tap.load() is not None
-    assert not any(NOTE in note for note in notes(tmp_path / "run"))
+    assert "the native recorder is missing" in doctor().remedy
+    assert not trace.exists()
 
 
-def test_tap_that_cannot_be_loaded(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged file, or one that lacks a symbol of this torch: collectives are tapped from Python, with the note."""
-    place.mkdir()
-    (place / native_tap.file_name()).write_bytes(b"\x7fELF, and no more")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+def test_doctor_with_the_tap(cache: Path, tap: Path) -> None:
+    """With the tap the doctor's line is a word."""
+    put(tap, cache)
 
-    assert any(NOTE in note for note in notes(tmp_path / "run"))
-    (check,) = [check for check in examine() if check.subject == "tap on collectives"]
-    assert (check.severity, check.remedy) == (WORSE, "torchlens-perf build-tap")
-    assert "the native one cannot be loaded: " in str(check)
-    assert native_tap.file_name() in str(check)
+    check = doctor()
+    assert (check.severity, str(check)) == (OK, "ok      tap on collectives: native")
 
 
-def test_doctor_line(place: Path) -> None:
-    """Without the tap the doctor's line is a warning with the remedy, with it a word."""
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        (None, "torchlens-perf build-tap, or nothing: the next run of several ranks has the native one built"),
+        ("0", "torchlens-perf build-tap"),
+        ("perhaps", "torchlens-perf build-tap"),
+    ],
+)
+def test_doctor_without_the_tap(setting: str | None, remedy: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor says what is lost, and that nothing need be done, where that is so."""
+    if setting is not None:
+        monkeypatch.setenv("TORCHLENS_PERF_BUILD_TAP", setting)
+    check = doctor()
 
-    def line() -> tuple[int, str]:
-        (check,) = [check for check in examine() if check.subject == "tap on collectives"]
-        return check.severity, str(check)
-
-    severity, text = line()
-    assert severity == WORSE
-    assert text.endswith("torchlens-perf build-tap")
-    native_tap.load.cache_clear()
-    place.mkdir()
-    built = Path(native_tap.__file__).parent / "native" / native_tap.file_name()
-    if not built.exists():
-        pytest.skip("torchlens-perf build-tap has not been run here")
-    shutil.copy(built, place)
-    assert line() == (OK, "ok      tap on collectives: native")
+    assert (check.severity, check.remedy) == (WORSE, remedy)
+    assert check.finding == "Python: 50 us a collective, and no end of asynchronous ones"

@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Each processor has four programs that want all of it, each in a session, and so a scheduling group, of its own."""
+    """Each processor has four programs that want all of it, each in a scheduling group of its own."""
     spin = [sys.executable, "-S", "-c", "while True: pass"]
     spins = [subprocess.Popen(spin, start_new_session=True) for _ in range(4 * (os.cpu_count() or 1))]
     yield

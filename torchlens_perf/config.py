@@ -58,6 +58,10 @@ class Config:
     """In a job of several nodes: sidecars send windows to node 0's, which judges all ranks together. Without it, each
     node's sidecar judges its own ranks."""
 
+    build_tap: bool = True
+    """Let the sidecar have the native tap on collectives built for the next run, where it is missing and a C++ compiler
+    is there."""
+
     faulthandler: bool = False
     """Let the sidecar ask a hanging rank for its Python stack by SIGUSR2, where py-spy is missing or not permitted."""
 
@@ -103,7 +107,17 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check("dir", isinstance(self.dir, str) and _is_path(self.dir), "a folder's name")
-        for field in ("collectives", "exchange", "faulthandler", "memory", "nvtx", "telemetry", "sidecar", "report"):
+        for field in (
+            "build_tap",
+            "collectives",
+            "exchange",
+            "faulthandler",
+            "memory",
+            "nvtx",
+            "report",
+            "sidecar",
+            "telemetry",
+        ):
             self._check(field, isinstance(getattr(self, field), bool), "True or False")
         self._check("aggregate", self.aggregate in ("sidecar", "device"), '"sidecar" or "device"')
         self._check("device_times", self.device_times in ("auto", "on", "off"), '"auto", "on" or "off"')

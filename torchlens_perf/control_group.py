@@ -40,18 +40,12 @@ class ControlGroup:
         return folder if folder.is_dir() else root
 
     def memory_limit_share(self) -> float | None:
-        """Used memory by the limit, of the group or of one around it; None without a limit.
+        """Used memory by the limit, of the group or of one around it; None without a limit."""
+        return max((used / limit for used, limit in self._memory_used()), default=None)
 
-        Without pages of files that were not used again: they fill any group that reads files, and are let go first.
-        """
-        shares = []
-        for folder, limit in self._limits:
-            used = _integer(folder / ("memory.current" if self._is_v2 else "memory.usage_in_bytes"))
-            fields = _fields(folder / "memory.stat")
-            droppable = int(fields.get("inactive_file" if self._is_v2 else "total_inactive_file", 0))
-            if used is not None:
-                shares.append(max(0, used - droppable) / limit)
-        return max(shares, default=None)
+    def memory_left_bytes(self) -> int | None:
+        """How much more memory the group may use, by its own limit or one around it; None without a limit."""
+        return min((limit - used for used, limit in self._memory_used()), default=None)
 
     def refaults(self) -> int | None:
         """Pages that were evicted and needed again so far."""
@@ -75,6 +69,18 @@ class ControlGroup:
                 continue  # no such file, or pressure accounting is switched off
             return int(some.rpartition("total=")[2])
         return None
+
+    def _memory_used(self) -> Iterator[tuple[int, int]]:
+        """Of each limit, what is used of it, and the limit, in bytes.
+
+        Without pages of files that were not used again: they fill any group that reads files, and are let go first.
+        """
+        for folder, limit in self._limits:
+            used = _integer(folder / ("memory.current" if self._is_v2 else "memory.usage_in_bytes"))
+            fields = _fields(folder / "memory.stat")
+            droppable = int(fields.get("inactive_file" if self._is_v2 else "total_inactive_file", 0))
+            if used is not None:
+                yield max(0, used - droppable), limit
 
     def _memory_limits(self, root: Path) -> Iterator[tuple[Path, int]]:
         """Of this group and those around it, the folders of those that have a limit, and that."""

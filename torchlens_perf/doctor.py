@@ -67,16 +67,25 @@ def _native() -> Iterator[Check]:
 
 
 def _tap() -> Iterator[Check]:
-    from torchlens_perf import native_tap
+    from torchlens_perf import native_tap, tap_build
 
     if native_tap.load() is not None:
         yield Check(OK, "tap on collectives", "native")
         return
-    finding = "Python: 50 us a collective, and no end of asynchronous ones"
-    problem = native_tap.problem()
-    if problem is not None:
-        finding += f" (the native one cannot be loaded: {problem})"
-    yield Check(WORSE, "tap on collectives", finding, "torchlens-perf build-tap")
+    problems = "; ".join(native_tap.problems())
+    finding = "Python: 50 us a collective, and no end of asynchronous ones" + (f" ({problems})" if problems else "")
+    remedy = tap_build.obstacle(native_tap.file_name())
+    if remedy is None:
+        now, later = "torchlens-perf build-tap", "the next run of several ranks has the native one built"
+        remedy = f"{now}, or nothing: {later}" if _builds_tap() else now
+    yield Check(WORSE, "tap on collectives", finding, remedy)
+
+
+def _builds_tap() -> bool:
+    try:
+        return bool(config.from_environment(os.environ).get("build_tap", config.Config.build_tap))
+    except ConfigError:
+        return False  # nothing is recorded then, see _settings()
 
 
 def _nccl() -> Iterator[Check]:

@@ -1,8 +1,11 @@
-"""The native tap on collectives: built once for the torch at hand, by `torchlens-perf build-tap`, then loaded.
+"""The native tap on collectives: found and loaded, if it has been built for the torch at hand (tap_build.py).
 
 It is C++ against torch's own headers, so it cannot be built before torch is there, as our wheel is. The file's name
 holds what it was built for: torch, Python, and the source; for anything else it is not found, and collectives are
-tapped from Python.
+tapped from Python. It is loaded only from where nobody but this user and root can write (ownership.py).
+
+Nothing of ours removes or replaces a tap that can be loaded: on a shared disk, a process of another node may have it
+in memory, page by page, and would end with SIGBUS.
 """
 
 from __future__ import annotations
@@ -12,76 +15,111 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
-import shutil
-import subprocess
 import sysconfig
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchlens_perf import recorder
-from torchlens_perf.errors import TorchlensPerfError
+from torchlens_perf import ownership, recorder
 
-_SOURCES = Path(__file__).parent / "native"
+SOURCES = Path(__file__).parent / "native"
+SOURCE = "tap.cpp"
+COMPILER_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 _MODULE = "_torchlens_perf_tap"
-_BUILD_TIMEOUT_S = 600
-
-
-class BuildError(TorchlensPerfError):
-    """The native tap could not be built; the message says what to do."""
+_DIGITS = 12  # of digests in the file's name
 
 
 def places() -> list[Path]:
-    """Where the tap is looked for, and built: beside the package, else in the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return [_SOURCES, cache / "torchlens_perf"]
+    """Where a tap may lie: beside the package, as in an image, then in the user's cache."""
+    cache = user_cache()
+    return [SOURCES] if cache is None else [SOURCES, cache]
+
+
+def user_cache() -> Path | None:
+    """$XDG_CACHE_HOME or $HOME/.cache; None without either. A relative path is invalid (XDG) and not used.
+
+    The password database is not asked for a home: that may be a request over the network, in the training process.
+    """
+    for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(os.environ.get("HOME", ""), ".cache")):
+        if os.path.isabs(folder):
+            return Path(folder) / "torchlens_perf"
+    return None
 
 
 def file_name() -> str:
-    """The name of the tap for this torch, this Python and this source."""
+    """The name of the tap for this torch, this Python and this source. Raises OSError if the source is not there."""
     import torch
 
-    source = b"".join((_SOURCES / name).read_bytes() for name in ("tap.cpp", "tap_timing.h", "collective.h"))
-    digest = hashlib.sha256(source).hexdigest()[:12]
-    return f"{_MODULE}-{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{digest}.so"
+    # Two builds of one version differ in their commit: nightly ones, and those that somebody has patched.
+    commit = str(getattr(torch.version, "git_version", None) or "unknown")[:_DIGITS]
+    soabi = sysconfig.get_config_var("SOABI")
+    return f"{_MODULE}-{torch.__version__}-{commit}-{soabi}-{_source_digest()}.so"
 
 
-def find() -> Path | None:
-    """The tap's file; None if it has not been built for what is running."""
-    name = file_name()
-    return next((place / name for place in places() if (place / name).is_file()), None)
+def _source_digest() -> str:
+    """All headers count, so that a new one cannot be forgotten here."""
+    digest = hashlib.sha256(" ".join(COMPILER_FLAGS).encode())
+    for path in (SOURCES / SOURCE, *sorted(SOURCES.glob("*.h"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def find(name: str) -> Iterator[tuple[Path, str | None]]:
+    """The files of that name, the best place first, each with why it is not to be loaded; None: it may be."""
+    for place in places():
+        path = place / name
+        try:
+            refused = ownership.others_can_change(place) or ownership.others_can_change(path)
+            if path.is_file():
+                yield path, refused
+        except OSError:
+            continue  # nothing lies there, or it cannot be looked at
 
 
 @functools.cache
 def load() -> Any | None:
     """The tap; None where it, or the native recorder that it writes with, is not there or cannot be loaded."""
-    path = find() if recorder.NATIVE else None
-    if path is None:
-        return None
-    try:
-        return _loaded(path)
-    except ImportError:
-        return None
-
-
-def problem() -> str | None:
-    """Why a tap that is there cannot be loaded (a damaged file, a missing symbol); None if it can, or is not there."""
-    path = find() if recorder.NATIVE else None
-    if path is None or load() is not None:
-        return None
-    try:
-        _loaded(path)
-    except ImportError as error:
-        return str(error)
+    for path in _trusted() if recorder.NATIVE else ():
+        try:
+            return load_file(path)
+        except ImportError:
+            continue
     return None
 
 
-def _loaded(path: Path) -> ModuleType | None:
+def loaded_from() -> Path | None:
+    """The file of the tap that load() gives."""
+    tap = load()
+    return None if tap is None else Path(tap.__file__)
+
+
+def problems() -> list[str]:
+    """Why the files that are there for what is running are not used, one sentence each."""
+    found = []
+    for path, refused in find(file_name()):
+        try:
+            if refused is None and recorder.NATIVE:
+                load_file(path)
+        except ImportError as error:
+            refused = f"it cannot be loaded: {error}"
+        if refused is not None:
+            found.append(f"{path} is not used: {refused}")
+    return found
+
+
+def _trusted() -> Iterator[Path]:
+    try:
+        yield from (path for path, refused in find(file_name()) if refused is None)
+    except OSError:
+        return  # the package came without its source
+
+
+def load_file(path: Path) -> ModuleType:
+    """Loads a tap. Raises ImportError for a damaged file, or one for another torch."""
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
     spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)
-    if spec is None:
-        return None
+    assert spec is not None  # never, with a loader
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
@@ -90,56 +128,3 @@ def _loaded(path: Path) -> ModuleType | None:
 def marks() -> Any:
     """What the tap is to record with."""
     return recorder.collective_marks()
-
-
-def build() -> Path:
-    """Compiles the tap, some ten seconds, and returns its file. Raises BuildError with what is missing."""
-    if not recorder.NATIVE:
-        raise BuildError("the native recorder is missing: install a C compiler and reinstall torchlens_perf")
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
-    if compiler is None:
-        raise BuildError("no C++ compiler: install g++, or name one in CXX")
-    import torch
-
-    torch_folder = Path(torch.__file__).parent
-    include = torch_folder / "include"
-    if not (include / "torch" / "library.h").is_file():
-        raise BuildError(f"this torch came without its headers ({include})")
-    place = _writable_place()
-    descriptor, partial = tempfile.mkstemp(suffix=".partial", dir=place)
-    os.close(descriptor)
-    command = [
-        compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(_cxx11_abi(torch))}",
-        f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}", f"-I{sysconfig.get_path('include')}",
-        f"-I{_SOURCES}", str(_SOURCES / "tap.cpp"), "-o", partial,
-        f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}",
-    ]  # fmt: skip
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
-        if done.returncode:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-300:])
-            raise BuildError(f"the compiler failed: {first}")
-        os.chmod(partial, 0o755)
-        os.replace(partial, place / file_name())
-    except subprocess.TimeoutExpired:
-        raise BuildError(f"the compiler did not end within {_BUILD_TIMEOUT_S} s") from None
-    finally:
-        Path(partial).unlink(missing_ok=True)
-    load.cache_clear()
-    return place / file_name()
-
-
-def _writable_place() -> Path:
-    for place in places():
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(place, os.W_OK):
-            return place
-    raise BuildError(f"none of these can be written: {', '.join(str(place) for place in places())}")
-
-
-def _cxx11_abi(torch_module: Any) -> bool:
-    return bool(getattr(torch_module, "compiled_with_cxx11_abi", lambda: True)())

@@ -59,6 +59,8 @@ class ProcessState:
     cpu_wait: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     """Of the sidecar's samples: the sum of the shares of time in which its main thread was ready and had no CPU, and
     how many samples there are."""
+    missing_tap: str = ""
+    """The file of the native tap on collectives that it has not found; "" if it had it, or had no other ranks."""
     out_of_memory: dict[str, Any] | None = None
     """The newest table that it wrote when its device's memory ran out, see hooks/out_of_memory.py."""
 
@@ -69,6 +71,7 @@ class ProcessState:
         value["anchor"] = list(self.anchor)
         value["statistics"] = self.statistics.to_json()
         value["out_of_memory"] = self.out_of_memory
+        value["missing_tap"] = self.missing_tap
         return value
 
     @classmethod
@@ -79,6 +82,7 @@ class ProcessState:
             statistics=RankStatistics.from_json(value["statistics"]),
             out_of_memory=value.get("out_of_memory"),
             gpus=value.get("gpus", []),
+            missing_tap=value.get("missing_tap", ""),
             **{field: value[field] for field in _PLAIN_FIELDS},
         )
 
@@ -115,6 +119,8 @@ class NodeState:
     """Those that are open, see AlertLog.to_json()."""
     telemetry: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What the hardware did, see TelemetryLog.to_json()."""
+    tap_outlook: str = ""
+    """What becomes of the native tap that its ranks have missed, see TapForNextRun.outlook()."""
 
     def save(self, run: RunDirectory) -> None:
         """Replaces the node's file. Raises OSError on a full disk."""
@@ -133,6 +139,7 @@ class NodeState:
             "findings": self.findings.to_json(),
             "alerts": self.alerts,
             "telemetry": self.telemetry,
+            "tap_outlook": self.tap_outlook,
         }
         path = run.node_state(self.host)
         partial = path.with_suffix(".partial")
@@ -160,6 +167,7 @@ def load(path: Path) -> NodeState:
             findings=Findings.from_json(value["findings"]),
             alerts=value.get("alerts", {}),
             telemetry=value.get("telemetry", {}),
+            tap_outlook=value.get("tap_outlook", ""),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunStoreError(f"{path} cannot be read: {type(error).__name__}: {error}") from None

@@ -48,7 +48,7 @@ logger = logging.getLogger("torchlens_perf")
 
 _AT_STEP = guard("work at a step's end")
 _NOW_AND_THEN_NS = 50_000_000
-_TOLD = ("disk_bytes", "trace_every", "telemetry", "capture")  # settings that are the sidecar's to follow
+_TOLD = ("disk_bytes", "trace_every", "telemetry", "capture", "build_tap")  # settings that are the sidecar's to follow
 _MOST_NOTES = 24  # they share 8 KB with all else that the sidecar must know
 _PROBED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.PROBED, Flag.MANUAL, Flag.INFERENCE))
 
@@ -101,6 +101,7 @@ class Session:
         self.gpus: list[dict[str, Any]] = []  # that this process computes on
         self.stack_file = ""  # where this process writes its stack when it is asked to; "": nowhere
         self.recomputing = 0  # how many checkpoints of torch's own are being run again
+        self.missing_tap = ""  # the file of the native tap on collectives, where that is missed
         self.own_memory_history = False  # a history of device memory is recorded, and is ours and so bounded
         self.ring_path = ring.path
         self.compute_device = ""  # that the watched models are on: "cuda", "cpu", ...; "": not known yet
@@ -388,6 +389,7 @@ class Session:
                 "device": self.device,
                 "gpus": self.gpus,
                 "stack_file": self.stack_file,
+                "missing_tap": self.missing_tap,
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
                 "settings": {name: getattr(self.config, name) for name in _TOLD} | self._report,
             }

@@ -30,6 +30,7 @@ from torchlens_perf.ring_sources import RingSources
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.run_store import Chunk, SegmentWriter
 from torchlens_perf.statistics import assemble_steps, step_traces
+from torchlens_perf.tap_for_next_run import TapForNextRun
 from torchlens_perf.telemetry_log import TelemetryLog
 from torchlens_perf.telemetry_store import telemetry_bytes
 
@@ -45,6 +46,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 FIRST_TRACED_STEPS = 3
 _LAST_WINDOWS_S = 5.0
 _OTHERS_END_S = 0.3  # after rank 0
+_TAP = "building the native tap on collectives"
 
 
 def _to_nobody(doing: str) -> None:
@@ -66,15 +68,18 @@ class Sidecar:
         exporter: Exporter | None,
         report: Callable[[RunDirectory, dict[str, Any]], None],
         waiting: Mapping[str, WaitingRing] | None = None,
+        tap: TapForNextRun | None = None,
     ) -> None:
         """report: writes the run's report.txt; gets what rank 0 asked for (its terminal's width and colour).
 
-        waiting: by path, how far rings were while this process only waited.
+        waiting: by path, how far rings were while this process only waited. tap: what the native tap is built by; by
+        default nothing is built.
         """
         self.run = run
         self._host = host
         self._exporter = exporter
         self._write_report = report
+        self._tap = TapForNextRun(builds=False) if tap is None else tap
         state_path = run.node_state(host)
         self.state = node_state.load(state_path) if state_path.exists() else NodeState(host)
         self.telemetry = TelemetryLog(run, host, self.state.telemetry)
@@ -133,6 +138,11 @@ class Sidecar:
                 self._exporter.measured(live[0].identity, found)
         self.state.notes += [note for note in self.telemetry.notes if note not in self.state.notes]
 
+    def build_tap(self, running_s: float) -> None:
+        """Has the native tap built for the next run, if ranks have missed it. running_s: since the sidecar began."""
+        with self.conclusions.going_on(_TAP):
+            self._tap.begin_if_due(running_s)
+
     def export(self) -> None:
         """Hands what account() counted to the exporter."""
         if self._exporter is not None:
@@ -169,6 +179,10 @@ class Sidecar:
         times = os.times()
         self.state.passing_notes = [note for note in self.conclusions.job.notes() if note not in self.state.notes]
         self.state.telemetry = self.telemetry.to_json()
+        with self.conclusions.going_on(_TAP):
+            self.state.tap_outlook = self._tap.outlook(
+                self._missing_tap(), wanted=bool(self.sources.setting("build_tap"))
+            )
         self.state.sidecar_cpu_s = times.user + times.system
         self.state.save(self.run)
 
@@ -266,6 +280,11 @@ class Sidecar:
             held_up[warm],
         )  # fmt: skip
 
+    def _missing_tap(self) -> str:
+        """The file of the native tap that a rank with collectives has not found; "" if there is none such."""
+        missed = (source.state.missing_tap for source in self.sources if source.state.groups)
+        return next(filter(None, missed), "")
+
     def _read_counters(self, source: RingSource) -> None:
         reader, state = source.reader, source.state
         state.unbalanced = reader.counter(ring.UNBALANCED)
@@ -280,6 +299,7 @@ class Sidecar:
             state.deeper_modules = metadata["deeper_modules"]
             state.model, state.memory_source = metadata["model"], metadata["memory_source"]
             state.device, state.gpus = metadata["device"], metadata["gpus"]
+            state.missing_tap = metadata.get("missing_tap", "")
             state.groups = metadata["groups"]
             source.stack_file = metadata["stack_file"]
             source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import priority, run_directory
-from torchlens_perf.errors import RunStoreError, TorchlensPerfError
+from torchlens_perf.errors import RunStoreError, TorchlensPerfError, guard
 from torchlens_perf.run_directory import RunDirectory
 from torchlens_perf.settle import keep_log, settle
 from torchlens_perf.sidecar_lock import SidecarLock
@@ -39,7 +39,7 @@ def attend(run_dir: str, host: str, lock_descriptor: int, rings: Mapping[str, Wa
             lock.remove()
             return 1
         lock.tell(LOADS)
-        _read(run, host, lock, rings)
+        _read(run, host, lock, rings, builds_tap=True)
     except TorchlensPerfError as error:
         print(f"torchlens-perf: {error}", file=sys.stderr)
         return 2
@@ -88,17 +88,23 @@ def _locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLoc
     return lock
 
 
-def _read(run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing]) -> None:
+def _read(
+    run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing], *, builds_tap: bool = False
+) -> None:
     from torchlens_perf.exporters.deferred import DeferredExporter
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment, wanted_signals
     from torchlens_perf.sidecar import Sidecar
     from torchlens_perf.sidecar_loop import run_sidecar
+    from torchlens_perf.tap_for_next_run import TapForNextRun
 
+    tap = TapForNextRun(builds=builds_tap)
     again = True
     while again:
         wanted = bool(wanted_signals(os.environ))
         exporter = DeferredExporter(lambda: exporter_from_environment(os.environ)) if wanted else None
-        again = run_sidecar(Sidecar(run, host, exporter, write_report, rings), lock, exporter)
+        again = run_sidecar(Sidecar(run, host, exporter, write_report, rings, tap), lock, exporter)
+    with guard("building the native tap on collectives"):
+        tap.finish()
 
 
 def _replay(run: RunDirectory, lock: SidecarLock) -> int:

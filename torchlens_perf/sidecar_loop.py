@@ -41,6 +41,7 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
             sidecar.account()
             sidecar.look_around(now_s, final=not more)
         sidecar.measure()
+        sidecar.build_tap(now_s - started_s)
         sidecar.conclusions.relay_captures(sidecar.sources, now_s, final=not more)
         with _logged("the report could not be written"):
             sidecar.report_if_asked(lock.tell)  # before the export, which may take longer: rank 0 waits for it

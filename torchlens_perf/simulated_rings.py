@@ -123,6 +123,7 @@ class SimulatedRank:
                 "compute_device": "cpu",
                 "deeper_modules": False,
                 "stack_file": "",
+                "missing_tap": "",
                 "job_store": None,
                 "groups": told,
                 "settings": {
@@ -130,6 +131,7 @@ class SimulatedRank:
                     "trace_every": config.trace_every,
                     "telemetry": False,
                     "capture": "off",
+                    "build_tap": False,
                 },
             }
         )

@@ -60,10 +60,6 @@ def watched(
     assert recording.internal_errors == 0
 
 
-def notes(recording: Recording) -> list[str]:
-    return [note for note in recording.notes if "build-tap" not in note]
-
-
 def test_offered_and_taken_back(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL finds it by its variable inside of the watch; afterwards the variable is gone and nothing is told."""
     before = dict(os.environ)
@@ -77,7 +73,7 @@ def test_offered_and_taken_back(nccl: FakeNccl, tmp_path: Path, monkeypatch: pyt
     assert os.environ == before
     assert nccl.mask == SEEN
     nccl.finalize(context)
-    assert notes(recording) == []
+    assert recording.notes == []
 
 
 def test_variable_that_changed_meanwhile(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +102,7 @@ def test_another_plugin_stays(where: str, nccl: FakeNccl, tmp_path: Path, monkey
         assert os.environ == before
         assert recording.watch._session.collective_events is not None
     assert os.environ == before
-    (note,) = notes(recording)
+    (note,) = recording.notes
     assert "asynchronous collectives have no end" in note
     assert "another one was chosen, and stays" in note
 
@@ -117,7 +113,7 @@ def test_plugin_of_the_launchers_installation(nccl: FakeNccl, tmp_path: Path, mo
     with watched(tmp_path, monkeypatch) as recording:
         assert os.environ[VARIABLE] == str(nccl.file)
     assert VARIABLE not in os.environ
-    assert notes(recording) == []
+    assert recording.notes == []
 
 
 def test_settings_without_a_plugin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +160,7 @@ def test_off_by_default(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.Monk
     with watched(tmp_path, monkeypatch, wish="off") as recording:
         assert VARIABLE not in os.environ
         assert recording.watch._session.collective_events is not None
-    (note,) = notes(recording)
+    (note,) = recording.notes
     assert note.endswith('as NCCL\'s plugin is not used: nccl="auto" asks for it')
 
 
@@ -175,7 +171,7 @@ def test_no_room_in_shared_memory(wish: str, nccl: FakeNccl, tmp_path: Path, mon
     monkeypatch.setattr(nccl_plugin, "POOL_BYTES", free.f_bavail * free.f_frsize + (1 << 30))
     with watched(tmp_path, monkeypatch, wish=wish) as recording:
         assert VARIABLE not in os.environ
-    (note,) = notes(recording)
+    (note,) = recording.notes
     assert re.search(r"NCCL needs \d+ MiB of shared memory for it, and /dev/shm has \d+ MiB left", note)
 
 
@@ -198,7 +194,7 @@ def test_no_room_for_a_later_communicator(nccl: FakeNccl, tmp_path: Path, monkey
     for context in (first, second):
         nccl.finalize(context)
     assert any(
-        "no room in shared memory for what NCCL needs to time another communicator" in n for n in notes(recording)
+        "no room in shared memory for what NCCL needs to time another communicator" in n for n in recording.notes
     )
 
 
@@ -206,7 +202,7 @@ def test_nccl_that_is_too_old(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytes
     """It is not even offered: this NCCL knows no such interface."""
     with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
         assert VARIABLE not in os.environ
-    (note,) = notes(recording)
+    (note,) = recording.notes
     assert "NCCL 2.26.2 does not tell when they ran; 2.27 and newer ones do" in note
 
 
@@ -218,7 +214,7 @@ def test_nccl_that_may_be_harmed(
     with watched(tmp_path, monkeypatch, version=version) as recording:
         assert VARIABLE not in os.environ
         assert recording.watch._session.collective_events is not None
-    (note,) = notes(recording)
+    (note,) = recording.notes
     assert "it is for NCCL 2.28 to 2.30, and this is" in note
     monkeypatch.setattr(nccl_plugin, "version", lambda: version)
     for wish, offered in (("auto", False), ("on", True)):
@@ -232,7 +228,7 @@ def test_lone_rank_is_not_told(nccl: FakeNccl, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
         pass
-    assert notes(recording) == []
+    assert recording.notes == []
 
 
 def test_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +257,7 @@ def test_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         cuda_graph = torch.cuda.CUDAGraph
         wrapped = cuda_graph.capture_begin, cuda_graph.capture_end, cuda_graph.replay
     assert asked == [("begin", SEEN, (), {"pool": 7}), ("end", SEEN, (), {}), ("replay", ON, (), {})]
-    assert notes(recording) == []
+    assert recording.notes == []
     assert dict(vars(torch.cuda.CUDAGraph)) == before
     for function in wrapped:  # which another tool may have kept
         function(Graph())
@@ -290,7 +286,7 @@ def test_captured_collective(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest
         recording.watch.step()
         assert recording.watch._session.collective_events is not None
         assert sum(text in note for note in recording.watch._session._notes) == 1
-    (note,) = notes(recording)
+    (note,) = recording.notes
     assert "from here on asynchronous collectives have no end" in note
     assert nccl.mask == 0
 
@@ -298,7 +294,7 @@ def test_captured_collective(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest
         assert recording.watch._session.collective_events is not None
         assert VARIABLE not in os.environ
         assert nccl.mask == 0
-    (note,) = notes(recording)
+    (note,) = recording.notes
     assert text in note
     nccl.finalize(context)
 
@@ -332,7 +328,7 @@ def test_graph_that_was_captured_before(nccl: FakeNccl, tmp_path: Path, monkeypa
             assert nccl.mask == ON
         torch.cuda.CUDAGraph.replay(Graph())
         assert nccl.mask == 0
-    (note,) = notes(recording)
+    (note,) = recording.notes
     assert "a CUDA graph was replayed that was captured outside of watch()" in note
     nccl.finalize(context)
 
@@ -392,7 +388,7 @@ def test_plugin_of_another_version(nccl: FakeNccl, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(nccl.plugin, "attach", lambda: False)
     with watched(tmp_path, monkeypatch) as recording:
         assert VARIABLE not in os.environ
-    (note,) = notes(recording)
+    (note,) = recording.notes
     assert "built for another version of torchlens_perf: reinstall it" in note
 
 
@@ -413,7 +409,7 @@ def test_what_is_not_recorded_is_said(nccl: FakeNccl, tmp_path: Path, monkeypatc
 
     with watched(tmp_path, monkeypatch) as recording:
         recording.watch.step()
-    assert notes(recording) == []
+    assert recording.notes == []
     nccl.finalize(context)
 
 
@@ -433,7 +429,7 @@ def test_communicators_that_were_there_before(nccl: FakeNccl, tmp_path: Path, mo
         recording.watch.step()
         assert inside.collective_events is not None
         assert list(inside._at_step) == works
-    (note,) = notes(recording)
+    (note,) = recording.notes
     assert "enter watch() before init_process_group()" in note
     assert inside.collective_events is None
 
@@ -450,7 +446,7 @@ def test_communicators_that_have_loaded_it(nccl: FakeNccl, tmp_path: Path, monke
         recording.watch.step()
         assert recording.watch._session.collective_events is None
         assert nccl.mask == ON
-    assert notes(recording) == []
+    assert recording.notes == []
     nccl.finalize(context)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.distributed.gloo import run_ranks
 from tests.recording import Recording, recorded, records_of
-from torchlens_perf import native_tap
+from torchlens_perf import tap_build
 from torchlens_perf.collective_join import CollectiveJoin
 from torchlens_perf.collective_statistics import OperationStatistics
 from torchlens_perf.report.collective_table import collective_rows
@@ -61,8 +61,7 @@ def one_rank(folder: Path) -> Recording:
 @pytest.fixture(scope="module")
 def join(tmp_path_factory: pytest.TempPathFactory) -> CollectiveJoin:
     """What the three ranks have written, joined."""
-    if native_tap.find() is None:
-        native_tap.build()
+    tap_build.build()
     join = CollectiveJoin()
     join.know(0, range(RANKS))
     for rank, recording in enumerate(run_ranks(one_rank, tmp_path_factory.mktemp("ranks"), RANKS)):

@@ -15,7 +15,7 @@ from torchlens_perf.node_state import NodeState, ProcessState
 from torchlens_perf.rank_statistics import RankStatistics, Windows
 from torchlens_perf.records import Verdict
 from torchlens_perf.report import verdict
-from torchlens_perf.report.collective_table import collective_rows, newest_joins
+from torchlens_perf.report.collective_table import collective_rows, newest_joins, python_tap_notes
 from torchlens_perf.report.device_rows import device_notes, device_sections, device_times, own_device_times
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.gpu_rows import gpu_rows, link_rows, telemetry_notes
@@ -321,7 +321,7 @@ def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> dict
     notes = list(dict.fromkeys(note for node in nodes for note in (*node.notes, *node.passing_notes)))
     for rank in sorted(processes):
         notes += [note for note in _rank_notes(processes[rank]) if note not in notes]
-    notes += telemetry_notes(nodes)
+    notes += [*telemetry_notes(nodes), *python_tap_notes(nodes, processes.values())]
     missing = _missing_ranks(processes)
     if missing:
         notes.append(missing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.collective_channel import Counts
 from torchlens_perf.collective_join import CollectiveJoin
@@ -14,6 +14,9 @@ from torchlens_perf.report.quantities import amount, duration, duration_or_dash,
 from torchlens_perf.report.tables import Column, FittingTable
 from torchlens_perf.sketch import Sketch
 from torchlens_perf.slow_link import LinkFindings, SlowLink
+
+if TYPE_CHECKING:
+    from torchlens_perf.node_state import NodeState, ProcessState
 
 _MOST_ROWS = 6
 _QUANTILES = {"p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99}
@@ -46,6 +49,17 @@ def collective_rows(joins: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         for each in merged_operations([node.operations() for node in nodes])
     ]
     return sorted(rows, key=lambda row: (-row["bytes"], -row["count"], row["operation"], row["group"]))
+
+
+def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessState]) -> list[str]:
+    """For nodes where collectives were tapped from Python: what that means, and what becomes of the native tap.
+
+    processes: those that the report is about.
+    """
+    hosts = {process.identity.host for process in processes if process.missing_tap and process.groups}
+    outlooks = dict.fromkeys(node.tap_outlook for node in nodes if node.host in hosts)
+    means = "collectives were tapped from Python: some 50 us each, and no end of asynchronous ones"
+    return [f"{means}; {outlook}" if outlook else means for outlook in outlooks]
 
 
 def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole: bool) -> dict[str, Any]:
