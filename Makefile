@@ -3,8 +3,9 @@ PYTHON ?= python3
 DEMO := .venv-demo
 TEST := .venv-test
 RECEIVER := .venv-receiver
+FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo test check format bench gpu-check clean
+.PHONY: demo test test-frameworks check format bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -41,6 +42,15 @@ $(TEST)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.[ch] t
 	$(RECEIVER)/bin/python -m pip install -q 'ddapm-test-agent>=1.69,<2'
 	touch $@
 
+# Needs some 5 GB: transformers, TRL and what they pull in, beside the frameworks of `make test`.
+test-frameworks: $(FRAMEWORKS)/ready
+	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
+
+$(FRAMEWORKS)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install -q -e '.[test,frameworks]'
+	touch $@
+
 bench: $(TEST)/ready
 	$(TEST)/bin/python -m benchmarks
 
@@ -50,4 +60,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(PARTS)
 
 clean:
-	rm -rf $(DEMO) $(TEST) $(RECEIVER) build torchlens_perf/*.so torchlens-perf
+	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) build torchlens_perf/*.so torchlens-perf

@@ -48,6 +48,7 @@ def test_missing_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
         ("TORCHLENS_PERF_MODULES", "", "TORCHLENS_PERF* variables", BROKEN, "recording is off: TORCHLENS_PERF_MODULES"),
         ("TORCHLENS_PERF", "1", "TORCHLENS_PERF* variables", OK, "TORCHLENS_PERF on"),
         ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "TORCHLENS_PERF=1 and the torchrun flag", WORSE, "unset"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "yes", "TORCHLENS_PERF=1 and the torchrun flag", WORSE, "=yes switches"),
         ("TORCHLENS_PERF_DIR", "/proc/nothing", "run directories", BROKEN, "set TORCHLENS_PERF_DIR"),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://u:secret@h:4318", "OpenTelemetry", OK, "to http://h:4318"),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://h:4317", "OpenTelemetry", WORSE, "OTEL_EXPORTER_OTLP_PROTOCOL=grpc"),

@@ -181,6 +181,7 @@ def test_ids_differ() -> None:
     [
         (identity(), {}, "train"),
         (identity(program="launch.sh"), {}, "launch.sh"),
+        (identity(program="analysis.ipynb"), {}, "analysis"),
         (identity(attributes={"slurm.job.name": "llama"}), {}, "llama"),
         (identity(), {"OTEL_RESOURCE_ATTRIBUTES": "service.name=told"}, "told"),
         (identity(attributes={"slurm.job.name": "llama"}), {"OTEL_SERVICE_NAME": "mine"}, "mine"),

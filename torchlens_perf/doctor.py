@@ -177,11 +177,12 @@ def telemetry() -> Iterator[Check]:
 
 
 def _autoload() -> Iterator[Check]:
-    from torchlens_perf.launch import AUTOLOAD_SWITCH
+    from torchlens_perf.launch import AUTOLOAD_SWITCH, is_autoload_off
 
-    if os.environ.get(AUTOLOAD_SWITCH) == "0":
+    if is_autoload_off(os.environ):
         remedy = f"unset {AUTOLOAD_SWITCH}, or use `python -m torchlens_perf run SCRIPT`"
-        yield Check(WORSE, "TORCHLENS_PERF=1 and the torchrun flag", f"{AUTOLOAD_SWITCH}=0 switches them off", remedy)
+        finding = f"{AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} switches them off"
+        yield Check(WORSE, "TORCHLENS_PERF=1 and the torchrun flag", finding, remedy)
         return
     for group in ("torch.backends", "torchrun.logs_specs"):
         found = any(entry.name == "torchlens_perf" for entry in importlib.metadata.entry_points(group=group))

@@ -17,6 +17,7 @@ import functools
 import multiprocessing.util
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from torchlens_perf import config as configuration
@@ -24,6 +25,11 @@ from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, guard
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def is_autoload_off(environ: Mapping[str, str]) -> bool:
+    """Whether torch loads no entry points: with any value but "1" (torch.__init__)."""
+    return environ.get(AUTOLOAD_SWITCH, "1") != "1"
 
 
 def autoload() -> None:

@@ -84,9 +84,6 @@ class Kind(IntEnum):
     MEMORY = 28  # one number of the device's allocator, see memory_readings.py
 
 
-PHASES = (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT)
-
-
 class Flag(IntFlag):
     """Flags of a record. CAPTURED and the upper eight are for STEP records."""
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from torchlens_perf import config
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.launch import AUTOLOAD_SWITCH
+from torchlens_perf.launch import AUTOLOAD_SWITCH, is_autoload_off
 from torchlens_perf.startup import sitecustomize
 
 # One argument with short options: letters, then perhaps one that takes all that follows, or else the next argument.
@@ -115,7 +115,7 @@ def _switch_on(environment: dict[str, str], options: Sequence[str]) -> None:
     first = path.split(os.pathsep)[0] if path else ""
     if any(map(_NO_SITECUSTOMIZE.match, options)) or os.pathsep in sitecustomize.FOLDER:
         # Then torch's entry point is all there is.
-        if environment.get(AUTOLOAD_SWITCH, "1") != "1":
+        if is_autoload_off(environment):
             _say_off(environment, f"{AUTOLOAD_SWITCH} is off, and -E, -I or -S keeps out what would do without it")
     elif first != sitecustomize.FOLDER:  # it is, where `run` runs `run`
         if path is not None:

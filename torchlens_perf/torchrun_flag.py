@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 
 from torchlens_perf.config import SWITCH
-from torchlens_perf.launch import AUTOLOAD_SWITCH
+from torchlens_perf.launch import AUTOLOAD_SWITCH, is_autoload_off
 
 
 class LogsSpecs(DefaultLogsSpecs):  # type: ignore[misc] # torch is not followed
@@ -17,10 +17,10 @@ class LogsSpecs(DefaultLogsSpecs):  # type: ignore[misc] # torch is not followed
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if os.environ.get(AUTOLOAD_SWITCH) == "0":
+        if is_autoload_off(os.environ):
             print(
-                f"torchlens_perf is off: {AUTOLOAD_SWITCH}=0 keeps it out of the workers; unset it, or use "
-                "`torchrun -m torchlens_perf run SCRIPT`",
+                f"torchlens_perf is off: {AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} keeps it out of the workers; "
+                "unset it, or use `torchrun -m torchlens_perf run SCRIPT`",
                 file=sys.stderr,
             )
         elif SWITCH not in os.environ:

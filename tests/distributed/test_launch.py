@@ -113,15 +113,16 @@ def test_elastic_restart(tmp_path: Path) -> None:
     assert steps.groupby("attempt")["step"].max().to_dict() == {0: 7, 1: 29}
 
 
-def test_autoload_switched_off(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
-    """With torch's autoload off, the flag leaves the script untouched and says so in one line."""
-    done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+@pytest.mark.parametrize("value", ["0", "true"])
+def test_autoload_switched_off(value: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """With torch's autoload off, the flag leaves the script untouched and says so in one line. For torch, 1 is on."""
+    done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD=value)
     ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
 
     assert done.returncode == 0
     assert said(done.stdout) == unwatched["pair"]
     assert len(ours) == 1
-    assert ours[0].startswith("torchlens_perf is off: TORCH_DEVICE_BACKEND_AUTOLOAD=0")
+    assert ours[0].startswith(f"torchlens_perf is off: TORCH_DEVICE_BACKEND_AUTOLOAD={value}")
     assert not (tmp_path / "torchlens-perf").exists()
 
 

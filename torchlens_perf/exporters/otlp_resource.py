@@ -38,7 +38,7 @@ def _run(identity: Identity) -> dict[str, Any]:
         semantics.WORLD_SIZE: identity.world_size,
         **identity.attributes,
     }
-    service = identity.attributes.get("slurm.job.name") or identity.program.removesuffix(".py")
+    service = identity.attributes.get("slurm.job.name") or identity.program.removesuffix(".py").removesuffix(".ipynb")
     return {**known, "service.name": service} if service else known
 
 
