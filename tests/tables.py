@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +32,25 @@ def step_table(parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags:
         cpu_ns=np.full((count, len(PARTS)), -1),
         ready_ns=np.full((count, len(PARTS)), -1),
     )
+
+
+def mixed_table(steps: Sequence[dict[str, Any]], first_step: int = 0, noise: float = 0.0) -> StepTable:
+    """Steps that differ: parts in ms, "flags", and "cpu" for the lack of a CPU, which is in their forward part.
+
+    noise: standard deviation of the logarithm of a step's duration.
+    """
+    scales = np.exp(noise * np.random.default_rng(0).standard_normal(len(steps)))
+    made = step_table(
+        [{part: step.get(part, 0.0) * scale for part in PARTS} for step, scale in zip(steps, scales, strict=True)],
+        first_step,
+    )
+    ready_ns = np.full_like(made.parts_ns, -1)
+    for row, step in enumerate(steps):
+        if "cpu" in step:
+            ready_ns[row] = 0
+            ready_ns[row, PARTS.index("forward")] = step["cpu"] * MS
+    flags = np.array([int(step.get("flags", 0)) for step in steps], np.int64)
+    return dataclasses.replace(made, flags=flags, ready_ns=ready_ns)
 
 
 def records(rows: Sequence[tuple[Kind, int, int, int]]) -> np.ndarray:

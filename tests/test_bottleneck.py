@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.tables import MS, step_table
+from tests.tables import mixed_table
 from torchlens_perf.clock import Anchor
 from torchlens_perf.identity import Identity
 from torchlens_perf.node_state import NodeState, ProcessState
@@ -33,16 +32,8 @@ def seconds(number: str, unit: str) -> float:
 
 def state_of(rank: int, ranks: int, steps: list[dict[str, Any]], **changed: Any) -> ProcessState:
     """A process that has made these steps: parts in ms, "flags", "cpu" for the lack of a CPU in its forward part."""
-    made = step_table([{part: step.get(part, 0.0) for part in PARTS} for step in steps])
-    ready_ns = np.full_like(made.parts_ns, -1)
-    for row, step in enumerate(steps):
-        if "cpu" in step:
-            ready_ns[row] = 0
-            ready_ns[row, PARTS.index("forward")] = step["cpu"] * MS
-    flags = np.array([int(step.get("flags", 0)) for step in steps], np.int64)
-    made = dataclasses.replace(made, flags=flags, ready_ns=ready_ns)
     statistics = RankStatistics()
-    statistics.add(np.zeros(0, record_dtype()), made, [], 0)
+    statistics.add(np.zeros(0, record_dtype()), mixed_table(steps), [], 0)
     identity = Identity("r", rank, rank, ranks, ranks, 0, "h", 10 + rank, 1, 1, False, "train.py", "", {})
     return ProcessState(identity, Anchor(0, 0, 0), statistics, ended="closed", **changed)
 

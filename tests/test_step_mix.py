@@ -12,29 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tables import step_table
-from torchlens_perf.records import PARTS, StepTable
+from tests.tables import mixed_table
+from torchlens_perf.records import StepTable
 from torchlens_perf.ring import Flag
 from torchlens_perf.step_mix import LACK_OF_CPU, StepClasses, StepMix, classify
 
 MS = 1e6
 NORMAL = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0, "host": 1.0}  # 16 ms
-
-
-def table(steps: Sequence[dict[str, Any]], first: int = 0, noise: float = 0.0) -> StepTable:
-    """Steps with these parts in ms; "flags", and "cpu" for the lack of a CPU, which is in their forward part."""
-    scales = np.exp(noise * np.random.default_rng(0).standard_normal(len(steps)))
-    made = step_table(
-        [{part: step.get(part, 0.0) * scale for part in PARTS} for step, scale in zip(steps, scales, strict=True)],
-        first,
-    )
-    ready_ns = np.full_like(made.parts_ns, -1)
-    for row, step in enumerate(steps):
-        if "cpu" in step:
-            ready_ns[row] = 0
-            ready_ns[row, PARTS.index("forward")] = step["cpu"] * MS
-    flags = np.array([int(step.get("flags", 0)) for step in steps], np.int64)
-    return dataclasses.replace(made, flags=flags, ready_ns=ready_ns)
 
 
 def mix_of(*tables: StepTable) -> StepMix:
@@ -45,7 +29,7 @@ def mix_of(*tables: StepTable) -> StepMix:
 
 
 def classes(steps: Sequence[dict[str, Any]], **how: Any) -> StepClasses:
-    return classify([mix_of(table(steps, **how))])
+    return classify([mix_of(mixed_table(steps, **how))])
 
 
 def loop(count: int, **others: dict[str, Any]) -> list[dict[str, Any]]:
@@ -201,7 +185,7 @@ class TestSeveralRanks:
         """All ranks do the same: the numbers are those of each of them."""
         one = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION})
         (alone,) = classes(one).long
-        together = classify([mix_of(table(one)) for _ in range(4)])
+        together = classify([mix_of(mixed_table(one)) for _ in range(4)])
         (long,) = together.long
         assert (together.count, long.count, long.period) == (100, alone.count, 25)
         assert long.total_ns == pytest.approx(alone.total_ns)
@@ -210,13 +194,13 @@ class TestSeveralRanks:
         """One rank evaluates, and the others wait for it in communication: one class, with the reason."""
         evaluates = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION})
         waits = loop(100, every25={"communication": 100.0})
-        (long,) = classify([mix_of(table(evaluates)), mix_of(table(waits)), mix_of(table(waits))]).long
+        (long,) = classify([mix_of(mixed_table(steps)) for steps in (evaluates, waits, waits)]).long
         assert (long.kinds, long.count, long.period) == (("evaluation",), 4, 25)
 
     def test_waiting_for_nobody_that_is_known(self) -> None:
         """Stays what it is."""
         waits = loop(100, every25={"communication": 100.0})
-        (long,) = classify([mix_of(table(waits)), mix_of(table(waits))]).long
+        (long,) = classify([mix_of(mixed_table(waits)), mix_of(mixed_table(waits))]).long
         assert (long.kinds, long.part, long.count) == ((), "communication", 4)
 
 
@@ -238,9 +222,9 @@ steps_of_any_kind = st.lists(
 @given(steps_of_any_kind, st.integers(1, 79))
 def test_merging_is_adding(steps: list[dict[str, Any]], cut: int) -> None:
     """In two pieces, through a file, or at once: the same classes."""
-    whole = mix_of(table(steps))
-    pieces = mix_of(table(steps[:cut]))
-    rest = mix_of(table(steps[cut:], first=cut))
+    whole = mix_of(mixed_table(steps))
+    pieces = mix_of(mixed_table(steps[:cut]))
+    rest = mix_of(mixed_table(steps[cut:], first_step=cut))
     pieces.merge(StepMix.from_json(json.loads(json.dumps(rest.to_json()))))
 
     expected, found = classify([whole]), classify([pieces])
@@ -254,7 +238,7 @@ def test_merging_is_adding(steps: list[dict[str, Any]], cut: int) -> None:
 @given(steps_of_any_kind)
 def test_every_mix_is_described_truthfully(steps: list[dict[str, Any]]) -> None:
     """The typical step adds up; classes are disjoint and longer, and what they cost is a part of the time."""
-    given_table = table(steps)
+    given_table = mixed_table(steps)
     found = classes(steps)
     typical = found.typical
     assert typical is not None
@@ -277,6 +261,6 @@ def test_size_is_bounded() -> None:
     mix = StepMix()
     for first in range(0, 200_000, 20_000):
         durations = np.exp(rng.uniform(0, 22, 20_000)) / 1e6
-        mix.add(table([{"forward": each, "flags": 1 << int(rng.integers(7, 16))} for each in durations], first))
+        mix.add(mixed_table([{"forward": each, "flags": 1 << int(rng.integers(7, 16))} for each in durations], first))
     assert len(json.dumps(mix.to_json())) < 150_000
     assert classify([mix]).count == 200_000

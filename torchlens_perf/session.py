@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
@@ -19,7 +18,7 @@ from torchlens_perf.hooks.capture import CaptureHook
 from torchlens_perf.hooks.collective import CollectiveHook
 from torchlens_perf.hooks.data import DataHook
 from torchlens_perf.hooks.memory import MemoryHook
-from torchlens_perf.hooks.module import MAX_MODULES, ModuleHook, select
+from torchlens_perf.hooks.module import MAX_MODULES, ModuleHook, device_of, select
 from torchlens_perf.hooks.nvtx import NvtxHook
 from torchlens_perf.hooks.on_device import device_hooks
 from torchlens_perf.hooks.optimizer import OptimizerHook
@@ -270,7 +269,7 @@ class Session:
             self._watched.update((id(each.module), weakref.ref(each.module)) for each in modules)
             self._module_names.update(each.name for each in modules)
             self._deeper_modules |= not selection.all_levels
-            self.compute_device = self.compute_device or _device_of(model.module)
+            self.compute_device = self.compute_device or device_of(model.module)
             self._attach([ModuleHook(modules, self._backward)])
 
     def _watches(self, module: Module) -> bool:
@@ -394,10 +393,3 @@ class Session:
                 "settings": {name: getattr(self.config, name) for name in _TOLD} | self._report,
             }
         )
-
-
-def _device_of(model: Module) -> str:
-    """The kind of device that a model's first parameter is on; "" where it has none yet."""
-    with torch_private.out_of_sight()():
-        kinds = {parameter.device.type for parameter in itertools.islice(model.parameters(), 1)} - {"meta"}
-    return next(iter(kinds), "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import functools
+import itertools
 import site
 import sys
 import sysconfig
@@ -349,3 +350,10 @@ def _hook_pair(
             forward(result)
 
     return _Hook(enter), _Hook(leave)
+
+
+def device_of(model: Module) -> str:
+    """The kind of device that a model's first parameter is on; "" where it has none yet."""
+    with torch_private.out_of_sight()():
+        kinds = {parameter.device.type for parameter in itertools.islice(model.parameters(), 1)} - {"meta"}
+    return next(iter(kinds), "")
