@@ -22,10 +22,11 @@ _DIGESTS = [
 
 
 def places(runs: Path) -> list[Path]:
-    """Other processes' runs lie beside them, and are none of ours."""
+    """Other processes' runs lie beside them, and are none of ours; links stay until their launcher has ended."""
     parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     local = [path for parent in parents for path in parent.glob(f"torchlens-perf-{os.getuid()}/*")]
-    return sorted([path for path in local if any(each in path.name for each in _DIGESTS)] + list(runs.glob("*")))
+    ours = [path for path in local if any(each in path.name for each in _DIGESTS) and not path.is_symlink()]
+    return sorted(ours + list(runs.glob("*")))
 
 
 def left_behind(runs: Path, timeout_s: float = 5) -> list[str]:
@@ -38,9 +39,11 @@ def left_behind(runs: Path, timeout_s: float = 5) -> list[str]:
 
 def remove(runs: Path) -> None:
     """Takes everything away; others may do so too."""
-    while found := places(runs):
+    deadline_s = time.monotonic() + 10
+    while (found := places(runs)) and time.monotonic() < deadline_s:
         for place in found:
             shutil.rmtree(place, ignore_errors=True)
+    assert not found, found
 
 
 def end_sidecars() -> None:
