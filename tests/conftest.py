@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -10,6 +11,9 @@ import pytest
 
 from torchlens_perf.errors import swallowed
 from torchlens_perf.watch import running
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else no test could interrupt a process
 
 
 @pytest.fixture(autouse=True)

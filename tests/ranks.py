@@ -41,7 +41,8 @@ class Rank:
     """One rank of a run, driven by hand."""
 
     def __init__(self, run: RunDirectory, rank: int, world_size: int = 2, **settings: Any) -> None:
-        changed = settings.pop("identity", {})
+        """registered: whether this node's sidecar is to read it. identity: what is not as in identity_of()."""
+        changed, registered = settings.pop("identity", {}), settings.pop("registered", True)
         config = Config(**{"ring_records": 4096, **settings})
         self.identity = identity_of(run, rank, world_size, **changed)
         ring = create_ring(run, self.identity, config.ring_capacity)
@@ -50,7 +51,8 @@ class Rank:
         self.clock = FakeClock(1_000_000)
         self.session.recorder = Recorder(ring.buffer, self.session.intern, self.clock)
         self.session.publish()
-        run.register_ring(self.identity.host, ring.path)
+        if registered:
+            run.register_ring(self.identity.host, ring.path)
 
     @property
     def ring_path(self) -> Path:

@@ -270,13 +270,14 @@ def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
     batch = torch.randn(4, 8)
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled_before(batch)
-        with recorded(tmp_path, [compiled_before, compiled_inside], **EVERYTHING) as recording:
+        models = {"Model": compiled_before, "Other": compiled_inside}
+        with recorded(tmp_path, models, **EVERYTHING) as recording:
             for _ in range(2):
                 compiled_before(batch)
                 compiled_inside(batch)
         compiled_before(batch)
         compiled_inside(batch)
-        with recorded(tmp_path, [before, inside], **EVERYTHING) as again:
+        with recorded(tmp_path, {"Model": before, "Other": inside}, **EVERYTHING) as again:
             compiled_before(batch)
             compiled_inside(batch)
 

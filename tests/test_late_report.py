@@ -149,10 +149,11 @@ def test_it_is_slow(
 
 
 def test_others_keep_the_processors_busy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It may run on one processor only, and two programs spin there."""
+    """It may run on one processor only, and four programs spin there, each in a scheduling group of its own."""
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})
-    spins = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(2)]
+    spin = [sys.executable, "-S", "-c", "while True: pass"]
+    spins = [subprocess.Popen(spin, start_new_session=True) for _ in range(4)]
     try:
         with watched(tmp_path, exit_timeout_s=0.5) as watch:
             sidecar_of(watch)

@@ -263,7 +263,7 @@ def test_readings_are_exported_and_kept(run: RunDirectory) -> None:
 
 def test_the_newest_table_is_kept_over_a_restart(run: RunDirectory) -> None:
     """A second sidecar knows what the first has found, and what came since; another node's it leaves alone."""
-    rank, elsewhere = Rank(run, 0), Rank(run, 1, identity={"host": "node-b"})
+    rank, elsewhere = Rank(run, 0), Rank(run, 1, identity={"host": "node-b"}, registered=False)
     rank.steps(50, **WORK)
     ran_out(run, rank, step=30, time_unix_ns=1)
     ran_out(run, elsewhere)

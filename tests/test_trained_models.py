@@ -235,6 +235,13 @@ def test_names_of_what_holds_them(holder: str, expected: list[str]) -> None:
     main.clear()
 
 
+def test_without_a_name_it_is_the_class_inside_of_wrappers() -> None:
+    """What nobody holds by a name, as the arguments here, is called as what is compiled or wrapped in it."""
+    names = names_of([torch.compile(nn.Linear(4, 4)), nn.DataParallel(torch.compile(nn.Bilinear(2, 2, 2)))])
+
+    assert names == ["Linear", "Bilinear"]
+
+
 def test_names_are_different() -> None:
     """Also from those that are taken."""
     models = [nn.Linear(2, 2) for _ in range(3)]

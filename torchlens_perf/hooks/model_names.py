@@ -17,6 +17,8 @@ import types
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.hooks.module import class_name
+
 if TYPE_CHECKING:
     from torch.nn import Module
 
@@ -36,7 +38,7 @@ def names_of(models: Sequence[Module], given: Sequence[str | None] = (), taken: 
     held = _held_names(unnamed) if unnamed else {}
     names: list[str] = []
     for model, name in zip(models, known, strict=True):
-        wanted = name or held.get(id(model)) or type(model).__name__
+        wanted = name or held.get(id(model)) or class_name(model)
         numbered = (f"{wanted}_{number}" for number in itertools.count(2))
         names.append(
             next(each for each in itertools.chain([wanted], numbered) if each not in taken and each not in names)

@@ -77,7 +77,7 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
     """What config.modules asks for. most: how many with "auto"."""
     root = model.module
     prefix, inner = _unwrap(root)
-    shown_root = WatchedModule(model.name or type(inner).__name__, root, is_root=True)
+    shown_root = WatchedModule(model.name or class_name(root), root, is_root=True)
     levels = _levels(inner)
     candidates: dict[str, WatchedModule] = {}
     for name, module in root.named_modules():
@@ -126,6 +126,11 @@ def _unwrap(root: Module) -> tuple[str, Module]:
             return ".".join(path), root
         path.append(only[0])
         root = only[1]
+
+
+def class_name(model: Module) -> str:
+    """The name of the class of the model inside its wrappers."""
+    return type(_unwrap(model)[1]).__name__
 
 
 def _only_child(module: Module) -> tuple[str, Module] | None:
