@@ -21,8 +21,11 @@ $(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -
 	$(DEMO)/bin/torchlens-perf build-tap
 	touch $@
 
+# JOBS tests at a time: each takes a processor, and some of them two.
+JOBS ?= 2
+
 test: check
-	$(TEST)/bin/python -m pytest
+	$(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile
 
 check: $(TEST)/ready
 	$(TEST)/bin/ruff check .

@@ -129,7 +129,6 @@ def test_it_died(signal_number: signal.Signals, tmp_path: Path, capfd: pytest.Ca
     [
         ("", "has not started yet"),
         ("numpy", "is loading its libraries"),
-        ("pyarrow.parquet", "is loading its libraries"),
         ("rich.console", "is writing the report"),
     ],
 )

@@ -7,6 +7,9 @@ from collections import Counter
 # An optimizer that used to end the step has gone when another one has stepped so often without it. A GAN's critic
 # steps some five times for each step of its generator.
 _GONE_AFTER = 32
+# The same where none was passed, so that the one that ends the step is the first that was seen. Sooner, as steps are
+# missing until then; but an actor may step twice for each step of its critics.
+_GONE_AFTER_UNPASSED = 4
 # What was passed to watch() never steps when other optimizers have stepped so often without it.
 _UNUSED_AFTER = 3
 # Turns of several optimizers, after which it is known which of them step once in each.
@@ -60,7 +63,8 @@ class StepRule:
         self._passed = passed
         self._turns = _Turns(passed)
         self._last = passed - 1  # of those passed: it ends the step
-        self._ending: int | None = None  # the optimizer that ends the step
+        self.ending: int | None = None
+        """The optimizer that ends the step, by its id."""
         self._others: Counter[int] = Counter()  # steps, since the last boundary, of those that did not end it
         self._strangers = 0  # steps of optimizers that were not passed, before any of those passed has stepped
         self._stepped = False  # an optimizer has
@@ -81,19 +85,20 @@ class StepRule:
         self._others.clear()
         return True
 
-    def optimizer_stepped(self, optimizer: int, passed: int | None = None) -> bool:
+    def optimizer_stepped(self, optimizer: int, passed: int | None = None, *, ending_lives: bool = True) -> bool:
         """An optimizer, by its id, has stepped, or would have but for a gradient that is not finite.
 
-        passed: which of the optimizers passed to watch() it is, by position; None: none of them.
+        passed: which of the optimizers passed to watch() it is, by position; None: none of them. ending_lives: False
+        where the one that ends the steps has been deleted.
         """
         self._stepped, self.counts_backwards = True, False
         if self._passed:
             if passed is not None:
                 if self.ignores_passed:
-                    self.ignores_passed, self._ending = False, None
+                    self.ignores_passed, self.ending = False, None
                 self._strangers = -1  # what was passed steps: others never count
                 if self._turns.stepped(passed) and self._turns.last != self._last:
-                    self._last, self._ending = self._turns.last, None
+                    self._last, self.ending = self._turns.last, None
             elif self._strangers < 0:
                 return False
             else:
@@ -102,10 +107,12 @@ class StepRule:
                     return False
                 self.ignores_passed = True
         self.trains = True
-        if optimizer != self._ending and not self._takes_over(optimizer, passed):
+        if not ending_lives:
+            self.ending = None
+        if optimizer != self.ending and not self._takes_over(optimizer, passed):
             self._others[optimizer] += 1
             return False
-        self._ending = optimizer
+        self.ending = optimizer
         if self._others:
             self._others.clear()
         return not self.manual
@@ -113,9 +120,9 @@ class StepRule:
     def _takes_over(self, optimizer: int, passed: int | None) -> bool:
         """Whether this one ends the steps from now on: it is the first one, or the one that ended them has gone."""
         if self._passed and not self.ignores_passed:
-            may_end = self._ending is None and passed == self._last
+            may_end = self.ending is None and passed == self._last
             return may_end or self._others[optimizer] >= _GONE_AFTER
-        return self._ending is None or self._others[optimizer] >= 1
+        return self.ending is None or self._others[optimizer] >= _GONE_AFTER_UNPASSED
 
     def backward_ended(self) -> None:
         """A backward pass has ended."""

@@ -158,7 +158,9 @@ class TrainingLoop:
 
     def _stepped(self, optimizer: int, position: int | None) -> None:
         ignored = self._rule.ignores_passed
-        if self._rule.optimizer_stepped(optimizer, position):
+        ending = self._optimizers.get(self._rule.ending or 0)
+        lives = ending is None or ending.reference() is not None
+        if self._rule.optimizer_stepped(optimizer, position, ending_lives=lives):
             self._session.end_step()
         if self._rule.ignores_passed and not ignored:
             self._session.note(

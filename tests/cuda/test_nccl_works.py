@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from tests.collective_rig import sequence
 from tests.cuda.fake_nccl import INTERFACES, ON, SEEN, NcclRig
 from tests.recorders import IDS, IMPLEMENTATIONS
-from torchlens_perf.nccl_plugin import Cause
+from torchlens_perf.nccl_plugin import POOL_BYTES, Cause
 from torchlens_perf.recorder import End
 from torchlens_perf.ring import Flag
 
@@ -187,9 +188,10 @@ def test_sends_to_others(job: Job) -> None:
 
 def test_more_communicators_than_are_looked_at(job: Job) -> None:
     """One of those might send to itself, or be captured."""
+    has_room = shutil.disk_usage("/dev/shm").free >= 1024 * 2 * POOL_BYTES  # for two ranks
     more = [job.rig.nccl.communicator() for _ in range(1023)]
-    assert job.rig.nccl.mask == job.rig.nccl.expected_mask(timing=True)
+    assert job.rig.nccl.mask == (job.rig.nccl.expected_mask(timing=True) if has_room else 0)
     assert job.rig.nccl.library.fake_communicator(2, 0) is None
-    assert given_up(job) == Cause.MANY_COMMUNICATORS
+    assert given_up(job) == (Cause.MANY_COMMUNICATORS if has_room else Cause.NO_ROOM)
     for each in more:
         job.rig.nccl.finalize(each)
