@@ -277,8 +277,11 @@ def _decline(
 
 
 def _say_off(reason: str, who: list[Identity]) -> None:
-    """One line a node, not one a rank: the first that fails says it. who: this rank, if it is known."""
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    """One line a node, not one a rank: the first that fails says it. who: this rank, if it is known.
+
+    Where ranks have no place to agree on the first one, each says it.
+    """
+    first = True
     with contextlib.suppress(OSError, RunStoreError):
         for each in who:
             origin = each.launcher_pid if each.world_size > 1 else each.pid
