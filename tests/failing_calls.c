@@ -157,24 +157,26 @@ static const char *path_of(int descriptor, const char *path, char *buffer, size_
         return fails(#name, AT(descriptor, path)) ? error : REAL(name) arguments; \
     }
 
+#define MODE_OF(flags, mode) \
+    mode_t mode = 0; \
+    if (flags & (O_CREAT | __O_TMPFILE)) { \
+        va_list list; \
+        va_start(list, flags); \
+        mode = va_arg(list, mode_t); \
+        va_end(list); \
+    }
 #define OPEN_CALL(name) \
     int name(const char *path, int flags, ...) \
     { \
         BUFFER; \
-        va_list list; \
-        va_start(list, flags); \
-        mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(list, mode_t) : 0; \
-        va_end(list); \
+        MODE_OF(flags, mode) \
         return fails(#name, AT(AT_FDCWD, path)) ? -1 : REAL(name)(path, flags, mode); \
     }
 #define OPENAT_CALL(name) \
     int name(int descriptor, const char *path, int flags, ...) \
     { \
         BUFFER; \
-        va_list list; \
-        va_start(list, flags); \
-        mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(list, mode_t) : 0; \
-        va_end(list); \
+        MODE_OF(flags, mode) \
         return fails(#name, AT(descriptor, path)) ? -1 : REAL(name)(descriptor, path, flags, mode); \
     }
 

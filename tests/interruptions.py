@@ -55,12 +55,7 @@ def _traced(codes: set[CodeType], work: Callable[[], object], at_line: Callable[
             at_line()
         return on_line
 
-    before = sys.gettrace()
-    sys.settrace(on_call)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
+    _with_trace(on_call, work)
 
 
 def functions_called(work: Callable[[], object], file_prefix: str) -> list[CodeType]:
@@ -71,13 +66,17 @@ def functions_called(work: Callable[[], object], file_prefix: str) -> list[CodeT
         if event == "call" and frame.f_code.co_filename.startswith(file_prefix):
             found.setdefault(frame.f_code)
 
+    _with_trace(on_call, work)
+    return list(found)
+
+
+def _with_trace(trace: Callable[[FrameType, str, Any], Any], work: Callable[[], object]) -> None:
     before = sys.gettrace()
-    sys.settrace(on_call)
+    sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
-    return list(found)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from torchlens_perf import native_tap
+from torchlens_perf.processes import process_started
 
 _ROOT = Path(__file__).parent.parent
 _TINY = """
@@ -138,11 +139,30 @@ def has_ended(pid: int, within_s: float = 60) -> bool:
     """Whether a process ends within that time, or has ended."""
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state in "ZX":
+        if process_started(pid) is None:
             return True
         time.sleep(0.02)
     return False
+
+
+# -- fixtures of the tests that import them
+
+
+@pytest.fixture(scope="module")
+def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny tap, in no place where one is looked for."""
+    return tiny_tap(tmp_path_factory.mktemp("tap"))
+
+
+@pytest.fixture(autouse=True)
+def load_anew() -> Iterator[None]:
+    """load() remembers what it has found."""
+    native_tap.load.cache_clear()
+    yield
+    native_tap.load.cache_clear()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache: empty, as is the folder beside the package."""
+    return empty_places(tmp_path, monkeypatch)

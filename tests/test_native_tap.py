@@ -5,40 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.recording import recorded
-from tests.taps import copy_of_sources, empty_places, tiny_tap
+from tests.taps import cache, copy_of_sources, load_anew, tap
 from torchlens_perf import native_tap, recorder
 from torchlens_perf.doctor import OK, WORSE, Check, examine
 
+__all__ = ["cache", "load_anew", "tap"]  # fixtures
 SOMEBODY = 54321
 
 pytestmark = pytest.mark.skipif(not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-
-
-@pytest.fixture(scope="module")
-def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_tap(tmp_path_factory.mktemp("tap"))
-
-
-@pytest.fixture(autouse=True)
-def _load_anew() -> Iterator[None]:
-    """load() remembers what it has found."""
-    native_tap.load.cache_clear()
-    yield
-    native_tap.load.cache_clear()
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache: empty, as is the folder beside the package."""
-    return empty_places(tmp_path, monkeypatch)
 
 
 def put(tap: Path, folder: Path) -> Path:

@@ -21,7 +21,7 @@ from tests.ranks import HOST, Rank, run_without_traces
 from tests.test_sidecar import WORK
 from torchlens_perf import priority, sidecar_status
 from torchlens_perf.preload import MODULES
-from torchlens_perf.processes import process_stat
+from torchlens_perf.processes import process_cpu_time_s, process_stat
 from torchlens_perf.run_directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log
 from torchlens_perf.start_sidecar import ensure
 
@@ -74,12 +74,6 @@ def told(run: RunDirectory) -> tuple[int, int, str]:
     return (0, 0, "") if lock is None else sidecar_status.told(str(lock))
 
 
-def processor_s(pid: int) -> float:
-    """What a process has used so far, all of its threads together."""
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def bare_start_s() -> float:
     """Processor time of an interpreter that does nothing."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -101,7 +95,7 @@ def test_first_second_is_light(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     pid = started(run, rank)
     time.sleep(1.0)
-    used_s = processor_s(pid)
+    used_s = process_cpu_time_s(pid)
     rank.close()
     wait_for_sidecar(run)
 

@@ -10,38 +10,20 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.taps import compiler, copying, empty_places, has_ended, runs, tap_name, tiny_tap, tiny_torch, with_torch
+from tests.taps import cache, compiler, copying, has_ended, load_anew, runs, tap, tap_name, tiny_torch, with_torch
 from torchlens_perf import native_tap, recorder, tap_build
 from torchlens_perf.cli import main
 from torchlens_perf.errors import TorchlensPerfError
 from torchlens_perf.tap_build import BuildError
 
+__all__ = ["cache", "load_anew", "tap"]  # fixtures
 pytestmark = pytest.mark.skipif(not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler")
-
-
-@pytest.fixture(scope="module")
-def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_tap(tmp_path_factory.mktemp("tap"))
-
-
-@pytest.fixture(autouse=True)
-def _load_anew() -> Iterator[None]:
-    """load() remembers what it has found."""
-    native_tap.load.cache_clear()
-    yield
-    native_tap.load.cache_clear()
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache: empty, as is the folder beside the package."""
-    return empty_places(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from tests.taps import (
     has_ended,
     hurried,
     runs,
+    tap,
     tap_name,
-    tiny_tap,
     tiny_torch,
     with_torch,
 )
@@ -37,6 +37,7 @@ LASTS_S = 1000.0  # longer than a run must last, for its sidecar to build meanwh
 PLANNED = "the sidecar builds the native tap for the next run"
 BUILT = "the native tap has been built, for the next run"
 
+__all__ = ["tap"]  # a fixture
 pytestmark = [
     pytest.mark.skipif(not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler"),
     pytest.mark.timeout(400),  # at the lowest priority, on a busy machine, where we may not raise it again
@@ -51,11 +52,6 @@ class Node(NamedTuple):
     site: Path
     name: str
     cxx: Path
-
-
-@pytest.fixture(scope="module")
-def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_tap(tmp_path_factory.mktemp("tap"))
 
 
 @pytest.fixture

@@ -16,14 +16,8 @@ def process_stat(pid: int, thread: int | None = None) -> tuple[str, int]:
 
     thread: of that thread of it, by its native id.
     """
-    try:
-        path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
-        with open(path, "rb", buffering=0) as file:
-            stat = file.read() or b""
-    except OSError:
-        return "", 0
-    state, *rest = stat.rpartition(b")")[2].split() or [b""]
-    return (state.decode(), int(rest[18])) if len(rest) > 18 else ("", 0)
+    fields = _stat(pid, thread)
+    return (fields[0].decode(), int(fields[19])) if fields else ("", 0)
 
 
 def threads(pid: int) -> list[int]:
@@ -36,12 +30,8 @@ def threads(pid: int) -> list[int]:
 
 def process_cpu_time_s(pid: int) -> float:
     """How long all threads of a process have run so far, those that have ended too; 0 if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            fields = (file.read() or b"").rpartition(b")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):
-        return 0.0
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
@@ -54,3 +44,14 @@ def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
             return int((file.read() or b"").split()[0])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _stat(pid: int, thread: int | None = None) -> list[bytes]:
+    """The fields after the program's name, which may hold anything; that of field n is at n - 3. [] if it is gone."""
+    try:
+        path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+        with open(path, "rb", buffering=0) as file:
+            fields = (file.read() or b"").rpartition(b")")[2].split()
+    except OSError:
+        return []
+    return fields if len(fields) > 19 else []

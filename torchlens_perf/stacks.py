@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlens_perf.hooks.stack import SIGNAL, signal_in
+from torchlens_perf.processes import process_stat
 
 MOST_LINES = 15
 _TRIES = 3  # a process that runs meanwhile may change its frames under the reader
@@ -46,14 +47,10 @@ def process_state(pid: int, started: int | None = None) -> str:
     It is the state of the main thread. started: when the process began, in clock ticks after boot
     (identity.process_started); another process with that pid counts as dead.
     """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+    state, began = process_stat(pid)
+    if not state or (started is not None and began != started):
         return "dead"
-    state, *rest = stat.rpartition(b")")[2].split()
-    if started is not None and int(rest[18]) != started:
-        return "dead"
-    return _STATES.get(state.decode(), "running")
+    return _STATES.get(state, "running")
 
 
 def find_py_spy() -> str | None:

@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from torchlens_perf import priority
+
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _AFTER_S = 120.0  # of the run: by then it has built what it compiles itself, and what is short is not disturbed at all
@@ -122,13 +124,10 @@ def give_way() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if os.getsid(0) == os.getpid():  # where the kernel schedules by session: this one, if it is nobody else's
-        with contextlib.suppress(OSError):
-            Path("/proc/self/autogroup").write_text("19")
+    priority.set_group(priority.IDLE_GROUP)
     with contextlib.suppress(OSError):
         os.nice(19)
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    priority.make_thread_idle()  # before the compiler is started, which is as idle then
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CPU, (_CPU_TIMEOUT_S, _CPU_TIMEOUT_S))
 
