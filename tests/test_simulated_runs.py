@@ -12,7 +12,7 @@ import pytest
 
 from tests.ranks import Rank, make_run
 from tests.simulations import judged, simulation
-from torchlens_perf import node_state, run_store
+from torchlens_perf import host_signals, node_state, run_store
 from torchlens_perf.clock import Anchor
 from torchlens_perf.errors import ConfigError, TorchlensPerfError
 from torchlens_perf.exporters.memory import MemoryExporter
@@ -152,6 +152,16 @@ def test_all_that_was_recorded_is_kept(tmp_path: Path) -> None:
     kept = sum(len(records) for _, records, _, _ in run_store.read_chunks(run, "node-0000"))
     assert kept == sum(p.statistics.records for p in state.processes.values())
     assert not list(tmp_path.rglob("*.ring"))
+
+
+def test_the_process_that_simulates_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel tells of it, as that it waits for a CPU, is nothing that a simulated rank did."""
+    monkeypatch.setattr(host_signals, "_LEAST_S", 0.0)
+    run = make_run(tmp_path)
+    record(simulation(topology=Topology(2)), 300, run, "note")
+    state = node_state.load_all(run)[0]
+
+    assert [process.cpu_wait for process in state.processes.values()] == [[0.0, 0.0]] * 2
 
 
 def test_slow_link_is_found_in_files(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,7 +34,7 @@ class RankSignals:
 
     def look(self, sources: Iterable[RingSource], now_s: float) -> None:
         """What the ranks wait for at this instant; in every round."""
-        self._host.look((source.state.identity.pid for source in sources if not source.read_to_end), now_s)
+        self._host.look((source.state.identity.pid for source in _processes(sources)), now_s)
 
     def add_steps(self, source: RingSource, steps: StepTable) -> None:
         """Finished steps of a rank."""
@@ -49,7 +49,7 @@ class RankSignals:
     def sample(self, sources: Iterable[RingSource], now_s: float) -> dict[int, dict[str, float]]:
         """By rank, the signals since the last call. now_s: CLOCK_MONOTONIC."""
         running = [source for source in sources if not source.read_to_end]
-        gc_ns = {source.state.identity.pid: source.reader.counter(ring.GC_NS) for source in running}
+        gc_ns = {source.state.identity.pid: source.reader.counter(ring.GC_NS) for source in _processes(running)}
         host = self._host.sample(gc_ns, now_s)
         for pid, signals in host.items():
             asleep_ns, duration_ns = self._asleep.pop(pid, (0, 0))
@@ -80,6 +80,11 @@ class RankSignals:
         details = self._details.setdefault(pid, {})
         details.update({name: text for name, text in found.items() if text})
         return details
+
+
+def _processes(sources: Iterable[RingSource]) -> Iterator[RingSource]:
+    """Those of which the kernel knows something."""
+    return (source for source in sources if not (source.read_to_end or source.simulated))
 
 
 def _memory(memory: MemoryStatistics) -> dict[str, float]:

@@ -43,6 +43,7 @@ class RingSource:
     ended_monotonic_s: float = 0.0
     job_store: tuple[str, int] | None = None
     stack_file: str = ""
+    simulated: bool = False  # then what the kernel tells of the process that writes it says nothing of the rank
     joins: bool = False  # the join of collectives knows of it
     held_up_until: int = -1  # the last step that a capture held up
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=USUAL_STEPS))

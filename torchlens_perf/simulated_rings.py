@@ -114,6 +114,7 @@ class SimulatedRank:
                 "identity": self.identity.to_json(),
                 "anchor": begin._asdict(),
                 "native": NATIVE,
+                "simulated": True,
                 "model": model_digest(modules),
                 "memory_source": "",
                 "device": {},
