@@ -357,6 +357,7 @@ def test_users_own_module_named_module_stays() -> None:
 
 def test_model_is_found_by_its_optimizer(tmp_path: Path) -> None:
     """Without a model, the outermost module whose parameters the first optimizer steps is timed from then on."""
+    gc.collect()  # models that other tests have trained
     model, bystander = nn.Sequential(Model()), Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, **EVERYTHING) as recording:
@@ -371,6 +372,7 @@ def test_model_is_found_by_its_optimizer(tmp_path: Path) -> None:
 
 def test_unfinished_modules_are_passed_over(tmp_path: Path) -> None:
     """A module whose constructor failed before nn.Module's own ran may still lie about when the model is looked for."""
+    gc.collect()  # models that other tests have trained
     unfinished = nn.Module.__new__(Model)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
