@@ -185,7 +185,7 @@ class TestLate:
 
 
 class TestNarrowRows:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(cuts=st.lists(st.integers(1, 31), max_size=6), order=st.booleans())
     def test_any_pieces(self, cuts: list[int], order: bool) -> None:
         """Rows of one step make rows of four, in whatever pieces they come, one rank or several at a time."""

@@ -42,7 +42,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[int, list[Issued]], dict[str, dict[str, 
     return by_rank, {**world(3), "1": {"ranks": "0-1", "description": "mesh_tp"}}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(job=jobs(), data=st.data())
 def test_order_and_chunks_do_not_matter(
     job: tuple[dict[int, list[Issued]], dict[str, dict[str, str]]], data: st.DataObject
@@ -73,7 +73,7 @@ def test_order_and_chunks_do_not_matter(
     assert join.pending_operations() == whole.pending_operations()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(job=jobs())
 def test_only_what_belongs_together_is_joined(
     job: tuple[dict[int, list[Issued]], dict[str, dict[str, str]]],

@@ -37,7 +37,7 @@ class TestExcess:
         """Of few ranks, the median is that of the others: the slow one does not hide behind itself."""
         assert excess_over_others(np.array([[1.0], [2.0], [30.0]])).ravel().tolist() == [-15.0, -13.5, 28.5]
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(ranks=st.integers(2, 40), seed=st.integers(0, 999))
     def test_what_all_share_cancels(self, ranks: int, seed: int) -> None:
         """Adding the same to all ranks of a row changes no excess, of few ranks as of many."""
@@ -98,7 +98,7 @@ class TestNoise:
         assert noise(np.zeros((4, 1))) == 1.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.integers(1, 40), seed=st.integers(0, 999), least=st.integers(1, 15))
 def test_strongest_interval(rows: int, seed: int, least: int) -> None:
     """It is the best of all intervals that end now and have `least` rows, values clipped; none where rows are few."""

@@ -124,7 +124,7 @@ _VALUE = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.dictionaries(st.sampled_from(["notes", "groups", "gpus", "device", "job_store", "new"]), _VALUE))
 def test_any_metadata(metadata: dict[str, Any]) -> None:
     """Nothing raises, all of it fits, and either nothing is missing or a note tells of it."""

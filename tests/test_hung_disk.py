@@ -21,7 +21,7 @@ from tests.processes import SCRIPTS, TRAIN, report, torchrun, wait_for_sidecar
 from torchlens_perf.folder_request import MADE, FolderRequest, problem_with
 from torchlens_perf.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 WATCHED = str(SCRIPTS / "train_watched.py")
 ENDS_WITHIN_S = 150  # what hangs does not end at all
 

@@ -11,7 +11,6 @@ import pytest
 
 from tests.processes import SCRIPTS, only_report, run
 
-pytestmark = pytest.mark.timeout(300)  # torch is imported up to four times a test
 RUN = [sys.executable, "-m", "torchlens_perf", "run"]
 # Recording begins at the end of the first step.
 AFTER_EIGHT, UNTIL_FIVE = 7, 4

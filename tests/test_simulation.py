@@ -32,7 +32,7 @@ def parts(run: Simulation, blocks: int = 3) -> np.ndarray:
     return np.concatenate([run.block(number).parts_ns for number in range(blocks)], axis=1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     dp=st.integers(1, 4),
     tp=st.integers(1, 4),

@@ -77,7 +77,7 @@ spans = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(steps=st.lists(st.lists(spans, max_size=5), min_size=1, max_size=4), index=st.sampled_from(range(2)))
 def test_parts_add_up(steps: list, index: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """However spans nest, a step's parts add up to its duration, none is negative, and own time is work alone."""

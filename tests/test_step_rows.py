@@ -141,7 +141,7 @@ def test_nothing_to_make_rows_of() -> None:
     assert maker.rest() is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     count=st.integers(8, 60),
     first=st.integers(0, 9),

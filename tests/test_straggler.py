@@ -370,7 +370,7 @@ class TestBatching:
     JOB = Job.of(3, 60, seed=4).slow(1, 30, "data", slice(12, 36)).slow(2, 30, "forward", slice(36, None))
     WHOLE = JOB.judged()
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(data=st.data())
     def test_any_split(self, data: st.DataObject) -> None:
         """However the rows come, rank by rank, in whatever pieces: the findings are the same to the last digit."""

@@ -134,7 +134,7 @@ class TestPlaceAndProgress:
         """A state that is not on the list arrives as unknown."""
         assert back(ranks.rank(0, state="hibernating")).state == "unknown"
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(
         st.text(max_size=70),
         st.dictionaries(st.text(max_size=20), st.integers(0, 65535), max_size=8),

@@ -15,7 +15,7 @@ import pytest
 
 from tests.live_ranks import LiveRanks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 RANKS = 3
 NOTICED_S = 15.0  # nothing is said before ten seconds without a step

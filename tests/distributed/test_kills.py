@@ -20,7 +20,6 @@ pytestmark = pytest.mark.distributed
 KILLS = 20
 
 
-@pytest.mark.timeout(240)
 def test_killed_process_keeps_its_finished_steps(tmp_path: Path) -> None:
     """After each of 20 SIGKILLs at random moments, every finished step is in the report, with all of its records."""
     script = str(SCRIPTS / "train_until_killed.py")

@@ -36,7 +36,7 @@ def _why_not() -> str:
 
 REASON = _why_not()
 pytestmark = [
-    pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.skipif(bool(REASON), reason=REASON)
+    pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)
 ]  # fmt: skip
 
 
