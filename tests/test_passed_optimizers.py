@@ -484,3 +484,21 @@ def test_evaluation_flag_needs_unusual_steps(tmp_path: Path) -> None:
 
     assert flags["target network"][1:] == [False] * 11
     assert [step for step, flag in enumerate(flags["validation"]) if flag] == [3, 7, 11]
+
+
+def test_actor_that_steps_twice_is_no_evaluation(tmp_path: Path) -> None:
+    """An agent's loop, whose target has no gradients in any turn: no step evaluates, however soon its end is known."""
+    critic, actor = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (critic, actor)]
+    with recorded(tmp_path, [critic, actor], optimizers) as recording:
+        for turn in range(12):
+            with torch.no_grad():
+                critic(torch.randn(2, 4))
+            backward(critic)
+            optimizers[0].step()
+            for _ in range(2 if turn % 3 == 0 else 0):
+                backward(actor)
+                optimizers[1].step()
+
+    assert [each.step for each in recording.steps if each.flags & Flag.EVALUATION] in ([], [0])
+    assert len(recording.steps) > 10

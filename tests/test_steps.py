@@ -141,11 +141,24 @@ def test_a_step_ends_at_most_once_per_event_and_only_at_steps_of_optimizers_once
         ("evaluation before training", "x.....x", "x.....x"),
         ("a target network in every step", "xxxxxx", "x....."),
         ("a target network in most steps", "xxx.xxxx.xx", "x.........."),
+        ("a target network in every other step", "x.x.x.x", "x......"),
         ("an agent that acts once, and learns from it in five steps", "x....x....x", "x....x....x"),
     ],
 )
 def test_evaluation(loop: str, without_gradient: str, evaluates: str) -> None:
     """A step evaluates where forward passes without gradients are no part of what most steps do."""
+    assert evaluating(EvaluationRule(), without_gradient) == evaluates
+
+
+def evaluating(rule: EvaluationRule, without_gradient: str) -> str:
+    return "".join("x" if rule.step_ended(without_gradient=each == "x") else "." for each in without_gradient)
+
+
+def test_evaluation_once_steps_end_elsewhere() -> None:
+    """What was seen before does not count: neither the step that is in two of them, nor those before it."""
     rule = EvaluationRule()
-    found = "".join("x" if rule.step_ended(without_gradient=each == "x") else "." for each in without_gradient)
-    assert found == evaluates
+    assert evaluating(rule, ".......") == "......."
+    rule.steps_end_elsewhere()
+    assert evaluating(rule, "xxxx") == "...."
+    rule.steps_end_elsewhere()
+    assert evaluating(rule, "x....x....x") == ".....x....x"

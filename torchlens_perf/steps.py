@@ -171,17 +171,21 @@ class StepRule:
 class EvaluationRule:
     """Tells steps that also evaluate from those of a loop that always runs a part without gradients.
 
-    A step with forward passes without gradients has evaluated, unless most steps have some: then they are a part of
-    training, such as a target network, a teacher, or an agent that acts.
+    A step with forward passes without gradients has evaluated, unless every other step has some, or more: then they
+    are a part of training, such as a target network, a teacher, or an agent that acts.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._without_gradient = 0
 
+    def steps_end_elsewhere(self) -> None:
+        """What was seen until here tells nothing of the steps to come; the one in progress holds parts of two."""
+        self._steps = self._without_gradient = 1
+
     def step_ended(self, *, without_gradient: bool) -> bool:
         """Whether the step that ends here has evaluated. without_gradient: it held such forward passes."""
-        usual = 2 * self._without_gradient > self._steps
+        usual = self._steps > 0 and 2 * self._without_gradient >= self._steps
         self._steps += 1
         self._without_gradient += without_gradient
         return without_gradient and not usual

@@ -158,9 +158,13 @@ class TrainingLoop:
 
     def _stepped(self, optimizer: int, position: int | None) -> None:
         ignored = self._rule.ignores_passed
-        ending = self._optimizers.get(self._rule.ending or 0)
+        before = self._rule.ending
+        ending = self._optimizers.get(before or 0)
         lives = ending is None or ending.reference() is not None
-        if self._rule.optimizer_stepped(optimizer, position, ending_lives=lives):
+        ends = self._rule.optimizer_stepped(optimizer, position, ending_lives=lives)
+        if before not in (None, self._rule.ending):
+            self._evaluations.steps_end_elsewhere()
+        if ends:
             self._session.end_step()
         if self._rule.ignores_passed and not ignored:
             self._session.note(
