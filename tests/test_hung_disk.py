@@ -216,6 +216,19 @@ def test_a_late_answer_is_undone(hanging: tuple[Path, Path]) -> None:
     assert eventually(lambda: not folder.parent.exists())
 
 
+def test_ranks_that_give_up_one_after_the_other(tmp_path: Path) -> None:
+    """Folders in which another one had made some go too, once that one has given up."""
+    folder = tmp_path / "runs"
+    first, second = FolderRequest([folder]), FolderRequest([folder / "one"])
+    assert first.answer(60) == second.answer(60) == MADE
+    third = FolderRequest([folder / "one" / "deep"])
+    assert third.answer(60) == MADE
+    for request in (first, second, third):
+        request.close()
+
+    assert eventually(lambda: not folder.exists())
+
+
 def test_what_was_kept_stays(hanging: tuple[Path, Path]) -> None:
     """And only what was made goes: not what was there, or what somebody else has put there."""
     folder, flag = hanging

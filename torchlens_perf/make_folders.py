@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 KEEP = b"keep"
 _MODE = 0o755
 _MAX_TRIES = 5
+_MAX_REMOVALS, _REST_S = 20, 0.1
 
 
 def make(folders: list[str]) -> list[str]:
@@ -55,13 +57,17 @@ def _make_one(folder: str, made: list[str]) -> None:
         made.append(folder)
 
 
-def remove(made: list[str]) -> None:
-    """Takes them away again, as far as they are there and empty."""
+def remove(made: list[str]) -> bool:
+    """Takes them away again, as far as they are there and empty. Returns whether none of them is left."""
+    left = False
     for folder in reversed(made):
         try:
             os.rmdir(folder)
-        except OSError:
+        except FileNotFoundError:
             continue
+        except OSError:
+            left = True
+    return not left
 
 
 def _main() -> None:
@@ -75,8 +81,11 @@ def _main() -> None:
         kept = os.read(0, len(KEEP)) == KEEP
     except OSError:
         kept = False
-    if not kept:
-        remove(made)
+    # Other ranks may have made folders in these, and give up just now too.
+    tries_left = 0 if kept else _MAX_REMOVALS
+    while tries_left and not remove(made):
+        tries_left -= 1
+        time.sleep(_REST_S)
 
 
 if __name__ == "__main__":
