@@ -242,7 +242,23 @@ WAYS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("run", WAYS, ids=lambda run: run.__name__)
+BY_HOOKS_TOO = (whole_model, new_shapes, training_step, compiled_autograd)
+"""The others are left to make test-long."""
+
+
+@pytest.mark.parametrize(
+    ("run", "way"),
+    [
+        *[pytest.param(run, "slot", id=f"slot-{run.__name__}") for run in WAYS],
+        *[
+            pytest.param(
+                run, "hooks", id=f"hooks-{run.__name__}", marks=[] if run in BY_HOOKS_TOO else [pytest.mark.long]
+            )
+            for run in WAYS
+        ],
+    ],
+    indirect=["way"],
+)
 def test_same_graphs(run: Run, tmp_path: Path, way: str) -> None:
     """Every hook is on, and Dynamo captures the same frames and operations, with no break more; no step is missed."""
     expected, _ = capture(run, None)

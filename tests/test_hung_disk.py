@@ -144,7 +144,10 @@ def test_ranks_of_a_job(runs: Path) -> None:
     assert done.stderr.count("torchlens_perf: the report ") == 1
 
 
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EROFS])
+LONG = [pytest.param(error, marks=pytest.mark.long) for error in (errno.EIO, errno.EROFS)]
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.ESTALE, *LONG])
 def test_a_disk_that_refuses_at_the_end(error: int, runs: Path, tmp_path: Path, expected: list[str]) -> None:
     """Who waits for the report gets the reason."""
     flag = tmp_path / "refuses"

@@ -212,7 +212,7 @@ NOISES: dict[str, Any] = {
 
 
 class TestNobody:
-    @pytest.mark.parametrize("ranks", [2, 4, 16, 64])
+    @pytest.mark.parametrize("ranks", [2, 4, pytest.param(16, marks=pytest.mark.long), 64])
     @pytest.mark.parametrize("noise", NOISES)
     def test_clean_jobs(self, noise: str, ranks: int) -> None:
         """50 healthy jobs of each size: whatever the noise is like, nobody is named."""

@@ -56,13 +56,18 @@ SCRIPTS_BY_NAME = {
     "lbfgs": Script("", TRAINING, {"0", "2", "6"}),
     "inference": Script("", {"forward"}, {"0", "2", "6"}, only_with_a_watch=True),
 }
+SOME = {("accelerate_loop", "watch"), ("lightning_fit", "variable"), ("sac", "watch")}
+"""The others are left to make test-frameworks."""
 CASES = [
     pytest.param(
         name, way, id=f"{name}-{way}",
-        marks=pytest.mark.skipif(
-            script.needs != "" and importlib.util.find_spec(script.needs) is None,
-            reason=f"{script.needs} is not in this environment: make test-frameworks",
-        ),
+        marks=[
+            pytest.mark.skipif(
+                script.needs != "" and importlib.util.find_spec(script.needs) is None,
+                reason=f"{script.needs} is not in this environment: make test-frameworks",
+            ),
+            *([] if (name, way) in SOME else [pytest.mark.long]),
+        ],
     )
     for name, script in SCRIPTS_BY_NAME.items()
     for way in ("watch", "variable")

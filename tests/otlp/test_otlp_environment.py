@@ -317,8 +317,17 @@ def test_training_survives_wrong_values(tmp_path: Path) -> None:
     assert CANARY not in written
 
 
-@pytest.mark.parametrize("sampler", ["traceidratio", "parentbased_traceidratio"])
-@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("sampler", "rate"),
+    [
+        ("traceidratio", 0.5),
+        ("parentbased_traceidratio", 0.0),
+        pytest.param("traceidratio", 0.0, marks=pytest.mark.long),
+        pytest.param("traceidratio", 1.0, marks=pytest.mark.long),
+        pytest.param("parentbased_traceidratio", 0.5, marks=pytest.mark.long),
+        pytest.param("parentbased_traceidratio", 1.0, marks=pytest.mark.long),
+    ],
+)
 def test_ratio_sampler(sidecar: Run, receiver: Receiver, sampler: str, rate: float) -> None:
     """OTEL_TRACES_SAMPLER chooses traces by their id: a step arrives from both ranks, and whole, or from none."""
     ended = sidecar(
