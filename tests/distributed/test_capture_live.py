@@ -86,7 +86,8 @@ def test_command_and_verdict(tmp_path: Path) -> None:
     """A slow rank is named, and captured beside the healthy one, once; then the command captures another rank."""
     with LiveRanks(tmp_path, 2, SLOW_RANK="1", SLOW_FROM="20", TORCHLENS_PERF_CAPTURE="verdict") as job:
         run = job.run_directory()
-        job.wait_for(lambda report: report["verdicts"][0]["kind"] == "straggler", STARTED_S)
+        # On a busy machine, not the first verdict: that all ranks lack a CPU may cost more.
+        job.wait_for(lambda report: "straggler" in [each["kind"] for each in report["verdicts"]], STARTED_S)
         wait(lambda: len(captures(run)) == 2)
         unknown = torchlens_perf("capture", run.path, "--rank", "0,7")
         too_many = torchlens_perf("capture", run.path, "--rank", 0, "--steps", 21)
