@@ -10,6 +10,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from torchlens_perf.processes import process_started
@@ -55,3 +56,11 @@ def end_sidecars() -> None:
             if b"\0sidecar\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether it becomes true within a minute."""
+    deadline_s = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return condition()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.failing_calls import library
+from tests.long import long
 from tests.processes import SCRIPTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -44,8 +45,8 @@ def cases(folder: Path, sidecar: str, phase: str, errors: tuple[int, ...]) -> tu
 
 
 @pytest.mark.parametrize(
-    ("sidecar", "errors"), [("sidecar", USUAL), ("sidecar", MISLEADING), ("none", USUAL)],
-    ids=["usual", "misleading", "without a sidecar"],
+    ("sidecar", "errors"), [("sidecar", USUAL), ("none", USUAL), *long(("sidecar", MISLEADING))],
+    ids=["usual", "without a sidecar", "misleading"],
 )  # fmt: skip
 def test_at_the_start(sidecar: str, errors: tuple[int, ...], tmp_path: Path) -> None:
     """Nothing is raised, the parameters are the same to the bit, and nothing is left attached. Where recording is off,

@@ -10,13 +10,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.failing_calls import everything_ended, library
+from tests.leftovers import eventually
+from tests.long import long
 from tests.processes import SCRIPTS, TRAIN, report, torchrun, wait_for_sidecar
 from torchlens_perf.folder_request import MADE, FolderRequest, problem_with
 from torchlens_perf.run_directory import RunDirectory
@@ -144,10 +145,7 @@ def test_ranks_of_a_job(runs: Path) -> None:
     assert done.stderr.count("torchlens_perf: the report ") == 1
 
 
-LONG = [pytest.param(error, marks=pytest.mark.long) for error in (errno.EIO, errno.EROFS)]
-
-
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.ESTALE, *LONG])
+@pytest.mark.parametrize("error", [errno.ENOSPC, *long(errno.ESTALE, errno.EIO, errno.EROFS)])
 def test_a_disk_that_refuses_at_the_end(error: int, runs: Path, tmp_path: Path, expected: list[str]) -> None:
     """Who waits for the report gets the reason."""
     flag = tmp_path / "refuses"
@@ -190,13 +188,6 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     (tmp_path / "hangs").touch()
     with everything_ended(str(tmp_path)):
         yield tmp_path / "disk" / "runs", tmp_path / "hangs"
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_no_answer(hanging: tuple[Path, Path]) -> None:

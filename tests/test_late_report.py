@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import torchlens_perf as perf
+from tests.long import long
 from tests.processes import report, run, wait_for_sidecar
 from torchlens_perf.run_directory import RunDirectory, find_sidecar_lock, sidecar_log
 from torchlens_perf.sidecar_status import told
@@ -168,7 +169,7 @@ def test_others_keep_the_processors_busy(tmp_path: Path, capfd: pytest.CaptureFi
     assert not_ready(watch, why).fullmatch(printed)
 
 
-@pytest.mark.parametrize("works_otherwise", [True, False])
+@pytest.mark.parametrize("works_otherwise", [True, *long(False)])
 def test_it_could_not_be_started(works_otherwise: bool, tmp_path: Path) -> None:
     """The line says so; the records are in the ring, and the command that it names reads them.
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 TESTS = (
     "test_bit_equality.py", "test_hooks_module.py", "test_hooks_backward.py", "test_hooks_optimizer.py",
@@ -22,6 +24,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.long
 def test_hooks_over_the_python_twin() -> None:
     """The same tests hold: the same records, and nothing of the user's is changed. (Compilers are left out: slow.)"""
     finished = subprocess.run(

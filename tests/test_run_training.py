@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import long
 from tests.processes import SCRIPTS, only_report, run
 
 RUN = [sys.executable, "-m", "torchlens_perf", "run"]
@@ -20,9 +21,11 @@ AFTER_EIGHT, UNTIL_FIVE = 7, 4
     ("command", "environment", "code", "program", "steps"),
     [
         ("train.py everything", {}, 0, "train.py", AFTER_EIGHT),
-        ("-I train.py crash", {}, 1, "train.py", UNTIL_FIVE),
-        ("-m trainer.fit exit", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, 3, "trainer.fit", AFTER_EIGHT),
         ("train.py SIGTERM no-autoload", {}, -signal.SIGTERM, "train.py", UNTIL_FIVE),
+        *long(
+            ("-I train.py crash", {}, 1, "train.py", UNTIL_FIVE),
+            ("-m trainer.fit exit", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, 3, "trainer.fit", AFTER_EIGHT),
+        ),
     ],
 )
 def test_training_ends_as_without_us(

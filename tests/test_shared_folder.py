@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import long_but
 from tests.processes import SCRIPTS, report
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run_directory import RunDirectory
@@ -135,7 +136,7 @@ OFF = {
 
 
 @in_namespaces
-@pytest.mark.parametrize("name", OFF)
+@pytest.mark.parametrize("name", long_but({"read-only, bound", "no room for the ring"}, OFF))
 def test_no_room(name: str, tmp_path: Path, expected: str) -> None:
     """Training as without us, and one line."""
     setup, *words = OFF[name]
@@ -160,7 +161,7 @@ ON: dict[str, tuple[str, Callable[[str], bool]]] = {
 
 
 @in_namespaces
-@pytest.mark.parametrize("name", ON)
+@pytest.mark.parametrize("name", long_but({"small shared memory", "a full disk"}, ON))
 def test_room_elsewhere(name: str, tmp_path: Path, expected: str) -> None:
     """Recorded all the same; where the disk is full, who waits for the report gets the reason."""
     setup, said = ON[name]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.long import long
 from tests.planted import MS, WORK_NS, Job, part_of, wider
 from torchlens_perf.board import LATE_ROWS
 from torchlens_perf.episodes import Episode
@@ -212,7 +213,7 @@ NOISES: dict[str, Any] = {
 
 
 class TestNobody:
-    @pytest.mark.parametrize("ranks", [2, 4, pytest.param(16, marks=pytest.mark.long), 64])
+    @pytest.mark.parametrize("ranks", [4, 64, *long(2, 16)])
     @pytest.mark.parametrize("noise", NOISES)
     def test_clean_jobs(self, noise: str, ranks: int) -> None:
         """50 healthy jobs of each size: whatever the noise is like, nobody is named."""
@@ -287,7 +288,7 @@ class TestNobody:
         assert judged_in_rows(copy.deepcopy(job).slow(1, least_ns / MS / 2, rows=rows), width).episodes == ()
 
     @pytest.mark.parametrize("noise", [0.001, 0.03])
-    @pytest.mark.parametrize("step_ms", [10, 46, 200])
+    @pytest.mark.parametrize("step_ms", [46, *long(10, 200)])
     def test_what_would_have_been_named_is(self, noise: float, step_ms: int) -> None:
         """In all of ten jobs but one at most, whatever the steps' length and the noise."""
         named = 0

@@ -11,6 +11,7 @@ import pytest
 
 import torchlens_perf as perf
 from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
+from tests.long import long
 from tests.processes import run, torchrun
 from tests.recording import recorded
 from torchlens_perf import devices
@@ -33,7 +34,7 @@ def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[d
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("options", [(), ("--evaluates",)], ids=["", "rank 0 evaluates first"])
+@pytest.mark.parametrize("options", [(), *long((("--evaluates",),))], ids=["", "rank 0 evaluates first"])
 def test_windows_of_all_ranks(
     driver_library: Path, shim_library: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
@@ -72,7 +73,7 @@ def test_slots_that_are_not_the_same_section(driver_library: Path, shim_library:
     assert any("not all ranks entered them in the same order" in note for note in ranks[0]["notes"])
 
 
-@pytest.mark.parametrize("how", ["--unable", "--off"])
+@pytest.mark.parametrize("how", ["--unable", *long("--off")])
 def test_a_rank_that_is_not_able(how: str, driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
     """Or that does not record at all: none waits in a collective that another one does not enter, all of them train,
     those that record keep their own times, and say why they are not merged."""

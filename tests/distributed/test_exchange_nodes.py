@@ -202,6 +202,7 @@ class TestLinks:
         assert 8 * 0.1 <= oldest_s < 4.0
         assert all(end["in_time"] and end["longest_s"] < BLOCKED_S for end in ends)
 
+    @pytest.mark.long
     def test_a_node_is_cut_off_until_the_end(self, stack: ExitStack, nodes: list[list[str]]) -> None:
         """A node whose link stays down closes in bounded time, and node 0 does not think that it left."""
         _, port = host_a_store(stack, "10.83.0.1", tuple(nodes[0]))
@@ -248,6 +249,7 @@ class TestProcesses:
         assert (before.token, before.port) != (after.token, after.port)
         assert all(end["in_time"] and end["longest_s"] < BLOCKED_S for end in ends)
 
+    @pytest.mark.long
     def test_a_sidecar_is_killed_and_started_again(self, stack: ExitStack) -> None:
         """A killed sidecar is silent, not gone; its successor is known as a restart, and counted on."""
         _, port = host_a_store(stack)
@@ -279,6 +281,7 @@ class TestProcesses:
         assert end["in_time"]
         assert end["longest_s"] < BLOCKED_S
 
+    @pytest.mark.long
     def test_node_0_is_stopped(self, stack: ExitStack) -> None:
         """A node 0 that hangs keeps nobody: no call of the others waits for it, nor does their end."""
         _, port = host_a_store(stack)

@@ -32,6 +32,7 @@ def steps(least: int) -> Callable[[dict[str, Any]], bool]:
     return lambda report: len(report["ranks"]) == RANKS and all(rank["steps"] >= least for rank in report["ranks"])
 
 
+@pytest.mark.long
 def test_stopped_rank(tmp_path: Path) -> None:
     """SIGSTOP: within 15 s a verdict names the rank; after SIGCONT it is gone, and steps are made again."""
     with LiveRanks(tmp_path, RANKS) as job:

@@ -12,13 +12,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.long import long
 from tests.processes import SCRIPTS, TRAIN, report, run, runs, torchrun, wait_for_sidecar
 from torchlens_perf.run_directory import RunDirectory
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [5, *long(20)])
 def test_killed_process_keeps_its_finished_steps(kills: int, tmp_path: Path) -> None:
     """After each of some SIGKILLs at random moments, every finished step is in the report, with all of its records."""
     script = str(SCRIPTS / "train_until_killed.py")
@@ -67,7 +68,7 @@ def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
     assert value["quality"]["lost"] == 0
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGABRT"])
+@pytest.mark.parametrize("name", ["SIGTERM", *long("SIGKILL", "SIGABRT")])
 def test_signal_ends_the_job_as_without_us(name: str, tmp_path: Path) -> None:
     """A signal ends the process with that signal, as it would unrecorded; the report has what was finished."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHLENS_PERF": "1"}

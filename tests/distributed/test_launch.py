@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import long
 from tests.processes import SCRIPTS, TRAIN, only_report, report, run, runs, torchrun
 
 pytestmark = pytest.mark.distributed
@@ -34,7 +35,7 @@ def without_arguments(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("parameters")]
 
 
-@pytest.mark.parametrize("workers", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", ["fork", *long("spawn")])
 def test_torchrun_flag(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
     """torchrun's flag records every rank, with forked and spawned loader workers, and prints the verdict on rank 0."""
     done = run(torchrun(*FLAG, TRAIN, "--workers", workers), tmp_path)
@@ -51,7 +52,7 @@ def test_torchrun_flag(workers: str, unwatched: dict[str, list[str]], tmp_path: 
     assert str(runs(tmp_path)[0].path) in done.stderr
 
 
-@pytest.mark.parametrize("workers", [pytest.param("fork", marks=pytest.mark.long), "spawn"])
+@pytest.mark.parametrize("workers", [*long("fork"), "spawn"])
 def test_variable(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
     """TORCHLENS_PERF=1 records a script under plain python; its loader workers become no ranks."""
     done = run([sys.executable, TRAIN, "--workers", workers], tmp_path, TORCHLENS_PERF="1")
@@ -63,7 +64,7 @@ def test_variable(workers: str, unwatched: dict[str, list[str]], tmp_path: Path)
     assert value["run"]["program"] == "train.py"
 
 
-@pytest.mark.parametrize("workers", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", ["fork", *long("spawn")])
 def test_run_command(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
     """`run` starts a script as python would: __main__, arguments, sys.path[0], pickles and spawned workers."""
     arguments = ["--workers", workers]
@@ -97,6 +98,7 @@ def test_run_command_with_a_module(tmp_path: Path) -> None:
     assert only_report(tmp_path)["ranks"][0]["steps"] == 11
 
 
+@pytest.mark.long  # test_elastic_ranks.py has one with more ranks
 def test_elastic_restart(tmp_path: Path) -> None:
     """After a restart by torchrun the same run directory holds both attempts, and the report is about the last."""
     # torchrun's own store keeps the addresses of the first attempt, where gloo then knocks in vain: with or without us.
@@ -113,7 +115,7 @@ def test_elastic_restart(tmp_path: Path) -> None:
     assert steps.groupby("attempt")["step"].max().to_dict() == {0: 7, 1: 29}
 
 
-@pytest.mark.parametrize("value", ["0", pytest.param("true", marks=pytest.mark.long)])
+@pytest.mark.parametrize("value", ["0", *long("true")])
 def test_autoload_switched_off(value: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
     """With torch's autoload off, the flag leaves the script untouched and says so in one line. For torch, 1 is on."""
     done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD=value)
@@ -148,7 +150,7 @@ def test_unwritable_directory(unwatched: dict[str, list[str]], tmp_path: Path) -
     assert ours[0].startswith("torchlens_perf is off: cannot write to ")
 
 
-@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("code", [*long(0), 3])
 def test_exit_code_is_the_scripts(code: int, tmp_path: Path) -> None:
     """sys.exit in the script ends the process with its code, recorded or not."""
     done = run([sys.executable, TRAIN, "--exit", str(code)], tmp_path, TORCHLENS_PERF="1")
@@ -168,7 +170,7 @@ def test_exception_is_the_scripts(tmp_path: Path) -> None:
     assert only_report(tmp_path)["ranks"][0]["steps"] == 8
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", ["fork", *long("spawn")])
 def test_trainers_started_by_the_script(method: str, tmp_path: Path) -> None:
     """Ranks that the script itself starts, by multiprocessing, are recorded into one run."""
     done = run([sys.executable, str(SCRIPTS / "start_ranks.py"), method], tmp_path, TORCHLENS_PERF="1")

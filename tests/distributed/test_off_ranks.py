@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import long
 from tests.processes import TRAIN, report, run, runs, torchrun
 
 pytestmark = pytest.mark.distributed
@@ -38,9 +39,8 @@ def unwatched(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (NO_PROGRAM, "no process can be started"),
         (NO_ROOM, "can be written"),
-        ("os.environ['LOCAL_WORLD_SIZE'] = 'abc'", ""),
+        *long((NO_PROGRAM, "no process can be started"), ("os.environ['LOCAL_WORLD_SIZE'] = 'abc'", "")),
     ],
 )
 def test_one_rank_is_off(change: str, reason: str, unwatched: str, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_rank_0_is_off(unwatched: str, tmp_path: Path) -> None:
     assert [(rank["rank"], rank["steps"]) for rank in value["ranks"]] == [(1, 29)]
 
 
-@pytest.mark.parametrize("how", ["a file in the way", "no process"])
+@pytest.mark.parametrize("how", ["a file in the way", *long("no process")])
 def test_all_ranks_are_off(how: str, unwatched: str, tmp_path: Path) -> None:
     """One line a node, not one a rank, and nothing is left."""
     (tmp_path / "file").write_text("in the way")

@@ -28,6 +28,7 @@ def why_no_disk_is_throttled(folder: Path) -> str:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < RANKS, reason="each of the two ranks needs a CPU of its own")
+@pytest.mark.long  # on a busy machine the two ranks have no CPU of their own
 def test_causes_are_named(tmp_path: Path) -> None:
     """A heap that is collected in every step, and a throttled disk."""
     reason = why_no_disk_is_throttled(tmp_path)

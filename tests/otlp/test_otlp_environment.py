@@ -14,6 +14,7 @@ import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 
+from tests.long import long
 from tests.otlp.conftest import TRACEPARENT, Sidecar, train, wait_for_sidecar
 from tests.otlp.endpoints import serving
 from tests.otlp_receiver import Receiver, free_port, wait_for
@@ -322,10 +323,8 @@ def test_training_survives_wrong_values(tmp_path: Path) -> None:
     [
         ("traceidratio", 0.5),
         ("parentbased_traceidratio", 0.0),
-        pytest.param("traceidratio", 0.0, marks=pytest.mark.long),
-        pytest.param("traceidratio", 1.0, marks=pytest.mark.long),
-        pytest.param("parentbased_traceidratio", 0.5, marks=pytest.mark.long),
-        pytest.param("parentbased_traceidratio", 1.0, marks=pytest.mark.long),
+        *long(("traceidratio", 0.0), ("traceidratio", 1.0)),
+        *long(("parentbased_traceidratio", 0.5), ("parentbased_traceidratio", 1.0)),
     ],
 )
 def test_ratio_sampler(sidecar: Run, receiver: Receiver, sampler: str, rate: float) -> None:

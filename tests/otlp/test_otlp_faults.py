@@ -19,6 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from tests.long import long_but
 from tests.otlp.conftest import SCRIPTS, Sidecar, environment, spans_of, wait_for_sidecar
 from tests.otlp.endpoints import answering, grpc_answering, refusing, serving, silent
 from tests.otlp_receiver import Receiver
@@ -173,7 +174,7 @@ WRONG: dict[str, tuple[Fault, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("fault", long_but({"500", "grpc unavailable"}, WRONG))
 def test_refusals_are_counted(sidecar: Run, fault: str) -> None:
     """An answer that is no success counts as not delivered, also those that the SDK takes for one."""
     context, protocol = WRONG[fault]
