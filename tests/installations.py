@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import pip
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -97,7 +96,9 @@ def empty_environment(folder: Path) -> Environment:
 
 def install(what: Path, environment: Environment, **changed: str) -> None:
     """Has pip install a wheel or an sdist, with its dependencies, which are there already: pip sees for itself."""
-    program = [str(environment.python), str(Path(pip.__file__).parent), "install", "-q", "--no-compile", str(what)]
+    # Not imported here: to look for pip makes setuptools give distutils back to Python, and torch's compiler fails then.
+    pip = importlib.metadata.distribution("pip").locate_file("pip")
+    program = [str(environment.python), str(pip), "install", "-q", "--no-compile", str(what)]
     done = subprocess.run(program, cwd=environment.work, env=environment.environ(**changed), capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
 
