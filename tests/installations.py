@@ -96,7 +96,7 @@ def empty_environment(folder: Path) -> Environment:
 
 def install(what: Path, environment: Environment, **changed: str) -> None:
     """Has pip install a wheel or an sdist, with its dependencies, which are there already: pip sees for itself."""
-    # Not imported here: to look for pip makes setuptools give distutils back to Python, and torch's compiler fails then.
+    # Not imported: to look for pip here makes setuptools give distutils back to Python; torch's compiler fails then.
     pip = importlib.metadata.distribution("pip").locate_file("pip")
     program = [str(environment.python), str(pip), "install", "-q", "--no-compile", str(what)]
     done = subprocess.run(program, cwd=environment.work, env=environment.environ(**changed), capture_output=True)
