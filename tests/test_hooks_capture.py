@@ -434,7 +434,7 @@ def resident_bytes() -> int:
 def grown_bytes(operations: int) -> int:
     """By how much this process grows in so many operations; a profiler keeps some 1 KB of each."""
     value = torch.ones(2)
-    for _ in range(1000):
+    for _ in range(operations):  # a child of a large process grows as it comes to files' pages that its parent has
         value.add_(0.0)
     before = resident_bytes()
     for _ in range(operations):
