@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from torchlens_perf import make_folders
 from torchlens_perf.processes import process_started
 
 # In the names of this process's runs; the second one, where it cannot read when it began.
@@ -30,10 +31,10 @@ def places(runs: Path) -> list[Path]:
     return sorted(ours + list(runs.glob("*")))
 
 
-def left_behind(runs: Path, timeout_s: float = 5) -> list[str]:
-    """After some time: the child that has made a folder takes it away in its own."""
+def left_behind(runs: Path, timeout_s: float = 60) -> list[str]:
+    """Once the children have ended that make folders: one that nobody waits for makes its folders, and removes them."""
     deadline_s = time.monotonic() + timeout_s
-    while places(runs) and time.monotonic() < deadline_s:
+    while _children(make_folders.__file__) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     return [f"{place}: {os.listdir(place)}" for place in places(runs)]
 
@@ -49,13 +50,22 @@ def remove(runs: Path) -> None:
 
 def end_sidecars() -> None:
     """Those of this process, by SIGKILL: a sidecar's beginning takes a second."""
+    for pid in _children("sidecar"):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _children(argument: str) -> list[int]:
+    """Children of this process that run with this argument."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         children = [int(pid) for pid in file.read().split()]
+    found = []
     for pid in children:
         with contextlib.suppress(OSError):
-            if b"\0sidecar\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            if f"\0{argument}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

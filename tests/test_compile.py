@@ -362,6 +362,7 @@ def test_sections_in_code_that_was_compiled_before_the_watch(tmp_path: Path) -> 
     assert len(recording.steps) <= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("watching", ["without a watch", "first call inside a watch"])
 @pytest.mark.xfail(reason="Dynamo is told of sections by a watch, and only once it has been imported")
 def test_sections_in_compiled_code_of_a_new_process(watching: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 import torchlens_perf as perf
 from tests.interruptions import failing, functions_called
-from tests.leftovers import end_sidecars, eventually, left_behind, places, remove
+from tests.leftovers import end_sidecars, left_behind, places, remove
 from tests.long import long_but
 from tests.processes import wait_for_sidecar
 from tests.test_nothing_left_behind import state
@@ -311,7 +311,7 @@ def test_machine_refuses(
     assert told[0].startswith("torchlens_perf is off: ")
     assert said in told[0]
     assert "mistake" not in told[0]
-    assert eventually(lambda: not left_behind(tmp_path / "runs"))  # a child takes it away
+    assert not left_behind(tmp_path / "runs")
     assert not changed(before) - {"folder"}
     with perf.watch(model, dir=str(tmp_path / "runs"), report=False) as watch:
         assert watch.run_dir is not None

@@ -52,7 +52,7 @@ def test_torchrun_flag(workers: str, unwatched: dict[str, list[str]], tmp_path: 
     assert str(runs(tmp_path)[0].path) in done.stderr
 
 
-@pytest.mark.parametrize("workers", [*long("fork"), "spawn"])
+@pytest.mark.parametrize("workers", ["fork", *long("spawn")])
 def test_variable(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
     """TORCHLENS_PERF=1 records a script under plain python; its loader workers become no ranks."""
     done = run([sys.executable, TRAIN, "--workers", workers], tmp_path, TORCHLENS_PERF="1")
@@ -88,6 +88,7 @@ def test_run_command_under_torchrun(unwatched: dict[str, list[str]], tmp_path: P
     assert [rank["steps"] for rank in value["ranks"]] == [29, 29]
 
 
+@pytest.mark.long  # test_run_is_python.py has modules, test_run_training.py trains with one
 def test_run_command_with_a_module(tmp_path: Path) -> None:
     """`run -m module` starts a module as `python -m` would."""
     (tmp_path / "trainer.py").write_text(Path(TRAIN).read_text())
