@@ -242,7 +242,7 @@ WAYS = (
 )  # fmt: skip
 
 
-BY_HOOKS_TOO = (whole_model, new_shapes, training_step, compiled_autograd)
+BY_HOOKS_TOO = (whole_model, new_shapes)
 """The others are left to make test-long."""
 
 

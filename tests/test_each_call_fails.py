@@ -45,7 +45,7 @@ def cases(folder: Path, sidecar: str, phase: str, errors: tuple[int, ...]) -> tu
 
 
 @pytest.mark.parametrize(
-    ("sidecar", "errors"), [("sidecar", USUAL), ("none", USUAL), *long(("sidecar", MISLEADING))],
+    ("sidecar", "errors"), [("sidecar", USUAL), *long(("none", USUAL), ("sidecar", MISLEADING))],
     ids=["usual", "without a sidecar", "misleading"],
 )  # fmt: skip
 def test_at_the_start(sidecar: str, errors: tuple[int, ...], tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def recorded(script: str, folder: Path, *arguments: str, **environment: str) -> 
     return done.returncode, done.stderr
 
 
+@pytest.mark.long
 def test_loop_without_an_optimizer(tmp_path: Path) -> None:
     """From the second backward pass on each is a step, and the model is found by its gradients."""
     code, stderr = recorded(f"for _ in range(30):\n    backward()\n{UPDATE}", tmp_path)
@@ -47,6 +48,7 @@ def test_loop_without_an_optimizer(tmp_path: Path) -> None:
     assert [note for note in value["quality"]["notes"] if note.startswith("no optimizer's step was seen")]
 
 
+@pytest.mark.long
 def test_accumulation_before_the_first_step(tmp_path: Path) -> None:
     """An optimizer that is there is waited for."""
     script = """
@@ -131,6 +133,7 @@ if __name__ == "__main__":
     assert (code, stderr.count(NOTHING)) == (0, 1)
 
 
+@pytest.mark.long
 def test_watch_of_the_scripts_own(tmp_path: Path) -> None:
     """It records, and nothing else starts: neither inside of it, nor after it, nor is anything said."""
     script = f"""

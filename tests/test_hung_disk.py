@@ -122,6 +122,7 @@ def test_a_disk_that_comes_back(since: str, runs: Path, tmp_path: Path) -> None:
     assert "20 steps" in run.report.read_text()
 
 
+@pytest.mark.long
 def test_a_script_that_does_not_know_of_us(runs: Path) -> None:
     """TORCHLENS_PERF=1 where the disk hangs: it trains as ever."""
     command = [sys.executable, TRAIN, "--steps", "20"]
@@ -159,6 +160,7 @@ def test_a_disk_that_refuses_at_the_end(error: int, runs: Path, tmp_path: Path, 
     assert os.strerror(error) in done.stderr
 
 
+@pytest.mark.long
 def test_a_disk_that_refuses_after_the_watch_has_begun(runs: Path, expected: list[str]) -> None:
     """The child that was asked first had no answer. The sidecar goes on asking, says why, and leaves nothing."""
     unanswered = (

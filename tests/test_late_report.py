@@ -128,7 +128,7 @@ def test_it_died(signal_number: signal.Signals, tmp_path: Path, capfd: pytest.Ca
 @pytest.mark.parametrize(
     ("import_of", "doing"),
     [
-        ("", "has not started yet"),
+        *long(("", "has not started yet")),
         ("numpy", "is loading its libraries"),
         ("torchlens_perf.report.run_report", "is writing the report"),  # imported when it is needed
     ],
@@ -169,7 +169,7 @@ def test_others_keep_the_processors_busy(tmp_path: Path, capfd: pytest.CaptureFi
     assert not_ready(watch, why).fullmatch(printed)
 
 
-@pytest.mark.parametrize("works_otherwise", [True, *long(False)])
+@pytest.mark.parametrize("works_otherwise", long(True, False))
 def test_it_could_not_be_started(works_otherwise: bool, tmp_path: Path) -> None:
     """The line says so; the records are in the ring, and the command that it names reads them.
 

@@ -21,8 +21,8 @@ AFTER_EIGHT, UNTIL_FIVE = 7, 4
     ("command", "environment", "code", "program", "steps"),
     [
         ("train.py everything", {}, 0, "train.py", AFTER_EIGHT),
-        ("train.py SIGTERM no-autoload", {}, -signal.SIGTERM, "train.py", UNTIL_FIVE),
         *long(
+            ("train.py SIGTERM no-autoload", {}, -signal.SIGTERM, "train.py", UNTIL_FIVE),
             ("-I train.py crash", {}, 1, "train.py", UNTIL_FIVE),
             ("-m trainer.fit exit", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, 3, "trainer.fit", AFTER_EIGHT),
         ),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.long import long
+from tests.long import long, long_but
 from tests.planted import MS, WORK_NS, Job, part_of, wider
 from torchlens_perf.board import LATE_ROWS
 from torchlens_perf.episodes import Episode
@@ -214,7 +214,7 @@ NOISES: dict[str, Any] = {
 
 class TestNobody:
     @pytest.mark.parametrize("ranks", [4, 64, *long(2, 16)])
-    @pytest.mark.parametrize("noise", NOISES)
+    @pytest.mark.parametrize("noise", long_but({"normal", "heavy tails"}, NOISES))
     def test_clean_jobs(self, noise: str, ranks: int) -> None:
         """50 healthy jobs of each size: whatever the noise is like, nobody is named."""
         share = 0.01 if noise == "autocorrelated" else 0.05
@@ -222,6 +222,7 @@ class TestNobody:
         for each in deviations:
             assert Job.of(ranks, 80, noise=share, deviations=each).judged().episodes == ()
 
+    @pytest.mark.long
     def test_much_autocorrelated_noise(self) -> None:
         """Steps that vary by 5 % and are like their neighbours look slow for a while: in few jobs, and not for ever."""
         deviations = autocorrelated(np.random.default_rng(1), (60, 4, 160))
@@ -230,6 +231,7 @@ class TestNobody:
         assert sum(len(each.episodes) > 0 for each in found) <= 3
         assert sum(episode.until_step is None for each in found for episode in each.episodes) <= 2
 
+    @pytest.mark.long
     def test_named_for_nothing(self) -> None:
         """Who was named by chance, and is no slower in the long run, is dropped, though its noise goes on."""
         for seed in (6, 10, 15, 16):
@@ -309,6 +311,7 @@ class TestNobody:
         ]
         assert len(named) <= 1
 
+    @pytest.mark.long
     def test_short_rows_are_judged_too(self) -> None:
         """Where what is looked back at is shorter than what is asked for, all of it is enough."""
         job = Job.of(4, 1200, noise=1e-3)
@@ -333,7 +336,7 @@ class TestNobody:
 
 
 class TestHysteresis:
-    @pytest.mark.parametrize("noise", [0.01, 0.04])
+    @pytest.mark.parametrize("noise", [0.04, *long(0.01)])
     def test_constant(self, noise: float) -> None:
         """One fault over 1500 rows is one episode, also where it is hardly above the noise."""
         found = only(Job.of(4, 2000, noise=noise).slow(1, 20, rows=slice(500, None)).judged())
@@ -385,6 +388,7 @@ class TestBatching:
 
         assert judge.judge(final=True) == self.WHOLE
 
+    @pytest.mark.long
     def test_more_than_the_board_holds(self) -> None:
         """A thousand rows at once are judged as if they had come one after the other."""
         job = Job.of(3, 1000).slow(0, 20, rows=slice(100, 300)).slow(1, 20, rows=slice(700, None))
@@ -472,6 +476,7 @@ class TestLateAndMissing:
             assert abs(slow[3].since_step - 150) <= 4
             assert all(np.isfinite(value) for each in slow.values() for value in numbers(each))
 
+    @pytest.mark.long
     def test_a_hole_in_one_rank(self) -> None:
         """Rows that a rank lost are compared on no rank once it is back, and nothing becomes "not a number"."""
         for hole in (slice(70, 100), slice(70, 170)):

@@ -65,6 +65,7 @@ def test_windows_of_all_ranks(
     assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS] * RANKS, "each rank keeps its own"
 
 
+@pytest.mark.long
 def test_slots_that_are_not_the_same_section(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
     """One rank enters its sections in another order: they are not merged, rather than mixed."""
     ranks = ranks_of(driver_library, shim_library, tmp_path, "--other-order")
@@ -73,7 +74,7 @@ def test_slots_that_are_not_the_same_section(driver_library: Path, shim_library:
     assert any("not all ranks entered them in the same order" in note for note in ranks[0]["notes"])
 
 
-@pytest.mark.parametrize("how", ["--unable", *long("--off")])
+@pytest.mark.parametrize("how", long("--unable", "--off"))
 def test_a_rank_that_is_not_able(how: str, driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
     """Or that does not record at all: none waits in a collective that another one does not enter, all of them train,
     those that record keep their own times, and say why they are not merged."""

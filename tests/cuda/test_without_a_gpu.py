@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.long import long
 from tests.processes import run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,7 +37,8 @@ def test_nothing_of_it_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"), [((), "no NVIDIA GPU"), (("kernels",), "no NVIDIA GPU"), (("kernel",), "unknown part kernel")]
+    ("parts", "said"),
+    [((), "no NVIDIA GPU"), *long((("kernels",), "no NVIDIA GPU"), (("kernel",), "unknown part kernel"))],
 )
 def test_the_check_says_that_nothing_was_checked(parts: tuple[str, ...], said: str) -> None:
     """It exits with 2, as for any mistake in how it is called, and prints no table that could be taken for a result."""

@@ -82,6 +82,7 @@ def test_captured_run_is_the_same(tmp_path: Path) -> None:
     assert (code, error) == (2, f"torchlens-perf: {run.run_id} does not run any more\n")
 
 
+@pytest.mark.long
 def test_command_and_verdict(tmp_path: Path) -> None:
     """A slow rank is named, and captured beside the healthy one, once; then the command captures another rank."""
     with LiveRanks(tmp_path, 2, SLOW_RANK="1", SLOW_FROM="20", TORCHLENS_PERF_CAPTURE="verdict") as job:

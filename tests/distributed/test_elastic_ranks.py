@@ -52,6 +52,7 @@ def numbers(recording: Recording) -> dict[str, dict[int, int]]:
     return found
 
 
+@pytest.mark.long
 def test_rank_that_leaves(tmp_path: Path) -> None:
     """Its process ends; the others go on in a group of their own, with the same sums, and numbers that agree."""
     command = torchrun(SCRIPT, "--leaves", "2", ranks=3)
@@ -68,6 +69,7 @@ def test_rank_that_leaves(tmp_path: Path) -> None:
     assert list(numbers(found[0, 2]).values()) == [first]
 
 
+@pytest.mark.long
 def test_rank_that_leaves_is_no_hang(tmp_path: Path) -> None:
     """With its sidecar such a run ends at once, and its report blames nobody and misses nobody."""
     assert sums(torchrun(SCRIPT, "--leaves", "2", ranks=3), tmp_path)

@@ -167,6 +167,7 @@ class TestLinks:
     def _link(self, number: int, state: str) -> None:
         self._in_hub("link", "set", f"link{number}", state)
 
+    @pytest.mark.long
     def test_a_node_that_is_cut_off_comes_back(self, stack: ExitStack, nodes: list[list[str]]) -> None:
         """While a node's link is down the others go on and its silence grows; when it is up again, so is the node."""
         _, port = host_a_store(stack, "10.83.0.1", tuple(nodes[0]))
@@ -215,6 +216,7 @@ class TestLinks:
         assert not n0.contact(1)["left"]
         assert end["longest_s"] < BLOCKED_S
 
+    @pytest.mark.long
     def test_node_0_need_not_host_the_jobs_store(self, stack: ExitStack, nodes: list[list[str]]) -> None:
         """Where the job's store is on another node, node 0 is found by its own address."""
         _, port = host_a_store(stack, "10.83.0.3", tuple(nodes[2]))
@@ -265,6 +267,7 @@ class TestProcesses:
         assert (silent["left"], silent["restarts"]) == (False, 0)
         assert n0.contact(1)["posts"] > silent["posts"]
 
+    @pytest.mark.long
     def test_the_job_is_killed(self, stack: ExitStack) -> None:
         """Without the job's store, which died with the job, the nodes go on, and close when told to."""
         store, port = host_a_store(stack)
@@ -310,6 +313,7 @@ def address(job_store: tuple[str, int]) -> Address:
 class TestJob:
     """What the job notices of an exchange: nothing."""
 
+    @pytest.mark.long
     def test_its_store_waits_for_its_own_workers(self, stack: ExitStack) -> None:
         """Connections of ours are no workers: a store that waits for two workers still waits after many of them."""
         with socket.create_server(("127.0.0.1", 0)) as listener:

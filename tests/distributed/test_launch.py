@@ -116,7 +116,7 @@ def test_elastic_restart(tmp_path: Path) -> None:
     assert steps.groupby("attempt")["step"].max().to_dict() == {0: 7, 1: 29}
 
 
-@pytest.mark.parametrize("value", ["0", *long("true")])
+@pytest.mark.parametrize("value", long("0", "true"))
 def test_autoload_switched_off(value: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
     """With torch's autoload off, the flag leaves the script untouched and says so in one line. For torch, 1 is on."""
     done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD=value)
@@ -129,6 +129,7 @@ def test_autoload_switched_off(value: str, unwatched: dict[str, list[str]], tmp_
     assert not (tmp_path / "torchlens-perf").exists()
 
 
+@pytest.mark.long
 def test_bad_variable(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
     """A bad variable switches recording off with one line on the node, and the job runs as without us."""
     done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCHLENS_PERF_RING_RECORDS="many")
@@ -151,7 +152,7 @@ def test_unwritable_directory(unwatched: dict[str, list[str]], tmp_path: Path) -
     assert ours[0].startswith("torchlens_perf is off: cannot write to ")
 
 
-@pytest.mark.parametrize("code", [*long(0), 3])
+@pytest.mark.parametrize("code", long(0, 3))
 def test_exit_code_is_the_scripts(code: int, tmp_path: Path) -> None:
     """sys.exit in the script ends the process with its code, recorded or not."""
     done = run([sys.executable, TRAIN, "--exit", str(code)], tmp_path, TORCHLENS_PERF="1")
@@ -185,6 +186,7 @@ def test_trainers_started_by_the_script(method: str, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_recorded_trainer_that_forks_a_trainer(tmp_path: Path) -> None:
     """A recorded process and the trainer that it forks are two runs, each with its own steps."""
     script = tmp_path / "forks.py"
@@ -208,6 +210,7 @@ def test_recorded_trainer_that_forks_a_trainer(tmp_path: Path) -> None:
     assert {value["ranks"][0]["state"] for value in values} == {"closed"}
 
 
+@pytest.mark.long
 def test_script_with_a_watch_of_its_own(tmp_path: Path) -> None:
     """A script that calls watch() under the flag is recorded once, by its own watch."""
     script = tmp_path / "watched.py"

@@ -39,8 +39,11 @@ def unwatched(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (NO_ROOM, "can be written"),
-        *long((NO_PROGRAM, "no process can be started"), ("os.environ['LOCAL_WORLD_SIZE'] = 'abc'", "")),
+        *long(
+            (NO_ROOM, "can be written"),
+            (NO_PROGRAM, "no process can be started"),
+            ("os.environ['LOCAL_WORLD_SIZE'] = 'abc'", ""),
+        ),
     ],
 )
 def test_one_rank_is_off(change: str, reason: str, unwatched: str, tmp_path: Path) -> None:
@@ -83,6 +86,7 @@ def test_all_ranks_are_off(how: str, unwatched: str, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file", "train.py"]
 
 
+@pytest.mark.long
 def test_off_at_a_watch_of_the_scripts_own(tmp_path: Path) -> None:
     """The same where the script calls watch(): it goes on without a run directory."""
     script = tmp_path / "train.py"

@@ -56,7 +56,7 @@ SCRIPTS_BY_NAME = {
     "lbfgs": Script("", TRAINING, {"0", "2", "6"}),
     "inference": Script("", {"forward"}, {"0", "2", "6"}, only_with_a_watch=True),
 }
-SOME = {("accelerate_loop", "watch"), ("lightning_fit", "variable"), ("sac", "watch")}
+SOME = {("accelerate_loop", "watch"), ("lightning_fit", "variable")}
 """The others are left to make test-frameworks."""
 CASES = [
     pytest.param(

@@ -117,7 +117,7 @@ def test_signals_have_endpoints_and_protocols_of_their_own(sidecar: Run, receive
     assert (ended.returncode, arrived(receiver)) == (0, (True, True))
 
 
-@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+@pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
 @pytest.mark.parametrize(
     ("signal", "expected"), [("TRACES", (False, True)), ("METRICS", (True, False))], ids=["traces", "metrics"]
 )
@@ -296,6 +296,7 @@ def test_header_is_sent(sidecar: Run) -> None:
     assert {f"Bearer {CANARY}"} == set(seen)
 
 
+@pytest.mark.long
 def test_training_survives_wrong_values(tmp_path: Path) -> None:
     """A live run whose variables are all wrong trains to its end; no file and no output of it holds the secret."""
     told = {
@@ -322,8 +323,7 @@ def test_training_survives_wrong_values(tmp_path: Path) -> None:
     ("sampler", "rate"),
     [
         ("traceidratio", 0.5),
-        ("parentbased_traceidratio", 0.0),
-        *long(("traceidratio", 0.0), ("traceidratio", 1.0)),
+        *long(("parentbased_traceidratio", 0.0), ("traceidratio", 0.0), ("traceidratio", 1.0)),
         *long(("parentbased_traceidratio", 0.5), ("parentbased_traceidratio", 1.0)),
     ],
 )
@@ -359,6 +359,7 @@ def test_batch_size(sidecar: Run, receiver: Receiver) -> None:
     assert max(receiver.batches()) == 7
 
 
+@pytest.mark.long
 def test_queue_size(sidecar: Run, receiver: Receiver) -> None:
     """OTEL_BSP_MAX_QUEUE_SIZE bounds what waits; steps beyond it are left out whole and counted; replay sends them."""
     endpoint = receiver.endpoint("http/protobuf")
