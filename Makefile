@@ -21,8 +21,8 @@ $(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -
 	$(DEMO)/bin/torchlens-perf build-tap
 	touch $@
 
-# JOBS tests at a time: each takes a processor, and some of them two.
-JOBS ?= 2
+# JOBS tests at a time, for two processors: most of them wait now and then.
+JOBS ?= 3
 
 test: check
 	$(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile

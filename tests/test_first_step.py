@@ -116,6 +116,7 @@ def test_who_says_nothing(arguments: list[str], environment: dict[str, str], tmp
     assert NOTHING not in done.stderr
 
 
+@pytest.mark.long
 def test_children_say_nothing(tmp_path: Path) -> None:
     """Processes of multiprocessing, forked and spawned; what they inherit is not theirs to say."""
     script = """

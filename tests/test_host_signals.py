@@ -43,8 +43,11 @@ def test_a_busy_neighbour() -> None:
     """Two processes on one CPU: each is ready without it for half of the time, and the other one is found."""
     cpu = min(os.sched_getaffinity(0))
     with spinning(cpu) as rank, spinning(cpu) as other:
-        signals = HostSignals()
-        newest = observed(signals, rank, 5)
+        for _ in range(5):  # another program may be there too for a while, and be busier
+            signals = HostSignals()
+            newest = observed(signals, rank, 5)
+            if f"(pid {other})" in signals.busiest_neighbour(rank):
+                break
 
         assert newest["cpu_wait_share"] > 0.2
         assert newest["neighbour_share"] > 0.2

@@ -102,7 +102,7 @@ def test_from_the_end(runs: Path, tmp_path: Path, expected: list[str]) -> None:
     assert done.stderr.startswith("torchlens_perf: the report ")
 
 
-@pytest.mark.parametrize("since", ["start", "end"])
+@pytest.mark.parametrize("since", ["end", *long("start")])
 def test_a_disk_that_comes_back(since: str, runs: Path, tmp_path: Path) -> None:
     """What was recorded meanwhile is read then, and nothing is lost of what its ring file holds."""
     flag = tmp_path / "hangs"
@@ -134,6 +134,7 @@ def test_a_script_that_does_not_know_of_us(runs: Path) -> None:
     assert "torchlens_perf: the report " in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_ranks_of_a_job(runs: Path) -> None:
     """Two ranks under torchrun: neither waits for the other's disk."""

@@ -128,8 +128,7 @@ def test_it_died(signal_number: signal.Signals, tmp_path: Path, capfd: pytest.Ca
 @pytest.mark.parametrize(
     ("import_of", "doing"),
     [
-        *long(("", "has not started yet")),
-        ("numpy", "is loading its libraries"),
+        *long(("", "has not started yet"), ("numpy", "is loading its libraries")),
         ("torchlens_perf.report.run_report", "is writing the report"),  # imported when it is needed
     ],
 )

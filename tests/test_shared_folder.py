@@ -161,7 +161,7 @@ ON: dict[str, tuple[str, Callable[[str], bool]]] = {
 
 
 @in_namespaces
-@pytest.mark.parametrize("name", long_but({"small shared memory"}, ON))
+@pytest.mark.parametrize("name", long_but({"no shared memory"}, ON))
 def test_room_elsewhere(name: str, tmp_path: Path, expected: str) -> None:
     """Recorded all the same; where the disk is full, who waits for the report gets the reason."""
     setup, said = ON[name]

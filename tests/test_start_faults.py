@@ -104,7 +104,7 @@ def functions_to_fail(begin: Callable[[], perf.Watch], sidecar: bool) -> list[Co
 @pytest.mark.parametrize(
     ("sidecar", "every"),
     [
-        pytest.param(False, 3, id="without a sidecar"),
+        pytest.param(False, 6, id="without a sidecar"),
         pytest.param(False, 1, id="without a sidecar, all", marks=pytest.mark.long),
         pytest.param(True, 1, id="with a sidecar"),
     ],

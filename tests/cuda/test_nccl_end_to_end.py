@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.cuda.fake_nccl import NCCL_S_CLOCK_NS, SEEN, FakeNccl, compile_nccl
 from tests.distributed.gloo import run_ranks
+from tests.long import long
 from tests.recorders import IDS
 from tests.recording import Recording, recorded, records_of
 from torchlens_perf import native_tap, nccl_plugin, tap_build
@@ -129,7 +130,7 @@ def one_rank_in_python(folder: Path) -> dict[str, Any]:
     return one_rank(folder)
 
 
-@pytest.fixture(scope="module", params=["native", "python"])
+@pytest.fixture(scope="module", params=["native", *long("python")])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if request.param == "native":
         tap_build.build()

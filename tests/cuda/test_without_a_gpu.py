@@ -60,6 +60,7 @@ print("trained")
 """
 
 
+@pytest.mark.long
 def test_a_setting_that_cannot_be_met_does_not_stop_a_script(tmp_path: Path) -> None:
     """From the environment, in a script that does not know of us: off, and said why."""
     (tmp_path / "train.py").write_text(SCRIPT)

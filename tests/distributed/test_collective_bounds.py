@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.gloo import run_ranks
 from tests.distributed.test_bit_equality_distributed import Collective, Collectives
+from tests.long import long
 from tests.recording import Record, Recording, recorded, records_of
 from torchlens_perf import native_tap, tap_build
 from torchlens_perf.collective_join import CollectiveJoin
@@ -279,7 +280,7 @@ def one_scenario(run: Callable[[Job, Watching], None], folder: Path) -> Outcome:
     return Outcome(same, *seen, recording)
 
 
-@pytest.fixture(scope="module", params=["native", "python"])
+@pytest.fixture(scope="module", params=["native", *long("python")])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
     """By rank and scenario, under each tap; all in one set of processes, because starting them takes longest."""
     if request.param == "native":

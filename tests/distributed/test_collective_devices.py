@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.gloo import run_ranks
+from tests.long import long
 from tests.recording import Recording, recorded
 from torchlens_perf import native_tap, tap_build, torch_private
 from torchlens_perf.hooks.collective import Groups
@@ -75,7 +76,7 @@ def one_rank_in_python(folder: Path) -> dict[str, Any]:
     return one_rank(folder)
 
 
-@pytest.fixture(scope="module", params=["native", "python"])
+@pytest.fixture(scope="module", params=["native", *long("python")])
 def tap(request: pytest.FixtureRequest) -> str:
     if request.param == "native":
         tap_build.build()

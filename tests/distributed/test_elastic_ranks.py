@@ -82,6 +82,7 @@ def test_rank_that_leaves_is_no_hang(tmp_path: Path) -> None:
     assert value["quality"]["lost"] == 0
 
 
+@pytest.mark.long
 def test_restart_of_a_failed_rank(tmp_path: Path) -> None:
     """torchrun starts all ranks again: the sums are right, and each attempt numbers its collectives from the start."""
     command = torchrun("--max-restarts", "1", SCRIPT, "--fails", "1", ranks=3)

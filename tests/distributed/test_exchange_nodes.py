@@ -231,6 +231,7 @@ def ip(*arguments: str) -> None:
 class TestProcesses:
     """Nodes on loopback."""
 
+    @pytest.mark.long
     def test_node_0_is_killed_and_started_again(self, stack: ExitStack) -> None:
         """With node 0's sidecar killed the others go on, and find the next one, with its own store, by themselves."""
         _, port = host_a_store(stack)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.gloo import run_ranks
+from tests.long import long
 from tests.recording import EVERYTHING, Record, Recording, recorded
 from torchlens_perf import native_tap, section, tap_build, torch_private, watch
 from torchlens_perf.hooks.collective import operators, payload_bytes
@@ -56,7 +57,7 @@ def every_scenario_in_python(folder: Path) -> dict[str, Any]:
     return every_scenario(folder)
 
 
-@pytest.fixture(scope="module", params=["native", "python"])
+@pytest.fixture(scope="module", params=["native", *long("python")])
 def tap(request: pytest.FixtureRequest) -> str:
     """Which tap the ranks have. The native one is built if it is not there."""
     if request.param == "native":

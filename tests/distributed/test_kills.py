@@ -87,6 +87,7 @@ def test_signal_ends_the_job_as_without_us(name: str, tmp_path: Path) -> None:
     assert value["ranks"][0]["steps"] > 0
 
 
+@pytest.mark.long
 def test_one_rank_fails(tmp_path: Path) -> None:
     """When one rank raises, the job ends with torchrun's exit code, and the report holds both ranks' finished steps."""
     done = run(torchrun("--logs-specs", "torchlens_perf", TRAIN, "--fail-at", "20"), tmp_path)

@@ -77,6 +77,7 @@ def test_run_command(workers: str, unwatched: dict[str, list[str]], tmp_path: Pa
     assert [rank["steps"] for rank in value["ranks"]] == [29]
 
 
+@pytest.mark.long
 def test_run_command_under_torchrun(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
     """`torchrun -m torchlens_perf run` works where entry points do not."""
     command = torchrun("-m", "torchlens_perf", "run", TRAIN)
@@ -139,6 +140,7 @@ def test_bad_variable(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
     assert ours == ["torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': cannot be read as ring_records"]
 
 
+@pytest.mark.long
 def test_unwritable_directory(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
     """A folder that cannot be written switches recording off with one line, and the job runs as without us."""
     (tmp_path / "file").write_text("in the way")
@@ -161,6 +163,7 @@ def test_exit_code_is_the_scripts(code: int, tmp_path: Path) -> None:
     assert only_report(tmp_path)["ranks"][0]["state"] == "closed"
 
 
+@pytest.mark.long
 def test_exception_is_the_scripts(tmp_path: Path) -> None:
     """An exception ends the script with its own traceback and exit code 1."""
     script = tmp_path / "fails.py"
@@ -228,6 +231,7 @@ def test_script_with_a_watch_of_its_own(tmp_path: Path) -> None:
     assert [rank["steps"] for rank in only_report(tmp_path)["ranks"]] == [12]
 
 
+@pytest.mark.long
 def test_switched_off(tmp_path: Path) -> None:
     """TORCHLENS_PERF=0 wins over watch() in the script and over the flag: nothing is made."""
     script = tmp_path / "watched.py"

@@ -82,6 +82,7 @@ def silence(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_node_that_falls_silent(silence: dict[str, Any]) -> None:
     """Node 0 names ranks and host within 15 s, and says that its own wait for them; it ends with the silence."""
     assert silence["rank"] in (2, 3)
@@ -89,6 +90,7 @@ def test_node_that_falls_silent(silence: dict[str, Any]) -> None:
     assert "node-b" in silence["text"]
 
 
+@pytest.mark.long
 def test_silence_is_told_from_standing_still(silence: dict[str, Any]) -> None:
     """A node that was well when it was last heard of has failed as a whole: one looks at the machine, not at a rank."""
     assert (silence["evidence"]["kind"], silence["evidence"]["ranks"]) == ("silent", [2, 3])

@@ -76,12 +76,15 @@ def test_wanted_signals(told: dict[str, str], expected: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "told",
     [
-        {},
-        {ENDPOINT: "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"},
-        {ENDPOINT: "http://127.0.0.1:1", **{f"OTEL_{name}_EXPORTER": "none" for name in ("TRACES", "METRICS", "LOGS")}},
         {"OTEL_SERVICE_NAME": "x", HEADERS: "a=b"},
+        {ENDPOINT: "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"},
+        *long(
+            {},
+            {f"OTEL_{name}_EXPORTER": "none" for name in ("TRACES", "METRICS", "LOGS")}
+            | {ENDPOINT: "http://127.0.0.1:1"},
+        ),
     ],
-    ids=["nothing is set", "disabled", "all signals none", "no endpoint"],
+    ids=["no endpoint", "disabled", "nothing is set", "all signals none"],
 )
 def test_without_endpoint_no_sdk(sidecar: Run, told: dict[str, str]) -> None:
     """Without anywhere to send to, the sidecar does not even import the OpenTelemetry SDK, gRPC or requests."""
@@ -145,7 +148,9 @@ def test_console(sidecar: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("insecure", "delivered"), [("true", True), ("false", False), (None, False)], ids=["insecure", "tls", "default"]
+    ("insecure", "delivered"),
+    [("true", True), (None, False), *long(("false", False))],
+    ids=["insecure", "default", "tls"],
 )
 def test_grpc_without_scheme_is_tls(sidecar: Run, receiver: Receiver, insecure: str | None, delivered: bool) -> None:
     """A gRPC endpoint without http:// means TLS unless OTEL_EXPORTER_OTLP_INSECURE says otherwise; never plain text."""

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from tests.long import long
 from tests.otlp.conftest import Sidecar, train, wait_for_sidecar
 from tests.otlp_receiver import ReceivedPoint, ReceivedSpan, Receiver
 from torchlens_perf import node_state
@@ -55,7 +56,7 @@ class Exported:
         return list(last.values())
 
 
-@pytest.fixture(scope="module", params=["http/protobuf", "grpc"])
+@pytest.fixture(scope="module", params=["http/protobuf", *long("grpc")])
 def exported(
     request: pytest.FixtureRequest, _one_receiver: Receiver, tmp_path_factory: pytest.TempPathFactory
 ) -> Exported:
