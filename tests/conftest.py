@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 from torchlens_perf.errors import swallowed
 from torchlens_perf.watch import running
 
+# Threads that wait for one another take the processors from the other tests that run now.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # else no test could interrupt a process
 

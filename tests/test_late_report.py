@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -115,6 +116,8 @@ def test_it_died(signal_number: signal.Signals, tmp_path: Path, capfd: pytest.Ca
         killer.start()
     killer.join()
     log = sidecar_log(find_sidecar_lock(watch.run_dir.name))
+    if not log.exists():  # it had begun before it was stopped
+        log = RunDirectory(watch.run_dir).node_log(socket.gethostname())
     printed = line(capfd)
     begin, _, command = printed.partition(" Next: ")
     by_hand = run([sys.executable, "-m", "torchlens_perf", *command.split()[1:]], tmp_path)

@@ -24,6 +24,8 @@ import pytest
 ZOO = Path(__file__).parent / "zoo"
 CONSOLE_SCRIPT = Path(sysconfig.get_path("scripts")) / "torchlens-perf"
 
+# Taken once: pytest changes the environment while the cases run on threads.
+ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith(("PYT", "TORCHLENS", "OTEL_"))}
 # All that may differ, as what is removed from either output, with the reason.
 DIFFERENCES = (
     (
@@ -275,11 +277,10 @@ def contents(folder: Path) -> dict[str, object]:
 def outcome(line: str, zoo: Path, folder: Path) -> list[str]:
     """All that a command line does in a copy of the zoo, as lines of text."""
     shutil.copytree(zoo, folder, symlinks=True)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYT", "TORCHLENS"))}
     done = subprocess.run(
         ["bash", "-c", line],
         cwd=folder,
-        env={"LANG": "C.UTF-8", **environ},
+        env={"LANG": "C.UTF-8", **ENVIRON},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=100,

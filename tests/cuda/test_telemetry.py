@@ -340,10 +340,14 @@ def test_a_slow_driver_is_asked_more_rarely(rig: Rig) -> None:
 
     Opening it may take as long, and is no reason to wait.
     """
-    rig.telemetry = GpuTelemetry()  # by the real clock
     rig.nvml.write("sleep nvmlDeviceGetName 60")
-    rig.sample()
-    assert (set(rig.sample()), rig.telemetry.slow_samples[UUIDS[0]]) == ({UUIDS[0]}, 0)
+    for _ in range(5):  # on a busy machine any call may take long
+        rig.telemetry = GpuTelemetry()  # by the real clock
+        rig.sample()
+        found = set(rig.sample()), rig.telemetry.slow_samples[UUIDS[0]]
+        if not found[1]:
+            break
+    assert found == ({UUIDS[0]}, 0)
     rig.nvml.write("sleep nvmlDeviceGetClockInfo 30")  # of two clocks
     answers = [(bool(rig.sample(after_s=60)), rig.sample(), len(rig.telemetry.notes)) for _ in range(3)]
 
