@@ -1,4 +1,4 @@
-"""Cases that `make test` leaves to `make test-long`: more of a kind of which it has one."""
+"""Cases that `make test` leaves to `make test-long`: more of a kind of which it has one, and what is rare or slow."""
 
 from __future__ import annotations
 

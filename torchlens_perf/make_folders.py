@@ -81,11 +81,12 @@ def _main() -> None:
         kept = os.read(0, len(KEEP)) == KEEP
     except OSError:
         kept = False
-    # Other ranks may have made folders in these, and give up just now too.
-    tries_left = 0 if kept else _MAX_REMOVALS
-    while tries_left and not remove(made):
-        tries_left -= 1
-        time.sleep(_REST_S)
+    if kept:
+        return
+    for _ in range(_MAX_REMOVALS):
+        if remove(made):
+            return
+        time.sleep(_REST_S)  # other ranks may have made folders in these, and give up just now too
 
 
 if __name__ == "__main__":

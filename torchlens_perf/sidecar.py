@@ -301,7 +301,8 @@ class Sidecar:
             state.device, state.gpus = metadata["device"], metadata["gpus"]
             state.missing_tap = metadata.get("missing_tap", "")
             state.groups = metadata["groups"]
-            source.stack_file, source.simulated = metadata["stack_file"], metadata.get("simulated", False)
+            source.stack_file = metadata["stack_file"]
+            source.simulated = metadata.get("simulated", False)
             source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
             source.settings = dict(metadata["settings"])
             state.trace_every = int(source.settings["trace_every"])

@@ -34,7 +34,13 @@ def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[d
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("options", [(), *long((("--evaluates",),))], ids=["", "rank 0 evaluates first"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="as it is"),
+        pytest.param(("--evaluates",), id="rank 0 evaluates first", marks=pytest.mark.long),
+    ],
+)
 def test_windows_of_all_ranks(
     driver_library: Path, shim_library: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:

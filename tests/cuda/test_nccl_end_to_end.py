@@ -32,7 +32,8 @@ pytestmark = [
 
 DEVICE, RANKS, ROUNDS = "privateuseone", 2, 5
 MILLISECOND = 1_000_000
-LATE_NS, TRANSFER_NS = 20 * MILLISECOND, 2 * MILLISECOND
+LATE_NS = 20 * MILLISECOND
+TRANSFER_NS = 100 * MILLISECOND  # longer than a busy host makes a call take
 
 
 class OnDevice(torch.Tensor):
@@ -151,7 +152,7 @@ def test_kernel_times_are_recorded(ranks: list[dict[str, Any]]) -> None:
         assert {each.flags for each in found} == {Flag.ASYNC | Flag.COMPLETED | Flag.DEVICE}
         planted_ns = TRANSFER_NS + (0 if rank == RANKS - 1 else LATE_NS)
         assert {each.duration_ns for each in found} == {planted_ns}
-        assert min(each.nested_ns for each in found) < planted_ns  # of the call; a busy host interrupts some
+        assert all(each.nested_ns < planted_ns for each in found)  # of the call
         assert told["mask"] == SEEN
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections import Counter
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 3
 FLOATS = 1024
-LATE_NS = 30_000_000
+LATE_NS = 150_000_000  # longer than other programs hold up the punctual rank
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {}
 
@@ -216,14 +215,12 @@ def test_who_waits_and_who_is_waited_for(results: dict[str, list[Recording]]) ->
     """The punctual rank is blocked until the late one comes, and its step has that much less time of its own."""
     punctual, late = results["late_rank"]
 
-    for mine, issued in zip(punctual.of(Kind.WAIT), late.of(Kind.COLLECTIVE), strict=True):
+    for mine, theirs, issued in zip(punctual.of(Kind.WAIT), late.of(Kind.WAIT), late.of(Kind.COLLECTIVE), strict=True):
         assert mine.end_ns >= issued.start_ns
-    # In most steps: other programs may hold up the punctual rank too.
-    waits = [[each.duration_ns for each in rank.of(Kind.WAIT)] for rank in (punctual, late)]
-    own = [[each.duration_ns - each.phase_ns for each in rank.steps] for rank in (punctual, late)]
-    assert statistics.median(waits[0]) > statistics.median(waits[1])
-    assert statistics.median(own[0]) < statistics.median(own[1])
-    assert min(own[1]) >= LATE_NS
+        assert mine.duration_ns > theirs.duration_ns
+    for mine, theirs in zip(punctual.steps, late.steps, strict=True):
+        assert mine.duration_ns - mine.phase_ns < theirs.duration_ns - theirs.phase_ns
+        assert theirs.duration_ns - theirs.phase_ns >= LATE_NS
 
 
 @scenario

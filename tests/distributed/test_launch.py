@@ -89,7 +89,7 @@ def test_run_command_under_torchrun(unwatched: dict[str, list[str]], tmp_path: P
     assert [rank["steps"] for rank in value["ranks"]] == [29, 29]
 
 
-@pytest.mark.long  # test_run_is_python.py has modules, test_run_training.py trains with one
+@pytest.mark.long  # test_run_is_python.py starts modules too, but none of them trains
 def test_run_command_with_a_module(tmp_path: Path) -> None:
     """`run -m module` starts a module as `python -m` would."""
     (tmp_path / "trainer.py").write_text(Path(TRAIN).read_text())
