@@ -12,10 +12,10 @@ import pytest
 
 from tests.ranks import HOST, Rank, run_without_traces
 from tests.test_sidecar import WORK, dead_process
-from torchlens_perf import ring, sidecar_wait
+from torchlens_perf import priority, ring, sidecar_wait
 from torchlens_perf.run_directory import RunDirectory, local_folders
 from torchlens_perf.sidecar import Sidecar
-from torchlens_perf.sidecar_wait import FILLING, FULL, LOOK_S, PRELOAD_AFTER_S, SHORT_RUN_S, wait
+from torchlens_perf.sidecar_wait import FILLING, FULL, LOOK_S, PRELOAD_AFTER_S, SHORT_RUN_S, STARVED_S, wait
 
 
 @pytest.fixture
@@ -52,9 +52,11 @@ class Preparation:
         self._done_s = clock.now_s + done_after_s
         self.begun_s = clock.now_s - 1000.0
         self.hurries_s: list[float] = []
+        self.groups: list[int] = []
 
-    def hurry(self) -> None:
+    def hurry(self, group: int) -> None:
         self.hurries_s.append(self._clock.now_s - 1000.0)
+        self.groups.append(group)
 
     @property
     def is_done(self) -> bool:
@@ -158,7 +160,34 @@ def test_rings_of_earlier_processes_are_left_alone(run: RunDirectory) -> None:
     assert Waited(run).took_s >= SHORT_RUN_S
 
 
-@pytest.mark.parametrize("steps", [3, 5, 20])
+@pytest.mark.parametrize("impatient", [False, True])
+def test_a_processor_is_taken_from_training_late(run: RunDirectory, impatient: bool) -> None:
+    """Where no processor is ever idle: a small share of one after half a minute, and no more than a minute's wait.
+
+    Other nodes are not kept waiting.
+    """
+    rank = Rank(run, 0)
+    rank.steps(10, **WORK)
+    waited = Waited(run, imports_s=1000.0, impatient=impatient)
+    rank.close()
+    (preload,) = waited.preloads
+
+    assert waited.took_s == pytest.approx(SHORT_RUN_S if impatient else 2 * STARVED_S, abs=2 * LOOK_S)
+    assert preload.hurries_s == ([] if impatient else [pytest.approx(STARVED_S, abs=2 * LOOK_S)])
+    assert preload.groups == ([] if impatient else [priority.SLOW_GROUP])
+
+
+def test_begins_when_all_is_imported(run: RunDirectory) -> None:
+    """Where a processor was idle only later."""
+    rank = Rank(run, 0)
+    waited = Waited(run, imports_s=12.0)
+    rank.close()
+
+    assert waited.took_s == pytest.approx(PRELOAD_AFTER_S + 12.0, abs=2 * LOOK_S)
+    assert waited.preloads[0].hurries_s == []
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 20])
 def test_a_filling_ring_is_prepared_for(run: RunDirectory, steps: int) -> None:
     """What reads it is imported before it is read, and it is read before it is full, however fast it fills."""
     rank = Rank(run, 0)
@@ -166,13 +195,14 @@ def test_a_filling_ring_is_prepared_for(run: RunDirectory, steps: int) -> None:
     def fill(waited_s: float) -> None:
         rank.steps(steps, **WORK)
 
-    waited = Waited(run, fill)
+    waited = Waited(run, fill, imports_s=1000.0)
     ring_s = 4096 / (steps * 5) * LOOK_S  # until it is full
 
     (preload,) = waited.preloads
 
     assert preload.begun_s == pytest.approx(min(PRELOAD_AFTER_S, FILLING * ring_s), abs=2 * LOOK_S)
     assert preload.hurries_s == [pytest.approx(FILLING * ring_s, abs=2 * LOOK_S)]
+    assert preload.groups == [priority.SLOW_GROUP if steps == 1 else priority.USUAL_GROUP]
     assert waited.took_s == pytest.approx(FULL * ring_s, abs=2 * LOOK_S)
     rank.close()
 

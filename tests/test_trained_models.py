@@ -14,9 +14,11 @@ from torch import nn
 
 from tests.recording import recorded
 from torchlens_perf.hooks.model_names import names_of
+from torchlens_perf.hooks.trained_models import living
 from torchlens_perf.ring import Kind
 
 STEPS = 3
+GET_OBJECTS = gc.get_objects
 
 
 def network() -> nn.Module:
@@ -282,3 +284,56 @@ def test_naming_runs_no_property() -> None:
     holders = [Holder(network()), Holder(network())]
     assert names_of([holder.held for holder in holders]) == ["held", "held_2"]
     assert called == []
+
+
+# -- what looking for them costs
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_living_objects_are_looked_at_only_for_what_is_not_known(
+    passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look at all of them takes as long as some steps: not where the model that is trained was passed."""
+    looks: list[str] = []
+    monkeypatch.setattr(gc, "get_objects", lambda: [*GET_OBJECTS(), looks.append("a look")])
+    model = network()
+    (optimizer,) = optimizers(model)
+    with recorded(tmp_path, *([model] if passed else [])) as recording:
+        for _ in range(STEPS):
+            train(model, optimizer)
+
+    assert bool(looks) is not passed
+    assert len(roots(recording)) == 1
+
+
+class Hostile(type):
+    """Classes that run user's code when they are compared or looked up."""
+
+    def __eq__(cls, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    def __hash__(cls) -> int:
+        raise RuntimeError("hashed")
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        raise RuntimeError("asked")
+
+
+class Proxy(metaclass=Hostile):
+    """Pretends to be what it stands for, and makes that when it is asked."""
+
+    @property
+    def __class__(self) -> type:
+        raise RuntimeError("made")
+
+
+def test_looking_runs_nobodys_code() -> None:
+    """Whatever lives: it is found by what it is, also where its class is derived from a derived one."""
+    proxies = [Proxy() for _ in range(3)]
+    model, generator = network(), Generator(nn.Linear(2, 2))
+    found = living(nn.Module)
+
+    assert len(proxies) == 3
+    assert {id(model), id(model[0]), id(generator)} <= {id(module) for module in found}
+    assert not {id(proxy) for proxy in proxies} & {id(module) for module in found}
+    assert [type(each) for each in living(Generator)] == [Generator]

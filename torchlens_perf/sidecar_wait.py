@@ -5,7 +5,8 @@ which training would miss. Until then this process looks at a few words of each 
 It goes on at once where a rank has ended, where a ring fills, and where something is not as it should be.
 
 Meanwhile a thread that gets idle processors only imports what comes next (preload.py), so that the report on a run of
-some seconds is there when the run ends.
+some seconds is there when the run ends. Where no processor is idle it has a minute. To take one from threads that wait
+for one another costs a job twice what it gives: only where a ring fills is it taken, and slowly where there is time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torchlens_perf.preload import Preload
 
 SHORT_RUN_S = 5.0
+STARVED_S = 30.0  # after which a starving thread gets a small share of a processor, and twice as long after, any
+FAST_FILL_S = 2.0  # a ring that fills within this time is soon full
 PRELOAD_AFTER_S = 0.5
 FILLING = 1 / 8  # share of a ring from which on what reads it is imported
 FULL = 1 / 2  # and from which on it is read: the rest must last until that is done
@@ -129,22 +132,22 @@ def wait(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> tuple[dict[str, WaitingRing], Preload | None]:
-    """Waits until there is something to read, or for SHORT_RUN_S.
+    """Waits until there is something to read; or for SHORT_RUN_S, and until all is imported; or twice STARVED_S.
 
     folder: where the node's rings are registered. prepare: called once, when the run is PRELOAD_AFTER_S old, or a ring
     fills. impatient: goes on as soon as that is done. now, sleep: the clock. Returns how far the rings were last, by
     path, and what was begun.
     """
     began_s, preload, hurries = now(), None, False
-    rings = Wait(folder)
-    while not rings.look(now_s := now()) and now_s - began_s < SHORT_RUN_S:
-        if preload is None and (rings.fills or now_s - began_s >= PRELOAD_AFTER_S):
+    rings, longest_s = Wait(folder), SHORT_RUN_S if impatient else 2 * STARVED_S
+    while not rings.look(now_s := now()) and (waited_s := now_s - began_s) < longest_s:
+        if preload is None and (rings.fills or waited_s >= PRELOAD_AFTER_S):
             preload = prepare()
         if preload is not None:
-            if rings.fills and not hurries:
+            if not hurries and (rings.fills or waited_s >= STARVED_S):
                 hurries = True
-                preload.hurry()
-            if impatient and preload.is_done:
+                preload.hurry(priority.USUAL_GROUP if waited_s < FAST_FILL_S else priority.SLOW_GROUP)
+            if preload.is_done and (impatient or waited_s >= SHORT_RUN_S):
                 break
         sleep(LOOK_S)
     rings.close()

