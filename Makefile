@@ -4,6 +4,8 @@ DEMO := .venv-demo
 TEST := .venv-test
 RECEIVER := .venv-receiver
 FRAMEWORKS := .venv-frameworks
+# Two environments are made side by side.
+MAKEFLAGS += --jobs=2
 
 .PHONY: demo test test-long test-frameworks check format bench gpu-check clean
 
@@ -23,13 +25,15 @@ $(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -
 
 # JOBS tests at a time, for two processors: most of them wait now and then.
 JOBS ?= 3
+# In the order of their files: those with few tests, which take long, are not left for the end.
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-test: check
-	$(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile
+test: check $(RECEIVER)/ready
+	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 # What `make test` leaves out, to stay below 20 minutes on two processors.
-test-long: $(TEST)/ready
-	$(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m long
+test-long: $(TEST)/ready $(RECEIVER)/ready
+	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m long
 
 check: $(TEST)/ready
 	$(TEST)/bin/ruff check .
@@ -40,11 +44,14 @@ format: $(TEST)/ready
 	$(TEST)/bin/ruff format .
 	$(TEST)/bin/ruff check --fix .
 
-# The OTLP receiver of the tests pins an older OpenTelemetry than ours: it gets an environment of its own.
 $(TEST)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
 	$(PYTHON) -m venv $(TEST)
 	$(TEST)/bin/python -m pip install -q -e '.[test]'
 	$(TEST)/bin/torchlens-perf build-tap
+	touch $@
+
+# The OTLP receiver of the tests pins an older OpenTelemetry than ours: it gets an environment of its own.
+$(RECEIVER)/ready:
 	$(PYTHON) -m venv $(RECEIVER)
 	$(RECEIVER)/bin/python -m pip install -q 'ddapm-test-agent>=1.69,<2'
 	touch $@

@@ -16,6 +16,7 @@ from torchlens_perf.sidecar_lock import SidecarLock
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = str(SCRIPTS / "train.py")
+QUIET_START_S = 0.06  # of an interpreter, on the machines on which time limits were set
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -26,6 +27,14 @@ def run(
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
     environ.update({"OMP_NUM_THREADS": "1", **environment})
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s)
+
+
+def slowdown() -> float:
+    """How many times longer than on a quiet machine an interpreter takes to start just now; 1 at the least."""
+    began_s = time.monotonic()
+    for _ in range(5):
+        subprocess.run([sys.executable, "-c", ""], check=True)
+    return max(1.0, (time.monotonic() - began_s) / 5 / QUIET_START_S)
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> list[str]:

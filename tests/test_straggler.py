@@ -289,7 +289,7 @@ class TestNobody:
         assert only(judged_in_rows(copy.deepcopy(job).slow(1, least_ns / MS, rows=rows), width)).rank == 1
         assert judged_in_rows(copy.deepcopy(job).slow(1, least_ns / MS / 2, rows=rows), width).episodes == ()
 
-    @pytest.mark.parametrize("noise", [0.001, 0.03])
+    @pytest.mark.parametrize("noise", [0.03, *long(0.001)])
     @pytest.mark.parametrize("step_ms", [46, *long(10, 200)])
     def test_what_would_have_been_named_is(self, noise: float, step_ms: int) -> None:
         """In all of ten jobs but one at most, whatever the steps' length and the noise."""
@@ -301,7 +301,7 @@ class TestNobody:
             named += [episode.rank for episode in job.slow(1, least_ns / MS).judged().episodes] == [1]
         assert named >= 9
 
-    @pytest.mark.parametrize(("ranks", "share"), [(4, 0.0175), (64, 0.02)])
+    @pytest.mark.parametrize(("ranks", "share"), [(4, 0.0175), *long((64, 0.02))])
     def test_always_a_little_slower(self, ranks: int, share: float) -> None:
         """Half of what is worth naming is not named, however long it lasts and however much the noise."""
         named = [

@@ -5,8 +5,8 @@ which training would miss. Until then this process looks at a few words of each 
 It goes on at once where a rank has ended, where a ring fills, and where something is not as it should be.
 
 Meanwhile a thread that gets idle processors only imports what comes next (preload.py), so that the report on a run of
-some seconds is there when the run ends. Where no processor is idle it has a minute. To take one from threads that wait
-for one another costs a job twice what it gives: only where a ring fills is it taken, and slowly where there is time.
+some seconds is there when the run ends. Where no processor is idle it has STARVED_S. To take one from threads that wait
+for one another costs a job twice what it gives: it is taken late, or where a ring fills, and slowly at first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchlens_perf.preload import Preload
 
 SHORT_RUN_S = 5.0
-STARVED_S = 30.0  # after which a starving thread gets a small share of a processor, and twice as long after, any
+STARVED_S = 10.0  # after which a starving thread gets a small share of a processor, and twice as long after, any
 FAST_FILL_S = 2.0  # a ring that fills within this time is soon full
 PRELOAD_AFTER_S = 0.5
 FILLING = 1 / 8  # share of a ring from which on what reads it is imported

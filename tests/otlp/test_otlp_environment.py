@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 
-from tests.long import long
+from tests.long import long, long_but
 from tests.otlp.conftest import TRACEPARENT, Sidecar, train, wait_for_sidecar
 from tests.otlp.endpoints import serving
 from tests.otlp_receiver import Receiver, free_port, wait_for
@@ -170,8 +170,6 @@ WRONG = [  # variable, value, protocol, what the log says, and which of spans an
     ("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon", "http", "OTLP protocol 'carrier-pigeon'", (False, False)),
     ("OTEL_TRACES_EXPORTER", "zipkin", "http", "OTEL_TRACES_EXPORTER=zipkin", (False, True)),
     ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "http", "timeout value 'soon'", (True, True)),
-    ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "grpc", OFF, (False, False)),
-    ("OTEL_EXPORTER_OTLP_COMPRESSION", "brotli", "http", "Unsupported compression", (True, True)),
     (
         "OTEL_EXPORTER_OTLP_COMPRESSION",
         "brotli",
@@ -179,6 +177,8 @@ WRONG = [  # variable, value, protocol, what the log says, and which of spans an
         OFF,
         (False, False),
     ),
+    ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "grpc", OFF, (False, False)),
+    ("OTEL_EXPORTER_OTLP_COMPRESSION", "brotli", "http", "Unsupported compression", (True, True)),
     ("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost", "http", "Failed to export", (False, False)),
     ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/nowhere.pem", "http", "", (True, True)),
     ("OTEL_BSP_MAX_QUEUE_SIZE", "many", "http", "OTEL_BSP_MAX_QUEUE_SIZE=many", (True, True)),
@@ -203,7 +203,7 @@ WRONG = [  # variable, value, protocol, what the log says, and which of spans an
 
 @pytest.mark.parametrize(
     ("variable", "value", "protocol", "logged", "expected"),
-    [*WRONG[:9], *long(*WRONG[9:])],
+    [*WRONG[:4], *long(*WRONG[4:])],
     ids=[f"{name.removeprefix('OTEL_')}={value}-{protocol}" for name, value, protocol, _, _ in WRONG],
 )
 def test_wrong_value(
@@ -253,15 +253,15 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
-@pytest.mark.parametrize("told", SECRETS.values(), ids=SECRETS)
-def test_headers_stay_secret(sidecar: Run, receiver: Receiver, told: dict[str, str], protocol: str) -> None:
+@pytest.mark.parametrize("name", long_but({"colon", "of one signal", "not ASCII"}, SECRETS))
+def test_headers_stay_secret(sidecar: Run, receiver: Receiver, name: str, protocol: str) -> None:
     """A header's value, well written or not, is in no log, report, state or record."""
     ended = sidecar(
         **{
             ENDPOINT: receiver.endpoint(protocol),
             "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
             "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
-            **told,
+            **SECRETS[name],
         }
     )
     assert ended.returncode == 0

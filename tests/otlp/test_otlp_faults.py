@@ -24,6 +24,7 @@ from tests.long import long_but
 from tests.otlp.conftest import SCRIPTS, Sidecar, environment, spans_of, wait_for_sidecar
 from tests.otlp.endpoints import answering, grpc_answering, refusing, serving, silent
 from tests.otlp_receiver import Receiver
+from tests.processes import slowdown
 from torchlens_perf import node_state, replay
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import semantics
@@ -34,7 +35,8 @@ pytestmark = pytest.mark.distributed
 
 Run = Callable[..., Sidecar]
 Fault = Callable[[], AbstractContextManager[str]]
-LONGEST_EXIT_S = 1.5
+LONGEST_EXIT_S = 1.5  # on a quiet machine: the longest wait for the report, and half a second
+LONGEST_WAIT_S = 1.0  # of it
 TRIES = 3
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
 HTTP = "http/protobuf"
@@ -118,14 +120,15 @@ def test_training_exits_in_time(live: dict[str, Ended], unwatched: Ended, tmp_pa
 
     Other programs may slow down a process that ends; what a fault at the endpoint costs is there each time.
     """
+    longest_s = LONGEST_WAIT_S + (LONGEST_EXIT_S - LONGEST_WAIT_S) * slowdown()
     more_s = [live[fault].exit_s - unwatched.exit_s]
-    while more_s[-1] > LONGEST_EXIT_S and len(more_s) < TRIES:
+    while more_s[-1] > longest_s and len(more_s) < TRIES:
         again = _train(tmp_path / f"watched-{len(more_s)}", live[fault].told)
         assert again.run is not None
         wait_for_sidecar(again.run, 30)
         more_s.append(again.exit_s - _train(tmp_path / f"unwatched-{len(more_s)}", unwatched.told).exit_s)
-    print(fault, more_s)
-    assert min(more_s) <= LONGEST_EXIT_S
+    print(fault, more_s, longest_s)
+    assert min(more_s) <= longest_s
 
 
 @pytest.mark.parametrize("fault", LIVE)
@@ -232,20 +235,22 @@ print(exported_s - started_s, flushed, flushed_s - exported_s, time.monotonic() 
 def test_time_limits_hold(protocol: str) -> None:
     """With an endpoint that never answers, and no timeout to speak of, flush, shutdown and the process end in time."""
     root = str(Path(__file__).parents[2])
+    slow = slowdown()
     with silent() as address:
         told = {ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "10000", "PYTHONPATH": root}
         done = subprocess.run(
             [sys.executable, "-c", _SHUT_DOWN], env={**os.environ, **told}, capture_output=True, text=True, timeout=30
         )
         ended_s = time.monotonic()
+        slow = max(slow, slowdown())
     export_s, flushed, flush_s, shutdown_s, printed_s, notes = done.stdout.split(maxsplit=5)
     assert (done.returncode, flushed) == (0, "False")
     assert "200 of 200 spans were not delivered" in notes
     assert "1 of 1 metric exports failed" in notes
-    assert float(export_s) < 0.5
-    assert 0.3 <= float(flush_s) < 0.8
-    assert 0.5 <= float(shutdown_s) < 1.0
-    assert ended_s - float(printed_s) < 1.0
+    assert float(export_s) < 0.5 * slow
+    assert 0.3 <= float(flush_s) < 0.3 + 0.5 * slow
+    assert 0.5 <= float(shutdown_s) < 0.5 + 0.5 * slow
+    assert ended_s - float(printed_s) < 1.0 * slow
 
 
 def test_replay_gives_a_dead_endpoint_up(sidecar: Run) -> None:
