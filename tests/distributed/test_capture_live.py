@@ -51,8 +51,8 @@ def traced_steps(trace: Path) -> set[int]:
 
 def test_captured_run_is_the_same(tmp_path: Path) -> None:
     """Beside the same training without a capture: the same bits, no Python thread and no socket more, and afterwards a
-    shortest step that does not take half as much processor time again. A thread of Kineto's stays, which Python does not
-    count; whether steps become a few percent slower is not for this test to say (benchmarks/capture_cost.py)."""
+    shortest step that does not take half as much processor time again. A thread of Kineto's stays, which Python does
+    not count; whether steps become a few percent slower is not for this test to say (benchmarks/capture_cost.py)."""
     request = Request("one", BY_USER, time.time(), 0, (1,), from_step=STEPS + 20, steps=3)
     with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "train_twice.py")) as job:
         run = job.run_directory()
