@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,20 +63,9 @@ class TrainedModels:
 
 
 def living(kind: type) -> list[Any]:
-    """All living objects of this class, and of what is derived from it, in the order in which they were made.
-
-    Runs nobody's code: a lazy proxy may do anything when it is asked for its class, and a metaclass when a class is
-    compared. Takes 50 ms for 300,000 objects, half as long as asking each of them.
-    """
-    kinds: set[int] = set()
-    new = [kind]
-    while new:
-        one = new.pop()
-        if id(one) not in kinds:
-            kinds.add(id(one))
-            new += type.__subclasses__(one)
-    objects = gc.get_objects()
-    return list(itertools.compress(objects, map(kinds.__contains__, map(id, map(type, objects)))))
+    """All living objects of this class, and of what is derived from it, in the order in which they were made."""
+    # By type, not isinstance: asking a lazy proxy object for its class may run the user's code.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def living_optimizers() -> list[Optimizer]:
