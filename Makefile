@@ -25,8 +25,7 @@ $(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -
 
 # JOBS tests at a time, for two processors: most of them wait now and then.
 JOBS ?= 3
-# In the order of their files: those with few tests, which take long, are not left for the end.
-SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile
 
 test: check $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
