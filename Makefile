@@ -25,7 +25,7 @@ $(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -
 
 # JOBS tests at a time, for two processors: most of them wait now and then.
 JOBS ?= 3
-SIDE_BY_SIDE = -n $(JOBS) --dist loadfile
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: check $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)

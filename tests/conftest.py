@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spreads files whose tests start several processes over the whole run: not all at once, and not all at its end."""
+    groups: dict[bool, dict[Path, list[pytest.Item]]] = {True: {}, False: {}}
+    for item in items:
+        groups["distributed" in item.path.parts].setdefault(item.path, []).append(item)
+    placed = [
+        (index / len(files), several, tests)
+        for several, files in groups.items()
+        for index, tests in enumerate(files.values())
+    ]
+    items[:] = [test for _, _, tests in sorted(placed, key=lambda each: each[:2]) for test in tests]
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from torchlens_perf.errors import swallowed
 
+LONGEST_S = 250.0  # below what a test may take; on a busy machine a pair took 100 s
+
 
 def run_ranks(function: Callable[[Path], Any], folder: Path, ranks: int = 2) -> list[Any]:
     """What `function(folder)` returned on each rank. The function is found by its name, so it belongs to a module."""
@@ -29,7 +31,7 @@ def run_ranks(function: Callable[[Path], Any], folder: Path, ranks: int = 2) -> 
         for rank in range(ranks)
     ]
     try:
-        finished = [process.communicate(timeout=100) for process in processes]
+        finished = [process.communicate(timeout=LONGEST_S) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -268,7 +268,7 @@ def test_headers_stay_secret(sidecar: Run, receiver: Receiver, name: str, protoc
     assert CANARY not in ended.log + ended.stdout + everything_written(ended.run)
 
 
-@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+@pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
 @pytest.mark.parametrize("address", ADDRESSES.values(), ids=ADDRESSES)
 def test_addresses_stay_secret(sidecar: Run, address: str, protocol: str) -> None:
     """What an address holds beside host and path is in no log, report, state or record."""
