@@ -139,9 +139,9 @@ def test_it_is_slow(
     import_of: str, doing: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Something takes it longer than is waited: the line says what it does."""
-    (tmp_path / "sitecustomize.py").write_text(SLOW.format(name=import_of, seconds=9))
+    (tmp_path / "sitecustomize.py").write_text(SLOW.format(name=import_of, seconds=14))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with watched(tmp_path / "runs", exit_timeout_s=6) as watch:
+    with watched(tmp_path / "runs", exit_timeout_s=10) as watch:
         pass
     printed = line(capfd)
     wait_for_sidecar(RunDirectory(watch.run_dir))
