@@ -6,6 +6,9 @@ RECEIVER := .venv-receiver
 FRAMEWORKS := .venv-frameworks
 # Two environments are made side by side.
 MAKEFLAGS += --jobs=2
+# Bytecode is written for what is imported, as on users' machines, and not for all of torch: that saves a minute.
+# Without any, each of the tests' many processes would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-long test-frameworks check format bench gpu-check clean
 
@@ -24,15 +27,15 @@ $(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -
 	touch $@
 
 # JOBS tests at a time, for two processors: most of them wait now and then.
-JOBS ?= 3
+JOBS ?= 4
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-test: check $(RECEIVER)/ready
+test: check $(TEST)/tap $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
-# What `make test` leaves out, to stay below 20 minutes on two processors.
-test-long: $(TEST)/ready $(RECEIVER)/ready
-	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m long
+# What `make test` leaves out, to stay short.
+test-long: $(TEST)/tap $(RECEIVER)/ready
+	EXAMPLES=400 $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
 
 check: $(TEST)/ready
 	$(TEST)/bin/ruff check .
@@ -45,14 +48,17 @@ format: $(TEST)/ready
 
 $(TEST)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
 	$(PYTHON) -m venv $(TEST)
-	$(TEST)/bin/python -m pip install -q -e '.[test]'
+	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test]'
+	touch $@
+
+$(TEST)/tap: $(TEST)/ready
 	$(TEST)/bin/torchlens-perf build-tap
 	touch $@
 
 # The OTLP receiver of the tests pins an older OpenTelemetry than ours: it gets an environment of its own.
 $(RECEIVER)/ready:
 	$(PYTHON) -m venv $(RECEIVER)
-	$(RECEIVER)/bin/python -m pip install -q 'ddapm-test-agent>=1.69,<2'
+	$(RECEIVER)/bin/python -m pip install -q --no-compile 'ddapm-test-agent>=1.69,<2'
 	touch $@
 
 # Needs some 5 GB: transformers, TRL and what they pull in, beside the frameworks of `make test`.
@@ -61,10 +67,10 @@ test-frameworks: $(FRAMEWORKS)/ready
 
 $(FRAMEWORKS)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
 	$(PYTHON) -m venv $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/python -m pip install -q -e '.[test,frameworks]'
+	$(FRAMEWORKS)/bin/python -m pip install -q --no-compile -e '.[test,frameworks]'
 	touch $@
 
-bench: $(TEST)/ready
+bench: $(TEST)/tap
 	$(TEST)/bin/python -m benchmarks
 
 # With the caller's Python, which has torch with CUDA and CuPy; installs nothing. PARTS: some of its parts.

@@ -26,9 +26,9 @@ import numpy as np
 
 from benchmarks import other_judges
 from benchmarks.measure import Table
-from torchlens_perf.simulated_faults import Constant, parse_fault
-from torchlens_perf.simulation import BLOCK, Fault, Simulation, Steps, Topology, recorded_noise
-from torchlens_perf.straggler import Findings, Judge
+from torchlens_perf.analysis.stragglers.detector import Findings, StragglerDetector
+from torchlens_perf.simulate.faults import Constant, parse_fault
+from torchlens_perf.simulate.simulation import BLOCK, Fault, Simulation, Steps, Topology, recorded_noise
 
 WITHIN = 20  # steps after the fault's first
 CLEAN_STEPS = 512
@@ -77,9 +77,9 @@ class Job:
 
 def judged(run: Simulation, steps: int, seen: Callable[[Steps], None] | None = None) -> Findings:
     """All of it, through the judge that the sidecar has."""
-    judge = Judge()
+    judge = StragglerDetector()
     for rank in range(run.topology.ranks):
-        judge.know(rank, run.topology.place(rank))
+        judge.set_place(rank, run.topology.place(rank))
     findings = judge.judge()
     for part in run.steps(steps):
         for population, block in part.blocks(1):
@@ -260,9 +260,9 @@ KINDS = {
     "GC in one step of 100, each at its time, +30 %": "pauses:share=0.3,every=100",
     "GC all together, one step of 100, +30 %": "pauses:share=0.3,every=100,together=yes",
     "slow link, +10 %": "link:rank=3,share=0.1,since=64",
-    "variable length, sd 20 %, not told": "variable_length:spread=0.2",
-    "variable length, sd 20 %, told": "variable_length:spread=0.2,told=yes",
-    "variable length told, and +5 %": "variable_length:spread=0.2,told=yes constant:rank=3,share=0.05,since=64",
+    "variable length, sd 20 %, not reported": "variable_length:spread=0.2",
+    "variable length, sd 20 %, reported": "variable_length:spread=0.2,reported=yes",
+    "variable length reported, and +5 %": "variable_length:spread=0.2,reported=yes constant:rank=3,share=0.05,since=64",
 }
 
 
@@ -292,9 +292,9 @@ def kinds(options: argparse.Namespace) -> int:
 def window(options: argparse.Namespace) -> int:
     """What one window of four rows of all ranks costs the judge once its history is full, on one core."""
     run = Job(options.ranks, 0.01).simulation(1)
-    judge = Judge()
+    judge = StragglerDetector()
     for rank in range(options.ranks):
-        judge.know(rank, run.topology.place(rank))
+        judge.set_place(rank, run.topology.place(rank))
     times: list[tuple[float, float]] = []
     history = 12
     for number in range(history + 1):

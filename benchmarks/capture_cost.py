@@ -22,8 +22,8 @@ from torch.nn import functional as F
 import torchlens_perf as perf
 from benchmarks.measure import Table, ratio_interval
 from benchmarks.training_step import GPT
-from torchlens_perf import capture_files
-from torchlens_perf.capture_files import BY_USER, RAW_TRACE, Outcome, Request
+from torchlens_perf.run import captures
+from torchlens_perf.run.captures import BY_USER, RAW_TRACE, Outcome, Request
 
 STEPS, CAPTURES, AROUND = 3, 15, 30
 ROUNDS, BLOCK = 300, 16
@@ -113,13 +113,13 @@ class Asking:
 
     def ask(self) -> None:
         """The next step's end begins it."""
-        capture_files.write(capture_files.ask_path(self._session.ring_path), self._request)
-        self._session._now_and_then_ns = 0
+        captures.write(captures.ask_path(self._session.ring_path), self._request)
+        self._session._throttled_ns = 0
 
     def outcome(self) -> Outcome:
         """What came of it; its files are read and gone."""
-        answer = capture_files.answer_path(self._session.ring_path)
-        outcome = capture_files.read(answer, Outcome)
+        answer = captures.answer_path(self._session.ring_path)
+        outcome = captures.read(answer, Outcome)
         answer.unlink()
         self.trace = (self._folder / RAW_TRACE).read_bytes()
         (self._folder / RAW_TRACE).unlink()

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.measure import Table, ratio_interval
 
 ROUNDS, WARM_CALLS, CALLS = 300, 20, 100
-MOST_NS = 8_000
+MAX_NS = 8_000
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
             ranks = [(rank["plain CPU"], rank["watched CPU"]) for rank in (first, second)]
             added_cpu = [b - a for rank in ranks for a, b in zip(*rank, strict=True)]
             barred = tap == "native" and cores == 1
-            met = table.bar(statistics.median(added) <= MOST_NS) if barred else ""
+            met = table.bar(statistics.median(added) <= MAX_NS) if barred else ""
             ratio = ratio_interval(watched, plain)
             table.row(
                 f"{tap}, {cores}", microseconds(plain, 0), microseconds(watched, 0), interval(added),
@@ -91,10 +91,12 @@ def one_rank(folder: str, rank: int, tap: str, cores: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from torchlens_perf import native_tap, watch
+    from torchlens_perf import watch
+    from torchlens_perf.recorder import native_tap
+    from torchlens_perf.run import tap_requirements
 
     if tap == "python":
-        native_tap.places = lambda: ()
+        tap_requirements.places = lambda: ()
     if tap == "native" and native_tap.load() is None:
         raise RuntimeError("the native tap is missing: torchlens-perf build-tap")
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0 if cores == 1 else rank]})

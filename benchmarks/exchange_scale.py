@@ -17,10 +17,10 @@ import time
 from typing import Any
 
 from benchmarks.measure import Table
-from torchlens_perf import exchange
-from torchlens_perf.bounded_store import StoreServer
-from torchlens_perf.exchange_meeting import Meeting, exchange_key
-from torchlens_perf.exchange_posts import MOST_PAYLOAD_BYTES, Inbox, Outbox
+from torchlens_perf.sidecar.nodes import exchange
+from torchlens_perf.sidecar.nodes.client import StoreServer
+from torchlens_perf.sidecar.nodes.messages import MAX_PAYLOAD_BYTES, Inbox, Outbox
+from torchlens_perf.sidecar.nodes.rendezvous import Rendezvous, exchange_key
 
 NODES, RANKS, CLIENTS, ROUNDS = 2048, 8, 8, 12
 TIMING = exchange.Timing(operation_s=20.0)
@@ -46,10 +46,10 @@ class Child:
         self._process.communicate(timeout=60)
 
 
-def merge(meeting: Meeting) -> None:
+def merge(meeting: Rendezvous) -> None:
     """Node 0: a look and a collect() for each line."""
     inbox, lock = Inbox("node-0", 0.0), threading.Lock()
-    merger = exchange._Merger(meeting, TIMING, 0, inbox, lock, time.monotonic)
+    merger = exchange._Merger(meeting, TIMING, lock, inbox)
     merger.turn()
     empty_bytes = resident_bytes()
     print(json.dumps({}), flush=True)
@@ -76,17 +76,17 @@ def merge(meeting: Meeting) -> None:
     merger.leave()
 
 
-def post(meeting: Meeting, number: int) -> None:
+def post(meeting: Rendezvous, number: int) -> None:
     """A share of the other nodes: one post of each for each line."""
     senders = []
     for node in range(number * NODES // CLIENTS, (number + 1) * NODES // CLIENTS):
         outbox = Outbox(f"{node:016x}", f"node-{node + 1}")
-        senders.append((node, outbox, exchange._Sender(meeting, TIMING, outbox, threading.Lock(), time.monotonic)))
+        senders.append((node, outbox, exchange._Sender(meeting, TIMING, threading.Lock(), outbox)))
     for line in sys.stdin:
         times_ms = []
         for node, outbox, sender in senders:
             if line == "post\n":
-                outbox.post({node * RANKS + rank: os.urandom(MOST_PAYLOAD_BYTES) for rank in range(RANKS)}, 0.0)
+                outbox.post({node * RANKS + rank: os.urandom(MAX_PAYLOAD_BYTES) for rank in range(RANKS)}, 0.0)
             began_s = time.monotonic()
             sender.turn()
             times_ms.append((time.monotonic() - began_s) * 1e3)
@@ -137,7 +137,7 @@ def main() -> int:
     def median(of: list[dict[str, Any]], name: str) -> float:
         return statistics.median(float(each[name]) for each in of)
 
-    table = Table(f"{NODES} nodes of {RANKS} ranks, {MOST_PAYLOAD_BYTES} bytes each", "median", "bar", "")
+    table = Table(f"{NODES} nodes of {RANKS} ranks, {MAX_PAYLOAD_BYTES} bytes each", "median", "bar", "")
     table.row("nodes that node 0 knows", first["nodes"], "", table.bar(first["nodes"] == NODES))
     table.row("all joined after", f"{joined_s:.1f} s", "", "")
     payloads = [each["payloads"] for each in rounds]
@@ -171,7 +171,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    where = Meeting(("127.0.0.1", int(sys.argv[2])), exchange_key("scale", 0), TIMING.operation_s)
+    where = Rendezvous(("127.0.0.1", int(sys.argv[2])), exchange_key("scale", 0), TIMING.operation_s)
     if sys.argv[1] == "merge":
         merge(where)
     else:

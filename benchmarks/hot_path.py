@@ -21,8 +21,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from torch import nn
 
 from benchmarks.measure import Table, interleaved, per_operation_ns, ratio_interval
-from torchlens_perf import _native, _native_twin
-from torchlens_perf.ring import RingFile
+from torchlens_perf import _native
+from torchlens_perf.recorder import python
+from torchlens_perf.run.ring import RingFile
 
 ROUNDS = 40
 
@@ -35,7 +36,7 @@ class NullExporter(SpanExporter):
 def active_recorders(folder: Path) -> list[Any]:
     """A recorder of each implementation, to which its sections write as long as it is held."""
     made = []
-    for implementation in (_native, _native_twin):
+    for implementation in (_native, python):
         ring = RingFile(folder / implementation.__name__, 65536)
         made.append(implementation.Recorder(ring.buffer, ring.intern))
         made[-1].activate()
@@ -47,7 +48,7 @@ def section_variants() -> dict[str, Callable[[], float]]:
     provider.add_span_processor(BatchSpanProcessor(NullExporter()))
     names = {
         "native": _native.section("a"),
-        "twin": _native_twin.section("a"),
+        "python": python.section("a"),
         "perf": SimpleNamespace(section=_native.section),
         "record_function": torch.profiler.record_function,
         "tracer": provider.get_tracer("benchmark"),
@@ -56,7 +57,7 @@ def section_variants() -> dict[str, Callable[[], float]]:
         "floor: two clock reads and a store in C": lambda: _native.floor_ns(20_000) / 20_000,
         "with section (native)": per_operation_ns("with native: pass", names, 1000),
         "with perf.section(name) (native)": per_operation_ns('with perf.section("a"): pass', names, 1000),
-        "with section (Python twin)": per_operation_ns("with twin: pass", names, 200),
+        "with section (Python implementation)": per_operation_ns("with python: pass", names, 200),
         "torch.profiler.record_function, idle": per_operation_ns('with record_function("a"): pass', names, 20),
         "OpenTelemetry SDK span": per_operation_ns('with tracer.start_as_current_span("a"): pass', names, 10),
     }
@@ -99,7 +100,7 @@ def main() -> int:
         values = interleaved(section_variants(), ROUNDS)
         assert all(recorder.written > ROUNDS for recorder in recorders)
         modules = interleaved(module_variants(Path(folder)), ROUNDS)
-    floor, native, _, twin, record_function, span = values.values()
+    floor, native, _, python_ns, record_function, span = values.values()
     bars = {
         "with section (native)": ("at most 2.2 floors", ratio_interval(native, floor)[0] <= 2.2),
     }
@@ -116,8 +117,8 @@ def main() -> int:
     for name, cheap, dear, least in (
         ("native section than an OpenTelemetry span", native, span, 100),
         ("native section than an idle record_function", native, record_function, 40),
-        ("twin's section than an OpenTelemetry span", twin, span, 20),
-        ("twin's section than an idle record_function", twin, record_function, 10),
+        ("Python implementation's section than an OpenTelemetry span", python_ns, span, 20),
+        ("Python implementation's section than an idle record_function", python_ns, record_function, 10),
     ):
         middle, low, high = ratio_interval(dear, cheap)
         ratios.row(name, f"{middle:.1f} [{low:.1f}, {high:.1f}]", f"at least {least}", ratios.bar(middle >= least))

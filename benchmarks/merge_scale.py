@@ -19,23 +19,23 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import Table
-from torchlens_perf import summary
-from torchlens_perf.culprits import name
-from torchlens_perf.exchange_posts import Collected, NodeContact, Received
-from torchlens_perf.hang import Progress
-from torchlens_perf.identity import Identity
-from torchlens_perf.job_view import JobView
-from torchlens_perf.records import OWN_PARTS
-from torchlens_perf.signals import SIGNALS
-from torchlens_perf.straggler import Place
+from torchlens_perf.analysis.causes.metrics import METRICS
+from torchlens_perf.analysis.causes.straggler_groups import name
+from torchlens_perf.analysis.collectives.hang import Progress
+from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.records import OWN_PARTS
+from torchlens_perf.sidecar.job import JobView
+from torchlens_perf.sidecar.nodes import summary
+from torchlens_perf.sidecar.nodes.messages import Collected, NodeContact, Received
 
 RANKS, NODE_SIZE, WINDOWS, SLOW, SLOW_FROM = 16384, 8, 24, 1234, 5
 MODULES = {f"layers.{number}.mlp": 3e5 + number for number in range(64)}
 WORK_NS = np.array(
     [{"data": 1e6, "forward": 2e7, "backward": 4e7, "optimizer": 5e6}.get(part, 1e6) for part in OWN_PARTS]
 )
-SIGNALS_OF_A_RANK = dict.fromkeys(SIGNALS, 0.1)
-MOST_S, MOST_MB = 1.0, 512
+SIGNALS_OF_A_RANK = dict.fromkeys(METRICS, 0.1)
+MAX_S, MAX_MB = 1.0, 512
 
 
 class Handed:
@@ -54,7 +54,7 @@ class Handed:
 
 def window(number: int, draw: np.random.Generator) -> Collected:
     """The summaries of all ranks: one packed by the sidecar's function, the others like it but for numbers."""
-    place = Place("node-0", "abcdef012345", {"dp": 0, "tp": 3, "cp": 1})
+    place = Placement("node-0", "abcdef012345", {"dp": 0, "tp": 3, "cp": 1})
     groups = {"0": 40 * number, "dp": 20 * number, "tp": 400 * number}
     progress = Progress(0, "node-0", summary.ROWS * number, 0.1, 0.0, 0.07, groups, ("backward", "wait"), "running")
     packed = summary.pack(summary.Summary(0, RANKS, place, progress, 4711, None, MODULES, signals=SIGNALS_OF_A_RANK))
@@ -82,7 +82,7 @@ def measured() -> dict[str, Any]:
     """In a process of its own, with what a sidecar of several nodes has loaded: its memory counts."""
     import torch.distributed  # noqa: F401  the exchange's store
 
-    import torchlens_perf.sidecar  # noqa: F401
+    import torchlens_perf.sidecar.node  # noqa: F401
 
     loaded_mb = memory_mb("VmRSS")
     handed = Handed()
@@ -91,15 +91,15 @@ def measured() -> dict[str, Any]:
         run_id="scale", rank=0, local_rank=0, world_size=RANKS, local_world_size=NODE_SIZE, attempt=0, host="node-0",
         pid=1, process_started=1, launcher_pid=1, elastic=False, program="", traceparent="", attributes={},
     )  # fmt: skip
-    place = Place("node-0", "abcdef012345", {})
+    place = Placement("node-0", "abcdef012345", {})
     view.progress(first, place, Progress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {})
     view._join(first, ("127.0.0.1", 1))
     draw, spent_s = np.random.default_rng(1), []
     for number in range(WINDOWS):
         handed.next = window(number, draw)
         begun_s = time.process_time()
-        findings = view.look(5.0 * number)
-        name(findings, view.places, view.module_excess_ns, lambda culprit: view.diagnose(culprit, {}))
+        findings = view.update(5.0 * number)
+        name(findings, view.places, view.module_times.excess_ns, lambda group: view.diagnose(group, {}))
         spent_s.append(time.process_time() - begun_s)
     return {
         "named": [(episode.rank, episode.named_step) for episode in findings.episodes],
@@ -118,13 +118,11 @@ def main() -> int:
     assert rank == SLOW
     table = Table("node 0, 16384 ranks, 64 modules", "value", "bar", "")
     median_s, size = statistics.median(found["spent_s"]), summary.LAYOUT.itemsize
-    table.row(
-        "processor time of a window", f"{median_s:.2f} s", f"at most {MOST_S:.0f} s", table.bar(median_s <= MOST_S)
-    )
+    table.row("processor time of a window", f"{median_s:.2f} s", f"at most {MAX_S:.0f} s", table.bar(median_s <= MAX_S))
     table.row("longest window", f"{max(found['spent_s']):.2f} s", "", "")
     merging_mb = found["peak_mb"] - found["loaded_mb"]
     table.row(
-        "peak memory of it", f"{merging_mb:.0f} MB", f"at most {MOST_MB} MB", table.bar(merging_mb <= MOST_MB)
+        "peak memory of it", f"{merging_mb:.0f} MB", f"at most {MAX_MB} MB", table.bar(merging_mb <= MAX_MB)
     )  # fmt: skip
     table.row("resident memory of the sidecar, torch with it", f"{found['peak_mb']:.0f} MB", "", "")
     table.row("on the wire, a rank and window", f"{size} bytes", "at most 1024", table.bar(size <= 1024))

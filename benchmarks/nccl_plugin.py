@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.measure import Table, interleaved
-from tests.cuda.fake_nccl import NcclRig, compile_nccl
-from tests.recorders import IMPLEMENTATIONS
+from tests.support.device.fake_nccl import NcclRig, compile_nccl
+from tests.support.recorders import IMPLEMENTATIONS
 
 CHANNELS = (1, 8, 16, 32)
 BARS_NS = {"1": 200, "32": 2000, "between": 10, "off": 10}

@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from torchlens_perf.records import OWN_PARTS
+from torchlens_perf.run.records import OWN_PARTS
 
 KERNELS = tuple(OWN_PARTS.index(part) for part in ("forward", "backward", "optimizer"))
 FORWARD = OWN_PARTS.index("forward")

@@ -248,8 +248,8 @@ def sidecar_s(run: Path) -> float:
 
 def wait_for_sidecar(run: Path) -> None:
     """Waits until no sidecar of this run lives on this node. Raises TimeoutError."""
-    from torchlens_perf.run_directory import sidecar_lock
-    from torchlens_perf.sidecar_lock import SidecarLock
+    from torchlens_perf.run.directory import sidecar_lock
+    from torchlens_perf.run.sidecar_lock import SidecarLock
 
     deadline_s = time.monotonic() + SIDECAR_TIMEOUT_S
     while time.monotonic() < deadline_s:

@@ -12,11 +12,11 @@ import pandas as pd
 
 from benchmarks.measure import Table
 from benchmarks.planted_truth import FAULTY, KINDS, Fault, Truth
-from torchlens_perf import run_store
-from torchlens_perf.node_judge import NodeJudge
-from torchlens_perf.run_directory import RunDirectory
-from torchlens_perf.statistics import assemble_steps
-from torchlens_perf.straggler import Findings, Place
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.analysis.stragglers.detector import Findings, JobDetector
+from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.rings import segments
 
 WARM_UP_STEPS = 3
 # Phases that are right for a planted one. Compute is forward and backward both: either has it.
@@ -25,7 +25,7 @@ _TRACEML_PHASES = {"INPUT_STRAGGLER": "data", "COMPUTE_STRAGGLER": "forward", "H
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class StragglerSummary:
     """A judge's answer: the rank that is slow, and in which phase; None where it does not say."""
 
     rank: int
@@ -42,7 +42,7 @@ class Score:
     """The right phase of the right rank."""
 
 
-Judge = Callable[[Path], "Named | None"]
+Detector = Callable[[Path], "StragglerSummary | None"]
 
 
 def fact(folder: Path, name: str) -> Any:
@@ -55,28 +55,28 @@ def run_directory(folder: Path) -> RunDirectory:
     return RunDirectory(folder / fact(folder, "run"))
 
 
-def slowest_step(folder: Path) -> Named | None:
+def slowest_step(folder: Path) -> StragglerSummary | None:
     """The rank whose steps take longest on average: what a dashboard of step times shows. It always names one."""
     steps = pd.read_parquet(run_directory(folder).steps, columns=["rank", "step", "duration_ns"])
     means = steps[steps["step"] >= WARM_UP_STEPS].groupby("rank")["duration_ns"].mean()
-    return Named(int(means.idxmax()), None)
+    return StragglerSummary(int(means.idxmax()), None)
 
 
-def judged_again(folder: Path) -> Named | None:
+def judged_again(folder: Path) -> StragglerSummary | None:
     """What the judge of this version says of the recorded run, which is what a live sidecar of this version would.
 
     Of several, the one that is slow at the end, the costliest first.
     """
     episodes = findings(folder).episodes
-    return Named(episodes[0].rank, episodes[0].phase) if episodes else None
+    return StragglerSummary(episodes[0].rank, episodes[0].phase) if episodes else None
 
 
 def findings(folder: Path) -> Findings:
     """All that the judge finds in a recorded run."""
-    run, judge = run_directory(folder), NodeJudge()
-    for host in run_store.hosts(run):
-        for origin, records, _, _ in run_store.read_chunks(run, host):
-            judge.add_steps(origin.attempt, origin.rank, Place(host), assemble_steps(records))
+    run, judge = run_directory(folder), JobDetector()
+    for host in segments.hosts(run):
+        for origin, records, _, _ in segments.read_chunks(run, host):
+            judge.add_steps(origin.attempt, origin.rank, Placement(host), assemble_steps(records))
     return judge.judge(final=True)
 
 
@@ -87,13 +87,13 @@ def steps_until_named(folder: Path, truth: Truth) -> int | None:
     return min(named) - fault.first_step + 1 if named else None
 
 
-def traceml(folder: Path) -> Named | None:
+def traceml(folder: Path) -> StragglerSummary | None:
     """The diagnosis in TraceML's final summary of the same seed. Raises FileNotFoundError where it was not run."""
     summary = json.loads((folder.parent / "traceml" / f"{folder.name}.json").read_text())
     return traceml_verdict(summary["step_time"]["diagnosis"])
 
 
-def traceml_on_recorded(folder: Path) -> Named | None:
+def traceml_on_recorded(folder: Path) -> StragglerSummary | None:
     """TraceML's rules on the last steps of this very run. Raises FileNotFoundError where they were not applied."""
     diagnoses = json.loads((folder.parent / "traceml" / "recorded.json").read_text())
     if folder.name not in diagnoses:
@@ -101,15 +101,15 @@ def traceml_on_recorded(folder: Path) -> Named | None:
     return traceml_verdict(diagnoses[folder.name]["live"])
 
 
-def traceml_verdict(diagnosis: dict[str, Any]) -> Named | None:
+def traceml_verdict(diagnosis: dict[str, Any]) -> StragglerSummary | None:
     """TraceML's step-time diagnosis as an answer. Its other kinds (COMPUTE_BOUND, BALANCED ...) name no rank."""
     if diagnosis["kind"] not in _TRACEML_PHASES:
         return None
     (rank,) = diagnosis["ranks"]
-    return Named(int(rank), _TRACEML_PHASES[diagnosis["kind"]])
+    return StragglerSummary(int(rank), _TRACEML_PHASES[diagnosis["kind"]])
 
 
-JUDGES: dict[str, Judge] = {
+JUDGES: dict[str, Detector] = {
     "torchlens_perf": judged_again,
     "TraceML": traceml,
     "TraceML's rules": traceml_on_recorded,
@@ -117,7 +117,7 @@ JUDGES: dict[str, Judge] = {
 }
 
 
-def score(truth: Truth, named: Named | None) -> Score:
+def score(truth: Truth, named: StragglerSummary | None) -> Score:
     """Compares an answer about the whole run. After a fault has moved, the rank that has it at the end is right."""
     if named is None or not truth.faults:
         return Score(named is not None, False, False)

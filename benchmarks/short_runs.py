@@ -40,7 +40,7 @@ ROUNDS = 50  # 200 runs with a watch, 100 without
 RANKS, STEPS = 2, 3
 WAYS = ("unwatched", "watched", "recorded")
 RUN_TIMEOUT_S = 30.0
-LEAST_P = 0.01
+MIN_P = 0.01
 ABORT = "terminate called without an active exception"
 
 
@@ -58,7 +58,7 @@ class Run:
 def train(rank: int, way: str, destroys: bool, folder: Path) -> None:
     """One rank, in a process of its own that ends when this returns."""
     import torchlens_perf as perf
-    from torchlens_perf import launch
+    from torchlens_perf import autoload
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
@@ -66,7 +66,7 @@ def train(rank: int, way: str, destroys: bool, folder: Path) -> None:
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if way == "recorded":
-        launch.arm()
+        autoload.arm()
     with perf.watch(model, optimizer, report=False) if way == "watched" else contextlib.nullcontext():
         for step in range(STEPS):
             model(torch.full((8, 16), 0.1 * (step + rank))).square().sum().backward()
@@ -182,7 +182,7 @@ def main() -> int:
             else:
                 p = chance(len(ranks) - ends["fine"], len(ranks), unwatched, len(ranks))
                 bar = f"as unwatched (p = {p:.2f})"
-                verdict = table.bar(not ends["other"] and not words and p >= LEAST_P)
+                verdict = table.bar(not ends["other"] and not words and p >= MIN_P)
             group = "destroyed" if destroys else "left"
             counts = (len(ranks), *(ends[end] for end in ("fine", "aborted", "hung", "other")), words)
             table.row(f"{way}, process group {group}", *counts, bar, verdict)

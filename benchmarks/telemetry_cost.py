@@ -18,19 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.measure import Table
-from tests.cuda.fake_nvml import HOPPER, UUIDS, FakeNvml, compile_nvml
-from tests.cuda.shim_kernels import COMPILER
-from tests.ranks import HOST
-from tests.test_infiniband import port
-from torchlens_perf.cuda.telemetry import GpuTelemetry
-from torchlens_perf.infiniband import LinkTelemetry
-from torchlens_perf.run_directory import RunDirectory
-from torchlens_perf.telemetry import GPU_COUNTERS, GPU_GAUGES, GpuSample
-from torchlens_perf.telemetry_store import TelemetryWriter
+from tests.sidecar.telemetry.test_infiniband import port
+from tests.support.device.fake_nvml import HOPPER, UUIDS, FakeNvml, compile_nvml
+from tests.support.device.shim_kernels import COMPILER
+from tests.support.ranks import HOST
+from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GPU_GAUGES, GpuSample
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
+from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
+from torchlens_perf.sidecar.telemetry.log import TelemetryWriter
 
 ROUNDS, SAMPLES, FILE_SAMPLES = 15, 100, 960
 GPUS = 4
-MOST_US = 1000.0
+MAX_US = 1000.0
 
 
 def main() -> int:
@@ -59,8 +59,8 @@ def _measure(folder: Path) -> int:
 
     gpus()
     each_us = _processor_us(gpus) / GPUS
-    bar = f"at most {MOST_US:.0f} us"
-    table.row("a sample of one GPU that tells everything", f"{each_us:.0f}", bar, table.bar(each_us <= MOST_US))
+    bar = f"at most {MAX_US:.0f} us"
+    table.row("a sample of one GPU that tells everything", f"{each_us:.0f}", bar, table.bar(each_us <= MAX_US))
     sample = telemetry.sample(UUIDS[:1], now_ns + 1_000_000_000, 0)[UUIDS[0]]
     telemetry.close()
     port(folder / "infiniband")

@@ -2,8 +2,8 @@
 
 Six layers, width 32, batch 1 x 8: 78 module calls in about 3.3 ms. Each round runs blocks of 16 steps unwatched, again
 unwatched (the control), under the default watch, and with every module timed, in shuffled order. Watches and their
-sidecars live all the time; a block only attaches and detaches the hooks. Probed steps (modules' backward times) come so
-rarely that the median of blocks does not see them: their cost is measured by itself and added.
+sidecars live all the time; a block only attaches and detaches the hooks. Sampled steps (backward times of modules) come
+so rarely that the median of blocks does not see them: their cost is measured by itself and added.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from torch.nn import functional as F
 
 import torchlens_perf as perf
 from benchmarks.measure import Table, ratio_interval
+from torchlens_perf.hooks import attach
+from torchlens_perf.hooks.loop.selection import NamedModel
 from torchlens_perf.watch import Watch
 
-ROUNDS, WARM_STEPS, STEPS, PROBES = 800, 2, 16, 100
+ROUNDS, WARM_STEPS, STEPS, SAMPLES = 800, 2, 16, 100
 
 
 class Block(nn.Module):
@@ -73,24 +75,23 @@ class Arm:
         if self._watch is not None:
             session = self._watch._session
             assert session is not None
-            session._watched.clear()
-            session.start([self._model])
+            attach.start(session, [], [NamedModel(self._model)])
 
-    def probes_cost(self, step: Callable[[], None]) -> float:
-        """The share of the time that probing takes: what a probed step takes longer, as often as there is one."""
+    def sampling_cost(self, step: Callable[[], None]) -> float:
+        """The share of the time that sampling takes: what a sampled step takes longer, as often as there is one."""
         session = None if self._watch is None else self._watch._session
         if session is None:
             return 0.0
-        period = session._probes.period
+        period = session._sampling.period
         with self:
             durations_ns: tuple[list[int], list[int]] = ([], [])
-            for number in range(2 * PROBES):
-                session.recorder.probe = number % 2
+            for number in range(2 * SAMPLES):
+                session.recorder.sampled = number % 2
                 begin = time.perf_counter_ns()
                 step()
                 durations_ns[number % 2].append(time.perf_counter_ns() - begin)
-        plain, probed = (statistics.median(each) for each in durations_ns)
-        return (probed - plain) / plain / period
+        plain, sampled = (statistics.median(each) for each in durations_ns)
+        return (sampled - plain) / plain / period
 
     def __exit__(self, *error: object) -> None:
         if self._watch is not None:
@@ -147,15 +148,15 @@ def main() -> int:
             draw.shuffle(order)
             for name in order:
                 values[name].append(block(arms[name]))
-        probes = {name: arm.probes_cost(step) for name, arm in arms.items()}
+        sampling = {name: arm.sampling_cost(step) for name, arm in arms.items()}
         for watch in watches.values():
             watch.close()
-    table = Table(f"a step of {calls} modules", "ms", "cost in %", "of it probes", "us", "bar (upper end)", "")
+    table = Table(f"a step of {calls} modules", "ms", "cost in %", "of it sampling", "us", "bar (upper end)", "")
     unwatched, control = values["unwatched"], values["unwatched again (control)"]
     both = [statistics.mean(pair) for pair in zip(unwatched, control, strict=True)]
     bars = {"default watch": 1.0, "every module": 1.5}
     for name, nanoseconds in values.items():
-        share = 100 * probes[name]
+        share = 100 * sampling[name]
         base = both if name in watches else unwatched
         middle, low, high = (100 * (ratio - 1) + share for ratio in ratio_interval(nanoseconds, base))
         microseconds = middle / 100 * statistics.median(base) / 1000

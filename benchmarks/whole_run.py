@@ -215,8 +215,8 @@ def train(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool) -> 
 
 def sidecar_cpu_s(folder: Path) -> float:
     """Its processor time, as it has told it last, once it has ended."""
-    from tests.processes import wait_for_sidecar
-    from torchlens_perf.run_directory import RunDirectory
+    from tests.support.processes import wait_for_sidecar
+    from torchlens_perf.run.directory import RunDirectory
 
     (run,) = [path.parent for path in (folder / "runs").glob("*/nodes")]
     wait_for_sidecar(RunDirectory(run))

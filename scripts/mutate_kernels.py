@@ -37,7 +37,7 @@ MUTATIONS = [
     (r"time == 0\.0f \? ~0u", "time == 0.0f ? 0u", "absent ranks deviate by nothing"),
     (r"absent \+ \(present", "(present", "absent ranks count as fast ones"),
     (r"present < 3", "present < 2", "two ranks are enough for a score"),
-    (r"fmaxf\(1\.4826f \* mad, least_spread \* median\)", "1.4826f * mad", "no least spread"),
+    (r"fmaxf\(1\.4826f \* mad, min_spread \* median\)", "1.4826f * mad", "no least spread"),
     (r"histogram\[bucket\] = 0;", ";", "the histogram is not cleared"),
     (r"u64 before = 0;", "u64 before = 1;", "a quantile begins at one"),
     (r"squares_1 \+= low >> 32", "squares_1 += low >> 31", "a limb is shifted wrongly"),

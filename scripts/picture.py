@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from torchlens_perf import node_state
+from torchlens_perf.analysis import node_state
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import layout
-from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.run.directory import RunDirectory
 
 run = RunDirectory(Path(sys.argv[1]))
 console = Console(record=True, width=120, file=io.StringIO(), force_terminal=True, highlight=False, markup=False)

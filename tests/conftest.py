@@ -9,23 +9,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from torchlens_perf.errors import swallowed
 from torchlens_perf.watch import running
+
+pytest_plugins = ["tests.support.device.fixtures", "tests.support.recorded_run"]
 
 # Threads that wait for one another take the processors from the other tests that run now.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # else no test could interrupt a process
 
-# How long an example takes says nothing on a busy machine.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says nothing on a busy machine. `make test-long` asks for more examples.
+settings.register_profile(
+    "busy",
+    deadline=None,
+    max_examples=int(os.environ.get("EXAMPLES", "50")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("busy")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spreads files whose tests start several processes over the whole run: not all at once, and not all at its end."""
+    """Marks tests of properties, and spreads the files of tests/distributed over the run: not all at once or last.
+
+    Those start several processes.
+    """
+    for item in items:
+        if is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker(pytest.mark.examples)
     groups: dict[bool, dict[Path, list[pytest.Item]]] = {True: {}, False: {}}
     for item in items:
         groups["distributed" in item.path.parts].setdefault(item.path, []).append(item)

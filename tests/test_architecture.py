@@ -3,51 +3,87 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 import torchlens_perf as perf
 
 PACKAGE = Path(perf.__file__).parent
 
-# What a training process may load, and what only the sidecar and the command line may.
-TRAINING = {
-    "", "_native_twin", "capture_files", "clock", "config", "cuda.aggregate", "cuda.driver", "cuda.events",
-    "cuda.kernels", "cuda.reduction", "cuda.stamps", "device_sections", "devices", "errors", "first_step", "fitting",
-    "folder_request", "hooks", "identity", "late_report", "launch", "make_folders", "native_tap", "ownership",
-    "probe_schedule", "processes", "program", "rank_ranges", "recorder", "report_mailbox", "ring", "run_directory",
-    "session", "sidecar_lock", "sidecar_status", "site", "sketch", "sketch_records", "start_sidecar", "startup",
-    "steps", "torch_instruments", "torch_private", "memory_readings", "nccl_plugin", "oom_table", "training_loop",
-    "version", "watch",
-}  # fmt: skip
-# These compute on values: they know no file, no process and no clock.
+# Packages, and files at the top; each may import those above it only. With why it is there.
+RANKS = {
+    "errors": "all raise them",
+    "version": "a number",
+    "config": "settings, checked where they come in",
+    "run": "what both processes share: ring file, run directory, who a rank is",
+    # the training process
+    "cuda": "what runs on a GPU, for hooks to use",
+    "recorder": "writes marks; holds what hooks share, and knows none of them",
+    "hooks.loop": "says where a step ends: the other hooks tell it",
+    "hooks.on_device": "hooks about a device",
+    "hooks": "all hooks, and the list of them",
+    "watch": "makes the recorder and the hooks, attaches them, takes them away",
+    "autoload": "starts a watch in a script that does not know of us",
+    "startup": "starts autoload where torch does not",
+    "torchrun": "switches autoload on in workers",
+    "": "the public names",
+    # the sidecar
+    "analysis.statistics": "what one rank's records add up to",
+    "analysis.collectives": "ranks' records of one collective, joined",
+    "analysis.stragglers": "who is slow",
+    "analysis.causes": "why",
+    "analysis.words": "sentences about all of that",
+    "analysis.alerts": "the sentences that start and end",
+    "analysis": "all of it, as one node's state",
+    "exporters": "who shows it to a backend",
+    "report": "who shows it to people",
+    "sidecar.rings": "reads rings, keeps records",
+    "sidecar.telemetry": "reads the node's hardware",
+    "sidecar.host": "reads the kernel",
+    "sidecar.nodes": "talks to other nodes' sidecars",
+    "sidecar": "puts that together, round by round",
+    "sidecar.start": "starts it, with next to nothing imported",
+    # both
+    "simulate": "writes rings as a training process does, and is replayed as a sidecar does",
+    "commands": "calls any of them",
+    "__main__": "calls a command",
+}
+_ORDER = list(RANKS)
+_FIRST_OF_TRAINING, _FIRST_OF_SIDECAR, _FIRST_OF_BOTH = map(_ORDER.index, ("cuda", "analysis.statistics", "simulate"))
+TRAINING = set(_ORDER[:_FIRST_OF_SIDECAR])
+MAX_FILES, MAX_LINES, MIN_LINES = 20, 400, 25
+LONG = {"recorder.python": 730}  # one object, as native/recorder.c is
+SHORT = {  # and why
+    "version": "setup reads it",
+    "__main__": "as Python wants it",
+    "report.distribution": "several tables show one",
+    "report.run_report": "what needs files, beside what is computed",
+}
+
+# Files of these compute on values: they know no file, no process and no clock.
+PURE_PACKAGES = {"analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes"}
 PURE = {
-    "alert", "alerts", "board", "capture_choice", "collective_channel", "collective_join", "collective_semantics",
-    "collective_statistics", "continuation", "cuda.reduction", "culprits", "device_statistics", "diagnosis", "episodes",
-    "excess", "exchange_posts", "generations", "grouping", "hang", "module_times", "node_judge", "pacing",
-    "population", "probe_schedule", "rank_ranges", "rank_statistics", "records", "report.hang_words",
-    "report.straggler_words", "signals", "sketch", "sketch_records", "slow_link", "statistics", "step_rows", "steps",
-    "straggler", "summary", "suspects",
-    "fitting", "memory_readings", "memory_statistics", "oom_table", "report.oom_words",
-    "telemetry",
+    "analysis.alerts.alert", "analysis.alerts.log", "analysis.words.hang",
+    "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction", "recorder.sampling", "recorder.steps",
+    "run.fitting", "run.memory_readings", "run.oom_table", "run.rank_ranges", "run.records", "run.sketch",
+    "sidecar.nodes.messages", "sidecar.nodes.summary", "sidecar.schedule",
 }  # fmt: skip
 THIRD_PARTY = {
     "cupy": {"cuda.kernels"},
-    "nvtx": {"hooks.nvtx", "doctor"},
+    "msgspec": {"analysis.node_state", "commands.cli"},
+    "nvtx": {"hooks.nvtx", "commands.doctor"},
     "opentelemetry": {"exporters"},
-    "rich": {"report.heat_map", "report.memory_table", "report.rank_table", "report.tables", "report.terminal"},
-    "pyarrow": {"run_store", "telemetry_store"},
-    "pynvml": {"cuda.telemetry"},
+    "rich": {"report.heat_map", "report.rank_table", "report.tables", "report.terminal"},
+    "pyarrow": {"sidecar.rings.segments", "sidecar.telemetry.log"},
+    "pynvml": {"sidecar.telemetry.gpu"},
     "torch": {
-        "bounded_store",
+        "commands.doctor", "commands.tap_build",
         "cuda.aggregate", "cuda.events",
         "hooks",
-        "native_tap", "nccl_plugin", "tap_build",
-        "torch_instruments",
-        "torch_private",
-        "torchrun_flag",
+        "recorder",
+        "sidecar.nodes.client",
+        "torchrun",
         "watch",
-        "devices", "doctor",
-        "first_step", "session",
     },
 }  # fmt: skip
 IMPURE = {"mmap", "os", "pathlib", "socket", "subprocess", "threading", "time"}
@@ -58,17 +94,25 @@ def module_name(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """What a file imports when it runs; types for the checker do not count."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = []
+    """What a file imports: at once, in a function, and for the type checker."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def assigned(path: Path) -> set[str]:
+    """Attributes that a file sets on a session, which has methods for that."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = node.value
+            name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+            if name in ("session", "_session"):
+                found.add(node.attr)
     return found
 
 
@@ -78,6 +122,7 @@ MODULES = {module_name(path): imports(path) for path in PACKAGE.rglob("*.py")}
 def ours(names: set[str]) -> set[str]:
     """The modules of the package among imported names, by their path inside it."""
     inside = {name.removeprefix("torchlens_perf").lstrip(".") for name in names if name.startswith("torchlens_perf")}
+    inside.discard("_native")  # the extension: no file in Python
     return {
         max((m for m in MODULES if f"{name}.".startswith(f"{m}.") or m == name), key=len, default="") for name in inside
     }
@@ -87,28 +132,77 @@ def belongs(module: str, group: set[str]) -> bool:
     return any(module == each or module.startswith(f"{each}.") for each in group if each) or module in group
 
 
-def test_training_side_knows_no_sidecar() -> None:
-    """What runs in the training process imports no statistics, export, report or store."""
-    for module, names in MODULES.items():
-        if belongs(module, TRAINING):
-            assert {each for each in ours(names) if not belongs(each, TRAINING)} == set(), module
+def package_of(module: str) -> str:
+    """The package that a file is in; a file at the top is its own."""
+    if module in RANKS:  # its __init__, or a file at the top
+        return module
+    return module.rpartition(".")[0] or module
 
 
-def test_hooks_know_no_exporter_and_exporters_no_hook() -> None:
-    """Hooks write marks and nothing else; what exports and reports knows no hook, no session and no recorder."""
-    for module, names in MODULES.items():
-        if belongs(module, {"exporters", "report", "statistics", "straggler", "sidecar", "run_store", "replay"}):
-            assert {
-                each for each in ours(names) if belongs(each, {"hooks", "session", "recorder", "watch"})
-            } == set(), module
+ARROWS = {(module, other) for module, names in MODULES.items() for other in ours(names) if other != module}
+
+
+def test_every_file_is_in_a_package_of_the_list() -> None:
+    assert {package_of(module) for module in MODULES} - set(RANKS) == set()
+
+
+def test_nothing_is_imported_upward() -> None:
+    """Neither at once, nor in a function, nor for the type checker."""
+    upward = {
+        (module, other)
+        for module, other in ARROWS
+        if _ORDER.index(package_of(other)) > _ORDER.index(package_of(module))
+    }
+    assert upward == set()
+
+
+def test_the_two_processes_share_what_both_need_only() -> None:
+    """What runs in the training process, and the sidecar, know nothing of one another."""
+    for module, other in ARROWS:
+        first, second = (_ORDER.index(package_of(each)) for each in (module, other))
+        if _FIRST_OF_SIDECAR <= first < _FIRST_OF_BOTH:
+            assert not _FIRST_OF_TRAINING <= second < _FIRST_OF_SIDECAR, f"{module} imports {other}"
+
+
+def test_no_cycles() -> None:
+    """Not between files either, whatever their packages."""
+    below: dict[str, set[str]] = defaultdict(set)
+    for module, other in ARROWS:
+        below[module].add(other)
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for other in sorted(below[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+def test_sizes() -> None:
+    """A folder can be taken in at once, and so can a file."""
+    files: dict[Path, int] = defaultdict(int)
+    for path in PACKAGE.rglob("*.py"):
+        module, lines = module_name(path), len(path.read_text().splitlines())
+        files[path.parent] += 1
+        assert lines <= LONG.get(module, MAX_LINES), module
+        assert lines >= MIN_LINES or path.name == "__init__.py" or module in SHORT, module
+    assert {folder.name: count for folder, count in files.items() if count > MAX_FILES} == {}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {
+        "__init__", "__main__", "watch", "autoload", "torchrun", "config", "errors", "version",
+    }  # fmt: skip
 
 
 def test_pure_parts_are_pure() -> None:
     """The parts that compute import no file, process, clock or thread."""
-    for module in PURE:
+    pure = {*PURE, *(module for module in MODULES if package_of(module) in PURE_PACKAGES)}
+    for module in pure:
         roots = {name.partition(".")[0] for name in MODULES[module]}
         assert roots & IMPURE == set(), module
-        assert {each for each in ours(MODULES[module]) if each in {"sidecar", "run_store", "run_directory"}} == set()
+        assert {each for each in ours(MODULES[module]) if each == "run.directory"} == set()
 
 
 def test_third_parties_stay_in_their_places() -> None:
@@ -127,16 +221,14 @@ def test_no_collective_of_ours() -> None:
     }  # fmt: skip
     allowed = {
         ("cuda.aggregate", "all_reduce"),  # aggregate="device", which is asked for
-        ("hooks.stamps", "all_reduce"),
-        ("hooks.stamps", "new_group"),
-        ("capture_files", "loads"),
-        ("fitting", "loads"),
-        ("node_state", "loads"),
-        ("oom_files", "loads"),
-        ("ring", "loads"),
-        ("run_store", "loads"),
-        ("stacks", "loads"),
-        ("tap_build", "loads"),
+        ("hooks.on_device.stamps", "all_reduce"),
+        ("hooks.on_device.stamps", "new_group"),
+        ("run.captures", "loads"),
+        ("run.fitting", "loads"),
+        ("run.ring", "loads"),
+        ("sidecar.rings.segments", "loads"),
+        ("sidecar.host.stacks", "loads"),
+        ("run.tap_requirements", "loads"),
     }
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -151,8 +243,8 @@ def test_broad_excepts_are_few() -> None:
     allowed = {
         "cuda.kernels": 2,  # CuPy's errors have no root in common
         "errors": 3,  # guard()
-        "torch_private": 1,  # a probe that fails is a no
-        "doctor": 1,  # a check that fails is a line
+        "recorder.torch_private": 1,  # a probe that fails is a no
+        "commands.doctor": 1,  # a check that fails is a line
         "startup.sitecustomize": 2,  # before the script, where guard() is not imported yet
     }
     found: dict[str, int] = {}
@@ -186,3 +278,10 @@ def test_public_names() -> None:
     assert perf.__all__ == sorted(perf.__all__)
     assert set(perf.__all__) - {"watch"} == public - {"VERSION"}
     assert len(perf.__all__) <= 8
+
+
+def test_hooks_set_nothing_on_the_session() -> None:
+    """They report to it by its methods."""
+    found = {module_name(path): assigned(path) for path in PACKAGE.rglob("*.py")}
+
+    assert {module: names for module, names in found.items() if names} == {}

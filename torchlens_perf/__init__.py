@@ -23,12 +23,12 @@ Importing the package does nothing: no thread, no patch, no file, and torch is n
 import sys as _sys
 
 # A sidecar starts beside the first steps of a job, and needs none of it: importing it would take four times as long as
-# all else that it does at first (sidecar_wait.py).
+# all else that it does at first (sidecar/start/wait.py).
 if _sys.orig_argv[1:4] != ["-m", "torchlens_perf", "sidecar"]:
     from torchlens_perf.config import Config
-    from torchlens_perf.device_sections import device_section
     from torchlens_perf.errors import ConfigError, TorchlensPerfError
-    from torchlens_perf.recorder import Section, section
+    from torchlens_perf.recorder.device_sections import device_section
+    from torchlens_perf.recorder.recorder import Section, section
     from torchlens_perf.version import VERSION
     from torchlens_perf.watch import Watch, watch
 

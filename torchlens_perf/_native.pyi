@@ -1,4 +1,4 @@
-"""Types of the native extension; _native_twin.py says what each thing does."""
+"""Types of the native extension; recorder/python.py says what each thing does."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 class Recorder:
-    probe: int
+    sampled: int
     def __init__(self, buffer: Any, intern: Callable[[str], int], clock: Callable[[], int] | None = None) -> None: ...
     @property
     def backwards(self) -> int: ...
@@ -24,7 +24,7 @@ class Recorder:
     def drop(self, kind: int, name_id: int, /) -> None: ...
     def begin_module(self, name_id: int, /) -> None: ...
     def end_module(self, name_id: int, flags: int = 0, /) -> bool: ...
-    def interval(
+    def record_span(
         self,
         kind: int,
         name_id: int,
@@ -36,7 +36,7 @@ class Recorder:
         /,
     ) -> None: ...
     def next_step(self, flags: int = 0, value0: int = 0, value1: int = 0, /) -> int: ...
-    def charge(self, tool_ns: int, /) -> None: ...
+    def add_overhead(self, tool_ns: int, /) -> None: ...
     @property
     def waited_ns(self) -> int: ...
     def start_collectives(self, wait_name_id: int, /) -> None: ...
@@ -60,7 +60,7 @@ class Recorder:
     def set_device_clock(
         self, mark: Callable[[], int | None] | None, span: Callable[[int, int, int], object] | None, /
     ) -> None: ...
-    def late(
+    def record_completed(
         self,
         kind: int,
         name_id: int,

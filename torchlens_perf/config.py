@@ -1,4 +1,4 @@
-"""Settings. Here, and for who the rank is in identity.py, the training process reads the environment."""
+"""Settings. Here, and for who the rank is in run/identity.py, the training process reads the environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What watch() may be told. Each field is also an environment variable: TORCHLENS_PERF_DIR, _MODULES, ...
+    """The settings of watch(). Each field is also an environment variable: TORCHLENS_PERF_DIR, _MODULES, ...
 
     Raises ConfigError, naming the field, for a value that cannot be used.
     """
@@ -107,18 +107,9 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check("dir", isinstance(self.dir, str) and _is_path(self.dir), "a folder's name")
-        for field in (
-            "build_tap",
-            "collectives",
-            "exchange",
-            "faulthandler",
-            "memory",
-            "nvtx",
-            "report",
-            "sidecar",
-            "telemetry",
-        ):
-            self._check(field, isinstance(getattr(self, field), bool), "True or False")
+        for field in dataclasses.fields(self):
+            if field.type == "bool":
+                self._check(field.name, isinstance(getattr(self, field.name), bool), "True or False")
         self._check("aggregate", self.aggregate in ("sidecar", "device"), '"sidecar" or "device"')
         self._check("device_times", self.device_times in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check("capture", self.capture in ("ask", "verdict", "off"), '"ask", "verdict" or "off"')
@@ -194,10 +185,6 @@ def _modules(text: str) -> str | int | tuple[str, ...]:
 _PARSERS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": _flag}
 
 
-def _parser(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    return _modules if field.name == "modules" else _PARSERS[str(field.type)]
-
-
 def is_on(environ: Mapping[str, str]) -> bool | None:
     """What TORCHLENS_PERF says: on, off, or nothing (None). Raises ConfigError if it says something else."""
     text = environ.get(SWITCH)
@@ -220,7 +207,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if field is None:
             raise ConfigError(f"{variable} is not a setting{_closest(variable, fields)}")
         try:
-            value = _parser(field)(text)
+            value: Any = _modules(text) if field.name == "modules" else _PARSERS[str(field.type)](text)
             Config(**{field.name: value})
         except ConfigError as error:
             raise ConfigError(f"{variable}: {error}") from None
@@ -230,8 +217,8 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return settings
 
 
-def from_settings(settings: Mapping[str, Any], told: Mapping[str, Any]) -> Config:
-    """The configuration of a watch(): its keywords, then what the environment told, then the defaults.
+def from_settings(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> Config:
+    """The configuration of a watch(): its keywords, then the settings of the environment, then the defaults.
 
     Raises ConfigError for an unknown keyword or a value that cannot be used.
     """
@@ -239,7 +226,7 @@ def from_settings(settings: Mapping[str, Any], told: Mapping[str, Any]) -> Confi
     for name in settings:
         if name not in known:
             raise ConfigError(f"{name} is not a setting of watch(){_closest(name, known)}")
-    return Config(**{**told, **settings})
+    return Config(**{**environment, **settings})
 
 
 def _closest(name: str, known: Mapping[str, Any] | set[str]) -> str:

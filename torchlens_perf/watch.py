@@ -23,22 +23,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import config as configuration
-from torchlens_perf import identity, make_folders, run_directory, start_sidecar
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, switches_off
-from torchlens_perf.folder_request import MADE, FolderRequest
-from torchlens_perf.hooks import on_device
-from torchlens_perf.late_report import LateReport
-from torchlens_perf.report_mailbox import ReportMailbox
-from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.hooks.on_device import choice as on_device
+from torchlens_perf.recorder import sidecar
+from torchlens_perf.recorder.folder_request import MADE, FolderRequest
+from torchlens_perf.run import directory, identity, make_folders
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.report_mailbox import ReportMailbox
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from torchlens_perf.hooks.trained_models import NamedModel
-    from torchlens_perf.identity import Identity
-    from torchlens_perf.session import Session
+    from torchlens_perf.hooks.loop.selection import NamedModel
+    from torchlens_perf.hooks.loop.training_loop import TrainingLoop
+    from torchlens_perf.recorder.session import Session
+    from torchlens_perf.run.identity import Identity
 
 logger = logging.getLogger("torchlens_perf")
 
@@ -46,6 +47,7 @@ _FOLDERS_TIMEOUT_S = 2.0  # that a watch waits for its run directory when it beg
 
 _running: Watch | None = None
 _watches_so_far = 0
+_forked_while_recording = False
 
 
 def watch(
@@ -73,12 +75,13 @@ def watch(
     """
     models, optimizers = _models(model, sys._getframe(1)), _optimizers(optimizer)
     try:
-        enabled, told = configuration.is_on(os.environ) is not False, configuration.from_environment(os.environ)
+        enabled = configuration.is_on(os.environ) is not False
+        environment = configuration.from_environment(os.environ)
     except ConfigError as error:
         # The environment is not the code's fault: it must not stop a job that runs without us.
         logger.warning("torchlens_perf is off: %s", error)
-        enabled, told = False, {}
-    return Watch(configuration.from_settings(settings, told), models, optimizers, enabled=enabled)
+        enabled, environment = False, {}
+    return Watch(configuration.from_settings(settings, environment), models, optimizers, enabled=enabled)
 
 
 class Watch:
@@ -92,6 +95,7 @@ class Watch:
         self._optimizers = optimizers
         self._enabled = enabled
         self._session: Session | None = None
+        self._loop: TrainingLoop | None = None
         self._joined: Watch | None = None
         self.run_dir: Path | None = None
         """The run directory, once entered; None where nothing is recorded."""
@@ -107,7 +111,8 @@ class Watch:
             models, self._models, self._optimizers = self._models, None, []
             if models is not None:
                 with guard("watching further models"):
-                    _running._watch_also(models)
+                    if _running._session is not None and _running._loop is not None:
+                        _running._loop.models_given(models)
             self.run_dir = _running.run_dir
             return self
         self.start()
@@ -139,7 +144,7 @@ class Watch:
     def start(self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None) -> bool:
         """Makes the ring, the sidecar, the run directory and the hooks. Returns whether it records.
 
-        in_the_middle: of a loop that has made its first step (launch.py). after_step_of: the optimizer whose step has
+        in_the_middle: of a loop that has made its first step (autoload.py). after_step_of: the optimizer whose step has
         just returned; None where the loop has none.
         Raises ConfigError for an argument that cannot be met, before anything is made. Whatever else goes wrong, also
         in the system, is one line in the log: nothing is attached then, and the job runs as without us.
@@ -152,32 +157,32 @@ class Watch:
         optimizers, self._optimizers = self._optimizers, []
         who: list[Identity] = []
         with switches_off(lambda reason: _say_off(reason, who)), ExitStack() as undo:
-            from torchlens_perf import first_step
+            from torchlens_perf.hooks import attach
+            from torchlens_perf.hooks.loop import first_step
 
             first_step.stop_waiting()
             on_device.check(self._config)
-            run, session = self._begin(undo, who, optimizers, first_step=int(in_the_middle))
+            run, session = self._begin(undo, who, first_step=int(in_the_middle))
+            self._loop = attach.start(
+                session, optimizers, models, in_the_middle=in_the_middle, after_step_of=after_step_of
+            )
             del optimizers
-            session.start(models, in_the_middle, after_step_of)
             if not self._config.sidecar:
                 run.register_ring(who[0].host, session.ring_path)
             undo.pop_all()
             self._session, self.run_dir, _running = session, run.path, self
         return self._session is not None
 
-    def _begin(
-        self, undo: ExitStack, who: list[Identity], optimizers: list[Optimizer], first_step: int
-    ) -> tuple[RunDirectory, Session]:
+    def _begin(self, undo: ExitStack, who: list[Identity], first_step: int) -> tuple[RunDirectory, Session]:
         """What the machine may refuse. undo: gets what takes it back. who: gets this rank, once it is known."""
         global _watches_so_far
-        from torchlens_perf.hooks.passed_optimizers import PassedOptimizers
-        from torchlens_perf.session import Session
+        from torchlens_perf.recorder.session import Session
 
         config, earlier = self._config, _watches_so_far
         _watches_so_far += 1
         with ExitStack() as leaving:
             leaving.push(functools.partial(_decline, config))
-            who.append(identity.detect(os.environ, run_directory.claim_run_id, earlier))
+            who.append(identity.detect(os.environ, directory.claim_run_id, earlier))
             run = RunDirectory(_absolute(config.dir) / who[0].run_id)
             undo.callback(run.leave_local)
             folders = FolderRequest(run.folders) if config.sidecar else None
@@ -185,11 +190,11 @@ class Watch:
                 undo.callback(make_folders.remove, [*run.create(), str(run.rings)])
             else:
                 undo.callback(folders.close)
-            ring = run_directory.create_ring(
+            ring = directory.create_ring(
                 run, who[0], config.ring_capacity, first_step=first_step, keep=not config.sidecar
             )
             undo.callback(run.remove_ring, ring.path)
-            session = Session(config, who[0], ring, PassedOptimizers(optimizers))
+            session = Session(config, who[0], ring)
             undo.callback(session.close, {})
             session.publish()
             if folders is not None:
@@ -198,7 +203,7 @@ class Watch:
                     raise RunStoreError(f"cannot write to {run.path}: {answer}. Choose another folder by dir=")
                 # Before the hooks are attached: that imports for seconds, and we may be killed meanwhile.
                 run.register_ring(who[0].host, ring.path)
-                start_sidecar.ensure(run, who[0])
+                sidecar.ensure(run, who[0])
                 folders.keep()
                 undo.pop_all()
                 undo.callback(_end_early, session)
@@ -225,7 +230,7 @@ class Watch:
             session.close(_terminal(mailbox) if reports else {})
             if self._config.sidecar:
                 with guard("starting the sidecar again"):
-                    start_sidecar.ensure(run, who)  # if it was killed, another one finishes its work
+                    sidecar.ensure(run, who)  # if it was killed, another one finishes its work
             if reports:
                 with guard("the report at the end"):
                     _print_report(run, self._config, who.host, mailbox)
@@ -242,10 +247,6 @@ class Watch:
             session.abandon()
         if _running is self:
             _running = None
-
-    def _watch_also(self, models: list[NamedModel]) -> None:
-        if self._session is not None:
-            self._session.loop.models_given(models)
 
 
 def running() -> Watch | None:
@@ -285,7 +286,7 @@ def _say_off(reason: str, who: list[Identity]) -> None:
     with contextlib.suppress(OSError, RunStoreError):
         for each in who:
             origin = each.launcher_pid if each.world_size > 1 else each.pid
-            first = run_directory.is_first(f"{each.run_id}.{each.attempt}", origin)
+            first = directory.is_first(f"{each.run_id}.{each.attempt}", origin)
     logger.log(logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", reason)
 
 
@@ -304,21 +305,26 @@ def _print_report(run: RunDirectory, config: Config, host: str, mailbox: ReportM
     if not config.sidecar:
         print(f"torchlens_perf: recorded. Next: torchlens-perf sidecar {run.path}", file=sys.stderr)
         return
-    late = LateReport(run, host)
+    late = sidecar.LateReport(run, host)
     text = None if mailbox is None else mailbox.wait(config.exit_timeout_s)
     print(text or f"torchlens_perf: {late.line()}\n", end="", file=sys.stderr, flush=True)
 
 
+def forked_while_recording() -> bool:
+    """Whether this process was forked from one that a watch recorded."""
+    return _forked_while_recording
+
+
 def _forget_in_child() -> None:
+    global _forked_while_recording
+    _forked_while_recording = _running is not None
     if _running is not None:
-        from torchlens_perf import first_step
-        from torchlens_perf.hooks.optimizer import relay
-        from torchlens_perf.launch import autoload
+        from torchlens_perf.hooks.loop import first_step
+        from torchlens_perf.hooks.loop.optimizer import relay
 
         _running.abandon()
         first_step.stop_waiting()
         relay.before = relay.after = None
-        autoload()  # a child of a recorded process may be a trainer too: it waits for a step of its own
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
@@ -330,8 +336,8 @@ def _models(model: Any, caller: types.FrameType) -> list[NamedModel] | None:
         return None
     from torch.nn import Module
 
-    from torchlens_perf.hooks.model_names import names_in_call, names_of
-    from torchlens_perf.hooks.trained_models import NamedModel
+    from torchlens_perf.hooks.loop.model_names import names_in_call, names_of
+    from torchlens_perf.hooks.loop.selection import NamedModel
 
     given: Sequence[str | None] = ()
     if isinstance(model, Mapping):

@@ -18,8 +18,8 @@ from torch import nn
 import torchlens_perf as perf
 from benchmarks.gpu_check.checks import Checks
 from benchmarks.gpu_check.runs import last_rings
-from torchlens_perf.memory_statistics import MemoryStatistics, memory_signals
-from torchlens_perf.ring import Kind, Reader
+from torchlens_perf.analysis.statistics.memory import MemoryStatistics, memory_signals
+from torchlens_perf.run.ring import Kind, Reader
 
 MB = 1 << 20
 HISTORY = 20_000

@@ -16,7 +16,7 @@ import torchlens_perf as perf
 from benchmarks.capture_cost import STEPS, Asking
 from benchmarks.gpu_check.checks import Checks
 from benchmarks.gpu_check.gpt import trainer
-from torchlens_perf.capture_files import SNAPSHOT
+from torchlens_perf.run.captures import SNAPSHOT
 
 AROUND, TIMES = 40, 3
 

@@ -18,9 +18,9 @@ import torchlens_perf as perf
 from benchmarks.gpu_check.checks import Checks, bootstrap
 from benchmarks.gpu_check.gpt import trainer
 from benchmarks.gpu_check.runs import device_statistics, last_rings
-from torchlens_perf.device_statistics import CAUGHT_UP_NS
+from torchlens_perf.analysis.statistics.device import CAUGHT_UP_NS
 
-PAIRS, STEPS = 24, 16  # a watch's first probed step is its ninth
+PAIRS, STEPS = 24, 16  # a watch's first sampled step is its ninth
 LAUNCH_BOUND = {"batch": 1, "length": 32, "layers": 8, "width": 64, "heads": 4, "words": 256}
 
 

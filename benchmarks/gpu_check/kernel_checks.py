@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_check.checks import Checks, driver, graph_us, launch, new_ring, stream
+from tests.support.device import twins
 from torchlens_perf.cuda import kernels, reduction
 from torchlens_perf.cuda.driver import Arguments
 from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest, Sum
@@ -18,7 +19,7 @@ from torchlens_perf.cuda.stamps import NO_SLOT
 WINDOWS = ((16, 64, 64), (64, 128, 100), (64, 1024, 1000), (256, 1024, 1000))
 RANKS = ((8, 64), (64, 64), (1024, 64), (16384, 64))
 _QUANTILES = np.array([0, 6554, 32768, 58982, 64881, 65536], np.uint32)
-LEAST_SPREAD = 0.01
+MIN_SPREAD = 0.01
 
 
 def on_device(values: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -64,7 +65,7 @@ class Window:
 
     def twin(self) -> reduction.Reduced:
         """By NumPy."""
-        return reduction.reduce_window(self.start_ns, self.duration_ns, self.head, self.tail)
+        return twins.reduce_window(self.start_ns, self.duration_ns, self.head, self.tail)
 
 
 def equality(checks: Checks) -> None:
@@ -92,12 +93,12 @@ def equality(checks: Checks) -> None:
         buckets = torch.full((shape[0], len(_QUANTILES)), -9, dtype=torch.int32, device="cuda")
         arguments = [window.rows[0], np.int32(shape[0]), on_device(_QUANTILES), np.int32(len(_QUANTILES)), buckets]
         launch_ours("merged_quantiles", -(-shape[0] // 4), 128, arguments)
-        equal = np.array_equal(buckets.cpu().numpy(), reduction.merged_quantiles(sums, _QUANTILES))
+        equal = np.array_equal(buckets.cpu().numpy(), twins.merged_quantiles(sums, _QUANTILES))
         checks.bar("kernels", f"merged_quantiles {shape}", "bit-equal" if equal else "differs", "equal", equal)
     for ranks, slots in RANKS:
         times_ns = _times(ranks, slots)
         middle, worst = _scores(on_device(times_ns))
-        twin = reduction.rank_scores(times_ns, LEAST_SPREAD)
+        twin = twins.rank_scores(times_ns, MIN_SPREAD)
         same = (middle.cpu().numpy().view(np.uint32), worst.cpu().numpy().view(np.uint64))
         equal = np.array_equal(same[0], twin.middle.view(np.uint32)) and np.array_equal(same[1], twin.worst)
         checks.bar("kernels", f"rank_scores ({ranks}, {slots})", "bit-equal" if equal else "differs", "equal", equal)
@@ -116,7 +117,7 @@ def _scores(times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     kernels.allow_ranks(torch.cuda.current_device(), ranks)
     middle = torch.zeros((slots, 2), dtype=torch.float32, device="cuda")
     worst = torch.zeros(ranks, dtype=torch.int64, device="cuda")
-    arguments = [times, np.int32(ranks), np.int32(slots), np.float32(LEAST_SPREAD), middle, worst]
+    arguments = [times, np.int32(ranks), np.int32(slots), np.float32(MIN_SPREAD), middle, worst]
     launch_ours("rank_scores", slots, 1024, arguments, 4 * ranks)
     return middle, worst
 
@@ -145,7 +146,7 @@ def floors(checks: Checks) -> None:
         times = on_device(_times(ranks, slots))
         middle = torch.zeros((slots, 2), dtype=torch.float32, device="cuda")
         worst = torch.zeros(ranks, dtype=torch.int64, device="cuda")
-        arguments = [times, np.int32(ranks), np.int32(slots), np.float32(LEAST_SPREAD), middle, worst]
+        arguments = [times, np.int32(ranks), np.int32(slots), np.float32(MIN_SPREAD), middle, worst]
         kernels.allow_ranks(torch.cuda.current_device(), ranks)
         took_us = graph_us(
             lambda ranks=ranks, slots=slots, arguments=arguments: launch_ours(
@@ -182,7 +183,7 @@ def crossover(checks: Checks) -> None:
         ) -> None:
             pinned.copy_(durations)
             values = pinned.numpy().view(np.uint64)
-            reduction.reduce_window(window.start_ns, values, window.head, window.tail)
+            twins.reduce_window(window.start_ns, values, window.head, window.tail)
 
         def by_device(window: Window = window, results: list[torch.Tensor] = results) -> None:
             window.again()
@@ -198,7 +199,7 @@ def crossover(checks: Checks) -> None:
         times = on_device(times_ns)
 
         def scores_by_host(times: torch.Tensor = times) -> None:
-            reduction.rank_scores(times.cpu().numpy(), LEAST_SPREAD)
+            twins.rank_scores(times.cpu().numpy(), MIN_SPREAD)
 
         def scores_by_device(times: torch.Tensor = times) -> None:
             middle, worst = _scores(times)

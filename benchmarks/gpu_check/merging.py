@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torchlens_perf as perf
 from benchmarks.gpu_check.checks import Checks, Spin
 from benchmarks.gpu_check.runs import device_statistics, last_rings
-from torchlens_perf.hooks.stamps import MERGE_STEPS
+from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS
 
 WINDOWS, SPIN_NS = 3, 50_000
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchlens_perf.device_statistics import DeviceStatistics
-from torchlens_perf.ring import Reader
-from torchlens_perf.sketch import Sketch
+from torchlens_perf.analysis.statistics.device import DeviceStatistics
+from torchlens_perf.run.ring import Reader
+from torchlens_perf.run.sketch import Sketch
 
 
 def last_rings(folder: str) -> Path:

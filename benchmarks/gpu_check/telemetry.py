@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.gpu_check.checks import Checks
-from torchlens_perf.cuda.telemetry import GpuTelemetry
-from torchlens_perf.hooks.gpu import facts_of
-from torchlens_perf.telemetry import GPU_COUNTERS, GPU_GAUGES, GpuSample, GpuTotals
+from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GPU_GAUGES, GpuSample, GpuTotals
+from torchlens_perf.hooks.on_device.choice import facts_of
+from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
 
 _PERIOD_S, _IDLE, _LOADED = 0.5, 8, 16  # samples
 

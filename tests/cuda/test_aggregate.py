@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 
 import torchlens_perf as perf
-from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
-from tests.long import long
-from tests.processes import run, torchrun
-from tests.recording import recorded
-from torchlens_perf import devices
+from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
+from tests.support.long import long
+from tests.support.processes import ROOT, run_warm, torchrun
+from tests.support.recording import recorded
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.hooks.stamps import MERGE_STEPS
-from torchlens_perf.sketch import Sketch
+from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS
+from torchlens_perf.recorder import devices as device
+from torchlens_perf.run.sketch import Sketch
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER), pytest.mark.distributed]
-RANK = str(Path(__file__).with_name("merging_rank.py"))
-ROOT = Path(__file__).parent.parent.parent
+RANK = str(ROOT / "tests" / "support" / "device" / "merging_rank.py")
 RANKS, WINDOWS, SLOW = 4, 3, 2
 OVER_NS = 4000  # two launches and a stamp of the fake device
 
@@ -29,7 +28,7 @@ OVER_NS = 4000  # two launches and a stamp of the fake device
 def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
     """What each rank has told, by rank."""
     command = torchrun(RANK, str(driver), str(kernels), str(folder), *options, ranks=RANKS)
-    done = run(command, folder, PYTHONPATH=str(ROOT))
+    done = run_warm(command, folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
@@ -110,7 +109,7 @@ def test_it_takes_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Before anything is made; the error is the user's to see."""
     import torch
 
-    monkeypatch.setattr(devices, "has_devices", lambda: True)
+    monkeypatch.setattr(device, "has_devices", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match="init_process_group"):
         perf.watch(aggregate="device", dir=str(tmp_path / "runs")).__enter__()

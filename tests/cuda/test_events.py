@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cuda.fake_device import FakeDevice, FakeEvents
-from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
+from tests.support.device.fake_device import FakeDevice, FakeEvents
+from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from torchlens_perf.cuda import events
 from torchlens_perf.cuda.events import EventClock
 
@@ -193,14 +193,14 @@ def test_a_device_far_behind_is_not_marked_further(device: FakeDevice, clock: Ev
 
 def test_more_marks_than_events(device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded, and what was not marked counted."""
-    monkeypatch.setattr(events, "MOST_EVENTS", 8)
+    monkeypatch.setattr(events, "MAX_EVENTS", 8)
     assert sum(clock.mark() is not None for _ in range(20)) == 8
     assert clock.skipped == 12
 
 
 def test_old_times_are_forgotten(device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module whose backward pass never came has marked its beginning, and nobody will read it."""
-    monkeypatch.setattr(events, "MOST_TIMES", 8)
+    monkeypatch.setattr(events, "MAX_TIMES", 8)
     marks = []
     for _ in range(10):
         marks += [marked(clock), marked(clock)]

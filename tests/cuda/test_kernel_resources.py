@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda.shim_kernels import KERNELS
+from tests.support.device.shim_kernels import KERNELS
 
 nvcc = shutil.which("nvcc")
 pytestmark = pytest.mark.skipif(nvcc is None, reason="nvcc, which reports registers and spills, is not here")
 # Most registers a thread. A stamp should come and go unseen; 64 would keep blocks of 1024 threads from running at all.
-MOST_REGISTERS = {"stamp": 24, "reduce_window": 48, "merged_quantiles": 40, "rank_scores": 40}
-MOST_STATIC_SHARED = {"stamp": 0, "reduce_window": 6144, "merged_quantiles": 0, "rank_scores": 8448}
+MAX_REGISTERS = {"stamp": 24, "reduce_window": 48, "merged_quantiles": 40, "rank_scores": 40}
+MAX_STATIC_SHARED = {"stamp": 0, "reduce_window": 6144, "merged_quantiles": 0, "rank_scores": 8448}
 
 
 def report(architecture: str, target: Path) -> dict[str, dict[str, int]]:
@@ -46,8 +46,8 @@ def report(architecture: str, target: Path) -> dict[str, dict[str, int]]:
 def test_registers_spills_and_stack(architecture: str, tmp_path: Path) -> None:
     """Nothing is spilled, nothing lies in local memory, and registers stay below what a full multiprocessor allows."""
     kernels = report(architecture, tmp_path / "kernels.cubin")
-    assert kernels.keys() == MOST_REGISTERS.keys()
+    assert kernels.keys() == MAX_REGISTERS.keys()
     for name, used in kernels.items():
         assert (used["stack"], used["spill_stores"], used["spill_loads"]) == (0, 0, 0), name
-        assert used["registers"] <= MOST_REGISTERS[name], (name, used)
-        assert used["shared"] <= MOST_STATIC_SHARED[name], (name, used)
+        assert used["registers"] <= MAX_REGISTERS[name], (name, used)
+        assert used["shared"] <= MAX_STATIC_SHARED[name], (name, used)

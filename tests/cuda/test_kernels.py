@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.cuda.shim_kernels import (
+from tests.support.device import twins
+from tests.support.device.shim_kernels import (
     COMPILER,
     KERNELS,
     UNDEFINED_BEHAVIOUR,
@@ -18,8 +19,8 @@ from tests.cuda.shim_kernels import (
     compile_kernels,
 )
 from torchlens_perf.cuda import reduction
-from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest, Reduced, Scores, Sum
-from torchlens_perf.sketch import BUCKETS, HIGHEST_OCTAVE, LOWEST_OCTAVE, Sketch, bucket_bounds
+from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest, Reduced, Sum
+from torchlens_perf.run.sketch import BUCKETS, HIGHEST_OCTAVE, LOWEST_OCTAVE, Sketch, bucket_bounds
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 SCHEDULES = (0, 1, 2, 3)
@@ -63,7 +64,7 @@ def check_reduction(kernels: ShimKernels, duration_ns: Durations, head: list[int
     """Both reductions of these rings, which must be the same; returns them."""
     start_ns = np.arange(1 << 60, (1 << 60) + duration_ns.size, dtype=np.uint64).reshape(duration_ns.shape)
     heads, tails = np.array(head, np.uint32), np.array(tail, np.uint32)
-    wanted = reduction.reduce_window(start_ns, duration_ns, heads, tails)
+    wanted = twins.reduce_window(start_ns, duration_ns, heads, tails)
     found = reduce_by_kernel(kernels, start_ns, duration_ns, heads, tails)
     for name, kernel, twin in zip(Reduced._fields, found, wanted, strict=True):
         np.testing.assert_array_equal(kernel, twin, err_msg=name)
@@ -88,7 +89,7 @@ def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sk
         sketch.sum_ns = int(sums[Sum.NS])
         squares = (int(sums[limb]) for limb in (Sum.SQUARES_0, Sum.SQUARES_1, Sum.SQUARES_2))
         sketch.sum_squares = sum(limb << (32 * place) for place, limb in enumerate(squares))
-        sketch.smallest, sketch.largest = -int(largest[Largest.MINUS_SMALLEST]), int(largest[Largest.NS])
+        sketch.min_ns, sketch.max_ns = -int(largest[Largest.MINUS_SMALLEST]), int(largest[Largest.NS])
     return sketch
 
 
@@ -157,7 +158,7 @@ def test_every_bound_of_the_histogram(kernels: ShimKernels) -> None:
 
 
 def test_rows_merge_to_the_sketch_of_all(kernels: ShimKernels) -> None:
-    """Rows of two ranks and two windows, by SUM and MAX, are the sketch that sketch.py makes of all durations."""
+    """Rows of two ranks and two windows, by SUM and MAX, are the sketch that run/sketch.py makes of all durations."""
     rows, whole = [], Sketch()
     for seed in range(4):
         durations = np.minimum(some_durations((3, 256), seed), np.uint64(2**43))
@@ -165,13 +166,13 @@ def test_rows_merge_to_the_sketch_of_all(kernels: ShimKernels) -> None:
         whole.add(durations[1, : 200 + seed].astype(np.int64))
     sums = np.sum([row.sums for row in rows], axis=0)
     largest = np.max([row.largest for row in rows], axis=0)
-    assert to_sketch(sums[1], largest[1]).to_json() == whole.to_json()
+    assert to_sketch(sums[1], largest[1]).numbers() == whole.numbers()
 
 
 def test_no_durations_make_an_empty_sketch(kernels: ShimKernels) -> None:
     """And merging one changes nothing."""
     found = check_reduction(kernels, some_durations((1, 8), 0), [3], [3])
-    assert to_sketch(found.sums[0], found.largest[0]).to_json() == Sketch().to_json()
+    assert to_sketch(found.sums[0], found.largest[0]).numbers() == Sketch().numbers()
 
 
 def test_quantiles_of_merged_rows(kernels: ShimKernels) -> None:
@@ -190,16 +191,16 @@ def test_quantiles_of_merged_rows(kernels: ShimKernels) -> None:
     parts = np.array([0, 1, 6554, 32768, 58982, 64881, 65536], np.uint32)
     buckets = np.full((9, len(parts)), -9, np.int32)
     kernels.launch("merged_quantiles", 3, 128, [sums, np.int32(9), parts, np.int32(len(parts)), buckets])
-    np.testing.assert_array_equal(buckets, reduction.merged_quantiles(sums, parts))
+    np.testing.assert_array_equal(buckets, twins.merged_quantiles(sums, parts))
     assert (buckets[4] == -1).all()
     assert (buckets[5] == BUCKETS - 1).all()
     assert buckets[7, 3] == BUCKETS // 2  # the place 575.5 of 1152, rounded up
 
 
-def score_by_kernel(kernels: ShimKernels, times_ns: npt.NDArray[np.int64], threads: int) -> Scores:
+def score_by_kernel(kernels: ShimKernels, times_ns: npt.NDArray[np.int64], threads: int) -> twins.Scores:
     """The kernel's scores."""
     ranks, slots = times_ns.shape
-    scores = Scores(np.full((slots, 2), np.nan, np.float32), np.zeros(ranks, np.uint64))
+    scores = twins.Scores(np.full((slots, 2), np.nan, np.float32), np.zeros(ranks, np.uint64))
     arguments = [times_ns, np.int32(ranks), np.int32(slots), np.float32(0.01), *scores]
     kernels.launch("rank_scores", slots, threads, arguments, shared_bytes=4 * ranks)
     return scores
@@ -216,10 +217,10 @@ def test_scores_of_ranks(kernels: ShimKernels, ranks: int) -> None:
     times_ns[random.random(ranks) < 0.6, 3] = 0
     times_ns[:, 4] = 0
     times_ns[:, 5] = 10**6 + random.integers(0, 2, ranks)
-    found, wanted = score_by_kernel(kernels, times_ns, 512), reduction.rank_scores(times_ns, 0.01)
+    found, wanted = score_by_kernel(kernels, times_ns, 512), twins.rank_scores(times_ns, 0.01)
     np.testing.assert_array_equal(found.middle.view(np.uint32), wanted.middle.view(np.uint32))
     np.testing.assert_array_equal(found.worst, wanted.worst)
-    if ranks >= reduction.FEWEST_RANKS:
+    if ranks >= twins.FEWEST_RANKS:
         assert int(found.worst[slow] & np.uint64(0xFFFFFFFF)) == 1
         assert int(np.argmax(found.worst)) == slow
     else:

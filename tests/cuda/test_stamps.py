@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.cuda.fake_device import FakeDevice
-from tests.cuda.shim_kernels import COMPILER, WITHOUT_COMPILER
+from tests.support.device.fake_device import FakeDevice
+from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.reduction import Exact, Reduced, Sum
 from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing

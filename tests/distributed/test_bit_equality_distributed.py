@@ -20,11 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.gloo import run_ranks
-from tests.model_zoo import Outcome, Watching, batches, train
-from tests.recording import EVERYTHING, Recording, recorded
-from tests.test_bit_equality import assert_same, seed, state_of
-from torchlens_perf.ring import Kind
+from tests.jobs.test_bit_equality import assert_same, seed, state_of
+from tests.support.gloo import run_ranks
+from tests.support.model_zoo import Outcome, Watching, batches, train
+from tests.support.recording import EVERYTHING, Recording, recorded
+from torchlens_perf.run.ring import Kind
 
 # How the flight recorder calls an operator of c10d on gloo; these three are not in it.
 IN_FLIGHT_RECORDER = {

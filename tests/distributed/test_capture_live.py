@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.live_ranks import LiveRanks
-from tests.processes import SCRIPTS, wait_for_sidecar
-from torchlens_perf import capture_files
-from torchlens_perf.capture_files import BY_USER, FLIGHT_RECORDER, STACKS, TRACE, Request
-from torchlens_perf.cli import main
+from tests.support.live_ranks import LiveRanks
+from tests.support.processes import SCRIPTS, wait_for_sidecar
+from torchlens_perf.commands.cli import main
 from torchlens_perf.report.captures import captures
 from torchlens_perf.report.terminal import render
+from torchlens_perf.run import captures as capture_files
+from torchlens_perf.run.captures import BY_USER, FLIGHT_RECORDER, STACKS, TRACE, Request
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

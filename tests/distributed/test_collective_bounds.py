@@ -18,14 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.gloo import run_ranks
 from tests.distributed.test_bit_equality_distributed import Collective, Collectives
-from tests.long import long
-from tests.recording import Record, Recording, recorded, records_of
-from torchlens_perf import native_tap, tap_build
-from torchlens_perf.collective_join import CollectiveJoin
-from torchlens_perf.collective_semantics import SEMANTICS, parse
-from torchlens_perf.ring import Kind
+from tests.support.gloo import run_ranks
+from tests.support.long import long
+from tests.support.recording import Record, Recording, recorded, records_of
+from torchlens_perf.analysis.collectives.join import CollectiveJoin
+from torchlens_perf.analysis.collectives.semantics import SEMANTICS, parse
+from torchlens_perf.commands import tap_build
+from torchlens_perf.recorder import native_tap
+from torchlens_perf.run import tap_requirements
+from torchlens_perf.run.ring import Kind
 
 pytestmark = pytest.mark.distributed
 
@@ -253,7 +255,7 @@ def one_rank(folder: Path) -> dict[str, Outcome]:
 
 def one_rank_in_python(folder: Path) -> dict[str, Outcome]:
     """With the tap that is there where the native one has not been built."""
-    native_tap.places = lambda: ()
+    tap_requirements.places = lambda: ()
     assert native_tap.load() is None
     return one_rank(folder)
 
@@ -346,7 +348,7 @@ def test_a_collective_has_one_number(name: str, outcomes: list[dict[str, Outcome
 def test_what_ranks_count_differently_is_not_joined(outcomes: list[dict[str, Outcome]]) -> None:
     """Operation and bytes are the same under each number; only the node's clock tells that it is not the same call."""
     join = CollectiveJoin()
-    join.know(0, range(RANKS))
+    join.set_ranks(0, range(RANKS))
     firsts = set()
     for rank, outcome in enumerate(outcomes):
         recording = outcome["watch_after_what_only_some_ranks_count"].recording

@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.gloo import run_ranks
-from tests.long import long
-from tests.recording import Recording, recorded
-from torchlens_perf import native_tap, tap_build, torch_private
+from tests.support.gloo import run_ranks
+from tests.support.long import long
+from tests.support.recording import Recording, recorded
+from torchlens_perf.commands import tap_build
 from torchlens_perf.hooks.collective import Groups
-from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.recorder import native_tap, torch_private
+from torchlens_perf.run import tap_requirements
+from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = pytest.mark.distributed
 
@@ -71,7 +73,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
 def one_rank_in_python(folder: Path) -> dict[str, Any]:
     """With the tap that is there where the native one has not been built."""
-    native_tap.places = lambda: ()
+    tap_requirements.places = lambda: ()
     assert native_tap.load() is None
     return one_rank(folder)
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.processes import SCRIPTS, report, run, runs, torchrun
-from tests.recording import Recording
 from tests.scripts.elastic_ranks import BEFORE, SMALLEST, STEPS
-from torchlens_perf.ring import Kind
-from torchlens_perf.run_directory import RunDirectory
+from tests.support.processes import SCRIPTS, report, run_warm, runs, torchrun
+from tests.support.recording import Recording
+from tests.support.warm_python import WarmPython
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.ring import Kind
 
 pytestmark = pytest.mark.distributed
 
@@ -27,7 +28,7 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 def sums(command: list[str], folder: Path, **environment: str) -> list[str]:
     """What the job says that it has computed."""
-    done = run(command, folder, **OWN_STORE, **environment)
+    done = run_warm(command, folder, **OWN_STORE, **environment)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("sums")]
 
@@ -69,7 +70,6 @@ def test_rank_that_leaves(tmp_path: Path) -> None:
     assert list(numbers(found[0, 2]).values()) == [first]
 
 
-@pytest.mark.long
 def test_rank_that_leaves_is_no_hang(tmp_path: Path) -> None:
     """With its sidecar such a run ends at once, and its report blames nobody and misses nobody."""
     assert sums(torchrun(SCRIPT, "--leaves", "2", ranks=3), tmp_path)
@@ -116,7 +116,7 @@ class Agents:
                 "--rdzv-id", "job", "--rdzv-conf", meeting, "--local-addr", "127.0.0.1", SCRIPT, "--shrinks",
             ]  # fmt: skip
             with open(folder / f"agent{node}", "wb") as log:
-                self.processes.append(subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log))
+                self.processes.append(WarmPython(command, cwd=folder, env=environ, stdout=log, stderr=log))
 
     def said(self, node: int) -> str:
         return (self.folder / f"agent{node}").read_text()
@@ -168,6 +168,7 @@ def shrunk(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, dict
     return made, report(made)
 
 
+@pytest.mark.long
 def test_restart_in_a_smaller_world(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
     """The sums are those of the unwatched job; the report has the steps of the last attempt, and loses nothing."""
     _, value = shrunk
@@ -179,6 +180,7 @@ def test_restart_in_a_smaller_world(shrunk: tuple[RunDirectory, dict[str, Any]])
     assert "hang" not in {verdict["kind"] for verdict in value["verdicts"]}
 
 
+@pytest.mark.long
 def test_rank_of_an_earlier_world_is_not_in_the_report(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
     """World size, ranks and step times are those of the last attempt, not mixed with an earlier one's."""
     _, value = shrunk
@@ -188,6 +190,7 @@ def test_rank_of_an_earlier_world_is_not_in_the_report(shrunk: tuple[RunDirector
     assert value["steps"]["count"] == STEPS
 
 
+@pytest.mark.long
 def test_both_worlds_are_kept(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
     """The run directory holds the steps of both attempts, each with its own numbers."""
     import pandas as pd

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from tests.processes import SCRIPTS, run, torchrun
-from torchlens_perf.bounded_store import connect
-from torchlens_perf.exchange import Timing
-from torchlens_perf.exchange_meeting import Address, exchange_key
+from tests.support.processes import SCRIPTS, run_warm, torchrun
+from torchlens_perf.sidecar.nodes.client import connect
+from torchlens_perf.sidecar.nodes.exchange import Timing
+from torchlens_perf.sidecar.nodes.rendezvous import Address, exchange_key
 
 pytestmark = pytest.mark.distributed
 
@@ -342,12 +342,13 @@ class TestJob:
         n1.finish()
         n0.finish()
 
+    @pytest.mark.long
     def test_a_torchrun_job_runs_as_without(self, tmp_path: Path) -> None:
         """Barriers, collectives, keys, output and exit code of a torchrun job are the same with three nodes on it."""
         script = tmp_path / "job.py"
         script.write_text(_JOB)
         with_us, without = (
-            run(
+            run_warm(
                 torchrun(str(script), str(tmp_path / name)), tmp_path, NODES=nodes, PYTHONPATH=os.pathsep.join(sys.path)
             )
             for name, nodes in (

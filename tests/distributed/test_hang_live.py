@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.live_ranks import LiveRanks
+from tests.support.live_ranks import LiveRanks
+from tests.support.processes import slowdown
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 RANKS = 3
-NOTICED_S = 15.0  # nothing is said before ten seconds without a step
+NOTICED_S = 15.0  # on a quiet machine; nothing is said before ten seconds without a step
 STARTED_S = 90.0
 
 
@@ -40,7 +41,7 @@ def test_stopped_rank(tmp_path: Path) -> None:
         assert hang(job.report()) is None
         pid = job.rank_pids()[1]
         os.kill(pid, signal.SIGSTOP)
-        found = job.wait_for(hang, NOTICED_S)
+        found = job.wait_for(hang, NOTICED_S * slowdown())
         command = [sys.executable, "-m", "torchlens_perf", "report", "--json", str(job.run_directory().path)]
         shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         os.kill(pid, signal.SIGCONT)
@@ -59,7 +60,7 @@ def test_rank_that_is_stuck(tmp_path: Path) -> None:
     """A rank that sleeps in a section of its own is named with that section; those that wait for it are not."""
     with LiveRanks(tmp_path, RANKS, HANG_RANK="2", HANG_AFTER="40") as job:
         job.wait_for(steps(40), STARTED_S)
-        found = job.wait_for(hang, NOTICED_S)
+        found = job.wait_for(hang, NOTICED_S * slowdown())
 
     assert found["rank"] == 2
     assert (found["evidence"]["kind"], found["evidence"]["ranks"]) == ("missing", [2])

@@ -18,12 +18,15 @@ from torch._C._distributed_c10d import Work
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.gloo import run_ranks
-from tests.long import long
-from tests.recording import EVERYTHING, Record, Recording, recorded
-from torchlens_perf import native_tap, section, tap_build, torch_private, watch
+from tests.support.gloo import run_ranks
+from tests.support.long import long
+from tests.support.recording import EVERYTHING, Record, Recording, recorded
+from torchlens_perf import section, watch
+from torchlens_perf.commands import tap_build
 from torchlens_perf.hooks.collective import operators, payload_bytes
-from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.recorder import native_tap, torch_private
+from torchlens_perf.run import tap_requirements
+from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = pytest.mark.distributed
 
@@ -51,7 +54,7 @@ def every_scenario(folder: Path) -> dict[str, Any]:
 
 def every_scenario_in_python(folder: Path) -> dict[str, Any]:
     """One rank, with the tap that is there where the native one has not been built."""
-    native_tap.places = lambda: ()
+    tap_requirements.places = lambda: ()
     assert native_tap.load() is None
     return every_scenario(folder)
 
@@ -89,9 +92,7 @@ def inside(inner: Record, outer: Record) -> bool:
 def be_late(rank: int) -> None:
     """That rank arrives later than the other one."""
     if dist.get_rank() == rank:
-        deadline_ns = time.monotonic_ns() + LATE_NS
-        while time.monotonic_ns() < deadline_ns:
-            pass
+        time.sleep(LATE_NS / 1e9)  # and leaves the processor to it
 
 
 # -- what is recorded
@@ -201,10 +202,19 @@ def test_waiting_is_a_phase_of_its_own(results: dict[str, list[Recording]]) -> N
         assert waits["wait"] >= 8
 
 
+def meet(file: Path) -> None:
+    """Both ranks are here, without a collective: attaching, or other programs, may have held one of them up."""
+    files = [file.with_suffix(f".{rank}") for rank in range(2)]
+    files[dist.get_rank()].touch()
+    while not all(each.exists() for each in files):
+        time.sleep(0.001)
+
+
 @scenario
 def late_rank(folder: Path) -> Recording:
     with recorded(folder) as recording:
-        for _ in range(STEPS):
+        for step in range(STEPS):
+            meet(folder.with_name(f"late-{step}"))
             be_late(1)
             dist.all_reduce(torch.ones(FLOATS))
             recording.watch.step()

@@ -12,9 +12,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.long import long
-from tests.processes import SCRIPTS, TRAIN, report, run, runs, torchrun, wait_for_sidecar
-from torchlens_perf.run_directory import RunDirectory
+from tests.support.long import long
+from tests.support.processes import SCRIPTS, TRAIN, report, run, run_warm, runs, torchrun, wait_for_sidecar
+from tests.support.warm_python import WarmPython
+from torchlens_perf.run.directory import RunDirectory
 
 pytestmark = pytest.mark.distributed
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.distributed
 def test_killed_process_keeps_its_finished_steps(kills: int, tmp_path: Path) -> None:
     """After each of some SIGKILLs at random moments, every finished step is in the report, with all of its records."""
     script = str(SCRIPTS / "train_until_killed.py")
-    done = run([sys.executable, script, str(tmp_path), str(kills), "11"], tmp_path, timeout_s=250)
+    done = run_warm([sys.executable, script, str(tmp_path), str(kills), "11"], tmp_path, timeout_s=250)
     assert done.returncode == 0, done.stderr
     finished = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert len(finished) == kills
@@ -46,7 +47,7 @@ def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
     """Rank and sidecar killed together: `torchlens-perf sidecar` finds the rest in the ring, and loses nothing."""
     script = str(SCRIPTS / "train_until_killed.py")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    trainer = subprocess.Popen(
+    trainer = WarmPython(
         [sys.executable, script, str(tmp_path), "1", "3"], stdout=subprocess.PIPE, text=True, env=environ
     )
     deadline = time.monotonic() + 60
@@ -72,7 +73,7 @@ def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
 def test_signal_ends_the_job_as_without_us(name: str, tmp_path: Path) -> None:
     """A signal ends the process with that signal, as it would unrecorded; the report has what was finished."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHLENS_PERF": "1"}
-    trainer = subprocess.Popen(
+    trainer = WarmPython(
         [sys.executable, TRAIN, "--steps", "100000"], cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 60

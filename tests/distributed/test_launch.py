@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.long import long
-from tests.processes import SCRIPTS, TRAIN, only_report, report, run, runs, torchrun
+from tests.support.long import long
+from tests.support.processes import SCRIPTS, TRAIN, only_report, report, run, run_warm, runs, torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -25,7 +25,7 @@ def said(stdout: str) -> list[str]:
 def unwatched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What the script prints without us, alone and on two ranks."""
     folder = tmp_path_factory.mktemp("unwatched")
-    alone, pair = run([sys.executable, TRAIN], folder), run(torchrun(TRAIN), folder)
+    alone, pair = run_warm([sys.executable, TRAIN], folder), run_warm(torchrun(TRAIN), folder)
     assert (alone.returncode, pair.returncode) == (0, 0)
     return {"alone": said(alone.stdout), "pair": said(pair.stdout)}
 

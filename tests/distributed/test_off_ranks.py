@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.long import long
-from tests.processes import TRAIN, report, run, runs, torchrun
+from tests.support.long import long
+from tests.support.processes import TRAIN, report, run, run_warm, runs, torchrun
 
 pytestmark = pytest.mark.distributed
 FLAG = ("--logs-specs", "torchlens_perf")
 # Under the flag a rank begins to record at its first step's end; until then it can be changed.
 CHANGED = "import os, sys\nif int(os.environ['RANK']) in ({ranks}): {change}\n"
 NO_PROGRAM = "sys.executable = ''"
-NO_ROOM = "from pathlib import Path; from torchlens_perf import run_directory; " \
-    "run_directory._local_parents = lambda: iter([Path('/proc/nowhere')])"  # fmt: skip
+NO_ROOM = "from pathlib import Path; from torchlens_perf.run import directory; " \
+    "directory._local_parents = lambda: iter([Path('/proc/nowhere')])"  # fmt: skip
 
 
 def job(folder: Path, ranks: int, off: str, change: str, **environment: str) -> tuple[str, list[str], list[str]]:
     """Trains; `off` are the ranks on which `change` is done. What was trained, what was said, and all lines of ours."""
     script = folder / "train.py"
     script.write_text(CHANGED.format(ranks=off, change=change) + Path(TRAIN).read_text())
-    done = run(torchrun(*FLAG, str(script), ranks=ranks), folder, timeout_s=110, **environment)
+    done = run_warm(torchrun(*FLAG, str(script), ranks=ranks), folder, timeout_s=110, **environment)
     assert done.returncode == 0, done.stderr
     trained = next(line for line in done.stdout.splitlines() if line.startswith("parameters"))
     ours = [line for line in done.stderr.splitlines() if "torchlens" in line]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import only_report, run
+from tests.support.processes import only_report, run
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # What may be the most important thing to say on these scripts, on a machine that is shared.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import report, runs
+from tests.support.processes import report, runs
 
 pytestmark = [
     pytest.mark.distributed,

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchlens_perf as perf
-from tests.failing_calls import FailingCalls
-from tests.leftovers import end_sidecars, left_behind, remove
-from tests.test_nothing_left_behind import state
+from tests.jobs.test_nothing_left_behind import state
+from tests.support.failing_calls import FailingCalls
+from tests.support.leftovers import end_sidecars, left_behind, remove
 from torchlens_perf.watch import running
 
 folder, with_sidecar, phase, *errors = sys.argv[1:]

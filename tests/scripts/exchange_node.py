@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from torchlens_perf.exchange import Exchange, Timing
+from torchlens_perf.sidecar.nodes.exchange import Exchange, Timing
 
 
 def main(settings: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from torchlens_perf.cuda.driver import Arguments, Driver
 from torchlens_perf.cuda.reduction import ROW_WIDTHS, SUM_ROW, Exact, Largest, Sum, tables_in
-from torchlens_perf.sketch import BUCKETS, bucket_bounds
+from torchlens_perf.run.sketch import BUCKETS, bucket_bounds
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torchlens_perf.cuda.stamps import DeviceRing
 
 QUANTILES = (0.5, 0.99)
-LEAST_SPREAD = 0.01  # of the median: ranks whose times differ by less are not told apart
+MIN_SPREAD = 0.01  # of the median: ranks whose times differ by less are not distinguished
 _PARTS = np.array([round(quantile * (1 << 16)) for quantile in QUANTILES], np.uint32)
 _LARGEST_ROW = len(Largest) + 2  # and the slot's name: digest, minus digest
 _NAME = len(Largest)
@@ -57,19 +57,16 @@ class Merged(NamedTuple):
 
 
 class AggregateDevice(Protocol):
-    """What the merge needs of torch's device; hooks/stamps.py has it."""
+    """What the merge needs of torch's device; hooks/on_device/stamps.py has it."""
 
     def aside(self) -> AbstractContextManager[int]:
         """The stream for collectives becomes the current one, ordered after what was; its handle."""
-        ...
 
     def zeros(self, words: int) -> torch.Tensor:
         """Words of 64 bits in the device's memory."""
-        ...
 
     def words(self, address: int, count: int) -> torch.Tensor:
         """The words that lie there, without a copy."""
-        ...
 
 
 class DeviceAggregate:
@@ -159,7 +156,7 @@ class DeviceAggregate:
         times = np.uint64(int(sums) + 8 * slots * SUM_ROW)
         self._driver.launch(
             self._functions["rank_scores"], slots, _SCORE_THREADS, 4 * ranks, stream,
-            Arguments([times, np.int32(ranks), np.int32(slots), np.float32(LEAST_SPREAD), middles, scores]),
+            Arguments([times, np.int32(ranks), np.int32(slots), np.float32(MIN_SPREAD), middles, scores]),
         )  # fmt: skip
         self._driver.copy_to_host(self._host, self._small.data_ptr(), 8 * len(self._small), stream)
         self._driver.record(self._arrived, stream)
@@ -179,8 +176,8 @@ class DeviceAggregate:
         words = np.ctypeslib.as_array(buffer).copy()
         table, largest, buckets, middle, worst = self._small_parts(words)
         merged = _merged(names, table, largest, buckets.view(np.int32), middle.view(np.float32), worst.view(np.uint64))
-        told = {each.name for each in merged}
-        self.disagreed |= {name for name, row in zip(names, table, strict=False) if row[Sum.COUNT]} - told
+        agreed = {each.name for each in merged}
+        self.disagreed |= {name for name, row in zip(names, table, strict=False) if row[Sum.COUNT]} - agreed
         return merged
 
     @property

@@ -58,7 +58,10 @@ class Arguments:
 
 
 class Driver:
-    """The driver's library. Raises DeviceError where it is missing, or where a call fails."""
+    """The driver's library. Raises DeviceError where it is missing, or where a call fails.
+
+    What is given a stream is enqueued there, and not waited for.
+    """
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
@@ -94,7 +97,6 @@ class Driver:
         return address.value or 0
 
     def free_host(self, address: int) -> None:
-        """Gives it back."""
         self._call("cuMemFreeHost", address)
 
     def copy_to_host(self, to: int, address: int, size: int, stream: int) -> None:
@@ -106,11 +108,9 @@ class Driver:
         self._call("cuMemcpyHtoDAsync_v2", address, values.ctypes.data, values.nbytes, stream)
 
     def clear(self, address: int, size: int, stream: int) -> None:
-        """Enqueues filling with zeros."""
         self._call("cuMemsetD8Async", address, 0, size, stream)
 
     def copy_on_device(self, to: int, address: int, size: int, stream: int) -> None:
-        """Enqueues a copy inside the device's memory."""
         self._call("cuMemcpyDtoDAsync_v2", to, address, size, stream)
 
     def new_stream(self) -> int:
@@ -141,7 +141,6 @@ class Driver:
             self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def wait(self, stream: int, event: int) -> None:
-        """Enqueues a wait of the stream for the event."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def is_capturing(self, stream: int) -> bool:
@@ -156,7 +155,6 @@ class Driver:
         return event.value or 0
 
     def record(self, event: int, stream: int) -> None:
-        """Enqueues the event."""
         self._call("cuEventRecord", event, stream)
 
     def happened(self, event: int) -> bool:

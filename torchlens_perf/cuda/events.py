@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from torchlens_perf.cuda.driver import Driver
 
-MOST_EVENTS = 8192  # that wait to be read, or in the pool; an event is a few hundred bytes of the host
-MOST_TIMES = 2 * MOST_EVENTS  # that are kept for span(), the newest
+MAX_EVENTS = 8192  # that wait to be read, or in the pool; an event is a few hundred bytes of the host
+MAX_TIMES = 2 * MAX_EVENTS  # that are kept for span(), the newest
 BEHIND_STEPS = 64  # that the device may be behind before no more is marked
 ANCHOR_EVERY_NS = 1_000_000_000
 ANCHOR_PATIENCE_NS = 50_000  # an idle stream's event takes some microseconds
@@ -41,11 +41,9 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether the device has reached it."""
-        ...
 
     def elapsed_time(self, end_event: Event, /) -> float:
         """Milliseconds until another event; both have been reached. CUDA's resolution is about half a microsecond."""
-        ...
 
 
 class Events(Protocol):
@@ -53,23 +51,18 @@ class Events(Protocol):
 
     def new(self) -> Event:
         """One that has not been recorded."""
-        ...
 
     def record(self, event: Any) -> int | None:
         """Records it on the current stream, and says which one that is; None, and does nothing, during a capture."""
-        ...
 
     def record_aside(self, event: Any) -> None:
         """Records it on a stream of our own, which has nothing else to do."""
-        ...
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
-        ...
 
     def beside_captures(self) -> AbstractContextManager[None]:
         """Inside, questions to the device do not end what another thread captures."""
-        ...
 
 
 class DeviceAnchor(NamedTuple):
@@ -164,7 +157,7 @@ class EventClock:
             return None
         if self._pool:
             event = self._pool.pop()
-        elif self._made < MOST_EVENTS:
+        elif self._made < MAX_EVENTS:
             event = self._events.new()
             self._made += 1
         else:
@@ -184,24 +177,24 @@ class EventClock:
 
     def span(self, begin: int, end: int) -> tuple[int, int] | None:
         """Start on the host's line, and duration on the device's. None while that is not known, or no longer: the times
-        of MOST_TIMES marks are kept."""
+        of MAX_TIMES marks are kept."""
         first, last = self._times.get(begin), self._times.get(end)
         if first is None or last is None:
             return None
         begin_ns, anchor = first
         return anchor.host_ns + begin_ns - anchor.device_ns, last[0] - begin_ns
 
-    def drain(self, most_steps: int = 2) -> None:
+    def drain(self, max_steps: int = 2) -> None:
         """At a step's end: reads what has happened. One question to the device for each stream with marks, and one
-        more for each step that it has come to, up to `most_steps`; once a second, a new anchor."""
+        more for each step that it has come to, up to `max_steps`; once a second, a new anchor."""
         if self._events.capturing():
             return
         with self._events.beside_captures():
-            self._drain(most_steps)
+            self._drain(max_steps)
 
-    def _drain(self, most_steps: int) -> None:
+    def _drain(self, max_steps: int) -> None:
         for key, stream in list(self._streams.items()):
-            for _ in range(most_steps):
+            for _ in range(max_steps):
                 if not stream.boundaries or not self._drain_to_boundary(stream):
                     break
             if stream.pending:
@@ -210,11 +203,11 @@ class EventClock:
                     stream.boundaries.append((newest, event))
             elif not stream.boundaries:
                 del self._streams[key]  # its handle may be another stream's one day
-        most_behind = max((len(stream.boundaries) for stream in self._streams.values()), default=0)
-        self._behind = most_behind > (0 if self._behind else BEHIND_STEPS)
+        max_behind = max((len(stream.boundaries) for stream in self._streams.values()), default=0)
+        self._behind = max_behind > (0 if self._behind else BEHIND_STEPS)
         if self.now_ns() - self._anchored_ns >= ANCHOR_EVERY_NS:
             self._refresh_anchor()
-        while len(self._times) > MOST_TIMES:
+        while len(self._times) > MAX_TIMES:
             del self._times[next(iter(self._times))]
 
     def _drain_to_boundary(self, stream: _Stream) -> bool:

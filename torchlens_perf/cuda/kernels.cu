@@ -1,7 +1,7 @@
 /* The device side: stamps of the device's clock, and the reduction of what they leave behind.
  *
  * One source, three compilers: NVRTC through CuPy on a GPU (kernels.py), nvcc for what it costs in registers, and g++
- * with tests/cuda/shim.h, where every CUDA thread is a fiber. reduction.py holds the same in NumPy, bit for bit.
+ * with tests/support/device/shim.h, where every CUDA thread is a fiber. twins.py beside it is the same in NumPy.
  *
  * Durations are whole nanoseconds and their statistics integers: they depend neither on the order of threads and blocks
  * nor on that of ranks, and merge by one SUM and one MAX. Only scores are floating-point, one rounding at a time.
@@ -20,7 +20,7 @@ __device__ __forceinline__ u64 global_timer_ns()
 }
 #endif
 
-/* The histogram of sketch.py: OpenTelemetry's exponential one, base 2, scale 5. */
+/* The histogram of run/sketch.py: OpenTelemetry's exponential one, base 2, scale 5. */
 #define SUBDIVISIONS 32
 #define LOWEST_OCTAVE 6
 #define HIGHEST_OCTAVE 42
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     __shared__ u64 octave[SUBDIVISIONS];
     __shared__ u32 histogram[BUCKETS];
     __shared__ u64 partial[WARPS][PARTIALS];
-    __shared__ u64 least_distance[WARPS];
+    __shared__ u64 min_distance[WARPS];
     __shared__ u32 newest_seen, oldest_new;
     const u32 slot = blockIdx.x, thread = threadIdx.x, lane = thread & 31u, warp = thread >> 5;
     const size_t ring = (size_t)slot * (mask + 1u);
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
         least = other < least ? other : least;
     }
     if (lane == 0) {
-        least_distance[warp] = least;
+        min_distance[warp] = least;
     }
     __syncthreads();
 
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
         squares_0 += partial[other][1];
         squares_1 += partial[other][2];
         squares_2 += partial[other][3];
-        least = least_distance[other] < least ? least_distance[other] : least;
+        least = min_distance[other] < least ? min_distance[other] : least;
     }
     row[SUM_COUNT] = count;
     row[SUM_NS] = (i64)sum;
@@ -332,11 +332,11 @@ __device__ u32 select_key(const u32 *keys, u32 count, u32 k, u32 (*counts)[256],
  *
  * times_ns [ranks, slots]: 0 where a rank has no time for the slot; it is then not one of them. middle [slots, 2]:
  * lower median and median absolute deviation in ns, as float. worst [ranks], zeroed before: the highest score's bits,
- * over the slot. A score is (time - median) / max(1.4826 MAD, least_spread * median), where at least three ranks have
+ * over the slot. A score is (time - median) / max(1.4826 MAD, min_spread * median), where at least three ranks have
  * a time: 1.4826 MAD estimates the standard deviation of normal values.
  */
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
-    rank_scores(const i64 *__restrict__ times_ns, int ranks, int slots, float least_spread, float *__restrict__ middle,
+    rank_scores(const i64 *__restrict__ times_ns, int ranks, int slots, float min_spread, float *__restrict__ middle,
                 u64 *__restrict__ worst)
 {
     DYNAMIC_SHARED(u32, keys); /* bits of floats that are not negative are ordered as the floats are */
@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
         keys[rank] = time == 0.0f ? ~0u : __float_as_uint(fabsf(time - median)); /* the absent ones come last */
     }
     const float mad = __uint_as_float(select_key(keys, count, (present - 1) / 2, counts, chosen));
-    const float spread = fmaxf(1.4826f * mad, least_spread * median);
+    const float spread = fmaxf(1.4826f * mad, min_spread * median);
     if (threadIdx.x == 0) {
         middle[2 * slot] = median;
         middle[2 * slot + 1] = mad;

@@ -10,7 +10,7 @@ from torchlens_perf.errors import DeviceError
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 NAMES = ("stamp", "reduce_window", "merged_quantiles", "rank_scores")
-# No contraction to fused multiply-adds: scores are the twin's bit for bit.
+# No contraction to fused multiply-adds: scores are those of their twins in NumPy (tests/support/device/), bit for bit.
 OPTIONS = ("--std=c++17", "--fmad=false")
 
 _loaded: dict[int, tuple[dict[str, int], Any]] = {}  # by device; CuPy unloads what nobody holds

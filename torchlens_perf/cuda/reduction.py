@@ -1,4 +1,4 @@
-"""The statistics of durations that were taken on the device, in NumPy: the twin of kernels.cu, bit for bit. Pure.
+"""The statistics of durations that kernels.cu reduces on the device: how they are laid out. Pure.
 
 A window of a slot becomes three rows: `sums`, which merge over windows and ranks by SUM, `largest`, which merge by MAX,
 and `exact`, which are this window's own. The histogram is that of sketch.Sketch, so a row of sums is one.
@@ -13,16 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.sketch import BUCKETS, SCALE, bucket_bounds
-from torchlens_perf.sketch_records import pack
+from torchlens_perf.run.sketch import BUCKETS, SCALE, pack
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 SUBDIVISIONS = 1 << SCALE
-NO_SMALLEST = -(2**63 - 1)  # of `largest`, where a window is empty
-ROBUST_DEVIATION = np.float32(1.4826)  # times the MAD: the standard deviation, if values are normal
-FEWEST_RANKS = 3  # with a time, for a score
 
 
 class Sum(IntEnum):
@@ -67,15 +63,6 @@ class Reduced(NamedTuple):
     """Shape [slots, len(Exact)]."""
 
 
-class Scores(NamedTuple):
-    """Ranks against each other."""
-
-    middle: npt.NDArray[np.float32]
-    """Shape [slots, 2]: lower median and median absolute deviation of the ranks' times, in ns."""
-    worst: npt.NDArray[np.uint64]
-    """Shape [ranks]: the bits of the rank's highest score as float32, over the slot; 0 without one."""
-
-
 def tables_in(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
     """Views of the tables [slots, width] that lie one behind the other in an array or a tensor, and of what follows."""
     tables, at = [], 0
@@ -97,108 +84,6 @@ def octave_bounds() -> npt.NDArray[np.uint64]:
             root = math.isqrt(root)
         bounds.append(root)
     return np.array(bounds, np.uint64)
-
-
-def reduce_window(
-    start_ns: npt.NDArray[np.uint64],
-    duration_ns: npt.NDArray[np.uint64],
-    head: npt.NDArray[np.uint32],
-    tail: npt.NDArray[np.uint32],
-) -> Reduced:
-    """What each slot's ring [slots, places] holds between `tail` and `head`, which count stamps modulo 2**32."""
-    slots, places = duration_ns.shape
-    reduced = Reduced(*(np.zeros((slots, width), np.int64) for width in ROW_WIDTHS))
-    for slot in range(slots):
-        newest = int(head[slot])
-        written = (newest - int(tail[slot])) % (1 << 32)
-        count = min(written, places - 1)  # another stream may be stamping in the oldest place
-        at = (newest - count + np.arange(count)) % places
-        _reduce(duration_ns[slot, at], *(table[slot] for table in reduced))
-        reduced.sums[slot, Sum.LOST] = written - count
-        if count:
-            reduced.exact[slot, Exact.FIRST_START] = start_ns[slot, at[0]]
-            reduced.exact[slot, Exact.LAST_END] = start_ns[slot, at[-1]] + duration_ns[slot, at[-1]]
-    return reduced
-
-
-def _reduce(
-    values: npt.NDArray[np.uint64],
-    sums: npt.NDArray[np.int64],
-    largest: npt.NDArray[np.int64],
-    exact: npt.NDArray[np.int64],
-) -> None:
-    """Fills one slot's rows."""
-    count = len(values)
-    largest[Largest.MINUS_SMALLEST] = NO_SMALLEST
-    if not count:
-        return
-    ordered = np.sort(values)
-    sums[Sum.COUNT] = count
-    sums[Sum.NS] = values.sum().view(np.int64)
-    sums[Sum.SQUARES_0 : Sum.SQUARES_2 + 1] = _limbs_of_squares(values)
-    bounded = np.minimum(values, np.uint64(2**63 - 1)).astype(np.int64)
-    buckets = np.minimum(np.searchsorted(bucket_bounds(), bounded, side="left"), BUCKETS - 1)
-    sums[len(Sum) :] = np.bincount(buckets, minlength=BUCKETS)
-    largest[:] = ordered[-1].view(np.int64), -int(ordered[0].view(np.int64))
-    median = ordered[(count - 1) // 2]
-    distances = np.sort(np.maximum(ordered, median) - np.minimum(ordered, median))
-    exact[Exact.MEDIAN] = median
-    exact[Exact.MAD] = distances[(count - 1) // 2]
-
-
-def _limbs_of_squares(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """The sums of the squares' bits 0 to 31, 32 to 63, and 64 and above."""
-    half = np.uint64(32)
-    low_bits = np.uint64(0xFFFFFFFF)
-    high, low = values >> half, values & low_bits
-    # The square is high**2 * 2**64 + 2 * high * low * 2**32 + low**2; what does not fit into 64 bits wraps, and is
-    # carried by hand.
-    middle = high * low
-    lowest = low * low
-    carry = (lowest >> half) + ((middle << np.uint64(1)) & low_bits)
-    upper = high * high + (middle >> np.uint64(31)) + (carry >> half)
-    limbs = np.array([(lowest & low_bits).sum(), (carry & low_bits).sum(), upper.sum()], np.uint64)
-    return limbs.view(np.int64)
-
-
-def merged_quantiles(sums: npt.NDArray[np.int64], parts: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
-    """The buckets in which quantiles of merged rows of sums lie, [slots, quantiles]; -1 for an empty row.
-
-    parts: the quantiles in units of 2**-16.
-    """
-    buckets = np.full((len(sums), len(parts)), -1, np.int32)
-    for slot, row in enumerate(sums):
-        count = int(row[Sum.COUNT])
-        if count:
-            wanted = [((count - 1) * int(part) + (1 << 15)) >> 16 for part in parts]
-            buckets[slot] = np.searchsorted(np.cumsum(row[len(Sum) :]), wanted, side="right")
-    return buckets
-
-
-def rank_scores(times_ns: npt.NDArray[np.int64], least_spread: float) -> Scores:
-    """Ranks' times [ranks, slots], 0 where a rank has none, against their median in each slot.
-
-    A score is (time - median) / max(1.4826 MAD, least_spread * median). Only above zero, and of FEWEST_RANKS at least.
-    """
-    ranks, slots = times_ns.shape
-    scores = Scores(np.zeros((slots, 2), np.float32), np.zeros(ranks, np.uint64))
-    for slot in range(slots):
-        present = np.flatnonzero(times_ns[:, slot])
-        times = times_ns[present, slot].astype(np.float32)
-        if not len(times):
-            continue
-        middle = (len(times) - 1) // 2
-        median = np.partition(times, middle)[middle]
-        mad = np.partition(np.abs(times - median), middle)[middle]
-        scores.middle[slot] = median, mad
-        spread = np.maximum(ROBUST_DEVIATION * mad, np.float32(least_spread) * median)
-        if len(times) < FEWEST_RANKS or not spread > 0:
-            continue
-        found = (times - median) / spread
-        packed = found.view(np.uint32).astype(np.uint64) << np.uint64(32) | np.uint64(slot)
-        above = found > 0
-        scores.worst[present[above]] = np.maximum(scores.worst[present[above]], packed[above])
-    return scores
 
 
 def to_records(

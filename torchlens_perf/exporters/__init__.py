@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from torchlens_perf.analysis.statistics.device import phase_durations_ns
+from torchlens_perf.analysis.statistics.memory import newest_reading
+from torchlens_perf.analysis.statistics.steps import step_traces
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.alert import Alert
-    from torchlens_perf.clock import Anchor
-    from torchlens_perf.culprits import Culprit
-    from torchlens_perf.identity import Identity
-    from torchlens_perf.memory_statistics import MemoryReading
-    from torchlens_perf.records import StepTable, StepTrace
-    from torchlens_perf.straggler import Findings
-    from torchlens_perf.telemetry import Hardware
+    from torchlens_perf.analysis.alerts.alert import Alert
+    from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
+    from torchlens_perf.analysis.node_state import ProcessState
+    from torchlens_perf.analysis.statistics.hardware import Hardware
+    from torchlens_perf.analysis.statistics.memory import MemoryReading
+    from torchlens_perf.analysis.stragglers.detector import Findings
+    from torchlens_perf.analysis.words.hang import OpenHang
+    from torchlens_perf.run.clock import Anchor
+    from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.records import StepTable, StepTrace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,24 +35,24 @@ class ExportBatch:
     steps: StepTable
     traces: tuple[StepTrace, ...]
     device_ns: Mapping[str, npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
-    """By phase, the device times that were told since the last batch: of these steps, or of some before them."""
+    """By phase, the device times received since the last batch. They belong to these steps or to earlier ones."""
     memory: MemoryReading | None = None
-    """What the device's allocator told last; None where it has told nothing since the last batch."""
+    """The latest reading of the device's allocator; None if there was no reading since the last batch."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Judgement:
+class Assessment:
     """What a sidecar holds to be wrong at this moment, and what has changed since the last time."""
 
     identity: Identity
     """Of any process of the node, in the attempt that was judged."""
     findings: Findings
-    hang: Mapping[str, Any] | None
-    """As the node's state has it; None while steps are made."""
+    hang: OpenHang | None
+    """None while steps are made."""
     alerts: tuple[Alert, ...]
     whole_job: bool = True
     """Whether this sidecar judges all ranks. If another one does, this one's findings are only its own ranks'."""
-    together: Sequence[Culprit] = ()
+    together: Sequence[StragglerGroup] = ()
     """Who is slow now, and together with whom: for what they cost, which of several is not that of one of them."""
 
 
@@ -59,20 +65,37 @@ class Exporter(Protocol):
 
     def export(self, batch: ExportBatch) -> None:
         """Takes the batch over. Does not wait for delivery; counts what cannot be delivered."""
-        ...
 
-    def judged(self, judgement: Judgement) -> None:
+    def on_assessment(self, assessment: Assessment) -> None:
         """Takes the judgement over; called in every round of the sidecar, after the batches. Does not wait either."""
-        ...
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
-        """Takes over what GPUs and network ports have just told, each once. identity: of any process of the node."""
-        ...
+        """Takes over new samples of GPUs and network ports, each once. identity: of any process of the node."""
 
     def force_flush(self, timeout_s: float) -> bool:
         """Waits at most about `timeout_s` for delivery. Returns whether all since the last call was delivered."""
-        ...
 
     def shutdown(self, timeout_s: float) -> list[str]:
         """Ends within about `timeout_s`. Returns notes for the report: what was not delivered, and why."""
-        ...
+
+
+FIRST_TRACED_STEPS = 3
+
+
+def traced_steps(steps: list[int], every: int) -> set[int]:
+    """Which of these steps are exported span by span: the first ones, and one of `every`; none if it is 0."""
+    return {step for step in steps if every and (step < FIRST_TRACED_STEPS or step % every == 0)}
+
+
+def export_batch(
+    process: ProcessState,
+    records: npt.NDArray[np.void],
+    names: list[str],
+    steps: StepTable,
+    later: npt.NDArray[np.void] | None = None,
+) -> ExportBatch:
+    """records: of whole steps, those of the table `steps`. later: records after them, which may be about them."""
+    traced = traced_steps(steps.step.tolist(), process.trace_every)
+    traces = step_traces(records, names, traced, later)
+    device_ns, memory = phase_durations_ns(records), newest_reading(records, names)
+    return ExportBatch(process.identity, process.anchor, steps, tuple(traces), device_ns, memory)

@@ -1,6 +1,6 @@
 """GPUs and network ports as metrics, by OpenTelemetry's hardware conventions where they have a name.
 
-A GPU is told of once, however many processes compute on it. What is not measured has no point.
+A GPU is reported once, however many processes compute on it. A quantity that is not measured has no point.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from opentelemetry.metrics import CallbackOptions, CallbackT, Meter, Observation
 
+from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample, Sample
 from torchlens_perf.exporters import semantics
-from torchlens_perf.telemetry import GpuSample, Hardware, LinkSample, Sample
 
-_FRESH_S = 30.0  # what was told longer ago is no value of now
+_FRESH_S = 30.0  # an older sample is not exported as the present value
 
 
-class _Now(NamedTuple):
-    """A quantity of which the backend gets the present value."""
+class _Metric(NamedTuple):
+    """A field of the samples, as the backend gets it."""
 
     metric: str
     unit: str
@@ -26,64 +26,56 @@ class _Now(NamedTuple):
     field: str
     more: Mapping[str, str] = {}  # attributes
     mean: bool = False
-    """Of the samples since the last export, and not the last one: it changes faster than it is exported."""
+    """Of the samples since the last export, and not the last one: it changes faster than it is exported. Of gauges."""
     scale: float = 1
 
 
 _GPU, _NETWORK = "gpu", "network"
 _SM, _MEMORY = {semantics.GPU_CLOCK_OF: "sm"}, {semantics.GPU_CLOCK_OF: "memory"}
 _GPU_NOW = (
-    _Now(semantics.GPU_BUSY, "1", "Share of the time with any kernel", "busy", {semantics.GPU_TASK: "general"}, True),
-    _Now(semantics.GPU_SM_ACTIVE, "1", "Share of SMs that worked, by time", "sm_active", mean=True),
-    _Now(semantics.GPU_SM_OCCUPANCY, "1", "Share of the warps that SMs can hold", "sm_occupancy", mean=True),
-    _Now(semantics.GPU_TENSOR_ACTIVE, "1", "Share of the time of tensor cores", "tensor_active", mean=True),
-    _Now(semantics.GPU_DRAM_ACTIVE, "1", "Share of the memory's bandwidth", "dram_active", mean=True),
-    _Now(semantics.GPU_CLOCK, "Hz", "Clock", "sm_clock_hz", _SM, True),
-    _Now(semantics.GPU_CLOCK, "Hz", "Clock", "memory_clock_hz", _MEMORY, True),
-    _Now(semantics.GPU_CLOCK_LIMIT, "Hz", "Highest clock", "sm_clock_max_hz", _SM),
-    _Now(semantics.POWER, "W", "Power", "power_w", mean=True),
-    _Now(semantics.POWER_LIMIT, "W", "What power is held below", "power_limit_w"),
-    _Now(semantics.TEMPERATURE, "Cel", "Temperature", "temperature_c", {semantics.SENSOR: "gpu"}),
-    _Now(semantics.TEMPERATURE, "Cel", "Temperature", "memory_temperature_c", {semantics.SENSOR: "memory"}),
+    _Metric(
+        semantics.GPU_BUSY, "1", "Share of the time with any kernel", "busy", {semantics.GPU_TASK: "general"}, True
+    ),
+    _Metric(semantics.GPU_SM_ACTIVE, "1", "Share of SMs that worked, by time", "sm_active", mean=True),
+    _Metric(semantics.GPU_SM_OCCUPANCY, "1", "Share of the warps that SMs can hold", "sm_occupancy", mean=True),
+    _Metric(semantics.GPU_TENSOR_ACTIVE, "1", "Share of the time of tensor cores", "tensor_active", mean=True),
+    _Metric(semantics.GPU_DRAM_ACTIVE, "1", "Share of the memory's bandwidth", "dram_active", mean=True),
+    _Metric(semantics.GPU_CLOCK, "Hz", "Clock", "sm_clock_hz", _SM, True),
+    _Metric(semantics.GPU_CLOCK, "Hz", "Clock", "memory_clock_hz", _MEMORY, True),
+    _Metric(semantics.GPU_CLOCK_LIMIT, "Hz", "Highest clock", "sm_clock_max_hz", _SM),
+    _Metric(semantics.POWER, "W", "Power", "power_w", mean=True),
+    _Metric(semantics.POWER_LIMIT, "W", "What power is held below", "power_limit_w"),
+    _Metric(semantics.TEMPERATURE, "Cel", "Temperature", "temperature_c", {semantics.SENSOR: "gpu"}),
+    _Metric(semantics.TEMPERATURE, "Cel", "Temperature", "memory_temperature_c", {semantics.SENSOR: "memory"}),
 )
 # The conventions have these as sums, which may go down: over several components they may be added up.
 _GPU_SUMS = (
-    _Now(semantics.GPU_MEMORY, "By", "Memory in use, by all processes", "memory_used_bytes"),
-    _Now(semantics.GPU_MEMORY_LIMIT, "By", "Memory", "memory_total_bytes"),
+    _Metric(semantics.GPU_MEMORY, "By", "Memory in use, by all processes", "memory_used_bytes"),
+    _Metric(semantics.GPU_MEMORY_LIMIT, "By", "Memory", "memory_total_bytes"),
 )
 _LINK_SUMS = (
-    _Now(semantics.NETWORK_UP, "1", "1 if the port is up, else 0", "active"),
-    _Now(semantics.NETWORK_LIMIT, "By/s", "Rate of the link", "rate_bits", scale=1 / 8),
+    _Metric(semantics.NETWORK_UP, "1", "1 if the port is up, else 0", "active"),
+    _Metric(semantics.NETWORK_LIMIT, "By/s", "Rate of the link", "rate_bits", scale=1 / 8),
 )
 
 
-class _Grows(NamedTuple):
-    """A quantity that only grows."""
-
-    metric: str
-    unit: str
-    description: str
-    field: str
-    more: Mapping[str, str] = {}
-    scale: float = 1
-
-
-def _throttled(field: str, reason: str) -> _Grows:
+def _throttled(field: str, reason: str) -> _Metric:
     attributes = {semantics.THROTTLE_REASON: reason}
-    return _Grows(semantics.GPU_THROTTLED, "s", "Time with clocks held down", field, attributes, 1e-9)
+    return _Metric(semantics.GPU_THROTTLED, "s", "Time with clocks held down", field, attributes, scale=1e-9)
 
 
-def _io(field: str, link: str, direction: str) -> _Grows:
+def _io(field: str, link: str, direction: str) -> _Metric:
     attributes = {semantics.GPU_LINK: link, semantics.DIRECTION: direction}
-    return _Grows(semantics.GPU_IO, "By", "Bytes sent and received", field, attributes)
+    return _Metric(semantics.GPU_IO, "By", "Bytes sent and received", field, attributes)
 
 
-def _errors(field: str, kind: str) -> _Grows:
-    return _Grows(semantics.ERRORS, "{error}", "Errors", field, {semantics.ERROR_TYPE: kind})
+def _errors(field: str, kind: str) -> _Metric:
+    return _Metric(semantics.ERRORS, "{error}", "Errors", field, {semantics.ERROR_TYPE: kind})
 
 
+# What only grows.
 _GPU_GROWS = (
-    _Grows(semantics.ENERGY, "J", "Energy", "energy_j"),
+    _Metric(semantics.ENERGY, "J", "Energy", "energy_j"),
     _throttled("throttle_power_ns", "power"),
     _throttled("throttle_thermal_ns", "thermal"),
     _throttled("throttle_sync_boost_ns", "sync_boost"),
@@ -107,10 +99,10 @@ _GPU_GROWS = (
 )
 _SENT, _RECEIVED = {semantics.DIRECTION: "transmit"}, {semantics.DIRECTION: "receive"}
 _LINK_GROWS = (
-    _Grows(semantics.NETWORK_IO, "By", "Bytes sent and received", "transmitted_bytes", _SENT),
-    _Grows(semantics.NETWORK_IO, "By", "Bytes sent and received", "received_bytes", _RECEIVED),
-    _Grows(semantics.NETWORK_PACKETS, "{packet}", "Packets sent and received", "transmitted_packets", _SENT),
-    _Grows(semantics.NETWORK_PACKETS, "{packet}", "Packets sent and received", "received_packets", _RECEIVED),
+    _Metric(semantics.NETWORK_IO, "By", "Bytes sent and received", "transmitted_bytes", _SENT),
+    _Metric(semantics.NETWORK_IO, "By", "Bytes sent and received", "received_bytes", _RECEIVED),
+    _Metric(semantics.NETWORK_PACKETS, "{packet}", "Packets sent and received", "transmitted_packets", _SENT),
+    _Metric(semantics.NETWORK_PACKETS, "{packet}", "Packets sent and received", "received_packets", _RECEIVED),
     _errors("symbol_errors", "symbol_error"),
     _errors("link_recoveries", "link_recovery"),
     _errors("link_downs", "link_down"),
@@ -167,12 +159,12 @@ class HardwareMetrics:
                     total, count = self._means.get((name, each.field), (0.0, 0))
                     self._means[name, each.field] = total + value, count + 1
 
-    def _count(self, grown: Mapping[str, float], grows: tuple[_Grows, ...], attributes: dict[str, Any]) -> None:
+    def _count(self, grown: Mapping[str, float], grows: tuple[_Metric, ...], attributes: dict[str, Any]) -> None:
         for each in grows:
             if each.field in grown:
                 self._counters[each.metric].add(grown[each.field] * each.scale, {**attributes, **each.more})
 
-    def _reading(self, kind: type[Sample], quantities: list[_Now]) -> CallbackT:
+    def _reading(self, kind: type[Sample], quantities: list[_Metric]) -> CallbackT:
         def read(options: CallbackOptions) -> Iterator[Observation]:
             with self._lock:
                 points = list(self._points(kind, quantities))
@@ -180,7 +172,7 @@ class HardwareMetrics:
 
         return read
 
-    def _points(self, kind: type[Sample], quantities: list[_Now]) -> Iterator[Observation]:
+    def _points(self, kind: type[Sample], quantities: list[_Metric]) -> Iterator[Observation]:
         now_s = self._clock()
         for name, (came_s, sample, attributes) in self._newest.items():
             if not isinstance(sample, kind) or now_s - came_s > _FRESH_S:

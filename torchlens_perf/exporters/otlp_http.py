@@ -10,14 +10,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 _PROTOBUF = "application/x-protobuf"
 
 
-class Answers:
+class ResponseChecker:
     """Checks the answers to one signal's requests, and counts what was rejected in those that are a success."""
 
     def __init__(self) -> None:
         self.rejected = 0
 
     def session(self) -> requests.Session:
-        """The session for the SDK's exporter."""
         session = requests.Session()
         session.hooks["response"].append(self._check)
         return session

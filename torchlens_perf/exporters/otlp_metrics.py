@@ -14,26 +14,30 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import (
-    MetricExporter,
-    MetricExportResult,
-    MetricsData,
-    PeriodicExportingMetricReader,
-)
+from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
 
-from torchlens_perf.alerts import stragglers_by_class
-from torchlens_perf.exporters import ExportBatch, Judgement, semantics
+from torchlens_perf.analysis.alerts.log import stragglers_by_class
+from torchlens_perf.exporters import Assessment, ExportBatch, semantics
+from torchlens_perf.exporters.counting import CountingExporter
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
-from torchlens_perf.exporters.otlp_memory import DeviceMemory
 from torchlens_perf.exporters.otlp_resource import node_resource
-from torchlens_perf.records import PARTS
+from torchlens_perf.run.records import PARTS
 from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
-    from torchlens_perf.identity import Identity
-    from torchlens_perf.telemetry import Hardware
+    from torchlens_perf.analysis.statistics.hardware import Hardware
+    from torchlens_perf.analysis.words.hang import OpenHang
+    from torchlens_perf.run.identity import Identity
 
 _UNSAMPLED = Context()
+# Of a device's memory, by the attribute that tells them apart.
+_MEMORY_STATES = {
+    "allocated": "allocated_bytes",
+    "reserved": "reserved_bytes",
+    "inactive": "inactive_bytes",
+    "peak": "peak_bytes",
+    "limit": "limit_bytes",
+}
 # How often a gauge is 0 after its end: a series that just stops is taken to have kept its last value for minutes.
 _ZERO_POINTS = 3
 
@@ -52,7 +56,7 @@ class MetricSender:
         """rejected: how many points the endpoint has rejected of those that the exporter could send. clock: seconds."""
         self._rejected = rejected
         self._clock = clock
-        self._counter = _Counter(exporter)
+        self._counter = CountingExporter(exporter, "metrics", size=lambda metrics: 1)
         self._provider: MeterProvider | None = None
         self._instruments: _Instruments | None = None
         self._hardware: HardwareMetrics | None = None
@@ -60,31 +64,29 @@ class MetricSender:
 
     def export(self, batch: ExportBatch, sampled: Mapping[int, Context]) -> None:
         """Records the batch's steps. sampled: steps whose spans are sent too, with the context of their span."""
-        if self._provider is None and not self._off:
-            self._start(batch.identity)
+        self._start(batch.identity)
         if self._instruments is not None:
             self._instruments.record(batch, sampled)
 
-    def judged(self, judgement: Judgement) -> None:
+    def on_assessment(self, assessment: Assessment) -> None:
         """Sets the gauges of what is wrong now."""
-        if self._provider is None and not self._off:
-            self._start(judgement.identity)
+        self._start(assessment.identity)
         if self._instruments is not None:
-            self._instruments.judged(judgement)
+            self._instruments.on_assessment(assessment)
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
-        """Records what GPUs and network ports have told."""
-        if self._provider is None and not self._off:
-            self._start(identity)
+        self._start(identity)
         if self._provider is not None:
             if self._hardware is None:
                 self._hardware = HardwareMetrics(self._provider.get_meter(semantics.SCOPE, VERSION), self._clock)
             self._hardware.measured(hardware)
 
     def _start(self, identity: Identity) -> None:
-        """The resource is known with the first batch, and not before."""
+        """Once: the resource is known with the first batch, and not before."""
+        if self._provider is not None or self._off:
+            return
         try:
-            reader = PeriodicExportingMetricReader(self._counter)
+            reader = PeriodicExportingMetricReader(self._counter)  # type: ignore[arg-type]
             self._provider = MeterProvider([reader], node_resource(identity), shutdown_on_exit=False)
         except ValueError as error:
             self._off = True
@@ -108,7 +110,6 @@ class MetricSender:
         return self._counter.tried - self._counter.succeeded + self._rejected()
 
     def notes(self) -> list[str]:
-        """What was not delivered; for the report."""
         notes = []
         failed = self._counter.tried - self._counter.succeeded
         if failed:
@@ -116,35 +117,6 @@ class MetricSender:
         if self._rejected():
             notes.append(f"OTLP: {self._rejected()} metric points were rejected by the endpoint")
         return notes
-
-
-class _Counter(MetricExporter):
-    """Passes metrics on and counts what became of them. On the reader's thread."""
-
-    def __init__(self, exporter: MetricExporter) -> None:
-        super().__init__(exporter._preferred_temporality, exporter._preferred_aggregation)
-        self._exporter = exporter
-        self._gave_up = False
-        self.ending = False
-        self.tried = 0
-        self.succeeded = 0
-
-    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
-        self.tried += 1
-        if self._gave_up:
-            return MetricExportResult.FAILURE
-        result = self._exporter.export(metrics_data, timeout_millis, **kwargs)
-        if result is MetricExportResult.SUCCESS:
-            self.succeeded += 1
-        elif self.ending:
-            self._gave_up = True
-        return result
-
-    def force_flush(self, timeout_millis: float = 10_000) -> bool:
-        return self._exporter.force_flush(timeout_millis)
-
-    def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
-        self._exporter.shutdown(timeout_millis, **kwargs)
 
 
 class _Instruments:
@@ -169,11 +141,11 @@ class _Instruments:
         self._standing = _Standing(meter, clock)
         self._named: frozenset[int] = frozenset()
 
-    def judged(self, judgement: Judgement) -> None:
+    def on_assessment(self, assessment: Assessment) -> None:
         """Takes the judgement over. On the sidecar's thread."""
-        self._named = frozenset(each.rank for each in judgement.findings.episodes if each.until_step is None)
-        if judgement.whole_job:
-            self._standing.judged(judgement)
+        self._named = frozenset(each.rank for each in assessment.findings.episodes if each.until_step is None)
+        if assessment.whole_job:
+            self._standing.on_assessment(assessment)
 
     def record(self, batch: ExportBatch, sampled: Mapping[int, Context]) -> None:
         """Adds a batch's steps. On the sidecar's thread."""
@@ -183,7 +155,7 @@ class _Instruments:
         attributes: dict[str, Any] = {}
         rank = batch.identity.rank
         # A rank that stands out has series of its own in any job; then its steps are not in the others' series.
-        per_rank = batch.identity.world_size <= semantics.MOST_RANK_SERIES or rank in self._named
+        per_rank = batch.identity.world_size <= semantics.MAX_RANK_SERIES or rank in self._named
         if per_rank:
             attributes[semantics.RANK] = rank
         phases = [{**attributes, semantics.PHASE: part} for part in PARTS]
@@ -209,17 +181,49 @@ class _Instruments:
             self._memory.set(memory_bytes if per_rank else max(unnamed), attributes)
 
 
+class DeviceMemory:
+    """The instruments, and how a batch's newest reading goes into them. On the sidecar's thread."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._bytes = meter.create_gauge(semantics.DEVICE_MEMORY, "By", "Device memory, as its allocator counts it")
+        self._counters = {
+            "alloc_retries": meter.create_counter(
+                semantics.ALLOC_RETRIES,
+                "{retry}",
+                "Failed cudaMalloc calls, after which the cache was freed",
+            ),
+            "ooms": meter.create_counter(semantics.OUT_OF_MEMORY, "{error}", "Out-of-memory errors"),
+        }
+        self._counted: dict[tuple[str, str], int] = {}
+
+    def record(self, batch: ExportBatch, attributes: Mapping[str, Any], *, per_rank: bool) -> None:
+        """Adds the reading, if the batch has one. per_rank: else no gauge, as all ranks would write the same one."""
+        reading = batch.memory
+        if reading is None:
+            return
+        values = reading._asdict()
+        for state, field in _MEMORY_STATES.items():
+            if per_rank and values[field] is not None:
+                self._bytes.set(values[field], {**attributes, semantics.MEMORY_STATE: state})
+        for field, counter in self._counters.items():
+            count = values[field]
+            if count is not None:
+                before = self._counted.get((batch.identity.key, field), 0)
+                counter.add(count - before if count >= before else count, attributes)  # the user may have reset it
+                self._counted[batch.identity.key, field] = count
+
+
 class _Standing:
     """Gauges of what is wrong now. Written on the sidecar's thread, read on the metric reader's."""
 
     def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._costs_s = _Fading()
-        self._hangs_s = _Fading()
+        self._costs_s = ZeroBeforeDrop()
+        self._hangs_s = ZeroBeforeDrop()
         self._classes: Mapping[str, int] = {}
         self._detectable_s: float | None = None
-        self._hang: Mapping[str, Any] | None = None
+        self._hang: OpenHang | None = None
         self._hang_found_s = 0.0
         for name, unit, description, callback in (
             (
@@ -234,22 +238,21 @@ class _Standing:
         ):
             meter.create_observable_gauge(name, [callback], unit, description)
 
-    def judged(self, judgement: Judgement) -> None:
-        """Takes the judgement over."""
-        findings, hang = judgement.findings, judgement.hang
+    def on_assessment(self, assessment: Assessment) -> None:
+        findings, hang = assessment.findings, assessment.hang
         slow = [each for each in findings.episodes if each.until_step is None]
         # Without one of the ranks of a slow node the job waits for the others: each has what all of them cost together.
-        shared_ns = {rank: each.cost_ns for each in judgement.together for rank in each.ranks}
+        shared_ns = {rank: each.cost_ns for each in assessment.together for rank in each.ranks}
         costs_ns = {(each.rank, each.phase): shared_ns.get(each.rank, each.cost_ns) for each in slow}
         with self._lock:
-            self._costs_s.set({key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None})
+            self._costs_s.update({key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None})
             self._classes = stragglers_by_class(findings) if findings.compared else {}
-            known = findings.compared and findings.detectable_ns != float("inf")
-            self._detectable_s = findings.detectable_ns / 1e9 if known else None
+            detectable_ns = findings.detectable_ns if findings.compared else None
+            self._detectable_s = None if detectable_ns is None else detectable_ns / 1e9
             if hang is not self._hang:
                 self._hang, self._hang_found_s = hang, self._clock()
             since_found_s = self._clock() - self._hang_found_s
-            self._hangs_s.set({hang["kind"]: hang["since_s"] + since_found_s} if hang is not None else {})
+            self._hangs_s.update({hang.kind: hang.since_s + since_found_s} if hang is not None else {})
 
     def _cost(self, options: CallbackOptions) -> Iterator[Observation]:
         with self._lock:
@@ -276,14 +279,14 @@ class _Standing:
             yield Observation(value, {semantics.HANG_KIND: kind})
 
 
-class _Fading:
+class ZeroBeforeDrop:
     """Values by key; one that is gone is a few times 0 before it is gone."""
 
     def __init__(self) -> None:
         self._values: dict[Any, float] = {}
         self._zeros: dict[Any, int] = {}
 
-    def set(self, values: Mapping[Any, float]) -> None:
+    def update(self, values: Mapping[Any, float]) -> None:
         """These there are now, and no others."""
         self._zeros.update(dict.fromkeys(self._values.keys() - values.keys(), _ZERO_POINTS))
         for key in values:
@@ -291,7 +294,6 @@ class _Fading:
         self._values = dict(values)
 
     def points(self) -> list[tuple[Any, float]]:
-        """What is to be sent now."""
         points = [*self._values.items(), *((key, 0.0) for key in self._zeros)]
         self._zeros = {key: left - 1 for key, left in self._zeros.items() if left > 1}
         return points

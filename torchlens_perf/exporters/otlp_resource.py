@@ -9,7 +9,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from torchlens_perf.exporters import semantics
 
 if TYPE_CHECKING:
-    from torchlens_perf.identity import Identity
+    from torchlens_perf.run.identity import Identity
 
 
 def rank_resource(identity: Identity) -> Resource:
@@ -23,12 +23,12 @@ def rank_resource(identity: Identity) -> Resource:
     }
     if identity.pid:  # a replay of records without their node's state does not know it
         known["process.pid"] = identity.pid
-    return _told(known)
+    return _resource(known)
 
 
 def node_resource(identity: Identity) -> Resource:
     """The resource of all ranks of the identity's node, over its restarts."""
-    return _told({**_run(identity), "service.instance.id": f"{identity.host}/node"})
+    return _resource({**_run(identity), "service.instance.id": f"{identity.host}/node"})
 
 
 def _run(identity: Identity) -> dict[str, Any]:
@@ -42,6 +42,6 @@ def _run(identity: Identity) -> dict[str, Any]:
     return {**known, "service.name": service} if service else known
 
 
-def _told(known: dict[str, Any]) -> Resource:
+def _resource(known: dict[str, Any]) -> Resource:
     """What OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME say goes before what we know."""
     return Resource.create().merge(Resource(known)).merge(OTELResourceDetector().detect())

@@ -15,23 +15,24 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry import trace as trace_api
 from opentelemetry.context import Context
 from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
-from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import Decision, Sampler
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from torchlens_perf.analysis.statistics.steps import kind_name
 from torchlens_perf.exporters import ExportBatch, semantics
+from torchlens_perf.exporters.counting import BatchSender
 from torchlens_perf.exporters.otlp_resource import rank_resource
-from torchlens_perf.ring import Flag
-from torchlens_perf.statistics import kind_name
+from torchlens_perf.run.ring import Flag
 from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
-    from torchlens_perf.clock import Anchor
-    from torchlens_perf.identity import Identity
-    from torchlens_perf.records import Span, StepTrace
+    from torchlens_perf.run.clock import Anchor
+    from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.records import Span, StepTrace
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -54,7 +55,7 @@ def _hash(size: int, *parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:size], "big") or 1
 
 
-class SpanSender:
+class SpanSender(BatchSender):
     """Feeds the SDK's batch processor with the sampled steps, and counts what it could not deliver."""
 
     def __init__(self, exporter: SpanExporter, rejected: Callable[[], int] = lambda: 0) -> None:
@@ -62,12 +63,11 @@ class SpanSender:
 
         Raises ValueError if an OTEL_BSP_* or OTEL_SPAN_* variable cannot be used.
         """
-        self._rejected = rejected
+        super().__init__(exporter, "spans", rejected)
         self._limits = SpanLimits()
         self._sampler = TracerProvider(shutdown_on_exit=False).sampler
-        self._counter = _Counter(exporter)
         self._queue_size = _queue_size()
-        self._processor = BatchSpanProcessor(self._counter, max_queue_size=self._queue_size)
+        self._processor = BatchSpanProcessor(self._counter, max_queue_size=self._queue_size)  # type: ignore[arg-type]
         self._tracers: dict[str, _RankTracer] = {}
         self._fed = 0
         self._left_out = 0
@@ -98,15 +98,6 @@ class SpanSender:
             taken[trace.step] = tracer.export(trace, batch.anchor, _of_step(batch, rows.get(trace.step)))
             self._fed += size
         return taken
-
-    def force_flush(self) -> None:
-        """Blocks until everything so far was delivered or has failed: up to 10 s for each batch of the queue."""
-        self._processor.force_flush()
-
-    def shutdown(self) -> None:
-        """As force_flush(), but gives up at the first batch that fails."""
-        self._counter.ending = True
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
 
     def failed(self) -> int:
         """How many spans of the sampled steps the endpoint has not taken, without those that are on their way."""
@@ -150,39 +141,6 @@ def _of_step(batch: ExportBatch, row: int | None) -> dict[str, Any]:
         semantics.OWN_SECONDS: int(batch.steps.own_ns[row]) / 1e9,
         semantics.MICRO_STEPS: int(batch.steps.micro_steps[row]),
     }
-
-
-class _Counter(SpanExporter):
-    """Passes spans on and counts what became of them. On the processor's thread."""
-
-    def __init__(self, exporter: SpanExporter) -> None:
-        self._exporter = exporter
-        self._failing = self._gave_up = False
-        self.ending = False
-        self.seen = 0
-        self.succeeded = 0
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = SpanExportResult.FAILURE
-        try:
-            # At the end a dead endpoint costs one timeout, not one for each batch that is left.
-            if not self._gave_up:
-                result = self._exporter.export(spans)
-        finally:
-            self.seen += len(spans)
-            if result is SpanExportResult.SUCCESS:
-                self.succeeded += len(spans)
-                if self._failing:
-                    logger.info("the OTLP endpoint takes spans again; it lacks %d", self.seen - self.succeeded)
-            self._failing = result is not SpanExportResult.SUCCESS
-            self._gave_up = self.ending and self._failing
-        return result
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return self._exporter.force_flush(timeout_millis)
 
 
 class _PresetIds(IdGenerator):
@@ -240,11 +198,11 @@ class _RankTracer:
         if identity.rank == 0:
             root = self._start(root_id, _root_name(trace), Context(), start_ns, common, self._links)
             root.end(end_ns)
-        context = _context(in_trace, root_id)
+        context = context_of(in_trace, root_id)
         self._start(rank_id, semantics.SPAN_RANK_STEP, context, start_ns, {**common, **of_step}).end(end_ns)
-        in_step = _context(in_trace, rank_id)
+        in_step = context_of(in_trace, rank_id)
         for index, (span, parent) in enumerate(nest(trace.spans)):
-            context = in_step if parent is None else _context(in_trace, span_id(in_trace, identity.rank, parent))
+            context = in_step if parent is None else context_of(in_trace, span_id(in_trace, identity.rank, parent))
             this_id = span_id(in_trace, identity.rank, index)
             begin_ns = span.start_ns + offset_ns
             emitted = self._start(this_id, span.name or span.kind, context, begin_ns, {**common, **_details(span)})
@@ -311,7 +269,8 @@ def _details(span: Span) -> dict[str, Any]:
     return details
 
 
-def _context(in_trace: int, parent_id: int) -> Context:
+def context_of(in_trace: int, parent_id: int) -> Context:
+    """For what lies in a span, or points to it."""
     parent = SpanContext(in_trace, parent_id, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
     return trace_api.set_span_in_context(NonRecordingSpan(parent), Context())
 

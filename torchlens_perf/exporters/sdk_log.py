@@ -11,10 +11,10 @@ from urllib.parse import unquote, urlsplit
 
 _SHORTEST_SECRET = 4  # shorter ones, like the 0 in experiment-id=0, guard nothing and would tear other words apart
 _REPEATED_EVERY_S = 300.0
-_MOST_REMEMBERED = 256
+_MAX_REMEMBERED = 256
 
 
-def tame(environ: Mapping[str, str]) -> None:
+def install_log_filters(environ: Mapping[str, str]) -> None:
     """From here on, what OTEL_* variables hold in headers, and in addresses beside host and path, is logged as ***.
 
     A message of the SDK, whatever its numbers, is logged at most once in five minutes.
@@ -22,12 +22,12 @@ def tame(environ: Mapping[str, str]) -> None:
     # Filters of a logger do not see its children's records; those of its handlers do.
     for handler in (*logging.getLogger().handlers, logging.lastResort):
         if handler is not None:
-            handler.addFilter(Sparing())
+            handler.addFilter(RateLimitFilter())
             handler.addFilter(Redaction(environ))
 
 
-class Sparing(logging.Filter):
-    """Drops a message of the SDK that was logged a moment ago: an endpoint that is down is told of at each try."""
+class RateLimitFilter(logging.Filter):
+    """Drops a message that the SDK logged a moment ago: it reports an endpoint that is down at each attempt."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Sparing(logging.Filter):
         now_s, message = self._clock(), (record.name, str(record.msg))
         if now_s - self._logged_s.get(message, float("-inf")) < _REPEATED_EVERY_S:
             return False
-        if len(self._logged_s) >= _MOST_REMEMBERED:
+        if len(self._logged_s) >= _MAX_REMEMBERED:
             self._logged_s.clear()
         self._logged_s[message] = now_s
         return True

@@ -39,7 +39,7 @@ STRAGGLER_CAUSES = "torch.train.straggler.causes"
 STRAGGLER_SCOPE = "torch.train.straggler.scope"
 HANG_KIND = "torch.train.hang.kind"
 
-# Resource attributes of a rank, besides service.*, host.name, process.pid and the scheduler's (identity.py).
+# Resource attributes of a rank, besides service.*, host.name, process.pid and the scheduler's (run/identity.py).
 LOCAL_RANK = "torch.distributed.local_rank"
 WORLD_SIZE = "torch.distributed.world_size"
 RESTART_COUNT = "torch.elastic.restart_count"
@@ -101,7 +101,7 @@ DURATION_BOUNDS_S = (
     1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0,
 )  # fmt: skip
 # Per-rank points up to this many ranks: beyond, a series per rank would be what the backend mostly holds.
-MOST_RANK_SERIES = 64
+MAX_RANK_SERIES = 64
 
 
 def event_name(kind: str, change: str) -> str:

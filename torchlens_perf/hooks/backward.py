@@ -11,21 +11,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf import torch_private
 from torchlens_perf.errors import guard
-from torchlens_perf.hooks.patch import patched
-from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.recorder import torch_private
+from torchlens_perf.recorder.patch import patched
+from torchlens_perf.run.ring import Flag, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchlens_perf.clock import Clock
-    from torchlens_perf.hooks.module import WatchedModule
-    from torchlens_perf.session import Session
+    from torchlens_perf.hooks.loop.selection import WatchedModule
+    from torchlens_perf.hooks.loop.training_loop import TrainingLoop
+    from torchlens_perf.hooks.recompute import RecomputeHook
+    from torchlens_perf.recorder.session import Session
+    from torchlens_perf.run.clock import Clock
 
 _BACKWARD, _WAIT, _MODULE_BACKWARD = int(Kind.BACKWARD), int(Kind.WAIT), int(Kind.MODULE_BACKWARD)
 _EXCEPTION, _TAIL, _DEVICE = int(Flag.EXCEPTION), int(Flag.TAIL), int(Flag.DEVICE)
-_UNREAD_STEPS = 256  # after which a time that the device has not told is not waited for
+_UNREAD_STEPS = 256  # a time that the device has not reported after so many steps is given up
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,11 +105,13 @@ class BackwardHook:
 
     name = "backward"
 
-    def __init__(self) -> None:
+    def __init__(self, loop: TrainingLoop, recompute: RecomputeHook) -> None:
+        self._loop = loop
+        self._recompute = recompute
         self._tail: _Tail | None = None
         self._passes: list[_ModulePass] = []
         self._record: Callable[[], None] | None = None  # once attached
-        self._untold = 0  # passes whose times a device's clock did not tell
+        self._unreported = 0  # passes whose times a device's clock did not report
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -125,9 +129,9 @@ class BackwardHook:
             outer, self._tail = self._tail, None
             flags = _EXCEPTION
             if not recorder.backwards:
-                session.loop.backward_begins()
-            elif not session.recomputing:
-                session.loop.backward_inside_backward()
+                self._loop.backward_begins()
+            elif not self._recompute.running:
+                self._loop.backward_inside_backward()
             recorder.begin(_BACKWARD, name_id)
             try:
                 result = run_backward(*args, **kwargs)
@@ -136,11 +140,14 @@ class BackwardHook:
             finally:
                 tail, self._tail = self._tail, outer
                 if tail is not None and tail.end_ns:
-                    self._end_open_passes(tail.mark)
+                    for each in self._passes:
+                        # Modules whose inputs need no gradient have no end of their own: they end with the computation.
+                        if each.start is not None and each.end is None:
+                            each.end = tail.mark
                     self._record_tail(session, tail, tail_id)
                 recorder.end(_BACKWARD, name_id, flags)
                 if not recorder.backwards:  # else it was inside another one: reentrant checkpointing
-                    session.loop.backward_ended()
+                    self._loop.backward_ended()
 
         torch_private.break_in_compiled_code(timed_backward)
         self._record = functools.partial(self._record_passes, session)
@@ -156,13 +163,7 @@ class BackwardHook:
         already_ns = tail.waited_after_ns - tail.waited_before_ns
         waited_ns = tail.end_ns - tail.start_ns - already_ns
         if session.communicates() and waited_ns > 0:
-            session.recorder.interval(_WAIT, name_id, tail.start_ns, waited_ns, _TAIL)
-
-    def _end_open_passes(self, end: int | None) -> None:
-        """Modules whose inputs need no gradient have no end of their own: they end with the computation."""
-        for each in self._passes:
-            if each.start is not None and each.end is None:
-                each.end = end
+            session.recorder.record_span(_WAIT, name_id, tail.start_ns, waited_ns, _TAIL)
 
     def _record_passes(self, session: Session) -> None:
         """At the end of a step: marks that the clock can read by now become records; a device's may take longer."""
@@ -179,26 +180,27 @@ class BackwardHook:
                 if recorder.step - each.step < _UNREAD_STEPS:
                     later.append(each)
                 else:
-                    self._untold += 1
+                    self._unreported += 1
                 continue
             flags = 0 if each.clock is session.host_clock else _DEVICE
-            recorder.late(_MODULE_BACKWARD, each.name_id, each.step, *times, flags)
+            recorder.record_completed(_MODULE_BACKWARD, each.name_id, each.step, *times, flags)
         self._record = record
         if record is not None and not later:
             session.stop_work(record)
 
     def _record_last(self, session: Session) -> None:
-        """At the end of the watch: a device's clock has told by now what it will."""
+        """At the end of the watch: a device's clock has by now reported all that it will."""
         record = self._record
         if record is not None and not session.recorder.closed:
             record()
             ended = [each for each in self._passes if each.start is not None and each.end is not None]
-            untold = self._untold + len(ended)
-            if untold:
-                session.note(f"{untold} backward times of modules were not told by the device before the watch ended")
+            unreported = self._unreported + len(ended)
+            if unreported:
+                session.note(f"the device did not report {unreported} backward times of modules before the watch ended")
 
     def of_forward(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
-        """Each forward pass: tells steps from evaluations, and finds the end of the backward pass's computation."""
+        """What sees each result of a forward pass, a call by no other watched module: it distinguishes steps from
+        evaluations, and finds the end of the backward computation."""
         import torch
 
         can_queue = torch_private.works("torch.autograd.Variable._execution_engine.queue_callback")
@@ -231,9 +233,9 @@ class BackwardHook:
 
         def seen(result: Any) -> None:
             with_gradient = torch.is_grad_enabled()
-            session.loop.forward_ended(with_gradient, identity, is_root)
+            self._loop.forward_ended(with_gradient, identity, is_root)
             # The end of the computation: without other ranks to wait for, only the modules' passes need it.
-            if not with_gradient or not can_queue or not (communicates or recorder.probe):
+            if not with_gradient or not can_queue or not (communicates or recorder.sampled):
                 return
             if torch_private.compiled_autograd():
                 return
@@ -248,7 +250,8 @@ class BackwardHook:
     def of_module(
         self, watched: WatchedModule, session: Session
     ) -> tuple[Callable[..., None], Callable[[Any], None]] | None:
-        """In probed steps, hooks on a module's inputs and outputs bracket its part of the backward pass."""
+        """What sees a module's arguments and results in sampled steps, where hooks on them bracket its part of the
+        backward pass; None for none."""
         import torch
 
         if self._record is None:
@@ -294,7 +297,7 @@ class BackwardHook:
                         hooked = True
             if hooked:
                 if not self._passes and self._record is not None:
-                    session.start_work(self.name, self._record)
+                    session.add_step_callback(self.name, self._record)
                 self._passes.append(returned)
 
         return before, after

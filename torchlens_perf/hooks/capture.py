@@ -14,24 +14,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf import capture_files, torch_instruments, torch_private
-from torchlens_perf.capture_files import (
+from torchlens_perf.errors import HookUnavailable, RunStoreError, guard
+from torchlens_perf.hooks.capture_trace import Trace, another_profiler, python_is_traced
+from torchlens_perf.recorder import torch_instruments, torch_private
+from torchlens_perf.recorder.folder_request import problem_with
+from torchlens_perf.run import captures as capture_files
+from torchlens_perf.run.captures import (
     FLIGHT_RECORDER,
     LONGEST_S,
-    MOST_SNAPSHOT_BYTES,
+    MAX_SNAPSHOT_BYTES,
     RAW_TRACE,
     SNAPSHOT,
     TRACE,
     Outcome,
     Request,
 )
-from torchlens_perf.errors import HookUnavailable, RunStoreError, guard
-from torchlens_perf.folder_request import problem_with
-from torchlens_perf.hooks.capture_trace import Trace, another_profiler, python_is_traced
-from torchlens_perf.ring import CAPTURING, Flag, Kind
+from torchlens_perf.run.ring import CAPTURING, Flag, Kind
 
 if TYPE_CHECKING:
-    from torchlens_perf.session import Session
+    from torchlens_perf.recorder.session import Session
 
 _SECTION = int(Kind.SECTION)
 _OURS = guard("a capture")
@@ -45,7 +46,7 @@ class CaptureHook:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         captures = _Captures(session)
-        with session.now_and_then(self.name, captures.look):
+        with session.throttled(self.name, captures.check):
             try:
                 yield
             finally:
@@ -61,7 +62,7 @@ class _Captures:
         self._capture: _Capture | None = None
 
     @_OURS
-    def look(self) -> None:
+    def check(self) -> None:
         if self._capture is not None or not os.path.exists(self._ask):  # a microsecond
             return
         request, refused = None, ""
@@ -80,7 +81,7 @@ class _Captures:
             capture_files.write(capture_files.answer_path(self._session.ring_path), outcome)
             return
         self._capture = _Capture(self._session, request)
-        self._session.start_work(CaptureHook.name, self._step_ends)
+        self._session.add_step_callback(CaptureHook.name, self._step_ends)
         self._step_ends()
 
     def _step_ends(self) -> None:
@@ -99,8 +100,8 @@ class _Captures:
 
     @_OURS
     def _works(self, work: Callable[[], object]) -> object:
-        """Whatever fails in it, nothing profiles afterwards, the sidecar is told if it can be, and later requests are
-        taken up."""
+        """Whatever fails in it, nothing profiles afterwards, the failure is reported to the sidecar if possible, and
+        later requests are taken up."""
         try:
             return work()
         except Exception as error:
@@ -197,7 +198,7 @@ class _Capture:
         with self._pause():
             trace.stop()
             if self._steps:
-                self._keep(TRACE, RAW_TRACE, trace.write, capture_files.MOST_TRACE_BYTES)
+                self._keep(TRACE, RAW_TRACE, trace.write, capture_files.MAX_TRACE_BYTES)
             else:
                 self._left_out[TRACE] = "no step was whole"
             self._keep_dump(FLIGHT_RECORDER, torch_instruments.flight_recorder())
@@ -220,11 +221,11 @@ class _Capture:
             yield
         finally:
             took_ns = recorder.now_ns() - start_ns
-            self._session.charge(took_ns)
+            self._session.add_overhead(took_ns)
             recorder.end(_SECTION, name_id)
             self._paused_s += took_ns / 1e9
 
-    def _keep(self, name: str, file: str, make: Callable[[Path], None], most_bytes: int) -> None:
+    def _keep(self, name: str, file: str, make: Callable[[Path], object], max_bytes: int) -> None:
         """Writes a file, and takes it away again if it is too large. name: what it is called in the end."""
         path, problem = self._folder / file, self._disk_problem()
         if problem:
@@ -236,13 +237,13 @@ class _Capture:
         except (OSError, RuntimeError) as error:
             self._left_out[name] = f"it could not be written: {error}"
             size = 0
-        if 0 < size <= most_bytes:
+        if 0 < size <= max_bytes:
             self._files[name] = size
             return
         with suppress(OSError):
             path.unlink()
         if size:
-            self._left_out[name] = f"{size >> 20} MB are more than {most_bytes >> 20}: ask for fewer steps"
+            self._left_out[name] = f"{size >> 20} MB are more than {max_bytes >> 20}: ask for fewer steps"
 
     def _disk_problem(self) -> str:
         """Why its folder cannot be written; "" if it can. Asked once: training waits for the answer."""
@@ -258,7 +259,7 @@ class _Capture:
         if isinstance(dump, str):
             self._left_out[name] = dump
         else:
-            self._keep(name, name, functools.partial(_write, dump), MOST_SNAPSHOT_BYTES)
+            self._keep(name, name, lambda path: path.write_bytes(dump), MAX_SNAPSHOT_BYTES)
 
     def _answer(self, ended: str) -> None:
         import torch
@@ -276,10 +277,6 @@ class _Capture:
             torch=torch.__version__,
         )
         capture_files.write(capture_files.answer_path(session.ring_path), outcome)
-
-
-def _write(content: bytes, path: Path) -> None:
-    path.write_bytes(content)
 
 
 def _cuda_is_used(torch: Any) -> bool:

@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torchlens_perf import torch_instruments
 from torchlens_perf.errors import guard
-from torchlens_perf.hooks.patch import patched
+from torchlens_perf.recorder import torch_instruments, torch_private
+from torchlens_perf.recorder.patch import patched
 
 # What Nsight Systems, Nsight Compute and dynolog leave in the environment of a process that they look at.
 _TOOLS = {
@@ -42,7 +42,7 @@ def another_profiler() -> str:
         return "torch.profiler"
     # One that warms up tells nobody. Looking at all objects takes some 60 ns each, once a capture.
     prepared = [each for each in gc.get_referrers(profiler.profile) if isinstance(each, profiler.profile)]
-    return "torch.profiler" if any(torch_instruments.is_prepared(each) for each in prepared) else ""
+    return "torch.profiler" if any(torch_private.is_prepared(each) for each in prepared) else ""
 
 
 class Trace:
@@ -69,7 +69,7 @@ class Trace:
             use_device="cuda" if self._cuda else None,
             with_stack=self._python,
             # Else it belongs to this thread, and no other one could end it.
-            experimental_config=torch_instruments.all_threads(),
+            experimental_config=torch_private.all_threads(),
         )
         with ExitStack() as patches:
             for name in _STARTS:

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf import native_tap, torch_private
 from torchlens_perf.errors import guard
-from torchlens_perf.hooks.patch import patched
-from torchlens_perf.recorder import End, timed_wait
-from torchlens_perf.ring import Flag
-from torchlens_perf.torch_private import WAIT_TENSOR
+from torchlens_perf.recorder import native_tap, torch_private
+from torchlens_perf.recorder.patch import patched
+from torchlens_perf.recorder.recorder import End, timed_wait
+from torchlens_perf.recorder.torch_private import WAIT_TENSOR
+from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
-    from torchlens_perf.session import Session
+    from torchlens_perf.recorder.session import Session
 
 _ASYNC, _EXCEPTION = int(Flag.ASYNC), int(Flag.EXCEPTION)
 _NOT_COLLECTIVES = ("c10d::check_for_nan",)
@@ -88,7 +88,7 @@ class CollectiveHook:
             return
         if session.communicates():
             with guard("naming the native tap that is missing"):
-                session.missing_tap = native_tap.file_name()  # the sidecar has it built, and the report says so
+                session.publish(missing_tap=native_tap.file_name())  # the sidecar has it built, and the report says so
         with self._python_tap(list(taps), groups, session):
             yield
 
@@ -142,7 +142,7 @@ class Groups:
         with guard("naming a collective"):
             on_cpu = device == "cpu"
             if not on_cpu:
-                self._session.device_groups.add((group, device))
+                self._session.add_device_group(group, device)
             calls_back = on_cpu and torch_private.backend_of_group(group, device) in _FUTURE_IS_COMPLETION
             name_id, slot = self.describe(operator, group, _DTYPES.get(dtype, dtype.lower()), peer)
             return name_id, slot, max(0, backend_sequence), calls_back, on_cpu
@@ -157,7 +157,7 @@ class Groups:
             text += f" {'peer' if point_to_point else 'root'}={peer}"
         slot = self._session.group_slot(f"{operation} group={group} peer={peer}" if point_to_point else group)
         if group not in self._session.groups:
-            self._session.know_group(group, *torch_private.members_of_group(group))
+            self._session.add_group(group, *torch_private.members_of_group(group))
         return self._session.intern(text), slot
 
     def next_sequence(self, key: str, backend_sequence: int) -> int:
@@ -218,9 +218,10 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
         )
         if on_cpu or issued is None:
             return issued, int(end), None
-        session.device_groups.add((name, device))
-        events = None if is_async else session.collective_events
-        return issued, int(end), None if events is None else events.begin()
+        if (name, device) not in session.device_groups:
+            session.add_device_group(name, device)
+        timer = None if is_async else session.collective_timer
+        return issued, int(end), None if timer is None else timer()
 
     @guard("collective tap")
     def returned(issued: tuple[Any, int, Callable[[], None] | None], raised: bool) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf import torch_private
 from torchlens_perf.errors import guard
-from torchlens_perf.hooks.patch import patched
-from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.recorder import torch_private
+from torchlens_perf.recorder.patch import patched
+from torchlens_perf.run.ring import Flag, Kind
 
 if TYPE_CHECKING:
-    from torchlens_perf.session import Session
+    from torchlens_perf.recorder.session import Session
 
 _DATA, _EXCEPTION = int(Kind.DATA), int(Flag.EXCEPTION)
 
@@ -67,7 +67,7 @@ class DataHook:
         def weigh(batch: Any) -> None:
             elements = batch_elements(batch)
             if elements is not None:
-                session.workload = max(0, session.workload) + elements
+                session.add_workload(elements)
 
         def timed_iter(self: Any) -> Any:
             recorder.begin(_DATA, workers)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchlens_perf.session import Session
+    from torchlens_perf.recorder.session import Session
 
 DOMAIN = "torchlens_perf"
 _TOOL = "NVTX_INJECTION64_PATH"  # the tool's library; but CUDA's driver may bring one, too

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf import torch_private
 from torchlens_perf.errors import HookUnavailable
-from torchlens_perf.hooks.patch import patched
-from torchlens_perf.ring import Kind
+from torchlens_perf.hooks.loop.training_loop import RECOMPUTE
+from torchlens_perf.recorder import torch_private
+from torchlens_perf.recorder.patch import patched
+from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
-    from torchlens_perf.session import Session
+    from torchlens_perf.recorder.session import Session
 
 _RECOMPUTE = int(Kind.RECOMPUTE)
-PART = "recompute"  # of the step, as the report names it
 
 
 class RecomputeHook:
@@ -28,12 +28,16 @@ class RecomputeHook:
 
     name = "recompute"
 
+    def __init__(self) -> None:
+        self.running = 0
+        """How many checkpoints of torch's own are being run again. Belongs to the threads that run backward passes."""
+
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         try:
             torch_private.require(torch_private.RECOMPUTATION)
         except HookUnavailable:
-            session.not_measured(PART)
+            session.not_measured(RECOMPUTE)
             raise
         from torch.utils import checkpoint
 
@@ -57,11 +61,11 @@ class RecomputeHook:
             if recorder.closed or tracing() is not None:
                 return backward(ctx, *gradients)
             recorder.begin(_RECOMPUTE, name_id)
-            session.recomputing += 1
+            self.running += 1
             try:
                 return backward(ctx, *gradients)
             finally:
-                session.recomputing -= 1
+                self.running -= 1
                 recorder.end(_RECOMPUTE, name_id)
 
         with (

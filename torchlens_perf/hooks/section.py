@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.device_sections import device_section
-from torchlens_perf.recorder import section
+from torchlens_perf.recorder.device_sections import device_section
+from torchlens_perf.recorder.recorder import section
 
 if TYPE_CHECKING:
-    from torchlens_perf.session import Session
+    from torchlens_perf.recorder.session import Session
 
-_told = False
+_declared = False
 
 
 def tell_dynamo() -> None:
     """Makes Dynamo trace section(name), and device_section(name), as a null context: there are no times inside a
     graph. Public API; once."""
-    global _told
-    if _told or "torch._dynamo" not in sys.modules:
+    global _declared
+    if _declared or "torch._dynamo" not in sys.modules:
         return
     import torch
 
@@ -29,7 +29,7 @@ def tell_dynamo() -> None:
 
     torch.compiler.substitute_in_graph(section, skip_signature_check=True)(traced)
     torch.compiler.substitute_in_graph(device_section, skip_signature_check=True)(traced)
-    _told = True
+    _declared = True
 
 
 class SectionHook:
@@ -41,5 +41,5 @@ class SectionHook:
     def attach(self, session: Session) -> Iterator[None]:
         tell_dynamo()
         # torch.compile may be imported later.
-        with nullcontext() if _told else session.each_step(self.name, tell_dynamo):
+        with nullcontext() if _declared else session.each_step(self.name, tell_dynamo):
             yield

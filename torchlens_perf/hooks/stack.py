@@ -10,15 +10,14 @@ import faulthandler
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import HookUnavailable
+from torchlens_perf.run.processes import is_in
+from torchlens_perf.run.ring import STACK_SIGNAL as SIGNAL
 
 if TYPE_CHECKING:
-    from torchlens_perf.session import Session
-
-SIGNAL = signal.SIGUSR2
+    from torchlens_perf.recorder.session import Session
 
 
 class StackHook:
@@ -32,17 +31,17 @@ class StackHook:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         # The kernel's word: signal.getsignal() knows no handler in C, as faulthandler's own.
-        if signal_in("SigCgt") or signal_in("SigIgn"):
+        if is_in("SigCgt", SIGNAL) or is_in("SigIgn", SIGNAL):
             raise HookUnavailable("SIGUSR2 has a handler already; stacks of a hanging rank come from py-spy alone")
         path = session.ring_path.with_suffix(".stack")
 
-        def look() -> None:
+        def remove_if_replaced() -> None:
             if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
                 path.unlink(missing_ok=True)
 
-        with open(path, "wb") as file, session.now_and_then("faulthandler", look):
+        with open(path, "wb") as file, session.throttled("faulthandler", remove_if_replaced):
             faulthandler.register(SIGNAL, file=file, all_threads=False)
-            session.stack_file = str(path)
+            session.publish(stack_file=str(path))
             try:
                 yield
             finally:
@@ -52,13 +51,3 @@ class StackHook:
                 theirs = signal.getsignal(SIGNAL)
                 if theirs is not signal.SIG_DFL:  # installed meanwhile, and just replaced by what was there before us
                     signal.signal(SIGNAL, theirs)
-
-
-def signal_in(field: str, pid: int | str = "self") -> bool:
-    """Whether SIGUSR2 is in this set of a process's signals: "SigCgt" are caught, "SigIgn" ignored (proc(5)).
-
-    Raises OSError where there is no such process.
-    """
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    mask = next(line.partition(":")[2] for line in lines if line.startswith(f"{field}:"))
-    return bool(int(mask, 16) >> (SIGNAL - 1) & 1)

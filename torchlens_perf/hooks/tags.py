@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.hooks.patch import patched
-from torchlens_perf.ring import Flag, Kind
+from torchlens_perf.recorder.patch import patched
+from torchlens_perf.run.ring import Flag, Kind
 
 if TYPE_CHECKING:
-    from torchlens_perf.session import Session
+    from torchlens_perf.recorder.session import Session
 
 _SECTION, _EXCEPTION = int(Kind.SECTION), int(Flag.EXCEPTION)
 _OLDEST_GENERATION = 2  # the younger ones usually take microseconds: their time is only added up
@@ -91,7 +91,7 @@ def _compilations(session: Session) -> Callable[[], None]:
 
     loaded, compiled_before = sys.modules, -1
 
-    def look() -> None:
+    def tag_if_compiled() -> None:
         nonlocal compiled_before
         utils = loaded.get("torch._dynamo.utils")
         compiled = 0 if utils is None else utils.counters["frames"]["total"]
@@ -100,5 +100,5 @@ def _compilations(session: Session) -> Callable[[], None]:
                 session.tag(Flag.COMPILED)
             compiled_before = compiled
 
-    look()
-    return look
+    tag_if_compiled()
+    return tag_if_compiled

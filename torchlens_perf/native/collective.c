@@ -16,13 +16,13 @@ static _Atomic int wants_gil; /* whether it calls Python, for NVTX ranges; chang
 static uint32_t wait_name_id;
 
 /* Operations that have not ended. The surplus is recorded without an end. */
-enum { MOST_PENDING = 1024, MOST_WAITED_FOR = 64 };
+enum { MAX_PENDING = 1024, MAX_WAITED_FOR = 64 };
 typedef struct {
     int used;
     Collective collective;
 } Kept;
-static Kept pending[MOST_PENDING];       /* those whose backend will call back */
-static Kept waited_for[MOST_WAITED_FOR]; /* the blocking ones of others: each thread has one at most */
+static Kept pending[MAX_PENDING];       /* those whose backend will call back */
+static Kept waited_for[MAX_WAITED_FOR]; /* the blocking ones of others: each thread has one at most */
 static uint32_t next_pending;
 
 /* The blocking operation that the thread has issued and waits for next. */
@@ -71,14 +71,14 @@ static int is_free(const Kept *kept)
 /* The thread waits for this operation next. */
 static void wait_for(const Collective *collective)
 {
-    for (uint32_t tried = 0; tried < MOST_WAITED_FOR; tried++) {
+    for (uint32_t tried = 0; tried < MAX_WAITED_FOR; tried++) {
         if (is_free(&waited_for[mine.place])) {
             waited_for[mine.place] = (Kept){.used = 1, .collective = *collective};
             mine.waits = 1;
             mine.generation = collective->generation;
             return;
         }
-        mine.place = (mine.place + 1) % MOST_WAITED_FOR;
+        mine.place = (mine.place + 1) % MAX_WAITED_FOR;
     }
     collective_write(collective, collective->call_ns, 0);
 }
@@ -173,13 +173,13 @@ static void returned(Collective *collective, enum collective_end end)
         if (parts_tell(collective, end)) {
             /* recorded when its parts are over */
         } else if (end == END_BY_CALLBACK) {
-            uint32_t place = next_pending++ % MOST_PENDING;
+            uint32_t place = next_pending++ % MAX_PENDING;
             collective->pending = place;
             if (is_free(&pending[place])) {
                 pending[place] = (Kept){.used = 1, .collective = *collective};
             } else {
                 collective_write(collective, collective->call_ns, 0);
-                collective->pending = MOST_PENDING;
+                collective->pending = MAX_PENDING;
             }
         } else if (end == END_BY_WAIT) {
             wait_for(collective);
@@ -206,7 +206,7 @@ static void returned(Collective *collective, enum collective_end end)
 static void completed(const Collective *collective)
 {
     collective_lock();
-    if (collective->pending < MOST_PENDING && collective_is_recorded(collective)) {
+    if (collective->pending < MAX_PENDING && collective_is_recorded(collective)) {
         pending[collective->pending].used = 0;
         int64_t end_ns = recorder_now(collecting);
         collective_write(collective, end_ns - collective->start_ns, FLAG_COMPLETED);
@@ -344,8 +344,8 @@ void collective_release(Recorder *self, int forked)
     collective_lock();
     if (collecting == self) {
         if (self->header != NULL && !forked) {
-            write_without_end(waited_for, MOST_WAITED_FOR);
-            write_without_end(pending, MOST_PENDING);
+            write_without_end(waited_for, MAX_WAITED_FOR);
+            write_without_end(pending, MAX_PENDING);
             parts_end();
         }
         collecting = NULL;

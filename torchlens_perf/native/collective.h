@@ -31,7 +31,7 @@ typedef struct {
 enum collective_end {
     END_BY_CALLBACK, /* completed() will be called */
     END_BY_WAIT,     /* the issuing thread waits for it at once: the end of that wait is its end */
-    END_UNKNOWN,     /* nobody tells */
+    END_UNKNOWN,     /* nothing reports the end */
     END_BY_RETURN,   /* the call itself was blocked until the end */
 };
 
@@ -39,8 +39,8 @@ enum collective_end {
 enum part_time {
     PART_BY_DEVICE, /* the device's clock, put on the host's time line */
     PART_BY_HOST,   /* when the host learnt of it */
-    PART_UNTIMED,   /* nobody tells */
-    PART_LOST,      /* somebody should have told */
+    PART_UNTIMED,   /* nothing reports them */
+    PART_LOST,      /* they should have been reported, and were not */
 };
 
 typedef struct {
@@ -54,7 +54,7 @@ typedef struct {
     /* A wait of the calling thread, in a functional collective's wait_tensor. Returns 0 if it is not recorded. */
     int (*wait_began)(void);
     void (*wait_ended)(int raised);
-    /* The operation that the calling thread is issuing has one more part, of which part_over() will tell. Returns the
+    /* The operation that the calling thread is issuing has one more part, which part_over() will report. Returns the
      * operation's ticket, of 42 bits; 0 if the thread issues none, or it is not recorded. */
     uint64_t (*claim)(void);
     /* That many parts of it are over. Returns 0 for times that cannot be this operation's: it had not been issued. */

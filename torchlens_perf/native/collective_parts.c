@@ -1,27 +1,27 @@
-/* Operations whose end is told in parts, by whoever times what the operation starts on a device: the NCCL plugin
- * (nccl_profiler.c), or events around the call.
+/* Operations whose end is reported in parts. The reporter times what the operation starts on a device: it is the NCCL
+ * plugin (nccl_profiler.c), or events around the call.
  *
- * One operation of torch may start several on the device: a list of tensors, a send for each peer. Who times them
- * claims a part of what the thread is issuing, and tells later, on any thread, when that part ran. The operation's record
- * is written when all of its parts are over: from the first one's start to the last one's end.
+ * One operation of torch may start several on the device: a list of tensors, a send for each peer. The reporter
+ * claims a part of what the thread is issuing, and reports later, on any thread, when that part ran. The operation's
+ * record is written when all of its parts are over: from the first one's start to the last one's end.
  */
 #include "recorder.h"
 
-enum { MOST_TIMED = 1024, PLACE_BITS = 10 };
+enum { MAX_TIMED = 1024, PLACE_BITS = 10 };
 static const int64_t CLOCK_SLACK_NS = 1000000; /* by which a device's time may be early on the host's line, as the clocks drift */
-_Static_assert(MOST_TIMED == 1 << PLACE_BITS, "a ticket's lower bits are the place");
+_Static_assert(MAX_TIMED == 1 << PLACE_BITS, "a ticket's lower bits are the place");
 
 typedef struct {
     uint32_t turn;  /* of this place: tickets of earlier turns say nothing */
     uint32_t parts; /* that are not over */
-    int used, returned, untold, lost;
+    int used, returned, untimed, lost;
     uint32_t flags; /* FLAG_DEVICE while all of its times are by the device's clock */
     int64_t start_ns, end_ns;
     Collective collective;
 } Timed;
 
 /* With the lock. */
-static Timed timed[MOST_TIMED];
+static Timed timed[MAX_TIMED];
 static uint32_t next_timed;
 static uint64_t lost_ends;
 
@@ -34,7 +34,7 @@ static __thread struct {
 
 static Timed *of_ticket(uint64_t ticket)
 {
-    Timed *found = &timed[ticket % MOST_TIMED];
+    Timed *found = &timed[ticket % MAX_TIMED];
     return found->used && found->turn == ticket >> PLACE_BITS ? found : NULL;
 }
 
@@ -56,7 +56,7 @@ static void settle(Timed *each)
         return;
     }
     lost_ends += each->lost != 0;
-    if (each->untold || each->lost) {
+    if (each->untimed || each->lost) {
         write_without_end(each);
         return;
     }
@@ -77,7 +77,7 @@ void parts_begin(void)
 /* The watch ends: what is under way is recorded without an end. */
 void parts_end(void)
 {
-    for (uint32_t place = 0; place < MOST_TIMED; place++) {
+    for (uint32_t place = 0; place < MAX_TIMED; place++) {
         if (timed[place].used) {
             write_without_end(&timed[place]);
         }
@@ -91,7 +91,7 @@ void parts_issued(const Collective *collective)
     issuing.collective = *collective;
 }
 
-/* The call has returned. Whether the operation's parts tell of its end, so that its caller need not. */
+/* The call has returned. Returns whether the operation's parts report its end, so that its caller need not. */
 int parts_tell(const Collective *collective, enum collective_end end)
 {
     uint64_t ticket = issuing.ticket;
@@ -123,7 +123,7 @@ uint64_t parts_claim(void)
     if (!collective_is_recorded(&issuing.collective)) {
         issuing.issues = 0;
     } else if (issuing.ticket == 0) {
-        uint32_t place = next_timed++ % MOST_TIMED;
+        uint32_t place = next_timed++ % MAX_TIMED;
         Timed *mine = &timed[place];
         if (mine->used) {
             lost_ends += collective_is_recorded(&mine->collective);
@@ -157,7 +157,7 @@ int parts_over(uint64_t ticket, uint32_t parts, enum part_time time, int64_t sta
         if (time == PART_LOST) {
             mine->lost = 1;
         } else if (time == PART_UNTIMED || !possible) {
-            mine->untold = 1;
+            mine->untimed = 1;
         } else {
             mine->start_ns = start_ns < mine->start_ns ? start_ns : mine->start_ns;
             mine->end_ns = end_ns > mine->end_ns ? end_ns : mine->end_ns;
@@ -169,7 +169,7 @@ int parts_over(uint64_t ticket, uint32_t parts, enum part_time time, int64_t sta
     return possible;
 }
 
-/* Operations whose end should have been told and was not. */
+/* The number of operations whose end should have been reported and was not. */
 PyObject *recorder_lost_ends(Recorder *self, void *unused)
 {
     return PyLong_FromUnsignedLongLong(lost_ends);

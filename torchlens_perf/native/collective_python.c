@@ -91,7 +91,7 @@ PyObject *recorder_claim(Recorder *self, PyObject *unused)
     return PyLong_FromUnsignedLongLong(collective_marks.claim());
 }
 
-/* part_over(ticket, start_ns, end_ns): by the device's clock; without times, of which nobody will tell. */
+/* part_over(ticket, start_ns, end_ns): by the device's clock; without times, which nothing will report. */
 PyObject *recorder_part_over(Recorder *self, PyObject *const *args, Py_ssize_t count)
 {
     int64_t values[3] = {0}; /* ticket, start_ns, end_ns */

@@ -1,7 +1,7 @@
-/* Spans that a device's clock times too: hooks/device.py marks it where one opens and where it closes. */
+/* Spans that a device's clock times too: hooks/on_device/sections.py marks it where one opens and where it closes. */
 #include "recorder.h"
 
-/* The phases that issue work for the device, in every step; modules and sections in probed steps, as a mark costs the
+/* The phases that issue work for the device, in every step; modules and sections in sampled steps, as a mark costs the
  * host microseconds and the device about one. */
 static int is_timed(const Recorder *self, uint32_t kind)
 {
@@ -13,7 +13,7 @@ static int is_timed(const Recorder *self, uint32_t kind)
         return 1;
     case KIND_MODULE:
     case KIND_SECTION:
-        return self->probe;
+        return self->sampled;
     default:
         return 0;
     }
@@ -47,7 +47,7 @@ static void pass_on(PyObject *function)
     PyErr_WriteUnraisable(function);
 }
 
-/* Calls a function of hooks/device.py, which guards itself, and keeps its time out of the spans around it. A pending
+/* Calls a function of hooks/on_device/sections.py, which guards itself, and keeps its time out of the spans around it. A pending
  * exception of the user's stays: spans also close on the way out of a raising module. */
 static PyObject *call(Recorder *self, PyObject *function, PyObject *const *args, size_t count)
 {
@@ -62,7 +62,7 @@ static PyObject *call(Recorder *self, PyObject *function, PyObject *const *args,
     Py_DECREF(function);
     PyErr_Restore(error_type, error, traceback);
     if (self->header != NULL) {
-        charge_tool(self, recorder_now(self) - start_ns);
+        add_overhead(self, recorder_now(self) - start_ns);
     }
     return result;
 }
@@ -123,10 +123,10 @@ PyObject *recorder_set_device_clock(Recorder *self, PyObject *args)
 
 /* late(kind, name_id, step, start_ns, duration_ns, flags, value0, value1, nested_ns, phase_ns): a record of a step that
  * has ended, or of this one. Part of no span. */
-PyObject *recorder_late(Recorder *self, PyObject *const *args, Py_ssize_t count)
+PyObject *recorder_record_completed(Recorder *self, PyObject *const *args, Py_ssize_t count)
 {
     int64_t values[10] = {0};
-    if (read_integers("late", args, count, 5, 10, values) < 0) {
+    if (read_integers("record_completed", args, count, 5, 10, values) < 0) {
         return NULL;
     }
     if (self->header != NULL) {

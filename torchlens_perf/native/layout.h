@@ -1,4 +1,4 @@
-/* The ring file as C structures. ring.py holds the same numbers for Python; tests/test_ring.py compares the two. */
+/* The ring file as C structures. run/ring.py holds the same numbers for Python; tests/run/test_ring.py compares the two. */
 #ifndef TORCHLENS_PERF_NATIVE_LAYOUT_H
 #define TORCHLENS_PERF_NATIVE_LAYOUT_H
 

@@ -28,7 +28,7 @@ static PyObject *floor_ns(PyObject *module, PyObject *rounds_object)
     return PyLong_FromLongLong(total);
 }
 
-/* Offsets of the ring file's fields as the compiler sees them, for the test that holds ring.py against them. */
+/* Offsets of the ring file's fields as the compiler sees them, for the test that holds run/ring.py against them. */
 static PyObject *layout(PyObject *module, PyObject *unused)
 {
 #define FIELD(type, field) {#type "." #field, offsetof(type, field)}

@@ -13,8 +13,8 @@ typedef struct {
     Recorder *recorder;
     PyObject *function; /* called with the module first, or alone where there is no module */
     PyObject *module;   /* weak reference, or NULL */
-    PyObject *before;   /* observer of the arguments in probed steps, or NULL */
-    PyObject *after;    /* observer of the result in probed steps, or NULL */
+    PyObject *before;   /* observer of the arguments in sampled steps, or NULL */
+    PyObject *after;    /* observer of the result in sampled steps, or NULL */
     PyObject *forward;  /* observer of the result of each call that is a forward pass, or NULL */
     uint32_t name_id;
     PyObject *weak_references;
@@ -29,7 +29,7 @@ static int observe(ModuleCall *self, PyObject *observer, PyObject *const *args, 
     PyObject *ignored = PyObject_Vectorcall(observer, args, count, kwnames);
     Py_XDECREF(ignored);
     if (recorder->header != NULL) {
-        charge_tool(recorder, recorder_now(recorder) - start_ns);
+        add_overhead(recorder, recorder_now(recorder) - start_ns);
     }
     return ignored == NULL ? -1 : 0;
 }
@@ -79,7 +79,7 @@ static PyObject *module_call(ModuleCall *self, PyObject *const *args, size_t nar
     if (recorder->header == NULL) {
         return call_target(self, args, nargsf, kwnames);
     }
-    int observed = recorder->probe;
+    int observed = recorder->sampled;
     if (observed && self->before != NULL) {
         if (observe(self, self->before, args, (size_t)PyVectorcall_NARGS(nargsf), kwnames) < 0) {
             return NULL;

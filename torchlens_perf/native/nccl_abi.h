@@ -1,6 +1,6 @@
 /* What the plugin needs to know of NCCL's profiler interface, versions 4 (NCCL 2.27), 5 (2.28) and 6 (2.29 and later).
  *
- * Written from the documented layout, and only as far as the plugin reads it. tests/cuda/test_nccl_abi.py holds it against
+ * Written from the documented layout, and only as far as the plugin reads it. tests/native/test_nccl_abi.py holds it against
  * the whole layout. NCCL asks a library for the newest version that it knows, so that these go on to work with later ones.
  */
 #ifndef TORCHLENS_PERF_NATIVE_NCCL_ABI_H

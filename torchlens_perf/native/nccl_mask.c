@@ -6,7 +6,7 @@
 
 #include "nccl_abi.h"
 
-enum { MOST_MASKS = 4 };
+enum { MAX_MASKS = 4 };
 
 /* What is asked for always, until timing is given up: by NCCL's sources this makes it post nothing to its proxy thread. */
 static const int SEEN = NCCL_COLL_API | NCCL_P2P_API | NCCL_P2P, SEEN_V4 = NCCL_P2P;
@@ -19,7 +19,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the following; no
 static struct {
     int *place; /* NCCL's own, one for each copy of NCCL in the process */
     int version, users;
-} masks[MOST_MASKS];
+} masks[MAX_MASKS];
 static int is_blind; /* to what is captured: there was a communicator of version 4 */
 
 static int mask_of(int version)
@@ -30,7 +30,7 @@ static int mask_of(int version)
 /* With the lock. */
 static void write_masks(void)
 {
-    for (int i = 0; i < MOST_MASKS; i++) {
+    for (int i = 0; i < MAX_MASKS; i++) {
         if (masks[i].place != NULL) {
             __atomic_store_n(masks[i].place, mask_of(masks[i].version), __ATOMIC_RELAXED);
         }
@@ -43,7 +43,7 @@ void mask_used(int *mask, int version)
     int set = 0;
     pthread_mutex_lock(&lock);
     is_blind |= version < 5;
-    for (int i = 0; i < MOST_MASKS; i++) {
+    for (int i = 0; i < MAX_MASKS; i++) {
         if (masks[i].place == mask || masks[i].place == NULL) {
             masks[i].place = mask;
             masks[i].version = version;
@@ -60,7 +60,7 @@ void mask_used(int *mask, int version)
 void mask_unused(const int *mask)
 {
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < MOST_MASKS; i++) {
+    for (int i = 0; i < MAX_MASKS; i++) {
         if (masks[i].place == mask && --masks[i].users == 0) {
             masks[i].place = NULL;
         }

@@ -5,7 +5,7 @@
  * begin and end.
  *
  * An operation is locked for some words' reading and writing: who finds it locked tries again some thousand times, and then
- * the event is lost, and counted. The recorder, which is told of ends, has a lock that is waited for.
+ * the event is lost, and counted. A call that reports an end to the recorder waits for the recorder's lock.
  */
 #include "nccl_operations.h"
 
@@ -13,7 +13,7 @@
 
 #include "nccl_mask.h"
 
-enum { MOST_OPERATIONS = 4096, MOST_TRIES = 4096 };
+enum { MAX_OPERATIONS = 4096, MAX_TRIES = 4096 };
 static const int64_t DRIFT = 2000; /* a device's clock and the host's drift apart by less than one part in so many */
 
 /* A collective, a send or a receive of one communicator. A cache line. */
@@ -30,7 +30,7 @@ typedef struct {
 
 _Atomic uint64_t counters[COUNTERS];
 const CollectiveMarks *_Atomic marks;
-static Operation operations[MOST_OPERATIONS];
+static Operation operations[MAX_OPERATIONS];
 static _Atomic uint32_t next_operation;
 
 static int64_t host_now(void)
@@ -42,7 +42,7 @@ static int64_t host_now(void)
 
 static int try_lock(_Atomic uint32_t *busy)
 {
-    for (int tries = 0; tries < MOST_TRIES; tries++) {
+    for (int tries = 0; tries < MAX_TRIES; tries++) {
         if (!atomic_exchange_explicit(busy, 1, memory_order_acquire)) {
             return 1;
         }
@@ -59,12 +59,12 @@ static void unlock(_Atomic uint32_t *busy)
 static Operation *locked(const void *handle)
 {
     uint64_t value = value_of(handle);
-    Operation *operation = &operations[value % MOST_OPERATIONS];
+    Operation *operation = &operations[value % MAX_OPERATIONS];
     if (!try_lock(&operation->busy)) {
         count(LOST);
         return NULL;
     }
-    if (operation->ticket == 0 || operation->turn != (uint32_t)(value / MOST_OPERATIONS)) {
+    if (operation->ticket == 0 || operation->turn != (uint32_t)(value / MAX_OPERATIONS)) {
         unlock(&operation->busy);
         count(STALE);
         return NULL;
@@ -104,8 +104,8 @@ static int64_t offset_until(HostLine *line, int64_t host_ns, uint64_t device_ns)
 /* All channels have ended. A time that cannot be this kernel's is another one's, and those that follow would be too. */
 static void finish(const Operation *operation)
 {
-    const CollectiveMarks *told = atomic_load_explicit(&marks, memory_order_acquire);
-    if (told == NULL) {
+    const CollectiveMarks *attached = atomic_load_explicit(&marks, memory_order_acquire);
+    if (attached == NULL) {
         return;
     }
     int64_t host_ns = host_now(), start_ns = operation->first_host_ns, end_ns = host_ns;
@@ -118,7 +118,7 @@ static void finish(const Operation *operation)
         end_ns = (int64_t)operation->last_device_ns + offset_ns;
         time = possible && !is_given_up() ? PART_BY_DEVICE : PART_UNTIMED;
     }
-    if (!told->part_over(operation->ticket, 1, time, start_ns, end_ns) || !possible) {
+    if (!attached->part_over(operation->ticket, 1, time, start_ns, end_ns) || !possible) {
         give_up(IMPOSSIBLE_TIME);
     }
 }
@@ -132,14 +132,14 @@ void communicator_begins(Communicator *communicator)
 void *operation_launched(Communicator *communicator, uint64_t ticket, uint32_t channels)
 {
     if (channels == 0 || is_given_up()) {
-        part_untold(ticket, 1, PART_UNTIMED);
+        part_unreported(ticket, 1, PART_UNTIMED);
         return NULL;
     }
-    uint32_t place = atomic_fetch_add_explicit(&next_operation, 1, memory_order_relaxed) % MOST_OPERATIONS;
+    uint32_t place = atomic_fetch_add_explicit(&next_operation, 1, memory_order_relaxed) % MAX_OPERATIONS;
     Operation *operation = &operations[place];
     if (!try_lock(&operation->busy)) {
         count(LOST);
-        part_untold(ticket, 1, PART_LOST);
+        part_unreported(ticket, 1, PART_LOST);
         return NULL;
     }
     uint64_t lost = operation->ticket;
@@ -158,9 +158,9 @@ void *operation_launched(Communicator *communicator, uint64_t ticket, uint32_t c
     unlock(&operation->busy);
     if (lost != 0) {
         count(LOST);
-        part_untold(lost, 1, PART_LOST);
+        part_unreported(lost, 1, PART_LOST);
     }
-    return handle_of(OF_OPERATION, turn * MOST_OPERATIONS + place);
+    return handle_of(OF_OPERATION, turn * MAX_OPERATIONS + place);
 }
 
 void *operation_began(const void *handle, uint64_t device_ns)
@@ -209,7 +209,7 @@ void operation_ended(const void *handle, uint64_t device_ns)
 
 void operations_lost(const Communicator *communicator)
 {
-    for (int i = 0; i < MOST_OPERATIONS; i++) {
+    for (int i = 0; i < MAX_OPERATIONS; i++) {
         uint64_t lost = 0;
         if (try_lock(&operations[i].busy)) {
             if (operations[i].communicator == communicator && operations[i].ticket != 0) {
@@ -220,14 +220,14 @@ void operations_lost(const Communicator *communicator)
         }
         if (lost != 0) {
             count(LOST);
-            part_untold(lost, 1, PART_LOST);
+            part_unreported(lost, 1, PART_LOST);
         }
     }
 }
 
 void operations_forked(void)
 {
-    for (int i = 0; i < MOST_OPERATIONS; i++) {
+    for (int i = 0; i < MAX_OPERATIONS; i++) {
         if (operations[i].ticket != 0) {
             retire(&operations[i]);
         }

@@ -1,5 +1,5 @@
 /* The halves of the NCCL plugin: nccl_profiler.c is what NCCL calls, nccl_operations.c knows what is under way on the
- * device, and puts its times on the host's line. Which events NCCL tells is nccl_mask.c's.
+ * device, and puts its times on the host's line. nccl_mask.c chooses which events NCCL reports.
  */
 #ifndef TORCHLENS_PERF_NATIVE_NCCL_OPERATIONS_H
 #define TORCHLENS_PERF_NATIVE_NCCL_OPERATIONS_H
@@ -12,18 +12,18 @@
 
 enum handle_type { OF_OPERATION = 1, OF_CHANNEL, OF_API, OF_GROUP_API, OF_NOTHING };
 
-/* What nccl_plugin.py reads, in this order, and behind it why timing was given up. */
+/* What recorder/nccl_plugin.py reads, in this order, and behind it why timing was given up. */
 enum counter {
     COMMUNICATORS, /* made since the library was loaded */
     ELSEWHERE,     /* that were not issued by a recorded call of torch.distributed */
-    UNNAMED,       /* nor launched in one, where version 4 does not tell of the call: a group's may be launched later */
+    UNNAMED,       /* nor launched in one, where version 4 does not report the call: a group's may be launched later */
     CROWDED,       /* that were in one group with so many others that they are not remembered */
-    LOST,          /* whose kernels did not tell of their end */
+    LOST,          /* whose kernels did not report their end */
     STALE,         /* events of operations that are over */
     COUNTERS,
 };
 
-/* What to add to a device's time for the host's. Of each communicator, for it has one device, and one thread that tells. */
+/* What to add to a device's time for the host's. One per communicator: it has one device and one reporting thread. */
 typedef struct {
     _Atomic uint32_t busy;
     int64_t lowest_ns, at_ns; /* the smallest difference, and when that was; INT64_MAX before the first */
@@ -41,13 +41,13 @@ extern const CollectiveMarks *_Atomic marks; /* NULL: nobody records */
 
 /* Nothing is known of it. */
 void communicator_begins(Communicator *communicator);
-/* An operation is launched; its handle, or NULL where its times will not be told. channels: that its kernel runs on. */
+/* An operation is launched. Returns its handle, or NULL if its times will not be reported. channels: of its kernel. */
 void *operation_launched(Communicator *communicator, uint64_t ticket, uint32_t channels);
 /* Its kernel has begun on a channel. device_ns: 0 where the device has no clock. */
 void *operation_began(const void *handle, uint64_t device_ns);
 /* It has ended on the channel whose handle operation_began() gave. */
 void operation_ended(const void *handle, uint64_t device_ns);
-/* No more will be told of what is under way there. */
+/* Nothing more will be reported about the operations in progress there. */
 void operations_lost(const Communicator *communicator);
 /* In a child process: what is under way is the parent's, and its threads may have held the locks. */
 void operations_forked(void);
@@ -73,12 +73,12 @@ static inline uint64_t value_of(const void *handle)
     return (uint64_t)(uintptr_t)handle >> 8;
 }
 
-/* Parts of a collective of which no times will be told. */
-static inline void part_untold(uint64_t ticket, uint32_t parts, enum part_time time)
+/* Parts of a collective whose times will not be reported. */
+static inline void part_unreported(uint64_t ticket, uint32_t parts, enum part_time time)
 {
-    const CollectiveMarks *told = atomic_load_explicit(&marks, memory_order_acquire);
-    if (told != NULL) {
-        told->part_over(ticket, parts, time, 0, 0);
+    const CollectiveMarks *attached = atomic_load_explicit(&marks, memory_order_acquire);
+    if (attached != NULL) {
+        attached->part_over(ticket, parts, time, 0, 0);
     }
 }
 

@@ -1,4 +1,4 @@
-/* NCCL's profiler plugin: tells the recorder when the kernels of a collective ran, by the device's clock.
+/* NCCL's profiler plugin: reports to the recorder when the kernels of a collective ran, by the device's clock.
  *
  * NCCL loads this library at its first communicator (NCCL_PROFILER_PLUGIN names it). The Python side loads the same file, and
  * so has the same functions and variables. NCCL calls start() and stop() on the thread that issues, and, about the
@@ -17,9 +17,9 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { MOST_COMMUNICATORS = 1024, MOST_IN_GROUP = 64 };
+enum { MAX_COMMUNICATORS = 1024, MAX_IN_GROUP = 64 };
 
-static Communicator communicators[MOST_COMMUNICATORS];
+static Communicator communicators[MAX_COMMUNICATORS];
 
 /* For its first timed kernel each communicator takes so much shared memory in each process, and does not look whether it
  * got it (NVIDIA/nccl pull request 2326): 33 MiB and some more. */
@@ -32,13 +32,13 @@ static __thread struct {
     struct {
         uint64_t ticket;
         uint32_t parts;
-    } promised[MOST_IN_GROUP];
+    } promised[MAX_IN_GROUP];
 } group;
 
 static uint64_t claim(enum counter otherwise)
 {
-    const CollectiveMarks *told = atomic_load_explicit(&marks, memory_order_acquire);
-    uint64_t ticket = told != NULL ? told->claim() : 0;
+    const CollectiveMarks *attached = atomic_load_explicit(&marks, memory_order_acquire);
+    uint64_t ticket = attached != NULL ? attached->claim() : 0;
     if (ticket == 0) {
         count(otherwise);
     }
@@ -56,12 +56,12 @@ static void *called(bool captured)
         return handle_of(OF_API, 0);
     }
     if (group.count == 0 || group.promised[group.count - 1].ticket != ticket) {
-        if (group.count == MOST_IN_GROUP) {
+        if (group.count == MAX_IN_GROUP) {
             if (group.crowded != ticket) {
                 count(CROWDED);
                 group.crowded = ticket;
             }
-            part_untold(ticket, 1, PART_UNTIMED);
+            part_unreported(ticket, 1, PART_UNTIMED);
             return handle_of(OF_API, 0);
         }
         group.promised[group.count].ticket = ticket;
@@ -87,7 +87,7 @@ static void group_ended(void)
 {
     for (uint32_t i = 0; i < group.count; i++) {
         if (group.promised[i].parts > 0) {
-            part_untold(group.promised[i].ticket, group.promised[i].parts, PART_UNTIMED);
+            part_unreported(group.promised[i].ticket, group.promised[i].parts, PART_UNTIMED);
         }
     }
     group.count = 0;
@@ -113,7 +113,7 @@ static void *started(Communicator *communicator, uint64_t type, const void *pare
                      const NcclDetails *details, int version)
 {
     switch (type) {
-    case NCCL_GROUP: /* without a handle, version 4 tells nothing of what the group holds */
+    case NCCL_GROUP: /* without a handle, version 4 does not report what the group holds */
         return handle_of(OF_NOTHING, 0);
     case NCCL_GROUP_API:
         return handle_of(is_timing() ? OF_GROUP_API : OF_NOTHING, 0);
@@ -169,7 +169,7 @@ static int record(void *handle, int state, NcclState *arguments)
 static bool has_room(int nodes, int ranks)
 {
     uint64_t known = 1;
-    for (int i = 0; i < MOST_COMMUNICATORS; i++) {
+    for (int i = 0; i < MAX_COMMUNICATORS; i++) {
         known += atomic_load_explicit(&communicators[i].used, memory_order_relaxed) != 0;
     }
     struct statvfs shared_memory;
@@ -189,7 +189,7 @@ static int init(void **context, int *mask, int version, int nodes, int ranks)
         give_up(NO_ROOM);
     }
     mask_used(mask, version);
-    for (int i = 0; i < MOST_COMMUNICATORS; i++) {
+    for (int i = 0; i < MAX_COMMUNICATORS; i++) {
         Communicator *communicator = &communicators[i];
         if (!atomic_exchange_explicit(&communicator->used, 1, memory_order_acquire)) {
             communicator->mask = mask;
@@ -230,16 +230,16 @@ EXPORT const NcclProfilerV5 ncclProfiler_v5 = {"torchlens_perf", init_v5, start_
 EXPORT const NcclProfilerV5 ncclProfiler_v6 = {"torchlens_perf", init_v5, start_v5, stop, record, finalize};
 
 /* What to record with; NULL for nothing. Returns 0 for another version of the interface. */
-EXPORT int torchlens_perf_nccl_attach(const CollectiveMarks *told)
+EXPORT int torchlens_perf_nccl_attach(const CollectiveMarks *attached)
 {
-    if (told != NULL && told->version != COLLECTIVE_MARKS_VERSION) {
+    if (attached != NULL && attached->version != COLLECTIVE_MARKS_VERSION) {
         return 0;
     }
-    atomic_store_explicit(&marks, told, memory_order_release);
+    atomic_store_explicit(&marks, attached, memory_order_release);
     return 1;
 }
 
-/* Whether NCCL is to tell of its kernels, from the next ones on, in communicators that there are or will be. */
+/* Whether NCCL is to report its kernels, from the next ones on, in communicators that there are or will be. */
 EXPORT void torchlens_perf_nccl_switch(int on)
 {
     switch_timing(on);
@@ -265,7 +265,7 @@ EXPORT void torchlens_perf_nccl_forked(void)
     atomic_store_explicit(&marks, NULL, memory_order_release);
     masks_forked();
     operations_forked();
-    for (int i = 0; i < MOST_COMMUNICATORS; i++) {
+    for (int i = 0; i < MAX_COMMUNICATORS; i++) {
         atomic_store_explicit(&communicators[i].line.busy, 0, memory_order_relaxed);
     }
 }

@@ -151,7 +151,7 @@ void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, int64_t e
     }
 }
 
-void charge_tool(Recorder *self, int64_t tool_ns)
+void add_overhead(Recorder *self, int64_t tool_ns)
 {
     credit(open_spans(self), tool_ns, tool_ns);
     self->header->tool_ns += (uint64_t)tool_ns;
@@ -339,10 +339,10 @@ static PyObject *recorder_end_module(Recorder *self, PyObject *const *args, Py_s
     Py_RETURN_FALSE;
 }
 
-static PyObject *recorder_interval(Recorder *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *recorder_record_span(Recorder *self, PyObject *const *args, Py_ssize_t count)
 {
     int64_t values[7] = {0}; /* kind, name_id, start_ns, duration_ns, flags, value0, value1 */
-    if (read_integers("interval", args, count, 4, 7, values) < 0) {
+    if (read_integers("record_span", args, count, 4, 7, values) < 0) {
         return NULL;
     }
     if (self->header != NULL) {
@@ -372,7 +372,7 @@ static void write_thread_time(Recorder *self, int64_t start_ns, int64_t duration
         return;
     }
     if (self->thread_time.measured) {
-        thread_time_mark(&self->thread_time, innermost_phase(&self->header->stack));
+        thread_time_mark(&self->thread_time, current_phase(&self->header->stack));
     }
     if (!thread_time_step(&self->thread_time, duration_ns, phases)) {
         return;
@@ -417,19 +417,19 @@ static PyObject *recorder_next_step(Recorder *self, PyObject *const *args, Py_ss
     return PyLong_FromUnsignedLongLong(++self->header->step);
 }
 
-static PyObject *recorder_charge(Recorder *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *recorder_add_overhead(Recorder *self, PyObject *const *args, Py_ssize_t count)
 {
     int64_t tool_ns;
-    if (read_integers("charge", args, count, 1, 1, &tool_ns) < 0) {
+    if (read_integers("add_overhead", args, count, 1, 1, &tool_ns) < 0) {
         return NULL;
     }
     if (self->header != NULL) {
-        charge_tool(self, tool_ns);
+        add_overhead(self, tool_ns);
     }
     Py_RETURN_NONE;
 }
 
-/* start_thread_time(): from here on, whether the kernel tells. */
+/* start_thread_time(): measures from here on. Returns whether the kernel reports the times. */
 static PyObject *recorder_start_thread_time(Recorder *self, PyObject *unused)
 {
     return PyBool_FromLong(self->header != NULL && this_thread() == self->owner &&
@@ -441,7 +441,7 @@ static PyObject *recorder_own_work_paused(Recorder *self, PyObject *unused)
 {
     if (self->header != NULL && this_thread() == self->owner) {
         if (self->thread_time.measured) {
-            thread_time_mark(&self->thread_time, innermost_phase(&self->header->stack));
+            thread_time_mark(&self->thread_time, current_phase(&self->header->stack));
             self->thread_time.paused = 1;
         }
     }
@@ -550,9 +550,9 @@ static PyMethodDef recorder_methods[] = {
     {"drop", FASTCALL(recorder_drop), METH_FASTCALL, NULL},
     {"begin_module", FASTCALL(recorder_begin_module), METH_FASTCALL, NULL},
     {"end_module", FASTCALL(recorder_end_module), METH_FASTCALL, NULL},
-    {"interval", FASTCALL(recorder_interval), METH_FASTCALL, NULL},
+    {"record_span", FASTCALL(recorder_record_span), METH_FASTCALL, NULL},
     {"next_step", FASTCALL(recorder_next_step), METH_FASTCALL, NULL},
-    {"charge", FASTCALL(recorder_charge), METH_FASTCALL, NULL},
+    {"add_overhead", FASTCALL(recorder_add_overhead), METH_FASTCALL, NULL},
     {"start_collectives", (PyCFunction)recorder_start_collectives, METH_O, NULL},
     {"issue", FASTCALL(recorder_issue), METH_FASTCALL, NULL},
     {"returned", FASTCALL(recorder_returned), METH_FASTCALL, NULL},
@@ -571,12 +571,12 @@ static PyMethodDef recorder_methods[] = {
     {"abandon", (PyCFunction)recorder_abandon, METH_NOARGS, NULL},
     {"set_nvtx", (PyCFunction)recorder_set_nvtx, METH_VARARGS, NULL},
     {"set_device_clock", (PyCFunction)recorder_set_device_clock, METH_VARARGS, NULL},
-    {"late", FASTCALL(recorder_late), METH_FASTCALL, NULL},
+    {"record_completed", FASTCALL(recorder_record_completed), METH_FASTCALL, NULL},
     {NULL},
 };
 
 static PyMemberDef recorder_members[] = {
-    {"probe", T_INT, offsetof(Recorder, probe), 0, NULL},
+    {"sampled", T_INT, offsetof(Recorder, sampled), 0, NULL},
     {"backwards", T_INT, offsetof(Recorder, backwards), READONLY, NULL},
     {NULL},
 };

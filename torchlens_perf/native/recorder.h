@@ -1,6 +1,6 @@
 /* The recorder and its marks.
  *
- * recorder.py holds the same in Python; tests/test_recorder.py runs every test over both. Everything here runs with the
+ * recorder/recorder.py holds the same in Python; tests/recorder/test_recorder.py runs every test over both. Everything here runs with the
  * GIL held, which is the only lock: a mark takes no other, allocates nothing and makes no system call but the clock's
  * vDSO read.
  */
@@ -47,7 +47,7 @@ typedef struct {
     int shared;        /* not 0: records are also written without the GIL, see collective.c */
     ThreadTime thread_time;
     int64_t waited_ns; /* how long the owner was blocked in collectives, in total */
-    int probe;     /* not 0: module calls show their arguments and results to their observers */
+    int sampled;   /* not 0: module calls show their arguments and results to their observers */
     int backwards; /* open BACKWARD spans, on any thread */
 } Recorder;
 
@@ -60,13 +60,13 @@ void nvtx_open(Recorder *self, uint32_t name_id);
 void device_open(Recorder *self, uint32_t kind, uint64_t depth);
 void device_close(Recorder *self, const Frame *frame, uint64_t depth);
 PyObject *recorder_set_device_clock(Recorder *self, PyObject *args);
-PyObject *recorder_late(Recorder *self, PyObject *const *args, Py_ssize_t count);
+PyObject *recorder_record_completed(Recorder *self, PyObject *const *args, Py_ssize_t count);
 uint32_t attribute_elsewhere(Recorder *self, Frame *frame, int64_t end_ns);
 void spans_drop(Recorder *self, Stack *stack, uint64_t depth);
 void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, int64_t end_ns, uint32_t flags,
                       uint64_t value0, uint64_t value1);
 uint32_t kind_of_call(Recorder *self, Stack *stack);
-void charge_tool(Recorder *self, int64_t tool_ns);
+void add_overhead(Recorder *self, int64_t tool_ns);
 int read_integers(const char *name, PyObject *const *args, Py_ssize_t count, Py_ssize_t least, Py_ssize_t most,
                   int64_t *values);
 int thread_time_start(ThreadTime *times);
@@ -178,7 +178,7 @@ static inline void write_record(Recorder *self, Record *record, uint32_t kind, u
 }
 
 /* The phase that the owner is in. */
-static inline uint32_t innermost_phase(const Stack *stack)
+static inline uint32_t current_phase(const Stack *stack)
 {
     uint64_t depth = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
     while (depth-- > 1) {
@@ -209,7 +209,7 @@ static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, ui
     }
     if (is_phase(kind) && self->thread_time.measured && stack == &self->header->stack) {
         stack->depth = depth;
-        thread_time_mark(&self->thread_time, innermost_phase(stack));
+        thread_time_mark(&self->thread_time, current_phase(stack));
         stack->depth = depth + 1;
     }
     Frame *frame = &stack->frames[depth];

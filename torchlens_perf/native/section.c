@@ -8,7 +8,7 @@
 
 #include <structmember.h>
 
-enum { MOST_SECTIONS = 4096 }; /* names made up in a loop must not grow the process; the surplus shares one section */
+enum { MAX_SECTIONS = 4096 }; /* names made up in a loop must not grow the process; the surplus shares one section */
 
 typedef struct {
     PyObject_HEAD
@@ -32,7 +32,7 @@ static struct recent {
     PyObject *name;
     PyObject *section; /* borrowed: sections are never freed */
 } recents[RECENTS];
-static PyObject *decorator; /* (section, function) -> wrapped function; recorder.py's */
+static PyObject *decorator; /* (section, function) -> wrapped function; recorder/recorder.py's */
 
 static int section_resolve(Section *self, Recorder *recorder)
 {
@@ -188,7 +188,7 @@ PyObject *section_lookup(PyObject *module, PyObject *name)
         PyErr_Format(PyExc_TypeError, "section() takes a name, got %.80s", Py_TYPE(name)->tp_name);
         return NULL;
     }
-    if (PyDict_GET_SIZE(sections) >= MOST_SECTIONS) {
+    if (PyDict_GET_SIZE(sections) >= MAX_SECTIONS) {
         section = PyDict_GetItem(sections, overflow_name);
         Py_XINCREF(section);
         return section;

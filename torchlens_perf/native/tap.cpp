@@ -1,4 +1,4 @@
-// The tap on c10d's operators, in C++: built against the torch at hand by `torchlens-perf build-tap` (native_tap.py).
+// The tap on c10d's operators, in C++: built against the torch at hand by `torchlens-perf build-tap` (recorder/native_tap.py).
 //
 // A kernel at BackendSelect sees every collective and point-to-point operation, also those that DDP's reducer, FSDP2,
 // DTensor and compiled graphs issue from C++, and sends it on unchanged. hooks/collective.py does the same in Python
@@ -166,13 +166,13 @@ void fill(Calls &calls, const Key &key, int64_t backend_sequence)
         const Operator &called = *key.called;
         const std::string group(key.group);
         const char *dtype = key.dtype == c10::ScalarType::Undefined ? "" : c10::toString(key.dtype);
-        PyObject *told = PyObject_CallFunction(describe, "sssLsL", called.name.c_str(), group.c_str(), dtype,
-                                               static_cast<long long>(key.peer),
-                                               c10::DeviceTypeName(key.device, true).c_str(),
-                                               static_cast<long long>(backend_sequence));
+        PyObject *result = PyObject_CallFunction(describe, "sssLsL", called.name.c_str(), group.c_str(), dtype,
+                                                 static_cast<long long>(key.peer),
+                                                 c10::DeviceTypeName(key.device, true).c_str(),
+                                                 static_cast<long long>(backend_sequence));
         unsigned int name_id = 0, slot = 0, first = 0;
         int calls_back = 0, waited_for = 0;
-        if (told != nullptr && PyArg_ParseTuple(told, "IIIpp", &name_id, &slot, &first, &calls_back, &waited_for)) {
+        if (result != nullptr && PyArg_ParseTuple(result, "IIIpp", &name_id, &slot, &first, &calls_back, &waited_for)) {
             calls.name_id = name_id;
             calls.slot = slot;
             calls.calls_back = calls_back != 0;
@@ -193,7 +193,7 @@ void fill(Calls &calls, const Key &key, int64_t backend_sequence)
         } else {
             PyErr_WriteUnraisable(describe);
         }
-        Py_XDECREF(told);
+        Py_XDECREF(result);
     }
     PyGILState_Release(state);
 }
@@ -343,15 +343,15 @@ PyObject *attach(PyObject *, PyObject *args)
                           &function)) {
         return nullptr;
     }
-    auto told = static_cast<const CollectiveMarks *>(PyCapsule_GetPointer(capsule, COLLECTIVE_MARKS_CAPSULE));
-    if (told == nullptr) {
+    auto attached = static_cast<const CollectiveMarks *>(PyCapsule_GetPointer(capsule, COLLECTIVE_MARKS_CAPSULE));
+    if (attached == nullptr) {
         return nullptr;
     }
-    if (told->version != COLLECTIVE_MARKS_VERSION) {
+    if (attached->version != COLLECTIVE_MARKS_VERSION) {
         PyErr_SetString(PyExc_RuntimeError, "built for another version of torchlens_perf");
         return nullptr;
     }
-    marks = told;
+    marks = attached;
     Py_INCREF(function);
     Py_XSETREF(describe, function);
     watch_number++;

@@ -1,4 +1,4 @@
-// Device times of a tapped operation from Python (hooks/collective_events.py), where nothing else tells of them.
+// Device times of a tapped operation from Python (hooks/on_device/nccl.py), if nothing else reports them.
 #ifndef TORCHLENS_PERF_NATIVE_TAP_TIMING_H
 #define TORCHLENS_PERF_NATIVE_TAP_TIMING_H
 

@@ -1,7 +1,7 @@
 /* CPU time of the training thread in each phase, and the time that it stood ready there without a CPU.
  *
  * Linux adds both up per thread (Documentation/scheduler/sched-stats.rst: /proc/PID/task/TID/schedstat, in ns). They are
- * read where a phase begins or ends: one system call of about 1 us each. Steps shorter than LEAST_STEP_NS, and those with
+ * read where a phase begins or ends: one system call of about 1 us each. Steps shorter than MIN_STEP_NS, and those with
  * very many phases, are not measured, to keep the cost below a thousandth.
  */
 #include "recorder.h"
@@ -11,8 +11,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { MOST_READS = 64 };
-static const int64_t LEAST_STEP_NS = 10000000;
+enum { MAX_READS = 64 };
+static const int64_t MIN_STEP_NS = 10000000;
 
 /* strtoll() would look at the locale. */
 static const char *parse(const char *text, int64_t *value)
@@ -36,7 +36,7 @@ static int read_times(ThreadTime *times, int64_t *cpu_ns, int64_t *ready_ns)
     return 0;
 }
 
-/* On the owner's thread. Returns whether the kernel tells. */
+/* On the owner's thread. Returns whether the kernel reports the times. */
 int thread_time_start(ThreadTime *times)
 {
     char path[64];
@@ -66,7 +66,7 @@ void thread_time_stop(ThreadTime *times)
 void thread_time_mark(ThreadTime *times, uint32_t kind)
 {
     int64_t cpu_ns, ready_ns;
-    if (++times->reads > MOST_READS || read_times(times, &cpu_ns, &ready_ns) < 0) {
+    if (++times->reads > MAX_READS || read_times(times, &cpu_ns, &ready_ns) < 0) {
         times->measured = 0;
         return;
     }
@@ -85,7 +85,7 @@ int thread_time_step(ThreadTime *times, int64_t duration_ns, PhaseTime *phases)
     memset(times->phases, 0, sizeof(times->phases));
     times->reads = 0;
     times->paused = 0;
-    int wanted = times->on && duration_ns >= LEAST_STEP_NS;
+    int wanted = times->on && duration_ns >= MIN_STEP_NS;
     if (wanted && !measured && read_times(times, &times->last_cpu_ns, &times->last_ready_ns) < 0) {
         wanted = 0;
     }

@@ -5,29 +5,43 @@ The top level is stable: `schema` counts up when a field changes its meaning or 
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
-from torchlens_perf.collective_statistics import merged_operations
-from torchlens_perf.node_judge import place_of
-from torchlens_perf.node_state import NodeState, ProcessState
-from torchlens_perf.rank_statistics import RankStatistics, Windows
-from torchlens_perf.records import Verdict
-from torchlens_perf.report import verdict
+from torchlens_perf.analysis.collectives.slow_link import LinkFindings, slow_links
+from torchlens_perf.analysis.collectives.statistics import merged_operations
+from torchlens_perf.analysis.node_state import NodeState, ProcessState
+from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
+from torchlens_perf.analysis.stragglers.detector import place_of
+from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.words import verdict
+from torchlens_perf.analysis.words.oom import out_of_memory_note
+from torchlens_perf.analysis.words.stragglers import SlowRankContext
 from torchlens_perf.report.collective_table import collective_rows, newest_joins, python_tap_notes
-from torchlens_perf.report.device_rows import device_notes, device_sections, device_times, own_device_times
+from torchlens_perf.report.device_table import device_notes, device_sections, device_times, memory_notes, memory_of
 from torchlens_perf.report.distribution import distribution
-from torchlens_perf.report.gpu_rows import gpu_rows, link_rows, telemetry_notes
-from torchlens_perf.report.heat import heat
-from torchlens_perf.report.memory_rows import memory_notes, memory_of
-from torchlens_perf.report.oom_words import out_of_memory_note
+from torchlens_perf.report.gpu_table import gpu_rows, link_rows, telemetry_notes
+from torchlens_perf.report.heat_map import heat
+from torchlens_perf.report.module_rows import module_rows, section_rows
 from torchlens_perf.report.step_classes import phases, sampled_lack_of_cpu, step_classes, typical_step
-from torchlens_perf.ring import Flag
-from torchlens_perf.site import site
-from torchlens_perf.sketch import Sketch
-from torchlens_perf.slow_link import LinkFindings, slow_links
-from torchlens_perf.straggler import Place
+from torchlens_perf.run.records import Verdict
+from torchlens_perf.run.ring import Flag
+from torchlens_perf.run.sketch import merged
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import (
+        Capture,
+        Facts,
+        Quality,
+        Rank,
+        Report,
+        Run,
+        Steps,
+        Trend,
+        VerdictRow,
+    )
 
 SCHEMA = 2
 # A mark in the middle of a step costs about this much more than the tight loop's 0.1 us: caches are cold there
@@ -35,42 +49,37 @@ SCHEMA = 2
 MARK_NS = 400.0
 
 
-def build(run_id: str, nodes: list[NodeState], captures: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ()) -> Report:
     """The report on a run, live or finished. Of a run that was restarted, its last attempt.
 
     captures: of the run directory, see captures.py.
     """
     processes = _latest_attempt(nodes)
-    merged, warm_up = Sketch(), Sketch()
-    for process in processes.values():
-        merged.merge(process.statistics.step)
-        warm_up.merge(process.statistics.warm_up)
     windows = {rank: process.statistics.history.windows() for rank, process in processes.items()}
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
-    joins = [node.join.to_json() for node in nodes]
-    links = _links(joins, processes)
-    report: dict[str, Any] = {
+    links = _links(nodes, processes)
+    facts: Facts = {
         "schema": SCHEMA,
         "run": _run(run_id, nodes, processes),
-        "steps": _steps(merged, warm_up, processes, windows),
+        "steps": _steps(processes, windows),
         "ranks": [_rank(rank, processes[rank]) for rank in sorted(processes)],
         "heat": heat(windows, judging.findings, _places(processes)),
-        "modules": _modules(processes),
-        "sections": _sections(processes),
+        "modules": module_rows(processes),
+        "sections": section_rows(processes),
         "device_sections": device_sections(processes),
         "gpus": gpu_rows(nodes, processes),
         "links": link_rows(nodes),
-        "collectives": collective_rows(joins),
-        "slow_links": links.to_json(),
+        "collectives": collective_rows([node.join for node in nodes]),
+        "slow_links": dataclasses.asdict(links),
         "captures": list(captures),
         "quality": _quality(nodes, processes),
     }
-    for rank in report["ranks"]:
-        report["quality"]["notes"] += [*memory_notes(rank), *filter(None, [out_of_memory_note(rank)])]
-    hang = next((node.hang for node in nodes if node.hang is not None and report["run"]["live"]), None)
-    found = verdict.verdicts(report, judging.findings, judging.named, hang, links)
-    report["verdicts"] = [{**each.to_json(), "where": _where(each, processes)} for each in found]
-    return report
+    for rank in facts["ranks"]:
+        facts["quality"]["notes"] += [*memory_notes(rank), *filter(None, [out_of_memory_note(rank)])]
+    hang = next((node.hang for node in nodes if node.hang is not None and facts["run"]["live"]), None)
+    found = verdict.verdicts(facts, judging.findings, judging.named, hang, links)
+    rows = [{**dataclasses.asdict(each), "where": _where(each, processes)} for each in found]
+    return {**facts, "verdicts": cast("list[VerdictRow]", rows)}
 
 
 def _where(each: Verdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
@@ -85,35 +94,32 @@ def _where(each: Verdict, processes: dict[int, ProcessState]) -> dict[str, str] 
 def slow_link_verdict(nodes: list[NodeState]) -> Verdict | None:
     """The report's verdict on slow links; None if none is slow. For alerts, which need no other part of the report."""
     processes = _latest_attempt(nodes)
-    links = _links([node.join.to_json() for node in nodes], processes)
+    links = _links(nodes, processes)
     if not links.links:
         return None
-    merged = Sketch()
-    for process in processes.values():
-        merged.merge(process.statistics.step)
-    return verdict.slow_link({"count": _counted_steps(processes), **distribution(merged)}, links)
+    steps = merged(process.statistics.step for process in processes.values())
+    return verdict.slow_link(_counted_steps(processes), distribution(steps)["mean_s"], links)
 
 
-def for_alerts(nodes: list[NodeState]) -> dict[str, Any]:
+def for_alerts(nodes: list[NodeState]) -> SlowRankContext:
     """What sentences on slow ranks take from the report, which alerts need no other part of."""
     processes = _latest_attempt(nodes)
-    return {"run": {"device": _device(processes)}, "modules": _modules(processes)}
+    return SlowRankContext(_device(processes), module_rows(processes))
 
 
-def _links(joins: list[dict[str, Any]], processes: dict[int, ProcessState]) -> LinkFindings:
+def _links(nodes: list[NodeState], processes: dict[int, ProcessState]) -> LinkFindings:
     hosts = {rank: process.identity.host for rank, process in processes.items()}
-    return slow_links(merged_operations([join.operations() for join in newest_joins(joins)]), hosts)
+    return slow_links(
+        merged_operations([join.operations() for join in newest_joins(node.join for node in nodes)]), hosts
+    )
 
 
 def _counted_steps(processes: dict[int, ProcessState]) -> int:
     return max((process.statistics.counted_steps for process in processes.values()), default=0)
 
 
-def _places(processes: dict[int, ProcessState]) -> dict[int, Place]:
-    return {
-        rank: place_of(rank, process.identity.host, process.model, process.groups, site(process.identity.attributes))
-        for rank, process in processes.items()
-    }
+def _places(processes: dict[int, ProcessState]) -> dict[int, Placement]:
+    return {rank: place_of(each.identity, each.model, each.groups) for rank, each in processes.items()}
 
 
 def _latest_attempt(nodes: list[NodeState]) -> dict[int, ProcessState]:
@@ -129,7 +135,7 @@ def _latest_attempt(nodes: list[NodeState]) -> dict[int, ProcessState]:
     return {each.identity.rank: each for each, world in zip(processes, worlds, strict=True) if world == worlds[-1]}
 
 
-def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]) -> dict[str, Any]:
+def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]) -> Run:
     started = [_unix_ns(p, p.statistics.started_ns) for p in processes.values() if p.statistics.started_ns is not None]
     ended = [_unix_ns(p, p.statistics.ended_ns) for p in processes.values() if p.statistics.ended_ns is not None]
     live = any(not process.ended for process in processes.values())
@@ -166,19 +172,19 @@ def _time(unix_ns: int) -> str:
     return datetime.datetime.fromtimestamp(unix_ns / 1e9, datetime.timezone.utc).isoformat(timespec="milliseconds")
 
 
-def _steps(
-    merged: Sketch, warm_up: Sketch, processes: dict[int, ProcessState], windows: dict[int, Windows]
-) -> dict[str, Any]:
+def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows]) -> Steps:
     """Step times without the first WARM_UP_STEPS of each rank, which `warm_up_max_s` tells of."""
-    steps: dict[str, Any] = {"count": _counted_steps(processes)}
-    steps.update(distribution(merged))
-    steps["warm_up_max_s"] = warm_up.largest / 1e9 if warm_up.count else None
-    steps["trend"] = _trend(windows)
-    steps["inference"] = any(_is_inference(p) for p in processes.values())
-    steps["micro_steps"] = max((p.statistics.micro_steps for p in processes.values()), default=0)
-    steps.update(step_classes(processes.values()))
-    steps["sampled_lack_of_cpu"] = sampled_lack_of_cpu(processes.values())
-    return steps
+    warm_up = merged(process.statistics.warm_up for process in processes.values())
+    return {
+        "count": _counted_steps(processes),
+        **distribution(merged(process.statistics.step for process in processes.values())),
+        "warm_up_max_s": warm_up.max_ns / 1e9 if warm_up.count else None,
+        "trend": _trend(windows),
+        "inference": any(_is_inference(p) for p in processes.values()),
+        "micro_steps": max((p.statistics.micro_steps for p in processes.values()), default=0),
+        **step_classes(processes.values()),
+        "sampled_lack_of_cpu": sampled_lack_of_cpu(processes.values()),
+    }
 
 
 def _is_inference(process: ProcessState) -> bool:
@@ -191,7 +197,7 @@ def _is_inference(process: ProcessState) -> bool:
     return 2 * inference > sum(counts.values())
 
 
-def _trend(windows: dict[int, Windows]) -> dict[str, Any] | None:
+def _trend(windows: dict[int, Windows]) -> Trend | None:
     """Median step time of the first and the last third of the run, without warm-up; None for a short run."""
     usable = [w.duration_ns[1:] for w in windows.values() if len(w.duration_ns) >= 7]
     if not usable:
@@ -208,7 +214,7 @@ def _trend(windows: dict[int, Windows]) -> dict[str, Any] | None:
     }
 
 
-def _rank(rank: int, process: ProcessState) -> dict[str, Any]:
+def _rank(rank: int, process: ProcessState) -> Rank:
     statistics = process.statistics
     typical = typical_step(statistics)
     return {
@@ -236,87 +242,7 @@ def _rank(rank: int, process: ProcessState) -> dict[str, Any]:
     }
 
 
-def _modules(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
-    """All timed modules by own forward time, most first.
-
-    `by_rank` holds each rank's own time in a typical step: its share of the forward phase there; `backward_by_rank` its
-    median backward time, from the steps in which that was taken, with the modules inside it.
-    """
-    rows: list[dict[str, Any]] = []
-    own_s = {rank: _own_s_of_modules(process) for rank, process in processes.items()}
-    for name in _all_names(processes, "modules"):
-        merged, by_rank = Sketch(), {}
-        backward, backward_by_rank = Sketch(), {}
-        device = Sketch()
-        for rank, process in processes.items():
-            sketch = process.statistics.modules.get(name)
-            if sketch is not None:
-                merged.merge(sketch)
-                by_rank[str(rank)] = own_s[rank][name]
-            device.merge(process.statistics.device.modules.get(name, Sketch()))
-            sampled = process.statistics.module_backwards.get(name)
-            if sampled is not None:
-                backward.merge(sampled)
-                backward_by_rank[str(rank)] = sampled.quantile_ns(0.5) / 1e9
-        rows.append(
-            {
-                "name": name,
-                "calls": merged.count,
-                "own_s": distribution(merged),
-                "own_s_per_step": sum(by_rank.values()) / len(by_rank),
-                "by_rank": by_rank,
-                "backward_s": distribution(backward) if backward.count else None,
-                "backward_by_rank": backward_by_rank,
-                "device_s": distribution(device) if device.count else None,
-            }
-        )
-    own_on_device = own_device_times(processes, [row["name"] for row in rows])
-    for row in rows:
-        row["device_own_s_per_step"] = own_on_device.get(row["name"])
-    return sorted(rows, key=lambda row: (-(row["device_own_s_per_step"] or 0.0), -row["own_s_per_step"]))
-
-
-def _own_s_of_modules(process: ProcessState) -> dict[str, float]:
-    typical = typical_step(process.statistics)
-    forward_s = typical["parts"].get("forward", 0.0) if typical is not None else 0.0
-    return {name: share * forward_s for name, share in process.statistics.module_shares().items()}
-
-
-def _per_step_s(sketch: Sketch, process: ProcessState) -> float:
-    return sketch.sum_ns / 1e9 / max(1, process.statistics.step.count)
-
-
-def _sections(processes: dict[int, ProcessState]) -> list[dict[str, Any]]:
-    rows = []
-    for name in _all_names(processes, "sections"):
-        merged, by_rank, device = Sketch(), {}, Sketch()
-        for rank, process in processes.items():
-            device.merge(process.statistics.device.sections.get(name, Sketch()))
-            sketch: Sketch | None = process.statistics.sections.get(name)
-            if sketch is not None:
-                merged.merge(sketch)
-                by_rank[str(rank)] = _per_step_s(sketch, process)
-        rows.append(
-            {
-                "name": name,
-                "calls": merged.count,
-                "total_s": distribution(merged),
-                "s_per_step": sum(by_rank.values()) / len(by_rank),
-                "by_rank": by_rank,
-                "device_s": distribution(device) if device.count else None,
-            }
-        )
-    return sorted(rows, key=lambda row: -row["s_per_step"])
-
-
-def _all_names(processes: dict[int, ProcessState], table: str) -> list[str]:
-    names: dict[str, None] = {}
-    for process in processes.values():
-        names.update(dict.fromkeys(getattr(process.statistics, table)))
-    return list(names)
-
-
-def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> dict[str, Any]:
+def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Quality:
     statistics: list[RankStatistics] = [process.statistics for process in processes.values()]
     notes = list(dict.fromkeys(note for node in nodes for note in (*node.notes, *node.passing_notes)))
     for rank in sorted(processes):
@@ -349,10 +275,7 @@ def _overhead_share(processes: dict[int, ProcessState]) -> float | None:
     Taken by the steps after the warm-up, if there are any: one that compiles for a minute would hide what we cost.
     """
     statistics = [process.statistics for process in processes.values()]
-    steps, warm_up = Sketch(), Sketch()
-    for each in statistics:
-        steps.merge(each.step)
-        warm_up.merge(each.warm_up)
+    steps, warm_up = merged(each.step for each in statistics), merged(each.warm_up for each in statistics)
     taken = steps if steps.count else warm_up
     if not taken.sum_ns:
         return None
@@ -379,7 +302,7 @@ def _rank_notes(process: ProcessState) -> list[str]:
         notes.append(f"rank {rank}: {process.internal_errors} errors of ours were kept away from training; see its log")
     notes += device_notes(process)
     if not process.native:
-        notes.append("recorded by the Python twin, not the native recorder: see torchlens-perf doctor")
+        notes.append("recorded by the Python implementation, not the native recorder: see torchlens-perf doctor")
     return notes
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torchlens_perf import capture_files
-from torchlens_perf.capture_files import TRACE
-from torchlens_perf.report.quantities import duration, printable
-from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.analysis.statistics.quantities import duration, printable
+from torchlens_perf.run import captures as capture_files
+from torchlens_perf.run.captures import TRACE
+from torchlens_perf.run.directory import RunDirectory
 
-_MOST_LINES = 8
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Capture, Report
+
+_MAX_LINES = 8
 
 
-def captures(run: RunDirectory) -> list[dict[str, Any]]:
+def captures(run: RunDirectory) -> list[Capture]:
     """A row for each rank that was captured, or asked for that, oldest first. Files are paths inside the run directory.
 
     `first_step` and `last_step` are null where no step was; `ended` tells why not all was that was asked.
     """
-    rows = []
-    for request in capture_files.requests(run.captures):
+    rows: list[Capture] = []
+    for request in capture_files.read_requests(run.captures)[0]:
         for rank in request.ranks:
             outcome = capture_files.outcome(run.captures, request, rank)
             if outcome is None:
@@ -44,14 +47,15 @@ def captures(run: RunDirectory) -> list[dict[str, Any]]:
     return rows
 
 
-def capture_lines(report: dict[str, Any], run_dir: str) -> list[str]:
+def capture_lines(report: Report, run_dir: str) -> list[str]:
     """A line for each of the last ones; where there are none and a rank is named, how to ask for one."""
     rows = report["captures"]
     if not rows:
         first = report["verdicts"][0]
         asks = first["kind"] == "straggler" and report["run"]["live"]
-        return [f"For a trace of it: torchlens-perf capture {printable(run_dir)} --rank {first['rank']}"] * asks
-    lines = [capture_line(row, run_dir) for row in rows[-_MOST_LINES:]]
+        line = f"For a trace of it: torchlens-perf capture {printable(run_dir)} --rank {first['rank']}"
+        return [line] if asks else []
+    lines = [capture_line(row, run_dir) for row in rows[-_MAX_LINES:]]
     if any(TRACE in row["files"] for row in rows):
         lines.append("Traces open in ui.perfetto.dev or chrome://tracing.")
     paused_s = sum(row["paused_s"] for row in rows)
@@ -60,8 +64,7 @@ def capture_lines(report: dict[str, Any], run_dir: str) -> list[str]:
     return lines
 
 
-def capture_line(row: dict[str, Any], run_dir: str) -> str:
-    """What came of a capture of one rank."""
+def capture_line(row: Capture, run_dir: str) -> str:
     if row["first_step"] is None:
         where = "".join(f" {printable(run_dir)}/{file['path']}" for file in row["files"].values())
         return f"not captured: rank {row['rank']}: {printable(row['ended'])}{where}"

@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torchlens_perf.collective_channel import Counts
-from torchlens_perf.collective_join import CollectiveJoin
-from torchlens_perf.collective_semantics import SEND_RECV, cannot_tell
-from torchlens_perf.collective_statistics import TOTALS, GroupKey, OperationStatistics, merged_operations
-from torchlens_perf.rank_ranges import ranges
-from torchlens_perf.report.quantities import amount, duration, duration_or_dash, printable
+from torchlens_perf.analysis.collectives.channel import Counts
+from torchlens_perf.analysis.collectives.join import CollectiveJoin
+from torchlens_perf.analysis.collectives.semantics import SEND_RECV, GroupKey, cannot_tell
+from torchlens_perf.analysis.collectives.statistics import TOTALS, OperationStatistics, merged_operations
+from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, printable
+from torchlens_perf.analysis.stragglers.detector import dimension
+from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.tables import Column, FittingTable
-from torchlens_perf.sketch import Sketch
-from torchlens_perf.slow_link import LinkFindings, SlowLink
+from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
-    from torchlens_perf.node_state import NodeState, ProcessState
+    from torchlens_perf.analysis.node_state import NodeState, ProcessState
+    from torchlens_perf.analysis.words.report import Collective
 
-_MOST_ROWS = 6
-_QUANTILES = {"p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99}
+_MAX_ROWS = 6
 _TIMES = tuple(name for name in TOTALS if name.endswith("_ns"))
 _Place = tuple[GroupKey, tuple[int, int] | None]
 
 
-def newest_joins(joins: Iterable[dict[str, Any]]) -> list[CollectiveJoin]:
-    """The nodes' joins from their JSON, those of the newest attempt. What is pending counts as unjoined."""
-    loaded = [CollectiveJoin.from_json(join) for join in joins]
-    newest = max((join.attempt for join in loaded), default=-1)
-    return [join for join in loaded if join.attempt == newest]
+def newest_joins(joins: Iterable[CollectiveJoin]) -> list[CollectiveJoin]:
+    """Of the nodes' joins, those of the newest attempt."""
+    nodes = list(joins)
+    newest = max((join.attempt for join in nodes), default=-1)
+    return [join for join in nodes if join.attempt == newest]
 
 
-def collective_rows(joins: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
     """One row for each operation, dtype and group, or pair of ranks; most bytes first.
 
-    joins: CollectiveJoin.to_json() of each node. `count` and `bytes` are sums over the records of all ranks, `joined`
+    joins: one of each node. `count` and `bytes` are sums over the records of all ranks, `joined`
     counts operations that were compared between ranks: all of them if `joined_whole`, else each node's own, so that
     nobody is known to have come last. Times are in seconds, bandwidths in bytes per second; null is
-    not known. `groups_operations` tells what became of all operations of the row's group, not of the row's alone.
+    not known. `groups_operations` counts what became of all operations of the row's group, not of the row's alone.
     """
     nodes = newest_joins(joins)
     counts: dict[_Place, Counts] = {}
@@ -62,14 +63,15 @@ def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessStat
     return [f"{means}; {outlook}" if outlook else means for outlook in outlooks]
 
 
-def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole: bool) -> dict[str, Any]:
+def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole: bool) -> Collective:
     """whole: all of its ranks are on one node. Those of several were compared on each node alone."""
     key, size = statistics.key, statistics.main_size()
     bandwidth = None if size is None else statistics.bandwidth(size)
     by_rank = statistics.totals()
     counted = counts.get((key.group, key.pair), Counts())
     seen = sorted({*statistics.ranks, *by_rank})
-    slowest = max(by_rank, key=lambda rank: (_lag_ns(by_rank[rank]), by_rank[rank]["last"]), default=None)
+    lags_ns = {rank: row["exposed_lag_ns"] + row["overlapped_lag_ns"] for rank, row in by_rank.items()}
+    slowest = max(by_rank, key=lambda rank: (lags_ns[rank], by_rank[rank]["last"]), default=None)
     if slowest is not None and not (whole and by_rank[slowest]["last"]):
         slowest = None
     return {
@@ -87,11 +89,11 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
         "bytes": statistics.bytes,
         "joined": statistics.joined,
         "joined_whole": whole,
-        "issue_s": _distribution(statistics.issue),
-        "duration_s": _distribution(statistics.duration),
-        "wait_s": _distribution(statistics.whole("wait")),
-        "wait_at_most_s": _distribution(statistics.whole("wait_at_most")),
-        "transfer_s": _distribution(statistics.whole("transfer")),
+        "issue_s": distribution(statistics.issue),
+        "duration_s": distribution(statistics.duration),
+        "wait_s": distribution(statistics.whole("wait")),
+        "wait_upper_bound_s": distribution(statistics.whole("wait_upper_bound")),
+        "transfer_s": distribution(statistics.whole("transfer")),
         "bandwidth_at_bytes": size.mean_bytes if bandwidth and size else None,
         "algbw": bandwidth[0] if bandwidth else None,
         "busbw": bandwidth[1] if bandwidth else None,
@@ -100,10 +102,7 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
             str(rank): {_unit(name): value / 1e9 if name in _TIMES else value for name, value in row.items()}
             for rank, row in by_rank.items()
         },
-        "groups_operations": {
-            name: getattr(counted, name)
-            for name in ("joined", "unjoined", "mismatched", "unended", "late_records", "unmatched_records")
-        },
+        "groups_operations": dataclasses.asdict(counted),
         "cannot_tell": list(
             cannot_tell(
                 key.operation,
@@ -124,20 +123,9 @@ def _unit(name: str) -> str:
     return name.removesuffix("_ns") + "_s" if name in _TIMES else name
 
 
-def _lag_ns(totals: dict[str, int]) -> int:
-    return totals["exposed_lag_ns"] + totals["overlapped_lag_ns"]
-
-
-def _distribution(sketch: Sketch) -> dict[str, float | None]:
-    if not sketch.count:
-        return {**dict.fromkeys(_QUANTILES), "max_s": None, "mean_s": None}
-    quantiles: dict[str, float | None] = {name: sketch.quantile_ns(q) / 1e9 for name, q in _QUANTILES.items()}
-    return {**quantiles, "max_s": sketch.largest / 1e9, "mean_s": sketch.mean_ns() / 1e9}
-
-
-def collective_table(rows: Sequence[dict[str, Any]]) -> FittingTable:
-    """The rows for a terminal. What could not be told is a dash, and the lines below say why."""
-    shown = rows[:_MOST_ROWS]
+def collective_table(rows: Sequence[Collective]) -> FittingTable:
+    """The rows for a terminal. A value that could not be determined is a dash, and the lines below say why."""
+    shown = rows[:_MAX_ROWS]
     columns = [
         Column("collective", [printable(row["operation"]) for row in shown], left=True),
         Column("ranks", [printable(_ranks(row)) for row in shown], left=True),
@@ -152,23 +140,19 @@ def collective_table(rows: Sequence[dict[str, Any]]) -> FittingTable:
     return FittingTable("collectives", columns, lambda headers: _notes(rows))
 
 
-def _ranks(row: dict[str, Any]) -> str:
+def _ranks(row: Collective) -> str:
     if row["pair"] is not None:
         return f"{row['pair'][0]} to {row['pair'][1]}"
     if row["ranks"] is None:
         return f"{row['ranks_seen']} seen"
-    text = f"{row['ranks']} {row['description'].removeprefix('mesh_')}" if _has_name(row) else row["ranks"]
+    text = f"{row['ranks']} {dimension(row['description'])}".rstrip()
     return text if row["ranks_seen"] == row["ranks"] else f"{text} ({row['ranks_seen']} seen)"
 
 
-def _has_name(row: dict[str, Any]) -> bool:
-    return row["description"] not in ("", "undefined", "default_pg")
-
-
-def _wait(row: dict[str, Any]) -> str:
+def _wait(row: Collective) -> str:
     """Total waiting of a rank by the mean, because a rank that is late now and then leaves no mark on the median."""
-    least, most = row["wait_s"]["mean_s"], row["wait_at_most_s"]["mean_s"]
-    if least is None:
+    least, most = row["wait_s"]["mean_s"], row["wait_upper_bound_s"]["mean_s"]
+    if least is None or most is None:
         return "-"
     mark = " ~" if row["asynchronous"] else ""
     if not row["joined_whole"]:
@@ -176,15 +160,16 @@ def _wait(row: dict[str, Any]) -> str:
     return f"{duration(least)}{mark}" if most <= 1.1 * least else f"<= {duration(most)}{mark}"
 
 
-def _transfer(row: dict[str, Any]) -> str:
+def _transfer(row: Collective) -> str:
     shortest = duration_or_dash(row["transfer_s"]["p50_s"])
     return shortest if row["joined_whole"] or shortest == "-" else f"<= {shortest}"
 
 
-def _bus(row: dict[str, Any]) -> str:
+def _bus(row: Collective) -> str:
     """A dash where the transfer may be mostly waiting."""
-    least, most = row["wait_s"]["mean_s"], row["wait_at_most_s"]["mean_s"]
-    if row["busbw"] is None or (row["pair"] is None and most > 1.1 * least):
+    least, most = row["wait_s"]["mean_s"], row["wait_upper_bound_s"]["mean_s"]
+    mostly_waiting = row["pair"] is None and least is not None and most is not None and most > 1.1 * least
+    if row["busbw"] is None or mostly_waiting:
         return "-"
     queues = row["asynchronous"] and not _is_by_device(row["by_device"], row["ended"])
     at_least = queues or not row["joined_whole"]
@@ -192,40 +177,40 @@ def _bus(row: dict[str, Any]) -> str:
     return about + amount(row["busbw"], "B/s")
 
 
-def _slowest(row: dict[str, Any]) -> str:
+def _slowest(row: Collective) -> str:
     if row["slowest_rank"] is None:
         return "-"
     share = row["by_rank"][str(row["slowest_rank"])]["last"] / row["joined"]
     return f"{row['slowest_rank']} (last in {share:.0%})"
 
 
-def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _notes(rows: Sequence[Collective]) -> list[str]:
     notes = ["wait: mean a rank; transfer: once the last was there; bus: bandwidth as nccl-tests has it"]
-    if any(row["asynchronous"] and row["joined"] for row in rows[:_MOST_ROWS]):
-        on_device = any(row["by_device"] for row in rows[:_MOST_ROWS])
+    if any(row["asynchronous"] and row["joined"] for row in rows[:_MAX_ROWS]):
+        on_device = any(row["by_device"] for row in rows[:_MAX_ROWS])
         what = "a rank's kernel began" if on_device else "a rank issued it"
         notes.append(f"~ asynchronous: how much earlier {what}, not time that it was blocked")
-    if any(row["joined"] and not row["joined_whole"] for row in rows[:_MOST_ROWS]):
+    if any(row["joined"] and not row["joined_whole"] for row in rows[:_MAX_ROWS]):
         notes.append(
             "where no node has all ranks, each compares its own: the wait is at least that, the transfer at most, and "
             "who came last is not known"
         )
-    shown = [row for row in rows[:_MOST_ROWS] if row["wait_s"]["mean_s"] is None]
+    shown = [row for row in rows[:_MAX_ROWS] if row["wait_s"]["mean_s"] is None]
     if shown:
         reasons = dict.fromkeys(f"{row['operation']}: {_why_not_joined(row)}" for row in shown)
         notes += list(reasons)
-    if len(rows) > _MOST_ROWS:
-        notes.append(f"{_MOST_ROWS} of {len(rows)}; --json has all, and what each cannot tell")
+    if len(rows) > _MAX_ROWS:
+        notes.append(f"{_MAX_ROWS} of {len(rows)}; --json has all, and what each cannot tell")
     return notes
 
 
-def _why_not_joined(row: dict[str, Any]) -> str:
+def _why_not_joined(row: Collective) -> str:
     counts = row["groups_operations"]
     if not row["ended"]:
         return str(row["cannot_tell"][0])
     if counts["unmatched_records"]:
         if row["operation"] == SEND_RECV:
-            return "a rank receives from any source, so that messages cannot be told apart"
+            return "a rank receives from any source, so its messages cannot be distinguished"
         if row["by_device"]:
             return "by their kernels' times, ranks left operations before others had come: they do not belong together"
         return "the ranks count this group's operations from different places, as after messages between two of them"
@@ -234,30 +219,3 @@ def _why_not_joined(row: dict[str, Any]) -> str:
     if counts["unjoined"]:
         return f"the records of some ranks never came, {counts['unjoined']} times"
     return "no other rank of the group is on this node"
-
-
-def slow_link_text(findings: LinkFindings) -> str:
-    """The slow links in words, for a verdict; why nothing could be told, if so; "" if none is slow."""
-    if not findings.links:
-        return findings.undecided
-    worst = findings.links[0]
-    text = f"{_link(worst)} is slow: {worst.operation} of {amount(worst.bytes, 'B')} takes "
-    text += f"{duration(worst.transfer_ns / 1e9)}, {duration(worst.peers_transfer_ns / 1e9)} on its {worst.peers} peers"
-    if worst.busbw is not None and worst.peers_busbw is not None:
-        text += f" ({amount(worst.busbw, 'B/s')} against {amount(worst.peers_busbw, 'B/s')} on the bus)"
-    at_most = "at most " if worst.overlapped else ""
-    text += f"; that cost {at_most}{duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
-    if len(findings.links) > 1:
-        text += f" {len(findings.links)} links are slow"
-        if findings.shared_ranks:
-            text += f"; all of them have rank {ranges(findings.shared_ranks)}"
-        elif findings.shared_nodes:
-            text += f"; all of them reach node {', '.join(map(printable, findings.shared_nodes))}"
-        text += "."
-    return text
-
-
-def _link(link: SlowLink) -> str:
-    if link.pair:
-        return f"the link from rank {link.ranks[0]} to {link.ranks[1]}"
-    return f"the communication of ranks {ranges(link.ranks)}"

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from torchlens_perf.sketch import Sketch
+from typing import TYPE_CHECKING
 
-_QUANTILES = {"p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99}
+from torchlens_perf.run.sketch import Sketch
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Distribution
 
 
-def distribution(sketch: Sketch) -> dict[str, float | None]:
+def distribution(sketch: Sketch) -> Distribution:
     """p50_s, p95_s, p99_s, max_s and mean_s; null where there is no value."""
     if not sketch.count:
-        return {**dict.fromkeys(_QUANTILES), "max_s": None, "mean_s": None}
-    quantiles: dict[str, float | None] = {name: sketch.quantile_ns(q) / 1e9 for name, q in _QUANTILES.items()}
-    return {**quantiles, "max_s": sketch.largest / 1e9, "mean_s": sketch.mean_ns() / 1e9}
+        return {"p50_s": None, "p95_s": None, "p99_s": None, "max_s": None, "mean_s": None}
+    return {
+        "p50_s": sketch.quantile_ns(0.5) / 1e9,
+        "p95_s": sketch.quantile_ns(0.95) / 1e9,
+        "p99_s": sketch.quantile_ns(0.99) / 1e9,
+        "max_s": sketch.max_ns / 1e9,
+        "mean_s": sketch.mean_ns() / 1e9,
+    }

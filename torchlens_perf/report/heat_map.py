@@ -7,15 +7,107 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-MOST_RANKS = 16
+from torchlens_perf.analysis.statistics.rank import Windows
+from torchlens_perf.analysis.stragglers.detector import Findings
+from torchlens_perf.analysis.stragglers.excess import excess_over_others
+from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.run.ring import Flag
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.analysis.words.report import Heat, HeatRank
+
+MAX_COLUMNS = 64
+_TAGS = {
+    "checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED, "capture": Flag.CAPTURED,
+}  # fmt: skip
+
+
+def heat(windows: Mapping[int, Windows], findings: Findings, places: Mapping[int, Placement]) -> Heat | None:
+    """The report's `heat`: at most MAX_COLUMNS windows, the same for all ranks. None if there is nobody to compare.
+
+    `excess` is a rank's work in a window, above the median of the other ranks that do the same, as a share of that
+    median; null where it, or all others, have no work there that can be compared. `slow` holds since and until which
+    step it was a straggler, null for still. `tags` has for each window what else any rank did in it.
+    """
+    ranks = [rank for rank in sorted(windows) if len(windows[rank].first_step)]
+    populations: dict[str, list[int]] = defaultdict(list)
+    for row, rank in enumerate(ranks):
+        populations[places[rank].population if rank in places else ""].append(row)
+    if all(len(rows) < 2 for rows in populations.values()):
+        return None
+    width, first, columns = _grid([windows[rank] for rank in ranks])
+    work_ns = np.stack([_mean_work(windows[rank], width, first, columns) for rank in ranks])
+    excess = np.full(work_ns.shape, np.nan)
+    for rows in populations.values():
+        excess[rows] = _excess(work_ns[rows])
+    rounded = [[round(value, 4) if value == value else None for value in values] for values in excess.tolist()]
+    slow = defaultdict(list)
+    for episode in sorted(findings.episodes, key=lambda episode: episode.since_step):
+        slow[episode.rank].append([episode.since_step, episode.until_step])
+    return {
+        "width": width,
+        "first_steps": [first + column * width for column in range(columns)],
+        "tags": _tags([windows[rank] for rank in ranks], width, first, columns),
+        "ranks": [{"rank": rank, "excess": row, "slow": slow[rank]} for rank, row in zip(ranks, rounded, strict=True)],
+    }
+
+
+def _grid(windows: list[Windows]) -> tuple[int, int, int]:
+    """Width and first step of the columns, and how many there are: windows of all ranks fit into them whole."""
+    width = max(each.width for each in windows)
+    low = min(int(each.first_step[0]) for each in windows)
+    high = max(int(each.first_step[-1]) + each.width for each in windows)
+    while (high - 1) // width - low // width >= MAX_COLUMNS:
+        width *= 2
+    return width, low // width * width, (high - 1) // width - low // width + 1
+
+
+def _mean_work(windows: Windows, width: int, first: int, columns: int) -> npt.NDArray[np.float64]:
+    at = (windows.first_step - first) // width
+    steps = np.bincount(at, windows.work_steps, columns)
+    sums = np.bincount(at, windows.work_sum_ns, columns)
+    means: npt.NDArray[np.float64] = np.divide(sums, steps, out=np.full(columns, np.nan), where=steps > 0)
+    return means
+
+
+def _excess(work_ns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """[ranks, columns] of ranks that do the same; NaN where there is no other rank."""
+    relative = np.full(work_ns.shape, np.nan)
+    for column, values in enumerate(work_ns.T):
+        present = np.flatnonzero(np.isfinite(values))
+        if len(present) > 1:
+            above = excess_over_others(values[present, None])[:, 0]
+            others = values[present] - above
+            known = others > 0
+            relative[present[known], column] = above[known] / others[known]
+    return relative
+
+
+def _tags(windows: list[Windows], width: int, first: int, columns: int) -> list[list[str]]:
+    flags = [0] * columns
+    for each in windows:
+        for step, found in each.tags.items():
+            column = (step - first) // width
+            if 0 <= column < columns:
+                flags[column] |= found
+    return [[name for name, flag in _TAGS.items() if found & flag] for found in flags]
+
+
+_T = TypeVar("_T")
+
+MAX_RANKS = 16
 _TYPICAL_RANKS = 4  # of those, where there are more: what the slow ones are to be laid beside
-_LEAST_COLUMNS, _WIDEST_CELL = 4, 3
+_MIN_COLUMNS, _WIDEST_CELL = 4, 3
 _BOUNDS = (0.03, 0.06, 0.12, 0.25)
 _SHADES, _ASCII_SHADES = "·░▒▓█", ".:+%#"
 _STYLES = ("dim", "", "yellow", "red", "bold red")
@@ -26,17 +118,17 @@ _TAG_WORDS = {"S": "saved a checkpoint", "E": "evaluated", "C": "compiled", "P":
 class HeatMap:
     """A rich renderable of report["heat"]; nothing where there is too little to see."""
 
-    def __init__(self, heat: dict[str, Any] | None) -> None:
+    def __init__(self, heat: Heat | None) -> None:
         self._heat = heat
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         heat = self._heat
-        if heat is None or len(heat["first_steps"]) < _LEAST_COLUMNS:
+        if heat is None or len(heat["first_steps"]) < _MIN_COLUMNS:
             return
         ranks = chosen(heat["ranks"])
         label = max(len(f"rank {rank['rank']} ") for rank in ranks)
         room = options.max_width - label - 2
-        if room < _LEAST_COLUMNS:
+        if room < _MIN_COLUMNS:
             return
         for line in _Picture(heat, ranks, label, room, ascii_only=options.ascii_only).lines():
             line.no_wrap, line.overflow = True, "crop"
@@ -46,9 +138,9 @@ class HeatMap:
         yield Text("")
 
 
-def chosen(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most MOST_RANKS of these ranks: the slow ones, those with most excess, and typical ones."""
-    if len(ranks) <= MOST_RANKS:
+def chosen(ranks: Sequence[HeatRank]) -> list[HeatRank]:
+    """At most MAX_RANKS of these ranks: the slow ones, those with most excess, and typical ones."""
+    if len(ranks) <= MAX_RANKS:
         return list(ranks)
     means = {rank["rank"]: _mean(rank["excess"]) for rank in ranks}
     by_slowness = sorted(
@@ -60,10 +152,10 @@ def chosen(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             rank["rank"],
         ),
     )
-    slow, others = by_slowness[: MOST_RANKS - _TYPICAL_RANKS], by_slowness[MOST_RANKS - _TYPICAL_RANKS :]
+    slow, others = by_slowness[: MAX_RANKS - _TYPICAL_RANKS], by_slowness[MAX_RANKS - _TYPICAL_RANKS :]
     usual = statistics.median(means[rank["rank"]] for rank in others)
     typical = sorted(others, key=lambda rank: (abs(means[rank["rank"]] - usual), rank["rank"]))[:_TYPICAL_RANKS]
-    return sorted([*slow, *typical], key=lambda rank: int(rank["rank"]))
+    return sorted([*slow, *typical], key=lambda rank: rank["rank"])
 
 
 def _mean(excess: Iterable[float | None]) -> float:
@@ -74,22 +166,20 @@ def _mean(excess: Iterable[float | None]) -> float:
 class _Picture:
     """The lines of a heat map that is as wide as there is room."""
 
-    def __init__(
-        self, heat: dict[str, Any], ranks: Sequence[dict[str, Any]], label: int, room: int, *, ascii_only: bool
-    ) -> None:
-        first_steps: list[int] = heat["first_steps"]
+    def __init__(self, heat: Heat, ranks: Sequence[HeatRank], label: int, room: int, *, ascii_only: bool) -> None:
+        first_steps = heat["first_steps"]
         self._ranks, self._label = ranks, label
         self._together = -(-len(first_steps) // room)  # windows in one column
         self._steps = first_steps[:: self._together]
         self._columns = len(self._steps)
         self._cell = max(1, min(_WIDEST_CELL, min(room, 64) // self._columns))
         self._tags = [sorted(set().union(*group)) for group in self._grouped(heat["tags"])]
-        self._column_steps = int(heat["width"]) * self._together
+        self._column_steps = heat["width"] * self._together
         self._shades = _ASCII_SHADES if ascii_only else _SHADES
         self._frame = "|" if ascii_only else "│"
         self._bar = tuple("`-'>" if ascii_only else "└─┘>")
 
-    def _grouped(self, values: Sequence[Any]) -> list[Sequence[Any]]:
+    def _grouped(self, values: Sequence[_T]) -> list[Sequence[_T]]:
         return [values[index : index + self._together] for index in range(0, len(values), self._together)]
 
     def lines(self) -> Iterator[Text]:
@@ -110,25 +200,26 @@ class _Picture:
             yield Text(" " * (self._label + 1) + below.rstrip())
         yield Text("step".rjust(self._label - 1) + "  " + self._axis(), style="dim")
 
-    def _episodes(self, slow: Sequence[tuple[int, int | None]]) -> str:
+    def _episodes(self, slow: Sequence[Sequence[int | None]]) -> str:
         """A bar below the cells of each time in which the rank was a straggler, with its steps where there is room."""
         width = self._columns * self._cell
         line = [" "] * width
         begin_mark, middle, end_mark, still = self._bar
         places = []
         for since, until in slow:
+            assert since is not None, "it may still last, but it has begun"
             begin = self._column(since) * self._cell
             end = width if until is None else min(width, (self._column(until - 1) + 1) * self._cell)
             bar = [begin_mark, *middle * (end - begin - 2), end_mark if until is not None else still]
             line[begin:end] = bar[: end - begin]
             places.append((begin, end, f"since {since}" if until is None else f"{since} to {until - 1}"))
         for begin, end, steps in places:
-            for told in (f" slow {steps} ", f" {steps} "):
-                at = next((at for at in (end, begin - len(told)) if _free(line, at, len(told))), None)
-                if at is None and len(told) <= end - begin - 2:
+            for caption in (f" slow {steps} ", f" {steps} "):
+                at = next((at for at in (end, begin - len(caption)) if _free(line, at, len(caption))), None)
+                if at is None and len(caption) <= end - begin - 2:
                     at = begin + 1
                 if at is not None:
-                    line[at : at + len(told)] = told
+                    line[at : at + len(caption)] = caption
                     break
         return "".join(line).rstrip()
 
@@ -143,9 +234,9 @@ class _Picture:
             every *= 2
         line = ""
         for column in range(0, self._columns, every):
-            at, told = column * self._cell, str(self._steps[column])
-            if at + len(told) <= self._columns * self._cell + 1 or not line:  # none that is cut off
-                line = line.ljust(at) + told
+            at, number = column * self._cell, str(self._steps[column])
+            if at + len(number) <= self._columns * self._cell + 1 or not line:  # none that is cut off
+                line = line.ljust(at) + number
         return line
 
 
@@ -163,7 +254,7 @@ def _letter(tags: Sequence[str]) -> str:
     return "*" if len(tags) > 1 else _TAG_LETTERS[tags[0]] if tags else " "
 
 
-def _legend(heat: dict[str, Any], ranks: Sequence[dict[str, Any]], shades: str) -> str:
+def _legend(heat: Heat, ranks: Sequence[HeatRank], shades: str) -> str:
     scale = f"{shades[0]} below {_BOUNDS[0]:.0%}"
     scale += "".join(f"  {shade} {bound:.0%}" for shade, bound in zip(shades[1:], _BOUNDS, strict=True))
     parts = [f"{scale} and more above the median of the others"]
@@ -175,7 +266,7 @@ def _legend(heat: dict[str, Any], ranks: Sequence[dict[str, Any]], shades: str) 
         words = [f"{letter} {word}" for letter, word in _TAG_WORDS.items() if letter in found]
         parts.append(", ".join(words if len(found) == 1 else [*words, "* several of these"]))
     if len(ranks) < len(heat["ranks"]):
-        slow = MOST_RANKS - _TYPICAL_RANKS
+        slow = MAX_RANKS - _TYPICAL_RANKS
         parts.append(
             f"{len(ranks)} of {len(heat['ranks'])} ranks: the {slow} that stand out most and {_TYPICAL_RANKS} typical "
             "ones; --json has all"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from rich.text import Text
 
-from torchlens_perf.records import PARTS
-from torchlens_perf.report.quantities import amount, duration, duration_or_dash, printable
-from torchlens_perf.report.tables import Column, FittingTable
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, printable
+from torchlens_perf.report.tables import Column, FittingTable, in_bytes, note_on_rest, or_dash
+from torchlens_perf.run.records import PARTS
 
-_MOST_RANKS = 16
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Phase, Rank, Report
+
+_MAX_RANKS = 16
 _BAR_LETTERS = 16
 _WORTH_A_COLUMN = 0.02  # of the step
 _BAR, _OWN, _WORK, _NO_CPU = "share of the step", "own", "work", "no CPU"
@@ -25,19 +28,17 @@ _STYLES = {
 }  # fmt: skip
 
 
-def rank_table(report: dict[str, Any]) -> FittingTable:
+def rank_table(report: Report) -> FittingTable:
     """The typical step of each rank; of many ranks, those with the most own time."""
     ranks = report["ranks"]
-    if len(ranks) > _MOST_RANKS:
-        slowest = sorted(ranks, key=lambda rank: -(_typical(rank, "own_s") or 0.0))[:_MOST_RANKS]
+    if len(ranks) > _MAX_RANKS:
+        slowest = sorted(ranks, key=lambda rank: -(_typical(rank, "own_s") or 0.0))[:_MAX_RANKS]
         ranks = sorted(slowest, key=lambda rank: rank["rank"])
     seen = {part for rank in report["ranks"] for part in (*rank["phases"], *rank["not_measured"])}
     parts = [part for part in PARTS if part in seen and part != "tool"]
     several_hosts = len({rank["host"] for rank in report["ranks"]}) > 1
 
-    def column(
-        header: str, worth: float, cell: Callable[[dict[str, Any]], str | Text], *, left: bool = False
-    ) -> Column:
+    def column(header: str, worth: float, cell: Callable[[Rank], str | Text], *, left: bool = False) -> Column:
         return Column(header, [cell(rank) for rank in ranks], worth, left)
 
     columns = [
@@ -51,68 +52,58 @@ def rank_table(report: dict[str, Any]) -> FittingTable:
         columns.append(column(_NO_CPU, 0.95, lambda rank: duration_or_dash(_no_cpu_s(rank))))
     for part in parts:
         shares = [rank["phases"][part]["share"] for rank in ranks if part in rank["phases"]]
-        columns.append(_phase_column(part, ranks, 0.3 + max(shares, default=0.0)))
-    columns.append(column("memory", 0.1, _memory))
+        cells = [_phase(rank, part) for rank in ranks]
+        columns.append(Column(_HEADERS.get(part, part), cells, 0.3 + max(shares, default=0.0)))
+    columns.append(column("memory", 0.1, lambda rank: or_dash(rank["memory"]["max_bytes"], in_bytes)))
     columns.append(column(_BAR, 0.2, lambda rank: _bar(rank["phases"], parts), left=True))
     suspect = next((verdict["rank"] for verdict in report["verdicts"] if verdict["kind"] == "straggler"), None)
     bold = next((row for row, rank in enumerate(ranks) if rank["rank"] == suspect), None)
 
     def notes(headers: Sequence[str]) -> list[str]:
-        legend = "own: without waiting" if _OWN in headers else ""
+        legend = ["own: without waiting"] if _OWN in headers else []
         if _WORK in headers:
-            legend += "; work: without lack of a CPU too" if legend else "work: without waiting and lack of a CPU"
+            legend.append("work: without lack of a CPU too" if legend else "work: without waiting and lack of a CPU")
         if _NO_CPU in headers:
-            legend += f"{'; ' * bool(legend)}no CPU: ready, and none was free"
+            legend.append("no CPU: ready, and none was free")
         if _BAR in headers:
-            letters = ", ".join(f"{_LETTERS[part]} {_HEADERS.get(part, part)}" for part in parts)
-            legend += f"; {letters}" if legend else letters
-        count = len(report["ranks"])
-        few = f"the {len(ranks)} of {count} ranks with the most own time; --json has all" * (count > len(ranks))
-        unknown = sorted({part for rank in report["ranks"] for part in rank["not_measured"]})
-        unmeasured = [
-            f"{_HEADERS.get(part, part)}: not measured where it says so, and part of backward" for part in unknown
-        ]
-        return [line for line in (few, legend, *unmeasured) if line]
+            legend.append(", ".join(f"{_LETTERS[part]} {_HEADERS.get(part, part)}" for part in parts))
+        lines = note_on_rest(ranks, report["ranks"], "ranks with the most own time; --json has all")
+        if legend:
+            lines.append("; ".join(legend))
+        for part in sorted({part for rank in report["ranks"] for part in rank["not_measured"]}):
+            lines.append(f"{_HEADERS.get(part, part)}: not measured where it says so, and part of backward")
+        return lines
 
     return FittingTable("typical step of each rank", columns, notes, bold)
 
 
-def _typical(rank: dict[str, Any], field: str) -> float | None:
+def _typical(rank: Rank, field: Literal["s", "own_s", "work_s"]) -> float | None:
     return None if rank["typical"] is None else rank["typical"][field]
 
 
-def _no_cpu_s(rank: dict[str, Any]) -> float | None:
+def _no_cpu_s(rank: Rank) -> float | None:
     lack = rank["typical"] and rank["typical"]["lack_of_cpu"]
     return sum(lack.values()) if lack else None
 
 
-def _no_cpu_share(rank: dict[str, Any]) -> float:
-    lack_s = _no_cpu_s(rank)
-    return lack_s / rank["typical"]["s"] if lack_s else 0.0
+def _no_cpu_share(rank: Rank) -> float:
+    lack_s, step_s = _no_cpu_s(rank), _typical(rank, "s")
+    return lack_s / step_s if lack_s and step_s else 0.0
 
 
-def _label(rank: dict[str, Any], *, several_hosts: bool) -> str:
+def _label(rank: Rank, *, several_hosts: bool) -> str:
     host = f" {printable(rank['host'])}" if several_hosts else ""
     return f"{rank['rank']}{host}{' died' if rank['state'] == 'died' else ''}"
 
 
-def _phase_column(part: str, ranks: Sequence[dict[str, Any]], worth: float) -> Column:
-    return Column(_HEADERS.get(part, part), [_phase(rank, part) for rank in ranks], worth)
-
-
-def _phase(rank: dict[str, Any], part: str) -> str:
+def _phase(rank: Rank, part: str) -> str:
     value = rank["phases"].get(part)
     if value is not None:
         return duration(value["typical_s"])
     return "not measured" if part in rank["not_measured"] else "-"
 
 
-def _memory(rank: dict[str, Any]) -> str:
-    most = rank["memory"]["max_bytes"]
-    return "-" if most is None else amount(most, "B")
-
-
-def _bar(phases: dict[str, Any], parts: list[str]) -> Text:
+def _bar(phases: dict[str, Phase], parts: list[str]) -> Text:
     """One letter for each sixteenth of the step's time."""
     bar, filled, total = Text(), 0, 0.0
     for part in parts:

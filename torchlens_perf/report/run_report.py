@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torchlens_perf import node_state
+from torchlens_perf.analysis import node_state
 from torchlens_perf.report.build import build
 from torchlens_perf.report.captures import captures
-from torchlens_perf.run_directory import RunDirectory
+from torchlens_perf.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Report
 
 
-def run_report(run: RunDirectory) -> dict[str, Any]:
+def run_report(run: RunDirectory) -> Report:
     """The report as its files tell it now. Raises RunStoreError if there are none, or they cannot be read."""
     return build(run.run_id, node_state.load_all(run), captures(run))

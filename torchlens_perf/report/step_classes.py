@@ -1,25 +1,32 @@
-"""What the report says of steps: the typical one of each rank, and those that take longer. See step_mix.py."""
+"""What the report says of steps: the typical one of each rank, and those that take longer (statistics/step_mix.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torchlens_perf.node_state import ProcessState
-from torchlens_perf.rank_statistics import RankStatistics
-from torchlens_perf.records import OWN_PARTS, PARTS
-from torchlens_perf.step_mix import classify
+from torchlens_perf.analysis.node_state import ProcessState
+from torchlens_perf.analysis.statistics.rank import RankStatistics
+from torchlens_perf.analysis.statistics.step_mix import classify
+from torchlens_perf.run.records import OWN_PARTS, PARTS
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import AlikeAndLong, LongSteps, Phase, TypicalStep
 
 
-def step_classes(processes: Iterable[ProcessState]) -> dict[str, Any]:
+def step_classes(processes: Iterable[ProcessState]) -> AlikeAndLong:
     """Of all ranks: how many steps are alike, and the classes of longer ones.
 
     total_s is the time of all steps of a rank; share is of that.
     """
     found = classify([process.statistics.mix for process in processes])
-    long = [
+    long: list[LongSteps] = [
         {
-            **{field: getattr(each, field) for field in ("kinds", "part", "count", "steps", "period")},
+            "kinds": list(each.kinds),
+            "part": each.part,
+            "count": each.count,
+            "steps": list(each.steps),
+            "period": each.period,
             "more_s": each.more_ns / 1e9,
             "total_s": each.total_ns / 1e9,
             "share": each.total_ns / found.total_ns,
@@ -33,7 +40,7 @@ def step_classes(processes: Iterable[ProcessState]) -> dict[str, Any]:
     }
 
 
-def typical_step(statistics: RankStatistics) -> dict[str, Any] | None:
+def typical_step(statistics: RankStatistics) -> TypicalStep | None:
     """A rank's typical step in seconds, and its lack of a CPU in each part. The parts, those that ever occur, add up.
 
     None until there is a step that is no warm-up.
@@ -49,12 +56,12 @@ def typical_step(statistics: RankStatistics) -> dict[str, Any] | None:
         "s": typical.duration_ns / 1e9,
         "own_s": own_s,
         "work_s": None if lack_s is None else own_s - sum(lack_s.values()),
-        "parts": {part: typical.parts_ns[part] / 1e9 for part in PARTS if statistics.parts[part].largest > 0},
+        "parts": {part: typical.parts_ns[part] / 1e9 for part in PARTS if statistics.parts[part].max_ns > 0},
         "lack_of_cpu": lack_s,
     }
 
 
-def phases(statistics: RankStatistics, typical: dict[str, Any]) -> dict[str, dict[str, float]]:
+def phases(statistics: RankStatistics, typical: TypicalStep) -> dict[str, Phase]:
     """By part: typical_s and share are of the typical step, p50_s and mean_s of all steps."""
     return {
         part: {

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
+from torchlens_perf.analysis.statistics.quantities import amount
+
+_T = TypeVar("_T")
+
 _UNBOUNDED = 10_000
 
 
-def new_table(*columns: str, title: str, left: int = 1) -> Table:
-    """An empty table. left: so many columns hold names, the others quantities."""
-    table = Table(
-        box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", caption_justify="left",
-        pad_edge=False, padding=(0, 1, 0, 0),
-    )  # fmt: skip
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", overflow="fold")
-    return table
+def or_dash(value: _T | None, show: Callable[[_T], str]) -> str:
+    """A cell: a dash for what is not known."""
+    return "-" if value is None else show(value)
+
+
+def in_bytes(count: float) -> str:
+    """A cell, as "1.5 GB"."""
+    return amount(count, "B")
+
+
+def note_on_rest(shown: Sequence[object], rows: Sequence[object], which: str) -> list[str]:
+    """A line below a table that does not show all rows. which: those that it does."""
+    return [f"the {len(shown)} of {len(rows)} {which}"] if len(shown) < len(rows) else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +51,7 @@ class FittingTable:
 
     title: str
     columns: Sequence[Column]
-    notes: Callable[[Sequence[str]], Sequence[str]]
+    notes: Callable[[Sequence[str]], Sequence[str]] = lambda headers: ()
     """The lines below, by the headers of the columns that are shown."""
     bold: int | None = None
     """A row that stands out."""
@@ -64,9 +73,13 @@ class FittingTable:
         yield table
 
     def _table(self, shown: Sequence[Column]) -> Table:
-        table = new_table(*(column.header for column in shown), title=self.title)
-        for column, its in zip(shown, table.columns, strict=True):
-            its.justify, its.no_wrap = ("left", False) if column.left else ("right", True)
+        table = Table(
+            box=SIMPLE_HEAD, title=self.title, title_justify="left", title_style="bold", caption_justify="left",
+            pad_edge=False, padding=(0, 1, 0, 0),
+        )  # fmt: skip
+        for column in shown:
+            justify: Literal["left", "right"] = "left" if column.left else "right"
+            table.add_column(column.header, justify=justify, no_wrap=not column.left, overflow="fold")
         for row in range(len(self.columns[0].cells)):
             table.add_row(*(column.cells[row] for column in shown), style="bold" if row == self.bold else None)
         return table

@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import io
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Literal, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, printable
 from torchlens_perf.report.captures import capture_lines
 from torchlens_perf.report.collective_table import collective_table
-from torchlens_perf.report.device_table import device_table
+from torchlens_perf.report.device_table import device_table, memory_table, oom_table
 from torchlens_perf.report.gpu_table import gpu_table, link_table
 from torchlens_perf.report.heat_map import HeatMap
-from torchlens_perf.report.memory_table import memory_table, oom_table
-from torchlens_perf.report.quantities import duration, duration_or_dash, printable
 from torchlens_perf.report.rank_table import rank_table
-from torchlens_perf.report.tables import new_table
+from torchlens_perf.report.tables import Column, FittingTable, or_dash
 
-_MOST_MODULES, _MOST_SECTIONS = 8, 8
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchlens_perf.analysis.words.report import (
+        DeviceSection,
+        Distribution,
+        Module,
+        Report,
+        Section,
+        Steps,
+        VerdictRow,
+    )
+    from torchlens_perf.run.oom_table import OutOfMemory
+
+_MAX_MODULES, _MAX_SECTIONS = 8, 8
 _STYLES = {
     "hang": "bold red", "out_of_memory": "bold red", "straggler": "bold red", "none": "bold green",
     "no_steps": "bold yellow",
 }  # fmt: skip
 _PLAIN_WIDTH = 118
+_QUANTILES: tuple[tuple[str, Literal["p50_s", "p95_s", "p99_s", "max_s"]], ...] = (
+    ("p50", "p50_s"), ("p95", "p95_s"), ("p99", "p99_s"), ("max", "max_s"),
+)  # fmt: skip
 _STANDS_OUT = 5.0  # robust deviations above the ranks' median
 
 
-def show(report: dict[str, Any], file: IO[str], run_dir: str) -> None:
+def show(report: Report, file: IO[str], run_dir: str) -> None:
     """Prints the report: colours and the terminal's width on a terminal, plain text elsewhere."""
     if file.isatty():
         Console(file=file, highlight=False, markup=False, emoji=False).print(layout(report, run_dir))
@@ -37,7 +52,7 @@ def show(report: dict[str, Any], file: IO[str], run_dir: str) -> None:
         file.write(render(report, run_dir, columns=_PLAIN_WIDTH, color=False))
 
 
-def render(report: dict[str, Any], run_dir: str, *, columns: int, color: bool) -> str:
+def render(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
     """The report as text for a terminal of `columns`, with its escape sequences if `color`."""
     file = io.StringIO()
     console = Console(
@@ -50,21 +65,16 @@ def render(report: dict[str, Any], run_dir: str, *, columns: int, color: bool) -
         emoji=False,
     )
     console.print(layout(report, run_dir))
-    return _without_padding(file.getvalue())
+    # rich fills lines with spaces up to the width; copied into an issue they are only in the way.
+    return "\n".join(line.rstrip() for line in file.getvalue().split("\n"))
 
 
-def _without_padding(text: str) -> str:
-    """rich fills lines with spaces up to the width; copied into an issue they are only in the way."""
-    return "\n".join(line.rstrip() for line in text.split("\n"))
-
-
-def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
-    """The report for a rich console."""
+def layout(report: Report, run_dir: str) -> RenderableType:
     parts: list[RenderableType] = [_title(report), Text("")]
     for verdict in report["verdicts"]:
         parts.append(_verdict(verdict))
         if verdict["kind"] == "out_of_memory" and verdict["evidence"]["table"] is not None:
-            parts += [oom_table(verdict["evidence"]), Text("")]
+            parts += [oom_table(cast("OutOfMemory", verdict["evidence"])), Text("")]
     captured = capture_lines(report, run_dir)
     if captured:
         parts.append(Padding(Text("\n".join(captured)), (0, 0, 1, 2)))
@@ -80,9 +90,9 @@ def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
     if any(link["errors"] for link in report["links"]):
         parts.append(link_table(report["links"]))
     if report["modules"]:
-        parts.append(_module_table(report))
+        parts.append(_module_table(report["modules"]))
     if report["sections"]:
-        parts.append(_section_table(report))
+        parts.append(_section_table(report["sections"]))
     if report["device_sections"]:
         parts.append(_device_section_table(report["device_sections"]))
     if report["collectives"]:
@@ -91,7 +101,7 @@ def layout(report: dict[str, Any], run_dir: str) -> RenderableType:
     return Group(*parts)
 
 
-def _title(report: dict[str, Any]) -> Text:
+def _title(report: Report) -> Text:
     run = report["run"]
     nodes = f" on {len(run['nodes'])} nodes" if len(run["nodes"]) > 1 else ""
     ranks = f"{run['world_size']} rank{'s' if run['world_size'] != 1 else ''}{nodes}"
@@ -101,7 +111,7 @@ def _title(report: dict[str, Any]) -> Text:
     return Text.assemble(("torchlens_perf  ", "bold"), f"{program}run {run['id']}: {ranks}{attempt}, {state}")
 
 
-def _verdict(verdict: dict[str, Any]) -> RenderableType:
+def _verdict(verdict: VerdictRow) -> RenderableType:
     head, _, action = verdict["text"].partition(" Next: ")
     text = Text(printable(head), style=_STYLES.get(verdict["kind"], "bold"))
     if action:
@@ -115,17 +125,14 @@ def _verdict(verdict: dict[str, Any]) -> RenderableType:
     return Padding(text, (0, 0, 1, 2))
 
 
-def _step_line(report: dict[str, Any]) -> Text:
+def _step_line(report: Report) -> Text:
     steps = report["steps"]
     unit = "forward passes" if steps["inference"] else "steps"
     if steps["p50_s"] is None:
-        return Text(f"{steps['count']} {unit}, all of them warm-up (up to {duration(steps['warm_up_max_s'])})")
+        return Text(f"{steps['count']} {unit}, all of them warm-up (up to {duration_or_dash(steps['warm_up_max_s'])})")
     text = Text.assemble(
         (f"{steps['count']} {unit}{_alike(steps)}  ", "bold"),
-        "  ".join(
-            f"{name} {duration(steps[field])}"
-            for name, field in (("p50", "p50_s"), ("p95", "p95_s"), ("p99", "p99_s"), ("max", "max_s"))
-        ),
+        "  ".join(f"{name} {duration_or_dash(steps[field])}" for name, field in _QUANTILES),
     )
     if steps["micro_steps"] > 1:
         text.append(f"  {steps['micro_steps']} micro-steps each")
@@ -137,85 +144,77 @@ def _step_line(report: dict[str, Any]) -> Text:
     return text
 
 
-def _alike(steps: dict[str, Any]) -> str:
+def _alike(steps: Steps) -> str:
     """How many steps are like the typical one, where some are not."""
     return f", {steps['alike']} of them alike" if steps["long"] else ""
 
 
-def _module_table(report: dict[str, Any]) -> Table:
-    modules = report["modules"]
-    columns = ["module", "calls", "own p50", "own a step", "backward p50"]
-    by_device = any(module["device_s"] for module in modules)
-    title = f"modules by {'device time without modules inside' if by_device else 'own forward time'}"
-    table = new_table(*columns, *["device p50", "device own a step"] * by_device, title=title)
-    for module in modules[:_MOST_MODULES]:
-        cells = [
-            printable(module["name"]),
-            str(module["calls"]),
-            duration_or_dash(module["own_s"]["p50_s"]),
-            duration(module["own_s_per_step"]),
-            _median(module["backward_s"]),
-        ]
-        on_device = [_median(module["device_s"]), duration_or_dash(module["device_own_s_per_step"])]
-        table.add_row(*cells, *on_device * by_device)
-    if len(modules) > _MOST_MODULES:
-        table.caption = f"{_MOST_MODULES} of {len(modules)}; --json has all"
-    return table
-
-
-def _section_table(report: dict[str, Any]) -> Table:
-    by_device = any(section["device_s"] for section in report["sections"])
-    table = new_table("section", "calls", "p50", "a step", *["device p50"] * by_device, title="sections")
-    for section in report["sections"][:_MOST_SECTIONS]:
-        cells = [
-            printable(section["name"]),
-            str(section["calls"]),
-            duration_or_dash(section["total_s"]["p50_s"]),
-            duration(section["s_per_step"]),
-        ]
-        table.add_row(*cells, *[_median(section["device_s"])] * by_device)
-    return table
-
-
-def _device_section_table(sections: list[dict[str, Any]]) -> Table:
-    merged = any(section["over_all_ranks"] for section in sections)
+def _module_table(modules: Sequence[Module]) -> FittingTable:
+    shown = modules[:_MAX_MODULES]
     columns = [
-        "device section",
-        "count",
-        "p50",
-        "p99",
-        "max",
-        "slowest rank",
-        *["all ranks' median", "stands out"] * merged,
+        Column("module", [printable(each["name"]) for each in shown], left=True),
+        Column("calls", [str(each["calls"]) for each in shown]),
+        Column("own p50", [duration_or_dash(each["own_s"]["p50_s"]) for each in shown]),
+        Column("own a step", [duration(each["own_s_per_step"]) for each in shown]),
+        Column("backward p50", [_median(each["backward_s"]) for each in shown]),
     ]
-    table = new_table(*columns, title="device sections, by stamps of the device's clock")
-    for section in sections[:_MOST_SECTIONS]:
-        slowest, mean_s = max(section["by_rank"].items(), key=lambda item: item[1])
-        times = (section["device_s"][field] for field in ("p50_s", "p99_s", "max_s"))
-        table.add_row(
-            printable(section["name"]),
-            str(section["calls"]),
-            *(duration_or_dash(time) for time in times),
-            f"{slowest} (mean {duration(mean_s)})" if len(section["by_rank"]) > 1 else "-",
-            *_over_all_ranks(section["over_all_ranks"]) * merged,
-        )
-    return table
+    order = "own forward time"
+    if any(each["device_s"] for each in modules):
+        order = "device time without modules inside"
+        columns.append(Column("device p50", [_median(each["device_s"]) for each in shown]))
+        own = [duration_or_dash(each["device_own_s_per_step"]) for each in shown]
+        columns.append(Column("device own a step", own))
+    rest = [f"{len(shown)} of {len(modules)}; --json has all"] if len(modules) > len(shown) else []
+    return FittingTable(f"modules by {order}", columns, lambda headers: rest)
 
 
-def _over_all_ranks(window: dict[str, Any] | None) -> list[str]:
-    """The median of the ranks' medians, and who is far above it: robust deviations, of which 5 are rare by chance."""
-    if window is None:
-        return ["-", "-"]
-    stands_out = window["slowest"] >= 0 and window["score"] >= _STANDS_OUT
-    rank = f"rank {window['slowest']} ({window['score']:.0f} deviations)" if stands_out else "none"
-    return [duration(window["rank_median_ns"] / 1e9), rank]
+def _section_table(sections: Sequence[Section]) -> FittingTable:
+    shown = sections[:_MAX_SECTIONS]
+    columns = [
+        Column("section", [printable(each["name"]) for each in shown], left=True),
+        Column("calls", [str(each["calls"]) for each in shown]),
+        Column("p50", [duration_or_dash(each["total_s"]["p50_s"]) for each in shown]),
+        Column("a step", [duration(each["s_per_step"]) for each in shown]),
+    ]
+    if any(each["device_s"] for each in sections):
+        columns.append(Column("device p50", [_median(each["device_s"]) for each in shown]))
+    return FittingTable("sections", columns)
 
 
-def _median(distribution: dict[str, Any] | None) -> str:
+def _device_section_table(sections: Sequence[DeviceSection]) -> FittingTable:
+    shown = sections[:_MAX_SECTIONS]
+    columns = [
+        Column("device section", [printable(each["name"]) for each in shown], left=True),
+        Column("count", [str(each["calls"]) for each in shown]),
+        Column("p50", [_median(each["device_s"]) for each in shown]),
+        Column("p99", [duration_or_dash(each["device_s"]["p99_s"]) for each in shown]),
+        Column("max", [duration_or_dash(each["device_s"]["max_s"]) for each in shown]),
+        Column("slowest rank", [_slowest(each["by_rank"]) for each in shown]),
+    ]
+    if any(each["over_all_ranks"] for each in sections):
+        windows = [each["over_all_ranks"] for each in shown]
+        medians = [or_dash(each, lambda window: duration(window["rank_median_ns"] / 1e9)) for each in windows]
+        columns.append(Column("all ranks' median", medians))
+        columns.append(Column("stands out", [or_dash(each, _stands_out) for each in windows]))
+    return FittingTable("device sections, by stamps of the device's clock", columns)
+
+
+def _slowest(mean_s: dict[str, float]) -> str:
+    rank = max(mean_s, key=lambda rank: mean_s[rank])
+    return f"{rank} (mean {duration(mean_s[rank])})" if len(mean_s) > 1 else "-"
+
+
+def _stands_out(window: dict[str, float]) -> str:
+    """Who is far above the median of the ranks' medians: robust deviations, of which 5 are rare by chance."""
+    found = window["slowest"] >= 0 and window["score"] >= _STANDS_OUT
+    return f"rank {window['slowest']} ({window['score']:.0f} deviations)" if found else "none"
+
+
+def _median(distribution: Distribution | None) -> str:
     return "-" if distribution is None else duration_or_dash(distribution["p50_s"])
 
 
-def _quality(report: dict[str, Any]) -> RenderableType:
+def _quality(report: Report) -> RenderableType:
     quality = report["quality"]
     overhead = quality["overhead_share"]
     cost = "not measured" if overhead is None else f"{overhead:.2%} of the steps' time"

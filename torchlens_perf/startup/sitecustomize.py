@@ -1,7 +1,7 @@
 """Loaded by Python itself before a script that `torchlens-perf run` started. Leaves a finder that awaits torch.
 
-run_command.py put this folder in front of PYTHONPATH. That is undone here, and the sitecustomize that Python would have
-loaded without us takes the place of this one. Nothing is imported before torch is: until then sys.modules holds
+commands/run.py put this folder in front of PYTHONPATH. That is undone here, and the sitecustomize that Python would
+have loaded without us takes the place of this one. Nothing is imported before torch is: until then sys.modules holds
 what it holds without us (not even `typing` or `__future__`).
 """
 
@@ -63,7 +63,7 @@ def _arm_after(loader: "SourceFileLoader") -> None:
 
 def _arm() -> None:
     try:
-        from torchlens_perf.launch import autoload
+        from torchlens_perf.autoload import autoload
     except Exception as error:  # a broken installation of ours is no reason to stop the script
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"torchlens_perf is off: {type(error).__name__}: {error}", file=sys.stderr)

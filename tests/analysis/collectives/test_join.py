@@ -1,0 +1,483 @@
+"""Joining records by sequence number: what is joined, what never is, and what becomes of the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.collectives import US, Issued, add, joined, records, world
+from tests.support.saved import saved
+from torchlens_perf.analysis.collectives.channel import MAX_PENDING, Counts
+from torchlens_perf.analysis.collectives.join import CollectiveJoin
+from torchlens_perf.analysis.collectives.semantics import SEND_RECV, GroupKey
+from torchlens_perf.analysis.collectives.statistics import OperationStatistics, merged_operations
+from torchlens_perf.analysis.node_state import encode
+from torchlens_perf.run.ring import Flag, Kind
+
+NAME = "allreduce group=0 dtype=float32"
+WORLD_OF_3 = GroupKey("0", "0-2", "default_pg")
+COMPLETED = int(Flag.COMPLETED)
+
+
+def of(join: CollectiveJoin, operation: str, pair: tuple[int, int] | None = None) -> OperationStatistics:
+    """The only row of an operation."""
+    (row,) = [row for row in join.operations() if (row.key.operation, row.key.pair) == (operation, pair)]
+    return row
+
+
+def counts(join: CollectiveJoin) -> Counts:
+    """Those of the only group."""
+    (only,) = join.counts().values()
+    return only
+
+
+# -- what is joined
+
+
+def test_late_rank() -> None:
+    """The rank that came last, how often and by how much, and what the others waited for it."""
+    late = joined({0: [Issued(NAME, 4, 90), Issued(NAME, 5, 80)], 1: [Issued(NAME, 4, 10), Issued(NAME, 5, 30)],
+                   2: [Issued(NAME, 4, 70), Issued(NAME, 5, 20)]})  # fmt: skip
+    row = of(late, "allreduce")
+
+    assert counts(late) == Counts(joined=2)
+    assert (row.records, row.joined, row.bytes) == (6, 2, 6 << 20)
+    totals = row.totals()
+    assert {rank: each["exposed_wait_ns"] for rank, each in totals.items()} == {0: 140, 1: 10, 2: 60}
+    assert {rank: (each["last"], each["exposed_lag_ns"]) for rank, each in totals.items()} == {
+        0: (0, 0), 1: (1, 60), 2: (1, 10),
+    }  # fmt: skip
+    assert (row.whole("transfer").sum_ns, row.whole("wait").sum_ns, row.duration.sum_ns) == (30, 210, 300)
+    assert row.issue.sum_ns == 6 * 5 * US
+
+
+def test_operations_in_which_a_capture_held_a_rank_up() -> None:
+    """They are joined and counted, but nobody is said to have waited, and nobody to have come last."""
+    join = CollectiveJoin()
+    for rank, first_ns in enumerate((90_000, 10)):
+        made, names = records([Issued(NAME, 4, first_ns), Issued(NAME, 5, 10 + 40 * rank)])
+        join.add(0, rank, made, names, world(2), held_up=np.array([rank == 1, False]))
+    join.join()
+    row = of(join, "allreduce")
+
+    assert counts(join) == Counts(joined=2)
+    assert (row.records, row.joined) == (4, 1)
+    assert {rank: (each["exposed_wait_ns"], each["last"]) for rank, each in row.totals().items()} == {
+        0: (0, 1), 1: (40, 0),
+    }  # fmt: skip
+
+
+def test_asynchronous_is_told_apart() -> None:
+    """How much earlier a rank issued is no time that it was blocked, when it did not block, or on another thread."""
+    for flag in (Flag.ASYNC, Flag.OTHER_THREAD):
+        flags = COMPLETED | int(flag)
+        join = joined({rank: [Issued(NAME, 0, ns, flags=flags)] for rank, ns in enumerate((90, 10))})
+        totals = of(join, "allreduce").totals()
+
+        assert (totals[0]["exposed_wait_ns"], totals[0]["overlapped_wait_ns"]) == (0, 80)
+        assert (totals[1]["exposed_lag_ns"], totals[1]["overlapped_lag_ns"]) == (0, 80)
+        assert of(join, "allreduce").asynchronous == 2
+
+
+def test_monitored_barrier_blocks() -> None:
+    """It returns no handle, so its flag says asynchronous; it waits all the same."""
+    flags = COMPLETED | int(Flag.ASYNC)
+    join = joined({r: [Issued("monitored_barrier group=0", 0, ns, 0, flags)] for r, ns in enumerate((90, 10))})
+
+    assert of(join, "monitored_barrier").totals()[0]["exposed_wait_ns"] == 80
+    assert of(join, "monitored_barrier").asynchronous == 0
+
+
+def test_sizes_are_kept_apart() -> None:
+    """Small and large operations of one name have a bandwidth each; the row's is that of most bytes."""
+    issued = [Issued(NAME, n, 1000 * US if n % 2 else 10 * US, 1_000_000 if n % 2 else 100) for n in range(20)]
+    row = of(joined({0: issued, 1: issued}), "allreduce")
+    main = row.main_size()
+
+    assert main is not None
+    assert (row.joined, main.joined, main.mean_bytes) == (20, 10, 1_000_000)
+    bandwidth = row.bandwidth(main)
+    assert bandwidth is not None
+    assert bandwidth[0] == pytest.approx(1e9, rel=0.02)
+
+
+def test_messages_between_two_ranks() -> None:
+    """A send is joined with its receive, by sender, receiver and number; each direction counts for itself."""
+    groups = {"9": {"ranks": "4,6", "description": "mesh_pp"}}  # peers are positions in the group
+    join = joined(
+        {
+            4: [Issued("send group=9 dtype=float16 peer=1", 0, 90), Issued("recv group=9 dtype=float16 peer=1", 0, 50)],
+            6: [Issued("recv group=9 dtype=float16 peer=0", 0, 20), Issued("send group=9 dtype=float16 peer=0", 0, 50)],
+        },
+        groups,
+    )
+    there, back = of(join, SEND_RECV, (4, 6)), of(join, SEND_RECV, (6, 4))
+
+    assert (there.joined, there.records, back.joined) == (1, 2, 1)
+    assert there.totals()[4]["exposed_wait_ns"] == 70
+    assert there.totals()[6] | {"last": 1, "exposed_lag_ns": 70} == there.totals()[6]
+
+
+def test_gather_names_its_type_on_the_root_only() -> None:
+    """The other ranks give no tensors to gather into: no type and no bytes, and yet the same operation."""
+    join = joined(
+        {
+            0: [Issued("gather group=0 dtype=float32 root=0", 0, 90, 4096)],
+            1: [Issued("gather group=0 root=0", 0, 10, 0)],
+        }
+    )
+    row = of(join, "gather")
+
+    assert (counts(join).joined, counts(join).mismatched) == (1, 0)
+    assert row.totals()[0]["wait_upper_bound_ns"] == 80
+    assert row.main_size().mean_bytes == 4096  # type: ignore[union-attr]
+
+
+def test_uneven_splits_are_the_same_operation() -> None:
+    """What ranks get of an all-to-all differs: that is no mismatch."""
+    name = "alltoall_base group=0 dtype=int64"
+    join = joined({0: [Issued(name, 0, 90, 100)], 1: [Issued(name, 0, 10, 300)]})
+
+    assert (counts(join).joined, counts(join).mismatched) == (1, 0)
+
+
+def test_some_ranks_on_other_nodes() -> None:
+    """What is here is joined; alone of its group on this node, a rank has nobody to be compared with."""
+    groups = {
+        "0": {"ranks": "0-15", "description": "default_pg"},
+        "1": {"ranks": "0,8", "description": "mesh_dp"},
+    }
+    other = "allreduce group=1 dtype=float32"
+    join = joined({rank: [Issued(NAME, 0, 10 + rank), Issued(other, 0, 10)] for rank in range(4)}, groups)
+    whole = next(row for row in join.operations() if row.key.group.name == "0")
+
+    assert (whole.joined, sorted(whole.ranks), len(whole.key.members)) == (1, [0, 1, 2, 3], 16)
+    assert join.counts()[GroupKey("1", "0,8", "mesh_dp"), None] == Counts()
+    assert join.pending_operations() == 0
+
+
+def test_nodes_are_put_together() -> None:
+    """Two nodes' halves of one group become one row: all ranks, and the transfer of the node that saw the last."""
+    groups = world(4)
+    halves = []
+    for ranks, ns in ((range(2), 900), (range(2, 4), 100)):
+        half = CollectiveJoin()
+        add(half, {rank: [Issued(NAME, 0, ns + 50 * (rank % 2))] for rank in ranks}, groups)
+        halves.append(saved(half).operations())
+    (row,) = merged_operations(halves)
+
+    assert (row.joined, row.records, sorted(row.ranks)) == (1, 4, [0, 1, 2, 3])
+    assert row.whole("transfer").sum_ns == 100
+    assert {rank: each["exposed_wait_ns"] for rank, each in row.totals().items()} == {0: 0, 1: 50, 2: 0, 3: 50}
+    assert halves[0][0].joined == 1  # they are as they were
+    assert sorted(halves[0][0].totals()) == [0, 1]
+
+
+# -- what is never joined
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Issued("allgather group=0 dtype=float32", 0, 10),
+        Issued("allreduce group=0 dtype=float16", 0, 10),
+        Issued(NAME, 0, 10, bytes=8),
+    ],
+)
+def test_another_operation_at_the_same_number(other: Issued) -> None:
+    """Ranks that issued different operations, types or sizes are counted as mismatched, and tell no waiting."""
+    join = joined({0: [Issued(NAME, 0, 90)], 1: [other]})
+
+    assert counts(join) == Counts(mismatched=1)
+    assert all(row.joined == 0 for row in join.operations())
+
+
+def test_another_root_at_the_same_number() -> None:
+    """Two broadcasts from different roots are not one."""
+    join = joined({rank: [Issued(f"broadcast group=0 dtype=int8 root={rank}", 0, 10)] for rank in range(2)})
+
+    assert counts(join) == Counts(mismatched=1)
+
+
+def test_a_number_twice() -> None:
+    """A rank with two records of one number has one that belongs elsewhere: neither is joined."""
+    for other in ([Issued(NAME, 0, 10)], []):
+        join = joined({0: [Issued(NAME, 0, 90), Issued(NAME, 0, 95)], 1: other})
+
+        assert counts(join) == Counts(mismatched=1)
+
+
+@pytest.mark.parametrize("flags", [0, COMPLETED | int(Flag.EXCEPTION), int(Flag.ASYNC)])
+def test_unknown_end_does_not_take_part(flags: int) -> None:
+    """A record that holds only the issuing call's duration, or raised, would look like the last to come."""
+    join = joined({0: [Issued(NAME, 0, 90), Issued(NAME, 1, 90)],
+                   1: [Issued(NAME, 0, 1, flags=flags), Issued(NAME, 1, 10)]})  # fmt: skip
+
+    assert counts(join) == Counts(joined=1, unended=1)
+    assert of(join, "allreduce").totals()[1]["last"] == 1
+    assert (of(join, "allreduce").records, of(join, "allreduce").ended) == (4, 3)
+
+
+def test_groups_of_one_name() -> None:
+    """Groups that were split off at once may share a name: their members tell them apart."""
+    join = CollectiveJoin()
+    join.set_ranks(0, range(4))
+    for rank in range(4):
+        members = "0-1" if rank < 2 else "2-3"
+        groups = {"1": {"ranks": members, "description": "mesh_tp"}}
+        join.add(0, rank, *records([Issued("allreduce group=1 dtype=float32", 0, 10 + 10 * rank)]), groups)
+    join.join()
+
+    assert {group.ranks: each.joined for (group, _), each in join.counts().items()} == {(0, 1): 1, (2, 3): 1}
+    waits = {rank: each["exposed_wait_ns"] for row in join.operations() for rank, each in row.totals().items()}
+    assert waits == {0: 0, 1: 10, 2: 0, 3: 10}
+
+
+def test_unknown_members() -> None:
+    """Those seen are joined; but not where groups of that name are known, for it may be another one."""
+    issued = {rank: [Issued(NAME, 0, 10 + rank)] for rank in range(2)}
+    assert counts(joined(issued, {})).joined == 1
+
+    join = joined({2: [], 3: [Issued(NAME, 0, 10)]}, {"0": {"ranks": "2-3", "description": "x"}})
+    add(join, issued, {})
+    assert all(each.joined == 0 for each in join.counts().values())
+    assert sum(each.unmatched_records for each in join.counts().values()) == 2
+
+
+def test_members_that_are_published_later() -> None:
+    """A group is known as soon as its members are; what came before is not mixed with it."""
+    join = CollectiveJoin()
+    for sequence, groups in ((0, {}), (1, world(3))):
+        add(join, {rank: [Issued(NAME, sequence, 10 + rank)] for rank in range(3)}, groups)
+
+    assert join.counts()[WORLD_OF_3, None].joined == 1
+
+
+def test_ranks_that_count_from_different_places() -> None:
+    """Rank 0 calls number 1 what rank 1 calls number 0: by the node's clock, it left before the other one had come."""
+    ms = 1_000_000
+    calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]
+    ahead = [call._replace(sequence=call.sequence + 1) for call in calls]
+    join = joined({0: ahead, 1: calls})
+
+    assert counts(join) == Counts(unmatched_records=10)  # those that lack a partner, too
+    assert of(join, "allreduce").joined == 0
+    assert join.uncomparable() == {"0"}
+    add(join, {0: [Issued(NAME, 6, ms)], 1: [Issued(NAME, 6, ms)]}, world(2))
+    assert counts(join) == Counts(unmatched_records=12)
+
+    right = joined({0: calls, 1: calls})
+    assert (counts(right), right.uncomparable()) == (Counts(joined=5), set())
+
+
+def test_kernels_that_one_rank_saw_late() -> None:
+    """Their times are later on that rank's line than on the other's. By a millisecond, they are compared; what is later
+    still is not, but those that follow it are."""
+    ms, device = 1_000_000, int(Flag.COMPLETED | Flag.DEVICE)
+    kernels = [Issued(NAME, number, 50 * US, start_ns=20 * ms * number, flags=device) for number in range(5)]
+    late = [each._replace(start_ns=each.start_ns + ms) for each in kernels]
+    assert counts(joined({0: kernels, 1: late})) == Counts(joined=5)
+    ahead = [each._replace(sequence=each.sequence + 1) for each in kernels]
+    assert counts(joined({0: kernels, 1: ahead})) == Counts(unmatched_records=8)  # what lacks a partner may get one
+    one = [each._replace(start_ns=each.start_ns + 6 * ms * (each.sequence == 2)) for each in kernels]
+    join = joined({0: kernels, 1: one})
+    assert (counts(join), join.uncomparable()) == (Counts(joined=4, unmatched_records=2), set())
+    assert of(join, "allreduce").joined == 4
+
+    on_host = {
+        rank: [each._replace(flags=int(Flag.COMPLETED)) for each in of] for rank, of in enumerate((kernels, late))
+    }
+    assert counts(joined(on_host)) == Counts(unmatched_records=10)
+
+
+def test_what_nobody_waits_for_may_end_before_another_has_come() -> None:
+    """Of an all-to-all with empty parts, as of a broadcast, that tells nothing against the numbers."""
+    for name in ("alltoall_base group=0 dtype=float32", "broadcast group=0 dtype=float32 root=0"):
+        early, late = Issued(name, 0, 10 * US), Issued(name, 0, 10 * US, start_ns=10_000_000)
+        assert counts(joined({0: [early], 1: [late]})) == Counts(joined=1)
+
+
+def test_receiving_from_any_source() -> None:
+    """Once a rank does, the numbers of what is sent to it do not tell which message is which."""
+    send, any_source = "send group=0 dtype=int8 peer=1", "recv_any_source group=0 dtype=int8"
+    join = joined({0: [Issued(send, 0, 10), Issued(send, 1, 10)],
+                   1: [Issued(any_source, 0, 10), Issued("recv group=0 dtype=int8 peer=0", 0, 10)]})  # fmt: skip
+
+    assert counts(join) == Counts(unmatched_records=3)
+    assert of(join, "recv_any_source").records == 1
+
+
+# -- ranks that differ
+
+
+def test_uneven_step_counts() -> None:
+    """What only some ranks issued waits, bounded, and is counted; the rest is joined."""
+    join = joined({rank: [Issued(NAME, n, 10 + rank) for n in range(10 + 3 * rank)] for rank in range(3)})
+    assert counts(join) == Counts(joined=10)
+    assert join.pending_operations() == 6
+
+    for rank in range(3):
+        join.end(0, rank)
+    join.join()
+    assert counts(join) == Counts(joined=10, unjoined=6)
+    assert join.pending_operations() == 0
+
+
+def test_rank_that_leaves() -> None:
+    """The others' operations are not joined without it, do not pile up, and sub-groups without it go on."""
+    groups = {**world(3), "1": {"ranks": "0-1", "description": ""}}
+    other = "allreduce group=1 dtype=float32"
+    join = CollectiveJoin()
+    for first in range(0, 50, 10):
+        ranks = range(3) if first == 0 else range(2)
+        numbers = range(first, first + 10)
+        add(join, {rank: [Issued(name, n, 10) for n in numbers for name in (NAME, other) if rank < 2 or name == NAME]
+                   for rank in ranks}, groups)  # fmt: skip
+        if first == 0:
+            join.end(0, 2)
+
+    assert join.counts()[WORLD_OF_3, None] == Counts(joined=10, unjoined=40)
+    assert join.counts()[GroupKey("1", "0-1"), None] == Counts(joined=50)
+    assert join.pending_operations() == 0
+
+
+def test_backlog_is_bounded() -> None:
+    """With a rank that never comes, the oldest are dropped and counted; what comes late for them is not joined."""
+    join = CollectiveJoin()
+    many = MAX_PENDING + 1000
+    add(join, {0: [Issued(NAME, n, 10) for n in range(many)], 1: []}, world(2))
+    assert join.pending_operations() == MAX_PENDING
+    assert counts(join) == Counts(unjoined=1000)
+
+    add(join, {1: [Issued(NAME, n, 10) for n in range(many)]}, world(2))
+    assert counts(join) == Counts(joined=MAX_PENDING, unjoined=1000, late_records=1000)
+    assert join.pending_operations() == 0
+
+
+def test_a_rank_may_be_read_far_ahead() -> None:
+    """The bound is on what is left over: one rank's records of a long time, and then the other's, are all joined."""
+    many = 2 * MAX_PENDING
+    join = joined({rank: [Issued(NAME, n, 10) for n in range(many)] for rank in range(2)})
+
+    assert counts(join) == Counts(joined=many)
+
+
+def test_rank_that_begins_later() -> None:
+    """A rank whose ring is read a round later than the others' is waited for, if it is known that it will come."""
+    join = CollectiveJoin()
+    join.set_ranks(0, range(3))
+    for rank in (0, 1, 2):
+        join.add(0, rank, *records([Issued(NAME, 0, 10 + rank)]), world(3))
+        join.join()
+        assert counts(join).joined == (rank == 2)
+
+
+def test_restart() -> None:
+    """Another attempt has its own numbers and members; what the earlier one left is neither joined nor kept."""
+    join = joined({rank: [Issued(NAME, n, 10) for n in range(5 + rank)] for rank in range(3)})
+    assert join.pending_operations() == 2
+    add(join, {rank: [Issued(NAME, 0, 20 + rank)] for rank in range(2)}, world(2), attempt=1)
+    add(join, {2: [Issued(NAME, n, 10) for n in range(5, 7)]}, world(3), attempt=0)
+
+    assert join.counts() == {(GroupKey("0", "0-1", "default_pg"), None): Counts(joined=1)}
+    assert join.outdated_records == 2
+    assert of(join, "allreduce").totals()[0]["last"] == 1
+
+
+def test_other_processes_of_the_same_attempt() -> None:
+    """After nodes joined or left, torch's agents start all ranks again: with other name ids, and numbers from 0 on."""
+    first, second = NAME, "broadcast group=0 dtype=float32 root=0"
+    join = CollectiveJoin()
+    for generation, (names, used) in enumerate((([first, second], first), ([second, first], second))):
+        join.set_ranks(0, range(2), generation)
+        for rank in range(2):
+            made, known = records([Issued(used, n, 10 + rank) for n in range(5)], names)
+            join.add(0, rank, made, known, world(2), generation, f"process {generation} of {rank}")
+        join.join()
+        for rank in range(2):
+            join.end(0, rank, generation)
+    for rank in range(2):  # what is told late of those before belongs to none of these
+        join.end(0, rank, 0)
+        join.add(0, rank, *records([Issued(first, 5, 10)]), world(2), 0, f"process 0 of {rank}")
+    join.join()
+
+    assert {row.key.operation: (row.records, row.joined) for row in join.operations()} == {"broadcast": (10, 5)}
+    assert (counts(join), join.outdated_records) == (Counts(joined=5), 2)
+
+
+def test_each_process_has_its_own_name_ids() -> None:
+    """A process that a rank has started may take itself for that rank, and runs beside it."""
+    join = CollectiveJoin()
+    join.set_ranks(0, [0])
+    for process, name in (("one", NAME), ("its child", "broadcast group=7 dtype=int8 root=0")):
+        join.add(0, 0, *records([Issued(name, 0, 10)]), world(1), 0, process)
+
+    join.join()
+    assert {row.key.operation: row.records for row in join.operations()} == {"allreduce": 1, "broadcast": 1}
+
+
+def test_sequence_numbers_beyond_32_bits() -> None:
+    """The record holds the low 32 bits: a job that counts on is joined across the turn, in order."""
+    first = (1 << 32) - 3
+    join = CollectiveJoin()
+    for part in (range(first, first + 4), range(first + 4, first + 8)):
+        add(join, {rank: [Issued(NAME, n, 10) for n in part] for rank in range(2)}, world(2))
+
+    assert counts(join) == Counts(joined=8)
+
+    many = MAX_PENDING + 1000
+    numbers = range((1 << 32) + 10 - many, (1 << 32) + 10)
+    join = joined({0: [Issued(NAME, n, 10) for n in numbers], 1: []})
+    add(join, {1: [Issued(NAME, n, 10) for n in numbers[-10:]]}, world(2))
+    assert counts(join) == Counts(joined=10, unjoined=1000)  # those after the turn are the newest, not the oldest
+
+
+# -- a restart of the sidecar
+
+
+def test_goes_on_after_a_restart() -> None:
+    """Everything is there again; what was pending is counted as unjoined, and not joined with what comes after."""
+    join = joined({0: [Issued(NAME, n, 10) for n in range(6)], 1: [Issued(NAME, n, 30) for n in range(4)]})
+    again = saved(join)
+    assert encode(again.operations()) == encode(join.operations())
+    assert (counts(join).unjoined, counts(again).unjoined) == (0, 2)
+
+    add(again, {0: [Issued(NAME, 6, 10)], 1: [Issued(NAME, n, 30) for n in range(4, 7)]}, world(2))
+    assert counts(again) == Counts(joined=5, unjoined=2, late_records=2)
+    assert of(again, "allreduce").totals()[0]["last"] == 5
+
+
+def test_disorder_outlives_a_restart() -> None:
+    """Ranks that count from different places still do: nothing is joined until the next impossible operation."""
+    ms = 1_000_000
+    calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]
+    join = joined({0: [call._replace(sequence=call.sequence + 1) for call in calls], 1: calls})
+    again = saved(join)
+    add(again, {0: [Issued(NAME, 9, ms)], 1: [Issued(NAME, 9, ms)]}, world(2))
+
+    assert again.uncomparable() == {"0"}
+    assert counts(again) == Counts(unmatched_records=12)
+
+
+def test_messages_of_several_types_have_one_sequence() -> None:
+    """Both taps number them by pair and direction: another type at the same number is another message."""
+    names = [f"{{}} group=0 dtype={dtype} peer={{}}" for dtype in ("float32", "int8")]
+    sent = [Issued(names[n % 2].format("send", 1), n, 10) for n in range(6)]
+    got = [Issued(names[n % 2].format("recv", 0), n, 20) for n in range(6)]
+    assert counts(joined({0: sent, 1: got}, world(2))) == Counts(joined=6)
+
+    wrong = joined({0: sent[:2], 1: [got[1]._replace(sequence=0), got[0]._replace(sequence=1)]}, world(2))
+    assert counts(wrong) == Counts(mismatched=2)
+
+
+def test_other_records_are_left_alone() -> None:
+    """Steps, modules and unknown names are none of its business."""
+    made, names = records([Issued(NAME, 0, 10), Issued("forward Model", 0, 10), Issued("(other)", 1, 10)])
+    made["kind"][1] = Kind.MODULE
+    made = np.concatenate([made, made[:1]])
+    made["name_id"][3] = 77  # beyond the names
+    join = CollectiveJoin()
+    join.add(0, 0, made, names, world(1))
+    join.join()
+
+    assert [(row.key.operation, row.records) for row in join.operations()] == [("allreduce", 1)]

@@ -1,0 +1,94 @@
+"""Joining records of jobs at random: nothing depends on when they come, and only what belongs together is joined."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.collectives import Issued, joined, records, world
+from torchlens_perf.analysis.collectives.channel import Counts
+from torchlens_perf.analysis.collectives.join import CollectiveJoin
+from torchlens_perf.analysis.node_state import encode
+from torchlens_perf.run.ring import Flag
+
+NAME = "allreduce group=0 dtype=float32"
+COMPLETED = int(Flag.COMPLETED)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[dict[int, list[Issued]], dict[str, dict[str, str]]]:
+    """Ranks with two groups, in which some records are missing, have no end, or are of another operation."""
+    names = [NAME, "allgather_base group=0 dtype=float32", "broadcast group=0 dtype=float32 root=1"]
+    by_rank: dict[int, list[Issued]] = {rank: [] for rank in range(3)}
+    for sequence in range(draw(st.integers(1, 12))):
+        name = draw(st.sampled_from(names))
+        for rank in by_rank:
+            fate = draw(st.sampled_from(["there"] * 6 + ["missing", "no end", "another"]))
+            if fate != "missing":
+                by_rank[rank].append(
+                    Issued(
+                        names[0] if fate == "another" else name,
+                        sequence,
+                        draw(st.integers(0, 10**9)),
+                        draw(st.sampled_from([1000, 1000, 1000, 4000])),
+                        0 if fate == "no end" else COMPLETED,
+                    )
+                )
+        if draw(st.booleans()):
+            for rank in range(2):
+                issued = Issued("allreduce group=1 dtype=int8", sequence, draw(st.integers(0, 10**6)))
+                by_rank[rank].append(issued)
+    return by_rank, {**world(3), "1": {"ranks": "0-1", "description": "mesh_tp"}}
+
+
+@given(job=jobs(), data=st.data())
+def test_order_and_chunks_do_not_matter(
+    job: tuple[dict[int, list[Issued]], dict[str, dict[str, str]]], data: st.DataObject
+) -> None:
+    """However a job's records are cut and mixed, the same operations are joined, to the same nanosecond."""
+    by_rank, groups = job
+    whole = joined(by_rank, groups)
+
+    chunks = []
+    for rank, issued in by_rank.items():
+        mixed = data.draw(st.permutations(issued))
+        cut = data.draw(st.integers(0, len(mixed)))
+        chunks += [(rank, mixed[:cut]), (rank, mixed[cut:])]
+    join = CollectiveJoin()
+    join.set_ranks(0, by_rank)
+    names = {rank: records(issued)[1] for rank, issued in by_rank.items()}
+    for rank, issued in data.draw(st.permutations(chunks)):
+        join.add(0, rank, *records(issued, names[rank]), groups)
+        if data.draw(st.booleans()):
+            join.join()
+    join.join()
+
+    def facts(each: CollectiveJoin) -> tuple[object, ...]:
+        rows = {row.key: msgspec.json.decode(encode(row)) for row in each.operations() if row.records}
+        return rows, {place: counted for place, counted in each.counts().items() if counted != Counts()}
+
+    assert facts(join) == facts(whole)
+    assert join.pending_operations() == whole.pending_operations()
+
+
+@given(job=jobs())
+def test_only_what_belongs_together_is_joined(
+    job: tuple[dict[int, list[Issued]], dict[str, dict[str, str]]],
+) -> None:
+    """Against a join that was written down plainly: same number, name and bytes, all members, all ended."""
+    by_rank, groups = job
+    expected: dict[str, int] = {}
+    for group, members in (("0", (0, 1, 2)), ("1", (0, 1))):
+        mine = {
+            rank: {each.sequence: each for each in by_rank[rank] if f"group={group} " in each.name} for rank in members
+        }
+        for sequence in set.intersection(*(set(each) for each in mine.values())):
+            found = [mine[rank][sequence] for rank in members]
+            if len({(each.name, each.bytes) for each in found}) == 1 and all(each.flags for each in found):
+                operation = f"{found[0].name.partition(' ')[0]} {group}"
+                expected[operation] = expected.get(operation, 0) + 1
+
+    join = joined(by_rank, groups)
+    actual = {f"{row.key.operation} {row.key.group.name}": row.joined for row in join.operations() if row.joined}
+    assert actual == expected

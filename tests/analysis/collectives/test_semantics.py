@@ -1,0 +1,169 @@
+"""What the durations of each operation tell, against values worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.collectives import Issued, joined
+from torchlens_perf.analysis.collectives.semantics import (
+    SEMANTICS,
+    SEND_RECV,
+    Operation,
+    Size,
+    Waits,
+    attribute,
+    bus_factor,
+    cannot_tell,
+    parse,
+    semantics_of,
+    size_bytes,
+)
+from torchlens_perf.hooks.collective import operators
+
+ALL_FOR_ALL = [name for name, meaning in SEMANTICS.items() if meaning.waits is Waits.ALL]
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("allreduce group=0 dtype=float32", Operation("allreduce", "0", "float32")),
+        ("broadcast group=12 dtype=bfloat16 root=3", Operation("broadcast", "12", "bfloat16", root=3)),
+        ("send group=0 dtype=float16 peer=1", Operation("send", "0", "float16", peer=1)),
+        ("barrier group=a b", Operation("barrier", "a b")),
+        ("gather group=0 root=0", Operation("gather", "0", root=0)),
+        ("(other)", None),
+        ("forward Model", None),
+    ],
+)
+def test_names(name: str, operation: Operation | None) -> None:
+    """A record's name is read back into its parts; names of other things are none."""
+    assert parse(name) == operation
+
+
+def test_every_operator_of_this_torch_has_its_semantics() -> None:
+    """No operator that c10d dispatches is unknown, but a receive from any source, which tells nothing."""
+    named = {operator.partition("::")[2].strip("_") for operator in operators()}
+
+    assert named - SEMANTICS.keys() == {"recv_any_source"}
+    assert SEMANTICS.keys() - named == {SEND_RECV}
+    assert semantics_of("recv_any_source").waits is Waits.UNKNOWN
+
+
+@pytest.mark.parametrize("operation", ALL_FOR_ALL)
+def test_all_wait_for_the_last(operation: str) -> None:
+    """The shortest came last, by the distance to the second shortest; the surplus of all others is waiting."""
+    found = attribute(operation, np.array([[50, 20, 90], [30, 30, 70]]), None)
+
+    assert found.wait_ns.tolist() == [[30, 0, 70], [0, 0, 40]]
+    assert found.wait_upper_bound_ns.tolist() == found.wait_ns.tolist()
+    assert found.last.tolist() == [1, -1]  # of two that came together, none was last
+    assert found.lag_ns.tolist() == [30, 0]
+    assert found.transfer_ns.tolist() == [20, 30]
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "scatter"])
+def test_receivers_wait_for_the_root(operation: str) -> None:
+    """Certain is a receiver's surplus over the shortest receiver; what both share may be a late root, or the way."""
+    found = attribute(operation, np.array([[5, 100, 140], [300, 100, 100]]), 0)
+
+    assert found.wait_ns.tolist() == [[0, 0, 40], [0, 0, 0]]
+    assert found.wait_upper_bound_ns.tolist() == [[0, 95, 135], [200, 0, 0]]
+    assert found.last.tolist() == [-1, -1]  # a root that leaves early is not a root that came late
+    assert found.lag_ns.tolist() == [0, 0]
+    assert found.transfer_ns.tolist() == [100, 100]
+
+
+def test_receivers_without_the_root() -> None:
+    """With the root on another node, all that are seen are receivers."""
+    found = attribute("broadcast", np.array([[100, 140]]), None)
+
+    assert found.wait_ns.tolist() == [[0, 40]]
+
+
+@pytest.mark.parametrize("operation", ["reduce", "gather"])
+def test_root_waits_for_all(operation: str) -> None:
+    """Only the root waits, for at most its surplus; the others leave when their part is sent, and none is blamed."""
+    found = attribute(operation, np.array([[5, 200, 8]]), 1)
+
+    assert found.wait_ns.tolist() == [[0, 0, 0]]
+    assert found.wait_upper_bound_ns.tolist() == [[0, 195, 0]]
+    assert (found.last.tolist(), found.lag_ns.tolist(), found.transfer_ns.tolist()) == ([-1], [0], [200])
+
+    unseen = attribute(operation, np.array([[5, 200, 8]]), None)
+    assert unseen.wait_upper_bound_ns.tolist() == [[0, 0, 0]]
+    assert unseen.transfer_ns.tolist() == [-1]
+
+
+def test_a_pair() -> None:
+    """A send that outlasts its receive waited for it; a receive that outlasts its send may have, or was buffered."""
+    found = attribute(SEND_RECV, np.array([[90, 20], [20, 90]]), None)
+
+    assert found.wait_ns.tolist() == [[70, 0], [0, 0]]
+    assert found.wait_upper_bound_ns.tolist() == [[70, 0], [0, 70]]
+    assert (found.last.tolist(), found.lag_ns.tolist()) == ([1, -1], [70, 0])
+    assert found.transfer_ns.tolist() == [20, 20]
+
+
+def test_unknown_operation_tells_nothing() -> None:
+    """An operation of a newer torch is neither waiting nor transfer."""
+    found = attribute("allshuffle", np.array([[50, 20]]), None)
+
+    assert (found.wait_ns.tolist(), found.last.tolist(), found.transfer_ns.tolist()) == ([[0, 0]], [-1], [-1])
+    assert "nothing is concluded" in cannot_tell("allshuffle", overlapped=False, all_seen=True, ended=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("operation", "factor"),
+    [
+        ("allreduce", 1.5), ("allreduce_coalesced", 1.5), ("allgather", 0.75), ("allgather_base", 0.75),
+        ("reduce_scatter_base", 0.75), ("alltoall_base", 0.75), ("broadcast", 1.0), ("reduce", 1.0), ("gather", 0.75),
+        ("scatter", 0.75), ("send", 1.0), (SEND_RECV, 1.0), ("barrier", None), ("allshuffle", None),
+    ],
+)  # fmt: skip
+def test_bus_factor(operation: str, factor: float | None) -> None:
+    """The factors of nccl-tests, for four ranks."""
+    assert bus_factor(operation, 4) == factor
+
+
+def test_sizes() -> None:
+    """The size is that of nccl-tests: the whole output of a gather, the whole input of a scatter, the largest share."""
+    record_bytes = np.array([[10, 10, 40]])
+
+    assert size_bytes("allgather", record_bytes[:, :2], 4).tolist() == [10]
+    assert size_bytes("reduce_scatter", record_bytes, 3).tolist() == [60]
+    assert size_bytes("reduce_scatter_base", record_bytes[:, :2], 8).tolist() == [80]  # two of eight ranks seen
+    assert size_bytes("alltoall", record_bytes, 3).tolist() == [40]
+    assert size_bytes("gather", np.array([[0, 30, 0]]), 3).tolist() == [30]
+    assert size_bytes("barrier", record_bytes, 3).tolist() == [0]
+    assert semantics_of("barrier").size is Size.NONE
+
+
+def test_bandwidth() -> None:
+    """1 MB all-reduced by four ranks in 1 ms after the last has come: 1 GB/s, and 1.5 GB/s on the bus."""
+    durations_us = (5000, 1000, 3000, 2000)
+    issued = {
+        rank: [Issued("allreduce group=0 dtype=float32", n, us * 1000, 1_000_000) for n in range(9)]
+        for rank, us in enumerate(durations_us)
+    }
+    (row,) = joined(issued).operations()
+    size = row.main_size()
+
+    assert size is not None
+    bandwidth = row.bandwidth(size)
+    assert bandwidth is not None
+    assert bandwidth == pytest.approx((1e9, 1.5e9), rel=0.02)
+
+
+def test_what_cannot_be_told_is_said() -> None:
+    """Each reason has its words, and an all-reduce whose ends are known on all ranks needs none."""
+    told = {"overlapped": False, "all_seen": True, "ended": True}
+
+    assert cannot_tell("allreduce", **told) == ()
+    assert "a root may leave" in cannot_tell("broadcast", **told)[0]
+    assert "nobody is named" in cannot_tell("reduce", **told)[0]
+    assert "uneven splits" in cannot_tell("alltoall_base", **told)[0]
+    assert "queueing" in cannot_tell("allreduce", **{**told, "overlapped": True})[0]
+    assert "kernel began" in cannot_tell("allreduce", **{**told, "overlapped": True}, by_device=True)[0]
+    assert "other nodes" in cannot_tell("allreduce", **{**told, "all_seen": False})[0]
+    assert "does not tell when" in cannot_tell("send", **{**told, "ended": False})[0]

@@ -1,0 +1,118 @@
+"""What samples of GPUs and ports say of a stretch of time. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.support.saved import saved
+from torchlens_perf.analysis.statistics.hardware import (
+    GPU_COUNTERS,
+    GpuSample,
+    GpuTotals,
+    LinkSample,
+    gpu_signals,
+    growth,
+    link_signals,
+)
+
+SECOND = 1_000_000_000
+
+
+def gpu(count: int, **fields: Any) -> list[GpuSample]:
+    """Samples a second apart. A counter is given as its growth a second; a gauge may be a list."""
+    made: list[GpuSample] = []
+    for index in range(count):
+        values = {
+            name: value * index if name in GPU_COUNTERS else value[index] if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        before = vars(made[-1]) if made else None
+        interval = SECOND if made else None
+        grown = growth(before, values, GPU_COUNTERS)
+        made.append(GpuSample("GPU-1", index * SECOND, index, interval_ns=interval, grown=grown, **values))
+    return made
+
+
+def test_nothing_measured_is_no_key() -> None:
+    """A GPU that tells nothing has no signals; none of them is 0."""
+    assert gpu_signals([]) == {}
+    assert gpu_signals(gpu(5)) == {}
+    assert link_signals([]) == {}
+
+
+def test_clocks_temperature_and_memory() -> None:
+    """Means over the time; the clock also by the GPU's highest one."""
+    samples = gpu(
+        4, sm_clock_hz=[1000, 1500, 1500, 2000], sm_clock_max_hz=2000, temperature_c=[60, 70, 80, 90], power_w=500.0,
+        memory_used_bytes=30, memory_total_bytes=40,
+    )  # fmt: skip
+    found = gpu_signals(samples)
+    assert found == {
+        "sm_clock_hz": 1500, "sm_clock_share": 0.75, "temperature_c": 75, "power_w": 500, "memory_used_share": 0.75,
+    }  # fmt: skip
+
+
+def test_throttling_by_counters() -> None:
+    """Shares of the time by the driver's counters, and not by what the samples happened to see."""
+    samples = gpu(
+        11, throttle_power_ns=SECOND // 4, throttle_thermal_ns=SECOND // 10, throttle_hw_thermal_ns=SECOND // 5,
+        throttle_hw_power_brake_ns=0, clock_reasons=0,
+    )  # fmt: skip
+    found = gpu_signals(samples)
+    assert (found["power_share"], found["thermal_share"], found["hw_slowdown_share"]) == pytest.approx((0.25, 0.2, 0.2))
+
+
+def test_throttling_without_counters_is_by_samples() -> None:
+    """Where a driver has no counters, the share of samples at whose instant clocks were held down."""
+    found = gpu_signals(gpu(4, clock_reasons=[0x4, 0x4, 0x60, 0x1]))
+    assert found == {"power_share": 0.5, "thermal_share": 0.25, "hw_slowdown_share": 0.25}
+
+
+def test_errors_are_growth_within_the_time() -> None:
+    """Counts of before do not matter; a row that waits for a reset to be remapped counts as one."""
+    samples = gpu(
+        5, ecc_uncorrected=1, xids=0, pcie_replays=3, nvlink_errors=1, nvlink_replays=2, remapped_rows=0,
+        remapping_pending=True,
+    )  # fmt: skip
+    found = gpu_signals(samples[2:])
+    assert found == {
+        "ecc_uncorrected": 3, "xid_count": 0, "pcie_replays": 9, "nvlink_errors": 9, "remapped_rows": 1,
+    }  # fmt: skip
+
+
+def test_a_counter_that_fell_began_anew() -> None:
+    """A reset GPU's counter has grown by what it is now; an unknown one by nothing that is known."""
+    assert growth({"a": 10, "b": 5, "c": None}, {"a": 12, "b": 2, "c": 4, "d": 1}, "abcd") == {"a": 2, "b": 2}
+    assert growth(None, {"a": 1}, "a") == {}
+
+
+def test_totals_survive_json() -> None:
+    """A later sidecar goes on with what an earlier one has added up."""
+    samples = gpu(
+        6, sm_clock_hz=[1, 2, 3, 4, 5, 6], sm_clock_max_hz=6, energy_j=500.0, clock_reasons=4, last_xid=13, xids=1
+    )
+    whole, first = GpuTotals(), GpuTotals()
+    for sample in samples:
+        whole.add(sample)
+    for sample in samples[:3]:
+        first.add(sample)
+    second = saved(first)
+    for sample in samples[3:]:
+        second.add(sample)
+
+    assert second == whole
+    assert (second.grown["energy_j"], second.last["last_xid"], second.signals()["xid_count"]) == (2500, 13, 5)
+
+
+def test_links() -> None:
+    """Growth of each counter, all errors together, the rate in use, and how long the port was down."""
+    first = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000)
+    grown = {"transmitted_bytes": 25_000_000_000, "received_bytes": 0, "symbol_errors": 2, "ack_timeouts": 3}
+    second = dataclasses.replace(first, interval_ns=2 * SECOND, active=False, grown=grown)
+    assert link_signals([first, second]) == {
+        **grown, "errors": 5, "transmitted_share": pytest.approx(0.25), "received_share": 0, "inactive_share": 0.5,
+    }  # fmt: skip
+    assert link_signals([first]) == {"inactive_share": 0}

@@ -1,0 +1,235 @@
+"""What is counted about a rank, and its history of windows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.saved import saved
+from tests.support.tables import MS, records, step_table
+from torchlens_perf.analysis.node_state import encode
+from torchlens_perf.analysis.statistics.rank import (
+    FIRST_WINDOW_STEPS,
+    MAX_WINDOWS,
+    WARM_UP_STEPS,
+    RankStatistics,
+    WindowHistory,
+)
+from torchlens_perf.run.records import PARTS, StepTable
+from torchlens_perf.run.ring import Flag, Kind
+
+NO_RECORDS = records([])
+
+
+def test_windows_are_medians_of_aligned_steps() -> None:
+    """A window holds the medians of the steps from a multiple of its width on; outliers do not move it."""
+    history = WindowHistory()
+    steps = [{"forward": 10}] * 7 + [{"forward": 500}] + [{"forward": 20, "data": 2}] * 8 + [{"forward": 1}]
+    history.add(step_table(steps))
+    windows = history.windows()
+
+    assert windows.first_step.tolist() == [0, 8]
+    assert windows.duration_ns.tolist() == [10 * MS, 22 * MS]
+    assert windows.parts_ns[:, PARTS.index("data")].tolist() == [0, 2 * MS]
+
+
+def test_window_in_progress_counts_from_half() -> None:
+    """The last window is shown once it has half its steps."""
+    history = WindowHistory()
+    history.add(step_table([{"forward": 1}] * (FIRST_WINDOW_STEPS + 3)))
+    assert len(history.windows().first_step) == 1
+    history.add(step_table([{"forward": 1}], first_step=FIRST_WINDOW_STEPS + 3))
+    assert len(history.windows().first_step) == 2
+
+
+@pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.SKIPPED, Flag.SAMPLED])
+def test_steps_with_other_work_are_not_compared(flag: Flag) -> None:
+    """Evaluation, skipped and sampled steps are left out of the windows."""
+    history = WindowHistory()
+    history.add(step_table([{"forward": 900}] * 4, flags=int(flag)))
+    history.add(step_table([{"forward": 10}] * 4, first_step=4))
+
+    assert history.windows().duration_ns.tolist() == [10 * MS]
+
+
+def test_history_does_not_grow_with_the_run() -> None:
+    """Beyond the most windows, neighbours are merged and the width doubles; the values stay what they were."""
+    history = WindowHistory()
+    for first in range(0, 100_000, 1000):
+        history.add(step_table([{"forward": 10}] * 1000, first_step=first))
+    windows = history.windows()
+
+    assert len(windows.first_step) <= MAX_WINDOWS + 1
+    assert windows.width == 256
+    assert (windows.first_step % windows.width == 0).all()
+    assert set(windows.duration_ns.tolist()) == {10.0 * MS}
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 9))
+def test_windows_do_not_depend_on_batches(durations: list[int], size: int) -> None:
+    """Added one by one or in pieces of any size, the same steps give the same windows."""
+    whole, pieces = WindowHistory(), WindowHistory()
+    steps = [{"forward": duration} for duration in durations]
+    whole.add(step_table(steps))
+    for first in range(0, len(steps), size):
+        pieces.add(step_table(steps[first : first + size], first_step=first))
+
+    assert encode(whole) == encode(pieces)
+
+
+def test_warm_up_is_counted_apart() -> None:
+    """The first steps are in no distribution of steps, phases or modules, and are counted as steps all the same."""
+    statistics = RankStatistics()
+    steps = step_table([{"forward": 500}] * WARM_UP_STEPS + [{"forward": 10}] * 5, first_step=20)
+    rows = [(Kind.MODULE, 1, step, 9) for step in range(20, 20 + WARM_UP_STEPS + 5)]
+    statistics.add(records(rows), steps, ["", "block"], lost=0)
+
+    assert statistics.warm_up.max_ns == 500 * MS
+    assert (statistics.step.count, statistics.step.max_ns) == (5, 10 * MS)
+    assert statistics.parts["forward"].sum_ns == 50 * MS
+    assert statistics.modules["block"].count == 5
+    assert (statistics.counted_steps, statistics.records, statistics.coverage) == (WARM_UP_STEPS + 5, len(rows), 1.0)
+
+
+def test_lost_steps_lower_the_coverage() -> None:
+    """Steps that are missing between the first and the last lower the coverage."""
+    statistics = RankStatistics()
+    statistics.add(NO_RECORDS, step_table([{}] * 10), [], lost=0)
+    statistics.add(NO_RECORDS, step_table([{}] * 5, first_step=15), [], lost=321)
+
+    assert statistics.coverage == 15 / 20
+    assert statistics.lost == 321
+
+
+def test_modules_are_those_of_usual_forward_passes() -> None:
+    """Not what an evaluation calls, nor what is recomputed, nor another thread; and no warm-up."""
+    statistics = RankStatistics()
+    rows = [(Kind.MODULE, 1, step, 10 * step) for step in (1, 5, 6, 7)]
+    rows += [(Kind.FORWARD, 0, 7, 200), (Kind.MODULE, 1, 8, 3), (Kind.RECOMPUTE, 0, 8, 5), (Kind.MODULE, 1, 8, 7)]
+    made = records([*rows, (Kind.FORWARD, 0, 8, 9)])
+    made["flags"][1] = Flag.OTHER_THREAD
+    flags = np.zeros(9, np.int64)
+    flags[6] = Flag.EVALUATION
+    statistics.add(made, dataclasses.replace(step_table([{}] * 9), flags=flags), ["forward Net", "block"], lost=0)
+
+    assert (statistics.modules["block"].count, statistics.modules["block"].sum_ns) == (2, 77)
+    assert statistics.usual_steps == 5
+    assert statistics.module_shares()["block"] == pytest.approx(77 / 209)
+
+
+def test_names_go_to_their_tables() -> None:
+    """Modules count by own time under the user's name, collectives with their bytes, unknown names by that word."""
+    statistics = RankStatistics()
+    made = records(
+        [
+            (Kind.MODULE, 1, 8, 60),
+            (Kind.MODULE, 77, 8, 1),
+            (Kind.FORWARD, 0, 8, 100),
+            (Kind.MODULE_BACKWARD, 1, 8, 70),
+            (Kind.SECTION, 2, 8, 5),
+            (Kind.COLLECTIVE, 3, 8, 8),
+            (Kind.COLLECTIVE, 3, 8, 8),
+        ]
+    )
+    made["nested_ns"][2], made["value0"][5:7] = 60, 1000
+    statistics.add(made, step_table([{}] * 9), ["forward Net", "block", "log", "allreduce group=0"], lost=0)
+
+    assert {name: sketch.sum_ns for name, sketch in statistics.modules.items()} == {
+        "Net": 40,
+        "block": 60,
+        "(unknown)": 1,
+    }
+    assert statistics.module_backwards["block"].sum_ns == 70
+    assert statistics.sections["log"].sum_ns == 5
+    assert statistics.collectives["allreduce group=0"].bytes == 2000
+
+
+def test_survives_json() -> None:
+    """What is written and read again goes on as if nothing had happened."""
+    first, second = step_table([{"data": 3, "host": 1}] * 30, memory=5), step_table([{"data": 4}] * 2, first_step=30)
+    straight, again = RankStatistics(), RankStatistics()
+    for statistics in (straight, again):
+        statistics.add(records([(Kind.SECTION, 0, 7, 3)]), first, ["log"], lost=2)
+    again = saved(again)
+    for statistics in (straight, again):
+        statistics.add(NO_RECORDS, second, [], lost=0)
+
+    left, right = msgspec.json.decode(encode(straight)), msgspec.json.decode(encode(again))
+    # The window in progress begins anew after reading: its first steps are a row of their own.
+    left.pop("history")
+    right.pop("history")
+    assert left == right
+    assert np.array_equal(straight.step.counts, again.step.counts)
+
+
+def flagged(table: StepTable, *steps: tuple[int, Flag]) -> StepTable:
+    """The table with flags on some of its rows."""
+    flags = table.flags.copy()
+    for row, flag in steps:
+        flags[row] |= int(flag)
+    return dataclasses.replace(table, flags=flags)
+
+
+def test_work_is_a_mean_without_time_ready_and_waiting() -> None:
+    """Work is the own time without that in which there was no CPU, where it was measured; and no time blocked."""
+    table = step_table([{"forward": 10, "data": 4, "communication": 50}] * (WARM_UP_STEPS + 4))
+    ready_ns = np.zeros_like(table.ready_ns)
+    ready_ns[:, PARTS.index("forward")] = 3 * MS
+    ready_ns[:, PARTS.index("communication")] = 40 * MS
+    ready_ns[-2:] = -1
+    ready_ns[-3, PARTS.index("data")] = 9 * MS  # more than the part itself: sampled a moment too late
+    history = WindowHistory()
+    history.add(dataclasses.replace(table, ready_ns=ready_ns))
+    windows = history.windows()
+
+    assert windows.work_steps.tolist() == [4]
+    assert windows.work_sum_ns.tolist() == [(11 + 7 + 14 + 14) * MS]
+
+
+def test_work_is_of_comparable_steps() -> None:
+    """The warm-up, and steps that compile, save or evaluate, have no work; a window of such steps has a tag instead."""
+    table = step_table([{"forward": 10}] * 24)
+    tagged = [(4, Flag.COMPILED), (5, Flag.CHECKPOINT), *((row, Flag.EVALUATION) for row in range(8, 16))]
+    history = WindowHistory()
+    history.add(flagged(table, *tagged, (20, Flag.COLLECTED)))
+    windows = history.windows()
+
+    assert windows.first_step.tolist() == [0, 16]
+    assert windows.work_steps.tolist() == [8 - WARM_UP_STEPS - 2, 8]
+    assert windows.tags == {0: Flag.COMPILED | Flag.CHECKPOINT, 8: Flag.EVALUATION}
+
+
+def test_work_and_tags_survive_merging_and_json() -> None:
+    """Sums, counts and tags of merged windows are those of all their steps, also after a restart of the sidecar."""
+    straight, restarted = WindowHistory(), WindowHistory()
+    for first in range(0, 16_000, 1000):
+        table = flagged(step_table([{"forward": 10}] * 1000, first_step=first), (3, Flag.CHECKPOINT))
+        for history in (straight, restarted):
+            history.add(table)
+        restarted = saved(restarted)
+    left, right = straight.windows(), restarted.windows()
+
+    # The window in progress begins anew: half of it may be missing after a restart, and nothing is there twice.
+    assert left.first_step.tolist() == right.first_step.tolist() == sorted(set(right.first_step.tolist()))
+    assert left.work_sum_ns.sum() == (16_000 - WARM_UP_STEPS - 16) * 10 * MS
+    assert np.array_equal(left.work_sum_ns / left.work_steps, right.work_sum_ns / right.work_steps)
+    assert 0 <= left.work_steps.sum() - right.work_steps.sum() <= 16 * left.width
+    assert left.tags == right.tags
+    assert sorted(left.tags) == sorted({(first + 3) // left.width * left.width for first in range(0, 16_000, 1000)})
+
+
+def test_tags_do_not_grow_with_the_run() -> None:
+    """A run that evaluates in every step has no windows, and at most so many tags."""
+    history = WindowHistory()
+    for first in range(0, 20_000, 1000):
+        history.add(step_table([{"forward": 10}] * 1000, first_step=first, flags=int(Flag.EVALUATION)))
+    windows = history.windows()
+
+    assert len(windows.first_step) == 0
+    assert MAX_WINDOWS / 2 < len(windows.tags) <= MAX_WINDOWS
+    assert all(first % windows.width == 0 for first in windows.tags)

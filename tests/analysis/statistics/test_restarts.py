@@ -1,0 +1,88 @@
+"""Which processes of a node ran together: membership changes, restarts, children, several agents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import identity_of, make_run
+from torchlens_perf.analysis.statistics.restarts import UNRELATED, Generations
+from torchlens_perf.run.identity import Identity
+
+
+class Node:
+    """Makes the processes of a node, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._run = make_run(folder)
+        self._pid = 1000
+        self.generations = Generations()
+
+    def process(self, rank: int, world_size: int, **changed: Any) -> Identity:
+        self._pid += 1
+        return identity_of(self._run, rank, world_size, **{"pid": self._pid, "elastic": True, **changed})
+
+    def begins(self, rank: int, world_size: int, **changed: Any) -> int:
+        return self.generations.of(self.process(rank, world_size, **changed))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_one_generation(node: Node) -> None:
+    """The ranks of one start are of one generation, and stay so when they are asked for again."""
+    processes = [node.process(rank, 4) for rank in range(4)]
+    assert [node.generations.of(each) for each in processes * 2] == [0] * 8
+
+
+def test_restart(node: Node) -> None:
+    """Another attempt is another generation; what comes late of an earlier one belongs to none."""
+    assert [node.begins(rank, 2, attempt=attempt) for attempt in (0, 1) for rank in (0, 1)] == [0, 0, 1, 1]
+    assert node.begins(0, 2, attempt=0) == UNRELATED
+
+
+def test_same_ranks_again_in_the_same_attempt(node: Node) -> None:
+    """Another node was replaced: this one's agent starts its ranks again."""
+    assert [node.begins(rank, 4) for rank in (0, 1, 1, 0)] == [0, 0, 1, 1]
+
+
+def test_other_ranks_in_the_same_attempt(node: Node) -> None:
+    """The agent's place among the nodes has changed, and with it its ranks."""
+    ranks = [(2, 0), (3, 1), (0, 0), (1, 1)]
+    assert [node.begins(rank, 4, local_rank=local, local_world_size=2) for rank, local in ranks] == [0, 0, 1, 1]
+
+
+def test_another_world_size(node: Node) -> None:
+    """The world has shrunk, and this agent has no worker that it had before."""
+    assert [node.begins(0, 4), node.begins(1, 2, launcher_pid=7), node.begins(0, 2, launcher_pid=7)] == [0, 1, 1]
+
+
+def test_two_agents_on_one_host(node: Node) -> None:
+    """Each starts workers of its own."""
+    places = [(0, 7), (1, 8), (0, 7), (1, 8)]
+    assert [node.begins(rank, 2, local_rank=0, launcher_pid=agent) for rank, agent in places] == [0, 0, 1, 1]
+
+
+def test_launcher_that_gives_every_rank_the_local_rank_0(node: Node) -> None:
+    """Only torch's agents tell their workers apart by it."""
+    assert {node.begins(rank, 4, local_rank=0, elastic=False) for rank in range(4)} == {0}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_child_of_a_rank(node: Node, world_size: int) -> None:
+    """It inherits the rank from the environment, or is a world of its own: the others go on."""
+    parent = node.process(0, 2)
+    assert node.generations.of(parent) == 0
+    assert node.begins(0, world_size, launcher_pid=parent.pid) == UNRELATED
+    assert node.begins(1, 2) == 0
+
+
+def test_process_that_starts_all_ranks(node: Node) -> None:
+    """As with torch.multiprocessing.spawn: the ranks are what counts."""
+    parent = node.process(0, 1, elastic=False)
+    assert node.generations.of(parent) == 0
+    assert [node.begins(rank, 2, launcher_pid=parent.pid, elastic=False) for rank in (1, 0)] == [1, 1]

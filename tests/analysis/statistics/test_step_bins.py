@@ -1,0 +1,166 @@
+"""Rows: means over as many steps as make twenty milliseconds, however the steps come."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.tables import MS, step_table
+from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, StepBinMaker, StepBins, row_width
+from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
+from torchlens_perf.run.ring import Flag
+
+STEP = {"data": 1.0, "forward": 4.0, "backward": 6.0, "communication": 2.0, "host": 1.0, "tool": 0.5}
+
+
+def cut(table: StepTable, first: int, end: int) -> StepTable:
+    return StepTable(**{field.name: getattr(table, field.name)[first:end] for field in dataclasses.fields(StepTable)})
+
+
+def collected(maker: StepBinMaker, tables: list[StepTable]) -> dict[str, np.ndarray]:
+    """All rows, also the last one, as one array per field."""
+    made = [rows for rows in (*map(maker.add, tables), maker.rest()) if rows is not None]
+    fields = [field.name for field in dataclasses.fields(StepBins) if field.name != "width"]
+    return {name: np.concatenate([getattr(rows, name) for rows in made]) for name in fields}
+
+
+@pytest.mark.parametrize(
+    ("step_ns", "width"),
+    [(1e3, 1024), (19.6e3, 1024), (19.5e6, 2), (20e6, 1), (5e6, 4), (4.9e6, 8), (1e9, 1), (0.0, 1024)],
+)
+def test_width(step_ns: float, width: int) -> None:
+    """A power of two, the least that makes 20 ms, and at most 1024 steps."""
+    assert row_width(step_ns) == width
+    assert row_width(step_ns, 0) == 1
+
+
+def test_width_is_that_of_usual_steps() -> None:
+    """It is chosen after eight steps by their median, which neither a first step that compiles nor a stall moves."""
+    table = step_table([{"host": 60_000}] * 2 + [{"host": 5}] * 4 + [{"host": 9_000}] * 2)
+    maker = StepBinMaker()
+
+    assert maker.add(cut(table, 0, 7)) is None
+    assert maker.width == 0
+    rows = maker.add(cut(table, 7, 8))
+    assert rows is not None
+    assert (maker.width, rows.step.tolist()) == (4, [0, 4])
+
+
+def test_rows_are_means() -> None:
+    """Duration, work by part, waiting: per step. Communication and our own time are no work."""
+    table = step_table([{**STEP, "forward": 4.0 + step} for step in range(8)])
+    rows = StepBinMaker(4).add(table)
+
+    assert rows is not None
+    assert (rows.width, rows.step.tolist()) == (4, [0, 4])
+    assert rows.work_ns.shape == (2, len(OWN_PARTS))
+    assert rows.work_ns[:, OWN_PARTS.index("forward")] == pytest.approx([5.5 * MS, 9.5 * MS])
+    assert rows.work_ns.sum(axis=1) == pytest.approx([13.5 * MS, 17.5 * MS])
+    assert rows.duration_ns == pytest.approx([16 * MS, 20 * MS])
+    assert rows.wait_ns == pytest.approx([2 * MS, 2 * MS])
+    assert np.isnan(rows.ready_ns).all()
+    assert np.isnan(rows.workload).all()
+
+
+def test_time_without_a_cpu_is_no_work() -> None:
+    """It is taken out of the part that it was in, and told apart; where a part waits for others, it is neither."""
+    ready_ns = np.zeros((4, len(PARTS)), np.int64)
+    ready_ns[:, PARTS.index("forward")] = 3 * MS
+    ready_ns[:, PARTS.index("communication")] = 2 * MS
+    ready_ns[:, PARTS.index("host")] = 50 * MS  # more than the part has: clocks differ
+    rows = StepBinMaker(4).add(dataclasses.replace(step_table([STEP] * 4), ready_ns=ready_ns))
+
+    assert rows is not None
+    assert rows.work_ns[0] == pytest.approx([1 * MS, 1 * MS, 0, 6 * MS, 0, 0])
+    assert rows.ready_ns == pytest.approx([4 * MS])
+
+
+def test_what_is_not_known_of_one_step_is_not_known_of_its_row() -> None:
+    """Time without a CPU, and workload, need all steps; work is there in any case."""
+    table = step_table([STEP] * 8)
+    ready_ns = np.full((8, len(PARTS)), 1000)
+    ready_ns[1] = -1
+    rows = StepBinMaker(4).add(
+        dataclasses.replace(table, ready_ns=ready_ns, workload=np.array([5, 7, 5, 7, 1, 1, -1, 1]))
+    )
+
+    assert rows is not None
+    assert np.isnan(rows.ready_ns).tolist() == [True, False]
+    assert rows.workload[0] == 6
+    assert np.isnan(rows.workload[1])
+    assert np.isfinite(rows.work_ns).all()
+
+
+def test_a_step_of_other_work_does_not_take_its_row() -> None:
+    """The row is the mean of the others, whatever that step's times were; only a row of nothing else is one of it."""
+    flags = np.array([0, int(Flag.SAMPLED), 0, 0, *[int(Flag.EVALUATION)] * 4, 0, int(Flag.COLLECTED), 0, 0])
+    times = [{"forward": 900.0 if 0 < flag < 1 << 30 and flag & OTHER_WORK else 4.0} for flag in flags.tolist()]
+    rows = StepBinMaker(4).add(dataclasses.replace(step_table(times), flags=flags))
+
+    assert rows is not None
+    assert rows.step.tolist() == [0, 4, 8]
+    assert rows.flags.tolist() == [0, Flag.EVALUATION, Flag.COLLECTED]
+    assert (rows.work_ns.sum(axis=1) / MS).tolist() == [4, 900, 4]
+    single = StepBinMaker(1).add(dataclasses.replace(step_table(times), flags=flags))
+    assert single is not None
+    assert single.flags.tolist() == flags.tolist()
+
+
+def test_width_is_that_of_the_first_steps_however_many_come_at_once() -> None:
+    """A replay has them all at once, and makes the rows that were made while they came."""
+    table = step_table([{"forward": 5.0 if step < 8 else 50.0} for step in range(64)])
+    whole, live = StepBinMaker(), StepBinMaker()
+    whole.add(table)
+    for step in range(64):
+        live.add(cut(table, step, step + 1))
+
+    assert (whole.width, live.width) == (4, 4)
+
+
+def test_rows_begin_at_multiples_of_their_width() -> None:
+    """Ranks whose recording began at different steps have the same rows; the first one is of fewer steps."""
+    rows = StepBinMaker(4).add(step_table([{"host": step} for step in range(3, 12)], first_step=3))
+
+    assert rows is not None
+    assert rows.step.tolist() == [0, 4, 8]
+    assert rows.duration_ns == pytest.approx([3 * MS, 5.5 * MS, 9.5 * MS])
+
+
+def test_nothing_to_make_rows_of() -> None:
+    """Empty tables and unfinished rows give none; a run of few steps gives its rows at its end."""
+    empty = step_table([])
+    assert (StepBinMaker().add(empty), StepBinMaker(4).add(empty), StepBinMaker().rest()) == (None, None, None)
+    assert StepBinMaker(4).add(step_table([STEP] * 3)) is None
+    maker = StepBinMaker()
+    assert maker.add(step_table([STEP] * 5)) is None
+    rows = maker.rest()
+    assert rows is not None
+    assert (rows.width, rows.step.tolist()) == (2, [0, 2, 4])
+    assert maker.rest() is None
+
+
+@given(
+    count=st.integers(8, 60),
+    first=st.integers(0, 9),
+    cuts=st.lists(st.integers(0, 60), max_size=8),
+    width=st.sampled_from([0, 1, 2, 8]),
+    seed=st.integers(0, 1000),
+)
+def test_any_split_gives_the_same_rows(count: int, first: int, cuts: list[int], width: int, seed: int) -> None:
+    """However a rank's steps are cut into tables, its rows are the same, and no step is lost or counted twice."""
+    random = np.random.default_rng(seed)
+    table = step_table([{"forward": 5 + random.random(), "communication": 2} for _ in range(count)], first)
+    table = dataclasses.replace(table, flags=random.integers(0, 4, count), workload=random.integers(0, 9, count))
+    # The width is chosen by the first eight steps, so these come together.
+    edges = sorted({8, *(each for each in cuts if 8 < each < count)})
+    pieces = [cut(table, begin, end) for begin, end in zip([0, *edges], [*edges, count], strict=True)]
+    whole, split = collected(StepBinMaker(width or 4), [table]), collected(StepBinMaker(width), pieces)
+
+    for name, values in whole.items():
+        np.testing.assert_allclose(split[name], values, err_msg=name)
+    steps_in_row = np.unique(table.step // (width or 4), return_counts=True)[1]
+    assert (whole["duration_ns"] * steps_in_row).sum() == pytest.approx(table.duration_ns.sum())

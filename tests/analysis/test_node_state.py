@@ -1,0 +1,177 @@
+"""The file of a node's state: what is written is read again, whole and unchanged, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.report import test_memory_table as memory
+from tests.report.test_device_table import HOST as PARTS_MS
+from tests.report.test_device_table import Gpu
+from tests.sidecar.telemetry.test_infiniband import port
+from tests.sidecar.telemetry.test_log import FIRST, Rig
+from tests.support.findings import PLACES, episode, findings, hang
+from tests.support.ranks import HOST, run_without_traces
+from tests.support.tables import MS
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.alerts.log import AlertLog
+from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
+from torchlens_perf.analysis.causes.straggler_groups import StageImbalance, StragglerSummary, name
+from torchlens_perf.analysis.collectives.join import CollectiveJoin
+from torchlens_perf.analysis.node_state import NodeState, encode
+from torchlens_perf.analysis.stragglers.detector import NOTHING, Usual
+from torchlens_perf.analysis.words.hang import RankStack
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.records import Verdict
+from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.sidecar.node import Sidecar
+
+WHY = Diagnosis((Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),), ("GPUs",), (), {"gc_share": 0.5})
+LINKS = {"class": "slow_communication", "links": [{"group": "0", "ranks": [0, 1]}], "shared_ranks": []}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with run_without_traces(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def state(run: RunDirectory, tmp_path: Path) -> NodeState:
+    """A state that holds some of everything, most of it from a sidecar's rounds over two ranks."""
+    ranks = [Gpu(run, rank, identity={"attributes": {"slurm.job.id": "7"}}) for rank in range(2)]
+    for rank in ranks:
+        session, recorder = rank.session, rank.session.recorder
+        session.add_group("0", range(2), "default_pg")
+        device = {"clock": "CUDA events", "error_ns": 4000, "captured": 1, "skipped": 0, "unread": 0}
+        session.publish(gpus=[{"uuid": FIRST, "name": "H200", "index": 0}], device=device)
+        for number in range(40):
+            recorder.begin(Kind.MODULE, session.intern("block"))
+            recorder.end(Kind.MODULE, session.intern("block"))
+            for kind, label in ((Kind.MODULE_BACKWARD, "block"), (Kind.SECTION, "log")):
+                recorder.record_span(kind, session.intern(label), 0, 5)
+            collective = session.intern("allreduce group=0 dtype=float32")
+            done = int(Flag.COMPLETED)
+            recorder.record_completed(int(Kind.COLLECTIVE), collective, number, number * MS, 90, done, 64, number)
+            memory.mark_memory(rank, allocated=(number << 20, 0), limit=1 << 40, alloc_retries=number)
+            rank.timed_steps(1, 30 * MS)
+        rank.stamped("decode", [MS] * 500)
+        rank.timed_steps(1, 30 * MS)
+        recorder.record_completed(int(Kind.MERGED), session.intern("decode"), 41, MS, MS, 0, 2, 1)
+        rank.steps(1, **PARTS_MS)
+        memory.ran_out(run, rank)
+        rank.close()
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.close()
+    rig = Rig(run, tmp_path / "infiniband")
+    port(tmp_path / "infiniband")
+    rig.gpus.values, rig.gpus.losses[FIRST] = {FIRST: {"temperature_c": 88, "power_w": 1.5, "xids": 1}}, 1
+    rig.seconds(12, FIRST)
+    slow = findings(episode(3), episode(5, until=180, cost_ns=1 / 3), usual=(Usual("a", "0-7", 5e6, 1e6),))
+    named = name(slow, PLACES, diagnosed=lambda group: WHY)
+    log = AlertLog("run")
+    links = Verdict("slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow.", LINKS)
+    log.changes(0, slow, None, PLACES, 0, verdicts=[links])
+    return dataclasses.replace(
+        sidecar.state, dropped_segments=2, unwritten_records=3, notes=["one"], passing_notes=["two"], findings=slow,
+        named=dataclasses.replace(
+            named, imbalance=StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2), past=((episode(5).key, WHY),)
+        ),
+        hang=dataclasses.replace(hang(), stacks={2: RankStack(("train.py:3",), "")}), alerts=log.open(),
+        telemetry=rig.log.totals(), tap_outlook="it is built", sidecar_cpu_s=1.25,
+    )  # fmt: skip
+
+
+def empty(value: dict[str, Any]) -> set[str]:
+    return {key for key, each in value.items() if each in (None, "", 0, [], {})}
+
+
+def test_written_and_read(run: RunDirectory, state: NodeState) -> None:
+    """All of it comes back: written once more it is the same file, and the report is the same."""
+    state.save(run)
+    written = run.node_state(HOST).read_bytes()
+    loaded = node_state.load(run.node_state(HOST))
+    loaded.save(run)
+
+    assert run.node_state(HOST).read_bytes() == written
+    assert build("run", [loaded]) == build("run", [state])
+    value = msgspec.json.decode(written)
+    process = next(iter(value["processes"].values()))
+    statistics = process["statistics"]
+    assert (empty(value), empty(value["telemetry"])) == (set(), {"lost_samples", "dropped_files", "slow_samples"})
+    assert {"groups", "gpus", "device", "out_of_memory", "cpu_wait"}.isdisjoint(empty(process))
+    assert empty(statistics) <= {"lost", "flags_seen", "first_step", "memory_bytes", "memory_max_bytes", "work"}
+    assert empty(statistics["device"]) <= {"caught_up", "stamped_lost", "stray_records", "sections", "modules"}
+    assert empty(value["join"]) == {"attempt", "generation", "outdated_records", "from_any"}
+
+
+def test_what_is_read_goes_on(run: RunDirectory, state: NodeState) -> None:
+    """The types are those that were written: sketches, arrays, values that can be changed, and values that cannot."""
+    state.save(run)
+    loaded = node_state.load(run.node_state(HOST))
+    (process, *_), (before, *_) = loaded.processes.values(), state.processes.values()
+
+    assert isinstance(loaded.join, CollectiveJoin)
+    assert (loaded.findings, loaded.named, loaded.hang) == (state.findings, state.named, state.hang)
+    assert (loaded.alerts, loaded.telemetry) == (state.alerts, state.telemetry)
+    assert (process.identity, process.anchor) == (before.identity, before.anchor)
+    assert (process.groups, process.gpus, process.device) == (before.groups, before.gpus, before.device)
+    process.statistics.step.merge(before.statistics.step)
+    process.statistics.mix.merge(before.statistics.mix)
+    assert process.statistics.step.count == 2 * before.statistics.step.count
+    assert isinstance(loaded.named, StragglerSummary)
+    assert loaded.named.diagnosis(episode(5).key) == WHY
+
+
+@pytest.mark.parametrize("schema", [b"6", b"99"])
+def test_another_schema(run: RunDirectory, schema: bytes) -> None:
+    """Of another version, nothing but the schema is looked at."""
+    run.node_state(HOST).write_bytes(b'{"host":3,"schema":' + schema + b"}")
+    with pytest.raises(RunStoreError, match=f"has schema {schema.decode()}, this version reads {node_state.SCHEMA}"):
+        node_state.load(run.node_state(HOST))
+
+
+def test_damaged(run: RunDirectory, state: NodeState) -> None:
+    """A file that ends early, lacks what must be there, or has it in another type, is refused, wherever that is."""
+    state.save(run)
+    path = run.node_state(HOST)
+    text = path.read_bytes()
+    sketch = b'"issue":['
+    damaged = [
+        text[: len(text) // 2],
+        text.replace(b'"host":"', b'"host":["', 1),
+        text.replace(b'"statistics":', b'"statistic":', 1),
+        text.replace(sketch, sketch + b'"', 1),
+        text.replace(sketch, b'"issue":[1],"other":[', 1),
+        text.replace(b'"parts_ns":[[', b'"parts_ns":[["x",', 1),
+        text.replace(b'"parts_ns":[[', b'"parts_ns":[[[],', 1),
+        text.replace(b'"ranges":"0-1"', b'"ranges":"0-x"'),
+    ]
+    for each in damaged:
+        assert each != text
+        path.write_bytes(each)
+        with pytest.raises(RunStoreError, match="cannot be read"):
+            node_state.load(path)
+
+
+def test_no_number(run: RunDirectory) -> None:
+    """What is not finite is null in the file: there where None says so, and refused where a number must be."""
+    for detectable_ns, cpu_s in ((None, 1.0), (3.0, 1.0), (3.0, math.nan), (3.0, math.inf)):
+        state = NodeState(HOST, findings=dataclasses.replace(NOTHING, detectable_ns=detectable_ns), sidecar_cpu_s=cpu_s)
+        assert (b"null" in encode(state.sidecar_cpu_s)) is not math.isfinite(cpu_s)
+        state.save(run)
+        if math.isfinite(cpu_s):
+            assert node_state.load(run.node_state(HOST)).findings == state.findings
+        else:
+            with pytest.raises(RunStoreError, match="sidecar_cpu_s"):
+                node_state.load(run.node_state(HOST))

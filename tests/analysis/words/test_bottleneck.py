@@ -1,0 +1,265 @@
+"""Where the steps' time goes, in words: each figure of a sentence is held against the table below it, and the truth."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.reports import checked
+from tests.support.tables import mixed_table
+from torchlens_perf.analysis.node_state import NodeState, ProcessState
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
+from torchlens_perf.report.build import build
+from torchlens_perf.report.terminal import render
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.run.ring import Flag, record_dtype
+
+NUMBER = r"(\d+(?:\.\d+)?)"
+DURATION = NUMBER + r" (s|ms|us|ns)"
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+# What a sentence calls a column of the table.
+COLUMNS = {"waiting for data": "data", "host code outside of the phases": "host", "waiting in communication": "wait"}
+ROUNDING = 0.006  # three figures
+
+
+def seconds(number: str, unit: str) -> float:
+    return float(number) * UNITS[unit]
+
+
+def state_of(rank: int, ranks: int, steps: list[dict[str, Any]], **changed: Any) -> ProcessState:
+    """A process that has made these steps: parts in ms, "flags", "cpu" for the lack of a CPU in its forward part."""
+    statistics = RankStatistics()
+    statistics.add(np.zeros(0, record_dtype()), mixed_table(steps), [], 0)
+    identity = Identity("r", rank, rank, ranks, ranks, 0, "h", 10 + rank, 1, 1, False, "train.py", "", {})
+    return ProcessState(identity, Anchor(0, 0, 0), statistics, ended="closed", **changed)
+
+
+def report_on(*ranks: list[dict[str, Any]], **changed: Any) -> dict[str, Any]:
+    states = [state_of(rank, len(ranks), steps, **changed) for rank, steps in enumerate(ranks)]
+    return checked(build("r", [NodeState("h", {state.identity.key: state for state in states})]))
+
+
+class Shown:
+    """What a reader sees: the sentences, and the columns of the table, in seconds."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        text = render(report, "r", columns=250, color=False)
+        head, _, rest = text.partition("typical step of each rank")
+        self.sentences = [" ".join(part.split()) for part in head.split("\n\n")]
+        lines = [line for line in rest.split("\n") if line.strip()]
+        header, rows = re.split(r"\s{2,}", lines[0].strip()), []
+        for line in lines[2:]:
+            cells = re.findall(rf"{DURATION}|(?<= )-(?= |$)", line)
+            if not re.match(r"\s*\d+ ", line):
+                break
+            rows.append([seconds(*cell) if cell[0] else 0.0 for cell in cells])
+        names = [name for name in header if name not in ("rank", "memory", "share of the step")]
+        self.columns = {name: [row[index] for row in rows] for index, name in enumerate(names)}
+
+    def mean(self, column: str) -> float:
+        return float(np.mean(self.columns[column]))
+
+    def sentence(self, words: str) -> str:
+        (found,) = [each for each in self.sentences if words in each]
+        return found
+
+
+def holds_typical(shown: Shown) -> str:
+    """Checks the sentence on the typical step against the table. Returns its first words."""
+    sentence = shown.sentence("of a typical step of").partition(" Next: ")[0]
+    step = re.search(rf"of a typical step of {DURATION}", sentence)
+    assert step is not None, sentence
+    step_s = seconds(*step.groups())
+    assert step_s == pytest.approx(shown.mean("step"), rel=2 * ROUNDING)
+    named_s = 0.0
+    for words, percent, number, unit in re.findall(rf"(?:^|; )([^;]*?)(?: takes)? {NUMBER}% \({DURATION}\)", sentence):
+        part_s = seconds(number, unit)
+        named_s += part_s
+        assert float(percent) / 100 == pytest.approx(part_s / step_s, abs=0.011), sentence
+        column = COLUMNS.get(words.lower())
+        if column is not None and "no CPU" not in shown.columns:
+            assert part_s == pytest.approx(shown.mean(column), rel=2 * ROUNDING), sentence
+        if words.lower() == "waiting for a cpu":
+            assert part_s == pytest.approx(shown.mean("no CPU"), rel=2 * ROUNDING)
+        inner = re.search(r"\((.*)\)", words)
+        if inner is not None:  # computing, in parts
+            parts_s = [seconds(*each) for each in re.findall(DURATION, inner[1])]
+            assert sum(parts_s) == pytest.approx(part_s, rel=3 * ROUNDING), sentence
+    assert named_s <= step_s * (1 + 3 * ROUNDING), sentence
+    return sentence.partition(" takes ")[0]
+
+
+def holds_long(sentence: str, report: dict[str, Any]) -> None:
+    """Checks a sentence on long steps: number, time each, time in all, and share of all steps' time."""
+    steps = report["steps"]
+    each, total = (seconds(*found) for found in re.findall(rf"{DURATION} (?:longer|in all)", sentence))
+    share = re.search(rf"{NUMBER}% of the time of all steps", sentence)
+    assert share is not None
+    regular, some = re.match(r"One step in (\d+) ", sentence), re.match(r"(\d+) of (\d+) steps", sentence)
+    if some is not None:
+        assert int(some[2]) == steps["count"]
+        assert total == pytest.approx(int(some[1]) * each, rel=3 * ROUNDING)
+    else:
+        assert regular is not None
+        # A step of another kind may be in the place of one of them.
+        assert total / each == pytest.approx(steps["count"] / int(regular[1]), rel=0.5, abs=2)
+    assert float(share[1]) / 100 == pytest.approx(total / steps["total_s"], abs=0.006)
+
+
+def random_steps(rng: np.random.Generator, count: int, ranks: int) -> list[list[dict[str, Any]]]:
+    """A loop with parts of any proportion, noise, and now and then something else: by chance or regularly."""
+    usual = dict(zip(("data", "forward", "backward", "optimizer", "host"), rng.exponential(size=5) * 10, strict=True))
+    if ranks > 1:
+        usual["communication"] = float(rng.exponential() * 10)
+    noise, lack = rng.choice([0.0, 0.02, 0.1]), rng.choice([None, 0.0, 20.0], p=[0.5, 0.2, 0.3])
+
+    def step() -> dict[str, Any]:
+        return {part: value * np.exp(noise * rng.standard_normal()) for part, value in usual.items()}
+
+    loops = [[step() for _ in range(count)] for _ in range(ranks)]
+    if lack is not None:
+        for each in (each for loop in loops for each in loop):
+            each["cpu"] = lack
+            each["forward"] += lack
+    for _ in range(rng.integers(0, 3)):
+        part, more = str(rng.choice(list(usual))), float(rng.choice([50, 300, 5000]))
+        flag = int(rng.choice([0, Flag.EVALUATION, Flag.CHECKPOINT, Flag.COMPILED]))
+        every, begin = int(rng.integers(7, 40)), int(rng.integers(4, 20))
+        regular = rng.random() < 0.5
+        where = range(begin, count, every) if regular else rng.choice(np.arange(4, count), 3, replace=False).tolist()
+        for number in where:
+            for loop in loops:
+                loop[number][part] += more
+                loop[number]["flags"] = loop[number].get("flags", 0) | flag
+    return loops
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_sentences_hold_on_random_mixes(seed: int) -> None:
+    """Against the table, whatever the loop does."""
+    rng = np.random.default_rng(seed)
+    loops = random_steps(rng, int(rng.integers(40, 300)), int(rng.choice([1, 1, 3])))
+    report = report_on(*loops)
+    shown = Shown(report)
+    holds_typical(shown)
+    for sentence in shown.sentences:
+        if "of the time of all steps" in sentence:
+            holds_long(sentence, report)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_first_is_what_is_largest(seed: int) -> None:
+    """By the truth: the largest wait, if it takes a quarter of the step or more than computing; else computing."""
+    rng = np.random.default_rng(1000 + seed)
+    (loop,) = random_steps(rng, 100, 1)
+    found = holds_typical(Shown(report_on(loop)))
+    longest_ms = 1.5 * float(np.median([duration_ms(step) for step in loop]))
+    plain = [step for step in loop[WARM_UP_STEPS:] if duration_ms(step) < longest_ms]
+    mean = {part: float(np.mean([step.get(part, 0.0) for step in plain])) for part in OWN_PARTS}
+    lack = float(np.mean([step.get("cpu", 0.0) for step in plain]))
+    step_ms = sum(mean.values())
+    if lack >= 0.1 * step_ms:
+        mean["forward"] -= lack
+    waits = {
+        "Waiting for data": mean["data"], "Host code outside of the phases": mean["host"],
+        "Waiting for a CPU": lack if lack >= 0.1 * step_ms else 0.0,
+    }  # fmt: skip
+    computing = sum(mean[part] for part in ("forward", "backward", "optimizer"))
+    words, most = max(waits.items(), key=lambda item: item[1])
+    close = any(
+        abs(most - other) < 0.03 * step_ms for other in (0.25 * step_ms, computing, *waits.values()) if other != most
+    )
+    if not close:
+        assert found == words if most >= min(0.25 * step_ms, computing) else found.startswith("Computing")
+
+
+def duration_ms(step: dict[str, Any]) -> float:
+    return sum(step.get(part, 0.0) for part in PARTS)
+
+
+BASE = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0, "host": 1.0}
+
+
+def test_one_evaluation_does_not_decide_the_headline() -> None:
+    """The share of host code is that of the steps that are alike, and the evaluation is named apart."""
+    loop = [dict(BASE) for _ in range(103)]
+    for number in (50, 100):
+        loop[number] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION}
+    long, typical = report_on(loop)["verdicts"]
+
+    assert long["kind"] == "long_steps"
+    assert long["text"] == (
+        "2 of 103 steps (steps 50, 100) take 900 ms longer on average (evaluation): 1.80 s in all, 53% of the time of "
+        "all steps. Next: evaluate less often, or on fewer batches."
+    )
+    assert typical["text"].startswith(
+        "Computing (the backward pass 8.00 ms, the forward pass 4.00 ms, the optimizer 2.00 ms) takes 88% (14.0 ms) of "
+        "a typical step of 16.0 ms. Next: "
+    )
+
+
+def test_lack_of_cpu_is_said_first() -> None:
+    """Half of the time nobody had a CPU: that, and not the forward pass."""
+    loop = [{**BASE, "forward": 20.0, "cpu": 16.0} for _ in range(60)]
+    verdicts = report_on(loop, [dict(step) for step in loop])["verdicts"]
+
+    assert verdicts[0]["kind"] == "lack_of_cpu"
+    assert verdicts[0]["text"].startswith(
+        "Waiting for a CPU takes 50% (16.0 ms) of a typical step of 32.0 ms; computing 44% (14.0 ms). Next: see what "
+    )
+
+
+def test_lack_of_cpu_by_samples() -> None:
+    """Where steps are too short to tell, the sidecar's samples do."""
+    short = [{part: value / 10 for part, value in BASE.items()} for _ in range(60)]
+    (verdict,) = report_on(short, cpu_wait=[12.0, 20.0])["verdicts"]
+    (quiet,) = report_on(short, cpu_wait=[1.0, 20.0])["verdicts"]
+
+    assert verdict["text"].startswith("Waiting for a CPU takes 60% of the time, by samples of one second")
+    assert quiet["kind"] == "compute_bound"
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "next_words"),
+    [
+        ({"data": 2.0, "host": 6.0}, "host_bound", "wrap parts in perf.section()"),
+        ({"data": 6.0, "host": 2.0}, "data_bound", "num_workers"),
+        ({"data": 2.0}, "compute_bound", "time modules"),
+        ({"data": 3.5}, "compute_bound", "num_workers"),
+        ({"data": 0.5, "host": 0.5}, "compute_bound", "time modules"),
+        ({"communication": 9.0}, "communication_bound", "buckets"),
+    ],
+)
+def test_what_to_do_first(parts: dict[str, float], kind: str, next_words: str) -> None:
+    """Data does not win where other waits are larger; where computing is largest, what is lost beside it comes next."""
+    verdict = report_on([{**BASE, **parts} for _ in range(60)])["verdicts"][-1]
+    assert verdict["kind"] == kind
+    assert next_words in verdict["text"].partition(" Next: ")[2]
+
+
+class TestOnADevice:
+    def test_without_device_times_it_is_not_known(self) -> None:
+        """What the host did is no answer, and is not sold as one."""
+        verdict = report_on([{**BASE, "host": 40.0} for _ in range(60)], compute_device="xpu")["verdicts"][-1]
+
+        assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
+        assert verdict["text"].startswith(
+            "What limits the step is not known: the work is on a device (xpu), and only host time was recorded. Host "
+            "code outside of the phases takes 73% (40.0 ms) of a typical step on the host, which may be waiting for "
+            "the device."
+        )
+
+    def test_ranks_were_not_compared(self) -> None:
+        """Instead of "no rank stands out"."""
+        verdict = report_on(*[[dict(BASE) for _ in range(60)]] * 2, compute_device="cuda")["verdicts"][0]
+
+        assert verdict["kind"] == "not_compared"
+        assert verdict["text"].startswith(
+            "The ranks were not compared: their work is on a device (GPU), and only host time was recorded."
+        )
+        assert "stands out" not in verdict["text"]

@@ -1,0 +1,92 @@
+"""`torchlens-perf doctor`: a line for what works and what does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from torchlens_perf.commands.doctor import BROKEN, OK, WORSE, Check, examine
+from torchlens_perf.recorder import torch_private
+
+
+def by_subject() -> dict[str, Check]:
+    return {check.subject: check for check in examine()}
+
+
+def test_everything_works_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the test environment every check is fine, and every private name of torch is among them."""
+    monkeypatch.chdir(tmp_path)
+    checks = by_subject()
+
+    assert [str(check) for check in checks.values() if check.severity != OK] == []
+    assert {entry.name for entry in torch_private.PRIVATE_NAMES} <= set(checks)
+    assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
+
+
+def test_missing_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A private name that this torch lacks is a line that says what is lost."""
+    import torch
+
+    monkeypatch.delattr(torch.autograd, "_engine_run_backward")
+    torch_private.works.cache_clear()
+    check = by_subject()["torch.autograd._engine_run_backward"]
+    monkeypatch.undo()
+    torch_private.works.cache_clear()
+
+    assert check.severity == WORSE
+    assert "missing: the backward pass is not timed" in str(check)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "subject", "severity", "text"),
+    [
+        ("TORCHLENS_PERF_MODULES", "", "TORCHLENS_PERF* variables", BROKEN, "recording is off: TORCHLENS_PERF_MODULES"),
+        ("TORCHLENS_PERF", "1", "TORCHLENS_PERF* variables", OK, "TORCHLENS_PERF on"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "TORCHLENS_PERF=1 and the torchrun flag", WORSE, "unset"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "yes", "TORCHLENS_PERF=1 and the torchrun flag", WORSE, "=yes switches"),
+        ("TORCHLENS_PERF_DIR", "/proc/nothing", "run directories", BROKEN, "set TORCHLENS_PERF_DIR"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://u:secret@h:4318", "OpenTelemetry", OK, "to http://h:4318"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://h:4317", "OpenTelemetry", WORSE, "OTEL_EXPORTER_OTLP_PROTOCOL=grpc"),
+        ("OTEL_SDK_DISABLED", "true", "OpenTelemetry", OK, "off"),
+    ],
+)
+def test_environment(
+    variable: str, value: str, subject: str, severity: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the environment does to recording and export is told, with the remedy and without secrets."""
+    monkeypatch.setenv(variable, value)
+    check = by_subject()[subject]
+
+    assert check.severity == severity
+    assert text in str(check)
+    assert "secret" not in str(check)
+
+
+def test_small_shared_memory_is_told() -> None:
+    """Where shared memory cannot be used the ring's other place is named, with the remedy."""
+    program = (
+        "from pathlib import Path\n"
+        "from torchlens_perf.run import directory; directory._SHARED_MEMORY = Path('/proc')\n"
+        "from torchlens_perf.commands.doctor import examine\n"
+        "print(next(str(c) for c in examine() if c.subject == 'ring files'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout.startswith(f"worse   ring files: in {tempfile.gettempdir()}/torchlens-perf-{os.getuid()}")
+    assert "--shm-size" in done.stdout
+
+
+def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The command's exit code is 1 if something is broken, else 0."""
+    from torchlens_perf.commands.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.startswith("ok      platform: Linux")
+    monkeypatch.setenv("TORCHLENS_PERF", "perhaps")
+    assert main(["doctor"]) == 1

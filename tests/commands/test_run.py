@@ -1,0 +1,178 @@
+"""`run` on the command line: which of Python's options hold for the script, and what is said when it cannot record."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import run
+from torchlens_perf.commands.run import split_options, typed_options
+
+RUN = [sys.executable, "-m", "torchlens_perf", "run"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "rest"),
+    [
+        ([], [], []),
+        (["x.py", "-O"], [], ["x.py", "-O"]),
+        (["-O", "-u", "x.py", "-m"], ["-O", "-u"], ["x.py", "-m"]),
+        (["-W", "error", "-Xdev", "x.py"], ["-W", "error", "-Xdev"], ["x.py"]),
+        (["-OW", "-m", "-X", "-c", "x.py"], ["-OW", "-m", "-X", "-c"], ["x.py"]),
+        (["-uOm", "x", "-O"], ["-uO"], ["-m", "x", "-O"]),
+        (["-umx", "y"], ["-u"], ["-mx", "y"]),
+        (["-Ic", "pass", "-c"], ["-I"], ["-c", "pass", "-c"]),
+        (["-cpass\n1"], [], ["-cpass\n1"]),
+        (["-"], [], ["-"]),
+        (["-O", "--", "-m"], ["-O"], ["--", "-m"]),
+        (["--check-hash-based-pycs", "always", "x.py"], ["--check-hash-based-pycs", "always"], ["x.py"]),
+        (["--version", "x.py"], ["--version"], ["x.py"]),
+        (["-X"], ["-X"], []),
+    ],
+)
+def test_options_are_split_as_python_does(arguments: list[str], options: list[str], rest: list[str]) -> None:
+    """Options end at a script, -m, -c, - or --; -W and -X take the next argument where they end one."""
+    assert split_options(arguments) == (options, rest)
+
+
+@pytest.mark.parametrize(
+    ("command_line", "options"),
+    [
+        (["python", "-m", "torchlens_perf", "run", "-O", "x.py"], []),
+        (["python", "-O", "-X", "dev", "-m", "torchlens_perf", "run", "x.py"], ["-O", "-X", "dev"]),
+        (["python", "-um", "torchlens_perf", "run", "x.py"], ["-u"]),
+        (["python", "-umtorchlens_perf.__main__", "run", "x.py"], ["-u"]),
+        (["python", "-sP", "/usr/bin/torchlens-perf", "run", "x.py"], []),
+        (["python", "-I", "-c", "import torchlens_perf.commands.cli"], []),
+        (["python", "-O"], []),
+    ],
+)
+def test_typed_options_are_carried_over(command_line: list[str], options: list[str]) -> None:
+    """What is typed before `-m torchlens_perf` holds for the script; a console script's first line does not."""
+    assert typed_options(command_line) == options
+
+
+def test_options_of_a_console_scripts_first_line(tmp_path: Path) -> None:
+    """Distributions install console scripts with `-I` or `-sP`: the user's script still finds its neighbours."""
+    installed = (Path(sysconfig.get_path("scripts")) / "torchlens-perf").read_text()
+    console = tmp_path / "torchlens-perf"
+    console.write_text(f"#!{sys.executable} -I\n" + installed.partition("\n")[2])
+    console.chmod(0o755)
+    (tmp_path / "neighbour.py").write_text("import sys; print(sys.flags.isolated)")
+    (tmp_path / "train.py").write_text("import neighbour")
+    done = run([str(console), "run", "train.py"], tmp_path)
+
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_modules_beside_the_user_do_not_reach_the_console_script(tmp_path: Path) -> None:
+    """A folder may hold modules that are named like the library's, and its script lie elsewhere."""
+    for name in ("dataclasses", "tempfile", "logging", "socket"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text("import dataclasses; print('trained')")
+    done = run([str(Path(sysconfig.get_path("scripts")) / "torchlens-perf"), "run", "src/train.py"], tmp_path)
+
+    assert (done.stdout, done.stderr) == ("trained\n", "")
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help(option: str, tmp_path: Path) -> None:
+    """`run -h` says what can be run; after a script, -h is the script's."""
+    done = run([*RUN, option], tmp_path)
+    (tmp_path / "x.py").write_text("import sys; print(sys.argv)")
+    scripts = run([*RUN, "x.py", option], tmp_path)
+
+    assert done.returncode == 0
+    assert "SCRIPT | DIRECTORY | ZIP | -m MODULE" in done.stdout
+    assert scripts.stdout == f"['x.py', '{option}']\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "torchlens-perf: a script is needed: torchlens-perf run train.py ARGS"),
+        (["-m"], 2, "torchlens-perf: a script is needed: torchlens-perf run train.py ARGS"),
+        (["nofile.py"], 2, "{python}: can't open file '{folder}/nofile.py': [Errno 2] No such file or directory"),
+        (["-m", "nomod"], 1, "{python}: No module named nomod"),
+        (["-m", "os.nomod"], 1, "{python}: Error while finding module specification for 'os.nomod' "
+         "(ModuleNotFoundError: __path__ attribute not found on 'os' while trying to find 'os.nomod')"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(arguments: list[str], code: int, message: str, tmp_path: Path) -> None:
+    """What cannot be run is one line on stderr, by us or by Python, and Python's exit code."""
+    done = run([*RUN, *arguments], tmp_path)
+
+    assert done.returncode == code
+    assert done.stderr == message.format(python=sys.executable, folder=tmp_path) + "\n"
+
+
+def test_python_that_has_gone(tmp_path: Path) -> None:
+    """An interpreter that cannot be started again is one line and exit code 2."""
+    program = (
+        "import sys; sys.executable = '/nowhere/python'\n"
+        "from torchlens_perf.commands.cli import main; sys.exit(main(['run', 'x']))"
+    )
+    done = run([sys.executable, "-c", program], tmp_path)
+
+    assert done.returncode == 2
+    assert done.stderr == "torchlens-perf: cannot start /nowhere/python: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        ([], {}, ""),
+        ([], {"TORCHLENS_PERF": "0"}, "torchlens_perf is off: TORCHLENS_PERF=0\n"),
+        ([], {"TORCHLENS_PERF": "0", "LOCAL_RANK": "1"}, ""),
+        (["-I"], {}, ""),
+        ([], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, ""),
+        *(
+            (
+                options,
+                {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+                "torchlens_perf is off: TORCH_DEVICE_BACKEND_AUTOLOAD is off, and -E, -I or -S keeps out what would do "
+                "without it\n",
+            )
+            for options in (["-I"], ["-OE"], ["-W", "ignore", "-S"])
+        ),
+        (["-W", "ignore::UserWarning", "-X", "int_max_str_digits=0"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, ""),
+    ],
+)  # fmt: skip
+def test_says_when_it_cannot_record(options: list[str], environment: dict[str, str], said: str, tmp_path: Path) -> None:
+    """Where nothing will be recorded, one line says so, and the script runs."""
+    done = run([*RUN, *options, "-c", "print('ran')"], tmp_path, **environment)
+
+    assert (done.stdout, done.stderr, done.returncode) == ("ran\n", said, 0)
+
+
+def test_broken_installation(tmp_path: Path) -> None:
+    """If our own package cannot be imported after torch, one line says so, and the script goes on."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("value = 7")
+    (tmp_path / "x.py").write_text("import sys; sys.modules['torchlens_perf'] = None\nimport torch; print(torch.value)")
+    done = run([*RUN, "x.py"], tmp_path)
+
+    assert (done.stdout, done.returncode) == ("7\n", 0)
+    assert done.stderr.startswith("torchlens_perf is off: ModuleNotFoundError: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_starts_without_a_readable_environment(tmp_path: Path) -> None:
+    """Without /proc/self/environ the environment is that of os.environ."""
+    program = (
+        "import builtins, os, sys\n"
+        "opened = builtins.open\n"
+        "def no_proc(path, *more):\n"
+        "    if str(path).startswith('/proc/'): raise PermissionError(13, 'no')\n"
+        "    return opened(path, *more)\n"
+        "builtins.open = no_proc\n"
+        "from torchlens_perf.commands.cli import main\n"
+        "main(['run', '-c', 'import os; print(os.environ[\"KEPT\"], os.environ[\"TORCHLENS_PERF\"])'])\n"
+    )
+    done = run([sys.executable, "-c", program], tmp_path, KEPT="as it was")
+
+    assert done.stdout == "as it was 1\n"

@@ -1,0 +1,502 @@
+"""Building the native tap on collectives: what is needed for it, where it goes, and what is said where it fails."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.taps import (
+    cache,
+    compiler,
+    copying,
+    has_ended,
+    load_anew,
+    runs,
+    tap,
+    tap_name,
+    tiny_torch,
+    with_torch,
+)
+from torchlens_perf.commands import tap_build
+from torchlens_perf.commands.cli import main
+from torchlens_perf.errors import TorchlensPerfError
+from torchlens_perf.recorder import native_tap, recorder
+from torchlens_perf.run import tap_requirements
+from torchlens_perf.run.tap_requirements import BuildError
+
+__all__ = ["cache", "load_anew", "tap"]  # fixtures
+pytestmark = pytest.mark.skipif(not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler")
+
+
+@pytest.fixture
+def cxx(tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that gives a tap at once."""
+    made = copying(tmp_path / "cxx", tap)
+    monkeypatch.setenv("CXX", str(made))
+    return made
+
+
+@pytest.fixture
+def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes CXX a program that does this instead."""
+
+    def make(script: str) -> None:
+        monkeypatch.setenv("CXX", str(compiler(tmp_path / "cxx", script)))
+
+    return make
+
+
+def made_in(place: Path) -> set[str]:
+    """The names of what building has left in a folder, but for its lock."""
+    return {path.name for path in place.iterdir() if path.suffix not in (".lock", ".c", ".h", ".cpp")}
+
+
+def in_background() -> Path:
+    return tap_build.build_in_background(native_tap.file_name())
+
+
+# -- where it goes
+
+
+def test_beside_the_package(cache: Path, cxx: Path) -> None:
+    """An image's build goes where the package is, whole and executable; nothing else is left."""
+    built = tap_build.build()
+
+    assert built == tap_requirements.SOURCES / native_tap.file_name() == native_tap.loaded_from()
+    assert stat.S_IMODE(built.stat().st_mode) == 0o755
+    assert not list(tap_requirements.SOURCES.glob(".build-*"))
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", ["package writable by its group", "package in a writable folder"])
+def test_where_others_can_write_beside_the_package(wrong: str, cache: Path, cxx: Path) -> None:
+    """An environment that a group shares: each user's build goes to the own cache."""
+    (tap_requirements.SOURCES if "group" in wrong else tap_requirements.SOURCES.parent).chmod(0o775)
+
+    assert tap_build.build() == cache / native_tap.file_name() == native_tap.loaded_from()
+    assert not list(tap_requirements.SOURCES.glob("*.so"))
+
+
+def test_in_the_background_it_goes_to_the_cache(cache: Path, cxx: Path) -> None:
+    """All of a user's environments share what is built by itself; nothing is put among pip's files."""
+    assert in_background() == cache / native_tap.file_name() == native_tap.loaded_from()
+    assert made_in(tap_requirements.SOURCES) == set()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
+@pytest.mark.parametrize("variable", ["HOME", "XDG_CACHE_HOME"])
+def test_nobody_else_can_write_what_is_built(
+    variable: str, umask: int, cache: Path, cxx: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask: not the folders that are made, not the tap, and not what the compiler writes meanwhile."""
+    shutil.rmtree(cache.parent)
+    if variable == "XDG_CACHE_HOME":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "made"))
+    seen = tmp_path / "seen"
+    copying(cxx, tap, f'stat -c %a . "$TMPDIR" > {seen}; touch new; stat -c %a new >> {seen}')
+    before = os.umask(umask)
+    try:
+        built = in_background()
+    finally:
+        os.umask(before)
+
+    made = [path for path in (tmp_path / "home").rglob("*") if not path.is_symlink()]
+    assert built in made
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (built.parent, built.parent.parent)] == [0o700, 0o700]
+    assert seen.read_text().split() == ["700", "700", "600"]
+
+
+def test_building_again_builds_nothing(cache: Path, cxx: Path) -> None:
+    """What is there and can be loaded is not touched: on a shared disk another node's job may have it in memory."""
+    built = tap_build.build()
+    before = built.stat()
+    native_tap.load.cache_clear()
+
+    assert tap_build.build() == in_background() == built
+    assert (built.stat().st_ino, built.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert len(runs(cxx)) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF, and no more", b"text"])
+@pytest.mark.parametrize("build", [tap_build.build, in_background])
+def test_damaged_tap_is_built_anew(
+    build: Callable[[], Path], content: bytes, cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be loaded is replaced: the doctor's remedy is one."""
+    damaged = (tap_requirements.SOURCES if build is tap_build.build else cache) / native_tap.file_name()
+    damaged.write_bytes(content)
+    damaged.chmod(0o755)
+
+    assert build() == damaged
+    assert native_tap.loaded_from() == damaged
+
+
+def test_left_by_a_build_that_was_killed(cache: Path, cxx: Path) -> None:
+    """The next build removes it, and what is not of a build stays."""
+    (cache / ".build-old").mkdir()
+    (cache / ".build-old" / "part.o").touch()
+    (cache / "another-torch.so").touch()
+    in_background()
+
+    assert made_in(cache) == {native_tap.file_name(), "another-torch.so"}
+
+
+# -- what is needed
+
+
+@pytest.mark.parametrize("build", [tap_build.build, in_background])
+def test_no_compiler(
+    build: Callable[[], Path], cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message says what to install; the command ends with 2 and that one line."""
+    monkeypatch.setenv("PATH", str(cache))
+    monkeypatch.setenv("CXX", "a-compiler-that-is-nowhere")
+    message = "no C++ compiler: install g++, or name one in CXX"
+    with pytest.raises(BuildError) as caught:
+        build()
+
+    assert str(caught.value) == message == tap_requirements.obstacle(native_tap.file_name())
+    assert main(["build-tap"]) == 2
+    assert capsys.readouterr().err == f"torchlens-perf: {message}\n"
+    assert issubclass(BuildError, TorchlensPerfError)
+
+
+@pytest.mark.parametrize("command", ["{cxx} -O1", "env -u NOTHING {cxx}", "'{cxx}' -DA='b c'"])
+def test_compiler_with_arguments(command: str, cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CXX may have arguments, as in "ccache g++"."""
+    monkeypatch.setenv("CXX", command.format(cxx=cxx))
+
+    assert tap_build.build().is_file()
+    (arguments,) = runs(cxx)
+    assert ("-O1" in arguments.split()) == ("-O1" in command)
+
+
+def test_compiler_variable_that_cannot_be_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quotation mark too many is a line, and no traceback."""
+    monkeypatch.setenv("CXX", "g++ 'a")
+
+    assert tap_requirements.obstacle(native_tap.file_name()) == "CXX cannot be read: No closing quotation"
+
+
+def test_python_without_headers(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian's without python3-dev: known before anything is compiled, so that it heals by installing them."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+
+    assert "install them (python3-dev" in (tap_requirements.obstacle(native_tap.file_name()) or "")
+    with pytest.raises(BuildError, match="Python's headers are missing in "):
+        tap_build.build()
+    assert runs(cxx) == []
+
+
+def test_torch_without_headers(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some distributions leave them out: the message says where they were looked for."""
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    with pytest.raises(BuildError, match="this torch came without its headers") as caught:
+        tap_build.build()
+
+    assert str(tmp_path / "torch" / "include") in str(caught.value)
+    assert runs(cxx) == []
+
+
+def test_package_without_sources(cache: Path, cxx: Path) -> None:
+    """There is nothing to build then."""
+    name = native_tap.file_name()
+    shutil.rmtree(tap_requirements.SOURCES)
+
+    assert tap_requirements.obstacle(name) == "the package came without its native sources: reinstall torchlens_perf"
+    with pytest.raises(BuildError, match="without its native sources"):
+        tap_build.build()
+
+
+def test_no_native_recorder(cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tap writes with the native recorder: without that none is built."""
+    monkeypatch.setattr(recorder, "NATIVE", False)
+    with pytest.raises(BuildError, match="the native recorder is missing: install a C compiler and reinstall"):
+        tap_build.build()
+
+
+@pytest.mark.parametrize("wrong", ["no home", "file in the way", "home not there", "writable home", "no variables"])
+def test_no_place(wrong: str, cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All places that were tried are named, each with what is wrong with it; nothing is made."""
+    tap_requirements.SOURCES.chmod(0o777)
+    shutil.rmtree(cache.parent)
+    said = str(tmp_path / "home")
+    if wrong == "no home":
+        monkeypatch.setenv("HOME", "relative")
+        said = "neither HOME nor XDG_CACHE_HOME is an absolute path"
+    elif wrong == "no variables":
+        monkeypatch.delenv("HOME")
+        said = "neither HOME nor XDG_CACHE_HOME is an absolute path"
+    elif wrong == "file in the way":
+        (tmp_path / "home" / ".cache").touch()
+    elif wrong == "home not there":
+        (tmp_path / "home").rmdir()
+    else:
+        (tmp_path / "home").chmod(0o777)
+    for attempt in (tap_build.build, in_background):
+        with pytest.raises(BuildError, match="no folder for the tap: ") as caught:
+            attempt()
+        assert f"{tap_requirements.SOURCES} can be written by everybody" in str(caught.value)
+        assert said in str(caught.value)
+
+    assert said in str(tap_requirements.obstacle(native_tap.file_name()))
+    assert not any(path.is_dir() for path in (tmp_path / "home").glob("*"))
+
+
+def test_file_system_without_modes(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every folder can be written by all, whatever it was made with, as on some network disks: refused."""
+    tap_requirements.SOURCES.chmod(0o777)
+    shutil.rmtree(cache.parent)
+    mkdir = os.mkdir
+
+    def mkdir_for_all(path: str, *arguments: int, **options: int) -> None:
+        mkdir(path, *arguments, **options)
+        os.chmod(path, 0o777)
+
+    monkeypatch.setattr(os, "mkdir", mkdir_for_all)
+    with pytest.raises(BuildError, match=r"can be written by everybody"):
+        in_background()
+
+    assert runs(cxx) == []
+
+
+def test_unwritable_places(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders that this user may not write to, asked as the kernel would answer a user who is not root."""
+    refused = {tap_requirements.SOURCES, cache}
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in refused and access(path, mode))
+
+    assert tap_requirements.obstacle(native_tap.file_name()) == (
+        f"no folder for the tap: {cache} cannot be written; {tap_requirements.SOURCES} cannot be written"
+    )
+
+
+# -- a compiler that fails
+
+
+def test_compiler_fails(cache: Path, says: Callable[[str], None]) -> None:
+    """The message has its first error, not its warnings, and nothing that a terminal obeys; nothing half done stays."""
+    says('echo part > "$out"; printf "a.cpp:1: warning: old\\na.cpp:7: error: \\033[31mno file\\n" >&2; exit 1')
+    with pytest.raises(BuildError) as caught:
+        tap_build.build()
+
+    assert str(caught.value) == "the compiler failed: a.cpp:7: error:  [31mno file"
+    assert not list(tap_requirements.SOURCES.glob("*.so")) + list(tap_requirements.SOURCES.glob(".build-*"))
+    assert native_tap.load() is None
+
+
+def test_compiler_speaks_english(cache: Path, says: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "error" is looked for in what it says, which it would say in the user's language."""
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    says('[ "$LC_ALL" = C ] && echo "x.cpp:1: error: found" || echo "x.cpp:1: Fehler"; exit 1')
+    with pytest.raises(BuildError, match=r"the compiler failed: x.cpp:1: error: found"):
+        tap_build.build()
+
+
+def test_compiler_that_says_nothing(cache: Path, says: Callable[[str], None]) -> None:
+    """Its exit status is told."""
+    says("exit 3")
+    with pytest.raises(BuildError, match=r"^the compiler failed: status 3$"):
+        tap_build.build()
+
+
+def test_compiler_that_cannot_be_run(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is marked as a program and is none."""
+    (tmp_path / "cxx").write_bytes(b"\x00\x01")
+    (tmp_path / "cxx").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
+    with pytest.raises(BuildError, match="cxx cannot be run: "):
+        tap_build.build()
+
+
+def test_what_was_built_cannot_be_loaded(cache: Path, says: Callable[[str], None]) -> None:
+    """A compiler that does not fit this Python or torch: what it makes is not put into its place."""
+    says('echo nothing > "$out"')
+    with pytest.raises(BuildError, match=r"^what was built cannot be loaded: "):
+        tap_build.build()
+
+    assert not list(tap_requirements.SOURCES.glob("*.so"))
+
+
+def test_compiler_that_does_not_end(
+    cache: Path, says: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended with its children, which do the compiler's work, and told so."""
+    monkeypatch.setattr(tap_build, "_TIMEOUT_S", 1)
+    says(f"sleep 1000 & echo $! > {tmp_path / 'child'}; wait")
+    with pytest.raises(BuildError, match="the compiler did not end within 1 s"):
+        tap_build.build()
+
+    assert has_ended(int((tmp_path / "child").read_text()))
+    assert not list(tap_requirements.SOURCES.glob(".build-*"))
+
+
+# -- in the background
+
+
+def test_failure_is_remembered(cache: Path, says: Callable[[str], None], tmp_path: Path) -> None:
+    """The same compiler is not tried again, and what it said is told with the remedy; by hand it is tried again."""
+    says(f"echo x >> {tmp_path / 'cxx.runs'}; echo 'tap.cpp:7: error: too old' >&2; exit 1")
+    name = native_tap.file_name()
+    for _ in range(3):
+        with pytest.raises(BuildError, match=r"^the compiler failed: tap.cpp:7: error: too old$"):
+            in_background()
+
+    assert len(runs(tmp_path / "cxx")) == 1
+    again = "correct that, then run torchlens-perf build-tap"
+    assert tap_requirements.obstacle(name) == f"the compiler failed: tap.cpp:7: error: too old; {again}"
+    assert tap_requirements.obstacle(name.replace("cpython", "pypy")) is None  # for another Python nothing is known
+    with pytest.raises(BuildError):
+        tap_build.build()
+    assert len(runs(tmp_path / "cxx")) == 2
+
+
+@pytest.mark.parametrize("changed", ["the compiler", "its arguments", "another compiler"])
+def test_another_compiler_is_tried(
+    changed: str, cache: Path, tap: Path, says: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that was updated, or another one, may do what the former could not; then the failure is forgotten."""
+    says(f'[ -e {tmp_path / "mended"} ] && cat {tap} > "$out" && exit; echo "error: too old" >&2; exit 1')
+    with pytest.raises(BuildError):
+        in_background()
+    (tmp_path / "mended").touch()
+    with pytest.raises(BuildError):
+        in_background()
+    if changed == "the compiler":
+        os.utime(tmp_path / "cxx")
+    elif changed == "its arguments":
+        monkeypatch.setenv("CXX", f"{tmp_path / 'cxx'} -O1")
+    else:
+        monkeypatch.setenv("CXX", str(copying(tmp_path / "another", tap)))
+
+    assert in_background().is_file()
+    assert made_in(cache) == {native_tap.file_name()}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1",
+        "echo 'fatal error: error writing to /tmp/x.s: No space left on device' >&2; exit 1",
+        "echo 'virtual memory exhausted: Cannot allocate memory' >&2; exit 1",
+        "kill -KILL $$",
+    ],
+)
+def test_failure_that_passes_is_not_remembered(
+    script: str, cache: Path, says: Callable[[str], None], tap: Path, tmp_path: Path
+) -> None:
+    """Where memory or the disk ran out, it is tried again in the next run."""
+    says(f'[ -e {tmp_path / "room"} ] && cat {tap} > "$out" && exit; {script}')
+    with pytest.raises(BuildError, match="the compiler failed: "):
+        in_background()
+    (tmp_path / "room").touch()
+
+    assert in_background().is_file()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"compiler": 3}', "\0"])
+def test_what_is_remembered_cannot_be_read(content: str, cache: Path, cxx: Path) -> None:
+    """Then it is as if nothing were."""
+    (cache / native_tap.file_name().replace(".so", ".failed")).write_text(content)
+
+    assert tap_requirements.obstacle(native_tap.file_name()) is None
+    assert in_background().is_file()
+
+
+def test_the_ranks_torch_is_another_one(cache: Path, cxx: Path) -> None:
+    """A script that found torch elsewhere than its sidecar does: nothing is built that nobody would load."""
+    with pytest.raises(
+        BuildError, match="the ranks have another torch than their sidecar: run torchlens-perf build-tap"
+    ):
+        tap_build.build_in_background(native_tap.file_name().replace("tap-", "tap-9."))
+
+    assert runs(cxx) == []
+
+
+@pytest.mark.parametrize("build", [tap_build.build, in_background])
+def test_another_process_builds(build: Callable[[], Path], cache: Path, cxx: Path) -> None:
+    """Whoever comes second does not wait, and says why there is none yet."""
+    place = tap_requirements.SOURCES if build is tap_build.build else cache
+    with open(place / "tap.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(BuildError, match=r"^another process builds it just now$"):
+            build()
+        assert runs(cxx) == []
+
+    assert build().is_file()
+
+
+def test_lock_that_is_a_link(cache: Path, cxx: Path, tmp_path: Path) -> None:
+    """A link in the lock's place is not followed: nothing is made elsewhere."""
+    (cache / "tap.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BuildError, match="no lock in "):
+        in_background()
+
+    assert not (tmp_path / "elsewhere").exists()
+
+
+PROGRAM = """
+import sys
+from torchlens_perf.commands import tap_build
+from torchlens_perf.run.tap_requirements import BuildError
+try:
+    print(tap_build.build_in_background(sys.argv[1]))
+except BuildError as error:
+    print("none:", error)
+"""
+
+
+def processes(count: int, site: Path, *arguments: str, **environ: str) -> list[str]:
+    """What so many processes print that run PROGRAM at the same time, with the torch that lies in `site`."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    started = [
+        subprocess.Popen(command, env=with_torch(site, **environ), stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    return [process.communicate(timeout=110)[0].strip() for process in started]
+
+
+def test_eight_sidecars_build_one_tap(cache: Path, tap: Path, tmp_path: Path) -> None:
+    """Of all that want it at once, in whatever environment of the user, one compiles, and none waits for it."""
+    site = tiny_torch(tmp_path / "site")
+    cxx = copying(tmp_path / "cxx", tap, before=f"while [ ! -e {tmp_path / 'go'} ]; do sleep 0.01; done")
+    name = tap_name(site)
+    # One holds the lock until the seven others have ended.
+    command = [sys.executable, "-c", PROGRAM, name]
+    first = subprocess.Popen(command, env=with_torch(site, CXX=str(cxx)), stdout=subprocess.PIPE, text=True)
+    deadline_s = time.monotonic() + 60
+    while not runs(cxx) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    others = processes(7, site, name, CXX=str(cxx))
+    (tmp_path / "go").touch()
+
+    assert first.communicate(timeout=60)[0].strip() == str(cache / name)
+    assert others == ["none: another process builds it just now"] * 7
+    assert processes(1, site, name, CXX=str(cxx)) == [str(cache / name)]
+    assert len(runs(cxx)) == 1
+    assert made_in(cache) == {name}
+
+
+def test_torch_is_not_imported_for_nothing(cache: Path, tmp_path: Path) -> None:
+    """Importing it takes seconds: what stops the build is found before."""
+    site = tmp_path / "site"
+    (site / "torch").mkdir(parents=True)
+    (site / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    no_compiler = {"CXX": "nowhere", "PATH": str(tmp_path)}
+
+    assert processes(1, site, "a-tap.so", **no_compiler) == ["none: no C++ compiler: install g++, or name one in CXX"]
+    with open(cache / "tap.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert processes(1, site, "a-tap.so") == ["none: another process builds it just now"]

@@ -1,0 +1,852 @@
+"""Exporters without a network: nesting, ids, resources, what is counted, and what both exporters promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from tests.support.findings import PLACES, episode, findings, hang
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.processes import ROOT
+from tests.support.tables import MS, step_table
+from torchlens_perf.analysis.alerts.log import AlertLog, stragglers_by_class
+from torchlens_perf.analysis.causes.straggler_groups import straggler_groups
+from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
+from torchlens_perf.config import Config
+from torchlens_perf.errors import swallowed
+from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, semantics
+from torchlens_perf.exporters.otlp_alerts import AlertSender
+from torchlens_perf.exporters.otlp_environment import OtlpExporter
+from torchlens_perf.exporters.otlp_metrics import MetricSender
+from torchlens_perf.exporters.otlp_resource import node_resource, rank_resource
+from torchlens_perf.exporters.otlp_spans import DEFAULT_QUEUE_SIZE, SpanSender, nest, span_id, trace_id
+from torchlens_perf.exporters.sdk_log import RateLimitFilter
+from torchlens_perf.run.clock import HostClock
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.records import Span, StepTrace
+from torchlens_perf.run.ring import Flag, Kind
+
+OTHER_THREAD = int(Flag.OTHER_THREAD)
+
+
+def identity(rank: int = 0, **changed: Any) -> Identity:
+    """A rank of a run."""
+    values: dict[str, Any] = {
+        "run_id": "run", "rank": rank, "local_rank": rank, "world_size": 2, "local_world_size": 2, "attempt": 0,
+        "host": "node-a", "pid": 4711, "process_started": 1, "launcher_pid": 1, "elastic": False,
+        "program": "train.py", "traceparent": "", "attributes": {},
+    }  # fmt: skip
+    return Identity(**{**values, **changed})
+
+
+def span(start_ns: int, duration_ns: int, depth: int = 1, flags: int = 0, name: str = "", kind: str = "module") -> Span:
+    """A span that lies somewhere."""
+    return Span(kind, name, 0, start_ns, duration_ns, depth, flags, 0, 0)
+
+
+def batch_of(who: Identity, steps: Sequence[int], spans_a_step: int = 3) -> ExportBatch:
+    """Steps of a rank; each is to be exported with so many spans besides the step's own."""
+    spans = tuple(span(index, 1, name=f"layer{index}") for index in range(spans_a_step))
+    table = step_table([{"forward": 5, "communication": 1}] * len(steps), first_step=steps[0], memory=1000)
+    traces = tuple(StepTrace(step, 0, 6 * MS, 0, spans) for step in steps)
+    return ExportBatch(who, HostClock().anchor(), table, traces)
+
+
+def assessment_of(
+    found: Findings = NOTHING,
+    log: AlertLog | None = None,
+    hung: dict[str, Any] | None = None,
+    who: Identity | None = None,
+    whole_job: bool = True,
+) -> Assessment:
+    """What a sidecar holds to be wrong; with a log, also what is new to that."""
+    alerts = log.changes(0, found, hung, PLACES, 1_700_000_000_000_000_000) if log is not None else ()
+    together = straggler_groups([each for each in found.episodes if each.until_step is None], PLACES)
+    return Assessment(who or identity(), found, hung, alerts, whole_job, together)
+
+
+# -- nesting
+
+
+def contains(outer: Span, inner: Span) -> bool:
+    """Whether a span may be another's parent."""
+    in_time = outer.start_ns <= inner.start_ns
+    in_time = in_time and inner.start_ns + inner.duration_ns <= outer.start_ns + outer.duration_ns
+    return in_time and not (outer.flags & OTHER_THREAD and not inner.flags & OTHER_THREAD)
+
+
+intervals = st.builds(
+    span,
+    start_ns=st.integers(0, 30),
+    duration_ns=st.integers(0, 20),
+    depth=st.integers(1, 3),
+    flags=st.sampled_from([0, OTHER_THREAD]),
+)
+
+
+@given(st.lists(intervals, max_size=12))
+def test_nest_finds_the_smallest_container(spans: list[Span]) -> None:
+    """A parent contains its child, comes before it, and no smaller span contains the child; a root is in none."""
+    nested = nest(spans)
+    assert Counter(spans) == Counter(each for each, _ in nested)
+    for index, (each, parent) in enumerate(nested):
+        around = [
+            other
+            for place, (other, _) in enumerate(nested)
+            if place != index and contains(other, each) and (place < index or other.duration_ns > each.duration_ns)
+        ]
+        if parent is None:
+            assert around == []
+        else:
+            assert parent < index
+            assert contains(nested[parent][0], each)
+            assert min(other.duration_ns for other in around) == nested[parent][0].duration_ns
+
+
+@st.composite
+def call_trees(draw: st.DrawFn) -> list[tuple[Span, int]]:
+    """Calls of one thread in the order of their ends, each with the name of its caller, or -1."""
+    calls: list[tuple[Span, int]] = []
+    clock, names = 0, iter(range(1000))
+
+    def call(depth: int, caller: int) -> None:
+        nonlocal clock
+        name, start_ns = next(names), clock
+        clock += 1
+        for _ in range(draw(st.integers(0, 3)) if depth < 4 else 0):
+            call(depth + 1, name)
+        clock += 1
+        calls.append((span(start_ns, clock - start_ns, depth, name=str(name)), caller))
+
+    for _ in range(draw(st.integers(1, 3))):
+        call(1, -1)
+    return calls
+
+
+@given(call_trees())
+def test_nest_rebuilds_a_call_tree(calls: list[tuple[Span, int]]) -> None:
+    """Spans of one thread get their caller as parent."""
+    nested = nest([each for each, _ in calls])
+    found = {each.name: "-1" if parent is None else nested[parent][0].name for each, parent in nested}
+    assert {each.name: str(caller) for each, caller in calls} == found
+
+
+def test_nest_by_depth_where_times_are_equal() -> None:
+    """Of two spans with the same times, the one that was opened first is the parent."""
+    inner, outer = span(0, 5, depth=2, name="inner"), span(0, 5, depth=1, name="outer")
+    assert nest([inner, outer]) == [(outer, None), (inner, 0)]
+
+
+# -- ids
+
+
+def test_ids_are_pinned() -> None:
+    """Ids are the first bytes of a SHA-256 (`printf 'RUN/0/7' | sha256sum`): no version of ours moves them."""
+    in_trace = trace_id("20261121-093000-cafe0123", 0, 7)
+    assert f"{in_trace:032x}" == "5677985fb49f873b8ee55b8c393f52ef"
+    assert f"{span_id(in_trace, 1, 3):016x}" == "bda21ad76c4b1a30"
+    assert f"{span_id(in_trace, 'root'):016x}" == "4438057ff3978638"
+
+
+def test_ids_differ() -> None:
+    """Run, attempt, step, rank and place each make another id."""
+    traces = {trace_id(run, attempt, step) for run in "ab" for attempt in range(3) for step in range(100)}
+    assert len(traces) == 600
+    spans = {
+        span_id(in_trace, rank, index) for in_trace in list(traces)[:5] for rank in range(8) for index in range(50)
+    }
+    assert len(spans) == 2000
+
+
+# -- resources
+
+
+@pytest.mark.parametrize(
+    ("who", "environ", "expected"),
+    [
+        (identity(), {}, "train"),
+        (identity(program="launch.sh"), {}, "launch.sh"),
+        (identity(program="analysis.ipynb"), {}, "analysis"),
+        (identity(attributes={"slurm.job.name": "llama"}), {}, "llama"),
+        (identity(), {"OTEL_RESOURCE_ATTRIBUTES": "service.name=told"}, "told"),
+        (identity(attributes={"slurm.job.name": "llama"}), {"OTEL_SERVICE_NAME": "mine"}, "mine"),
+        (identity(), {"OTEL_RESOURCE_ATTRIBUTES": "service.name=told", "OTEL_SERVICE_NAME": "mine"}, "mine"),
+    ],
+)
+def test_service_name(monkeypatch: pytest.MonkeyPatch, who: Identity, environ: dict[str, str], expected: str) -> None:
+    """The service is named by OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, the job, or the script, in this order."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert rank_resource(who).attributes["service.name"] == expected
+    assert node_resource(who).attributes["service.name"] == expected
+
+
+def test_unknown_is_not_told() -> None:
+    """What a replay of records without their node's state does not know is left out, or told as unknown."""
+    attributes = rank_resource(identity(program="", pid=0)).attributes
+    assert "process.pid" not in attributes
+    assert str(attributes["service.name"]).startswith("unknown_service")
+
+
+def test_node_resource_is_no_ranks() -> None:
+    """Metrics come from the node: their resource names no rank, no process and no attempt."""
+    rank, node = rank_resource(identity(1)).attributes, node_resource(identity(1)).attributes
+    of_rank = {semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT, "process.pid"}
+    assert rank.keys() - node.keys() == of_rank
+    assert rank["service.instance.id"] != node["service.instance.id"] == "node-a/node"
+
+
+# -- the contract of an exporter
+
+
+class Points(MetricExporter):
+    """Keeps the last points of each metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[str, list[Any]] = {}
+
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 0, **kwargs: Any) -> MetricExportResult:
+        for of_resource in metrics_data.resource_metrics:
+            for of_scope in of_resource.scope_metrics:
+                self.last.update({metric.name: list(metric.data.data_points) for metric in of_scope.metrics})
+        return MetricExportResult.SUCCESS
+
+    def force_flush(self, timeout_millis: float = 0) -> bool:
+        return True
+
+    def shutdown(self, timeout_millis: float = 0, **kwargs: Any) -> None:
+        pass
+
+
+class Records:
+    """Keeps log records: delivers, fails or raises, at once or once it is open."""
+
+    def __init__(self, failure: str = "", opened: bool = True) -> None:
+        self.failure = failure
+        self.opened = threading.Event()
+        if opened:
+            self.opened.set()
+        self.kept: list[Any] = []
+        self.calls = 0
+
+    def export(self, batch: Sequence[Any]) -> Any:
+        self.calls += 1
+        if self.failure == "raises":
+            raise RuntimeError("on purpose")
+        if self.failure == "fails":
+            return SpanExportResult.FAILURE
+        self.opened.wait(20)
+        self.kept += [each.log_record for each in batch]
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        pass
+
+
+def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
+    """The in-memory exporter, and how many steps and sampled steps of ranks it got."""
+    exporter = MemoryExporter()
+    return exporter, lambda: (
+        sum(len(batch.steps) for batch in exporter.batches),
+        sum(len(batch.traces) for batch in exporter.batches),
+    )
+
+
+def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
+    """The OTLP exporter over the SDK's in-memory one."""
+    spans, points = InMemorySpanExporter(), Points()
+    return OtlpExporter(SpanSender(spans), MetricSender(points), AlertSender(Records())), lambda: (
+        sum(point.count for point in points.last.get(semantics.STEP_DURATION, [])),
+        sum(each.name == semantics.SPAN_RANK_STEP for each in spans.get_finished_spans()),
+    )
+
+
+@pytest.mark.parametrize("make", [memory, otlp])
+def test_contract_delivers_everything(make: Callable[[], Any]) -> None:
+    """What was exported is there after force_flush(), also a second time; shutdown() has nothing to tell."""
+    exporter, delivered = make()
+    for rank in (0, 1):
+        exporter.export(batch_of(identity(rank), range(10)))
+    assert exporter.force_flush(10) is True
+    assert delivered() == (20, 20)
+    exporter.export(batch_of(identity(1), range(10, 15)))
+    assert exporter.force_flush(10) is True
+    assert delivered() == (25, 25)
+    assert exporter.shutdown(10) == []
+
+
+@pytest.mark.parametrize("make", [memory, otlp])
+def test_contract_batch_without_traces(make: Callable[[], Any]) -> None:
+    """A batch may have steps and no traces, or nothing at all."""
+    exporter, delivered = make()
+    full = batch_of(identity(), range(4))
+    exporter.export(ExportBatch(full.identity, full.anchor, full.steps, ()))
+    exporter.export(ExportBatch(full.identity, full.anchor, step_table([]), ()))
+    assert exporter.force_flush(10) is True
+    assert delivered() == (4, 0)
+    assert exporter.shutdown(10) == []
+
+
+@pytest.mark.parametrize("make", [memory, otlp])
+def test_contract_judgement_before_any_batch(make: Callable[[], Any]) -> None:
+    """A judgement may come first, and with alerts or without; all of it is delivered."""
+    exporter, delivered = make()
+    log = AlertLog("run")
+    exporter.on_assessment(assessment_of(NOTHING, log))
+    exporter.on_assessment(assessment_of(findings(episode()), log, hang()))
+    assert exporter.force_flush(10) is True
+    exporter.export(batch_of(identity(), range(4)))
+    assert exporter.shutdown(10) == []
+    assert delivered() == (4, 4)
+
+
+@pytest.mark.parametrize("make", [memory, otlp])
+def test_contract_unused(make: Callable[[], Any]) -> None:
+    """An exporter that got nothing ends at once, with nothing to tell."""
+    exporter, delivered = make()
+    assert exporter.force_flush(10) is True
+    assert exporter.shutdown(10) == []
+    assert delivered() == (0, 0)
+
+
+def test_error_of_the_sdk_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception out of the SDK is kept from the sidecar's loop, and counted."""
+
+    class Broken(SpanSender):
+        def export(self, batch: ExportBatch) -> Any:
+            raise RuntimeError("on purpose")
+
+    exporter = OtlpExporter(Broken(InMemorySpanExporter()), None)
+    with monkeypatch.context() as lenient:
+        lenient.setattr(swallowed, "strict", False)
+        lenient.setattr(swallowed, "by_place", Counter[str]())
+        exporter.export(batch_of(identity(), [0]))
+        assert dict(swallowed.by_place) == {"exporting steps over OTLP": 1}
+    assert exporter.shutdown(10) == []
+
+
+# -- spans
+
+
+class Endpoint(SpanExporter):
+    """Delivers while it is open; else blocks, fails or raises."""
+
+    def __init__(self, failure: str = "") -> None:
+        self.opened = threading.Event()
+        self.failure = failure
+        self.calls = 0
+        self.delivered = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.calls += 1
+        if self.failure == "raises":
+            raise RuntimeError("on purpose")
+        if self.failure == "fails":
+            return SpanExportResult.FAILURE
+        self.opened.wait(20)
+        self.delivered += len(spans)
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint()
+    yield made
+    made.opened.set()
+
+
+def test_export_does_not_wait(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the endpoint blocks, export() returns; what the queue has no room for is left out whole, and counted."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "20")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
+    sender = SpanSender(endpoint)
+    started_s = time.monotonic()
+    sender.export(batch_of(identity(), range(50), spans_a_step=3))  # 5 spans each, with the rank's step and the root
+    assert time.monotonic() - started_s < 1
+    endpoint.opened.set()
+    sender.shutdown()
+    assert endpoint.delivered == 20
+    assert sender.notes()[0].startswith("OTLP: 230 of 250 spans were not delivered")
+    assert sender.notes()[1] == "OTLP: 230 of these spans were left out because the endpoint was too slow"
+
+
+def test_room_comes_back(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was delivered, or failed, makes room for more."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "20")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
+    sender = SpanSender(endpoint)
+    for step, failure in enumerate(["", "fails", "raises", ""] * 3):
+        endpoint.failure = failure
+        endpoint.opened.set()
+        sender.export(batch_of(identity(), [step], spans_a_step=18))
+        sender.force_flush()
+    assert endpoint.delivered == 120
+    assert sender.failed() == 120
+
+
+def test_step_larger_than_the_queue(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that the queue cannot hold is not sent in part; the note says which variable to set."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "20")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
+    endpoint.opened.set()
+    sender = SpanSender(endpoint)
+    sender.export(batch_of(identity(), [0], spans_a_step=19))
+    sender.shutdown()
+    assert endpoint.delivered == 0
+    assert "OTEL_BSP_MAX_QUEUE_SIZE" in sender.notes()[-1]
+
+
+def test_step_with_gradient_accumulation_fits(endpoint: Endpoint) -> None:
+    """By default a step of several thousand spans, more than the SDK's own queue, is sent whole."""
+    spans_a_step = DEFAULT_QUEUE_SIZE - 2
+    endpoint.opened.set()
+    sender = SpanSender(endpoint)
+    sender.export(batch_of(identity(), [0], spans_a_step))
+    sender.shutdown()
+    assert endpoint.delivered == DEFAULT_QUEUE_SIZE
+    assert sender.notes() == []
+
+
+@pytest.mark.parametrize("failure", ["fails", "raises"])
+def test_dead_endpoint_is_tried_once_at_the_end(monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+    """shutdown() gives a dead endpoint one try for all that is left, and counts all of it."""
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
+    blocked = Endpoint()
+    sender = SpanSender(blocked)
+    sender.export(batch_of(identity(), range(20), spans_a_step=3))
+    deadline_s = time.monotonic() + 5
+    while not blocked.calls and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # until the processor's thread is inside the first request
+    blocked.failure = failure
+    ending = threading.Thread(target=sender.shutdown)
+    ending.start()
+    time.sleep(0.05)
+    blocked.opened.set()
+    ending.join(10)
+    assert blocked.calls == 2
+    assert sender.notes()[0].startswith("OTLP: 90 of 100 spans were not delivered")
+
+
+def test_recovery_is_told_once(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
+    """When an endpoint takes spans again, one line says so, and how many it lacks."""
+    caplog.set_level(logging.INFO)
+    endpoint.opened.set()
+    sender = SpanSender(endpoint)
+    for step, failure in enumerate(["", "fails", "", ""]):
+        endpoint.failure = failure
+        sender.export(batch_of(identity(), [step]))
+        sender.force_flush()
+    sender.shutdown()
+    told = [record.getMessage() for record in caplog.records if "again" in record.getMessage()]
+    assert told == ["the OTLP endpoint takes spans again; it lacks 5"]
+
+
+def test_span_without_a_name() -> None:
+    """A span that has no name is called by its kind; one that an exception left has the status of an error."""
+    spans = InMemorySpanExporter()
+    sender = SpanSender(spans)
+    full = batch_of(identity(), [0])
+    inside = (span(0, 1, kind="wait"), span(2, 1, flags=int(Flag.EXCEPTION), kind="forward", name="forward GPT"))
+    trace = StepTrace(0, 0, 5, 0, inside)
+    sender.export(ExportBatch(full.identity, full.anchor, full.steps, (trace,)))
+    sender.shutdown()
+    found = {each.name: each.status.status_code.name for each in spans.get_finished_spans()}
+    assert found == {"train step": "UNSET", "rank step": "UNSET", "wait": "UNSET", "forward GPT": "ERROR"}
+
+
+def test_only_rank_0_has_the_root() -> None:
+    """The root is rank 0's; an inference step's root says so."""
+    for rank, expected in ((0, ["inference step", "rank step"]), (1, ["rank step"])):
+        spans = InMemorySpanExporter()
+        sender = SpanSender(spans)
+        full = batch_of(identity(rank), [0])
+        trace = StepTrace(0, 0, 5, int(Flag.INFERENCE), ())
+        sender.export(ExportBatch(full.identity, full.anchor, full.steps, (trace,)))
+        sender.shutdown()
+        assert [each.name for each in spans.get_finished_spans()] == expected
+
+
+# -- metrics
+
+
+def test_many_ranks_share_a_series() -> None:
+    """Beyond 64 ranks points carry no rank: a node has one series, whose gauge is its fullest rank's."""
+    points = Points()
+    sender = MetricSender(points)
+    many = semantics.MAX_RANK_SERIES + 1
+    for rank, memory_bytes in ((0, 10), (1, 30), (2, 20)):
+        full = batch_of(identity(rank, world_size=many), range(5))
+        full.steps.memory_bytes[:] = memory_bytes
+        sender.export(full, {})
+    sender.shutdown()
+    (duration,), (gauge,) = points.last[semantics.STEP_DURATION], points.last[semantics.MEMORY]
+    assert (duration.count, dict(duration.attributes)) == (15, {})
+    assert (gauge.value, dict(gauge.attributes)) == (30, {})
+
+
+def test_phases_do_not_depend_on_the_batches() -> None:
+    """A phase counts the steps that had it, however the steps came in."""
+    table = step_table([{"forward": 1, "data": 2}, {"forward": 1}, {"forward": 1}])
+    found = []
+    for cuts in ([0, 3], [0, 1, 2, 3]):
+        points = Points()
+        sender = MetricSender(points)
+        for first, end in itertools.pairwise(cuts):
+            columns = {name: value[first:end] for name, value in vars(table).items()}
+            sender.export(ExportBatch(identity(), HostClock().anchor(), type(table)(**columns), ()), {})
+        sender.shutdown()
+        found.append({p.attributes[semantics.PHASE]: (p.count, p.sum) for p in points.last[semantics.PHASE_DURATION]})
+    assert found == [{"forward": (3, pytest.approx(0.003)), "data": (1, pytest.approx(0.002))}] * 2
+
+
+def test_rank_that_stands_out_has_series_of_its_own() -> None:
+    """In a large job a named rank's steps go into series of its own while it is named, and into no other."""
+    points, slow = Points(), episode(1)
+    sender = MetricSender(points)
+    many = semantics.MAX_RANK_SERIES + 1
+
+    def export(first: int) -> None:
+        for rank in (0, 1):
+            full = batch_of(identity(rank, world_size=many), range(first, first + 5))
+            full.steps.memory_bytes[:] = 100 * (rank + 1)
+            sender.export(full, {})
+
+    export(0)
+    sender.on_assessment(assessment_of(findings(slow)))
+    export(5)
+    slow = dataclasses.replace(slow, until_step=9)
+    sender.on_assessment(assessment_of(findings(slow)))
+    export(10)
+    sender.shutdown()
+    for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME):
+        found = {point.attributes.get(semantics.RANK): point.count for point in points.last[metric]}
+        assert found == {None: 25, 1: 5}
+    phases = {
+        (p.attributes.get(semantics.RANK), p.attributes[semantics.PHASE])
+        for p in points.last["torch.train.phase.duration"]
+    }
+    assert {(1, "forward"), (1, "communication"), (None, "forward")} <= phases
+    assert {p.attributes.get(semantics.RANK): p.value for p in points.last[semantics.STEPS]} == {None: 25, 1: 5}
+    assert {p.attributes.get(semantics.RANK): p.value for p in points.last[semantics.MEMORY]} == {None: 200, 1: 200}
+
+
+def test_fullest_rank_is_one_without_series_of_its_own() -> None:
+    """While a rank is named, its memory is not the others' gauge."""
+    points = Points()
+    sender = MetricSender(points)
+    for rank, memory_bytes in ((1, 900), (0, 100)):
+        sender.on_assessment(assessment_of(findings(episode(1)) if rank == 0 else NOTHING))
+        full = batch_of(identity(rank, world_size=semantics.MAX_RANK_SERIES + 1), range(5))
+        full.steps.memory_bytes[:] = memory_bytes
+        sender.export(full, {})
+    sender.shutdown()
+    assert [(dict(point.attributes), point.value) for point in points.last[semantics.MEMORY]] == [({}, 100)]
+
+
+# -- what is wrong now
+
+
+def gauges(sender: MetricSender, points: Points) -> dict[tuple[Any, ...], float]:
+    """What the gauges of what is wrong send now: by name and attributes."""
+    points.last.clear()
+    sender.force_flush()
+    names = (semantics.STRAGGLER_COST, semantics.STRAGGLERS, semantics.DETECTABLE, semantics.HANG_DURATION)
+    return {
+        (name, *point.attributes.values()): point.value
+        for name in names
+        for point in points.last.get(name, [])
+        if name != semantics.STRAGGLERS or point.value
+    }
+
+
+def test_gauges_tell_what_is_wrong_now() -> None:
+    """Cost by rank and phase, stragglers by class, what would be named; zero for a while once it is over, then gone."""
+    points, slow = Points(), episode(3)
+    sender = MetricSender(points)
+    sender.on_assessment(assessment_of(findings(slow, episode(5, phase="data", cost_ns=5e6))))
+    now = gauges(sender, points)
+    slow = dataclasses.replace(slow, until_step=180)
+    sender.on_assessment(assessment_of(findings(slow, detectable_ns=4e6)))
+    after = [gauges(sender, points) for _ in range(5)]
+    sender.shutdown()
+
+    assert now == {
+        (semantics.STRAGGLER_COST, 3, "backward"): 0.015,
+        (semantics.STRAGGLER_COST, 5, "data"): 0.005,
+        (semantics.STRAGGLERS, "slow_compute"): 1,
+        (semantics.STRAGGLERS, "slow_data"): 1,
+        (semantics.DETECTABLE,): 0.003,
+    }
+    over = {(semantics.STRAGGLER_COST, 3, "backward"): 0.0, (semantics.STRAGGLER_COST, 5, "data"): 0.0}
+    assert after == [{**over, (semantics.DETECTABLE,): 0.004}] * 3 + [{(semantics.DETECTABLE,): 0.004}] * 2
+
+
+@pytest.mark.parametrize(("shared_cost_ns", "cost_s"), [(12e6, 0.012), (None, None)])
+def test_gauges_of_a_slow_node(shared_cost_ns: float | None, cost_s: float | None) -> None:
+    """Each of its ranks has what all of them cost together, not its own nothing; no point where that is not known."""
+    points = Points()
+    sender = MetricSender(points)
+    node = [episode(rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns) for rank in range(4)]
+    sender.on_assessment(assessment_of(findings(*node, episode(6))))
+    now = gauges(sender, points)
+    costs = {key[1]: value for key, value in now.items() if key[0] == semantics.STRAGGLER_COST}
+    assert costs == {6: 0.015, **(dict.fromkeys(range(4), cost_s) if cost_s is not None else {})}
+    assert now[semantics.STRAGGLERS, "slow_compute"] == 5
+    sender.shutdown()
+
+
+def test_gauge_of_one_that_is_slow_again() -> None:
+    """A rank that is slow once more is not told as 0 any longer."""
+    points = Points()
+    sender = MetricSender(points)
+    for found in (findings(episode(3)), findings(), findings(episode(3, since=300, cost_ns=7e6))):
+        sender.on_assessment(assessment_of(found))
+    assert gauges(sender, points)[semantics.STRAGGLER_COST, 3, "backward"] == 0.007
+    sender.shutdown()
+
+
+def test_hang_gauge_goes_on() -> None:
+    """While a job hangs, the gauge tells for how long; then it is 0 for a while."""
+    now_s = [1000.0]
+    points, hung = Points(), hang(since_s=12)
+    sender = MetricSender(points, clock=lambda: now_s[0])
+    found = []
+    for second, each in ((0, hung), (60, hung), (61, hang(kind="dead", since_s=75)), (62, None)):
+        now_s[0] = 1000.0 + second
+        sender.on_assessment(assessment_of(hung=each))
+        found.append(gauges(sender, points))
+    sender.shutdown()
+
+    name = semantics.HANG_DURATION
+    assert found == [
+        {(name, "missing"): 12.0},
+        {(name, "missing"): 72.0},
+        {(name, "dead"): 75.0, (name, "missing"): 0.0},
+        {(name, "dead"): 0.0, (name, "missing"): 0.0},
+    ]
+
+
+def test_nothing_compared_is_not_zero() -> None:
+    """Before any ranks were compared no gauge is sent; then every class is, also as 0."""
+    points = Points()
+    sender = MetricSender(points)
+    sender.on_assessment(assessment_of(NOTHING))
+    sender.force_flush()
+    assert points.last == {}
+    sender.on_assessment(assessment_of(findings(detectable_ns=None)))
+    sender.force_flush()
+    assert {p.attributes[semantics.STRAGGLER_CLASS]: p.value for p in points.last.pop(semantics.STRAGGLERS)} == {
+        "slow_compute": 0, "slow_data": 0, "slow_host": 0, "more_work": 0,
+    }  # fmt: skip
+    assert points.last == {}
+    sender.shutdown()
+
+
+def test_only_one_node_tells_what_is_wrong() -> None:
+    """A sidecar that does not judge the whole job sends no such gauges: another one does."""
+    points = Points()
+    sender = MetricSender(points)
+    sender.on_assessment(assessment_of(findings(episode()), hung=hang(), whole_job=False))
+    assert gauges(sender, points) == {}
+    sender.shutdown()
+
+
+# -- alerts
+
+
+def test_alert_is_an_event() -> None:
+    """A log record with an event's name, the sentence, the severity, ids, and the numbers; ends are no warnings."""
+    records, log, slow = Records(), AlertLog("run"), episode()
+    exporter = OtlpExporter(None, None, AlertSender(records))
+    exporter.on_assessment(assessment_of(findings(slow), log))
+    slow = dataclasses.replace(slow, until_step=180)
+    exporter.on_assessment(assessment_of(findings(slow), log))
+    exporter.on_assessment(assessment_of(hung=hang(), log=log))
+    assert exporter.shutdown(10) == []
+    started, ended, hung = records.kept
+
+    assert [(each.event_name, each.severity_text, each.severity_number.value) for each in records.kept] == [
+        ("torch.train.straggler.started", "WARN", 13),
+        ("torch.train.straggler.ended", "INFO", 9),
+        ("torch.train.hang.started", "WARN", 13),
+    ]
+    assert started.body.startswith("Rank 3 (node-a) is slow in the backward pass")
+    assert started.timestamp == 1_700_000_000_000_000_000
+    about = started.attributes[semantics.ALERT_ABOUT]
+    assert dict(started.attributes) == {
+        "log.record.uid": started.attributes["log.record.uid"],
+        "torch.train.alert.id": about,
+        "torch.run.id": "run",
+        "torch.elastic.restart_count": 0,
+        "torch.distributed.rank": 3,
+        "torch.distributed.ranks": "3",
+        "torch.train.alert.host": "node-a",
+        "torch.train.phase": "backward",
+        "torch.train.since_step": 100,
+        "torch.train.straggler.class": "slow_compute",
+        "torch.train.straggler.scope": "rank",
+        "torch.train.straggler.cost": 0.015,
+        "torch.train.straggler.cost_share": 0.15,
+    }
+    assert (ended.attributes[semantics.ALERT_ABOUT], ended.attributes[semantics.UNTIL_STEP]) == (about, 180)
+    assert hung.attributes[semantics.HANG_KIND] == "missing"
+    assert hung.attributes[semantics.HANG_DURATION] == 12.0
+    assert semantics.STRAGGLER_CLASS not in hung.attributes
+
+
+@pytest.mark.parametrize(
+    ("traced", "until", "expected"),
+    [((0, 1, 90, 104, 110), None, 104), ((0, 1, 90), None, None), ((0, 190), 180, None), ((104,), 180, 104)],
+)
+def test_alert_links_to_the_suspects_trace(traced: tuple[int, ...], until: int | None, expected: int | None) -> None:
+    """An alert has the context of the suspect's span in the first step that was sent, by any rank, since it is slow."""
+    records = Records()
+    exporter = OtlpExporter(SpanSender(InMemorySpanExporter()), None, AlertSender(records))
+    for step in traced:
+        exporter.export(batch_of(identity(0), [step]))
+    exporter.export(batch_of(identity(0, attempt=1), [102]))  # not of this attempt
+    exporter.on_assessment(assessment_of(findings(episode(3, 100, until)), AlertLog("run")))
+    assert exporter.shutdown(10) == []
+    in_trace = trace_id("run", 0, expected) if expected is not None else 0
+    context = (in_trace, span_id(in_trace, 3) if in_trace else 0)
+    assert {(each.trace_id, each.span_id) for each in records.kept[-1:]} == {context}
+
+
+def test_traced_steps_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only so many of the newest steps can be linked to."""
+    monkeypatch.setattr("torchlens_perf.exporters.otlp_environment._MAX_TRACED", 3)
+    records = Records()
+    exporter = OtlpExporter(SpanSender(InMemorySpanExporter()), None, AlertSender(records))
+    exporter.export(batch_of(identity(0), [100, 101, 102, 103, 104]))
+    exporter.on_assessment(assessment_of(findings(episode(3, 100)), AlertLog("run")))
+    exporter.shutdown(10)
+    assert records.kept[0].trace_id == trace_id("run", 0, 102)
+
+
+def test_alerts_do_not_wait_for_the_endpoint() -> None:
+    """While the endpoint blocks, alerts are taken over at once; all that does not arrive in time is counted."""
+    records, log = Records(opened=False), AlertLog("run")
+    exporter = OtlpExporter(None, None, AlertSender(records))
+    started_s = time.monotonic()
+    for rank in range(8):
+        exporter.on_assessment(assessment_of(findings(*(episode(each) for each in range(rank + 1))), log))
+    assert exporter.force_flush(0.1) is False
+    notes = exporter.shutdown(0.2)
+    assert time.monotonic() - started_s < 5
+    assert notes == ["OTLP: 8 of 8 alerts were not delivered; the report has what they were about"]
+    records.opened.set()
+
+
+@pytest.mark.parametrize("failure", ["fails", "raises"])
+def test_undelivered_alerts_are_counted(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the endpoint refuses is counted and makes a flush fail; what it takes later is delivered."""
+    monkeypatch.setenv("OTEL_BLRP_SCHEDULE_DELAY", "60000")
+    records, log = Records(failure), AlertLog("run")
+    exporter = OtlpExporter(None, None, AlertSender(records))
+    exporter.on_assessment(assessment_of(findings(episode(1)), log))
+    assert exporter.force_flush(10) is False
+    records.failure = ""
+    exporter.on_assessment(assessment_of(findings(episode(1), episode(2)), log))
+    assert exporter.force_flush(10) is True
+    assert exporter.shutdown(10) == ["OTLP: 1 of 2 alerts were not delivered; the report has what they were about"]
+    assert [each.attributes[semantics.RANK] for each in records.kept] == [2]
+
+
+def test_dead_endpoint_gets_one_try_of_the_last_alerts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end the first batch that fails is the last one that is tried; all of them are counted."""
+    monkeypatch.setenv("OTEL_BLRP_SCHEDULE_DELAY", "60000")
+    monkeypatch.setenv("OTEL_BLRP_MAX_EXPORT_BATCH_SIZE", "2")
+    records = Records(opened=False)
+    exporter = OtlpExporter(None, None, AlertSender(records))
+    exporter.on_assessment(assessment_of(findings(*(episode(3, since) for since in range(8))), AlertLog("run")))
+    deadline_s = time.monotonic() + 5
+    while not records.calls and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # until the processor's thread is inside the first request
+    records.failure = "fails"
+    ending = threading.Thread(target=exporter.shutdown, args=(10,))
+    ending.start()
+    time.sleep(0.05)
+    records.opened.set()
+    ending.join(10)
+    assert records.calls == 2
+    assert exporter.shutdown(1)[0].startswith("OTLP: 6 of 8 alerts")
+
+
+def test_rejected_alerts_are_counted() -> None:
+    """Records that an endpoint rejects in a successful answer count as not delivered."""
+    sender = AlertSender(Records(), lambda: 1)
+    exporter = OtlpExporter(None, None, sender)
+    exporter.on_assessment(assessment_of(findings(episode(1), episode(2)), AlertLog("run")))
+    assert exporter.shutdown(10) == ["OTLP: 1 of 2 alerts were not delivered; the report has what they were about"]
+
+
+def test_memory_exporter_keeps_alerts() -> None:
+    """All alerts, and the newest judgement."""
+    exporter, log = MemoryExporter(), AlertLog("run")
+    exporter.on_assessment(assessment_of(findings(episode()), log))
+    exporter.on_assessment(assessment_of(findings(episode()), log, hang()))
+    assert [(alert.kind, alert.change) for alert in exporter.alerts] == [("straggler", "started"), ("hang", "started")]
+    assert exporter.assessment is not None
+    assert exporter.assessment.hang == hang()
+
+
+# -- the SDK's log
+
+
+def test_repeated_messages_are_spared() -> None:
+    """A message of the SDK comes at most once in five minutes, whatever its numbers; ours always come."""
+    now = [0.0]
+    sparing = RateLimitFilter(lambda: now[0])
+
+    def passes(name: str, seconds: float, number: int) -> bool:
+        now[0] = seconds
+        return sparing.filter(logging.LogRecord(name, logging.ERROR, "", 0, "retrying in %d s", (number,), None))
+
+    sdk, ours = "opentelemetry.exporter", "torchlens_perf.sidecar"
+    assert [passes(sdk, 0, 1), passes(sdk, 10, 2), passes(sdk, 299, 3), passes(sdk, 301, 4)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert [passes(ours, 302, 1), passes(ours, 302, 2)] == [True, True]
+
+
+# -- the page for users
+
+
+def test_page_names_what_is_sent() -> None:
+    """docs/opentelemetry.md has every name, every bucket bound, and the limits that the code has."""
+    page = (ROOT / "docs" / "opentelemetry.md").read_text()
+    names = {value for name, value in vars(semantics).items() if name.isupper() and isinstance(value, str)}
+    assert [name for name in sorted(names - {semantics.SCOPE}) if not re.search(rf"(`| |^){name}(`| )", page)] == []
+    bounds = re.search(r"Bucket bounds, in seconds: ([0-9., \n]+)\.", page)
+    assert bounds
+    assert tuple(float(bound) for bound in bounds[1].split(",")) == semantics.DURATION_BOUNDS_S
+    for kind, changes in (("straggler", ("started", "ended")), ("hang", ("started", "updated", "ended"))):
+        assert all(f"`{semantics.event_name(kind, change)}`" in page for change in changes)
+    assert all(name in page for name in stragglers_by_class(NOTHING))
+    assert f"default here is {DEFAULT_QUEUE_SIZE}" in page
+    assert f"Beyond {semantics.MAX_RANK_SERIES} ranks" in page
+    assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one\nof so many, by default {Config.trace_every};" in page
+    assert all(kind.name.lower() in page for kind in Kind if kind not in (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED))

@@ -1,0 +1,228 @@
+"""Alerts and the gauges of what is wrong now arrive at a real receiver; an endpoint that is down holds up nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsPartialSuccess, ExportLogsServiceResponse
+
+from tests.exporters.test_exporters import batch_of, identity
+from tests.support.endpoints import answering, grpc_answering, refusing, serving, silent
+from tests.support.findings import PLACES, episode, findings, hang
+from tests.support.otlp_receiver import ReceivedEvent, Receiver, wait_for
+from tests.support.processes import ROOT
+from torchlens_perf.analysis.alerts.log import AlertLog
+from torchlens_perf.analysis.stragglers.detector import Findings
+from torchlens_perf.errors import swallowed
+from torchlens_perf.exporters import Assessment, Exporter, semantics
+from torchlens_perf.exporters.otlp_environment import exporter_from_environment
+from torchlens_perf.exporters.otlp_spans import span_id, trace_id
+
+pytestmark = pytest.mark.distributed
+
+HTTP = "http/protobuf"
+ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
+Make = Callable[..., Exporter]
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes the exporter that these variables ask for, as the sidecar does."""
+
+    def make(**told: str) -> Exporter:
+        for name, value in told.items():
+            monkeypatch.setenv(name, value)
+        made = exporter_from_environment(told)
+        assert made is not None
+        return made
+
+    return make
+
+
+def judge(exporter: Exporter, log: AlertLog, found: Findings, hung: dict | None = None) -> int:
+    """A round of the sidecar; returns how many alerts it raised."""
+    alerts = log.changes(0, found, hung, PLACES, time.time_ns())
+    exporter.on_assessment(Assessment(identity(), found, hung, alerts))
+    return len(alerts)
+
+
+def a_run(exporter: Exporter) -> int:
+    """A rank is slow, then it is not; then the job hangs, and then it does not. Returns how many alerts that makes."""
+    log, slow = AlertLog("run"), episode()
+    exporter.export(batch_of(identity(), [100, 110]))
+    count = judge(exporter, log, findings(slow))
+    slow = dataclasses.replace(slow, until_step=180)
+    for hung in (None, hang(), None):
+        count += judge(exporter, log, findings(slow), hung)
+    return count
+
+
+@pytest.mark.parametrize("protocol", [HTTP, "grpc"])
+def test_alerts_arrive(receiver: Receiver, exporter: Make, protocol: str) -> None:
+    """Each alert is one event at the receiver: name, sentence, severity, time, numbers, resource, and the trace."""
+    sender = exporter(**{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol})
+    began_ns = time.time_ns()
+    assert a_run(sender) == 4
+    assert sender.shutdown(10) == []
+    events = receiver.events()
+    started, ended = events[:2]
+
+    assert [(event.name, event.severity) for event in events] == [
+        ("torch.train.straggler.started", "WARN SEVERITY_NUMBER_WARN"),
+        ("torch.train.straggler.ended", "INFO SEVERITY_NUMBER_INFO"),
+        ("torch.train.hang.started", "WARN SEVERITY_NUMBER_WARN"),
+        ("torch.train.hang.ended", "INFO SEVERITY_NUMBER_INFO"),
+    ]
+    assert started.body.startswith("Rank 3 (node-a) is slow in the backward pass: 80.0 ms of work a step against 60.0")
+    assert "Next:" in started.body
+    assert all(began_ns <= event.time_ns <= time.time_ns() for event in events)
+    assert (started.attributes[semantics.RANK], started.attributes[semantics.PHASE]) == (3, "backward")
+    assert (started.attributes[semantics.STRAGGLER_COST], ended.attributes[semantics.UNTIL_STEP]) == (0.015, 180)
+    assert len({event.attributes[semantics.ALERT_UID] for event in events}) == 4
+    assert len({event.attributes[semantics.ALERT_ABOUT] for event in events}) == 2
+    assert started.resource[semantics.RUN_ID] == "run"
+    assert started.resource["service.instance.id"] == "node-a/node"
+    assert started.scope.startswith("torchlens_perf ")
+    in_trace = trace_id("run", 0, 100)
+    assert (started.trace_id, started.span_id) == (in_trace, span_id(in_trace, 3))
+    assert in_trace in {span.trace_id for span in receiver.spans()}
+    assert [event.trace_id for event in events[2:]] == [0, 0]  # no span of a step that has not ended
+
+
+def test_the_same_run_has_the_same_ids(receiver: Receiver, exporter: Make) -> None:
+    """Sent twice, as by a replay, the events are the same ones by their ids."""
+
+    def ids(events: list[ReceivedEvent]) -> list[str]:
+        return [str(event.attributes[semantics.ALERT_UID]) for event in events]
+
+    sent = []
+    for _ in range(2):
+        receiver.clear()
+        sender = exporter(OTEL_EXPORTER_OTLP_LOGS_ENDPOINT=f"{receiver.endpoint(HTTP)}/v1/logs")
+        a_run(sender)
+        assert sender.shutdown(10) == []
+        sent.append(ids(receiver.events()))
+    assert sent[0] == sent[1]
+    assert len(set(sent[0])) == 4
+
+
+def test_alerts_arrive_soon(receiver: Receiver, exporter: Make) -> None:
+    """An alert is sent while the job runs: OTEL_BLRP_SCHEDULE_DELAY says how soon."""
+    sender = exporter(**{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_SCHEDULE_DELAY": "50"})
+    judge(sender, AlertLog("run"), findings(episode()))
+    assert wait_for(receiver.events, 10)
+    assert sender.shutdown(10) == []
+
+
+@pytest.mark.parametrize("protocol", [HTTP, "grpc"])
+def test_gauges_arrive(receiver: Receiver, exporter: Make, protocol: str) -> None:
+    """What is wrong now is there as gauges, so that alert rules need no logs."""
+    sender = exporter(**{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol, "OTEL_LOGS_EXPORTER": "none"})
+    judge(sender, AlertLog("run"), findings(episode()), hang(since_s=12))
+    assert sender.shutdown(10) == []
+    found = {
+        (point.metric, point.unit, *point.attributes.values()): point.value
+        for point in receiver.points()
+        if point.form == "gauge"
+    }
+    assert found.pop((semantics.HANG_DURATION, "s", "missing")) >= 12
+    assert found == {
+        (semantics.STRAGGLER_COST, "s", 3, "backward"): 0.015,
+        (semantics.STRAGGLERS, "{rank}", "slow_compute"): 1,
+        (semantics.STRAGGLERS, "{rank}", "slow_data"): 0,
+        (semantics.STRAGGLERS, "{rank}", "slow_host"): 0,
+        (semantics.STRAGGLERS, "{rank}", "more_work"): 0,
+        (semantics.DETECTABLE, "s"): 0.003,
+    }
+    assert receiver.events() == []
+
+
+_PRINTED = """
+import os
+from tests.support.findings import episode, findings
+from tests.exporters.test_otlp_alerts import judge
+from torchlens_perf.analysis.alerts.log import AlertLog
+from torchlens_perf.exporters.otlp_environment import exporter_from_environment
+exporter = exporter_from_environment(os.environ)
+judge(exporter, AlertLog("run"), findings(episode()))
+exporter.shutdown(10)
+"""
+
+
+def test_console() -> None:
+    """OTEL_LOGS_EXPORTER=console prints events; no endpoint is needed."""
+    told = {"OTEL_LOGS_EXPORTER": "console", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", _PRINTED], env={**os.environ, **told}, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Rank 3 (node-a) is slow in the backward pass" in done.stdout
+    assert '"log.record.uid": "' in done.stdout
+
+
+DOWN: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
+    "refused": (refusing, HTTP),
+    "silent": (silent, HTTP),
+    "503": (lambda: serving(answering(503)), HTTP),
+    "404": (lambda: serving(answering(404)), HTTP),
+    "web page": (lambda: serving(answering(200, b"<html>", Content_Type="text/html")), HTTP),
+    "grpc refused": (refusing, "grpc"),
+    "grpc silent": (silent, "grpc"),
+    "grpc knows no logs": (lambda: grpc_answering(grpc.StatusCode.OK), "grpc"),
+}
+
+
+@pytest.mark.parametrize("fault", DOWN)
+def test_endpoint_down(exporter: Make, fault: str) -> None:
+    """Alerts are taken over at once, flush and shutdown keep their limits, and what did not arrive is counted."""
+    context, protocol = DOWN[fault]
+    with context() as address:
+        sender = exporter(
+            **{ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+               "OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"},
+        )  # fmt: skip
+        log = AlertLog("run")
+        started_s = time.monotonic()
+        for count in range(1, 201):
+            judge(sender, log, findings(*(episode(3, since) for since in range(count))))
+        judged_s = time.monotonic() - started_s
+        flushed = sender.force_flush(0.5)
+        notes = sender.shutdown(3)
+        took_s = time.monotonic() - started_s
+    assert not flushed
+    assert notes == ["OTLP: 200 of 200 alerts were not delivered; the report has what they were about"]
+    assert took_s - judged_s < 5  # the limits of both, and no more; each request alone may take a second
+
+
+def test_partial_success(exporter: Make) -> None:
+    """Events that the endpoint rejects in a successful answer count as not delivered."""
+    answer = ExportLogsServiceResponse(partial_success=ExportLogsPartialSuccess(rejected_log_records=1))
+    with serving(answering(200, answer.SerializeToString(), Content_Type="application/x-protobuf")) as address:
+        sender = exporter(OTEL_EXPORTER_OTLP_LOGS_ENDPOINT=address)
+        judge(sender, AlertLog("run"), findings(episode(1), episode(2)))
+        notes = sender.shutdown(10)
+    assert notes == ["OTLP: 1 of 2 alerts were not delivered; the report has what they were about"]
+
+
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_wrong_queue_size_costs_only_the_alerts(
+    receiver: Receiver, exporter: Make, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    """A value of OTEL_BLRP_* that the SDK refuses leaves alerts off; traces and metrics go on."""
+    with monkeypatch.context() as lenient:
+        lenient.setattr(swallowed, "strict", False)
+        lenient.setattr(swallowed, "by_place", Counter[str]())
+        sender = exporter(**{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_MAX_QUEUE_SIZE": value})
+        assert dict(swallowed.by_place) == {"exporting logs over OTLP": 1}
+    a_run(sender)
+    assert sender.shutdown(10) == []
+    assert (bool(receiver.spans()), bool(receiver.points()), receiver.events()) == (True, True, [])

@@ -1,0 +1,475 @@
+"""The OTEL_* variables: which signals they switch on, what they change, and what a wrong one does not break."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
+
+from tests.support.endpoints import serving
+from tests.support.long import long, long_but
+from tests.support.otlp_receiver import Receiver, free_port, wait_for
+from tests.support.recorded_run import TRACEPARENT, Sidecar, train, wait_for_sidecar
+from tests.support.tables import step_table
+from torchlens_perf.analysis import node_state
+from torchlens_perf.exporters import ExportBatch, semantics
+from torchlens_perf.exporters.otlp_environment import exporter_from_environment, wanted_signals
+from torchlens_perf.exporters.otlp_spans import trace_id
+from torchlens_perf.exporters.sdk_log import Redaction
+from torchlens_perf.run.clock import HostClock
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.records import StepTrace
+
+pytestmark = pytest.mark.distributed
+
+Run = Callable[..., Sidecar]
+CANARY = "canary7f3a9e51"
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
+HTTP = "http/protobuf"
+LIBRARIES = ("opentelemetry", "grpc", "requests")
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, {}),
+        ({ENDPOINT: ""}, {}),
+        ({ENDPOINT: "http://c:4318"}, {"traces": HTTP, "metrics": HTTP, "logs": HTTP}),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, {"traces": HTTP}),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://c:4318/v1/metrics"}, {"metrics": HTTP}),
+        ({"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://c:4318/v1/logs"}, {"logs": HTTP}),
+        (
+            {ENDPOINT: "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            {"traces": "grpc", "metrics": "grpc", "logs": "grpc"},
+        ),
+        (
+            {ENDPOINT: "http://c", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": " grpc "},
+            {"traces": "grpc", "metrics": HTTP, "logs": HTTP},
+        ),
+        ({ENDPOINT: "http://c", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, {}),
+        ({ENDPOINT: "http://c", "OTEL_TRACES_EXPORTER": "none"}, {"metrics": HTTP, "logs": HTTP}),
+        ({ENDPOINT: "http://c", "OTEL_METRICS_EXPORTER": "none"}, {"traces": HTTP, "logs": HTTP}),
+        ({ENDPOINT: "http://c", "OTEL_LOGS_EXPORTER": "none"}, {"traces": HTTP, "metrics": HTTP}),
+        ({ENDPOINT: "http://c", "OTEL_TRACES_EXPORTER": "zipkin"}, {"metrics": HTTP, "logs": HTTP}),
+        ({ENDPOINT: "http://c", "OTEL_SDK_DISABLED": "TRUE"}, {}),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, {"traces": HTTP}),
+        ({"OTEL_LOGS_EXPORTER": "console"}, {"logs": "console"}),
+        ({"OTEL_TRACES_EXPORTER": "console"}, {"traces": "console"}),
+        ({"OTEL_SERVICE_NAME": "x", "OTEL_RESOURCE_ATTRIBUTES": "a=b", HEADERS: "a=b"}, {}),
+    ],
+)
+def test_wanted_signals(told: dict[str, str], expected: dict[str, str]) -> None:
+    """An endpoint or an exporter's name switches a signal on; none, disabled and unknown names leave it off."""
+    assert expected == wanted_signals(told)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"OTEL_SERVICE_NAME": "x", HEADERS: "a=b"},
+        {ENDPOINT: "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"},
+        *long(
+            {},
+            {f"OTEL_{name}_EXPORTER": "none" for name in ("TRACES", "METRICS", "LOGS")}
+            | {ENDPOINT: "http://127.0.0.1:1"},
+        ),
+    ],
+    ids=["no endpoint", "disabled", "nothing is set", "all signals none"],
+)
+def test_without_endpoint_no_sdk(sidecar: Run, told: dict[str, str]) -> None:
+    """Without anywhere to send to, the sidecar does not even import the OpenTelemetry SDK, gRPC or requests."""
+    loaded = f"print([name for name in sys.modules if name.partition('.')[0] in {LIBRARIES}])"
+    ended = sidecar(then=loaded, **told)
+    assert (ended.returncode, ended.stdout) == (0, "[]\n")
+
+
+def test_no_global_provider(sidecar: Run, receiver: Receiver) -> None:
+    """The sidecar leaves OpenTelemetry's global providers as they are."""
+    asked = (
+        "from opentelemetry import _logs, metrics, trace\n"
+        "providers = trace.get_tracer_provider(), metrics.get_meter_provider(), _logs.get_logger_provider()\n"
+        "print(*(type(each).__name__ for each in providers))"
+    )
+    ended = sidecar(then=asked, **{ENDPOINT: receiver.endpoint("http/protobuf")})
+    assert ended.stdout == "ProxyTracerProvider _ProxyMeterProvider ProxyLoggerProvider\n"
+    assert receiver.spans()
+
+
+def arrived(receiver: Receiver) -> tuple[bool, bool]:
+    """Whether spans, and whether metrics, have arrived."""
+    return bool(receiver.spans()), bool(receiver.points())
+
+
+def test_signals_have_endpoints_and_protocols_of_their_own(sidecar: Run, receiver: Receiver) -> None:
+    """Traces go to their endpoint over gRPC while metrics go to theirs over HTTP."""
+    ended = sidecar(
+        OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=receiver.endpoint("grpc"),
+        OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="grpc",
+        OTEL_EXPORTER_OTLP_METRICS_ENDPOINT=f"{receiver.endpoint('http/protobuf')}/v1/metrics",
+    )
+    assert (ended.returncode, arrived(receiver)) == (0, (True, True))
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
+@pytest.mark.parametrize(
+    ("signal", "expected"), [("TRACES", (False, True)), ("METRICS", (True, False))], ids=["traces", "metrics"]
+)
+def test_one_signal_off(
+    sidecar: Run, receiver: Receiver, protocol: str, signal: str, expected: tuple[bool, bool]
+) -> None:
+    """OTEL_*_EXPORTER=none switches off one signal and leaves the other; gzip is understood."""
+    ended = sidecar(
+        **{
+            ENDPOINT: receiver.endpoint(protocol),
+            "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+            "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
+            f"OTEL_{signal}_EXPORTER": "none",
+        }
+    )
+    assert (0, expected) == (ended.returncode, arrived(receiver))
+
+
+def test_console(sidecar: Run) -> None:
+    """OTEL_*_EXPORTER=console prints spans and metrics where the sidecar's output goes; no endpoint is needed."""
+    ended = sidecar(OTEL_TRACES_EXPORTER="console", OTEL_METRICS_EXPORTER="console")
+    assert ended.returncode == 0
+    assert semantics.SPAN_RANK_STEP in ended.stdout
+    assert semantics.STEP_DURATION in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("insecure", "delivered"),
+    [("true", True), (None, False), *long(("false", False))],
+    ids=["insecure", "default", "tls"],
+)
+def test_grpc_without_scheme_is_tls(sidecar: Run, receiver: Receiver, insecure: str | None, delivered: bool) -> None:
+    """A gRPC endpoint without http:// means TLS unless OTEL_EXPORTER_OTLP_INSECURE says otherwise; never plain text."""
+    told = {} if insecure is None else {"OTEL_EXPORTER_OTLP_INSECURE": insecure}
+    ended = sidecar(
+        OTEL_EXPORTER_OTLP_ENDPOINT=f"127.0.0.1:{receiver.grpc_port}",
+        OTEL_EXPORTER_OTLP_PROTOCOL="grpc",
+        OTEL_EXPORTER_OTLP_TIMEOUT="1",
+        **told,
+    )
+    assert (0, (delivered, delivered)) == (ended.returncode, arrived(receiver))
+    assert ("spans were not delivered" in ended.report) is not delivered
+
+
+OFF = "exporting traces over OTLP failed and was skipped"
+WRONG = [  # variable, value, protocol, what the log says, and which of spans and metrics arrive nevertheless
+    ("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon", "http", "OTLP protocol 'carrier-pigeon'", (False, False)),
+    ("OTEL_TRACES_EXPORTER", "zipkin", "http", "OTEL_TRACES_EXPORTER=zipkin", (False, True)),
+    ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "http", "timeout value 'soon'", (True, True)),
+    (
+        "OTEL_EXPORTER_OTLP_COMPRESSION",
+        "brotli",
+        "grpc",
+        OFF,
+        (False, False),
+    ),
+    ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "grpc", OFF, (False, False)),
+    ("OTEL_EXPORTER_OTLP_COMPRESSION", "brotli", "http", "Unsupported compression", (True, True)),
+    ("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost", "http", "Failed to export", (False, False)),
+    ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/nowhere.pem", "http", "", (True, True)),
+    ("OTEL_BSP_MAX_QUEUE_SIZE", "many", "http", "OTEL_BSP_MAX_QUEUE_SIZE=many", (True, True)),
+    ("OTEL_BSP_MAX_QUEUE_SIZE", "0", "http", OFF, (False, True)),
+    ("OTEL_BSP_MAX_QUEUE_SIZE", "100", "http", OFF, (False, True)),
+    ("OTEL_BSP_SCHEDULE_DELAY", "-1", "http", OFF, (False, True)),
+    ("OTEL_METRIC_EXPORT_INTERVAL", "-5", "http", "OTLP metrics are off", (True, False)),
+    ("OTEL_METRIC_EXPORT_INTERVAL", "often", "http", "export interval", (True, True)),
+    ("OTEL_METRICS_EXEMPLAR_FILTER", "maybe", "http", "OTLP metrics are off", (True, False)),
+    ("OTEL_TRACES_SAMPLER", "perhaps", "http", "Couldn't recognize sampler perhaps", (True, True)),
+    (
+        "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT",
+        "few",
+        "http",
+        OFF,
+        (False, False),
+    ),
+    ("OTEL_RESOURCE_ATTRIBUTES", "nonsense", "http", "nonsense", (True, True)),
+    ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "sideways", "http", "SIDEWAYS", (True, True)),
+]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "protocol", "logged", "expected"),
+    [*WRONG[:2], *long(*WRONG[2:])],
+    ids=[f"{name.removeprefix('OTEL_')}={value}-{protocol}" for name, value, protocol, _, _ in WRONG],
+)
+def test_wrong_value(
+    sidecar: Run,
+    receiver: Receiver,
+    variable: str,
+    value: str,
+    protocol: str,
+    logged: str,
+    expected: tuple[bool, bool],
+) -> None:
+    """A value that cannot be used costs at most its signal, says so in the log, and the run's report is whole."""
+    told = {
+        ENDPOINT: receiver.endpoint("grpc" if protocol == "grpc" else "http/protobuf"),
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc" if protocol == "grpc" else "http/protobuf",
+        variable: value,
+    }
+    ended = sidecar(**told)
+    assert (0, expected) == (ended.returncode, arrived(receiver))
+    assert logged in ended.log
+    assert "run directory" in ended.report
+
+
+def everything_written(run: RunDirectory) -> str:
+    """All that the run directory holds, as text; Parquet files as their rows and footers."""
+    texts = []
+    for path in run.path.rglob("*"):
+        if path.suffix == ".parquet":
+            texts += [str(pq.read_table(path).to_pylist()), str(pq.read_schema(path).metadata)]
+        elif path.is_file():
+            texts.append(path.read_bytes().decode(errors="replace"))
+    return "\n".join(texts)
+
+
+SECRETS = {
+    "colon": {HEADERS: f"Authorization: Bearer {CANARY}"},
+    "no separator": {HEADERS: f"{CANARY}"},
+    "good": {HEADERS: f"authorization=Bearer%20{CANARY},x-team=blue"},
+    "line break": {HEADERS: f"authorization=Bearer%0A{CANARY}"},
+    "of one signal": {"OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization=Bearer%0A{CANARY}"},
+    "not ASCII": {HEADERS: f"authorization=%C3%A9{CANARY}"},
+}
+ADDRESSES = {
+    "user in the address": f"http://me:{CANARY}@127.0.0.1:1",
+    "key in the address": f"http://127.0.0.1:1/v1/traces?api-key={CANARY}",
+}
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
+@pytest.mark.parametrize("name", long_but({"colon", "of one signal"}, SECRETS))
+def test_headers_stay_secret(sidecar: Run, receiver: Receiver, name: str, protocol: str) -> None:
+    """A header's value, well written or not, is in no log, report, state or record."""
+    ended = sidecar(
+        **{
+            ENDPOINT: receiver.endpoint(protocol),
+            "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+            **SECRETS[name],
+        }
+    )
+    assert ended.returncode == 0
+    assert CANARY not in ended.log + ended.stdout + everything_written(ended.run)
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
+@pytest.mark.parametrize("address", ADDRESSES.values(), ids=ADDRESSES)
+def test_addresses_stay_secret(sidecar: Run, address: str, protocol: str) -> None:
+    """What an address holds beside host and path is in no log, report, state or record."""
+    ended = sidecar(
+        OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address,
+        OTEL_EXPORTER_OTLP_PROTOCOL=protocol,
+        OTEL_EXPORTER_OTLP_TIMEOUT="1",
+    )
+    assert ended.returncode == 0
+    assert "Failed to export" in ended.log
+    assert CANARY not in ended.log + ended.stdout + everything_written(ended.run)
+
+
+def test_header_is_sent(sidecar: Run) -> None:
+    """A well written header reaches the endpoint, spelled out."""
+    seen: list[str | None] = []
+
+    class Endpoint(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            seen.append(self.headers["Authorization"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with serving(Endpoint) as address:
+        sidecar(**{ENDPOINT: address, HEADERS: f"Authorization=Bearer%20{CANARY}"})
+    assert {f"Bearer {CANARY}"} == set(seen)
+
+
+@pytest.mark.long
+def test_training_survives_wrong_values(tmp_path: Path) -> None:
+    """A live run whose variables are all wrong trains to its end; no file and no output of it holds the secret."""
+    told = {
+        ENDPOINT: f"http://127.0.0.1:{free_port()}",
+        HEADERS: f"Authorization: Bearer {CANARY}",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+        "OTEL_BSP_MAX_QUEUE_SIZE": "many",
+        "OTEL_METRIC_EXPORT_INTERVAL": "often",
+        "OTEL_TRACES_SAMPLER": "perhaps",
+        "OTEL_RESOURCE_ATTRIBUTES": "nonsense",
+        "TRACEPARENT": "yesterday",
+    }
+    run = train(tmp_path, told)
+    wait_for_sidecar(run, 30)
+    (node,) = node_state.load_all(run)
+    written = everything_written(run)
+    assert sorted(process.identity.rank for process in node.processes.values()) == [0, 1]
+    assert "Header format invalid" in written
+    assert "Authorization: ***" in written
+    assert CANARY not in written
+
+
+@pytest.mark.parametrize(
+    ("sampler", "rate"),
+    [
+        ("traceidratio", 0.5),
+        *long(("parentbased_traceidratio", 0.0), ("traceidratio", 0.0), ("traceidratio", 1.0)),
+        *long(("parentbased_traceidratio", 0.5), ("parentbased_traceidratio", 1.0)),
+    ],
+)
+def test_ratio_sampler(sidecar: Run, receiver: Receiver, sampler: str, rate: float) -> None:
+    """OTEL_TRACES_SAMPLER chooses traces by their id: a step arrives from both ranks, and whole, or from none."""
+    ended = sidecar(
+        OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
+        OTEL_TRACES_SAMPLER=sampler,
+        OTEL_TRACES_SAMPLER_ARG=str(rate),
+    )
+    rows = pq.read_table(ended.run.path / "spans").to_pylist()
+    rows = [row for row in rows if row["kind"] != "thread_time"]  # counters, no spans
+    decide = TraceIdRatioBased(rate)
+    expected: dict[tuple[int, int], int] = defaultdict(int)
+    for row in rows:
+        in_trace = trace_id(ended.run.run_id, 0, row["step"])
+        if decide.should_sample(Context(), in_trace, "").decision is Decision.RECORD_AND_SAMPLE:
+            expected[row["step"], row["rank"]] += 1
+    for step, rank in list(expected):
+        expected[step, rank] += rank == 0  # the root
+    found: dict[tuple[int, int], int] = defaultdict(int)
+    for span in receiver.spans():
+        found[span.attributes[semantics.STEP], span.attributes[semantics.RANK]] += 1
+    assert {step for step, rank in expected if rank == 0} == {step for step, rank in expected if rank == 1}
+    whole_steps = {row["step"] for row in rows if row["kind"] == "step"}
+    assert {key: count for key, count in expected.items() if key[0] in whole_steps} == found
+    assert receiver.points()
+
+
+def test_batch_size(sidecar: Run, receiver: Receiver) -> None:
+    """OTEL_BSP_MAX_EXPORT_BATCH_SIZE is the most spans that a request holds."""
+    sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"), OTEL_BSP_MAX_EXPORT_BATCH_SIZE="7")
+    assert max(receiver.batches()) == 7
+
+
+@pytest.mark.long
+def test_queue_size(sidecar: Run, receiver: Receiver) -> None:
+    """OTEL_BSP_MAX_QUEUE_SIZE bounds what waits; steps beyond it are left out whole and counted; replay sends them."""
+    endpoint = receiver.endpoint("http/protobuf")
+    small = {"OTEL_BSP_MAX_QUEUE_SIZE": "50", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "50"}
+    ended = sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, **small)
+    first = receiver.spans()
+    receiver.clear()
+    sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)
+    everything = receiver.spans()
+    missing = len(everything) - len(first)
+    assert missing > 0
+    assert f"{missing} of {len(everything)} spans were not delivered" in ended.report
+    whole = Counter((span.attributes[semantics.RANK], span.attributes[semantics.STEP]) for span in everything)
+    of_first = Counter((span.attributes[semantics.RANK], span.attributes[semantics.STEP]) for span in first)
+    assert {key: whole[key] for key in of_first} == of_first
+
+
+def one_step() -> ExportBatch:
+    """A step of one rank, to be traced."""
+    identity = Identity("run", 0, 0, 1, 1, 0, "host", 1, 1, 1, False, "train.py", "", {})
+    return ExportBatch(
+        identity,
+        HostClock().anchor(),
+        step_table([{"forward": 1}]),
+        (StepTrace(0, 1_000_000, 1_000_000, 0, ()),),
+    )
+
+
+def test_intervals(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OTEL_BSP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL say how soon things are sent, long before the end."""
+    told = {
+        ENDPOINT: receiver.endpoint("http/protobuf"),
+        "OTEL_BSP_SCHEDULE_DELAY": "50",
+        "OTEL_METRIC_EXPORT_INTERVAL": "50",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    exporter = exporter_from_environment(told)
+    assert exporter is not None
+    started_s = time.monotonic()
+    exporter.export(one_step())
+    wait_for(lambda: arrived(receiver) == (True, True), 4)
+    took_s = time.monotonic() - started_s
+    assert exporter.shutdown(10) == []
+    assert took_s < 4  # by default spans wait 5 s, metrics 60 s
+
+
+def test_delta(sidecar: Run, receiver: Receiver) -> None:
+    """OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=delta: histograms and counters add up over their points."""
+    sidecar(
+        OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
+        OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE="delta",
+    )
+    assert {"delta"} == {p.temporality for p in receiver.points() if p.form in ("histogram", "sum")}
+
+
+def test_exponential_histogram(sidecar: Run, receiver: Receiver) -> None:
+    """OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION can ask for exponential histograms, with every step."""
+    ended = sidecar(
+        OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
+        OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION="base2_exponential_bucket_histogram",
+    )
+    rows = pq.read_table(ended.run.path / "steps").to_pylist()
+    points = [point for point in receiver.points() if point.metric == semantics.STEP_DURATION]
+    assert {"exponential_histogram"} == {point.form for point in points}
+    assert len(rows) == sum(point.count for point in points)
+
+
+def test_user_names_the_service(sidecar: Run, receiver: Receiver) -> None:
+    """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before what we found out, on spans and on metrics."""
+    sidecar(
+        OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
+        OTEL_SERVICE_NAME="my-job",
+        OTEL_RESOURCE_ATTRIBUTES="service.name=loses,host.name=my-host,deployment.environment.name=test",
+    )
+    expected = {"service.name": "my-job", "host.name": "my-host", "deployment.environment.name": "test"}
+    for sent in (*receiver.spans(), *receiver.points()):
+        assert expected.items() <= sent.resource.items()
+
+
+def test_traceparent_is_a_link(sidecar: Run, receiver: Receiver) -> None:
+    """The trace that the job was started in is a link of every root, and of nothing else."""
+    sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"))
+    _, in_trace, of_span, _ = TRACEPARENT.split("-")
+    roots = [span for span in receiver.spans() if span.parent_id is None]
+    others = [span for span in receiver.spans() if span.parent_id is not None]
+    assert {((int(in_trace, 16), int(of_span, 16)),)} == {span.links for span in roots}
+    assert {()} == {span.links for span in others}
+
+
+def test_redaction_of_tracebacks() -> None:
+    """A secret inside a traceback is replaced too."""
+    record = logging.LogRecord("x", logging.ERROR, "", 0, "failed: %s", ("Bearer " + CANARY,), None)
+    try:
+        raise ValueError(f"invalid metadata {CANARY!r}")
+    except ValueError as error:
+        record.exc_info = (type(error), error, error.__traceback__)
+    assert Redaction({HEADERS: f"authorization=Bearer {CANARY}"}).filter(record)
+    text = logging.Formatter().format(record)
+    assert CANARY not in text
+    assert "invalid metadata '***'" in text
+
+
+def test_short_values_are_not_redacted() -> None:
+    """A header's value that is too short to be a secret does not tear the log's numbers apart."""
+    record = logging.LogRecord("x", logging.ERROR, "", 0, "%d spans in 10 s", (2020,), None)
+    Redaction({HEADERS: "x-experiment-id=0"}).filter(record)
+    assert record.getMessage() == "2020 spans in 10 s"

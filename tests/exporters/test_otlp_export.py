@@ -1,0 +1,339 @@
+"""A live run of two ranks arrives at a real receiver: span tree, ids, attributes, durations, metrics, and a replay."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.long import long
+from tests.support.otlp_receiver import ReceivedPoint, ReceivedSpan, Receiver
+from tests.support.recorded_run import Sidecar, train, wait_for_sidecar
+from torchlens_perf.analysis import node_state
+from torchlens_perf.exporters import semantics, traced_steps
+from torchlens_perf.exporters.otlp_spans import trace_id
+from torchlens_perf.run.directory import RunDirectory
+
+pytestmark = pytest.mark.distributed
+
+TRACE_EVERY = 5
+RANKS = {0, 1}
+Row = dict[str, object]
+
+
+@dataclasses.dataclass
+class Exported:
+    """What a live run left on disk, and what the receiver got."""
+
+    run: RunDirectory
+    told: dict[str, str]
+    spans: list[ReceivedSpan]
+    points: list[ReceivedPoint]
+
+    def rows(self, folder: str) -> list[Row]:
+        """The run directory's records or steps."""
+        rows: list[Row] = pq.read_table(self.run.path / folder).to_pylist()
+        return [row for row in rows if row.get("kind") != "thread_time"]  # counters, no spans
+
+    def traces(self) -> dict[int, list[ReceivedSpan]]:
+        """The spans by trace id."""
+        traces: dict[int, list[ReceivedSpan]] = defaultdict(list)
+        for span in self.spans:
+            traces[span.trace_id].append(span)
+        return traces
+
+    def of_metric(self, name: str) -> list[ReceivedPoint]:
+        """The last points of a metric: cumulative, so they stand for the whole run."""
+        last = {tuple(sorted(p.attributes.items())): p for p in self.points if p.metric == name}
+        return list(last.values())
+
+
+@pytest.fixture(scope="module", params=["http/protobuf", *long("grpc")])
+def exported(
+    request: pytest.FixtureRequest, _one_receiver: Receiver, tmp_path_factory: pytest.TempPathFactory
+) -> Exported:
+    _one_receiver.clear()
+    told = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": _one_receiver.endpoint(request.param),
+        "OTEL_EXPORTER_OTLP_PROTOCOL": request.param,
+        "TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY),
+    }
+    run = train(tmp_path_factory.mktemp("live"), told)
+    wait_for_sidecar(run, 30)
+    return Exported(run, told, _one_receiver.spans(), _one_receiver.points())
+
+
+def sampled(exported: Exported) -> set[int]:
+    """The steps that are to be exported span by span."""
+    return traced_steps([int(str(row["step"])) for row in exported.rows("steps")], TRACE_EVERY)
+
+
+def test_one_trace_per_sampled_step(exported: Exported) -> None:
+    """Each sampled step is one trace, under the id that run, attempt and step give it, and holds both ranks."""
+    steps = sampled(exported)
+    expected = {trace_id(exported.run.run_id, 0, step): (step, RANKS) for step in steps}
+    found = {
+        in_trace: (
+            {span.attributes[semantics.STEP] for span in spans}.pop(),
+            {span.attributes[semantics.RANK] for span in spans},
+        )
+        for in_trace, spans in exported.traces().items()
+    }
+    assert len(steps) > 2
+    assert expected == found
+
+
+def test_span_tree(exported: Exported) -> None:
+    """A trace has one root; below it lies one span per rank; every other span's parent is there and contains it."""
+    for spans in exported.traces().values():
+        by_id = {span.span_id: span for span in spans}
+        roots = [span for span in spans if span.parent_id is None]
+        assert [root.name for root in roots] == [semantics.SPAN_STEP]
+        children = [span for span in spans if span.parent_id == roots[0].span_id]
+        assert [semantics.SPAN_RANK_STEP] * len(RANKS) == [child.name for child in children]
+        assert {child.attributes[semantics.RANK] for child in children} == RANKS
+        assert len(spans) == len(by_id)
+        below = [span for span in spans if span not in roots and span not in children]
+        for span in below:
+            assert span.parent_id in by_id
+            parent = by_id[span.parent_id]
+            assert span.attributes[semantics.RANK] == parent.attributes[semantics.RANK]
+            assert parent.start_ns <= span.start_ns <= parent.end_ns
+            # A collective lies where it was issued, and may end later.
+            assert span.end_ns <= parent.end_ns or span.attributes[semantics.SPAN_KIND] == "collective"
+            assert parent.attributes.get(semantics.SPAN_KIND) != "collective"
+
+
+def test_phases_and_modules_are_nested(exported: Exported) -> None:
+    """Phases lie in the rank's step, modules in the forward phase, DDP's all-reduce and its wait in the backward."""
+    for spans in exported.traces().values():
+        children: dict[object, set[object]] = defaultdict(set)
+        by_id = {span.span_id: span for span in spans}
+        for span in spans:
+            parent = by_id.get(span.parent_id or 0)
+            if semantics.SPAN_KIND in span.attributes and parent is not None:
+                above = parent.attributes.get(semantics.SPAN_KIND, parent.name)
+                children[above].add(span.attributes[semantics.SPAN_KIND])
+        assert {"forward", "backward", "optimizer"} == children[semantics.SPAN_RANK_STEP]
+        assert "module" in children["forward"]
+        assert {"collective", "wait"} <= children["backward"]
+
+
+def test_every_span_tells_rank_step_and_run(exported: Exported) -> None:
+    """Rank, step and run are attributes of each span, because some backends drop the resource's."""
+    for span in exported.spans:
+        assert span.attributes[semantics.RANK] in RANKS
+        assert span.attributes[semantics.RANK] == span.resource[semantics.RANK] or span.parent_id is None
+        assert span.trace_id == trace_id(exported.run.run_id, 0, span.attributes[semantics.STEP])
+        assert exported.run.run_id == span.attributes[semantics.RUN_ID]
+
+
+def test_durations_equal_the_run_directory(exported: Exported) -> None:
+    """Each span lasts as long as its row in the run directory, to the nanosecond, and no row is missing."""
+    steps = sampled(exported)
+    expected = Counter(
+        (row["rank"], row["step"], "" if row["kind"] == "step" else row["kind"], row["duration_ns"])
+        for row in exported.rows("spans")
+        if row["step"] in steps
+    )
+    found = Counter(
+        (
+            span.attributes[semantics.RANK],
+            span.attributes[semantics.STEP],
+            span.attributes.get(semantics.SPAN_KIND, ""),
+            span.duration_ns,
+        )
+        for span in exported.spans
+        if span.parent_id is not None
+    )
+    assert expected == found
+
+
+def starts(spans: Iterable[ReceivedSpan]) -> list[int]:
+    """When the spans below the roots began, in order."""
+    return sorted(span.start_ns for span in spans if span.parent_id is not None)
+
+
+def starts_on_disk(exported: Exported) -> list[int]:
+    """The same from the run directory."""
+    table = pq.read_table(exported.run.path / "spans", columns=["step", "kind", "time"])
+    table = table.filter(pc.not_equal(table.column("kind").cast("string"), "thread_time"))  # counters, no spans
+    steps = sampled(exported)
+    times = table.column("time").cast("int64").to_pylist()
+    return sorted(time for time, step in zip(times, table.column("step").to_pylist(), strict=True) if step in steps)
+
+
+def test_spans_begin_when_they_did(exported: Exported) -> None:
+    """A span begins at the wall-clock time that the run directory has for it, to within a millisecond."""
+    found, expected = starts(exported.spans), starts_on_disk(exported)
+    assert len(expected) == len(found)
+    assert max(abs(one - other) for one, other in zip(expected, found, strict=True)) < 1_000_000
+
+
+def test_step_spans_tell_own_time(exported: Exported) -> None:
+    """A rank's step span tells the own time and the micro-steps that the run directory has."""
+    steps = sampled(exported)
+    expected = {
+        (row["rank"], row["step"]): (int(str(row["own_ns"])) / 1e9, row["micro_steps"])
+        for row in exported.rows("steps")
+        if row["step"] in steps
+    }
+    found = {
+        (span.attributes[semantics.RANK], span.attributes[semantics.STEP]): (
+            span.attributes[semantics.OWN_SECONDS],
+            span.attributes[semantics.MICRO_STEPS],
+        )
+        for span in exported.spans
+        if span.name == semantics.SPAN_RANK_STEP
+    }
+    assert expected == found
+
+
+def test_collectives_tell_size_and_sequence(exported: Exported) -> None:
+    """A collective's span has the bytes and the sequence number of its row."""
+    steps = sampled(exported)
+    expected = Counter(
+        (row["rank"], row["name"], row["value0"], int(str(row["value1"])) & 0xFFFFFFFF)
+        for row in exported.rows("spans")
+        if row["step"] in steps and row["kind"] == "collective"
+    )
+    found = Counter(
+        (
+            span.attributes[semantics.RANK],
+            span.name,
+            span.attributes[semantics.BYTES],
+            span.attributes[semantics.SEQUENCE],
+        )
+        for span in exported.spans
+        if span.attributes.get(semantics.SPAN_KIND) == "collective"
+    )
+    assert expected
+    assert expected == found
+
+
+def test_resource_of_spans(exported: Exported) -> None:
+    """The resource says which process of which rank on which host of which job sent the spans."""
+    (node,) = node_state.load_all(exported.run)
+    for process in node.processes.values():
+        who = process.identity
+        (resource,) = {
+            tuple(sorted(span.resource.items()))
+            for span in exported.spans
+            if span.attributes[semantics.RANK] == who.rank
+        }
+        expected = {
+            "service.name": "train_two_ranks",
+            "service.instance.id": f"{socket.gethostname()}/{who.key}",
+            "host.name": socket.gethostname(),
+            "process.pid": who.pid,
+            semantics.RANK: who.rank,
+            semantics.LOCAL_RANK: who.rank,
+            semantics.WORLD_SIZE: len(RANKS),
+            semantics.RESTART_COUNT: 0,
+            semantics.RUN_ID: exported.run.run_id,
+            "torch.elastic.max_restarts": "0",
+        }
+        assert expected.items() <= dict(resource).items()
+        assert who.attributes["torch.elastic.run_id"] == dict(resource)["torch.elastic.run_id"]
+
+
+def test_duration_histograms(exported: Exported) -> None:
+    """Durations arrive in seconds, in our buckets, with one count for each step of each rank."""
+    for metric, column in ((semantics.STEP_DURATION, "duration_ns"), (semantics.STEP_OWN_TIME, "own_ns")):
+        points = exported.of_metric(metric)
+        assert {("s", "histogram", "cumulative", semantics.DURATION_BOUNDS_S)} == {
+            (point.unit, point.form, point.temporality, point.bounds) for point in points
+        }
+        for rank in RANKS:
+            values = [int(str(row[column])) / 1e9 for row in exported.rows("steps") if row["rank"] == rank]
+            (point,) = [point for point in points if point.attributes == {semantics.RANK: rank}]
+            assert len(values) == point.count
+            assert sum(values) == pytest.approx(point.value, rel=1e-9)
+            assert tuple(_histogram(values)) == point.buckets
+
+
+def _histogram(values: list[float]) -> list[int]:
+    edges = [float("-inf"), *semantics.DURATION_BOUNDS_S, float("inf")]
+    return [sum(low < value <= high for value in values) for low, high in itertools.pairwise(edges)]
+
+
+def test_phase_histogram(exported: Exported) -> None:
+    """A phase counts the steps that had it, and adds up to the run directory's column."""
+    points = {
+        (point.attributes[semantics.RANK], point.attributes[semantics.PHASE]): point
+        for point in exported.of_metric(semantics.PHASE_DURATION)
+    }
+    expected: dict[tuple[object, str], list[int]] = defaultdict(list)
+    for row in exported.rows("steps"):
+        for column, value in row.items():
+            part = column.removesuffix("_ns")
+            if part not in ("start", "duration", "own", "cpu", "ready") and part != column and value:
+                expected[row["rank"], part].append(int(str(value)))
+    assert {key: len(values) for key, values in expected.items()} == {key: p.count for key, p in points.items()}
+    for key, values in expected.items():
+        assert sum(values) / 1e9 == pytest.approx(points[key].value, rel=1e-9)
+
+
+def test_exemplars_lead_to_the_step(exported: Exported) -> None:
+    """A histogram's exemplars name the rank's span of a sampled step, and have its duration."""
+    spans = {
+        (span.trace_id, span.span_id): span.duration_ns / 1e9
+        for span in exported.spans
+        if span.name == semantics.SPAN_RANK_STEP
+    }
+    for point in exported.of_metric(semantics.STEP_DURATION):
+        assert point.exemplars
+        for in_trace, of_span, value in point.exemplars:
+            assert spans[in_trace, of_span] == value
+
+
+def test_counter_and_gauge(exported: Exported) -> None:
+    """The counter has each rank's steps; the gauge has the memory at its last step, in bytes."""
+    for rank in RANKS:
+        rows = [row for row in exported.rows("steps") if row["rank"] == rank]
+        of_rank = {semantics.RANK: rank}
+        (steps,) = [p for p in exported.of_metric(semantics.STEPS) if p.attributes == of_rank]
+        (memory,) = [p for p in exported.of_metric(semantics.MEMORY) if p.attributes == of_rank]
+        assert ("{step}", "sum", len(rows)) == (steps.unit, steps.form, steps.value)
+        assert ("By", "gauge", rows[-1]["memory_bytes"]) == (memory.unit, memory.form, memory.value)
+
+
+def test_replay_sends_the_same_spans(exported: Exported, receiver: Receiver, tmp_path: Path) -> None:
+    """A sidecar started on the finished run sends every span again: same ids, same place, same duration."""
+    replayed = Sidecar(exported.run, tmp_path, exported.told)
+    assert replayed.returncode == 0
+
+    def place(span: ReceivedSpan) -> tuple[object, ...]:
+        attributes = tuple(sorted(span.attributes.items()))
+        return span.trace_id, span.span_id, span.parent_id, span.name, span.duration_ns, attributes
+
+    assert {place(span) for span in exported.spans} == {place(span) for span in receiver.spans()}
+    assert len(exported.spans) == len(receiver.spans())
+    assert starts_on_disk(exported) == starts(receiver.spans())
+
+
+def test_replay_without_the_nodes_state(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
+    """Records whose node's state is gone are sent under the same ids; what they do not tell is not made up."""
+    endpoint = receiver.endpoint("http/protobuf")
+    run = sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint).run
+    whole = {(span.trace_id, span.span_id) for span in receiver.spans()}
+    receiver.clear()
+    run.node_state(socket.gethostname()).unlink()
+    sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)
+    assert whole == {(span.trace_id, span.span_id) for span in receiver.spans()}
+    assert {len(RANKS)} == {span.resource[semantics.WORLD_SIZE] for span in receiver.spans()}
+    assert [span for span in receiver.spans() if "process.pid" in span.resource] == []
+
+
+def test_nothing_is_missing_in_the_report(exported: Exported) -> None:
+    """Where everything was delivered, the report says nothing of OTLP, and the log has no warning."""
+    assert "OTLP" not in exported.run.report.read_text()
+    log = exported.run.node_log(socket.gethostname()).read_text()
+    assert [line for line in log.splitlines() if "WARNING" in line or "ERROR" in line] == []

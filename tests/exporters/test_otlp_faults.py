@@ -1,0 +1,284 @@
+"""Endpoints that are down, silent, slow or wrong: training does not notice, and nothing is lost without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceResponse,
+)
+
+from tests.support.endpoints import answering, grpc_answering, refusing, serving, silent
+from tests.support.long import long, long_but
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.otlp_receiver import Receiver
+from tests.support.processes import ROOT, slowdown
+from tests.support.recorded_run import SCRIPTS, Sidecar, environment, spans_of, wait_for_sidecar
+from tests.support.warm_python import WarmPython
+from torchlens_perf.analysis import node_state
+from torchlens_perf.config import Config
+from torchlens_perf.exporters import semantics
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar import replay
+
+pytestmark = pytest.mark.distributed
+
+Run = Callable[..., Sidecar]
+Fault = Callable[[], AbstractContextManager[str]]
+LONGEST_EXIT_S = 1.5  # on a quiet machine: the longest wait for the report, and half a second
+LONGEST_WAIT_S = 1.0  # of it
+TRIES = 3
+ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
+HTTP = "http/protobuf"
+TIMEOUT_S = 3  # of one export; longer than a training process may take to end
+
+LIVE: dict[str, tuple[Fault, str]] = {
+    "no endpoint": (lambda: nullcontext(""), HTTP),
+    "refused": (refusing, HTTP),
+    "silent": (silent, HTTP),
+    "503": (lambda: serving(answering(503)), HTTP),
+    "slow": (lambda: serving(answering(200, after_s=1.0)), HTTP),
+    "grpc refused": (refusing, "grpc"),
+    "grpc silent": (silent, "grpc"),
+}
+UNDELIVERED = ["refused", "silent", "503", "grpc refused", "grpc silent"]
+REPLAYED = "refused"
+QUICK = {"no endpoint", REPLAYED, "silent", "grpc refused"}
+
+
+@dataclasses.dataclass
+class Ended:
+    """A training process that has ended: how long after its watch's body, and what the watch had added to it."""
+
+    run: RunDirectory | None
+    exit_s: float
+    threads_and_sockets: list[tuple[int, int]]
+    libraries: list[str]
+    told: dict[str, str]
+    sidecar_s: float = 0.0
+    """How long its sidecar lived on."""
+
+
+def _train(folder: Path, told: dict[str, str]) -> Ended:
+    folder.mkdir(exist_ok=True)
+    result = folder / "result.json"
+    process = WarmPython(
+        [sys.executable, str(SCRIPTS / "watched_exit.py"), str(result)],
+        env=environment(folder / "runs", told),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        # How soon it ends is what is timed, not how long it waits for other tests; where we may, it goes first.
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, -10)
+        assert process.wait(40) == 0
+    finally:
+        process.kill()
+    ended_s = time.monotonic()
+    body_ended_s, before, inside, after, libraries = json.loads(result.read_text())
+    runs = [path for path in (folder / "runs").glob("*") if not path.is_symlink()]
+    counts = [tuple(before), tuple(inside), tuple(after)]
+    return Ended(RunDirectory(runs[0]) if runs else None, ended_s - body_ended_s, counts, libraries, told)
+
+
+@pytest.fixture(scope="module")
+def unwatched(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return _train(tmp_path_factory.mktemp("unwatched"), {"TORCHLENS_PERF": "0"})
+
+
+@pytest.fixture(scope="module")
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
+    """One training process after the other, each with its faulty endpoint; their sidecars end at the same time.
+
+    Those of the faults that the selected tests ask for.
+    """
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    wanted = {item.callspec.params.get("fault", REPLAYED) for item in tests if "live" in item.fixturenames}
+    ended = {}
+    with ExitStack() as faults:
+        for name in filter(wanted.__contains__, LIVE):
+            fault, protocol = LIVE[name]
+            address = faults.enter_context(fault())
+            told = {ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": str(TIMEOUT_S)}
+            ended[name] = _train(tmp_path_factory.mktemp("live"), told)
+        for process in ended.values():
+            assert process.run is not None
+            process.sidecar_s = wait_for_sidecar(process.run, 30)
+        yield ended
+
+
+@pytest.mark.parametrize("fault", long_but(QUICK, LIVE))
+def test_training_exits_in_time(live: dict[str, Ended], unwatched: Ended, tmp_path: Path, fault: str) -> None:
+    """From the end of the watch's body to the process's end it takes at most 1.5 s more than without a watch.
+
+    Other programs may slow down a process that ends; what a fault at the endpoint costs is there each time.
+    """
+    longest_s = LONGEST_WAIT_S + (LONGEST_EXIT_S - LONGEST_WAIT_S) * slowdown()
+    more_s = [live[fault].exit_s - unwatched.exit_s]
+    while more_s[-1] > longest_s and len(more_s) < TRIES:
+        again = _train(tmp_path / f"watched-{len(more_s)}", live[fault].told)
+        assert again.run is not None
+        wait_for_sidecar(again.run, 30)
+        more_s.append(again.exit_s - _train(tmp_path / f"unwatched-{len(more_s)}", unwatched.told).exit_s)
+    print(fault, more_s, longest_s)
+    assert min(more_s) <= longest_s
+
+
+@pytest.mark.parametrize("fault", long_but(QUICK, LIVE))
+def test_training_gets_no_thread_and_no_socket(live: dict[str, Ended], fault: str) -> None:
+    """A watch adds no thread, no socket and no exporting library to the training process."""
+    (before, inside, after), libraries = live[fault].threads_and_sockets, live[fault].libraries
+    assert (before, before, []) == (inside, after, libraries)
+
+
+@pytest.mark.parametrize("fault", long_but(QUICK & {*UNDELIVERED}, UNDELIVERED))
+def test_report_counts_what_was_not_delivered(live: dict[str, Ended], fault: str) -> None:
+    """The sidecar ends soon after the job, and its state and report say how many spans did not arrive."""
+    run = live[fault].run
+    assert run is not None
+    count = spans_of(run, Config.trace_every)
+    note = f"OTLP: {count} of {count} spans were not delivered"
+    (node,) = node_state.load_all(run)
+    assert [note] == [each[: len(note)] for each in node.notes if "spans" in each]
+    assert note in run.report.read_text()
+    assert [each for each in node.notes if "metric exports failed" in each]
+    assert live[fault].sidecar_s < 3 * TIMEOUT_S
+
+
+@pytest.mark.parametrize("fault", ["no endpoint", *long("slow")])
+def test_nothing_to_report(live: dict[str, Ended], fault: str) -> None:
+    """An endpoint that is merely slow loses nothing, and the report says nothing."""
+    run = live[fault].run
+    assert run is not None
+    assert "OTLP" not in run.report.read_text()
+
+
+@pytest.mark.parametrize("protocol", [HTTP, "grpc"])
+def test_replay_delivers_everything_later(live: dict[str, Ended], receiver: Receiver, protocol: str) -> None:
+    """Once there is a receiver, a replay delivers all that the run could not: every span, and every step's metrics."""
+    run = live[REPLAYED].run
+    assert run is not None
+    replayed = Sidecar(run, run.path.parent, {ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol})
+    assert (replayed.returncode, len(replayed.stdout.splitlines())) == (0, 1)
+    spans, points = receiver.spans(), receiver.points()
+    assert spans_of(run, Config.trace_every) == len(spans) == len({(s.trace_id, s.span_id) for s in spans})
+    (node,) = node_state.load_all(run)
+    (process,) = node.processes.values()
+    assert process.statistics.step.count + process.statistics.warm_up.count == max(
+        point.count for point in points if point.metric == semantics.STEP_DURATION
+    )
+
+
+PARTIAL = ExportTraceServiceResponse(partial_success=ExportTracePartialSuccess(rejected_spans=3, error_message="no"))
+WRONG: dict[str, tuple[Fault, str]] = {
+    "500": (lambda: serving(answering(500)), HTTP),
+    "429": (lambda: serving(answering(429, Retry_After="1000000000")), HTTP),
+    "redirect": (lambda: serving(answering(307, Location="http://127.0.0.1:1/v1/traces")), HTTP),
+    "web page": (lambda: serving(answering(200, b"<html>", Content_Type="text/html; charset=utf-8")), HTTP),
+    "grpc denied": (lambda: grpc_answering(grpc.StatusCode.PERMISSION_DENIED), "grpc"),
+    "grpc unavailable": (lambda: grpc_answering(grpc.StatusCode.UNAVAILABLE), "grpc"),
+}
+
+
+@pytest.mark.parametrize("fault", long_but({"500", "grpc unavailable"}, WRONG))
+def test_refusals_are_counted(sidecar: Run, fault: str) -> None:
+    """An answer that is no success counts as not delivered, also those that the SDK takes for one."""
+    context, protocol = WRONG[fault]
+    with context() as address:
+        ended = sidecar(**{ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"})
+    count = spans_of(ended.run, 1)
+    assert f"OTLP: {count} of {count} spans were not delivered" in ended.report
+    assert "Failed to export" in ended.log
+
+
+def test_partial_success_is_counted(sidecar: Run) -> None:
+    """Spans that the endpoint rejects in a successful answer count as not delivered."""
+    answer = answering(200, PARTIAL.SerializeToString(), Content_Type="application/x-protobuf")
+    with serving(answer) as address:
+        ended = sidecar(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address)
+    rejected = PARTIAL.partial_success.rejected_spans * answer.requests
+    assert f"OTLP: {rejected} of {spans_of(ended.run, 1)} spans were not delivered" in ended.report
+    assert f"{rejected} of these spans were rejected by the endpoint" in ended.report
+
+
+def test_slow_grpc_endpoint_loses_nothing(sidecar: Run) -> None:
+    """A gRPC endpoint that takes its time gets everything."""
+    with grpc_answering(grpc.StatusCode.OK, after_s=0.5) as address:
+        ended = sidecar(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address, OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
+    assert "OTLP" not in ended.report
+
+
+_SHUT_DOWN = """
+import os, time
+from tests.exporters.test_otlp_environment import one_step
+from torchlens_perf.exporters.otlp_environment import exporter_from_environment
+exporter = exporter_from_environment(os.environ)
+started_s = time.monotonic()
+for _ in range(100):
+    exporter.export(one_step())
+exported_s = time.monotonic()
+flushed = exporter.force_flush(0.3)
+flushed_s = time.monotonic()
+notes = exporter.shutdown(0.5)
+print(exported_s - started_s, flushed, flushed_s - exported_s, time.monotonic() - flushed_s, time.monotonic(), notes)
+"""
+
+
+@pytest.mark.parametrize("protocol", [HTTP, "grpc"])
+def test_time_limits_hold(protocol: str) -> None:
+    """With an endpoint that never answers, and no timeout to speak of, flush, shutdown and the process end in time."""
+    root = str(ROOT)
+    slow = slowdown()
+    with silent() as address:
+        told = {ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "10000", "PYTHONPATH": root}
+        done = subprocess.run(
+            [sys.executable, "-c", _SHUT_DOWN], env={**os.environ, **told}, capture_output=True, text=True, timeout=30
+        )
+        ended_s = time.monotonic()
+        slow = max(slow, slowdown())
+    export_s, flushed, flush_s, shutdown_s, printed_s, notes = done.stdout.split(maxsplit=5)
+    assert (done.returncode, flushed) == (0, "False")
+    assert "200 of 200 spans were not delivered" in notes
+    assert "1 of 1 metric exports failed" in notes
+    assert float(export_s) < 0.5 * slow
+    assert 0.3 <= float(flush_s) < 0.3 + 0.5 * slow
+    assert 0.5 <= float(shutdown_s) < 0.5 + 0.5 * slow
+    assert ended_s - float(printed_s) < 1.0 * slow
+
+
+def test_replay_gives_a_dead_endpoint_up(sidecar: Run) -> None:
+    """A replay to a dead endpoint ends, and says what did not arrive."""
+    sidecar()
+    with refusing() as address:
+        ended = sidecar(**{ENDPOINT: address, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"})
+    count = spans_of(ended.run, 1)
+    assert f"OTLP: {count} of {count} spans were not delivered" in ended.stdout
+
+
+def test_replay_stops_at_a_dead_endpoint(sidecar: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay does not wait for a dead endpoint for hours: after some time it stops, and says how much is left."""
+    run = sidecar().run
+    monkeypatch.setattr(replay, "_PATIENCE_S", 0.0)
+
+    class Dead(MemoryExporter):
+        def force_flush(self, timeout_s: float) -> bool:
+            return False
+
+    exporter = Dead()
+    done = replay.replay(run, exporter, trace_every=1)
+    left = done.steps - sum(len(batch.steps) for batch in exporter.batches)
+    assert left > 0
+    assert [f"{left} more steps were not sent, because the endpoint did not take those before"] == done.notes

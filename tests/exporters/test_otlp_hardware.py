@@ -1,0 +1,165 @@
+"""From NVML to the backend: a sidecar process with the scripted library, a real receiver, files and report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from tests.support.device.fake_nvml import HOPPER, UUIDS, FakeNvml, compile_nvml
+from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
+from tests.support.otlp_receiver import ReceivedPoint, Receiver, wait_for
+from tests.support.ranks import HOST, Rank, run_without_traces
+from tests.support.recorded_run import environment
+from tests.support.telemetry import read_gpus
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample
+from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
+from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory
+
+FIRST, SECOND = UUIDS[:2]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with run_without_traces(tmp_path) as made:
+        yield made
+
+
+def values(points: list[ReceivedPoint], metric: str, gpu: str, attributes: dict[str, str]) -> list[float]:
+    """The points of a series, as they came."""
+    wanted = {semantics.HARDWARE_ID: gpu, **attributes}.items()
+    return [point.value for point in points if point.metric == metric and wanted <= point.attributes.items()]
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
+def test_from_the_library_to_the_backend(run: RunDirectory, receiver: Receiver, tmp_path: Path) -> None:
+    """Two ranks on one GPU and one on another: each GPU once, in the backend, in the files and in the report."""
+    compile_nvml(tmp_path / "libnvidia-ml.so.1")
+    nvml = FakeNvml(tmp_path / "gpus.txt")
+    nvml.gpus = [{**HOPPER}, {**HOPPER, "sm_mhz": 990, "temperature": 88, "busy": 98}, {**HOPPER}]
+    nvml.write()
+    ranks = [Rank(run, rank, 3) for rank in range(3)]
+    for rank, uuid in zip(ranks, (FIRST, FIRST, SECOND), strict=True):
+        rank.session.publish(gpus=[{"uuid": uuid, "name": "NVIDIA H200", "index": 0}])
+        rank.session.publish()
+        rank.steps(5, forward=4)
+    told = {
+        "LD_LIBRARY_PATH": str(tmp_path), "FAKE_NVML": str(nvml.script), "CUDA_VISIBLE_DEVICES": "",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint("http/protobuf"), "OTEL_TRACES_EXPORTER": "none",
+        "OTEL_METRIC_EXPORT_INTERVAL": "500",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", HOST]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(command, env=environment(tmp_path, told), stderr=log)
+
+    def newest(metric: str, attribute: str, told: str) -> float | None:
+        found = values(receiver.points(), metric, SECOND, {attribute: told})
+        return found[-1] if found else None
+
+    try:
+        assert wait_for(lambda: newest(semantics.GPU_CLOCK, semantics.GPU_CLOCK_OF, "sm"), 20) == 990e6
+        nvml.gpus[1].update({"field 83": 5_000_900_000, "field 270": 400_000_000, "field 94": 3})
+        nvml.write("gpu 1 xid 79")
+        # The library may read its script in the middle of a sample: the next one has it all.
+        assert wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "xid"), 20) == 1
+        assert wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "pcie_replay"), 20) == 3
+        for rank in ranks:
+            rank.close()
+        assert process.wait(30) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+    points = receiver.points()
+    hardware = [point for point in points if point.metric.startswith("hw.")]
+
+    assert {point.attributes[semantics.HARDWARE_ID] for point in hardware} == {FIRST, SECOND}
+    assert {point.attributes[semantics.HARDWARE_TYPE] for point in hardware} == {"gpu"}
+    assert {(point.resource["host.name"], point.resource.get(semantics.RANK)) for point in hardware} == {(HOST, None)}
+    for metric, attributes, wanted in (
+        (semantics.ENERGY, {}, 900),
+        (semantics.GPU_THROTTLED, {semantics.THROTTLE_REASON: "hw_thermal"}, 0.4),
+        (semantics.ERRORS, {semantics.ERROR_TYPE: "ecc_uncorrected"}, 0),
+        (semantics.TEMPERATURE, {semantics.SENSOR: "gpu"}, 88),
+        (semantics.POWER, {}, 498.123),
+        (semantics.GPU_MEMORY, {}, 100 << 30),
+        (semantics.GPU_MEMORY_LIMIT, {}, 141 << 30),
+        (semantics.GPU_TENSOR_ACTIVE, {}, 0.55),
+        (semantics.GPU_BUSY, {semantics.GPU_TASK: "general"}, 0.98),
+    ):
+        assert values(points, metric, SECOND, attributes)[-1] == pytest.approx(wanted), metric
+    samples = read_gpus(run, HOST)
+    assert set(samples) == {FIRST, SECOND}
+    assert [sample.last_xid for sample in samples[SECOND]][-1] == 79
+    rows = {row["uuid"]: row for row in build(run.run_id, node_state.load_all(run))["gpus"]}
+    assert (rows[FIRST]["ranks"], rows[SECOND]["ranks"]) == ([0, 1], [2])
+    assert (rows[SECOND]["signals"]["sm_clock_share"], rows[SECOND]["xids"]) == (0.5, 1)
+    assert "GPUs" in run.report.read_text()
+
+
+class Exported:
+    """The instruments, read as often as the test likes."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._reader = InMemoryMetricReader()
+        meter = MeterProvider([self._reader], shutdown_on_exit=False).get_meter("test")
+        self.metrics = HardwareMetrics(meter, lambda: self.now_s)
+
+    def points(self) -> dict[tuple[str, str], float]:
+        """By metric and the attributes that tell its points apart, in order of their names."""
+        data = self._reader.get_metrics_data()
+        return {
+            (metric.name, " ".join(str(told) for name, told in sorted(point.attributes.items()) if name not in SAME)):
+            point.value
+            for of_resource in (data.resource_metrics if data is not None else ())
+            for of_scope in of_resource.scope_metrics
+            for metric in of_scope.metrics
+            for point in metric.data.data_points
+        }  # fmt: skip
+
+
+SAME = (semantics.HARDWARE_ID, semantics.HARDWARE_NAME, semantics.HARDWARE_TYPE)
+
+
+def test_what_is_not_measured_has_no_point() -> None:
+    """Neither a 0 nor an old value."""
+    exported = Exported()
+    exported.metrics.measured(Hardware((GpuSample("GPU-1", 0, 0, temperature_c=61),), (), {}))
+    assert exported.points() == {(semantics.TEMPERATURE, "gpu"): 61}
+    exported.now_s = 40.0
+    assert exported.points() == {}
+
+
+def test_what_changes_fast_is_a_mean_over_the_export() -> None:
+    """Clocks, power and activity: of all samples since the last export. Others: the newest value."""
+    exported = Exported()
+    for power_w, degrees in ((100.0, 50), (300.0, 70)):
+        exported.metrics.measured(
+            Hardware((GpuSample("GPU-1", 0, 0, power_w=power_w, temperature_c=degrees),), (), {"GPU-1": "H200"})
+        )
+    assert exported.points() == {(semantics.POWER, ""): 200, (semantics.TEMPERATURE, "gpu"): 70}
+    assert exported.points()[semantics.POWER, ""] == 300
+
+
+def test_network_ports() -> None:
+    """Bytes and errors by what they grew, the link's rate in bytes, and whether it is up."""
+    exported = Exported()
+    grown = {"transmitted_bytes": 4000, "symbol_errors": 2, "ack_timeouts": 0}
+    link = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000, grown=grown)
+    for _ in range(2):
+        exported.metrics.measured(Hardware((), (link,), {}))
+    assert exported.points() == {
+        (semantics.NETWORK_IO, "transmit"): 8000,
+        (semantics.ERRORS, "symbol_error"): 4,
+        (semantics.ERRORS, "ack_timeout"): 0,
+        (semantics.NETWORK_UP, ""): 1,
+        (semantics.NETWORK_LIMIT, ""): 5e10,
+    }

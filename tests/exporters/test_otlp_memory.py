@@ -1,0 +1,55 @@
+"""Device memory as metrics, through the SDK's own reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from tests.exporters.test_exporters import batch_of, identity
+from torchlens_perf.analysis.statistics.memory import MemoryReading
+from torchlens_perf.exporters import ExportBatch, semantics
+from torchlens_perf.exporters.otlp_metrics import DeviceMemory
+
+
+def sent(
+    readings: list[MemoryReading | None], *, per_rank: bool = True
+) -> dict[str, list[tuple[dict[str, Any], float]]]:
+    """By metric, its points: attributes and value."""
+    reader = InMemoryMetricReader()
+    memory = DeviceMemory(MeterProvider([reader]).get_meter("test"))
+    steps = batch_of(identity(), [3])
+    for reading in readings:
+        full = ExportBatch(steps.identity, steps.anchor, steps.steps, (), {}, reading)
+        memory.record(full, {semantics.RANK: 0}, per_rank=per_rank)
+    data = reader.get_metrics_data()
+    if data is None:
+        return {}
+    metrics = [m for resource in data.resource_metrics for scope in resource.scope_metrics for m in scope.metrics]
+    return {
+        metric.name: [(dict(point.attributes), point.value) for point in metric.data.data_points] for metric in metrics
+    }
+
+
+def test_gauges_by_state_and_counters() -> None:
+    """The newest reading; counters add up what was new, also where the user has reset the allocator's."""
+    points = sent([MemoryReading(0, 5, 9, 1, 7, 80, 3, 0), None, MemoryReading(16, 4, 10, 2, 8, 80, 1, 1)])
+
+    assert {attributes[semantics.MEMORY_STATE]: value for attributes, value in points[semantics.DEVICE_MEMORY]} == {
+        "allocated": 4, "reserved": 10, "inactive": 2, "peak": 8, "limit": 80,
+    }  # fmt: skip
+    assert all(attributes[semantics.RANK] == 0 for attributes, _ in points[semantics.DEVICE_MEMORY])
+    assert points[semantics.ALLOC_RETRIES] == [({semantics.RANK: 0}, 4)]
+    assert points[semantics.OUT_OF_MEMORY] == [({semantics.RANK: 0}, 1)]
+
+
+def test_what_was_not_measured_is_not_sent() -> None:
+    """No zeros; and without a series for each rank, no gauge that all of them would write."""
+    points = sent([MemoryReading(0, allocated_bytes=5)])
+    assert [attributes[semantics.MEMORY_STATE] for attributes, _ in points[semantics.DEVICE_MEMORY]] == ["allocated"]
+    assert semantics.ALLOC_RETRIES not in points
+    assert sent([None]) == {}
+    assert set(sent([MemoryReading(0, 5, 9, 1, 7, 80, 3, 0)], per_rank=False)) == {
+        semantics.ALLOC_RETRIES, semantics.OUT_OF_MEMORY,
+    }  # fmt: skip

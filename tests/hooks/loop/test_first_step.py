@@ -1,0 +1,176 @@
+"""A script that does not know of us: what starts the recording, and what is said where nothing does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.long import long_but
+from tests.support.processes import only_report, run, run_warm
+
+MODEL = """
+import torch
+from torch import nn
+model = nn.Linear(4, 4)
+def backward():
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    return loss
+"""
+UPDATE = """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+"""
+NOTHING = "torchlens_perf recorded nothing"
+
+
+def recorded(script: str, folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Runs a script as a user would, under TORCHLENS_PERF=1. Returns the exit code, and what it wrote on stderr."""
+    (folder / "script.py").write_text(MODEL + script)
+    done = run_warm([sys.executable, *(arguments or ["script.py"])], folder, TORCHLENS_PERF="1", **environment)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.long
+def test_loop_without_an_optimizer(tmp_path: Path) -> None:
+    """From the second backward pass on each is a step, and the model is found by its gradients."""
+    code, stderr = recorded(f"for _ in range(30):\n    backward()\n{UPDATE}", tmp_path)
+    value = only_report(tmp_path)
+
+    assert code == 0
+    assert NOTHING not in stderr
+    assert [(rank["steps"], rank["first_step"]) for rank in value["ranks"]] == [(28, 1)]
+    assert {"forward", "backward"} <= set(value["ranks"][0]["phases"])
+    assert [module["name"] for module in value["modules"]] == ["Linear"]
+    assert [note for note in value["quality"]["notes"] if note.startswith("no optimizer's step was seen")]
+
+
+@pytest.mark.long
+def test_accumulation_before_the_first_step(tmp_path: Path) -> None:
+    """An optimizer that is there is waited for."""
+    script = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(12):
+    for _ in range(8):
+        backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    recorded(script, tmp_path)
+    value = only_report(tmp_path)
+
+    assert [rank["steps"] for rank in value["ranks"]] == [11]
+    assert value["steps"]["micro_steps"] == 8
+
+
+SILENT = {
+    "inference": ("with torch.no_grad():\n    model(torch.ones(2, 4))", "and 0 backward passes"),
+    "one backward pass": ("backward()", "and 1 backward pass."),
+    "an optimizer that never steps": (
+        "optimizer = torch.optim.SGD(model.parameters())\nfor _ in range(5): backward()", "and 5 backward passes",
+    ),
+    "gradients without a loop": (
+        "torch.autograd.grad(model(torch.ones(2, 4)).sum(), model.weight)", "and 1 backward pass.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", long_but({"inference", "an optimizer that never steps"}, SILENT))
+def test_nothing_to_record_is_said(name: str, tmp_path: Path) -> None:
+    """In one line, with what to do; no directory is made, and the exit code is the script's."""
+    script, seen = SILENT[name]
+    code, stderr = recorded(f"{script}\nraise SystemExit(3)", tmp_path)
+
+    (line,) = [line for line in stderr.splitlines() if NOTHING in line]
+    assert code == 3
+    assert seen in line
+    assert "Next: " in line
+    assert not (tmp_path / "torchlens-perf").exists()
+
+
+def test_crash_before_the_first_step(tmp_path: Path) -> None:
+    """The traceback is Python's, and the line comes after it."""
+    code, stderr = recorded("raise ValueError('mine')", tmp_path)
+
+    assert code == 1
+    assert stderr.index("ValueError: mine") < stderr.index(NOTHING)
+
+
+QUIET = {
+    "an installed tool": (["-m", "torch.utils.collect_env"], {}),
+    "another local rank": (["script.py"], {"LOCAL_RANK": "1"}),
+    "no torch": (["-c", "print(1)"], {}),
+    "off": (["script.py"], {"TORCHLENS_PERF": "0"}),
+}
+
+
+@pytest.mark.parametrize(("arguments", "environment"), QUIET.values(), ids=QUIET)
+def test_who_says_nothing(arguments: list[str], environment: dict[str, str], tmp_path: Path) -> None:
+    """Tools, launchers and other ranks import torch too."""
+    (tmp_path / "script.py").write_text(MODEL)
+    start = run_warm if arguments == ["script.py"] else run
+    done = start([sys.executable, *arguments], tmp_path, **{"TORCHLENS_PERF": "1", **environment})
+
+    assert done.returncode == 0, done.stderr
+    assert NOTHING not in done.stderr
+
+
+@pytest.mark.long
+def test_children_say_nothing(tmp_path: Path) -> None:
+    """Processes of multiprocessing, forked and spawned; what they inherit is not theirs to say."""
+    script = """
+import multiprocessing, os
+def work(): pass
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        child = multiprocessing.get_context(method).Process(target=work)
+        child.start(); child.join()
+    if os.fork() == 0: raise SystemExit(0)
+    os.wait()
+"""
+    code, stderr = recorded(script, tmp_path)
+
+    assert (code, stderr.count(NOTHING)) == (0, 1)
+
+
+@pytest.mark.long
+def test_watch_of_the_scripts_own(tmp_path: Path) -> None:
+    """It records, and nothing else starts: neither inside of it, nor after it, nor is anything said."""
+    script = f"""
+import torchlens_perf as perf
+with perf.watch(model) as w:
+    for _ in range(8):
+        backward()
+        w.step()
+for _ in range(8):
+    backward()
+{UPDATE}
+assert torch.autograd._engine_run_backward.__module__ == "torch.autograd.graph"
+"""
+    code, stderr = recorded(script, tmp_path)
+    value = only_report(tmp_path)
+
+    assert (code, NOTHING in stderr) == (0, False)
+    assert [(rank["steps"], rank["first_step"]) for rank in value["ranks"]] == [(8, 0)]
+
+
+def test_torch_is_left_as_it_was_once_recording_has_started(tmp_path: Path) -> None:
+    """Nothing of what waited stays in the way of a backward pass."""
+    script = """
+from torch.optim.optimizer import _global_optimizer_post_hooks
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+names = []
+for _ in range(4):
+    names.append(torch.autograd._engine_run_backward.__qualname__)
+    backward()
+    optimizer.step()
+print([name.rpartition(".")[2] for name in names])
+"""
+    (tmp_path / "script.py").write_text(MODEL + script)
+    done = run([sys.executable, "script.py"], tmp_path, TORCHLENS_PERF="1")
+
+    assert done.stdout == "['counted', 'timed_backward', 'timed_backward', 'timed_backward']\n"

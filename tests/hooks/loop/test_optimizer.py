@@ -1,0 +1,279 @@
+"""Optimizer steps: their spans, and the steps of the loop that they end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from tests.support.recording import recorded
+from torchlens_perf.run.ring import Flag, Kind
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def backward(model: nn.Module, scale: float = 1.0) -> Tensor:
+    loss = model(torch.randn(2, 4)).sum() * scale
+    loss.backward()
+    return loss
+
+
+def test_each_optimizer_step_is_a_span(tmp_path: Path) -> None:
+    """Under the name of the optimizer's class, outside of other spans; the step of the loop ends right behind it."""
+    model, optimizer = model_and_optimizer()
+    with recorded(tmp_path, model) as recording:
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+
+    spans = recording.of(Kind.OPTIMIZER)
+    assert [(each.name, each.step, each.depth) for each in spans] == [("optimizer SGD", step, 1) for step in range(3)]
+    for span, step in zip(spans, recording.steps, strict=True):
+        assert step.start_ns <= span.start_ns
+        assert span.end_ns <= step.end_ns
+    for step, later in zip(recording.steps, recording.steps[1:], strict=False):
+        assert step.end_ns == later.start_ns
+
+
+def test_closure_runs_inside_the_span(tmp_path: Path) -> None:
+    """LBFGS: one step, with its forward and backward passes inside; they are no time of the optimizer's own."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        return backward(model)
+
+    with recorded(tmp_path, model) as recording:
+        optimizer.step(evaluate)
+
+    (span,) = recording.of(Kind.OPTIMIZER)
+    closures = recording.of(Kind.CLOSURE)
+    passes = recording.of(Kind.FORWARD) + recording.of(Kind.BACKWARD)
+    assert len(recording.steps) == 1
+    assert len(closures) >= 3
+    assert ({each.depth for each in closures}, {each.depth for each in passes}) == ({2}, {3})
+    assert sum(each.duration_ns for each in closures) <= span.phase_ns <= span.duration_ns
+    assert sum(each.duration_ns for each in passes) <= sum(each.phase_ns for each in closures)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, as schedulers' and sharded ones are."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_wrapper_is_one_step(tmp_path: Path) -> None:
+    """The outermost one is the step; both have a span."""
+    model, optimizer = model_and_optimizer()
+    wrapper = Wrapper(optimizer)
+    with recorded(tmp_path, model) as recording:
+        for _ in range(2):
+            backward(model)
+            wrapper.step()
+
+    assert recording.names(Kind.OPTIMIZER) == ["optimizer SGD", "optimizer Wrapper"] * 2
+    assert len(recording.steps) == 2
+
+
+def test_several_optimizers_are_one_step(tmp_path: Path) -> None:
+    """They take turns, and the last one that was given to watch() ends the step."""
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(other.parameters())]
+    with recorded(tmp_path, [model, other], optimizers) as recording:
+        for _ in range(3):
+            for one, optimizer in zip((model, other), optimizers, strict=True):
+                backward(one)
+                optimizer.step()
+
+    assert [each.step for each in recording.of(Kind.OPTIMIZER)] == [0, 0, 1, 1, 2, 2]
+    assert recording.names(Kind.OPTIMIZER)[:2] == ["optimizer SGD", "optimizer Adam"]
+    assert len(recording.steps) == 3
+
+
+def test_only_the_given_optimizer_counts(tmp_path: Path) -> None:
+    """Another one has spans, and ends nothing."""
+    model, optimizer = model_and_optimizer()
+    _, other = model_and_optimizer()
+    with recorded(tmp_path, model, optimizer) as recording:
+        for _ in range(2):
+            backward(model)
+            other.step()
+            optimizer.step()
+            other.step()
+
+    assert len(recording.steps) == 2
+    assert len(recording.of(Kind.OPTIMIZER)) == 6
+
+
+class Sometimes(torch.optim.SGD):
+    """Calls its base class's step, for which torch calls the hooks again, or raises."""
+
+    error: Exception | None = None
+
+    def step(self, closure: Any = None) -> None:
+        if self.error is not None:
+            raise self.error
+        super().step()
+
+
+def test_optimizer_that_calls_its_base_class(tmp_path: Path) -> None:
+    """One span and one step, though torch calls the hooks of both classes."""
+    model_and_optimizer()[1].step()  # from here on SGD.step calls hooks
+    model = nn.Linear(4, 4)
+    optimizer = Sometimes(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model) as recording:
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+
+    assert recording.names(Kind.OPTIMIZER) == ["optimizer Sometimes"] * 3
+    assert len(recording.steps) == 3
+    assert recording.unbalanced == 0
+
+
+@pytest.mark.parametrize("again", ["same", "other"])
+def test_step_that_raises(again: str, tmp_path: Path) -> None:
+    """torch calls no hook then: the span is dropped and counted when the next step begins, which is recorded right."""
+    error = ValueError("no step today")
+    model = nn.Linear(4, 4)
+    optimizer, other = Sometimes(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.error = error
+    with recorded(tmp_path, model) as recording:
+        backward(model)
+        with pytest.raises(ValueError, match="today") as caught:
+            optimizer.step()
+        optimizer.error = None
+        for _ in range(2):
+            backward(model)
+            (optimizer if again == "same" else other).step()
+
+    assert caught.value is error
+    name = "optimizer Sometimes" if again == "same" else "optimizer SGD"
+    assert [(each.name, each.depth) for each in recording.of(Kind.OPTIMIZER)] == [(name, 1)] * 2
+    assert len(recording.steps) == 2
+    # What ran between the failed step and the next one seemed to be inside of it: the price of torch's silence.
+    assert recording.unbalanced == 1
+
+
+def scaled_steps(folder: Path, optimizers: int, infinite: dict[int, int], scaler: Any = None) -> list[Flag]:
+    """The flags of three steps with GradScaler, where optimizer `infinite[step]` gets an infinite gradient."""
+    scaler = scaler if scaler is not None else torch.amp.GradScaler("cpu", init_scale=2.0)
+    models = [nn.Linear(4, 4) for _ in range(optimizers)]
+    steppers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with recorded(folder, models, steppers) as recording:
+        for step in range(3):
+            for number, (model, optimizer) in enumerate(zip(models, steppers, strict=True)):
+                loss = model(torch.randn(2, 4)).sum() * (float("inf") if infinite.get(step) == number else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in steppers:
+                optimizer.zero_grad()
+    assert recording.unbalanced == 0
+    return [each.flags & Flag.SKIPPED for each in recording.steps]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_skipped_step_is_a_step(at: int, tmp_path: Path) -> None:
+    """GradScaler skips an optimizer whose gradient is not finite: the step ends there, and says so; also the first."""
+    assert scaled_steps(tmp_path, 1, {at: 0}) == [Flag.SKIPPED if step == at else Flag(0) for step in range(3)]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_of_two_optimizers_is_skipped(which: int, tmp_path: Path) -> None:
+    """Whichever it is, there are three steps, and the one in question says so."""
+    assert scaled_steps(tmp_path, 2, {1: which}) == [Flag(0), Flag.SKIPPED, Flag(0)]
+
+
+def test_scaler_that_overrides_update(tmp_path: Path) -> None:
+    """As FSDP's ShardedGradScaler does."""
+
+    class Sharded(torch.amp.GradScaler):
+        def update(self, new_scale: Any = None) -> None:
+            torch.amp.GradScaler.update(self, new_scale)
+
+    scaler = Sharded("cpu", init_scale=2.0)
+    assert scaled_steps(tmp_path, 1, {1: 0}, scaler) == [Flag(0), Flag.SKIPPED, Flag(0)]
+
+
+def test_disabled_scaler(tmp_path: Path) -> None:
+    """It calls the optimizer, and nothing is counted twice."""
+    assert scaled_steps(tmp_path, 1, {}, torch.amp.GradScaler("cpu", enabled=False)) == [Flag(0)] * 3
+
+
+def test_optimizer_of_another_class(tmp_path: Path) -> None:
+    """One that is no torch Optimizer is known only through a GradScaler, which calls it: each call is a step."""
+
+    class Descent:
+        def __init__(self, model: nn.Module) -> None:
+            self.param_groups = [{"params": list(model.parameters())}]
+
+        @torch.no_grad()
+        def step(self) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= 0.1 * parameter.grad
+
+    model = nn.Linear(4, 4)
+    optimizer, scaler = Descent(model), torch.amp.GradScaler("cpu", init_scale=2.0)
+    with recorded(tmp_path, model) as recording:
+        for _ in range(3):
+            scaler.scale(model(torch.randn(2, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert [each.flags & Flag.SKIPPED for each in recording.steps] == [Flag(0)] * 3
+
+
+def test_manual_steps(tmp_path: Path) -> None:
+    """From the first w.step() on nothing else ends a step; optimizers and backward passes go on having spans."""
+    model, optimizer = model_and_optimizer()
+    with recorded(tmp_path, model) as recording:
+        for _ in range(3):
+            recording.watch.step()
+            backward(model)
+            optimizer.step()
+            optimizer.step()
+
+    assert [each.flags for each in recording.steps] == [Flag.MANUAL] * 3
+    assert [each.step for each in recording.of(Kind.OPTIMIZER)] == [1, 1, 2, 2, 3, 3]
+
+
+def test_inference_steps(tmp_path: Path) -> None:
+    """Without an optimizer each call of the model is a step, under no_grad, in inference mode, or with gradients on."""
+    model = nn.Linear(4, 4)
+    with recorded(tmp_path, model) as recording:
+        for context in (torch.no_grad(), torch.inference_mode(), torch.no_grad()):
+            with context:
+                model(torch.randn(2, 4))
+
+    assert [each.flags for each in recording.steps] == [Flag.INFERENCE] * 3
+    assert [each.step for each in recording.of(Kind.FORWARD)] == [0, 1, 2]
+
+
+def test_hooks_leave_with_the_watch(tmp_path: Path) -> None:
+    """torch's global step hooks and GradScaler are as they were."""
+
+    def state() -> tuple[Any, ...]:
+        return (
+            dict(torch_optimizer._global_optimizer_pre_hooks),
+            dict(torch_optimizer._global_optimizer_post_hooks),
+            dict(vars(torch.amp.GradScaler)),
+        )
+
+    before = state()
+    with recorded(tmp_path):
+        assert state() != before
+    assert before == state()

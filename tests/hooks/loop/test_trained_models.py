@@ -1,0 +1,339 @@
+"""All trained models are found, kept apart, and named as the user names them; what is not timed is said."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.recording import recorded
+from torchlens_perf.hooks.loop.model_names import names_of
+from torchlens_perf.hooks.loop.trained_models import living
+from torchlens_perf.run.ring import Kind
+
+STEPS = 3
+GET_OBJECTS = gc.get_objects
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def optimizers(*models: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def roots(recording: Any) -> list[str]:
+    return list(dict.fromkeys(name.removeprefix("forward ") for name in recording.names(Kind.FORWARD)))
+
+
+def modules(recording: Any) -> list[str]:
+    return list(dict.fromkeys(recording.names(Kind.MODULE)))
+
+
+# -- models that were passed
+
+
+def test_list_is_named_by_its_variables(tmp_path: Path) -> None:
+    """As the call of watch() has them; an element without a name has that of its class."""
+    from torchlens_perf import watch
+
+    class Agent:
+        actor = network()
+
+    agent, critic = Agent(), network()
+    with watch([agent.actor, critic, nn.Linear(4, 4)], sidecar=False, report=False, dir=str(tmp_path)) as w:
+        names = [*w._session._module_names]  # type: ignore[union-attr]
+
+    assert sorted(names) == ["Linear", "actor", "actor.0", "actor.1", "critic", "critic.0", "critic.1"]
+
+
+def test_dictionary_names_its_models(tmp_path: Path) -> None:
+    """Also a single one."""
+    model, other = network(), network()
+    with recorded(tmp_path / "two", {"generator": model, "critic": other}, modules="all") as recording:
+        for each in (model, other):
+            each(torch.randn(2, 4))
+    with recorded(tmp_path / "one", {"policy": model}, modules="all") as single:
+        model(torch.randn(2, 4))
+
+    assert roots(recording) == ["generator", "critic"]
+    assert modules(recording) == ["generator.0", "generator.1", "critic.0", "critic.1"]
+    assert (roots(single), modules(single)) == (["policy"], ["policy.0", "policy.1"])
+
+
+def test_a_single_model_keeps_its_modules_names(tmp_path: Path) -> None:
+    """Nothing is in front of them, also in a list."""
+    model = network()
+    for given in (model, [model], (model,)):
+        with recorded(tmp_path / str(type(given).__name__), given, modules="all") as recording:
+            model(torch.randn(2, 4))
+        assert (roots(recording), modules(recording)) == (["Sequential"], ["0", "1"])
+
+
+def test_patterns_choose_with_and_without_the_models_name(tmp_path: Path) -> None:
+    """`modules="*.0"` and `modules="critic.1"`."""
+    models = {"actor": network(), "critic": network()}
+    for pattern, expected in (
+        ("*.0", ["actor.0", "critic.0"]),
+        ("0", ["actor.0", "critic.0"]),
+        ("critic.1", ["critic.1"]),
+    ):
+        with recorded(tmp_path / pattern.replace("*", "x"), models, modules=(pattern,)) as recording:
+            for each in models.values():
+                each(torch.randn(2, 4))
+        assert modules(recording) == expected
+
+
+def test_other_models_that_are_trained_are_said(tmp_path: Path) -> None:
+    """What was passed is timed; what else an optimizer steps is named, and what to do."""
+    model, beside = network(), network()
+    first, second = optimizers(model, beside)
+    with recorded(tmp_path, model) as recording:
+        for _ in range(STEPS):
+            train(model, first)
+            train(beside, second)
+
+    (note,) = [each for each in recording.notes if "is trained too" in each]
+    assert note.endswith("its modules are not timed: pass it to watch() as well")
+    assert len(roots(recording)) == 1
+
+
+@pytest.mark.parametrize("way", ["inner model", "part of it"])
+def test_wrapped_or_partial_models_are_the_same(way: str, tmp_path: Path) -> None:
+    """A model that is wrapped later, or of which a part was passed, is not taken for another one."""
+    inner = network()
+    whole = nn.Sequential(inner, nn.Linear(4, 4)) if way == "part of it" else nn.DataParallel(inner)
+    (optimizer,) = optimizers(whole)
+    with recorded(tmp_path, inner) as recording:
+        for _ in range(STEPS):
+            train(whole, optimizer)
+
+    assert recording.notes == []
+
+
+# -- models that are found
+
+
+class Generator(nn.Sequential):
+    pass
+
+
+class Critic(nn.Sequential):
+    pass
+
+
+def test_models_are_found_when_their_optimizers_step(tmp_path: Path) -> None:
+    """Each from the end of its optimizer's first step on, apart from the others."""
+    generator, critic = Generator(nn.Linear(4, 4), nn.ReLU()), Critic(nn.Linear(4, 4), nn.ReLU())
+    first, second = optimizers(generator, critic)
+    with recorded(tmp_path, modules="all") as recording:
+        for _ in range(STEPS):
+            train(critic, second)
+            train(generator, first)
+
+    names = ["critic", "generator"] if sys.version_info >= (3, 12) else ["Critic", "Generator"]
+    assert roots(recording) == names
+    assert modules(recording) == [f"{name}.{layer}" for name in names for layer in (0, 1)]
+    assert recording.names(Kind.FORWARD) == [f"forward {name}" for name in names] * (STEPS - 1)
+
+
+def test_old_models_are_not_taken_for_trained(tmp_path: Path) -> None:
+    """As a notebook holds them, with their optimizers, from cells before."""
+    old, model = network(), Generator(nn.Linear(4, 4))
+    old_optimizer, optimizer = optimizers(old, model)
+    train(old, old_optimizer)
+    with recorded(tmp_path) as recording:
+        for _ in range(STEPS):
+            train(model, optimizer)
+            old(torch.randn(2, 4))
+
+    assert len(roots(recording)) == 1
+
+
+def test_a_model_made_later_is_found(tmp_path: Path) -> None:
+    """With an optimizer of its own, after the others have stepped."""
+    model = Generator(nn.Linear(4, 4))
+    (optimizer,) = optimizers(model)
+    with recorded(tmp_path) as recording:
+        train(model, optimizer)
+        later = Critic(nn.Linear(4, 4))
+        (its,) = optimizers(later)
+        for _ in range(STEPS):
+            train(model, optimizer)
+            train(later, its)
+
+    assert len(roots(recording)) == 2
+
+
+def test_one_optimizer_over_several_models(tmp_path: Path) -> None:
+    """As twin critics have it."""
+    models = [network(), network()]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    with recorded(tmp_path) as recording:
+        for _ in range(STEPS):
+            sum(model(torch.randn(2, 4)).sum() for model in models).backward()
+            optimizer.step()
+
+    assert len(roots(recording)) == 2
+
+
+def test_parts_of_a_model_that_is_not_called(tmp_path: Path) -> None:
+    """An agent whose actor and critic are called, but never the agent: each is a forward pass, under its name."""
+
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor, self.critic = network(), network()
+
+    agent = Agent()
+    (optimizer,) = optimizers(agent)
+    with recorded(tmp_path, agent, modules="all") as recording:
+        for _ in range(STEPS):
+            (agent.actor(torch.randn(2, 4)) + agent.critic(torch.randn(2, 4))).sum().backward()
+            optimizer.step()
+
+    assert roots(recording) == ["actor", "critic"]
+    assert len(recording.steps) == STEPS
+    assert {each.value1 & 0xFFFF for each in recording.steps} == {1}
+
+
+# -- names
+
+
+_TRAINER = "class Trainer: pass\ntrainer = Trainer()\n"
+HOLDERS = {
+    "variables": ("generator, critic = A(), A()", ["critic", "generator"]),
+    "attributes": (_TRAINER + "trainer.policy, trainer.value = A(), A()", ["policy", "value"]),
+    "list": ("critics = [A(), A()]", ["critics.0", "critics.1"]),
+    "variables before attributes": (_TRAINER + "trainer.module = G = A()\ntrainer.other = D = A()", ["D", "G"]),
+    "variables before lists": ("generator, critic = A(), A()\nall = [generator, critic]", ["critic", "generator"]),
+    "private attributes are a framework's": (_TRAINER + "trainer._first, trainer._second = A(), A()", ["A", "A_2"]),
+    "slots": ("class T: __slots__ = ('p',)\none, two = T(), T()\none.p, two.p = A(), A()", ["A", "A_2"]),
+}
+
+
+@pytest.mark.parametrize(("holder", "expected"), HOLDERS.values(), ids=HOLDERS)
+def test_names_of_what_holds_them(holder: str, expected: list[str]) -> None:
+    """In the main module of a script."""
+
+    class A(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+
+    exec(holder, main := {"__name__": "__main__", "A": A})
+    assert sorted(names_of([each for each in gc.get_objects() if type(each) is A])) == expected
+    main.clear()
+
+
+def test_without_a_name_it_is_the_class_inside_of_wrappers() -> None:
+    """What nobody holds by a name, as the arguments here, is called as what is compiled or wrapped in it."""
+    names = names_of([torch.compile(nn.Linear(4, 4)), nn.DataParallel(torch.compile(nn.Bilinear(2, 2, 2)))])
+
+    assert names == ["Linear", "Bilinear"]
+
+
+def test_names_are_different() -> None:
+    """Also from those that are taken."""
+    models = [nn.Linear(2, 2) for _ in range(3)]
+    assert names_of(models, ["a", "a", "b"], taken=["b"]) == ["a", "a_2", "b_2"]
+
+
+def test_local_variables_stay_as_they_are() -> None:
+    """A function's locals() are not written to: what the user took of them before is what it was."""
+
+    def training() -> tuple[dict[str, Any], list[str]]:
+        options = locals()
+        model, other = network(), network()
+        names = names_of([model, other])
+        assert "model" not in options
+        return options, names
+
+    options, names = training()
+    assert options == {}
+    assert names == (["model", "other"] if sys.version_info >= (3, 12) else ["Sequential", "Sequential_2"])
+
+
+def test_naming_runs_no_property() -> None:
+    """Of objects that hold a model."""
+    called: list[str] = []
+
+    class Holder:
+        def __init__(self, model: nn.Module) -> None:
+            self.held = model
+
+        @property
+        def trap(self) -> None:
+            called.append("trap")
+
+        def __getattr__(self, name: str) -> Callable[[], None]:
+            called.append(name)
+            raise AttributeError(name)
+
+    holders = [Holder(network()), Holder(network())]
+    assert names_of([holder.held for holder in holders]) == ["held", "held_2"]
+    assert called == []
+
+
+# -- what looking for them costs
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_living_objects_are_looked_at_only_for_what_is_not_known(
+    passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look at all of them takes as long as some steps: not where the model that is trained was passed."""
+    looks: list[str] = []
+    monkeypatch.setattr(gc, "get_objects", lambda: [*GET_OBJECTS(), looks.append("a look")])
+    model = network()
+    (optimizer,) = optimizers(model)
+    with recorded(tmp_path, *([model] if passed else [])) as recording:
+        for _ in range(STEPS):
+            train(model, optimizer)
+
+    assert bool(looks) is not passed
+    assert len(roots(recording)) == 1
+
+
+class Hostile(type):
+    """Classes that run user's code when they are compared or looked up."""
+
+    def __eq__(cls, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    def __hash__(cls) -> int:
+        raise RuntimeError("hashed")
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        raise RuntimeError("asked")
+
+
+class Proxy(metaclass=Hostile):
+    """Pretends to be what it stands for, and makes that when it is asked."""
+
+    @property
+    def __class__(self) -> type:
+        raise RuntimeError("made")
+
+
+def test_looking_runs_nobodys_code() -> None:
+    """Whatever lives: it is found by what it is, also where its class is derived from a derived one."""
+    proxies = [Proxy() for _ in range(3)]
+    model, generator = network(), Generator(nn.Linear(2, 2))
+    found = living(nn.Module)
+
+    assert len(proxies) == 3
+    assert {id(model), id(model[0]), id(generator)} <= {id(module) for module in found}
+    assert not {id(proxy) for proxy in proxies} & {id(module) for module in found}
+    assert [type(each) for each in living(Generator)] == [Generator]

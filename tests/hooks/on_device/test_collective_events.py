@@ -1,0 +1,119 @@
+"""Events around a collective, where nothing else tells of its end: the real clock, on the fake device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.collective_rig import CollectiveRig, sequence
+from tests.support.device.fake_device import FakeDevice, FakeEvents
+from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
+from tests.support.recorders import IDS, IMPLEMENTATIONS
+from torchlens_perf.cuda.events import MAX_EVENTS, EventClock
+from torchlens_perf.hooks.on_device.nccl import CollectiveEvents
+from torchlens_perf.recorder.recorder import End
+from torchlens_perf.run.clock import HostClock
+from torchlens_perf.run.ring import Flag
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER),
+    pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"),
+]
+KERNEL_NS, OVER_NS = 3_000_000, 20_000  # OVER_NS: what the fake device takes for launches and events
+TIMED = Flag.COMPLETED | Flag.DEVICE
+
+
+class Loop(CollectiveRig):
+    """What of a session the events need, and a loop of steps with one collective each."""
+
+    def __init__(self, device: FakeDevice, folder: Path) -> None:
+        self.device, self.fake = device, FakeEvents(device)
+        super().__init__(IMPLEMENTATIONS[0], folder, clock=self.fake.now_ns)
+        self.host_clock: Any = HostClock()
+        self.clock_of_device = EventClock(self.fake, self.fake.now_ns)
+        self.session: Any = type("Session", (), {"clock": self.clock_of_device, "host_clock": self.host_clock})()
+        self.session.recorder = self.recorder
+        self.events = CollectiveEvents(self.session)
+
+    def collective(self, number: int, *, raises: bool = False) -> None:
+        """As a tap has it."""
+        issued = self.issue(number)
+        end = self.events.begin()
+        self.device.spin(KERNEL_NS, self.fake.stream)
+        if not raises and end is not None:
+            end()
+        self.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION) if raises else 0)
+
+    def step(self) -> None:
+        """Its end: the device's clock reads first."""
+        self.clock_of_device.drain()
+        self.events.read()
+        self.recorder.next_step()
+
+
+@pytest.fixture
+def loop(device: FakeDevice, tmp_path: Path) -> Iterator[Loop]:
+    rings = tmp_path / "rings"
+    rings.mkdir()
+    made = Loop(device, rings)
+    yield made
+    made.close()
+
+
+def test_time_on_the_device(loop: Loop) -> None:
+    """From where the stream came to it until it was over, without waiting for it; told some steps later."""
+    synchronizations = loop.device.synchronizations
+    for number in range(3):
+        loop.collective(number)
+        assert loop.collectives() == []
+        loop.step()
+    loop.device.advance(10 * KERNEL_NS)
+    for _ in range(3):
+        loop.step()
+    found = loop.collectives()
+    assert [(sequence(each), each["flags"], each["step"]) for each in found] == [(n, TIMED, n) for n in range(3)]
+    assert all(KERNEL_NS <= each["duration_ns"] < KERNEL_NS + OVER_NS for each in found)
+    starts = [each["start_ns"] for each in found]
+    assert all(KERNEL_NS <= b - a < KERNEL_NS + OVER_NS for a, b in itertools.pairwise(starts))
+    assert loop.device.synchronizations == synchronizations
+
+
+def test_capture(loop: Loop) -> None:
+    """Nothing is marked, and the record is as without events."""
+    loop.fake.stream = loop.device.new_stream()
+    loop.device.begin_capture(loop.fake.stream)
+    assert loop.events.begin() is None
+    loop.collective(0)
+    loop.device.end_capture(loop.fake.stream)
+    assert [(sequence(each), each["flags"]) for each in loop.collectives()] == [(0, 0)]
+
+
+def test_without_a_device_clock(loop: Loop) -> None:
+    """Before there is one, or with device_times="off": the record is as without events."""
+    loop.session.clock = loop.host_clock
+    loop.collective(0)
+    assert [(sequence(each), each["flags"]) for each in loop.collectives()] == [(0, 0)]
+
+
+def test_operation_that_raises(loop: Loop) -> None:
+    """It is recorded at once, and its mark is not waited for."""
+    loop.collective(0, raises=True)
+    assert [(sequence(each), each["flags"]) for each in loop.collectives()] == [(0, Flag.EXCEPTION)]
+    loop.step()
+
+
+def test_device_that_does_not_come_to_it(loop: Loop) -> None:
+    """After 256 steps it is not waited for: recorded without an end. Marks are bounded."""
+    loop.collective(0)
+    for _ in range(256):
+        loop.step()
+    assert loop.collectives() == []
+    loop.step()
+    assert [(sequence(each), each["flags"]) for each in loop.collectives()] == [(0, 0)]
+    for number in range(1, MAX_EVENTS):
+        loop.collective(number)
+    assert loop.fake.made <= MAX_EVENTS + 8

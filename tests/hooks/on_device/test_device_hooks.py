@@ -1,0 +1,331 @@
+"""Device times of a watched training loop, whose device is the fake one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.device.fake_device import FakeDevice, FakeEvents
+from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
+from tests.support.recorders import IDS, IMPLEMENTATIONS
+from tests.support.recording import Record, Recording, recorded
+from torchlens_perf import config
+from torchlens_perf.errors import swallowed
+from torchlens_perf.hooks.on_device import sections as hooks_device
+from torchlens_perf.hooks.on_device.choice import device_hooks
+from torchlens_perf.hooks.on_device.sections import DeviceHook
+from torchlens_perf.recorder import session
+from torchlens_perf.recorder.devices import CONNECTIONS
+from torchlens_perf.run.ring import Flag, Kind
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
+MILLISECOND = 1_000_000
+FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS = 3 * MILLISECOND, 6 * MILLISECOND, MILLISECOND
+STEP_NS = FORWARD_NS + BACKWARD_NS + OPTIMIZER_NS
+OVER_NS = 20_000  # what the fake device takes for launches and events, a span
+
+
+class _Work(torch.autograd.Function):
+    """Enqueues work in the forward and in the backward pass."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, device: FakeDevice) -> torch.Tensor:
+        context.device = device
+        device.spin(FORWARD_NS)
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        context.device.spin(BACKWARD_NS)
+        return gradient, None
+
+
+class Inner(torch.nn.Module):
+    """The part of the model that works."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return _Work.apply(value, self.device)
+
+
+class Model(torch.nn.Module):
+    """A linear layer, and what the device is busy with."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.inner = Inner(device)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.linear(value))
+
+
+class Sgd(torch.optim.SGD):
+    """An optimizer with work for the device."""
+
+    device: FakeDevice
+
+    def step(self, closure: Any = None) -> Any:
+        self.device.spin(OPTIMIZER_NS)
+        return super().step(closure)
+
+
+class Rig:
+    """A training loop on the fake device, and its hook."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device, self.events = device, FakeEvents(device)
+        self.model = Model(device)
+        self.optimizer = Sgd(self.model.parameters(), lr=0.1)
+        self.optimizer.device = device
+        self.hook = DeviceHook(asked_for=False)
+
+    def attach(self, recording: Recording) -> None:
+        """What the first step's end does on a GPU."""
+        assert recording.watch is not None
+        session = recording.watch._session
+        assert session is not None
+        session._attached.enter_context(self.hook.attach(session))
+        self.hook.start(session, self.events, self.events.now_ns)
+
+    def step(self) -> None:
+        """One step; the host only issues it."""
+        self.model(torch.ones(2, 4)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
+def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The native recorder, and its twin."""
+    import torchlens_perf.hooks.module as module
+
+    monkeypatch.setattr(session, "Recorder", request.param.Recorder)
+    monkeypatch.setattr(module, "ModuleCall", request.param.ModuleCall)
+    return request.param
+
+
+def device_spans(recording: Recording, kind: Kind) -> list[Record]:
+    """The device's spans of what was of that kind on the host."""
+    return [each for each in recording.of(Kind.DEVICE) if each.value0 == kind]
+
+
+@pytest.mark.usefixtures("recorder")
+@pytest.mark.parametrize("ahead", [False, True], ids=["host waits", "host runs ahead"])
+def test_phases_by_the_device(device: FakeDevice, tmp_path: Path, ahead: bool) -> None:
+    """Each phase's time is the device's, of the step that it belongs to, whether or not the device is behind."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        synchronizations = device.synchronizations
+        for _ in range(20):
+            rig.step()
+            device.advance(STEP_NS // 2 if ahead else 2 * STEP_NS)
+        for _ in range(12):
+            recording.watch.step()
+            device.advance(STEP_NS)
+        assert device.synchronizations == synchronizations
+    for kind, planted_ns in (
+        (Kind.FORWARD, FORWARD_NS), (Kind.BACKWARD, BACKWARD_NS), (Kind.OPTIMIZER, OPTIMIZER_NS),
+    ):  # fmt: skip
+        spans = device_spans(recording, kind)
+        assert [span.step for span in spans] == list(range(20))
+        assert all(planted_ns <= span.duration_ns < planted_ns + OVER_NS for span in spans), kind
+        assert {span.name for span in spans} == set(recording.names(kind))
+    steps = [span for span in device_spans(recording, Kind.STEP) if 0 < span.step < 20]
+    assert [span.step for span in steps] == list(range(1, 20))
+    if ahead:
+        assert all(STEP_NS <= span.duration_ns < STEP_NS + 3 * OVER_NS for span in steps)
+    host = recording.of(Kind.FORWARD)[10]
+    assert host.duration_ns != device_spans(recording, Kind.FORWARD)[10].duration_ns
+    assert recording.metadata["device"]["unread"] == 0
+    assert recording.metadata["device"]["error_ns"] < 5000
+
+
+@pytest.mark.usefixtures("recorder")
+def test_how_far_the_device_is_behind(device: FakeDevice, tmp_path: Path) -> None:
+    """A device that has nothing left to do when the host marks the end; and one that has a step's work left."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        for _ in range(4):
+            rig.step()
+            device.advance(2 * STEP_NS)
+        device.spin(50 * MILLISECOND)
+        rig.step()
+        for _ in range(3):
+            device.advance(50 * MILLISECOND)
+            recording.watch.step()
+    behind = {span.step: span.value1 for span in device_spans(recording, Kind.OPTIMIZER)}
+    for step in range(1, 4):
+        assert behind[step] == pytest.approx(STEP_NS, rel=0.02)  # the host's part takes no time here
+    assert behind[4] == pytest.approx(50 * MILLISECOND + STEP_NS, rel=0.02)
+
+
+def test_modules_and_sections_in_sampled_steps(recorder: ModuleType, device: FakeDevice, tmp_path: Path) -> None:
+    """Steps that are sampled have them, forward and backward, by the device; others do not."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer, modules="all", backward_every=1) as recording:
+        rig.attach(recording)
+        for _ in range(12):
+            recording.watch._session.recorder.sampled = 0
+            rig.step()
+            device.advance(2 * STEP_NS)
+            recording.watch._session.recorder.sampled = 1
+            with recorder.section("work"):
+                device.spin(2 * MILLISECOND)
+            rig.step()
+            device.advance(2 * STEP_NS)
+        recording.watch.step()
+    sampled = {step.step for step in recording.steps if step.flags & Flag.SAMPLED}
+    modules = {span.step: span for span in device_spans(recording, Kind.MODULE) if span.name == "inner"}
+    sections = {span.step: span for span in device_spans(recording, Kind.SECTION)}
+    assert len(modules) == 12
+    assert set(modules) == set(sections) <= sampled
+    assert all(FORWARD_NS <= span.duration_ns < FORWARD_NS + OVER_NS for span in modules.values())
+    assert all(2 * MILLISECOND <= span.duration_ns < 2 * MILLISECOND + OVER_NS for span in sections.values())
+    backward = [each for each in recording.of(Kind.MODULE_BACKWARD, "inner") if each.flags & Flag.DEVICE]
+    assert {each.step for each in backward} == set(modules)
+    assert all(BACKWARD_NS <= each.duration_ns < BACKWARD_NS + OVER_NS for each in backward)
+
+
+def test_a_captured_step_has_no_device_times(device: FakeDevice, tmp_path: Path) -> None:
+    """Nothing of ours is recorded into the graph, and it is said that steps were not timed."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        rig.step()
+        device.advance(2 * STEP_NS)
+        rig.events.stream = device.new_stream()
+        device.begin_capture(rig.events.stream)
+        events = device.calls("cuEventRecord"), device.calls("cuEventQuery")
+        rig.step()
+        assert (device.calls("cuEventRecord"), device.calls("cuEventQuery")) == events
+        device.end_capture(rig.events.stream)
+        rig.events.stream = 0
+        for _ in range(3):
+            rig.step()
+            device.advance(2 * STEP_NS)
+        recording.watch.step()
+    assert [span.step for span in device_spans(recording, Kind.FORWARD)] == [0, 2, 3, 4]
+    assert recording.metadata["device"]["captured"] > 0
+
+
+def test_what_the_device_never_reached_is_counted(device: FakeDevice, tmp_path: Path) -> None:
+    """The watch ends while the device is behind: it does not wait."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        synchronizations = device.synchronizations
+        for _ in range(3):
+            rig.step()
+    assert device.synchronizations == synchronizations
+    assert recording.of(Kind.DEVICE) == []
+    assert recording.metadata["device"]["unread"] == 3 * 3 + 2
+
+
+def test_a_user_exception_in_the_forward_pass(device: FakeDevice, tmp_path: Path) -> None:
+    """It is the user's that comes out, and the next steps are timed as before."""
+    rig = Rig(device)
+
+    class Failing(torch.nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            raise KeyError("the user's")
+
+    rig.model.failing = Failing()
+    with recorded(tmp_path, rig.model, rig.optimizer, modules="all", backward_every=1) as recording:
+        rig.attach(recording)
+        rig.step()
+        with pytest.raises(KeyError, match="the user's"):
+            rig.model.failing(torch.ones(1))
+        rig.step()
+        device.advance(3 * STEP_NS)
+        recording.watch.step()
+    assert [span.step for span in device_spans(recording, Kind.FORWARD) if span.name == "forward Model"] == [0, 1]
+
+
+def test_one_connection_to_the_device(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events would serialize what overlaps there: not taken, and said; unless asked for."""
+    monkeypatch.setenv(CONNECTIONS, "1")
+    for asked_for in (False, True):
+        with recorded(tmp_path) as recording:
+            assert recording.watch is not None
+            recording.watch._session.attach([DeviceHook(asked_for=asked_for)])
+        assert any(CONNECTIONS in note for note in recording.notes) is not asked_for
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+@pytest.mark.usefixtures("recorder")
+def test_an_interruption_inside_a_mark_is_the_users(
+    device: FakeDevice, tmp_path: Path, interruption: type[BaseException]
+) -> None:
+    """A signal handler runs inside of our Python code: what it raises comes out of the user's loop, not of nowhere."""
+    rig = Rig(device)
+    raised = []
+
+    def interrupted() -> int:
+        if not raised:
+            raised.append(True)
+            raise interruption(7)
+        return 1
+
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        session = recording.watch._session
+        session.recorder.set_device_clock(interrupted, lambda kind, name_id, mark: None)
+
+        def loop() -> None:
+            for _ in range(1000):
+                rig.model(torch.ones(2, 4))
+
+        with pytest.raises(interruption):
+            loop()
+        assert raised
+        session.recorder.set_device_clock(None, None)
+
+
+def test_a_hook_that_fails_marks_no_more(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work at a step's end is switched off: without it nobody would read what is marked."""
+    monkeypatch.setattr(swallowed, "strict", False)
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        rig.step()
+        monkeypatch.setattr(rig.hook._clock, "drain", lambda: 1 / 0)
+        rig.step()
+        records = device.calls("cuEventRecord")
+        for _ in range(5):
+            rig.step()
+        assert device.calls("cuEventRecord") == records
+        assert recording.watch._session.clock is recording.watch._session.host_clock
+        monkeypatch.undo()
+    swallowed.by_place.clear()
+    assert any("device times failed and was switched off" in note for note in recording.notes)
+
+
+def test_events_are_not_destroyed_in_a_forked_child(device: FakeDevice, tmp_path: Path) -> None:
+    """Destroying one there asks CUDA, which ends the process."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        rig.step()
+        child = os.fork()
+        if child == 0:
+            kept = hooks_device._never_freed == [rig.hook._clock]
+            os._exit(0 if kept else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert hooks_device._never_freed == []
+
+
+def test_no_hook_on_a_cpu_build() -> None:
+    """Also where it is asked for."""
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        pytest.skip("this torch was built for a device")
+    assert device_hooks(config.Config(device_times="on")) == []

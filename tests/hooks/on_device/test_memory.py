@@ -1,0 +1,117 @@
+"""Readings of the device's allocator in a watched loop; torch's functions are stood in for."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.support.device.fake_allocator import GB, FakeAllocator, installed
+from tests.support.recording import Recording, recorded
+from torchlens_perf.run.ring import Kind
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
+    return installed(monkeypatch)
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a test are short: what a reading costs is not held against it."""
+    monkeypatch.setattr("torchlens_perf.hooks.on_device.memory._MAX_SHARE", 0)
+
+
+def values(recording: Recording) -> dict[str, list[tuple[int, int, int]]]:
+    """By name: step, value0, value1."""
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for each in recording.of(Kind.MEMORY):
+        found.setdefault(each.name, []).append((each.step, each.value0, each.value1))
+    return found
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_one_step_in_sixteen_has_the_allocators_numbers(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """Of the step in which they were read; the step's own record keeps the peak that was read last."""
+    allocator.uses(2 * GB, 4 * GB, GB)
+    allocator.fraction = 0.5
+    with recorded(tmp_path) as recording:
+        for step in range(33):
+            if step == 20:
+                allocator.uses(GB, 5 * GB, GB)
+                allocator.stats.update(num_alloc_retries=3, num_ooms=1, num_device_alloc=12, num_device_free=7)
+            recording.watch.step()
+
+    assert values(recording) == {
+        "allocated": [(0, 2 * GB, 2 * GB), (16, 2 * GB, 2 * GB), (32, GB, 2 * GB)],
+        "reserved": [(0, 4 * GB, 4 * GB), (16, 4 * GB, 4 * GB), (32, 5 * GB, 5 * GB)],
+        "inactive": [(0, GB, GB), (16, GB, GB), (32, GB, GB)],
+        "alloc_retries": [(0, 0, 0), (16, 0, 0), (32, 3, 0)],
+        "ooms": [(0, 0, 0), (16, 0, 0), (32, 1, 0)],
+        "device_allocs": [(0, 0, 0), (16, 0, 0), (32, 12, 0)],
+        "device_frees": [(0, 0, 0), (16, 0, 0), (32, 7, 0)],
+        "limit": [(0, 40 * GB, 0), (16, 40 * GB, 0), (32, 40 * GB, 0)],
+    }
+    assert [step.value0 for step in recording.steps] == [2 * GB] * 33
+    assert recording.metadata["memory_source"] == "device allocator, peak"
+
+
+def test_readings_are_as_rare_as_they_are_dear(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """They take a thousandth of the time at most, however short the steps are."""
+    allocator.uses(GB, GB)
+    with recorded(tmp_path) as recording:
+        for _ in range(3000):
+            recording.watch.step()
+
+    readings = recording.of(Kind.MEMORY, "allocated")
+    for each, later in itertools.pairwise(readings):
+        assert later.start_ns - each.start_ns >= 1000 * each.duration_ns
+    assert len(readings) < 3000 / 16
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_nothing_is_read_before_cuda_is_there(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """Reading would initialize it; and a device on which nothing was allocated has no numbers of the job's."""
+    allocator.initialized = False
+    with recorded(tmp_path) as recording:
+        recording.watch.step()
+        allocator.initialized = True
+        recording.watch.step()
+        allocator.uses(GB, GB)
+        recording.watch.step()
+
+    assert [step for step, _, _ in values(recording)["allocated"]] == [2]
+    assert allocator.readings == 1
+    assert [step.value0 for step in recording.steps] == [0, 0, GB]
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_what_an_allocator_does_not_count_is_not_zero(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """cudaMallocAsync leaves most numbers at 0; a torch may lack a counter: neither is recorded."""
+    allocator.uses(GB, 2 * GB)
+    allocator.backend = "cudaMallocAsync"
+    with recorded(tmp_path / "async") as recording:
+        recording.watch.step()
+    assert set(values(recording)) == {"allocated", "reserved", "limit"}
+
+    allocator.backend = "native"
+    del allocator.stats["num_device_alloc"]
+    with recorded(tmp_path / "old") as recording:
+        recording.watch.step()
+    assert "device_allocs" not in values(recording)
+    assert "device_frees" in values(recording)
+
+
+def test_an_allocator_of_the_jobs_own_is_told(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """It has no numbers, and no observers: said once, and nothing of ours fails."""
+    allocator.uses(GB, GB)
+    allocator.backend = "pluggable"
+    with recorded(tmp_path) as recording:
+        for _ in range(40):
+            recording.watch.step()
+
+    assert values(recording) == {}
+    assert [note for note in recording.notes if "memory is not measured: the job's own allocator" in note]
+    assert recording.internal_errors == 0
+    assert allocator.observers == []

@@ -1,0 +1,529 @@
+"""Offering NCCL the plugin, switching it, and what is said where it cannot tell; with an NCCL without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.device.fake_nccl import ON, SEEN, FakeNccl
+from tests.support.recorders import IDS
+from tests.support.recording import Recording, recorded
+from torchlens_perf import autoload
+from torchlens_perf.commands.doctor import OK, WORSE, examine
+from torchlens_perf.config import Config
+from torchlens_perf.hooks import attach
+from torchlens_perf.hooks.on_device.choice import device_hooks
+from torchlens_perf.hooks.on_device.nccl import NcclHook
+from torchlens_perf.recorder import devices as device
+from torchlens_perf.recorder import nccl_plugin, session, torch_private
+from torchlens_perf.recorder.nccl_plugin import SAMPLED_EVERY, VARIABLE
+
+pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not built: there is no C compiler")
+
+
+@pytest.fixture
+def nccl(nccl_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
+    """With two ranks in the job, a plugin of its own, and nobody's settings."""
+    made = FakeNccl(nccl_library, tmp_path, 6)
+    monkeypatch.setattr(nccl_plugin, "path", lambda: made.file)
+    monkeypatch.setattr(nccl_plugin, "load", lambda: made.plugin)
+    monkeypatch.setattr(nccl_plugin, "_SYSTEM_FOLDERS", ())
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)  # and so it is gone after the test, whatever the test does to it
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+@pytest.fixture
+def nccl_4(nccl: FakeNccl) -> FakeNccl:
+    nccl.interface = 4
+    return nccl
+
+
+class Graph:
+    """In the place of a torch.cuda.CUDAGraph."""
+
+
+@contextmanager
+def watched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, version: tuple[int, ...] = (2, 29, 7), wish: str = "auto"
+) -> Iterator[Recording]:
+    """A watch with the hook, as it is where a GPU is."""
+    monkeypatch.setattr(attach, "device_hooks", lambda config: [NcclHook(wish, nccl=version)])
+    with recorded(folder / "run") as recording:
+        yield recording
+    assert recording.internal_errors == 0
+
+
+def test_offered_and_taken_back(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL finds it by its variable inside of the watch; afterwards the variable is gone and nothing is told."""
+    before = dict(os.environ)
+    with watched(tmp_path, monkeypatch) as recording:
+        assert nccl.load() == 6
+        context = nccl.communicator()
+        assert nccl.mask == ON
+        assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {
+            VARIABLE: str(nccl.file)
+        }
+    assert os.environ == before
+    assert nccl.mask == SEEN
+    nccl.finalize(context)
+    assert recording.notes == []
+
+
+def test_variable_that_changed_meanwhile(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tool's choice, made inside of the watch, is not undone."""
+    with watched(tmp_path, monkeypatch):
+        monkeypatch.setenv(VARIABLE, "another")
+    assert os.environ[VARIABLE] == "another"
+
+
+@pytest.mark.parametrize("where", ["variable", "empty variable", "file", "own file", "library"])
+def test_another_plugin_stays(where: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has chosen one, in whatever way NCCL knows, keeps it; what that costs is said."""
+    settings = f"NCCL_DEBUG=INFO\n{VARIABLE}=another\n"
+    if "variable" in where:
+        monkeypatch.setenv(VARIABLE, "another" if where == "variable" else "")
+    elif where == "library":
+        (tmp_path / "libnccl-profiler.so").touch()
+        monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
+    elif where == "file":
+        (tmp_path / ".nccl.conf").write_text(settings)
+    else:
+        (tmp_path / "settings").write_text(settings)
+        monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "settings"))
+    before = dict(os.environ)
+    with watched(tmp_path, monkeypatch) as recording:
+        assert os.environ == before
+        assert recording.watch._session.collective_timer is not None
+    assert os.environ == before
+    (note,) = recording.notes
+    assert "asynchronous collectives have no end" in note
+    assert "another one was chosen, and stays" in note
+
+
+def test_plugin_of_the_launchers_installation(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ours too, and was named for another Python: this process names its own."""
+    monkeypatch.setenv(VARIABLE, "/elsewhere/torchlens_perf/_nccl_profiler.cpython-310-x86_64-linux-gnu.so")
+    with watched(tmp_path, monkeypatch) as recording:
+        assert os.environ[VARIABLE] == str(nccl.file)
+    assert VARIABLE not in os.environ
+    assert recording.notes == []
+
+
+def test_settings_without_a_plugin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other settings in NCCL's file, or this variable commented out, are no other plugin."""
+    (tmp_path / ".nccl.conf").write_text(f"NCCL_DEBUG=INFO\n#{VARIABLE}=another\n")
+    with watched(tmp_path, monkeypatch):
+        assert os.environ[VARIABLE] == str(nccl.file)
+
+
+def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
+    """The steps in which NCCL tells of its kernels."""
+    told = []
+    for step in range(steps):
+        if nccl.mask == ON:
+            told.append(step)
+        recording.watch.step()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("version", "wish", "every"),
+    [
+        ((2, 27, 7), "on", SAMPLED_EVERY), ((2, 28, 9), "auto", 1), ((2, 30, 7), "auto", 1), ((2, 30, 7), "on", 1),
+        ((2, 31, 2), "on", SAMPLED_EVERY), ((3, 0, 1), "on", SAMPLED_EVERY),
+    ],
+)  # fmt: skip
+def test_steps_that_are_timed(
+    version: tuple[int, ...], wish: str, every: int, nccl: FakeNccl, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All of them, or one of 50, the same on every rank, where it was asked for in spite of what this NCCL does."""
+    with watched(tmp_path, monkeypatch, version=version, wish=wish) as recording:
+        nccl.load()
+        context = nccl.communicator()
+        assert on_in(nccl, recording, 2 * SAMPLED_EVERY + 1) == list(range(0, 2 * SAMPLED_EVERY + 1, every))
+    nccl.finalize(context)
+    sampled = [note for note in recording.notes if "in one step of 50" in note]
+    assert len(sampled) == (every > 1)
+
+
+def test_off_by_default(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes shared memory for it, which containers lack: nothing is offered, events are taken, and it is said."""
+    assert Config().nccl == "off"
+    with watched(tmp_path, monkeypatch, wish="off") as recording:
+        assert VARIABLE not in os.environ
+        assert recording.watch._session.collective_timer is not None
+    (note,) = recording.notes
+    assert note.endswith('as NCCL\'s plugin is not used: nccl="auto" asks for it')
+
+
+@pytest.mark.parametrize("wish", ["auto", "on"])
+def test_no_room_in_shared_memory(wish: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses, with what is needed and what is there: NCCL itself would use a null pointer."""
+    free = os.statvfs("/dev/shm")
+    monkeypatch.setattr(nccl_plugin, "POOL_BYTES", free.f_bavail * free.f_frsize + (1 << 30))
+    with watched(tmp_path, monkeypatch, wish=wish) as recording:
+        assert VARIABLE not in os.environ
+    (note,) = recording.notes
+    assert re.search(r"NCCL needs \d+ MiB of shared memory for it, and /dev/shm has \d+ MiB left", note)
+
+
+def test_room_in_shared_memory(tmp_path: Path) -> None:
+    """As much as all ranks of the node need; a place that is not there has none."""
+    assert nccl_plugin.no_room(1, tmp_path) == ""
+    assert "34 MiB" in nccl_plugin.no_room(1, Path("/proc"))  # which never has any
+    assert "272 MiB" in nccl_plugin.no_room(8, tmp_path / "missing")
+
+
+def test_no_room_for_a_later_communicator(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on nothing is timed, for good, and it is said."""
+    with watched(tmp_path, monkeypatch) as recording:
+        nccl.load()
+        first = nccl.communicator()
+        assert nccl.mask == ON
+        second = nccl.communicator(ranks=10_000_000)
+        assert nccl.mask == 0
+        recording.watch._session._run(recording.watch._session._throttled)
+    for context in (first, second):
+        nccl.finalize(context)
+    assert any(
+        "no room in shared memory for what NCCL needs to time another communicator" in n for n in recording.notes
+    )
+
+
+def test_nccl_that_is_too_old(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not even offered: this NCCL knows no such interface."""
+    with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
+        assert VARIABLE not in os.environ
+    (note,) = recording.notes
+    assert "NCCL 2.26.2 does not report when they ran; 2.27 and newer ones do" in note
+
+
+@pytest.mark.parametrize("version", [(2, 27, 7), (2, 31, 2)])
+def test_nccl_that_may_be_harmed(
+    version: tuple[int, ...], nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is asked for, the plugin is not offered to one of which it is not known that timing harms nothing."""
+    with watched(tmp_path, monkeypatch, version=version) as recording:
+        assert VARIABLE not in os.environ
+        assert recording.watch._session.collective_timer is not None
+    (note,) = recording.notes
+    assert "it is for NCCL 2.28 to 2.30, and this is" in note
+    monkeypatch.setattr(nccl_plugin, "version", lambda: version)
+    for wish, offered in (("auto", False), ("on", True)):
+        nccl_plugin.offer_early(os.environ, wish)
+        assert (VARIABLE in os.environ) == offered
+
+
+def test_lone_rank_is_not_told(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL runs nothing on one rank: what it cannot time is no news."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
+        pass
+    assert recording.notes == []
+
+
+def test_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch captures a graph, NCCL tells nothing; torch's class is as it was afterwards."""
+    asked: list[Any] = []
+
+    def capture(name: str) -> Any:
+        return lambda graph, *args, **kwargs: asked.append((name, nccl.mask, args, kwargs))
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture("begin"))
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", capture("end"))
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", capture("replay"))
+    before = dict(vars(torch.cuda.CUDAGraph))
+    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    with watched(tmp_path, monkeypatch) as recording:
+        nccl.load()
+        context = nccl.communicator()
+        graph = Graph()
+        torch.cuda.CUDAGraph.capture_begin(graph, pool=7)
+        recording.watch.step()  # a whole step may be captured
+        assert nccl.mask == SEEN
+        torch.cuda.CUDAGraph.capture_end(graph)
+        assert nccl.mask == ON
+        torch.cuda.CUDAGraph.replay(graph)  # nothing of NCCL was in it
+        assert nccl.mask == ON
+        cuda_graph = torch.cuda.CUDAGraph
+        wrapped = cuda_graph.capture_begin, cuda_graph.capture_end, cuda_graph.replay
+    assert asked == [("begin", SEEN, (), {"pool": 7}), ("end", SEEN, (), {}), ("replay", ON, (), {})]
+    assert recording.notes == []
+    assert dict(vars(torch.cuda.CUDAGraph)) == before
+    for function in wrapped:  # which another tool may have kept
+        function(Graph())
+        assert nccl.mask == SEEN
+    nccl.finalize(context)
+
+
+def test_captured_collective(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it and its replays no collective has an end; this and the next watch say why, and take events."""
+    for name in ("capture_begin", "capture_end", "replay"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
+    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    text = "an operation of NCCL was captured in a CUDA graph"
+    with watched(tmp_path, monkeypatch) as recording:
+        nccl.load()
+        context = nccl.communicator()
+        graph = Graph()
+        torch.cuda.CUDAGraph.capture_begin(graph)
+        task = nccl.call(context, -1, 1, 1)
+        nccl.group_end(context, 0, 1)
+        torch.cuda.CUDAGraph.capture_end(graph)
+        for _ in range(2):
+            torch.cuda.CUDAGraph.replay(graph)
+            nccl.replay(context, 0, task)
+            assert nccl.mask == 0
+        recording.watch.step()
+        assert recording.watch._session.collective_timer is not None
+        assert sum(text in note for note in recording.watch._session._notes) == 1
+    (note,) = recording.notes
+    assert "from here on asynchronous collectives have no end" in note
+    assert nccl.mask == 0
+
+    with watched(tmp_path / "again", monkeypatch) as recording:
+        assert recording.watch._session.collective_timer is not None
+        assert VARIABLE not in os.environ
+        assert nccl.mask == 0
+    (note,) = recording.notes
+    assert text in note
+    nccl.finalize(context)
+
+
+def test_given_up_at_the_end(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when no step follows."""
+    with watched(tmp_path, monkeypatch) as recording:
+        nccl.load()
+        context = nccl.communicator()
+        nccl.call(context, 0, 1, 0)
+        nccl.group_end(context, 0, 1)
+    assert any("a rank sent to itself, as in all-to-all" in note for note in recording.notes)
+    nccl.finalize(context)
+
+
+def test_graph_that_was_captured_before(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replay: nobody knows what it holds. Known is one that an earlier watch has seen, or that was replayed before
+    there was a communicator."""
+    for name in ("capture_begin", "capture_end", "replay"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
+    graph, earlier = Graph(), Graph()
+    with watched(tmp_path / "first", monkeypatch):
+        torch.cuda.CUDAGraph.replay(earlier)
+        nccl.load()
+        context = nccl.communicator()
+        torch.cuda.CUDAGraph.capture_begin(graph)
+        torch.cuda.CUDAGraph.capture_end(graph)
+    with watched(tmp_path / "second", monkeypatch) as recording:
+        for known in (graph, earlier):
+            torch.cuda.CUDAGraph.replay(known)
+            assert nccl.mask == ON
+        torch.cuda.CUDAGraph.replay(Graph())
+        assert nccl.mask == 0
+    (note,) = recording.notes
+    assert "a CUDA graph was replayed that was captured outside of watch()" in note
+    nccl.finalize(context)
+
+
+def test_capture_with_interface_4(nccl_4: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which NCCL does not tell what is captured."""
+    for name in ("capture_begin", "capture_end"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
+    with watched(tmp_path, monkeypatch, version=(2, 27, 7), wish="on") as recording:
+        assert nccl_4.load() == 4
+        context = nccl_4.communicator()
+        torch.cuda.CUDAGraph.capture_begin(Graph())
+        assert nccl_4.mask == 0
+    assert any("NCCL 2.27 does not report its contents" in note for note in recording.notes)
+    nccl_4.finalize(context)
+
+
+def test_forked_child(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of a watch: in the child nothing is timed, in the parent it goes on."""
+    with watched(tmp_path, monkeypatch):
+        nccl.load()
+        context = nccl.communicator()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if nccl.mask == SEEN and VARIABLE not in os.environ else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert nccl.mask == ON
+    nccl.finalize(context)
+
+
+def test_communicators_are_made_after_it_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aggregate="device" makes one when its hook is attached: NCCL would not look for the plugin again."""
+    monkeypatch.setattr(device, "has_devices", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    names = [type(hook).__name__ for hook in device_hooks(Config(aggregate="device"))]
+    assert names == ["DeviceHook", "NcclHook", "GpuHook", "StampHook"]
+
+
+def test_capture_that_does_not_begin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises, and will not end it: NCCL goes on to tell."""
+
+    def refused(graph: object) -> None:
+        raise RuntimeError("a capture is under way")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refused)
+    with watched(tmp_path, monkeypatch):
+        nccl.load()
+        context = nccl.communicator()
+        with pytest.raises(RuntimeError, match="under way"):
+            torch.cuda.CUDAGraph.capture_begin(Graph())
+        assert nccl.mask == ON
+    nccl.finalize(context)
+
+
+def test_plugin_of_another_version(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was left over from another installation is not offered, and the report says what to do."""
+    monkeypatch.setattr(nccl.plugin, "attach", lambda: False)
+    with watched(tmp_path, monkeypatch) as recording:
+        assert VARIABLE not in os.environ
+    (note,) = recording.notes
+    assert "built for another version of torchlens_perf: reinstall it" in note
+
+
+def test_what_is_not_recorded_is_said(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once that there is some, at the end how much; what an earlier watch has said is not said again."""
+    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    with watched(tmp_path, monkeypatch) as recording:
+        nccl.load()
+        context = nccl.communicator()
+        for _ in range(3):
+            nccl.collective(context, 0, 1)
+        recording.watch.step()
+        at_once = list(recording.watch._session._notes)
+        nccl.collective(context, 0, 1)
+    text = "NCCL operations were not issued through torch.distributed and are not recorded"
+    assert f"some {text}" in at_once
+    assert f"4 {text}" in recording.notes
+
+    with watched(tmp_path, monkeypatch) as recording:
+        recording.watch.step()
+    assert recording.notes == []
+    nccl.finalize(context)
+
+
+def test_communicators_that_were_there_before(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has not loaded the plugin: what to do is said, once, and events are taken instead."""
+    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    backends = {("0", "cuda"): "gloo", ("1", "cuda"): "nccl"}
+    monkeypatch.setattr(torch_private, "backend_of_group", lambda *group: backends[group])
+    with watched(tmp_path, monkeypatch) as recording:
+        inside = recording.watch._session
+        inside.device_groups.add(("0", "cuda"))
+        recording.watch.step()
+        assert inside.collective_timer is None
+        inside.device_groups.add(("1", "cuda"))
+        recording.watch.step()
+        works = list(inside._at_step)
+        recording.watch.step()
+        assert inside.collective_timer is not None
+        assert list(inside._at_step) == works
+    (note,) = recording.notes
+    assert "enter watch() before init_process_group()" in note
+    assert inside.collective_timer is None
+
+
+def test_communicators_that_have_loaded_it(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before the watch, as with the flag: there is nothing to say, and no event is taken."""
+    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    monkeypatch.setenv(VARIABLE, str(nccl.file))
+    monkeypatch.setattr(torch_private, "backend_of_group", lambda *group: "nccl")
+    nccl.load()
+    context = nccl.communicator()
+    with watched(tmp_path, monkeypatch) as recording:
+        recording.watch._session.add_device_group("0", "cuda")
+        recording.watch.step()
+        assert recording.watch._session.collective_timer is None
+        assert nccl.mask == ON
+    assert recording.notes == []
+    nccl.finalize(context)
+
+
+@pytest.mark.parametrize(
+    ("told", "offered"),
+    [
+        ({}, False),
+        ({"TORCHLENS_PERF_NCCL": "auto"}, True),
+        ({"TORCHLENS_PERF_NCCL": "auto", "TORCHLENS_PERF_COLLECTIVES": "0"}, False),
+    ],
+)
+def test_offered_at_import_of_torch(
+    told: dict[str, str], offered: bool, nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the flag, recording begins after the first step: the plugin must be there when communicators are made."""
+    from torchlens_perf.hooks.loop.optimizer import relay
+
+    monkeypatch.setattr(nccl_plugin, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(relay, "after", object())  # it waits for a step already
+    for name, value in {"TORCHLENS_PERF": "1", **told}.items():
+        monkeypatch.setenv(name, value)
+    autoload.autoload()
+    assert (os.environ.get(VARIABLE) == str(nccl.file)) == offered
+    assert (VARIABLE in os.environ) == offered
+    nccl_plugin.withdraw(os.environ, nccl.file)
+    assert VARIABLE not in os.environ
+
+
+def test_not_offered_without_nccl(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without NVIDIA's NCCL, as the one of these tests, or an old one."""
+    for version in (None, (2, 26, 2)):
+        monkeypatch.setattr(nccl_plugin, "version", lambda found=version: found)
+        nccl_plugin.offer_early(os.environ, "auto")
+        assert VARIABLE not in os.environ
+
+
+def test_nccl_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version without a suffix; none in a torch without CUDA, or with another vendor's."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert nccl_plugin.version() is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert nccl_plugin.version() is None
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7, "rc1"))
+    assert nccl_plugin.version() == (2, 29, 7)
+
+
+@pytest.mark.parametrize(
+    ("version", "chosen", "severity", "words"),
+    [
+        ((2, 29, 7), None, OK, "timed by the device in every step"),
+        ((2, 31, 2), None, WORSE, "=on times one step of 50"),
+        ((2, 26, 2), None, WORSE, "not timed"), ((2, 29, 7), "another", WORSE, "another plugin was chosen"),
+    ],
+)  # fmt: skip
+def test_doctor(
+    version: tuple[int, ...], chosen: str | None, severity: int, words: str, nccl: FakeNccl,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One line on NCCL, with the remedy; none for a torch without it."""
+    assert not any("NCCL" in check.subject for check in examine())
+    monkeypatch.setattr(nccl_plugin, "version", lambda: version)
+    if chosen is not None:
+        monkeypatch.setenv(VARIABLE, chosen)
+    (check,) = (check for check in examine() if "NCCL" in check.subject)
+    assert check.severity == severity
+    assert words in str(check)
+    assert bool(check.remedy) == (severity == WORSE)
+
+
+def test_torch_is_never_asked_to_time() -> None:
+    """TORCH_NCCL_ENABLE_TIMING makes every collective record two events: it is the user's to set."""
+    package = Path(nccl_plugin.__file__).parents[1]
+    sources = [path for pattern in ("*.py", "*.c", "*.cpp", "*.h") for path in package.rglob(pattern)]
+    assert len(sources) > 100
+    assert [path.name for path in sources if "ENABLE_TIMING" in path.read_text()] == []

@@ -1,0 +1,70 @@
+"""Where there is no GPU: nothing of what is for one is loaded, and the check for one says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.long import long
+from tests.support.processes import ROOT, run
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+# Prints which modules were imported that are for devices.
+PROGRAM = """
+import sys, torch, torchlens_perf as perf
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with perf.watch(model, optimizer, sidecar=False, report=False, device_times="on", memory_history=1000):
+    for _ in range(20):
+        with perf.device_section("step"):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+print([name for name in sys.modules if name.startswith(("cupy", "torchlens_perf.cuda"))
+       or "on_device.sections" in name or "on_device.stamps" in name or "out_of_memory" in name or "oom_table" in name
+       or name == "torchlens_perf.run.sketch"])
+"""
+
+
+def test_nothing_of_it_is_loaded(tmp_path: Path) -> None:
+    """Neither our modules for devices nor CuPy, also where the script asks for device times and sections."""
+    done = run([sys.executable, "-c", PROGRAM], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [((), "no NVIDIA GPU"), *long((("kernels",), "no NVIDIA GPU"), (("kernel",), "unknown part kernel"))],
+)
+def test_the_check_says_that_nothing_was_checked(parts: tuple[str, ...], said: str) -> None:
+    """It exits with 2, as for any mistake in how it is called, and prints no table that could be taken for a result."""
+    command = [sys.executable, "-m", "benchmarks.gpu_check", *parts]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+print("trained")
+"""
+
+
+@pytest.mark.long
+def test_a_setting_that_cannot_be_met_does_not_stop_a_script(tmp_path: Path) -> None:
+    """From the environment, in a script that does not know of us: off, and said why."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torchlens_perf", "run", "train.py"]
+    done = run(command, tmp_path, TORCHLENS_PERF_AGGREGATE="device")
+    assert (done.returncode, done.stdout.strip()) == (0, "trained"), done.stderr
+    assert "torchlens_perf is off: aggregate='device': needs an NVIDIA GPU" in done.stderr

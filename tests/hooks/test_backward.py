@@ -1,0 +1,450 @@
+"""The backward pass: as a whole, its tail, and per module in sampled steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from tests.support.recording import EVERYTHING, Record, Recording, recorded
+from torchlens_perf.errors import swallowed
+from torchlens_perf.hooks.backward import BackwardHook, tensors
+from torchlens_perf.hooks.loop.trained_models import living
+from torchlens_perf.recorder.sampling import SamplingSchedule
+from torchlens_perf.run.ring import Flag, Kind
+
+
+class Model(nn.Module):
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        if self.use_reentrant is None:
+            x = self.second(x)
+        else:
+            x = checkpoint(self.second, x, use_reentrant=self.use_reentrant)
+        return self.third(x.relu())
+
+
+def train(model: nn.Module, folder: Path, steps: int = 3, micro_steps: int = 1, **settings: Any) -> Recording:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(folder, model, **{**EVERYTHING, **settings}) as recording:
+        for _ in range(steps):
+            for _ in range(micro_steps):
+                model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return recording
+
+
+def inside(inner: Record, outer: Record) -> bool:
+    return outer.start_ns <= inner.start_ns and inner.end_ns <= outer.end_ns
+
+
+# -- the whole
+
+
+def test_each_backward_pass_is_a_span(tmp_path: Path) -> None:
+    """Tensor.backward, autograd.backward and autograd.grad, also for weights alone, outside of any other span."""
+    model = Model()
+    with recorded(tmp_path, model) as recording:
+        model(torch.randn(2, 4)).sum().backward()
+        torch.autograd.backward(model(torch.randn(2, 4)).sum())
+        torch.autograd.grad(model(torch.randn(2, 4)).sum(), model.first.weight)
+
+    assert recording.names(Kind.BACKWARD) == ["backward"] * 3
+    assert {(each.depth, each.flags) for each in recording.of(Kind.BACKWARD)} == {(1, Flag(0))}
+
+
+def test_exception_in_the_backward_pass(tmp_path: Path) -> None:
+    """The very exception comes out, the span is flagged, and the next pass is right."""
+    error = ValueError("no gradient today")
+
+    def refuse(gradient: Tensor) -> None:
+        raise error
+
+    model = Model()
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        result = model(torch.randn(2, 4))
+        result.register_hook(refuse)
+        with pytest.raises(ValueError, match="today") as caught:
+            result.sum().backward()
+        model(torch.randn(2, 4)).sum().backward()
+
+    assert caught.value is error
+    assert [each.flags for each in recording.of(Kind.BACKWARD)] == [Flag.EXCEPTION, Flag(0)]
+    assert recording.unbalanced == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_is_one_backward_pass(use_reentrant: bool, tmp_path: Path) -> None:
+    """Reentrant checkpointing calls the engine again inside; the step has one micro-step all the same."""
+    recording = train(Model(use_reentrant), tmp_path, steps=2)
+    outer = [each for each in recording.of(Kind.BACKWARD) if each.depth == 1]
+
+    assert len(outer) == 2
+    assert len(recording.of(Kind.BACKWARD)) == (4 if use_reentrant else 2)
+    assert [each.value1 for each in recording.steps] == [1, 1]
+    assert recording.names(Kind.RECOMPUTE) == ["checkpoint"] * 2
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_model_that_is_recomputed_as_a_whole(early_stop: bool, tmp_path: Path) -> None:
+    """Its second forward pass, inside the backward pass, is no pass of the loop's: it ends no step and counts none."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, **EVERYTHING) as recording, set_checkpoint_early_stop(early_stop):
+        for _ in range(2):
+            checkpoint(model, torch.randn(2, 4), use_reentrant=False).sum().backward()
+            optimizer.step()
+
+    assert [(each.flags & ~Flag.SAMPLED, each.value1) for each in recording.steps] == [(Flag(0), 1)] * 2
+    assert recording.names(Kind.FORWARD) == ["forward Model"] * 2
+    assert recording.names(Kind.RECOMPUTE) == ["checkpoint"] * 2
+
+
+def test_compiler_backward_is_not_the_jobs(tmp_path: Path) -> None:
+    """AOTAutograd runs the engine while it traces: only the job's own pass is recorded."""
+    torch._dynamo.reset()
+    model = torch.compile(Model(), backend="aot_eager")
+    with recorded(tmp_path, model) as recording:
+        model(torch.randn(2, 4)).sum().backward()
+
+    assert len(recording.of(Kind.BACKWARD)) == 1
+
+
+def test_wrapper_of_another_tool_stays(tmp_path: Path) -> None:
+    """A tool that wraps the engine inside the watch keeps its wrapper, which works on after the watch."""
+    original = torch.autograd._engine_run_backward
+    calls = []
+    try:
+        with recorded(tmp_path) as recording:
+            ours = torch.autograd._engine_run_backward
+
+            def theirs(*args: Any, **kwargs: Any) -> Any:
+                calls.append(1)
+                return ours(*args, **kwargs)
+
+            torch.autograd._engine_run_backward = theirs
+            torch.ones(1, requires_grad=True).sum().backward()
+        assert torch.autograd._engine_run_backward is theirs
+        torch.ones(1, requires_grad=True).sum().backward()
+    finally:
+        torch.autograd._engine_run_backward = original
+
+    assert len(calls) == 2
+    assert len(recording.of(Kind.BACKWARD)) == 1
+
+
+# -- steps
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_accumulation_counts_micro_steps(micro_steps: int, tmp_path: Path) -> None:
+    """A step knows how many batches went into its gradient."""
+    recording = train(Model(), tmp_path, steps=2, micro_steps=micro_steps)
+
+    assert [each.value1 for each in recording.steps] == [micro_steps] * 2
+    assert len(recording.of(Kind.FORWARD)) == len(recording.of(Kind.BACKWARD)) == 2 * micro_steps
+
+
+def test_two_forwards_or_two_backwards_are_one_micro_step(tmp_path: Path) -> None:
+    """A loss of two calls of the model; a gradient penalty, which runs the engine twice."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, optimizer, **EVERYTHING) as recording:
+        (model(torch.randn(2, 4)) - model(torch.randn(2, 4))).square().sum().backward()
+        optimizer.step()
+        batch = torch.randn(2, 4, requires_grad=True)
+        torch.autograd.grad(model(batch).sum(), batch, create_graph=True)[0].norm().backward()
+        optimizer.step()
+
+    assert [each.value1 for each in recording.steps] == [1, 1]
+
+
+def test_evaluation_in_a_step(tmp_path: Path) -> None:
+    """A step that holds forward passes without gradients says so: it is longer for a reason."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, optimizer) as recording:
+        for evaluate in (False, True, False):
+            if evaluate:
+                with torch.no_grad():
+                    model(torch.randn(2, 4))
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+
+    assert [bool(each.flags & Flag.EVALUATION) for each in recording.steps] == [False, True, False]
+    assert [each.value1 for each in recording.steps] == [1, 1, 1]
+
+
+# -- modules
+
+
+def test_modules_run_backward_in_reverse(tmp_path: Path) -> None:
+    """Each module has an interval inside the pass, the last one first; they do not overlap in a chain."""
+    recording = train(Model(), tmp_path, steps=1)
+    (whole,) = recording.of(Kind.BACKWARD)
+    spans = {each.name: each for each in recording.of(Kind.MODULE_BACKWARD)}
+
+    assert sorted(spans) == ["first", "second", "third"]
+    assert all(inside(each, whole) for each in spans.values())
+    assert spans["third"].end_ns <= spans["second"].start_ns
+    assert spans["second"].end_ns <= spans["first"].start_ns
+    assert all(each.step == 0 for each in spans.values())
+
+
+def test_first_module_ends_with_the_computation(tmp_path: Path) -> None:
+    """Its input needs no gradient, so that nothing marks its end but the end of the pass itself."""
+    recording = train(Model(), tmp_path, steps=1)
+    (whole,) = recording.of(Kind.BACKWARD)
+    (first,) = [each for each in recording.of(Kind.MODULE_BACKWARD) if each.name == "first"]
+
+    assert first.duration_ns > 0
+    assert first.end_ns <= whole.end_ns
+
+
+@pytest.mark.parametrize(("every", "sampled"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (3, [1, 4]), (4, [2])])
+def test_only_some_steps_are_sampled(
+    every: int, sampled: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in `backward_every` where that is cheap, and those say so."""
+    monkeypatch.setattr(SamplingSchedule, "sampled", lambda self, cost_ns, step_ns: None)
+    recording = train(Model(), tmp_path, steps=6, backward_every=every)
+
+    assert sorted({each.step for each in recording.of(Kind.MODULE_BACKWARD)}) == sampled
+    assert [each.step for each in recording.steps if each.flags & Flag.SAMPLED] == sampled
+
+
+def test_sampled_steps_become_rare_where_they_are_dear(tmp_path: Path) -> None:
+    """In steps as short as these, sampling one of 4 would take more than 0.1 % of the time."""
+    sampled = []
+    for number in range(4):  # a step that other programs hold up is long, and its sampling is not dear
+        recording = train(Model(), tmp_path / str(number), steps=64, backward_every=4)
+        sampled.append([each.step for each in recording.steps if each.flags & Flag.SAMPLED])
+
+    assert {steps[0] for steps in sampled} == {2}
+    assert min(map(len, sampled)) <= 4  # the distance grows eightfold at most
+
+
+def test_cost_of_a_sampled_step_is_what_the_other_steps_do_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no module but the model is timed there is nothing to sample, and a sampled step costs what others do."""
+    costs_ns: dict[str, list[float]] = {"none": [], "all": []}
+    for modules, seen in costs_ns.items():
+        monkeypatch.setattr(SamplingSchedule, "sampled", lambda self, cost_ns, step_ns, seen=seen: seen.append(cost_ns))
+        train(Model(), tmp_path, steps=80, backward_every=4, modules=modules)
+
+    assert len(costs_ns["all"]) == 20
+    assert statistics.median(costs_ns["none"]) < statistics.median(costs_ns["all"]) / 2  # on an idle machine a fifth
+
+
+def test_module_hooks_that_failed_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be recorded once is not collected from then on."""
+    monkeypatch.setattr(swallowed, "strict", False)
+    monkeypatch.setattr(swallowed, "by_place", Counter())
+    with recorded(tmp_path, model := Model(), **EVERYTHING) as recording:
+        session = recording.watch._session
+        monkeypatch.setattr(session.clock, "span", lambda begin, end: 1 / 0)
+        for _ in range(5):
+            model(torch.randn(2, 4)).sum().backward()
+            recording.watch.step()
+        assert living(BackwardHook)[-1]._passes == []
+    swallowed.by_place.clear()
+
+    assert recording.names(Kind.MODULE_BACKWARD) == []
+    assert any("backward failed" in note for note in recording.notes)
+    assert recording.internal_errors == 1
+
+
+def test_module_called_twice_has_two_intervals(tmp_path: Path) -> None:
+    """Also one that calls itself: the intervals are paired by call."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x))
+
+    recording = train(Twice(), tmp_path, steps=1)
+    early, late = sorted(recording.of(Kind.MODULE_BACKWARD), key=lambda each: each.start_ns)
+
+    # The one's last gradient is the other's first: the hooks on it run one behind the other.
+    assert early.start_ns < late.start_ns < early.end_ns < late.end_ns or early.end_ns <= late.start_ns
+
+
+def test_module_off_the_gradients_path_has_no_interval(tmp_path: Path) -> None:
+    """A module whose result is thrown away, and one under no_grad, have no backward pass."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.unused(x)
+            with torch.no_grad():
+                x = self.frozen(x)
+            return self.used(x)
+
+    recording = train(Partly(), tmp_path, steps=2)
+
+    assert recording.names(Kind.MODULE_BACKWARD) == ["used"] * 2
+
+
+def test_module_that_raised_leaves_nothing_for_the_next_call(tmp_path: Path) -> None:
+    """Its half-made interval is not taken for a later call's."""
+
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.isnan().any():
+                raise ValueError("NaN")
+            return self.layer(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Picky())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        for step in range(3):
+            if step != 1:
+                with pytest.raises(ValueError, match="NaN"):
+                    model(torch.full((2, 4), torch.nan))
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+    *_, last = recording.of(Kind.BACKWARD)
+
+    assert recording.names(Kind.MODULE_BACKWARD).count("1") == 3
+    assert len([each for each in recording.of(Kind.MODULE_BACKWARD, "1") if inside(each, last)]) == 1
+
+
+# -- the tail
+
+
+def busy(nanoseconds: int) -> tuple[int, int]:
+    begin_ns = time.monotonic_ns()
+    while (now_ns := time.monotonic_ns()) < begin_ns + nanoseconds:
+        pass
+    return begin_ns, now_ns
+
+
+def test_tail_is_what_the_engine_waits_for_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DDP does: a callback, queued at the last gradient, that waits. It counts as waiting, and not as backward."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = Model()
+    waited = []
+
+    def last_gradient(_: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: waited.append(busy(2_000_000)))
+
+    model.first.weight.register_hook(last_gradient)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model) as recording:
+        for _ in range(3):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+
+    assert len(waited) == 3
+    tails = recording.of(Kind.WAIT)
+    assert [(each.name, each.flags) for each in tails] == [("backward tail", Flag.TAIL)] * 3
+    for tail, whole, (begin_ns, end_ns) in zip(tails, recording.of(Kind.BACKWARD), waited, strict=True):
+        assert tail.start_ns <= begin_ns
+        assert end_ns <= tail.end_ns
+        assert inside(tail, whole)
+        assert whole.phase_ns >= tail.duration_ns
+
+
+def test_a_single_process_has_no_tail(tmp_path: Path) -> None:
+    """There is nobody to wait for."""
+    assert train(Model(), tmp_path).of(Kind.WAIT) == []
+
+
+# -- nothing is left
+
+
+def test_no_hook_piles_up_on_leaves(tmp_path: Path) -> None:
+    """Parameters, and an input that the loop uses again and again, carry no hook of ours."""
+    model = Model()
+    batch = torch.randn(2, 4, requires_grad=True)
+    with recorded(tmp_path, model, **EVERYTHING):
+        for _ in range(3):
+            model(batch).sum().backward()
+        for leaf in (batch, *model.parameters()):
+            assert not leaf._backward_hooks
+            assert not leaf._post_accumulate_grad_hooks
+
+
+def test_graph_is_freed(tmp_path: Path) -> None:
+    """No result, and so no activation, is kept by the hooks: memory is free as soon as the loop lets go."""
+    model = Model()
+    gc.collect()
+    gc.disable()
+    try:
+        with recorded(tmp_path, model, **EVERYTHING):
+            result = model(torch.randn(2, 4))
+            loss = result.sum()
+            loss.backward()
+            kept = [weakref.ref(result), weakref.ref(loss)]
+            del result, loss
+            assert [reference() for reference in kept] == [None, None]
+            unused = weakref.ref(model(torch.randn(2, 4)))  # and without a backward pass
+            assert unused() is None
+    finally:
+        gc.enable()
+
+
+def test_objects_do_not_accumulate(tmp_path: Path) -> None:
+    """A thousand sampled passes leave as many objects as ten did."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps(count: int) -> int:
+        for _ in range(count):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+        gc.collect()
+        return len(gc.get_objects())
+
+    with recorded(tmp_path, model, **EVERYTHING):
+        few = steps(10)
+        many = steps(300)
+
+    assert many - few < 20
+
+
+# -- what tensors are looked for in
+
+
+def test_tensors_are_found_in_what_people_return() -> None:
+    """Tuples, lists, dicts and dataclasses, four deep; nothing else is looked into."""
+
+    @dataclasses.dataclass
+    class Output:
+        logits: Any
+        hidden: Any = None
+
+    a, b, c, d = (torch.full((1,), float(number)) for number in range(4))
+    nested = Output((a, [b, {"key": c}]), {"more": Output(d)})
+
+    assert [int(each) for each in tensors(nested)] == [0, 1, 2, 3]
+    assert list(tensors([[[[[a]]]]])) == []
+    assert list(tensors((object(), "text", 3, Output))) == []

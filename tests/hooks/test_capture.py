@@ -1,0 +1,499 @@
+"""What a rank does when it is asked for a capture: the steps, the files, and whoever else profiles."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import profiler
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from tests.jobs.test_bit_equality import assert_same
+from tests.support.recording import Recording, recorded, records_of, ring_of_this_process
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.errors import swallowed
+from torchlens_perf.hooks import capture, capture_trace
+from torchlens_perf.recorder import torch_instruments
+from torchlens_perf.run import captures
+from torchlens_perf.run.captures import FLIGHT_RECORDER, RAW_TRACE, SNAPSHOT, TRACE, Outcome, Request
+from torchlens_perf.run.records import PARTS
+from torchlens_perf.run.ring import CAPTURING, Flag, Kind
+
+REQUEST = {
+    "id": "one", "asked_by": "user", "asked_unix_s": 0.0, "attempt": 0, "ranks": [0], "from_step": 0, "steps": 2,
+    "python": False, "folder": "",
+}  # fmt: skip
+STARTS = (profiler._prepare_profiler, profiler._enable_profiler)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_profiles():
+    """Afterwards as before: no profiler is on, and torch's functions are torch's."""
+    yield
+    assert (profiler._prepare_profiler, profiler._enable_profiler) == STARTS
+    assert not profiler._is_profiler_enabled
+    assert sys.getprofile() is None
+
+
+class Asked:
+    """A watch in this process that is asked for a capture before its first step."""
+
+    def __init__(self, folder: Path, **request: Any) -> None:
+        self.folder = folder
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+        self.recording: Recording
+        self._watching = recorded(folder / "runs", self.model)
+        asked = {"id": "one", "asked_by": "user", "asked_unix_s": 0.0, "attempt": 0, "ranks": (0,), **request}
+        self.request = Request(**{"from_step": 0, "steps": 2, "folder": str(folder / "files"), **asked})
+
+    def __enter__(self) -> Asked:
+        self.recording = self._watching.__enter__()
+        self.ring = ring_of_this_process(self.recording.watch.run_dir)
+        self.ask()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._watching.__exit__(*error)
+
+    def ask(self) -> None:
+        """Once more."""
+        captures.answer_path(self.ring).unlink(missing_ok=True)
+        captures.write(captures.ask_path(self.ring), self.request)
+        self.recording.watch._session._throttled_ns = 0
+
+    def step(self, times: int = 1) -> None:
+        """Trains."""
+        for _ in range(times):
+            self.model(torch.ones(4, 8)).square().sum().backward()
+            self.recording.watch.step()
+
+    @property
+    def outcome(self) -> Outcome:
+        """The answer, which must be there."""
+        return captures.read(captures.answer_path(self.ring), Outcome)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Of the trace."""
+        events: list[dict[str, Any]] = json.loads((self.folder / "files" / RAW_TRACE).read_text())["traceEvents"]
+        return events
+
+    def traced_steps(self) -> list[str]:
+        """In the order of their times."""
+        steps = [each for each in self.events if each["name"].startswith("ProfilerStep#") and each.get("ph") == "X"]
+        return [each["name"] for each in sorted(steps, key=lambda each: each["ts"])]
+
+
+def test_exactly_the_asked_steps(tmp_path: Path) -> None:
+    """Whole, with what ran in them; flagged, with the one at whose end it began; what could not be had is said."""
+    with Asked(tmp_path, from_step=2, steps=3) as asked:
+        asked.step(8)
+    outcome = asked.outcome
+
+    assert asked.traced_steps() == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
+    assert sum(each["name"] == "AddmmBackward0" for each in asked.events) == 2 * 3
+    assert (outcome.first_step, outcome.steps, outcome.ended) == (2, 3, "")
+    assert outcome.files == {TRACE: (tmp_path / "files" / RAW_TRACE).stat().st_size}
+    assert outcome.left_out == {FLIGHT_RECORDER: "there is no process group", SNAPSHOT: "no GPU is in use"}
+    assert [bool(step.flags & Flag.CAPTURED) for step in asked.recording.steps] == [False] + [True] * 4 + [False] * 3
+    assert [each.step for each in asked.recording.of(Kind.SECTION, CAPTURING)] == [1, 4]
+    assert not captures.ask_path(asked.ring).exists()
+
+
+def test_rank_is_in_the_trace(tmp_path: Path) -> None:
+    """Where other tools look for it."""
+    with Asked(tmp_path) as asked:
+        asked.step(4)
+    trace = json.loads((tmp_path / "files" / RAW_TRACE).read_text())
+
+    assert trace["distributedInfo"] == {"rank": 0, "world_size": 1}
+
+
+def test_its_time_is_charged_where_it_was_spent(tmp_path: Path) -> None:
+    """The step that waits for the writing has that as the tool's part, and not the next one."""
+    with Asked(tmp_path) as asked:
+        asked.step(6)
+    sections = asked.recording.of(Kind.SECTION, CAPTURING)
+    table = assemble_steps(records_of(asked.recording))
+    tool_ns = table.parts_ns[:, PARTS.index("tool")]
+
+    assert asked.outcome.paused_s == pytest.approx(sum(each.duration_ns for each in sections) / 1e9, rel=0.2)
+    assert tool_ns[2] > 0.8 * sections[1].duration_ns
+    assert tool_ns[3] < 0.5 * sections[1].duration_ns
+
+
+def test_changes_no_bit(tmp_path: Path) -> None:
+    """Parameters, gradients and random state after a run with a capture in it are those of one without."""
+
+    def run(folder: Path, from_step: int) -> dict[str, Any]:
+        torch.manual_seed(1)
+        with Asked(folder, from_step=from_step, python=True) as asked:
+            optimizer = torch.optim.Adam(asked.model.parameters())
+            for _ in range(8):
+                asked.step()
+                optimizer.step()
+        return {"model": asked.model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+
+    captured, never_begun = run(tmp_path / "1", 2), run(tmp_path / "2", 1000)
+
+    assert_same(never_begun, captured)
+    assert (tmp_path / "1" / "files" / RAW_TRACE).exists()
+    assert not (tmp_path / "2" / "files").exists()
+
+
+def test_python_frames(tmp_path: Path) -> None:
+    """Modules and functions, if they are asked for."""
+    with Asked(tmp_path, python=True) as asked:
+        asked.step(4)
+
+    assert any(each["name"].startswith("nn.Module: Linear") for each in asked.events)
+
+
+def test_python_frames_beside_another_profile(tmp_path: Path) -> None:
+    """A debugger, coverage tool or cProfile keeps Python's hook, and the trace does without."""
+
+    def hook(*event: Any) -> None: ...
+
+    with Asked(tmp_path, python=True) as asked:
+        sys.setprofile(hook)
+        asked.step(4)
+        kept = sys.getprofile()
+        sys.setprofile(None)
+
+    assert kept is hook
+    assert asked.outcome.steps == 2
+    assert "Python frames" in asked.outcome.left_out
+    assert not any(each.get("cat") == "python_function" for each in asked.events)
+
+
+def test_again_and_again(tmp_path: Path) -> None:
+    """One request after the other."""
+    with Asked(tmp_path, steps=1) as asked:
+        asked.step(3)
+        first = asked.traced_steps()
+        asked.ask()
+        asked.step(3)
+
+    assert (first, asked.traced_steps()) == (["ProfilerStep#1"], ["ProfilerStep#4"])
+
+
+# -- others that profile
+
+
+def test_refused_beside_a_profiler(tmp_path: Path) -> None:
+    """The user's goes on, and the answer says why nothing was captured."""
+    with Asked(tmp_path) as asked, profile(activities=[ProfilerActivity.CPU]) as theirs:
+        asked.step(4)
+
+    assert (asked.outcome.first_step, asked.outcome.ended) == (None, "torch.profiler is on in this process")
+    assert sum(each.name == "aten::addmm" for each in theirs.events()) == 2 * 4
+    assert not (tmp_path / "files").exists()
+
+
+def test_refused_beside_a_profiler_that_warms_up(tmp_path: Path) -> None:
+    """It is not on yet; a second one now would end the process when it is written."""
+    with (
+        Asked(tmp_path) as asked,
+        profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=3, active=2, repeat=1)) as theirs,
+    ):
+        for _ in range(5):
+            asked.step()
+            theirs.step()
+
+    assert asked.outcome.ended == "torch.profiler is on in this process"
+    assert any(each.name == "aten::addmm" for each in theirs.events())
+
+
+def test_refused_beside_ranges_for_a_tool(tmp_path: Path) -> None:
+    """torch's other kind of profiler, which hands ranges to VTune or Nsight."""
+    with Asked(tmp_path) as asked, profiler.emit_itt():
+        asked.step(4)
+
+    assert asked.outcome.first_step is None
+
+
+@pytest.mark.parametrize("variable", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "KINETO_USE_DAEMON"])
+def test_refused_beside_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """Nsight and dynolog tell by the environment."""
+    monkeypatch.setenv(variable, "1")
+    with Asked(tmp_path) as asked:
+        asked.step(3)
+
+    assert asked.outcome.first_step is None
+    assert asked.outcome.ended.endswith("is on in this process")
+
+
+def on_another_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("where", [lambda work: work(), on_another_thread])
+def test_profiler_of_the_user_wins(tmp_path: Path, where: Callable[[Callable[[], None]], None]) -> None:
+    """One that begins in a captured step begins as always; ours keeps what it had."""
+    theirs: list[profile] = []
+
+    def profiles() -> None:
+        with profile(activities=[ProfilerActivity.CPU]) as each:
+            torch.ones(3).cumsum(0)
+        theirs.append(each)
+
+    with Asked(tmp_path, steps=6) as asked:
+        asked.step(4)
+        where(profiles)
+        asked.step(3)
+    outcome = asked.outcome
+
+    assert [each.name for each in theirs[0].events() if each.name == "aten::cumsum"] == ["aten::cumsum"]
+    assert (outcome.first_step, outcome.steps, outcome.ended) == (1, 3, "another profiler began")
+    assert asked.traced_steps()[:3] == ["ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"]
+    assert not any(each["name"] == "aten::cumsum" for each in asked.events)
+
+
+def test_profiler_of_the_user_goes_on(tmp_path: Path) -> None:
+    """While ours is written, at the end of the step in which theirs began, and in later steps."""
+    with Asked(tmp_path, steps=6) as asked:
+        asked.step(3)
+        with profile(activities=[ProfilerActivity.CPU]) as theirs:
+            asked.step(3)
+
+    assert asked.traced_steps()[:2] == ["ProfilerStep#1", "ProfilerStep#2"]
+    assert sum(each.name == "aten::addmm" for each in theirs.events()) == 2 * 3
+
+
+# -- bounds
+
+
+@pytest.fixture
+def swallowing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Errors of ours are kept from the user, as in a job."""
+    with monkeypatch.context() as patches:
+        patches.setattr(swallowed, "strict", False)
+        patches.setattr(swallowed, "by_place", Counter())
+        yield swallowed.by_place
+
+
+def out_of_host_memory(*, with_history: bool = False) -> str:
+    raise MemoryError("no more")
+
+
+def test_error_while_it_is_written(tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted and answered; what was written before stays; the next request is taken up."""
+    with Asked(tmp_path) as asked:
+        with monkeypatch.context() as broken:
+            broken.setattr(torch_instruments, "pickled_memory", out_of_host_memory)
+            asked.step(4)
+        failed, on = asked.outcome, profiler._is_profiler_enabled
+        asked.ask()
+        asked.step(4)
+
+    assert failed.ended == "it failed: MemoryError: no more"
+    assert (set(failed.files), failed.steps, on) == ({TRACE}, 2, False)
+    assert swallowing == {"a capture": 1}
+    assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
+    assert not [note for note in asked.recording.notes if "switched off" in note]
+
+
+@pytest.mark.parametrize("name", ["next_step", "stop"])
+def test_error_in_the_trace(
+    tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It goes off all the same, and nothing of it stays."""
+
+    def broken(*arguments: Any) -> None:
+        raise KeyError(name)
+
+    with Asked(tmp_path) as asked:
+        asked.step()
+        with monkeypatch.context() as breaking:
+            if name == "stop":
+                breaking.setattr(profiler.record_function, "__exit__", broken)
+            else:
+                breaking.setattr(capture_trace.Trace, name, broken)
+            asked.step(2)
+        on = profiler._is_profiler_enabled
+        asked.ask()
+        asked.step(4)
+
+    assert not on
+    assert swallowing["a capture"] >= 1
+    assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
+
+
+def test_answer_that_cannot_be_written(tmp_path: Path, swallowing: Counter[str]) -> None:
+    """The disk is full: nobody is told, and nothing goes on profiling."""
+    with Asked(tmp_path) as asked:
+        in_the_way = captures.answer_path(asked.ring)
+        in_the_way.mkdir()
+        asked.step(5)
+        on = profiler._is_profiler_enabled
+        in_the_way.rmdir()
+        asked.ask()
+        asked.step(4)
+
+    assert not on
+    assert swallowing == {"a capture": 2}  # and once more when it is told
+    assert asked.outcome.steps == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "[]", '{"id": "one"}',
+        *(json.dumps({**REQUEST, **wrong}) for wrong in (
+            {"steps": "3"}, {"steps": 0}, {"steps": 21}, {"steps": True}, {"ranks": 3}, {"id": "../../elsewhere"},
+            {"asked_unix_s": "yesterday"}, {"from_step": None}, {"folder": 5}, {"more": 1},
+        )),
+    ],
+)  # fmt: skip
+def test_request_that_cannot_be_read(tmp_path: Path, text: str) -> None:
+    """It is answered, and goes; the next one is taken up."""
+    with Asked(tmp_path) as asked:
+        captures.ask_path(asked.ring).write_text(text)
+        asked.step()
+        refused = asked.outcome
+        asked.ask()
+        asked.step(4)
+
+    assert refused.ended.startswith("the request cannot be read: ")
+    assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
+
+
+def test_another_profiler_begins_whatever_fails_of_ours(
+    tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ending ours is our concern; the user's profile() sees nothing of it."""
+    with Asked(tmp_path, steps=6) as asked:
+        asked.step(3)
+        with monkeypatch.context() as breaking:
+            breaking.setattr(capture_trace.Trace, "_end_step", lambda self: out_of_host_memory())
+            with profile(activities=[ProfilerActivity.CPU]) as theirs:
+                torch.ones(3).cumsum(0)
+        asked.step(2)
+
+    assert [each.name for each in theirs.events() if each.name == "aten::cumsum"] == ["aten::cumsum"]
+    assert swallowing["ending a capture for another profiler"] >= 1
+    assert asked.outcome.ended == "another profiler began"
+
+
+def test_bound_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in progress is the last one."""
+    with Asked(tmp_path, steps=10) as asked:
+        asked.step(2)
+        monkeypatch.setattr(capture, "LONGEST_S", 0.0)
+        asked.step(3)
+
+    assert (asked.outcome.steps, asked.traced_steps()[-1]) == (2, "ProfilerStep#2")
+    assert asked.outcome.ended.startswith("it took longer than")
+
+
+def test_bound_of_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace beyond it goes, and that is said."""
+    monkeypatch.setattr(captures, "MAX_TRACE_BYTES", 1000)
+    with Asked(tmp_path) as asked:
+        asked.step(4)
+
+    assert asked.outcome.steps == 2
+    assert asked.outcome.files == {}
+    assert "ask for fewer steps" in asked.outcome.left_out[TRACE]
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """Training goes on, and the answer says what is missing."""
+    (tmp_path / "files").write_text("in the way")
+    with Asked(tmp_path) as asked:
+        asked.step(4)
+
+    assert asked.outcome.left_out[TRACE].startswith("it could not be written")
+    assert len(asked.recording.steps) == 4
+
+
+def test_watch_that_ends_meanwhile(tmp_path: Path) -> None:
+    """What is whole is kept."""
+    with Asked(tmp_path, steps=10) as asked:
+        asked.step(4)
+
+    assert (asked.outcome.steps, asked.outcome.ended) == (3, "the watch ended")
+    assert asked.traced_steps()[:3] == ["ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def grown_bytes(operations: int) -> int:
+    """By how much this process grows in so many operations; a profiler keeps some 1 KB of each."""
+    value = torch.ones(2)
+    for _ in range(operations):  # a child of a large process grows as it comes to files' pages that its parent has
+        value.add_(0.0)
+    before = resident_bytes()
+    for _ in range(operations):
+        value.add_(0.0)
+    return resident_bytes() - before
+
+
+def test_forked_child(tmp_path: Path) -> None:
+    """A worker of a DataLoader, that lives on: it gives torch's functions back, writes nothing and records nothing.
+    The parent's capture goes on."""
+    with Asked(tmp_path, python=True) as asked:
+        asked.step(2)
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            clean = {
+                "functions": (profiler._prepare_profiler, profiler._enable_profiler) == STARTS,
+                "told": not profiler._is_profiler_enabled,
+                "hook": sys.getprofile() is None,
+                "grown": grown_bytes(30_000),
+                "answered": captures.answer_path(asked.ring).exists(),
+            }
+            os.write(write, json.dumps(clean).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = json.loads(os.read(read, 4096))
+        asked.step(2)
+
+    grown = told.pop("grown")
+    assert told == {"functions": True, "told": True, "hook": True, "answered": False}
+    assert grown < 4 << 20
+    assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
+
+
+def test_nothing_is_asked_where_that_is_off(tmp_path: Path) -> None:
+    """The file stays where it is."""
+    with recorded(tmp_path, capture="off") as recording:
+        ring = ring_of_this_process(recording.watch.run_dir)
+        captures.write(captures.ask_path(ring), Request("one", "user", 0.0, 0, (0,), 0, 1))
+        recording.watch.step()
+
+    assert captures.ask_path(ring).exists()
+
+
+def test_no_recompilation(tmp_path: Path) -> None:
+    """Compiled code stays as it is while it is traced, and afterwards."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() @ x).relu()
+
+    x = torch.ones(4, 4, requires_grad=True)
+    with Asked(tmp_path, from_step=4) as asked:
+        for _ in range(8):
+            function(x).sum().backward()
+            asked.recording.watch.step()
+
+    compiled = [bool(step.flags & Flag.COMPILED) for step in asked.recording.steps]
+    assert compiled == [True] + [False] * 7
+    assert asked.outcome.steps == 2

@@ -1,0 +1,95 @@
+"""Memory at the end of each step."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.recording import recorded
+from torchlens_perf.errors import swallowed
+from torchlens_perf.recorder import session
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the device's memory")
+def test_resident_memory_is_on_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU: what the process has at the end of the step; a tensor that was made in a step is seen in its number."""
+    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    kept = []
+    with recorded(tmp_path) as recording:
+        for _ in range(3):
+            before = resident_bytes()
+            recording.watch.step()
+            after = resident_bytes()
+            kept.append((before, after))
+        big = torch.ones(1 << 24)
+        recording.watch.step()
+
+    *small, with_big = [step.value0 for step in recording.steps]
+    for (before, after), value in zip(kept, small, strict=True):
+        assert min(before, after) <= value <= max(before, after)
+    assert with_big - small[-1] > big.nbytes / 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the device's memory")
+def test_resident_memory_of_short_steps_is_read_once_in_50_ms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it costs as much as all other work at a step's end: between two readings the last one stands."""
+    reads, read = [], os.pread
+
+    def counting(descriptor: int, *args: int) -> bytes:
+        reads.extend([descriptor] * os.readlink(f"/proc/self/fd/{descriptor}").endswith("/statm"))
+        return read(descriptor, *args)
+
+    with recorded(tmp_path) as recording:
+        with monkeypatch.context() as counted:
+            counted.setattr(os, "pread", counting)
+            for _ in range(50):
+                recording.watch.step()
+
+    elapsed_ns = recording.steps[-1].start_ns + recording.steps[-1].duration_ns - recording.steps[0].start_ns
+    assert 1 <= len(reads) <= 1 + elapsed_ns // 50_000_000
+    assert all(step.value0 > 0 for step in recording.steps)
+
+
+def test_without_memory(tmp_path: Path) -> None:
+    """Switched off, no number is made up: the steps have none."""
+    with recorded(tmp_path, memory=False) as recording:
+        recording.watch.step()
+
+    assert [step.value0 for step in recording.steps] == [0]
+    assert recording.metadata["memory_source"] == ""
+
+
+def test_source_is_named(tmp_path: Path) -> None:
+    """The report says whose memory it is."""
+    with recorded(tmp_path) as recording:
+        recording.watch.step()
+
+    expected = "device allocator, peak" if torch.cuda.is_available() else "resident memory of the process"
+    assert expected == recording.metadata["memory_source"]
+
+
+def test_reading_that_fails_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step goes on without a number, and the report says what is missing."""
+
+    def fail(*args: object) -> bytes:
+        raise OSError("no /proc here")
+
+    with recorded(tmp_path) as recording:
+        with monkeypatch.context() as broken:
+            broken.setattr(swallowed, "strict", False)
+            broken.setattr(swallowed, "by_place", Counter())
+            broken.setattr(os, "pread", fail)
+            for _ in range(3):
+                recording.watch.step()
+
+    assert len(recording.steps) == 3
+    assert any("memory failed" in note for note in recording.notes)
+    assert recording.internal_errors == 1

@@ -1,0 +1,544 @@
+"""The forward pass, per module: what is recorded, and that modules stay the user's."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.recording import EVERYTHING, Record, recorded
+from torchlens_perf import watch
+from torchlens_perf.config import Config
+from torchlens_perf.hooks.loop.selection import NamedModel, select
+from torchlens_perf.hooks.loop.trained_models import TrainedModels
+from torchlens_perf.recorder import torch_private
+from torchlens_perf.run.ring import Flag, Kind
+
+SLOT = "_compiled_call_impl"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            again = self.use_reentrant
+            x = block(x) if again is None else checkpoint(block, x, use_reentrant=again)
+        return x
+
+
+class Raises(nn.Module):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.error
+
+
+@pytest.fixture(params=["slot", "hooks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Modules timed through their slot, and through public hooks as where torch has no such slot."""
+    if request.param == "hooks":
+        works = torch_private.works
+        monkeypatch.setattr(torch_private, "works", lambda name: "compiled_call_impl" not in name and works(name))
+    return request.param
+
+
+def inside(inner: Record, outer: Record) -> bool:
+    return outer.start_ns <= inner.start_ns and inner.end_ns <= outer.end_ns and inner.depth > outer.depth
+
+
+def run(model: nn.Module, batch: Tensor | None = None) -> Tensor:
+    result = model(torch.randn(2, 4) if batch is None else batch)
+    result.sum().backward()
+    return result
+
+
+# -- what is recorded
+
+
+def test_each_call_is_a_span_inside_its_callers(tmp_path: Path, way: str) -> None:
+    """The root is the forward phase; modules lie inside the ones that call them, and their time adds up."""
+    model = Model()
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        run(model)
+    (root,) = recording.of(Kind.FORWARD)
+    spans = {record.name: record for record in recording.of(Kind.MODULE)}
+
+    assert root.name == "forward Model"
+    assert list(spans) == [
+        "stem", "blocks.0.linear", "blocks.0.act", "blocks.0", "blocks.1.linear", "blocks.1.act", "blocks.1",
+    ]  # fmt: skip
+    assert [spans[name].depth for name in spans] == [2, 3, 3, 2, 3, 3, 2]
+    assert all(inside(span, root) for span in spans.values())
+    assert inside(spans["blocks.1.act"], spans["blocks.1"])
+    children = sum(spans[name].duration_ns for name in ("stem", "blocks.0", "blocks.1"))
+    assert children <= root.nested_ns <= root.duration_ns
+    assert {record.flags for record in recording.records if record.kind != Kind.STEP} == {Flag(0)}
+
+
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    """When Python collects its garbage depends on all that ran before, and it is recorded too."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_fallback_records_the_same_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through public hooks, and through the slot: the same kinds, names, depths and flags, in the same order."""
+
+    def shape() -> list[tuple[Any, ...]]:
+        torch.manual_seed(0)
+        model = Model(use_reentrant=False)
+        broken = nn.Sequential(Block(), Raises(ValueError("no")))
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        with recorded(folder, [model, broken], **EVERYTHING) as recording:
+            for _ in range(2):
+                run(model)
+                with pytest.raises(ValueError, match="no"):
+                    broken(torch.randn(2, 4))
+                recording.watch.step()
+        return [
+            (each.kind, each.name, each.step, each.depth, each.flags, each.value1)
+            for each in recording.records
+            if each.kind is not Kind.THREAD_TIME  # of long steps only, and those are the machine's
+        ]
+
+    by_slot = shape()
+    works = torch_private.works
+    monkeypatch.setattr(torch_private, "works", lambda name: "compiled_call_impl" not in name and works(name))
+    by_hooks = shape()
+
+    assert len(by_slot) > 40
+    assert by_slot == by_hooks
+
+
+def test_recursion_and_shared_modules(tmp_path: Path, way: str) -> None:
+    """Every call counts, also of a module that is called twice, or by itself; its name is the first that it has."""
+
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.second = self.first
+
+        def forward(self, x: Tensor, left: int = 2) -> Tensor:
+            x = self.second(self.first(x))
+            return self(x, left - 1) if left else x
+
+    model = Recursive()
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        run(model)
+
+    assert recording.names(Kind.MODULE) == ["first"] * 6 + ["forward Recursive"] * 2
+    assert recording.names(Kind.FORWARD) == ["forward Recursive"]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_has_a_name_of_its_own(use_reentrant: bool, tmp_path: Path, way: str) -> None:
+    """Activation checkpointing runs blocks again inside the backward pass: that is no forward pass."""
+    model = Model(use_reentrant)
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        run(model)
+    (backward,) = [each for each in recording.of(Kind.BACKWARD) if each.depth == 1]
+    again = recording.of(Kind.RECOMPUTE)
+
+    assert recording.names(Kind.FORWARD) == ["forward Model"]
+    assert [each.name for each in again] == ["checkpoint"] * 2
+    assert all(inside(each, backward) for each in again)
+    assert [sum(inside(each, region) for each in recording.of(Kind.MODULE, "blocks.1")) for region in again] == [1, 0]
+    assert {each.name for each in recording.of(Kind.MODULE)} == {
+        "stem", "blocks.0", "blocks.0.linear", "blocks.0.act", "blocks.1", "blocks.1.linear", "blocks.1.act",
+    }  # fmt: skip
+    assert recording.unbalanced == 0
+
+
+@pytest.mark.parametrize("error", [ValueError("bad batch"), KeyboardInterrupt(), SystemExit(3)])
+def test_exception_is_the_users_own(error: BaseException, tmp_path: Path) -> None:
+    """The very exception object comes out, with the spans that it passed closed and flagged; the loop can go on."""
+    model = nn.Sequential(Block(), nn.Sequential(Raises(error)))
+    good = model[0]
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        with pytest.raises(type(error)) as caught:
+            model(torch.randn(2, 4))
+        good(torch.randn(2, 4))
+
+    assert caught.value is error
+    assert error.__cause__ is None
+    assert error.__context__ is None
+    raised = [(each.kind, each.name) for each in recording.records if each.flags & Flag.EXCEPTION]
+    assert raised == [(Kind.MODULE, "1.0"), (Kind.MODULE, "1"), (Kind.FORWARD, "forward Sequential")]
+    assert recording.unbalanced == 0
+    assert (recording.records[-1].name, recording.records[-1].depth) == ("0", 1)
+
+
+def test_exception_through_public_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls no hook for a KeyboardInterrupt: its spans are dropped and counted, and the next ones are right."""
+    monkeypatch.setattr(
+        torch_private, "works", lambda name, works=torch_private.works: "call_impl" not in name and works(name)
+    )
+    model = nn.Sequential(Block(), Raises(KeyboardInterrupt()))
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(2, 4))
+        model[1].error = ValueError("bad batch")
+        with pytest.raises(ValueError, match="bad batch"):
+            model(torch.randn(2, 4))
+
+    assert [each.name for each in recording.records if each.flags & Flag.EXCEPTION] == ["1", "forward Sequential"]
+
+
+def test_result_of_none_is_no_exception(tmp_path: Path, way: str) -> None:
+    """A module may return nothing, also in an exception handler's place; through hooks that looks much like raising."""
+
+    class Silent(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            return None
+
+    model = nn.Sequential(Silent())
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        assert model(torch.randn(2, 4)) is None
+
+    assert {each.flags for each in recording.records if each.kind != Kind.STEP} == {Flag(0)}
+
+
+def test_call_on_another_thread(tmp_path: Path, way: str) -> None:
+    """It is recorded, and marked as no part of the training thread's step."""
+    model = Block()
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        thread = threading.Thread(target=model, args=(torch.randn(2, 4),))
+        thread.start()
+        thread.join()
+        run(model)
+
+    flags = [(each.kind, each.name, each.flags) for each in recording.records if each.name == "linear"]
+    assert flags[:2] == [(Kind.MODULE, "linear", Flag.OTHER_THREAD), (Kind.MODULE, "linear", Flag(0))]
+
+
+def test_watch_ends_inside_a_call(tmp_path: Path, way: str) -> None:
+    """Leaving the watch from inside a module's forward is odd, and harmless."""
+
+    class Ends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            watched.close()
+            return x + 1
+
+    model = nn.Sequential(Block(), Ends(), Block())
+    batch = torch.randn(2, 4)
+    watched = watch(model, dir=str(tmp_path), sidecar=False, report=False, modules="all")
+    with watched:
+        inside_result = model(batch)
+
+    assert torch.equal(model(batch), inside_result)
+    assert not any(SLOT in vars(module) for module in model.modules())
+
+
+class Acts(dict):
+    """An argument or a result that does something when somebody looks for the tensors in it."""
+
+    def __init__(self, act: Callable[[], Any], **items: Tensor) -> None:
+        super().__init__(items)
+        self.act = act
+
+    def values(self) -> Any:
+        self.act()
+        return super().values()
+
+
+class TakesAndGives(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: Acts) -> Acts:
+        return self.inner(x)
+
+
+def test_interrupt_while_we_look_on(tmp_path: Path) -> None:
+    """A Ctrl-C that comes while our own code runs is the user's all the same: it is not swallowed with our errors."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    model = TakesAndGives()
+    with recorded(tmp_path, model, **EVERYTHING):
+        with pytest.raises(KeyboardInterrupt):
+            model(Acts(interrupt, x=torch.ones(1)))
+
+
+def test_watch_ends_while_we_look_on(tmp_path: Path) -> None:
+    """Another thread may end the watch between our look at a module's arguments and the module's call."""
+    model = TakesAndGives()
+    watched = watch(model, dir=str(tmp_path), sidecar=False, report=False, **EVERYTHING)
+    x = Acts(watched.close, x=torch.ones(1))
+    with watched:
+        result = model(x)
+
+    assert result is x
+
+
+# -- which modules
+
+
+def names(model: nn.Module, modules: Any, most: int = 128) -> list[str]:
+    return [each.name for each in select(NamedModel(model), Config(modules=modules), most).modules]
+
+
+def test_levels_do_not_count_containers() -> None:
+    """A ModuleList is never called: what is in it is one level down, not two."""
+    model = Model()
+
+    assert names(model, "none") == ["Model"]
+    assert names(model, 1) == ["Model", "stem", "blocks.0", "blocks.1"]
+    assert names(model, "auto") == names(model, 2) == names(model, "all")
+
+
+def test_patterns() -> None:
+    """Names are chosen by patterns; the root is always timed, for it is the forward phase."""
+    assert names(Model(), ("blocks.*.linear", "st?m")) == ["Model", "stem", "blocks.0.linear", "blocks.1.linear"]
+    assert names(Model(), ("nothing",)) == ["Model"]
+
+
+def test_auto_is_bounded() -> None:
+    """Of a large model fewer levels are timed, and of a broad one none but the root."""
+    assert names(Model(), "auto", most=4) == ["Model", "stem", "blocks.0", "blocks.1"]
+    assert names(Model(), "auto", most=2) == ["Model"]
+
+
+def test_wrappers_are_no_part_of_names() -> None:
+    """A compiled model, or block, has the names that its author gave it, and the wrapper is what is timed."""
+    model = Model()
+    compiled = torch.compile(model)
+    assert names(compiled, "all") == names(model, "all")
+    assert select(NamedModel(compiled), Config(modules="none")).modules[0].module is compiled
+
+    model.blocks[0] = torch.compile(model.blocks[0])
+    chosen = {each.name: each.module for each in select(NamedModel(model), Config(modules="all")).modules}
+    assert list(chosen) == names(Model(), "all")
+    assert chosen["blocks.0"] is model.blocks[0]
+
+
+def test_users_own_module_named_module_stays() -> None:
+    """Only around the whole model is `module` a wrapper's name."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.head = Block(), nn.Linear(4, 4)
+
+    assert names(Wrapped(), 1) == ["Wrapped", "module", "head"]
+
+
+def test_model_is_found_by_its_optimizer(tmp_path: Path) -> None:
+    """Without a model, the outermost module whose parameters the first optimizer steps is timed from then on."""
+    gc.collect()  # models that other tests have trained
+    model, bystander = nn.Sequential(Model()), Block()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, **EVERYTHING) as recording:
+        for _ in range(2):
+            run(model)
+            bystander(torch.randn(2, 4))
+            optimizer.step()
+
+    assert TrainedModels().of(optimizer) == [NamedModel(model)]
+    assert [(each.name, each.step) for each in recording.of(Kind.FORWARD)] == [("forward Sequential", 1)]
+
+
+def test_unfinished_modules_are_passed_over(tmp_path: Path) -> None:
+    """A module whose constructor failed before nn.Module's own ran may still lie about when the model is looked for."""
+    gc.collect()  # models that other tests have trained
+    unfinished = nn.Module.__new__(Model)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    assert TrainedModels().of(optimizer) == [NamedModel(model)]
+    assert not hasattr(unfinished, "training")
+
+
+def test_nested_watch_joins(tmp_path: Path) -> None:
+    """A watch inside a watch adds its models to the outer one; leaving it ends nothing."""
+    outer, inner = Block(), Model()
+    with recorded(tmp_path, outer, **EVERYTHING) as recording:
+        with watch(inner) as joined:
+            assert joined.run_dir == recording.watch.run_dir
+            run(inner)
+            joined.step()
+        run(inner)
+        with watch([inner, outer]):
+            run(outer)
+
+    assert recording.names(Kind.FORWARD) == ["forward Model", "forward Model", "forward Block"]
+    assert recording.steps[0].flags & Flag.MANUAL
+
+
+def test_later_model_at_the_same_address(tmp_path: Path) -> None:
+    """A model that takes a deleted one's place in memory is not taken for it."""
+    with recorded(tmp_path, Block(), **EVERYTHING) as recording:
+        addresses = set()
+        for _ in range(20):
+            model = nn.Linear(4, 4)
+            addresses.add(id(model))
+            with watch(model):
+                run(model)
+            del model
+
+    assert len(addresses) < 20
+    assert recording.names(Kind.FORWARD) == ["forward Linear"] * 20
+
+
+# -- modules stay the user's
+
+
+def test_nothing_is_left_in_modules(tmp_path: Path, way: str) -> None:
+    """Afterwards the modules' dictionaries hold what they held before, hooks included."""
+    model = Model()
+    model.blocks[0].compile(backend="eager")
+
+    def contents() -> list[Any]:
+        return [
+            (name, {key: copy.copy(value) if key.startswith("_") else value for key, value in vars(module).items()})
+            for name, module in model.named_modules()
+        ]
+
+    before = contents()
+    with recorded(tmp_path, model, **EVERYTHING):
+        run(model)
+        if way == "slot":
+            assert all(SLOT in vars(module) for module in model.modules() if not isinstance(module, nn.ModuleList))
+    model.zero_grad()
+
+    assert str(before) == str(contents())
+    assert [list(one) for _, one in before] == [list(one) for _, one in contents()]
+
+
+def test_module_compiled_inside_the_watch_keeps_its_slot(tmp_path: Path) -> None:
+    """module.compile() takes the slot that we had, and has it after the watch too."""
+    model = Model()
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        run(model)
+        model.blocks[0].compile(backend="eager")
+        compiled = vars(model.blocks[0])[SLOT]
+        run(model)
+
+    assert vars(model.blocks[0])[SLOT] is compiled
+    assert recording.names(Kind.MODULE).count("blocks.0") == 1
+    assert "blocks.0: compiled inside the watch: no times since then" in recording.notes
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(False, id="given"),
+        pytest.param(True, id="found by its optimizer"),
+    ],
+)
+def test_deleted_model_is_freed_at_once(found: bool, tmp_path: Path, way: str) -> None:
+    """Inside the watch, without a run of the garbage collector: its memory may be needed for the next model."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    references = [weakref.ref(module) for module in model.modules()]
+    gc.collect()
+    gc.disable()
+    try:
+        with recorded(tmp_path, None if found else model, optimizer, **EVERYTHING):
+            for _ in range(3):
+                run(model)
+                optimizer.step()
+            del model
+            left = [reference() for reference in references if reference() is not None]
+            assert left == []
+    finally:
+        gc.enable()
+
+
+def test_deep_copy_is_not_watched(tmp_path: Path, way: str) -> None:
+    """A copy made inside the watch computes by itself, and is not recorded; nor is one that came through a pickle."""
+    model = Model()
+    batch = torch.randn(2, 4)
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        copies = [copy.deepcopy(model), copy.copy(model)]
+        for copied in copies:
+            assert not any(
+                vars(module).get(SLOT)
+                for module in copied.modules()
+                if module is not model.stem and copied is copies[0]
+            )
+        nn.init.zeros_(copies[0].stem.weight)
+        nn.init.zeros_(copies[0].stem.bias)
+        changed = copies[0](batch)
+        unchanged = run(model, batch)
+
+    assert not torch.equal(changed, unchanged)
+    assert recording.names(Kind.FORWARD) == ["forward Model"]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LSTM(4, 4), lambda: nn.GRU(4, 4), lambda: nn.TransformerEncoderLayer(4, 2, 4)]
+)
+def test_every_watched_module_can_be_copied(make: Any, tmp_path: Path, way: str) -> None:
+    """Also those that say themselves what is copied."""
+    model = nn.Sequential(make())
+    with recorded(tmp_path, model, **EVERYTHING):
+        copied = copy.deepcopy(model)
+
+    assert str(model) == str(copied)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), copied.parameters(), strict=True))
+
+
+def test_saved_fallback_hooks_load_without_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where public hooks are in use, a saved model holds hooks; they are the standard library's and do nothing."""
+    import pickle
+    import pickletools
+
+    monkeypatch.setattr(
+        torch_private, "works", lambda name, works=torch_private.works: "call_impl" not in name and works(name)
+    )
+    model = nn.Sequential(nn.Linear(4, 4))
+    with recorded(tmp_path, model, **EVERYTHING):
+        data = pickle.dumps(model)
+    loaded = pickle.loads(data)
+    batch = torch.randn(2, 4)
+
+    assert torch.equal(model(batch), loaded(batch))
+    used = {argument for _, argument, _ in pickletools.genops(data) if isinstance(argument, str)}
+    assert not any("torchlens" in each for each in used)
+
+
+def test_dataparallel_replicas_are_restored(tmp_path: Path) -> None:
+    """Replicas compute with their own parameters, and torch's way of making them is put back."""
+    replicate = nn.Module._replicate_for_data_parallel
+    model = nn.Linear(4, 4)
+    with recorded(tmp_path, model, **EVERYTHING):
+        replica = model._replicate_for_data_parallel()
+        replica.weight, replica.bias = torch.zeros(4, 4), torch.ones(4)
+        result = replica(torch.randn(2, 4))
+
+    assert torch.equal(result, torch.ones(2, 4))
+    assert nn.Module._replicate_for_data_parallel is replicate

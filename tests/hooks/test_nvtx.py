@@ -1,0 +1,69 @@
+"""NVTX ranges, seen by a real injection library in the place of Nsight Systems."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.long import long
+from tests.support.processes import SCRIPTS, run_warm
+from tests.support.recorders import IDS
+
+SOURCE = Path(__file__).parents[1] / "support" / "nvtx_counter.c"
+compiler = shutil.which("cc") or shutil.which("gcc")
+pytestmark = pytest.mark.skipif(compiler is None, reason="the NVTX injection library needs a C compiler")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The injection library, compiled."""
+    path = tmp_path_factory.mktemp("nvtx") / "libnvtx_counter.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-w", "-o", path, SOURCE], check=True)
+    return path
+
+
+@pytest.mark.parametrize("recorder", [*IDS[:1], *long(*IDS[1:])])
+def test_ranges_balance_by_name(recorder: str, library: Path, tmp_path: Path) -> None:
+    """Steps, phases, modules and sections are ranges of our domain, each ended as often as begun, also on raising."""
+    out = tmp_path / "counts"
+    done = run_warm(
+        [sys.executable, str(SCRIPTS / "nvtx_ranges.py"), str(tmp_path), recorder],
+        tmp_path,
+        NVTX_INJECTION64_PATH=str(library),
+        NVTX_COUNTER_OUT=str(out),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("\t") for line in out.read_text().splitlines()]
+    counts = {message: (int(begun), int(ended)) for domain, message, begun, ended in rows if domain == "torchlens_perf"}
+
+    assert counts == {
+        "step": (8, 8),  # seven, and the one in progress when the watch ends
+        "data": (8, 8),  # seven batches, and the call that finds the end
+        "data workers start": (1, 1),
+        "augment": (7, 7),
+        "forward Net": (7, 7),
+        "first": (7, 7),
+        "second": (7, 7),
+        "fails": (7, 7),
+        "backward": (7, 7),
+        "optimizer SGD": (7, 7),
+    }
+    assert rows[-1] == ["(bad pops)", "", "0", "0"]
+
+
+def test_without_a_tool_no_call_is_made(tmp_path: Path) -> None:
+    """Where no tool listens the recorder has no NVTX function to call."""
+    program = (
+        "import torchlens_perf as perf\n"
+        "from torchlens_perf.watch import running\n"
+        f"with perf.watch(dir={str(tmp_path)!r}, sidecar=False, report=False):\n"
+        "    session = running()._session\n"
+        "    print('nvtx' in session._at_step.values())\n"
+    )
+    done = run_warm([sys.executable, "-c", program], tmp_path)
+
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -1,0 +1,290 @@
+"""What else happens in a step: collections, checkpoints, compilation, and how much work there was."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchlens_perf as perf
+from tests.support.recording import Record, Recording, recorded
+from torchlens_perf.errors import ConfigError
+from torchlens_perf.hooks.data import batch_elements
+from torchlens_perf.run import ring
+from torchlens_perf.run.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind
+
+GC, SAVE = "python gc", "torch.save"
+
+
+@pytest.fixture(autouse=True)
+def _no_collection_of_its_own():
+    """Only what a test asks for is collected."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def flags(recording: Recording, flag: Flag) -> list[bool]:
+    """Which steps have it."""
+    return [bool(step.flags & flag) for step in recording.steps]
+
+
+def workload(step: Record) -> int:
+    """As recorded; -1: not known."""
+    return (step.value1 >> WORKLOAD_SHIFT) - 1
+
+
+# -- garbage collection
+
+
+def test_full_collection_is_a_section_and_a_flag(tmp_path: Path) -> None:
+    """Of the oldest generation; the younger ones take microseconds and leave no trace."""
+    with recorded(tmp_path) as recording:
+        for generation in (0, 1, 2, 0):
+            gc.collect(generation)
+            recording.watch.step()
+
+    assert flags(recording, Flag.COLLECTED) == [False, False, True, False]
+    (section,) = recording.of(Kind.SECTION, GC)
+    assert (section.step, section.depth, section.flags) == (2, 1, Flag(0))
+    assert 0 < section.duration_ns < recording.steps[2].duration_ns
+
+
+def test_time_of_all_collections(tmp_path: Path) -> None:
+    """Also the younger generations' is added up, where the sidecar reads it; until the watch ends."""
+    told = []
+    with recorded(tmp_path) as recording:
+        session = recording.watch._session
+        assert session is not None
+        for generation in (0, 1, 2):
+            began_ns = time.perf_counter_ns()
+            gc.collect(generation)
+            took_ns = time.perf_counter_ns() - began_ns
+            told.append(session._ring._words[ring.GC_NS])
+            assert 0 < told[-1] - (told[-2] if generation else 0) <= took_ns
+    callbacks = len(gc.callbacks)
+    gc.collect()
+
+    assert len(gc.callbacks) == callbacks  # ours is gone: the ring file is unmapped
+
+
+def test_collection_inside_of_a_phase(tmp_path: Path) -> None:
+    """Its time is taken out of what it interrupts: the section around it knows how much was nested."""
+    with recorded(tmp_path) as recording:
+        with perf.section("interrupted"):
+            gc.collect()
+        recording.watch.step()
+    collection, around = recording.of(Kind.SECTION)
+
+    assert (collection.name, around.name) == (GC, "interrupted")
+    assert collection.depth == around.depth + 1
+    assert around.nested_ns == collection.duration_ns
+
+
+def test_collection_on_another_thread(tmp_path: Path) -> None:
+    """It is told apart from the training thread's time; the step is flagged, for it stops that thread too."""
+    with recorded(tmp_path) as recording:
+        thread = threading.Thread(target=gc.collect)
+        thread.start()
+        thread.join()
+        recording.watch.step()
+
+    assert [each.flags for each in recording.of(Kind.SECTION, GC)] == [Flag.OTHER_THREAD]
+    assert recording.steps[0].nested_ns < recording.of(Kind.SECTION, GC)[0].duration_ns
+    assert flags(recording, Flag.COLLECTED) == [True]
+
+
+# -- checkpoints
+
+
+def test_saving_is_a_section_and_a_flag(tmp_path: Path) -> None:
+    """torch.save as such: arguments by position and name, and a file that loads."""
+    state = nn.Linear(4, 4).state_dict()
+    with recorded(tmp_path) as recording:
+        recording.watch.step()
+        with perf.section("checkpoint"):
+            assert torch.save(state, tmp_path / "plain") is None
+            torch.save(obj=state, f=tmp_path / "named", _use_new_zipfile_serialization=True)
+        recording.watch.step()
+        recording.watch.step()
+
+    assert flags(recording, Flag.CHECKPOINT) == [False, True, False]
+    assert [(each.step, each.depth, each.flags) for each in recording.of(Kind.SECTION, SAVE)] == [(1, 2, Flag(0))] * 2
+    for name in ("plain", "named"):
+        loaded = torch.load(tmp_path / name)
+        assert all(torch.equal(loaded[key], state[key]) for key in state)
+
+
+def test_error_of_a_save_is_the_users(tmp_path: Path) -> None:
+    """It is the same error as without a watch; its section is flagged, and the step is not compared either."""
+
+    class Unwritable:
+        error = OSError(28, "No space left on device")
+
+        def write(self, data: bytes) -> int:
+            raise self.error
+
+        def flush(self) -> None: ...
+
+    with recorded(tmp_path) as recording:
+        with pytest.raises(RuntimeError, match=r"Parent directory .* does not exist"):
+            torch.save({}, tmp_path / "missing" / "file")
+        with pytest.raises(OSError, match="No space left") as caught:
+            torch.save(torch.ones(3), Unwritable(), _use_new_zipfile_serialization=False)
+        recording.watch.step()
+
+    assert caught.value is Unwritable.error
+    assert [each.flags for each in recording.of(Kind.SECTION, SAVE)] == [Flag.EXCEPTION] * 2
+    assert flags(recording, Flag.CHECKPOINT) == [True]
+    assert recording.unbalanced == 0
+
+
+# -- compilation
+
+
+def test_steps_that_compile_are_flagged(tmp_path: Path) -> None:
+    """The first call compiles, and one of another kind of tensor; what runs what was compiled does not."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager", dynamic=False)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    with recorded(tmp_path) as recording:
+        recording.watch.step()
+        for x in (torch.ones(3), torch.ones(3), torch.ones(5), torch.ones(3), torch.ones(5)):
+            function(x)
+            recording.watch.step()
+
+    assert flags(recording, Flag.COMPILED) == [False, True, False, True, False, False]
+
+
+def test_compilation_before_the_watch(tmp_path: Path) -> None:
+    """What was compiled before is no compilation of the first step."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.cos() + 1
+
+    function(torch.ones(3))
+    with recorded(tmp_path) as recording:
+        function(torch.ones(3))
+        recording.watch.step()
+
+    assert flags(recording, Flag.COMPILED) == [False]
+
+
+# -- attaching
+
+
+def test_everything_is_put_back(tmp_path: Path) -> None:
+    """The collector's callbacks and torch.save are those from before; outside of a watch nothing is recorded."""
+    before = list(gc.callbacks), torch.save
+    with recorded(tmp_path) as recording:
+        assert len(gc.callbacks) == len(before[0]) + 1
+        assert torch.save is not before[1]
+        assert torch.save.__wrapped__ is before[1]
+    gc.collect()
+    torch.save({}, tmp_path / "after")
+
+    assert (list(gc.callbacks), torch.save) == before
+    assert recording.of(Kind.SECTION) == []
+
+
+# -- how much work there was
+
+
+@pytest.mark.parametrize("tokens", [-1, 1 << 40, True, 1.0, "3", [3]])
+def test_impossible_tokens(tokens: Any, tmp_path: Path) -> None:
+    """They are the user's mistake: named, and no step ends."""
+    with recorded(tmp_path) as recording:
+        with pytest.raises(ConfigError, match=r"^tokens=.*whole number"):
+            recording.watch.step(tokens=tokens)
+
+    assert recording.steps == []
+
+
+def test_tokens_of_a_step(tmp_path: Path) -> None:
+    """What the user tells counts, the largest and nothing too, and only for that step; else batches' elements do."""
+    loader = iter(DataLoader(TensorDataset(torch.ones(9, 7)), 3))
+    with recorded(tmp_path) as recording:
+        for tokens in (5, 0, (1 << 40) - 1, None):
+            recording.watch.step(tokens=tokens)
+        next(loader)
+        recording.watch.step()
+        next(loader)
+        recording.watch.step(tokens=12)
+        with perf.watch() as joined:
+            joined.step(tokens=13)
+
+    assert [workload(step) for step in recording.steps] == [5, 0, (1 << 40) - 1, -1, 21, 12, 13]
+    assert {step.value1 & MICRO_STEPS_MASK for step in recording.steps} == {1}
+
+
+def test_batches_of_a_step_add_up(tmp_path: Path) -> None:
+    """With gradient accumulation: all batches of the step, and the micro-steps beside them."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, optimizer) as recording:
+        for number, (x,) in enumerate(DataLoader(TensorDataset(torch.ones(10, 4)), 2)):
+            model(x).sum().backward()
+            if number in (2, 4):
+                optimizer.step()
+
+    assert [workload(step) for step in recording.steps] == [3 * 8, 2 * 8]
+    assert [step.value1 & MICRO_STEPS_MASK for step in recording.steps] == [3, 2]
+
+
+X, Y = torch.ones(3, 5), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "elements"),
+    [
+        (X, 15),
+        ((X, Y), 15),
+        ([Y, X], 2),
+        ({"labels": Y, "input_ids": X}, 15),
+        ({"labels": Y, "pixels": X}, 2),
+        (UserDict(input_ids=X), 15),
+        (((X, Y), Y), 15),
+        ([{"input_ids": (X,)}], 15),
+        ([[[X]]], 15),
+        ([[[[X]]]], None),
+        (torch.ones(0, 4), 0),
+        ((), None),
+        ({}, None),
+        (None, None),
+        ("text", None),
+        (7, None),
+        (([], X), None),
+    ],
+)
+def test_elements_of_a_batch(batch: Any, elements: int | None) -> None:
+    """Those of the first tensor, three levels deep; of a mapping's input_ids if it has them; None without a tensor."""
+    assert batch_elements(batch) == elements
+
+
+def test_batch_that_cannot_be_weighed(tmp_path: Path) -> None:
+    """An object without elements leaves the workload unknown, which is not zero; the batch is as it was."""
+
+    class Graph:
+        numel = "not a method"
+
+    graph = Graph()
+    with recorded(tmp_path) as recording:
+        (batch,) = DataLoader([graph], None)
+        recording.watch.step()
+
+    assert batch is graph
+    assert [workload(step) for step in recording.steps] == [-1]

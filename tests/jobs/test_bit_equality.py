@@ -1,0 +1,170 @@
+"""A watch changes nothing: not a bit of what a run computes, in every kind of model and loop of the zoo."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.support.model_zoo import CASES, Case, Outcome
+from tests.support.recording import EVERYTHING, Recording, recorded
+from torchlens_perf.recorder import torch_private
+from torchlens_perf.run.ring import Kind
+
+# Eager, so quick to run; between them they use every hook that there is on one rank.
+FEW = ("inplace_residual", "dropout", "gradient_accumulation", "two_optimizers", "data_loader", "generation")
+
+WITHOUT_BACKWARD = ("encoder_fast_path", "generation")
+# Compiled as a whole, or a model that consists of one module.
+WITHOUT_EAGER_MODULES = (
+    "compiled_eager", "compiled_aot_eager", "compiled_inductor", "compiled_loop_body", "recurrent", "sparse_embedding",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny tensors are faster so, and sums are taken in one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def seed() -> None:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    torch._dynamo.reset()
+
+
+def state_of(outcome: Outcome) -> dict[str, Any]:
+    """Everything that a watch could have changed."""
+    return {
+        "model": [model.state_dict() for model in outcome.models],
+        "gradients": [{name: p.grad for name, p in model.named_parameters()} for model in outcome.models],
+        "modules": [
+            [(name, type(module).__qualname__, sorted(vars(module))) for name, module in model.named_modules()]
+            for model in outcome.models
+        ],
+        "optimizer": [optimizer.state_dict() for optimizer in outcome.optimizers],
+        "losses": outcome.losses,
+        "graph": [autograd_graph(loss) for loss in outcome.losses],
+        "extra": outcome.extra,
+        "random": [torch.get_rng_state(), np.random.get_state(), random.getstate()],
+    }
+
+
+def autograd_graph(loss: torch.Tensor) -> list[str]:
+    """The names of the operations behind a result, in depth-first order."""
+    names, todo, seen = [], [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.append(node.name())
+            todo += [next_node for next_node, _ in node.next_functions]
+    return names
+
+
+def assert_same(expected: Any, actual: Any, where: str = "") -> None:
+    """Equal to the bit, type by type."""
+    assert type(expected) is type(actual), where
+    if isinstance(expected, torch.Tensor):
+        assert expected.dtype == actual.dtype, where
+        assert expected.requires_grad == actual.requires_grad, where
+        # Not torch.equal() alone: it holds a NaN for different from itself.
+        assert torch.equal(expected.nan_to_num(nan=7.25), actual.nan_to_num(nan=7.25)), where
+        assert torch.equal(expected.isnan(), actual.isnan()), where
+    elif isinstance(expected, dict):
+        assert list(expected) == list(actual), where
+        for key, value in expected.items():
+            assert_same(value, actual[key], f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(expected) == len(actual), where
+        for number, (one, other) in enumerate(zip(expected, actual, strict=True)):
+            assert_same(one, other, f"{where}[{number}]")
+    elif isinstance(expected, np.ndarray):
+        assert np.array_equal(expected, actual), where
+    else:
+        assert expected == actual, where
+
+
+def plain(case: Case) -> tuple[dict[str, Any], list[str]]:
+    """A run without a watch: its state, and the warnings that it got."""
+
+    def watching(*models: nn.Module, optimizers: Iterable[Any] = ()) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    seed()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = case.run(watching)
+    return state_of(outcome), [str(warning.message) for warning in caught]
+
+
+def watched(case: Case, folder: Path, **settings: Any) -> tuple[dict[str, Any], list[str], Recording]:
+    """The same run inside a watch, and what was recorded."""
+    recordings: list[Recording] = []
+
+    @contextmanager
+    def watching(*models: nn.Module, optimizers: Iterable[Any] = ()) -> Iterator[Recording]:
+        with recorded(folder, list(models), list(optimizers), **settings) as recording:
+            recordings.append(recording)
+            yield recording
+
+    seed()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = case.run(watching)
+    return state_of(outcome), [str(warning.message) for warning in caught], recordings[0]
+
+
+def assert_harmless(case: Case, folder: Path, **settings: Any) -> Recording:
+    """Runs the case without and with a watch, and compares; returns what was recorded."""
+    expected, expected_warnings = plain(case)
+    actual, actual_warnings, recording = watched(case, folder, **settings)
+
+    assert_same(expected, actual)
+    # Torch gives some warnings once a process; so there may be fewer.
+    assert set(actual_warnings) <= set(expected_warnings)
+    assert (recording.internal_errors, recording.unbalanced) == (0, 0)
+    assert case.steps == len(recording.steps)
+    return recording
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_run_is_bit_identical(name: str, tmp_path: Path) -> None:
+    """With every hook on: the same parameters, buffers, gradients, optimizers, losses, graphs, random numbers."""
+    recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
+
+    phases = {record.kind for record in recording.records}
+    assert (Kind.BACKWARD in phases) == (name not in WITHOUT_BACKWARD)
+    # A model inside a graph that is larger than the model is not seen: there is no call of it.
+    assert (Kind.FORWARD in phases) == (name != "compiled_loop_body")
+    assert (Kind.MODULE_BACKWARD in phases) == (name not in {*WITHOUT_BACKWARD, *WITHOUT_EAGER_MODULES})
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_defaults_are_harmless(name: str, tmp_path: Path) -> None:
+    """The same holds with the settings that people have."""
+    assert_harmless(CASES[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_public_hooks_are_harmless(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same holds where the module slot is not to be had, and modules are timed by public hooks."""
+    works = torch_private.works
+    monkeypatch.setattr(
+        torch_private, "works", lambda name: name != "torch.nn.Module._compiled_call_impl" and works(name)
+    )
+    recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
+
+    assert any("public hooks" in note for note in recording.notes)

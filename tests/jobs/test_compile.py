@@ -1,0 +1,427 @@
+"""torch.compile does not notice a watch: the same frames, graphs and operations, no recompilation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchlens_perf as perf
+from tests.support.recording import EVERYTHING, Recording, recorded
+from torchlens_perf.recorder import torch_private
+from torchlens_perf.run.ring import Kind
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=["slot", "hooks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Modules timed through their slot, and through public hooks as where torch has no such slot."""
+    if request.param == "hooks":
+        works = torch_private.works
+        monkeypatch.setattr(torch_private, "works", lambda name: "compiled_call_impl" not in name and works(name))
+    return request.param
+
+
+class Captured(NamedTuple):
+    """What Dynamo did in a run."""
+
+    frames: int
+    operations: int
+    graphs: int
+    breaks: int
+    reasons: list[str]
+
+
+Run = Callable[["Model", torch.optim.Optimizer, Any], None]
+
+
+class Block(nn.Module):
+    """Not an nn.Sequential: Dynamo treats a call of one of torch's own modules otherwise than a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Other(Model):
+    """The same with code of its own: what is compiled for Model is not used for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[1](self.blocks[0](x)))
+
+
+def capture(run: Run, folder: Path | None) -> tuple[Captured, Recording | None]:
+    """Runs with a counting backend, inside a watch if a folder is given."""
+    torch._dynamo.reset()
+    counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    context: Any = nullcontext() if folder is None else recorded(folder, model, optimizer, **EVERYTHING)
+    with context as recording:
+        run(model, optimizer, counter)
+    captured = Captured(
+        counter.frame_count,
+        counter.op_count,
+        counters["stats"]["unique_graphs"],
+        sum(counters["graph_break"].values()),
+        [*counters["graph_break"], *counters["unimplemented"]],
+    )
+    return captured, recording
+
+
+def batches() -> Iterator[Tensor]:
+    for _ in range(STEPS):
+        yield torch.randn(4, 8)
+
+
+def loop(model: Model, optimizer: torch.optim.Optimizer, call: Callable[[Tensor], Tensor]) -> None:
+    for batch in batches():
+        call(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole_model(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    loop(model, optimizer, torch.compile(model, backend=backend, fullgraph=True))
+
+
+def module_compile(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    model.compile(backend=backend, fullgraph=True)
+    loop(model, optimizer, model)
+
+
+def function_around(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    loop(model, optimizer, torch.compile(lambda x: model(x).cos(), backend=backend, fullgraph=True))
+
+
+def function_with_break(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    """The model is called in the middle of a frame that Dynamo has given up, and so is compiled by itself."""
+
+    def call(x: Tensor) -> Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        y = model(x)
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    loop(model, optimizer, torch.compile(call, backend=backend))
+
+
+def regional(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    model.blocks[0].compile(backend=backend, fullgraph=True)
+    model.blocks[1] = torch.compile(model.blocks[1], backend=backend, fullgraph=True)
+    loop(model, optimizer, model)
+
+
+def new_shapes(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for size in (2, 3, 5, 7):
+        compiled(torch.randn(size, 8)).sum().backward()
+        optimizer.step()
+
+
+def evaluation_between(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            compiled(x)
+        return compiled(x)
+
+    loop(model, optimizer, call)
+
+
+def optimizer_step(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    step = torch.compile(optimizer.step, backend=backend)
+    for batch in batches():
+        model(batch).sum().backward()
+        step()
+        optimizer.zero_grad()
+
+
+def training_step(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    @torch.compile(backend=backend)
+    def step(batch: Tensor) -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for batch in batches():
+        step(batch)
+
+
+def gradient_of_input(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    @torch.compile(backend=backend)
+    def slope(batch: Tensor) -> Tensor:
+        return torch.autograd.grad(model(batch).sum(), batch)[0] * 2
+
+    for batch in batches():
+        slope(batch.requires_grad_())
+        optimizer.step()
+
+
+def traced_autograd(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    """The backward pass is a part of the graph."""
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        gradient_of_input(model, optimizer, backend)
+
+
+def loader_loop(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    @torch.compile(backend=backend)
+    def epoch(loader: DataLoader) -> Tensor:
+        total = torch.zeros(())
+        for (batch,) in loader:
+            total = total + model(batch).sum()
+        return total
+
+    for _ in range(STEPS):
+        epoch(DataLoader(TensorDataset(torch.randn(8, 8)), 4)).backward()
+        optimizer.step()
+
+
+def compiled_autograd(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    for batch in batches():
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+            model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def scaler_update(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    @torch.compile(backend=backend)
+    def step(batch: Tensor) -> None:
+        scaler.scale(model(batch).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    for batch in batches():
+        step(batch)
+
+
+WAYS = (
+    whole_model, module_compile, function_around, function_with_break, regional, new_shapes, evaluation_between,
+    optimizer_step, training_step, gradient_of_input, traced_autograd, loader_loop, compiled_autograd, scaler_update,
+)  # fmt: skip
+
+
+USUAL = (
+    whole_model, function_with_break, regional, new_shapes, training_step, traced_autograd, compiled_autograd,
+)  # fmt: skip
+BY_HOOKS_TOO = (whole_model, new_shapes)
+"""The others are left to make test-long."""
+
+
+@pytest.mark.parametrize(
+    ("run", "way"),
+    [
+        pytest.param(run, way, id=f"{way}-{run.__name__}", marks=[] if run in usual else [pytest.mark.long])
+        for way, usual in (("slot", USUAL), ("hooks", BY_HOOKS_TOO))
+        for run in WAYS
+    ],
+    indirect=["way"],
+)
+def test_same_graphs(run: Run, tmp_path: Path, way: str) -> None:
+    """Every hook is on, and Dynamo captures the same frames and operations, with no break more; no step is missed."""
+    expected, _ = capture(run, None)
+    actual, recording = capture(run, tmp_path)
+
+    assert recording is not None
+    assert expected[:3] == actual[:3]
+    assert actual.breaks <= expected.breaks
+    # At a function that we have replaced Dynamo stops, as at torch's own; it does not try and fail inside.
+    assert [reason for reason in actual.reasons if "Recorder" in reason or "memoryview" in reason] == []
+    assert len(recording.steps) == STEPS
+    assert recording.unbalanced == 0
+
+
+def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
+    """A graph made before the watch is used inside it, one made inside it afterwards, and both are timed there.
+
+    With the public hooks in place of the slot, a graph that was made inside is made again afterwards: Dynamo guards on
+    the number of hooks that it saw.
+    """
+    counter = CompileCounter()
+    before, inside = Model(), Other()
+    compiled_before = torch.compile(before, backend=counter, fullgraph=True)
+    compiled_inside = torch.compile(inside, backend=counter, fullgraph=True)
+    batch = torch.randn(4, 8)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled_before(batch)
+        models = {"Model": compiled_before, "Other": compiled_inside}
+        with recorded(tmp_path, models, **EVERYTHING) as recording:
+            for _ in range(2):
+                compiled_before(batch)
+                compiled_inside(batch)
+        compiled_before(batch)
+        compiled_inside(batch)
+        with recorded(tmp_path, {"Model": before, "Other": inside}, **EVERYTHING) as again:
+            compiled_before(batch)
+            compiled_inside(batch)
+
+    assert counter.frame_count == 2
+    assert recording.names(Kind.FORWARD) == ["forward Model", "forward Other"] * 2
+    assert again.names(Kind.FORWARD) == ["forward Model", "forward Other"]
+    assert recording.of(Kind.MODULE) + again.of(Kind.MODULE) == []
+
+
+def test_compiled_module_is_timed_at_its_boundary(tmp_path: Path, way: str) -> None:
+    """An eager model with compiled blocks: each block has spans, what is inside its graph has none."""
+    model = Model()
+    model.blocks[0].compile(backend="eager")
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        for batch in batches():
+            model(batch).sum().backward()
+
+    assert "blocks.0, blocks.1: compiled: no inner times" in recording.notes
+    assert sorted(set(recording.names(Kind.MODULE))) == ["blocks.0", "blocks.1", "head"]
+    assert len(recording.of(Kind.MODULE)) == 3 * STEPS
+    assert len(recording.of(Kind.FORWARD, "forward Model")) == STEPS
+    assert {each.depth for each in recording.of(Kind.MODULE)} == {2}
+
+
+def test_sections_in_compiled_code(tmp_path: Path) -> None:
+    """A section inside a graph is no break and has no times; one around the compiled call has."""
+    counter = CompileCounter()
+    model = Model()
+
+    @perf.section("decorated")
+    def decorated(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def call(x: Tensor) -> Tensor:
+        with perf.section("inside"):
+            y = model(x)
+            with perf.section("nested"):
+                return decorated(y)
+
+    with recorded(tmp_path, model) as recording:
+        for batch in batches():
+            with perf.section("around"):
+                call(batch)
+
+    assert (counter.frame_count, counter.op_count) == (1, 6)
+    assert recording.names(Kind.SECTION) == ["around"] * STEPS
+
+
+def test_sections_in_code_that_was_compiled_before_the_watch(tmp_path: Path) -> None:
+    """The first call is before any watch: the section is not known yet, and the code still runs right afterwards."""
+    model = Model()
+
+    @torch.compile(backend="eager")
+    def call(x: Tensor) -> Tensor:
+        with perf.section("inside"):
+            return model(x)
+
+    batch = torch.randn(4, 8)
+    expected = call(batch)
+    with recorded(tmp_path, model) as recording:
+        actual = call(batch)
+
+    assert torch.equal(expected, actual)
+    assert len(recording.steps) <= 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("watching", ["without a watch", "first call inside a watch"])
+@pytest.mark.xfail(reason="Dynamo is told of sections by a watch, and only once it has been imported")
+def test_sections_in_compiled_code_of_a_new_process(watching: str, tmp_path: Path) -> None:
+    """A library with sections in it is compiled as one without, whether or not anybody watches."""
+    program = f"""
+import contextlib, torch, torchlens_perf as perf
+
+def call(x):
+    with perf.section("inside"):
+        return x.sin()
+
+watch = perf.watch(torch.nn.Linear(1, 1), dir={str(tmp_path)!r}, sidecar=False, report=False)
+with watch if {watching != "without a watch"} else contextlib.nullcontext():
+    torch.compile(call, backend="eager", fullgraph=True)(torch.ones(3))
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not_strict"])
+def test_export_is_the_same(strict: bool, tmp_path: Path, way: str) -> None:
+    """torch.export of a watched model gives the same program."""
+    model, batch = Model(), torch.randn(4, 8)
+    expected = torch.export.export(model, (batch,), strict=strict)
+    with recorded(tmp_path, model, **EVERYTHING):
+        model(batch).sum().backward()
+        actual = torch.export.export(model, (batch,), strict=strict)
+
+    assert str(expected.graph) == str(actual.graph)
+    assert expected.graph_signature == actual.graph_signature
+    stacks = [[node.meta.get("nn_module_stack") for node in program.graph.nodes] for program in (expected, actual)]
+    assert stacks[0] == stacks[1]
+
+
+def test_explain_is_the_same(tmp_path: Path, way: str) -> None:
+    """torch._dynamo.explain counts the same graphs and breaks, and names the same reasons."""
+    model, batch = Model(), torch.randn(4, 8)
+
+    def call(x: Tensor) -> Tensor:
+        y = model(x)
+        print(end="")
+        return model(y).relu()
+
+    expected = torch._dynamo.explain(call)(batch)
+    torch._dynamo.reset()
+    with recorded(tmp_path, model, **EVERYTHING):
+        actual = torch._dynamo.explain(call)(batch)
+
+    assert (expected.graph_count, expected.op_count) == (actual.graph_count, actual.op_count)
+    assert [each.reason for each in expected.break_reasons] == [each.reason for each in actual.break_reasons]
+
+
+def test_our_frames_are_left_alone(tmp_path: Path) -> None:
+    """Dynamo is never asked to compile a function of ours, also where it meets one behind a graph break."""
+    from torch._dynamo import convert_frame
+
+    convert_frame.input_codes.clear()
+    capture(training_step, tmp_path)
+    seen = [code().co_filename for code in convert_frame.input_codes.seen if code() is not None]
+
+    assert seen
+    assert [name for name in seen if "/torchlens_perf/" in name] == []

@@ -1,0 +1,83 @@
+"""Each call to the system that a watch makes at its start and at its end fails in turn: training is as without us."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import warm_python
+from tests.support.failing_calls import library
+from tests.support.long import long
+from tests.support.processes import ROOT, SCRIPTS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+USUAL = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENAMETOOLONG, errno.EIO, errno.ESTALE,
+    errno.ENOMEM, errno.ENFILE, errno.EPERM,
+)  # fmt: skip
+MISLEADING = (errno.ENOENT, errno.EAGAIN, errno.EEXIST)  # these mean something else to some of our code
+
+
+def unavoidable(call: str) -> bool:
+    """What just then cannot be taken away, and a lock of which nobody knows whose it is."""
+    return call.startswith(("unlink", "rmdir")) or call.endswith("sidecar.lock")
+
+
+def cases(folder: Path, sidecar: str, phase: str, errors: tuple[int, ...]) -> tuple[list[dict[str, Any]], Any]:
+    """What came of each, and of a watch afterwards in which nothing fails."""
+    (folder / "tmp").mkdir()
+    environ = {
+        **os.environ, "LD_PRELOAD": str(library()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder / "tmp"),
+    }  # fmt: skip
+    script = [sys.executable, str(SCRIPTS / "each_call_fails.py"), str(folder / "runs"), sidecar, phase]
+    done = warm_python.run([*script, *map(str, errors)], 550, env=environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *found, last = map(json.loads, done.stdout.splitlines())
+    return found, last
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "errors"), [("sidecar", USUAL), *long(("none", USUAL), ("sidecar", MISLEADING))],
+    ids=["usual", "without a sidecar", "misleading"],
+)  # fmt: skip
+def test_at_the_start(sidecar: str, errors: tuple[int, ...], tmp_path: Path) -> None:
+    """Nothing is raised, the parameters are the same to the bit, and nothing is left attached. Where recording is off,
+    that is one line, and there is no file of ours. Afterwards a watch works."""
+    found, last = cases(tmp_path, sidecar, "start", errors)
+    off = [case for case in found if not case["recording"]]
+    calls = " ".join(case["call"] for case in off)
+
+    assert last["afterwards"]["recording"]
+    for case in found:
+        assert case.keys() <= {"nth", "errno", "call", "count", "recording", "lines", "left"}, case
+        assert case["recording"] or case["left"] == [] or unavoidable(case["call"]), case
+    for case in off:
+        assert len(case["lines"]) == 1, case
+        assert case["lines"][0].startswith("torchlens_perf is off: "), case
+        assert "mistake" not in case["lines"][0], case
+    # With a sidecar there is another place for the ring file, and another process makes the folders.
+    for part in (
+        ("gethostname", "pipe2", "sidecar.log") if sidecar == "sidecar" else ("mkdir", "posix_fallocate", "mmap")
+    ):
+        assert part in calls, f"{part} did not fail where it matters"
+    assert len(off) > 10
+    assert len(off) < len(found), "some calls do not matter"
+
+
+def test_at_the_end(tmp_path: Path) -> None:
+    """Nothing is raised, and nothing is left attached; at most one line says what failed."""
+    found, last = cases(tmp_path, "sidecar", "end", USUAL)
+
+    assert last["afterwards"]["recording"]
+    assert len(found) >= 8
+    for case in found:
+        assert case.keys() <= {"nth", "errno", "call", "count", "recording", "lines"}, case
+        assert case["recording"]
+        assert len(case["lines"]) <= 1, case

@@ -1,0 +1,405 @@
+"""What users install: the wheel and the sdist, each in an empty environment, driven from an empty folder.
+
+The wheel is made from a tree to which files have been added that nobody has announced: packages, data, native sources.
+They must be in it, and what is built, or left by an earlier build, must not.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import email
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support import installations
+from tests.support.installations import PACKAGE, ROOT, Environment
+from tests.support.processes import only_report, report, runs
+from tests.support.taps import compiler, hurried
+from torchlens_perf.recorder import native_tap
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(400)]
+
+SCRIPTS = ROOT / "tests" / "scripts"
+# New files of each kind, as a change may bring them.
+ADDED = {
+    f"{PACKAGE}/added/__init__.py": "",
+    f"{PACKAGE}/added/inner/__init__.py": "",
+    f"{PACKAGE}/added/inner/module.py": "from importlib import resources\n"
+    "DATA = resources.files('torchlens_perf.added.inner').joinpath('table.new').read_text()\n",
+    f"{PACKAGE}/added/inner/table.new": "data of a kind that was not there before",
+    f"{PACKAGE}/added_without_init/module.py": "import torchlens_perf.added\n",
+    f"{PACKAGE}/report/added.pyi": "",
+    f"{PACKAGE}/native/added.c": '#include "added.h"\nconst char torchlens_perf_added[] = ADDED;\n',
+    f"{PACKAGE}/native/added.h": '#define ADDED "a source that was added"\n',
+    f"{PACKAGE}/native/deeper/added.cuh": "",
+    "docs/added.md": "",
+    "tests/added/test_added.py": "",
+}
+_BUILD_LIB = f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+# What lies about in a tree that was worked in.
+LEFT = (
+    f"{PACKAGE}/_native.cpython-399-x86_64-linux-gnu.so",
+    f"{PACKAGE}/native/_torchlens_perf_tap-9-0-cpython-399-0.so",
+    f"{PACKAGE}/native/_torchlens_perf_tap-9-0-cpython-399-0.failed",
+    f"{PACKAGE}/native/tap.lock",
+    f"{PACKAGE}/native/.build-x/said",
+    f"{PACKAGE}/__pycache__/moved_away.cpython-311.pyc",
+    f"{_BUILD_LIB}/{PACKAGE}/moved_away.py",
+    f"{_BUILD_LIB}/{PACKAGE}/moved_package/__init__.py",
+    "torchlens-perf/20260101-000000-0/report.txt",
+    "tests/__pycache__/test_moved.cpython-311.pyc",
+)
+
+
+class Made(NamedTuple):
+    source: Path
+    wheel: Path
+    sdist: Path
+    by_wheel: Environment
+    by_sdist: Environment
+
+
+def tree(folder: Path) -> Path:
+    """A copy of the tree as it is in the midst of work."""
+    source = installations.copy_tree(folder / "checkout")
+    left = dict.fromkeys(LEFT, "left") | {f"{PACKAGE}.egg-info/SOURCES.txt": "\n".join(LEFT)}
+    for name, text in (ADDED | left).items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text)
+    return source
+
+
+def by_wheel(folder: Path) -> tuple[Path, Path, Environment]:
+    """The wheel, where it was made, and an empty environment that it was installed into.
+
+    Its user shares it with a group, so that taps go to the user's cache.
+    """
+    source = tree(folder)
+    wheel = installations.make_wheel(source, folder / "dist")
+    environment = installations.empty_environment(folder)
+    installations.lend(environment, requirements(wheel))
+    installations.install(wheel, environment)
+    (environment.package / "native").chmod(0o775)
+    for script in ("train.py", "train_two_ranks.py"):
+        shutil.copy(SCRIPTS / script, environment.home)
+    return source, wheel, environment
+
+
+def by_sdist(folder: Path) -> tuple[Path, Environment]:
+    """The sdist, and another empty environment that it was installed into, where there is no compiler."""
+    sdist = installations.make_sdist(tree(folder), folder / "dist")
+    environment = installations.empty_environment(folder)
+    installations.lend(environment, requirements(sdist))
+    installations.install(sdist, environment, CC="/bin/false", CXX="/bin/false")
+    return sdist, environment
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Both at the same time: most of it waits for pip."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(by_wheel, tmp_path_factory.mktemp("wheel"))
+        second = pool.submit(by_sdist, tmp_path_factory.mktemp("sdist"))
+        source, wheel, with_compiler = first.result()
+        sdist, without_compiler = second.result()
+    return Made(source, wheel, sdist, with_compiler, without_compiler)
+
+
+def files(made: Path) -> dict[str, bytes]:
+    """What a wheel or an sdist holds, by name."""
+    if made.suffix == ".whl":
+        with zipfile.ZipFile(made) as wheel:
+            return {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
+    with tarfile.open(made) as sdist:
+        members = {member.name.partition("/")[2]: sdist.extractfile(member) for member in sdist if member.isfile()}
+        return {name: file.read() for name, file in members.items() if file is not None}
+
+
+def metadata(made: Path) -> email.message.Message:
+    names = (name for name in files(made) if name.endswith(".dist-info/METADATA") or name == "PKG-INFO")
+    return email.message_from_bytes(files(made)[next(names)])
+
+
+def requirements(made: Path) -> list[str]:
+    """What it says that it needs."""
+    return [each for each in metadata(made).get_all("Requires-Dist", []) if "extra ==" not in each]
+
+
+@pytest.fixture(scope="module")
+def compiling(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """`torchlens-perf build-tap` in another home, beside all that does not need the tap.
+
+    Where the tests have a tap, which the same source gave, the compiler only looks whether it finds all that it needs,
+    and gives that one: to compile takes half a minute. test_the_tap_compiles() does.
+    """
+    program = [str(made.by_wheel.folder / "bin" / "torchlens-perf"), "build-tap"]
+    home = tmp_path_factory.mktemp("home")
+    there = [path for path, refused in native_tap.find(native_tap.file_name()) if refused is None]
+    copies = {"CXX": str(compiler(home / "cxx", f'c++ -E $all && cp {there[0]} "$out"'))} if there else {}
+    environ = made.by_wheel.environ(HOME=str(home), **copies)
+    process = subprocess.Popen(program, cwd=made.by_wheel.work, env=environ, stdout=subprocess.PIPE, text=True)
+    yield process
+    process.terminate()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def installed(made: Made, compiling: subprocess.Popen[str]) -> Environment:
+    """The wheel in an empty environment."""
+    return made.by_wheel
+
+
+@pytest.fixture(scope="module")
+def simulated(installed: Environment) -> Path:
+    """A run directory by `torchlens-perf simulate`."""
+    out = installed.work / "simulated"
+    said = installed.succeeds(
+        "torchlens-perf",
+        "simulate",
+        "--ranks",
+        "2",
+        "--steps",
+        "60",
+        "--fault",
+        "constant:rank=1,share=1",
+        "--out",
+        out,
+    )
+    assert "rank 1" in said
+    return out
+
+
+# -- what is in them
+
+
+def expected(folder: str = "") -> set[str]:
+    return {str(file) for file in (*installations.tree(), *map(Path, ADDED)) if str(file).startswith(folder)}
+
+
+def test_wheel_holds_the_package(made: Made) -> None:
+    """Every file of the package, also what nobody has announced, and the two libraries; nothing else."""
+    package = {name for name in files(made.wheel) if name.startswith(f"{PACKAGE}/")}
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    libraries = {f"{PACKAGE}/{name}{suffix}" for name in ("_native", "_nccl_profiler")}
+
+    assert package == expected(f"{PACKAGE}/") | libraries
+    assert b"a source that was added" in files(made.wheel)[f"{PACKAGE}/_native{suffix}"]
+    # Else what was left of an earlier build was put where no build looks for it.
+    assert [path.name for path in (made.source / "build").glob("lib*")] == [Path(_BUILD_LIB).name]
+
+
+def test_wheel_holds_nothing_else(made: Made) -> None:
+    """No tests, no benchmarks, no docs: the package and what pip must know."""
+    others = {name.partition("/")[0] for name in files(made.wheel) if not name.startswith(f"{PACKAGE}/")}
+
+    assert others == {f"{PACKAGE}-{metadata(made.wheel)['Version']}.dist-info"}
+
+
+def test_sdist_is_the_repository(made: Made) -> None:
+    """Every file of the repository, but for git's and those that run on a change; nothing that is built."""
+    not_for_users = {".gitignore", *expected(".ci/"), *expected(".github/")}
+    made_by_setuptools = {"PKG-INFO", "setup.cfg"}
+    found = {name for name in files(made.sdist) if ".egg-info/" not in name}
+
+    assert found - made_by_setuptools == expected() - not_for_users
+
+
+def test_files_are_the_trees(made: Made) -> None:
+    """Both hold what the tree holds, byte for byte."""
+    for packed in (files(made.wheel), files(made.sdist)):
+        for file in installations.tree():
+            if str(file) in packed:
+                assert packed[str(file)] == (ROOT / file).read_bytes(), file
+
+
+def test_no_path_of_the_machine(made: Made) -> None:
+    """Neither the wheel nor the sdist tells where it was made."""
+    folders = [str(folder).encode() for folder in (made.source, made.source.parents[1], ROOT, Path.cwd())]
+    for packed in (files(made.wheel), files(made.sdist)):
+        assert [name for name, content in packed.items() if any(folder in content for folder in folders)] == []
+
+
+# -- what works
+
+
+IMPORT_ALL = """
+import importlib, json, pathlib, sys
+import torchlens_perf
+top = pathlib.Path(torchlens_perf.__file__).parent
+modules = []
+for path in sorted(top.rglob("*.py")):
+    parts = path.relative_to(top.parent).with_suffix("").parts
+    modules.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    importlib.import_module(modules[-1])
+from torchlens_perf.recorder import recorder
+from torchlens_perf.added.inner.module import DATA
+elsewhere = [name for name, module in sys.modules.items() if name.partition(".")[0] == "torchlens_perf"
+             and getattr(module, "__file__", None) and not module.__file__.startswith(str(top))]
+print(json.dumps([str(top), len(modules), DATA, recorder.NATIVE, elsewhere, "torch" in sys.modules]))
+"""
+
+
+def test_every_module_can_be_imported(installed: Environment) -> None:
+    """From the installed files alone, with no dependency but torch and those that are declared."""
+    done = installed.run("python", "-c", IMPORT_ALL)
+    assert done.returncode == 0, done.stderr
+    top, count, data, native, elsewhere, torch = json.loads(done.stdout)
+
+    assert (Path(top), elsewhere) == (installed.package, [])
+    assert count == len([name for name in expected(f"{PACKAGE}/") if name.endswith(".py")])
+    assert (data, native, torch) == (ADDED[f"{PACKAGE}/added/inner/table.new"], True, True)
+
+
+def test_every_command_has_help(installed: Environment) -> None:
+    """Whatever commands there are: by the program's name and by the module's."""
+    listed = installed.succeeds("torchlens-perf", "--help")
+    commands = re.findall(r"^    (\S+)", listed, flags=re.MULTILINE)
+    assert {"run", "report", "sidecar", "capture", "simulate", "build-tap", "doctor"} <= set(commands)
+    for command in commands:
+        assert "usage: torchlens-perf" in installed.succeeds("python", "-m", PACKAGE, command, "--help")
+
+
+def test_report_of_a_simulated_run(simulated: Path, installed: Environment) -> None:
+    """`simulate` found its data; `report` shows the run as text and as JSON, `sidecar` replays it."""
+    text = installed.succeeds("torchlens-perf", "report", simulated)
+    value = json.loads(installed.succeeds("torchlens-perf", "report", simulated, "--json"))
+    again = installed.succeeds("torchlens-perf", "sidecar", simulated)
+
+    assert "60 steps" in text
+    assert (value["steps"]["count"], len(value["ranks"]), value["quality"]["lost"]) == (60, 2, 0)
+    assert "replayed 120 steps" in again
+
+
+WATCH = """
+import torch
+import torchlens_perf as perf
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with perf.watch(model, optimizer) as w:
+    for _ in range(12):
+        with perf.section("augment"):
+            x = torch.randn(4, 8)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print(perf.__file__)
+"""
+
+
+@pytest.mark.parametrize("way", ["watch", "variable", "run"])
+def test_one_process_is_recorded(way: str, installed: Environment, tmp_path: Path) -> None:
+    """By the README's lines, by TORCHLENS_PERF=1, and by `torchlens-perf run`."""
+    script, environment = str(installed.home / "train.py"), {}
+    if way == "watch":
+        script = str(tmp_path / "watched.py")
+        Path(script).write_text(WATCH)
+    elif way == "variable":
+        environment = {"TORCHLENS_PERF": "1"}
+    command = ["torchlens-perf", "run", script] if way == "run" else ["python", script]
+    done = installed.run(*command, folder=tmp_path, **environment)
+    value = only_report(tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert value["quality"]["lost"] == 0
+    assert [rank["steps"] for rank in value["ranks"]] == [12 if way == "watch" else 29]
+    assert value["run"]["program"] == Path(script).name
+    if way == "watch":
+        assert done.stdout == f"{installed.package / '__init__.py'}\n"
+        assert [row["name"] for row in value["sections"]] == ["augment"]
+
+
+@pytest.fixture(scope="module")
+def real_tap(installed: Environment, compiling: subprocess.Popen[str]) -> Path:
+    """The native tap, of the sources in the wheel."""
+    said, _ = compiling.communicate(timeout=300)
+    assert compiling.returncode == 0
+    return Path(said.strip())
+
+
+def test_build_tap_and_doctor(real_tap: Path, installed: Environment) -> None:
+    """The tap goes to the user's cache, as a group can write beside the package. `doctor` finds it and both entry
+    points, and nothing broken."""
+    home = real_tap.parents[2]
+    said = installed.succeeds("torchlens-perf", "doctor", HOME=str(home)).splitlines()
+
+    assert real_tap.parent == home / ".cache" / PACKAGE
+    assert [line for line in said if line.startswith("broken")] == []
+    works = ("recorder: native", "tap on collectives: native")
+    entry_points = (f"entry point {group}: installed" for group in ("torch.backends", "torchrun.logs_specs"))
+    assert {f"ok      {each}" for each in (*works, *entry_points)} <= set(said)
+
+
+def test_two_ranks_and_the_tap_that_builds_itself(real_tap: Path, installed: Environment, tmp_path: Path) -> None:
+    """With torchrun's flag: the first run has its collectives tapped from Python and says so; its sidecar builds the
+    native tap, and the next run has it, with nothing done by hand.
+
+    The compiler gives the tap that the test above has compiled: at the lowest priority that takes minutes.
+    """
+    copies = compiler(tmp_path / "cxx", f'cp {real_tap} "$out"')
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--logs-specs", PACKAGE, str(installed.home / "train_two_ranks.py"), "30"]
+    with hurried(installed.home):
+        first = installed.run_warm(*command, folder=tmp_path, CXX=str(copies))
+        cache = installed.home / ".cache" / PACKAGE
+        deadline_s = time.monotonic() + 300
+        while not (cache / real_tap.name).exists() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+    second = installed.run_warm(*command, folder=tmp_path, CXX="/bin/false")
+    reports = [report(each) for each in runs(tmp_path)]
+
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert [[rank["steps"] for rank in each["ranks"]] for each in reports] == [[29, 29], [29, 29]]
+    tapped = "collectives were tapped from Python: some 50 us each, and no end of asynchronous ones; "
+    planned = f"{tapped}the sidecar builds the native tap for the next run"
+    assert [[note for note in each["quality"]["notes"] if "tap" in note] for each in reports] == [[planned], []]
+    ended = [sum(row["ended"] for row in each["collectives"] if row["asynchronous"]) for each in reports]
+    assert ended[0] == 0 < ended[1]
+    assert (cache / real_tap.name).stat().st_mode & 0o022 == 0
+
+
+@pytest.mark.long
+def test_the_tap_compiles(installed: Environment, tmp_path: Path) -> None:
+    """From the sources in the wheel, with the machine's own compiler; and it is loaded."""
+    made = Path(installed.succeeds("torchlens-perf", "build-tap", HOME=str(tmp_path)).strip())
+    said = installed.succeeds("torchlens-perf", "doctor", HOME=str(tmp_path)).splitlines()
+
+    assert made.parent == tmp_path / ".cache" / PACKAGE
+    assert "ok      tap on collectives: native" in said
+
+
+# -- the sdist, and no compiler
+
+
+def test_without_a_compiler(made: Made, tmp_path: Path) -> None:
+    """It installs, records through the Python implementation, and `doctor` says what to do."""
+    environment = made.by_sdist
+    (tmp_path / "watched.py").write_text(f"{WATCH}from torchlens_perf.commands.cli import main\nmain(['doctor'])\n")
+    done = environment.run("python", str(tmp_path / "watched.py"), folder=tmp_path)
+    value = only_report(tmp_path)
+    where, *doctor = done.stdout.splitlines()
+
+    assert where == str(environment.package / "__init__.py")
+    assert [rank["steps"] for rank in value["ranks"]] == [12]
+    assert any("Python implementation" in note for note in value["quality"]["notes"])
+    (line,) = [line for line in doctor if "the Python implementation" in line]
+    assert "pip install" in line
+    installed_files = {str(path.relative_to(environment.package.parent)) for path in environment.package.rglob("*.*")}
+    assert expected(f"{PACKAGE}/") <= installed_files
+
+
+def test_nothing_is_left(made: Made, simulated: Path) -> None:
+    """The commands have left nothing in the folder that they were run in, but what was asked for."""
+    assert list(made.by_wheel.work.iterdir()) == [simulated]
+    assert list(made.by_sdist.work.iterdir()) == []

@@ -1,0 +1,47 @@
+"""The rules of other tools that the accuracy benchmark compares with, on values small enough to be computed by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.other_judges import below, individual_score, relative_score, slowest_forward, slowest_step
+from torchlens_perf.run.records import OWN_PARTS
+
+
+def parts(forward: list[list[float]], backward: float = 200.0, optimizer: float = 0.0) -> np.ndarray:
+    """[ranks, steps, own parts] with these forward times."""
+    made = np.zeros((len(forward), len(forward[0]), len(OWN_PARTS)), np.float32)
+    made[:, :, OWN_PARTS.index("forward")] = forward
+    made[:, :, OWN_PARTS.index("backward")] = backward
+    made[:, :, OWN_PARTS.index("optimizer")] = max(optimizer, 1e-3)
+    return made
+
+
+def test_relative_score_is_the_mean_ratio_of_medians() -> None:
+    """Smallest median by one's own, for each kernel, weighted by the time in it; medians forgive one long step."""
+    score = relative_score(parts([[100, 100, 100], [200, 200, 900]]))
+
+    assert score[0] == pytest.approx(1.0)
+    assert score[1] == pytest.approx((0.5 * 1300 + 1.0 * 600) / 1900, rel=1e-4)
+    assert below(score, 0.75).named == below(score, 0.9).named == {1}
+    assert below(score, 0.5).named == frozenset()
+    assert below(score, 0.5).first == 1
+
+
+def test_individual_score_remembers_the_best() -> None:
+    """Each rank is held against its own best so far: one that was always slow is not slow."""
+    first, best = individual_score(parts([[100, 100], [300, 300]]), None)
+    second, best = individual_score(parts([[200, 200], [300, 300]]), best)
+    third, _ = individual_score(parts([[100, 100], [300, 300]]), best)
+
+    assert first == pytest.approx([1, 1])
+    assert second == pytest.approx([0.75, 1], rel=1e-4)
+    assert third == pytest.approx([1, 1])
+
+
+def test_slowest_is_always_named() -> None:
+    """The longest mean forward pass and the longest step name somebody, whatever the difference is."""
+    assert slowest_forward(parts([[100, 100], [100, 100.01], [100, 100]])).named == {1}
+    equal = [slowest_step(np.full(20, 1e8), 50, np.random.default_rng(seed)).first for seed in range(200)]
+    assert len(set(equal)) > 40

@@ -1,0 +1,194 @@
+"""A folder that nodes share; disks and shared memories that are full, small, read-only or missing: the real ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm_python
+from tests.support.long import long_but
+from tests.support.processes import SCRIPTS, report
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run.directory import RunDirectory
+
+WATCHED = str(SCRIPTS / "train_watched.py")
+
+
+def _why_not() -> str:
+    """Why there can be no mounts of a test's own here; empty if there can."""
+    if os.geteuid():
+        return "namespaces with mounts and process ids of their own need root"
+    done = subprocess.run(
+        ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c", "mount -t tmpfs tmpfs /dev/shm"],
+        capture_output=True,
+        text=True,
+    )
+    return done.stderr.strip() if done.returncode else ""
+
+
+REASON = _why_not()
+in_namespaces = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+def test_many_make_one_folder(tmp_path: Path) -> None:
+    """Four threads, 3000 times each: their process ids are equal, as in containers of one image."""
+    failed: list[RunStoreError] = []
+
+    def make() -> None:
+        try:
+            for number in range(3000):
+                RunDirectory(tmp_path / str(number // 100)).create()
+        except RunStoreError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert failed == []
+    assert list(tmp_path.rglob(".writable-*")) == []
+
+
+@in_namespaces
+@pytest.mark.distributed
+def test_equal_process_ids_on_two_nodes(tmp_path: Path) -> None:
+    """Two containers with a shared folder, each with process ids and a shared memory of its own: both are recorded."""
+    nodes = []
+    for rank in range(2):
+        environ = {
+            **os.environ, "NODE": f"node-{rank}", "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1", "TORCHLENS_PERF_RUN_ID": "shared", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [sys.executable, "-c", _AS_A_NODE, WATCHED, str(tmp_path), "30"]
+        nodes.append(
+            warm_python.WarmPython(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    said = [node.communicate(timeout=110) for node in nodes]
+    value = report(RunDirectory(tmp_path / "shared"))
+
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert len({out.partition("process ")[2].split()[0] for out, _ in said}) == 1, "their process ids are equal"
+    assert [(rank["rank"], rank["host"], rank["steps"]) for rank in value["ranks"]] == [
+        (0, "node-0", 30),
+        (1, "node-1", 30),
+    ]
+
+
+# The namespaces last as long as their first process, which so waits for what the program leaves.
+_AS_A_NODE = """
+import ctypes, os, runpy, socket, subprocess, sys, time
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID = 0x20000, 0x4000000, 0x20000000
+assert ctypes.CDLL(None).unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWPID) == 0
+first = os.fork()
+if first:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]))
+socket.sethostname(os.environ["NODE"])
+mounts = "mount --make-rprivate /; mount -t proc proc /proc; mount -t tmpfs tmpfs /dev/shm"
+subprocess.run(["sh", "-ec", mounts], check=True)
+program = os.fork()
+if program:
+    code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+    while subprocess.run(["pgrep", "-f", "[t]orchlens_perf sidecar"], stdout=subprocess.DEVNULL).returncode == 0:
+        time.sleep(0.1)
+    os._exit(code)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def in_mounts(setup: str, folder: Path, steps: int = 20, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Trains where this shell script has mounted something. $RUNS: the folder of run directories; $TMPDIR: another."""
+    runs, temporary = folder / "runs", folder / "tmp"
+    runs.mkdir()
+    temporary.mkdir()
+    environ = {
+        **os.environ, "RUNS": str(runs), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1",
+        "TORCHLENS_PERF_EXIT_TIMEOUT_S": "60", **environment,
+    }  # fmt: skip
+    script = f"mount --make-rprivate /\nmount -t tmpfs tmpfs /dev/shm\n{setup}"
+    return warm_python.run(
+        [sys.executable, "-c", _WITH_MOUNTS, script, WATCHED, str(runs), str(steps)], 110, env=environ
+    )
+
+
+_WITH_MOUNTS = """
+import ctypes, runpy, subprocess, sys
+CLONE_NEWNS = 0x20000
+assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0
+subprocess.run(["sh", "-ec", sys.argv[1]], check=True)
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def trained(done: subprocess.CompletedProcess[str]) -> str:
+    """What came of it."""
+    assert done.returncode == 0, done.stderr
+    return next(line for line in done.stdout.splitlines() if line.startswith("trained"))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The parameters, unrecorded."""
+    return trained(in_mounts("", tmp_path_factory.mktemp("unwatched"), TORCHLENS_PERF="0"))
+
+
+SMALL_TMP = 'mount -t tmpfs -o size=1m tmpfs "$TMPDIR"'
+OFF = {
+    "no inodes": ('mount -t tmpfs -o nr_inodes=3 tmpfs "$RUNS"', "cannot write to ", "No space left on device"),
+    "read-only": ('mount -t tmpfs -o ro tmpfs "$RUNS"', "cannot write to ", "Read-only file system"),
+    "read-only, bound": (
+        'mount --bind "$RUNS" "$RUNS"; mount -o remount,bind,ro "$RUNS"', "cannot write to ", "Read-only file system"
+    ),
+    "no room for the ring": (
+        f"mount -t tmpfs -o size=1m tmpfs /dev/shm; {SMALL_TMP}", "no place for a ring file", "No space left on device"
+    ),
+    "no inodes for the ring": (
+        f"mount -t tmpfs -o nr_inodes=3 tmpfs /dev/shm; {SMALL_TMP}", "no place for a ring file", "No space left"
+    ),
+}  # fmt: skip
+
+
+@in_namespaces
+@pytest.mark.parametrize("name", long_but({"no room for the ring"}, OFF))
+def test_no_room(name: str, tmp_path: Path, expected: str) -> None:
+    """Training as without us, and one line."""
+    setup, *words = OFF[name]
+    done = in_mounts(setup, tmp_path)
+
+    assert trained(done) == expected
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("torchlens_perf is off: ")
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "recorded None" in done.stdout
+
+
+ON: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "small shared memory": ("mount -t tmpfs -o size=1m tmpfs /dev/shm", lambda said: "20 steps" in said),
+    "shared memory is read-only": ("mount -t tmpfs -o ro tmpfs /dev/shm", lambda said: "20 steps" in said),
+    "no shared memory": ("mount --bind /proc /dev/shm", lambda said: "20 steps" in said),
+    "a full disk": (
+        'mount -t tmpfs -o size=64k tmpfs "$RUNS"; dd if=/dev/zero of="$RUNS/full" bs=4k 2> /dev/null || true',
+        lambda said: said.startswith("torchlens_perf: no report: ") and "No space left on device" in said,
+    ),
+}
+
+
+@in_namespaces
+@pytest.mark.parametrize("name", long_but({"no shared memory"}, ON))
+def test_room_elsewhere(name: str, tmp_path: Path, expected: str) -> None:
+    """Recorded all the same; where the disk is full, who waits for the report gets the reason."""
+    setup, said = ON[name]
+    done = in_mounts(setup, tmp_path)
+
+    assert trained(done) == expected
+    assert said(done.stderr), done.stderr
+    assert "recorded None" not in done.stdout

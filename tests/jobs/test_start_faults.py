@@ -1,0 +1,334 @@
+"""Whatever goes wrong while a watch begins: the job runs as without us, one line says so, nothing stays attached."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchlens_perf as perf
+from tests.jobs.test_nothing_left_behind import state
+from tests.support.interruptions import failing, functions_called
+from tests.support.leftovers import end_sidecars, left_behind, places, remove
+from tests.support.long import long_but
+from tests.support.processes import wait_for_sidecar
+from torchlens_perf.errors import swallowed
+from torchlens_perf.run import directory
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.watch import running
+
+PACKAGE = str(Path(perf.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def _lenient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As in a user's process: our own mistakes are not raised."""
+    monkeypatch.setattr(swallowed, "strict", False)
+    monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
+    yield
+    swallowed.by_place.clear()
+    end_sidecars()
+    remove(tmp_path / "runs")
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was said on the logger since the last time."""
+
+    def said() -> list[str]:
+        messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        caplog.clear()
+        return messages
+
+    return said
+
+
+def trained(model: nn.Module) -> list[Any]:
+    """Two steps from the same beginning; the parameters."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with perf.section("all of it"):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+def changed(before: dict[str, Any]) -> set[str]:
+    gc.collect()
+    return {name for name, value in state().items() if before[name] != value}
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+SIDECARS = (
+    "recorder/folder_request.py",
+    "recorder/sidecar.py",
+    "run/sidecar_lock.py",
+    "run/directory.py",
+    "watch.py",
+)
+
+
+def functions_to_fail(begin: Callable[[], perf.Watch], sidecar: bool) -> list[CodeType]:
+    """Those that run between watch() and the first step; with a sidecar, those that have to do with it.
+
+    errors.py is what keeps errors away, and a lock that cannot be closed stays open.
+    """
+    for _ in range(2):  # what is imported at a first use
+        begun: list[perf.Watch] = []
+        functions = functions_called(lambda: begun.append(begin()), PACKAGE)  # noqa: B023
+        begun[0].__exit__(None, None, None)
+    first = next(i for i, code in enumerate(functions) if code is perf.Watch.start.__code__) + 1
+    files = {code: str(Path(code.co_filename).relative_to(PACKAGE)) for code in functions[first:]}
+    return [
+        code
+        for code, file in files.items()
+        if file != "errors.py" and (not sidecar or file in SIDECARS) and code is not SidecarLock.close.__code__
+    ]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("sidecar", "every"),
+    [
+        pytest.param(False, 6, id="without a sidecar"),
+        pytest.param(False, 1, id="without a sidecar, all", marks=pytest.mark.long),
+        pytest.param(True, 1, id="with a sidecar"),
+    ],
+)
+def test_each_function_of_ours_fails(
+    sidecar: bool, every: int, tmp_path: Path, model: nn.Module, lines: Callable[[], list[str]]
+) -> None:
+    """Each function that runs between watch() and the first step raises, in turn: an error of its own, and Ctrl-C.
+
+    The error goes no further than the log, Ctrl-C goes through; training is the same, nothing is left attached, and the
+    next watch works.
+    """
+    runs, expected = tmp_path / "runs", trained(model)
+
+    def begin() -> perf.Watch:
+        return perf.watch(model, dir=str(runs), sidecar=sidecar, report=False, ring_records=1024).__enter__()
+
+    gc.collect()
+    gc.disable()  # else what it calls of ours may be among them, and not be called again
+    try:
+        functions = functions_to_fail(begin, sidecar)
+    finally:
+        gc.enable()
+    end_sidecars()
+    remove(runs)
+    lines()
+    gc.freeze()
+    before, problems, off = state(), [], 0
+    for code in functions[::every]:
+        for error in (RuntimeError("planted"), KeyboardInterrupt()):
+            name = f"{Path(code.co_filename).name} {code.co_name} {type(error).__name__}"
+            watch, interrupted = None, False
+            swallowed.by_place.clear()  # of each place only the first few are said
+            try:
+                with failing(code, error) as raised:
+                    watch = begin()
+            except KeyboardInterrupt:
+                interrupted = True
+            said, recording = lines(), running() is not None
+            off += not recording
+            error.__traceback__ = None  # its frames hold what was half made
+            same = trained(model) == expected
+            if watch is not None:
+                watch.__exit__(None, None, None)
+            end_sidecars()
+            wrong = {
+                "was not called again": not raised,
+                "Ctrl-C did not go through, or an error did": interrupted != isinstance(error, KeyboardInterrupt),
+                "nothing was said": not interrupted and not said,
+                "records after Ctrl-C": recording and interrupted,
+                "trains otherwise": not same,
+                f"left files: {places(runs)}": not recording and not sidecar and bool(left_behind(runs)),
+            }
+            remove(runs)
+            different = changed(before)
+            wrong[f"left attached: {different}"] = bool(different)
+            before = state() if different else before
+            problems += [f"{name}: {what}" for what, is_wrong in wrong.items() if is_wrong]
+    gc.unfreeze()
+    again = begin()
+    again.__exit__(None, None, None)
+    lines()
+
+    assert not problems, "\n".join(problems)
+    assert len(functions) > (20 if sidecar else 60)
+    assert off > 20 // every
+    assert again.run_dir is not None
+
+
+# -- what the machine refuses
+
+
+def no_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    return {"dir": "relative"}
+
+
+def no_program(text: str | None) -> Callable[..., dict[str, Any]]:
+    def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "executable", text)
+        return {}
+
+    return change
+
+
+def limit(kind: int, value: int) -> Callable[..., dict[str, Any]]:
+    """The process's own limit."""
+
+    def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        soft, hard = resource.getrlimit(kind)
+        free = len(os.listdir("/proc/self/fd")) + 1 if value < 0 else value
+        resource.setrlimit(kind, (free, hard))
+        LIMITS.append((kind, soft, hard))
+        return {}
+
+    return change
+
+
+LIMITS: list[tuple[int, int, int]] = []
+
+
+def folder(make: Callable[[Path], str]) -> Callable[..., dict[str, Any]]:
+    """dir= something else."""
+    return lambda tmp_path, monkeypatch: {"dir": make(tmp_path)}
+
+
+def through_a_file(tmp_path: Path) -> str:
+    (tmp_path / "file").write_text("in the way")
+    return str(tmp_path / "file" / "x")
+
+
+def loop(tmp_path: Path) -> str:
+    (tmp_path / "loop").symlink_to("loop")
+    return str(tmp_path / "loop")
+
+
+def no_local_place(how: str) -> Callable[..., dict[str, Any]]:
+    """Neither shared memory nor the temporary directory."""
+
+    def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        places = [tmp_path / "shm", tmp_path / "tmp"]
+        for place in places:
+            place.mkdir()
+            inside = place / f"torchlens-perf-{os.getuid()}"
+            if how == "not private":
+                inside.mkdir()
+                inside.chmod(0o777)
+            elif how == "a file":
+                inside.write_text("")
+            elif how == "a link":
+                inside.symlink_to(tmp_path)
+        if how == "missing":
+            places = [Path("/nonexistent"), Path("/proc/nonexistent")]
+        monkeypatch.setattr(directory, "_SHARED_MEMORY", places[0])
+        monkeypatch.setattr(tempfile, "tempdir", str(places[1]))
+        return {}
+
+    return change
+
+
+REFUSALS = {
+    "working directory": (no_working_directory, "the working directory cannot be found: No such file"),
+    "no executable": (no_program(""), "no process can be started: Python does not know its own program"),
+    "executable is None": (no_program(None), "no process can be started: Python does not know its own program"),
+    "missing executable": (no_program("/nonexistent/python"), "no process can be started: No such file"),
+    "executable is no program": (no_program("/etc/passwd"), "no process can be started: Permission denied"),
+    "open files": (limit(resource.RLIMIT_NOFILE, -1), "Too many open files"),
+    "file size": (limit(resource.RLIMIT_FSIZE, 4096), "no place for a ring file of 339968 bytes"),
+    "a file in the way": (folder(through_a_file), "cannot write to "),
+    "a loop of links": (folder(loop), "Too many levels of symbolic links"),
+    "a long name": (folder(lambda tmp_path: str(tmp_path / ("x" * 300))), "File name too long"),
+    "a long path": (folder(lambda tmp_path: str(tmp_path / "/".join(["x" * 100] * 50))), "File name too long"),
+    "the kernel's folder": (folder(lambda tmp_path: "/proc/runs"), "cannot write to /proc/runs"),
+    "another kernel's folder": (folder(lambda tmp_path: "/sys/runs"), "cannot write to /sys/runs"),
+    **{
+        f"local folders: {how}": (no_local_place(how), "")
+        for how in ("missing", "not private", "a file", "a link")
+    },
+}  # fmt: skip
+SOME_REFUSALS = {
+    "working directory",
+    "missing executable",
+    "open files",
+    "file size",
+    "a file in the way",
+    "local folders: a link",
+}
+
+
+@pytest.mark.parametrize("name", long_but(SOME_REFUSALS, REFUSALS))
+def test_machine_refuses(
+    name: str,
+    tmp_path: Path,
+    model: nn.Module,
+    lines: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line with the reason, no run directory, training as without us, nothing attached or left; then it works."""
+    change, said = REFUSALS[name]
+    expected = trained(model)
+    with perf.watch(model, dir=str(tmp_path / "earlier"), sidecar=False, report=False):
+        trained(model)  # what is imported at a first use
+    gc.collect()
+    before, folder = state(), os.getcwd()
+    with monkeypatch.context() as changes:
+        settings = {"dir": str(tmp_path / "runs"), "ring_records": 1024, "report": False}
+        settings |= change(tmp_path, changes)
+        try:
+            with perf.watch(model, **settings) as watch:
+                recording = running()
+                parameters = trained(model)
+        finally:
+            while LIMITS:
+                kind, soft, hard = LIMITS.pop()
+                resource.setrlimit(kind, (soft, hard))
+    told = lines()
+    os.chdir(folder)
+
+    assert parameters == expected
+    assert (recording, watch.run_dir) == (None, None)
+    assert len(told) == 1
+    assert told[0].startswith("torchlens_perf is off: ")
+    assert said in told[0]
+    assert "mistake" not in told[0]
+    assert not left_behind(tmp_path / "runs")
+    assert not changed(before) - {"folder"}
+    with perf.watch(model, dir=str(tmp_path / "runs"), report=False) as watch:
+        assert watch.run_dir is not None
+        assert watch.run_dir.is_dir()
+        trained(model)
+    assert lines() == []
+    wait_for_sidecar(RunDirectory(watch.run_dir))
+
+
+@pytest.mark.parametrize("folder", ["", "a\0b", "\ud800", 5])
+def test_folder_that_can_be_none(folder: Any) -> None:
+    """A mistake in the argument raises at watch()."""
+    with pytest.raises(perf.ConfigError, match=r"^dir=.*: must be a folder's name"):
+        perf.watch(dir=folder)

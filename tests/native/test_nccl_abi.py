@@ -1,0 +1,142 @@
+"""Where the plugin reads NCCL's structures, beside the documented layout of the profiler interfaces 4, 5 and 6."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from ctypes import POINTER, c_bool, c_char_p, c_int, c_size_t, c_uint8, c_uint64, c_void_p
+from pathlib import Path
+
+import pytest
+
+from torchlens_perf.recorder import nccl_plugin
+
+COMPILER = shutil.which("gcc") or shutil.which("cc")
+HEADERS = Path(nccl_plugin.__file__).parents[1] / "native"
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+
+
+class CollApi(ctypes.Structure):
+    """From version 5 on."""
+
+    _fields_ = [
+        ("function", c_char_p), ("count", c_size_t), ("datatype", c_char_p), ("root", c_int), ("stream", c_void_p),
+        ("captured", c_bool),
+    ]  # fmt: skip
+
+
+class P2pApi(ctypes.Structure):
+    """From version 5 on."""
+
+    _fields_ = [
+        ("function", c_char_p), ("count", c_size_t), ("datatype", c_char_p), ("stream", c_void_p),
+        ("captured", c_bool),
+    ]  # fmt: skip
+
+
+class Coll(ctypes.Structure):
+    """Version 4's; 5 appends its group."""
+
+    _fields_ = [
+        ("sequence", c_uint64), ("function", c_char_p), ("send", c_void_p), ("receive", c_void_p),
+        ("count", c_size_t), ("root", c_int), ("datatype", c_char_p), ("channels", c_uint8), ("warps", c_uint8),
+        ("algorithm", c_char_p), ("protocol", c_char_p), ("group", c_void_p),
+    ]  # fmt: skip
+
+
+class P2p(ctypes.Structure):
+    """Version 4's; 5 appends its group."""
+
+    _fields_ = [
+        ("function", c_char_p), ("buffer", c_void_p), ("datatype", c_char_p), ("count", c_size_t), ("peer", c_int),
+        ("channels", c_uint8), ("group", c_void_p),
+    ]  # fmt: skip
+
+
+class KernelCh(ctypes.Structure):
+    """A kernel on one channel."""
+
+    _fields_ = [("channel", c_uint8), ("device_ns", c_uint64)]
+
+
+class Details(ctypes.Union):
+    """By the event's type."""
+
+    _fields_ = [("coll_api", CollApi), ("p2p_api", P2pApi), ("coll", Coll), ("p2p", P2p), ("kernel_ch", KernelCh)]
+
+
+class EventV4(ctypes.Structure):
+    """Its type is one byte."""
+
+    _fields_ = [("type", c_uint8), ("parent", c_void_p), ("rank", c_int), ("details", Details)]
+
+
+class EventV5(ctypes.Structure):
+    """And version 6's."""
+
+    _fields_ = [("type", c_uint64), ("parent", c_void_p), ("rank", c_int), ("details", Details)]
+
+
+# What the plugin reads: offsets counted by hand, on 64-bit systems.
+EVENT = {"type": 0, "parent": 8, "rank": 16, "details": 24}
+FIELDS = {
+    "coll_api.captured": 40, "p2p_api.captured": 32, "coll.channels": 56, "p2p.peer": 32, "p2p.channels": 36,
+    "kernel_ch.device_ns": 8,
+}  # fmt: skip
+PROFILER = {"name": 0, "init": 8, "start": 16, "stop": 24, "record": 32, "finalize": 40}
+VALUES = {
+    "NCCL_GROUP": 1, "NCCL_COLL": 2, "NCCL_P2P": 4, "NCCL_KERNEL_CH": 64, "NCCL_GROUP_API": 256,
+    "NCCL_COLL_API": 512, "NCCL_P2P_API": 1024, "NCCL_KERNEL_CH_STOP": 22, "NCCL_SUCCESS": 0,
+}  # fmt: skip
+
+
+def offset(path: str) -> int:
+    """In the union, by ctypes."""
+    event, field = path.split(".")
+    kind = dict(Details._fields_)[event]
+    return int(getattr(Details, event).offset + getattr(kind, field).offset)
+
+
+def test_offsets_of_the_documented_layout() -> None:
+    """The numbers here are those that the documented order of fields gives."""
+    for event in (EventV4, EventV5):
+        assert {name: getattr(event, name).offset for name in EVENT} == EVENT
+    assert {path: offset(path) for path in FIELDS} == FIELDS
+    assert EventV4.type.size == 1
+    assert EventV5.type.size == 8
+    assert ctypes.sizeof(POINTER(c_int)) == 8
+
+
+def test_offsets_that_the_plugin_reads(tmp_path: Path) -> None:
+    """Its header has the same, as the compiler sees it."""
+    wanted = {
+        **{f"offsetof(NcclEventV{version}, {name})": value for version in (4, 5) for name, value in EVENT.items()},
+        **{f"offsetof(NcclDetails, {path})": value for path, value in FIELDS.items()},
+        **{
+            f"offsetof(NcclProfilerV{version}, {name})": value for version in (4, 5) for name, value in PROFILER.items()
+        },
+        **VALUES,
+        "sizeof(((NcclEventV4 *)0)->type)": 1,
+        "sizeof(((NcclEventV5 *)0)->type)": 8,
+        "offsetof(NcclState, kernel_device_ns)": 0,
+    }
+    prints = "".join(f'    printf("%d\\n", (int)({expression}));\n' for expression in wanted)
+    source = tmp_path / "print.c"
+    source.write_text(f'#include <stdio.h>\n#include "nccl_abi.h"\nint main(void)\n{{\n{prints}    return 0;\n}}\n')
+    command = [str(COMPILER), "-std=gnu11", f"-I{HEADERS}", "-o", str(tmp_path / "print"), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    printed = subprocess.run([str(tmp_path / "print")], check=True, capture_output=True, text=True).stdout
+    assert dict(zip(wanted, map(int, printed.split()), strict=True)) == wanted
+
+
+def test_interfaces_that_are_exported() -> None:
+    """4, 5 and 6: NCCL 2.26 and older find none of theirs, and go on without a plugin."""
+    path = nccl_plugin.path()
+    assert path is not None
+    library = ctypes.CDLL(str(path))
+    found = [version for version in range(1, 10) if hasattr(library, f"ncclProfiler_v{version}")]
+    assert found == [4, 5, 6]
+    for version in found:
+        name = c_char_p.in_dll(library, f"ncclProfiler_v{version}")
+        assert name.value == b"torchlens_perf"

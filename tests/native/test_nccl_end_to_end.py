@@ -1,0 +1,186 @@
+"""From the tap to the joined collective: two ranks, a device without data, and an NCCL without a GPU.
+
+What c10d runs on the device is replaced below the tap: it calls NCCL, whose kernel takes a planted time. On the last
+rank it begins later, as after work that the others have not had.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.device.fake_nccl import NCCL_S_CLOCK_NS, SEEN, FakeNccl, compile_nccl
+from tests.support.gloo import run_ranks
+from tests.support.long import long
+from tests.support.recorders import IDS
+from tests.support.recording import Recording, recorded, records_of
+from torchlens_perf.analysis.collectives.join import CollectiveJoin
+from torchlens_perf.commands import tap_build
+from torchlens_perf.hooks.on_device.nccl import NcclHook
+from torchlens_perf.recorder import nccl_plugin
+from torchlens_perf.report.collective_table import collective_rows
+from torchlens_perf.run import tap_requirements
+from torchlens_perf.run.ring import Flag, Kind
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not built: there is no C compiler"),
+]
+
+DEVICE, RANKS, ROUNDS = "privateuseone", 2, 5
+MILLISECOND = 1_000_000
+LATE_NS = 20 * MILLISECOND
+TRANSFER_NS = 100 * MILLISECOND  # longer than a busy host makes a call take
+
+
+class OnDevice(torch.Tensor):
+    """Passes the tap as one of CUDA would."""
+
+    @staticmethod
+    def __new__(cls) -> OnDevice:
+        return torch.Tensor._make_wrapper_subclass(cls, (8,), dtype=torch.float32, device=f"{DEVICE}:0")
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **(kwargs or {}))
+
+
+class PlantedClock:
+    """A device's clock that is a millisecond ahead with each mark, and tells at once.
+
+    The device is so far behind the host that nothing begins before its call, however busy the host is.
+    """
+
+    name = "planted"
+
+    def __init__(self) -> None:
+        self.base_ns, self.marks = time.monotonic_ns() + 10_000 * MILLISECOND, 0
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def span(self, begin: int, end: int) -> tuple[int, int]:
+        return self.base_ns + begin * MILLISECOND, (end - begin) * MILLISECOND
+
+
+def one_rank(folder: Path) -> dict[str, Any]:
+    """What was recorded with the plugin, and with events."""
+    import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend()
+    del torch._C._distributed_c10d.FakeWork.wait  # no other backend's class has one of its own beside Work's
+    rank = dist.get_rank()
+    own = folder / f"nccl-{rank}"
+    own.mkdir()
+    nccl = FakeNccl(folder / "libnccl.so", own, 6)
+    nccl_plugin.path, nccl_plugin.load = lambda: nccl.file, lambda: nccl.plugin  # type: ignore[assignment]
+    group = dist.new_group(list(range(RANKS)), backend=f"cpu:gloo,{DEVICE}:fake")
+    under_way: list[int] = []
+
+    def all_reduce(tensors: Any, *_: Any) -> Any:
+        """In the place of the backend's, below the tap."""
+        under_way.append(nccl.collective(context, rank, 4))
+        return tensors, torch._C._distributed_c10d.FakeWork().boxed()
+
+    library = torch.library.Library("c10d", "IMPL")
+    library.impl("allreduce_", all_reduce, "PrivateUse1", allow_override=True)
+    with recorded(folder / "plugin") as by_plugin:
+        session = by_plugin.watch._session
+        session._attached.enter_context(NcclHook("auto", nccl=(2, 29, 7)).attach(session))
+        assert nccl.load() == 6
+        context = nccl.communicator(RANKS, rank)
+        for _ in range(ROUNDS):
+            dist.all_reduce(OnDevice(), group=group, async_op=True)
+            dist.barrier()  # both have issued it before either kernel begins
+            end_ns = torch.tensor([time.monotonic_ns() + LATE_NS + TRANSFER_NS + 5 * MILLISECOND])
+            dist.broadcast(end_ns, 0)  # all kernels end together
+            last_ns = int(end_ns)
+            first_ns = last_ns - TRANSFER_NS - (0 if rank == RANKS - 1 else LATE_NS)
+            time.sleep(max(0, last_ns - time.monotonic_ns()) / 1e9)
+            nccl.kernel(context, under_way.pop(), first_ns + NCCL_S_CLOCK_NS, last_ns + NCCL_S_CLOCK_NS)
+            by_plugin.watch.step()
+    mask_afterwards = nccl.mask
+
+    with recorded(folder / "events") as by_events:
+        session = by_events.watch._session
+        session._attached.enter_context(NcclHook("auto", nccl=(2, 26, 2)).attach(session))
+        session.use_clock(PlantedClock())
+        dist.all_reduce(OnDevice(), group=group)
+        dist.all_reduce(OnDevice(), group=group, async_op=True)
+        dist.all_reduce(torch.ones(2), group=group)
+        by_events.watch.step()
+    library._destroy()
+    nccl.finalize(context)
+    told = {
+        "mask": mask_afterwards,
+        "marks": session.clock.marks,
+        "placed": {device for _, device in session.device_groups},
+    }
+    return {"plugin": by_plugin, "events": by_events, **told}
+
+
+def one_rank_in_python(folder: Path) -> dict[str, Any]:
+    """With the tap that is there where the native one has not been built."""
+    tap_requirements.places = lambda: ()
+    return one_rank(folder)
+
+
+@pytest.fixture(scope="module", params=["native", *long("python")])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    if request.param == "native":
+        tap_build.build()
+    folder = tmp_path_factory.mktemp("ranks")
+    compile_nccl(folder / "libnccl.so", "-shared", "-fPIC")
+    return run_ranks(one_rank if request.param == "native" else one_rank_in_python, folder, RANKS)
+
+
+def reduced(recording: Recording) -> list[Any]:
+    return [each for each in recording.of(Kind.COLLECTIVE) if each.name.startswith("allreduce")]
+
+
+def test_kernel_times_are_recorded(ranks: list[dict[str, Any]]) -> None:
+    """Each all-reduce once, asynchronous as it is, with its kernel's time by the device."""
+    for rank, told in enumerate(ranks):
+        found = reduced(told["plugin"])
+        assert [each.value1 & 0xFFFFFFFF for each in found] == list(range(ROUNDS))
+        assert {each.flags for each in found} == {Flag.ASYNC | Flag.COMPLETED | Flag.DEVICE}
+        planted_ns = TRANSFER_NS + (0 if rank == RANKS - 1 else LATE_NS)
+        assert {each.duration_ns for each in found} == {planted_ns}
+        assert all(each.nested_ns < planted_ns for each in found)  # of the call
+        assert told["mask"] == SEEN
+
+
+def test_the_late_rank_is_named(ranks: list[dict[str, Any]]) -> None:
+    """By the joined kernels: who came last, by how much, and what the transfer took once all were there."""
+    join = CollectiveJoin()
+    for rank, told in enumerate(ranks):
+        recording = told["plugin"]
+        join.set_ranks(0, [rank])
+        join.add(0, rank, records_of(recording), recording.interned, recording.metadata["groups"])
+    join.join()
+    (row,) = (row for row in collective_rows([join]) if row["operation"] == "allreduce")
+
+    assert (row["joined"], row["by_device"], row["slowest_rank"]) == (ROUNDS, RANKS * ROUNDS, RANKS - 1)
+    assert row["by_rank"][str(RANKS - 1)]["last"] == ROUNDS
+    assert row["by_rank"]["0"]["overlapped_wait_s"] == pytest.approx(ROUNDS * LATE_NS / 1e9)
+    assert row["transfer_s"]["p50_s"] == pytest.approx(TRANSFER_NS / 1e9, rel=0.05)
+    assert any("a rank's kernel began" in text for text in row["cannot_tell"])
+
+
+def test_events_where_there_is_no_plugin(ranks: list[dict[str, Any]]) -> None:
+    """The end of what its caller waits for is known; an asynchronous one's is not, and the CPU's is the host's."""
+    for told in ranks:
+        waited_for, asynchronous, on_cpu = sorted(reduced(told["events"]), key=lambda each: each.value1 & 0xFFFFFFFF)
+        assert (waited_for.flags, waited_for.duration_ns) == (Flag.COMPLETED | Flag.DEVICE, MILLISECOND)
+        assert not asynchronous.flags & Flag.COMPLETED
+        assert on_cpu.flags & (Flag.COMPLETED | Flag.DEVICE) == Flag.COMPLETED
+        assert told["marks"] == 2
+        assert told["placed"] == {DEVICE}

@@ -1,0 +1,197 @@
+"""Works that NCCL counts on the host and on the device, of which some only one of the two counts (fake_works.h)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.collective_rig import sequence
+from tests.support.device.fake_nccl import INTERFACES, ON, SEEN, NcclRig
+from tests.support.recorders import IDS, IMPLEMENTATIONS
+from torchlens_perf.recorder.nccl_plugin import POOL_BYTES, Cause
+from torchlens_perf.recorder.recorder import End
+from torchlens_perf.run.ring import Flag
+
+pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not built: there is no C compiler")
+
+TIMED = Flag.ASYNC | Flag.COMPLETED | Flag.DEVICE
+RING = 64
+
+
+class Job:
+    """One rank of two, whose NCCL numbers its works, and a device that runs them in order."""
+
+    def __init__(self, rig: NcclRig) -> None:
+        self.rig, self.number = rig, 0
+        rig.nccl.number_works(rig.context)
+
+    def run(self, task: int) -> int:
+        """The device runs it, and NCCL's thread looks once. How many works that waits for then."""
+        now_ns = self.rig.device_ns()
+        self.rig.nccl.run(self.rig.context, task, now_ns - 1_000, now_ns)
+        return int(self.rig.nccl.progress(self.rig.context))
+
+    def eager(self, times: int) -> list[int]:
+        """So many collectives, one after the other. What NCCL's thread waits for after each."""
+        waits = []
+        for _ in range(times):
+            waits.append(self.run(self.rig.collective(self.number, channels=1)))
+            self.number += 1
+        return waits
+
+    def capture(self) -> int:
+        """A collective becomes part of a graph."""
+        task = int(self.rig.nccl.call(self.rig.context, -1, 1, 1))
+        self.rig.nccl.group_end(self.rig.context, 0, 1)
+        return task
+
+    def replay(self, task: int) -> int:
+        self.rig.nccl.replay(self.rig.context, 0, task)
+        return self.run(task)
+
+    def send(self, *peers: int) -> list[int]:
+        """An all-to-all's sends, in one group."""
+        issued = self.rig.issue(self.number, flags=int(Flag.ASYNC))
+        self.number += 1
+        self.rig.nccl.group_start()
+        tasks = [int(self.rig.nccl.call(self.rig.context, peer, 1, 0)) for peer in peers]
+        self.rig.nccl.group_end(self.rig.context, 0, 1)
+        self.rig.recorder.returned(issued, int(End.UNKNOWN))
+        return tasks
+
+    def posted(self) -> int:
+        """Works that NCCL's thread was ever given."""
+        return int(self.rig.nccl.posted(self.rig.context))
+
+    def ends(self) -> dict[int, Flag]:
+        return {sequence(each): Flag(each["flags"]) for each in self.rig.collectives()}
+
+
+@pytest.fixture
+def make(nccl_library: Path, tmp_path: Path) -> Iterator[Callable[[int], Job]]:
+    made: list[NcclRig] = []
+
+    def job(interface: int) -> Job:
+        made.append(NcclRig(IMPLEMENTATIONS[0], tmp_path, nccl_library, interface))
+        return Job(made[-1])
+
+    yield job
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(params=INTERFACES)
+def job(request: pytest.FixtureRequest, make: Callable[[int], Job]) -> Job:
+    return make(request.param)
+
+
+def given_up(job: Job) -> Cause:
+    """Why; and then nothing is posted or waited for any more, whatever follows."""
+    before = job.posted()
+    job.rig.nccl.plugin.switch(on=True)
+    assert job.rig.nccl.mask == 0
+    graph = job.capture()
+    assert set(job.eager(RING + 2)) == {0}
+    assert {job.replay(graph) for _ in range(3)} == {0}
+    assert set(job.eager(2)) == {0}
+    assert job.posted() == before
+    return Cause(job.rig.nccl.plugin.counters().given_up)
+
+
+def test_counted_alike(job: Job) -> None:
+    """Eager collectives: each work is posted, and each is told when it has run."""
+    assert set(job.eager(RING + 5)) == {0}
+    assert set(job.ends().values()) == {TIMED}
+    assert job.posted() == RING + 5
+    assert job.rig.nccl.plugin.counters().given_up == Cause.NOT_GIVEN_UP
+
+
+def test_what_switching_off_in_a_capture_did(make: Callable[[int], Job]) -> None:
+    """The harness shows it with a plugin that does nothing: NCCL's thread waits for works that never come, or takes
+    others' times at once."""
+    job = make(6)
+    job.rig.nccl.use_nothing(1)
+    job.rig.nccl.set_mask(SEEN)
+    graph = job.capture()
+    job.rig.nccl.set_mask(ON)
+    assert job.eager(3) == [1, 1, 1]  # each ends with the next one's work
+    assert job.replay(graph) == 0
+    assert job.replay(graph) == 0
+    task = job.rig.collective(job.number, channels=1)
+    assert job.rig.nccl.progress(job.rig.context) == 0  # it has not run yet, and is said to have ended
+    assert job.run(task) == 0
+    job.rig.nccl.use_nothing(0)
+
+
+@pytest.mark.parametrize("interface", [5, 6])
+@pytest.mark.parametrize("timing", [True, False])
+def test_captured_operation(timing: bool, interface: int, make: Callable[[int], Job]) -> None:
+    """Whether NCCL was asked for times while it was captured, or a capture was known of: it is the end of timing."""
+    job = make(interface)
+    assert set(job.eager(3)) == {0}
+    job.rig.nccl.plugin.capture_begins()
+    job.rig.nccl.plugin.switch(on=timing)
+    graph = job.capture()
+    assert job.rig.nccl.mask == 0
+    assert set(job.eager(2)) == {0}
+    assert job.replay(graph) == 0
+    if not timing:
+        assert given_up(job) == Cause.CAPTURED_OPERATION
+    ends = job.ends()
+    assert ends == {number: TIMED if number < 3 else Flag.ASYNC for number in ends}
+    assert len(ends) == job.number
+
+
+def test_capture_of_which_nothing_is_told(job: Job) -> None:
+    """Version 4 does not tell what is captured: any capture is the end. The others wait for what it holds."""
+    job.rig.nccl.plugin.capture_begins()
+    if job.rig.nccl.interface == 4:
+        assert given_up(job) == Cause.CAPTURE_BEGAN
+    else:
+        assert job.rig.nccl.mask == ON
+        assert set(job.eager(2)) == {0}
+
+
+def test_unseen_graph(job: Job) -> None:
+    """A graph of which nobody knows what it holds."""
+    assert set(job.eager(3)) == {0}
+    job.rig.nccl.plugin.unseen_graph()
+    assert given_up(job) == Cause.UNSEEN_GRAPH
+
+
+@pytest.mark.parametrize("timing", [True, False])
+def test_copy_to_oneself(timing: bool, job: Job) -> None:
+    """A rank's own part of an all-to-all, which the device counts alone; also where nothing is timed when it comes."""
+    assert set(job.eager(3)) == {0}
+    job.rig.nccl.plugin.switch(on=timing)
+    tasks = job.send(1, 0)
+    assert job.rig.nccl.mask == 0
+    for task in tasks:
+        job.run(task)
+    assert given_up(job) == Cause.SELF_COPY
+    ends = job.ends()
+    assert ends == {number: TIMED if number < 3 else Flag.ASYNC for number in ends}
+    assert len(ends) == job.number
+    assert job.rig.recorder.lost_ends == 0
+
+
+def test_sends_to_others(job: Job) -> None:
+    """They are counted alike, and timed."""
+    for _ in range(3):
+        assert [job.run(task) for task in job.send(1, 2)][-1] == 0
+    assert set(job.ends().values()) == {TIMED}
+    assert job.rig.nccl.plugin.counters().given_up == Cause.NOT_GIVEN_UP
+
+
+def test_more_communicators_than_are_looked_at(job: Job) -> None:
+    """One of those might send to itself, or be captured."""
+    has_room = shutil.disk_usage("/dev/shm").free >= 1024 * 2 * POOL_BYTES  # for two ranks
+    more = [job.rig.nccl.communicator() for _ in range(1023)]
+    assert job.rig.nccl.mask == (job.rig.nccl.expected_mask(timing=True) if has_room else 0)
+    assert job.rig.nccl.library.fake_communicator(2, 0) is None
+    assert given_up(job) == (Cause.MANY_COMMUNICATORS if has_room else Cause.NO_ROOM)
+    for each in more:
+        job.rig.nccl.finalize(each)

@@ -1,0 +1,223 @@
+"""What the native tap calls, also on a backend's thread and without the GIL: by its C functions, so no tap is built."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.collective_rig import NAME, CollectiveRig, on_thread, sequence
+from tests.support.processes import ROOT
+from tests.support.recorders import IDS, IMPLEMENTATIONS
+from torchlens_perf.recorder.recorder import End
+from torchlens_perf.run.ring import Flag, Kind
+
+pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler")
+
+MAX_PENDING = 1024  # native/collective.c
+
+
+class _Operation(ctypes.Structure):
+    """`Collective` of native/collective.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("name_id", "group", "sequence", "flags")),
+        ("bytes", ctypes.c_uint64),
+        ("generation", ctypes.c_uint64),
+        ("start_ns", ctypes.c_int64),
+        ("call_ns", ctypes.c_int64),
+        *((name, ctypes.c_uint32) for name in ("step", "depth", "within", "ordinal", "pending")),
+    ]  # fmt: skip
+
+
+class _Marks(ctypes.Structure):
+    """`CollectiveMarks`."""
+
+    _fields_ = [("version", ctypes.c_int)] + [
+        (name, ctypes.c_void_p)
+        for name in ("issue", "returned", "completed", "wait_began", "wait_ended", "claim", "part_over")
+    ]
+
+
+class NativeMarks:
+    """The functions that the native tap calls. Those made with `gil=False` run without it, as on a backend's thread."""
+
+    def __init__(self, implementation: ModuleType, *, gil: bool) -> None:
+        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        capsule = implementation.collective_marks()
+        marks = _Marks.from_address(pointer_of(capsule, b"torchlens_perf._native.collective_marks"))
+        made = ctypes.PYFUNCTYPE if gil else ctypes.CFUNCTYPE
+        operation = ctypes.POINTER(_Operation)
+        self.version = marks.version
+        self.issue = made(ctypes.c_int, operation)(marks.issue)
+        self.returned = made(None, operation, ctypes.c_int)(marks.returned)
+        self.completed = made(None, operation)(marks.completed)
+        self.wait_began = made(ctypes.c_int)(marks.wait_began)
+        self.wait_ended = made(None, ctypes.c_int)(marks.wait_ended)
+
+    def start(self, name_id: int, sequence: int, *, group: int = 0) -> _Operation:
+        """An operation that has been issued, and whose backend will call back."""
+        operation = _Operation(name_id=name_id, group=group, sequence=sequence, bytes=4096)
+        assert self.issue(operation) == 1
+        self.returned(operation, int(End.BY_CALLBACK))
+        return operation
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Iterator[CollectiveRig]:
+    made = CollectiveRig(IMPLEMENTATIONS[0], tmp_path, capacity=1 << 14)
+    yield made
+    made.close()
+
+
+def test_backend_tells_the_end(native: CollectiveRig) -> None:
+    """From a thread of the backend: the record has the issuer's step and depth, and lasts until that instant."""
+    marks = NativeMarks(native.implementation, gil=True)
+    native.ring.add_group("0")
+    operation = marks.start(native.ring.intern(NAME), 3)
+    native.recorder.next_step()
+    native.clock.advance(70)
+    assert [(each.issued, each.ended) for each in native.reader.groups()] == [(4, 0)]
+    assert [each["kind"] for each in native.records()] == [Kind.STEP]
+    on_thread(marks.completed, operation)
+    (record,) = native.records()
+
+    assert (record["duration_ns"], record["step"], record["depth"]) == (70, 0, 1)
+    assert record["flags"] == Flag.COMPLETED  # where it ends says nothing of who issued it
+    assert [(each.issued, each.ended) for each in native.reader.groups()] == [(4, 4)]
+
+
+def test_operation_ends_once(native: CollectiveRig) -> None:
+    """What close() has written, a backend that comes later does not write again, nor into the next watch's file."""
+    marks = NativeMarks(native.implementation, gil=True)
+    name_id = native.ring.intern(NAME)
+    before, ended = marks.start(name_id, 0), marks.start(name_id, 1)
+    marks.completed(ended)
+    native.recorder.close()
+    assert [(sequence(each), each["flags"]) for each in native.records()] == [(1, Flag.COMPLETED), (0, 0)]
+
+    following = CollectiveRig(native.implementation, native.ring.path.parent)
+    operation = marks.start(following.ring.intern(NAME), 5)
+    marks.completed(before)
+    assert following.records() == native.records() == []
+    marks.completed(operation)
+    assert [sequence(each) for each in following.records()] == [5]
+    following.close()
+    marks.completed(operation)
+
+
+def test_more_under_way_than_are_remembered(native: CollectiveRig) -> None:
+    """The surplus is recorded at once, without an end, and its end writes nothing; room that is free again is used."""
+    marks = NativeMarks(native.implementation, gil=True)
+    name_id = native.ring.intern(NAME)
+    under_way = [marks.start(name_id, number) for number in range(MAX_PENDING)]
+    assert native.records() == []
+    surplus = [marks.start(name_id, MAX_PENDING + number) for number in range(3)]
+    assert [(sequence(each), each["flags"]) for each in native.records()] == [(MAX_PENDING + n, 0) for n in range(3)]
+
+    for operation in (*surplus, *under_way):
+        marks.completed(operation)
+    assert [(sequence(each), each["flags"]) for each in native.records()] == [
+        (number, Flag.COMPLETED) for number in range(MAX_PENDING)
+    ]
+    again = marks.start(name_id, 5000)
+    assert native.records() == []
+    marks.completed(again)
+    assert [(sequence(each), each["flags"]) for each in native.records()] == [(5000, Flag.COMPLETED)]
+
+
+def test_wait_that_raised(native: CollectiveRig) -> None:
+    """As wait_tensor's tap tells it."""
+    marks = NativeMarks(native.implementation, gil=True)
+    native.call(0, End.BY_WAIT, call_ns=5)
+    assert marks.wait_began() == 1
+    native.clock.advance(30)
+    marks.wait_ended(1)
+    wait, collective = native.records()
+
+    assert (wait["kind"], wait["duration_ns"], wait["flags"]) == (Kind.WAIT, 30, Flag.EXCEPTION)
+    assert (collective["duration_ns"], collective["flags"]) == (5, Flag.EXCEPTION)
+    assert marks.version == 3
+
+
+WAITS_WHILE_WATCHES_COME_AND_GO = """
+import sys, threading, time
+from pathlib import Path
+from tests.support.collective_rig import CollectiveRig
+from tests.support.recorders import IMPLEMENTATIONS
+from tests.recorder.test_collective_marks import NativeMarks
+
+def push(attributes):
+    pushed.append(attributes)
+
+marks = NativeMarks(IMPLEMENTATIONS[0], gil=False)
+folder, pushed, popped, stop = Path(sys.argv[1]), [], [], threading.Event()
+
+def wait():
+    while not stop.is_set():
+        for _ in range(100):
+            if marks.wait_began():
+                marks.wait_ended(0)
+
+threads = [threading.Thread(target=wait) for _ in range(3)]
+for thread in threads:
+    thread.start()
+deadline_s, watches = time.monotonic() + 3, 0
+while time.monotonic() < deadline_s:
+    for listened_to in (True, False):
+        rig = CollectiveRig(IMPLEMENTATIONS[0], folder, clock=None)
+        if listened_to:
+            rig.recorder.set_nvtx(pushed.append, lambda: popped.append(0), [str(number) for number in range(9)])
+        time.sleep(0.001)
+        rig.recorder.close()
+        rig.close()
+        rig.ring.path.unlink()
+        del rig
+        watches += 1
+stop.set()
+for thread in threads:
+    thread.join()
+assert pushed and watches > 20, (len(pushed), watches)
+"""
+
+
+def test_waits_without_the_interpreters_lock_while_watches_come_and_go(tmp_path: Path) -> None:
+    """Of a recorder that is closed, freed, or has just got Python functions to call, nothing is touched."""
+    program = [sys.executable, "-X", "faulthandler", "-c", WAITS_WHILE_WATCHES_COME_AND_GO, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_writers_without_the_interpreters_lock(tmp_path: Path) -> None:
+    """Threads that Python does not know write while the training thread does: every record is whole, none is lost."""
+    operations, at_once, sections_each = 2000, 50, 40
+    rig = CollectiveRig(IMPLEMENTATIONS[0], tmp_path, capacity=1 << 17, clock=None)
+    marks = NativeMarks(rig.implementation, gil=False)
+    name_id, section = rig.ring.intern(NAME), rig.ring.intern("section")
+    libc = ctypes.CDLL(None)
+    for first in range(0, operations, at_once):
+        under_way = [marks.start(name_id, first + number) for number in range(at_once)]
+        threads = [ctypes.c_ulong() for _ in under_way]
+        for thread, operation in zip(threads, under_way, strict=True):
+            completed = ctypes.cast(marks.completed, ctypes.c_void_p)
+            assert libc.pthread_create(ctypes.byref(thread), None, completed, ctypes.byref(operation)) == 0
+            for _ in range(sections_each):
+                rig.recorder.begin(Kind.SECTION, section)
+                rig.recorder.end(Kind.SECTION, section)
+        for thread in threads:
+            assert libc.pthread_join(thread, None) == 0
+    batch = rig.reader.read()
+    written = batch.records[batch.records["kind"] == int(Kind.COLLECTIVE)]
+
+    assert batch.lost == 0
+    assert sorted(written["value1"] & 0xFFFFFFFF) == list(range(operations))
+    assert set(written["flags"]) == {int(Flag.COMPLETED)}
+    assert (batch.records["kind"] == int(Kind.SECTION)).sum() == operations * sections_each
+    rig.close()

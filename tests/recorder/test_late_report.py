@@ -1,0 +1,201 @@
+"""What is told at a run's end where the report is not there in time: what is so, and what to do. All of it for real."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchlens_perf as perf
+from tests.support.long import long
+from tests.support.processes import report, run, wait_for_sidecar
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_log
+from torchlens_perf.run.sidecar_status import read_status
+from torchlens_perf.watch import Watch
+
+# At the sidecar's start: sleeps at once, or when something is imported.
+SLOW = """
+import sys, time
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            time.sleep({seconds})
+
+time.sleep({seconds} * (not {name!r}))
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@contextmanager
+def watched(folder: Path, **settings: object) -> Iterator[Watch]:
+    """A short run whose sidecar is up when its last step is made."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with perf.watch(model, optimizer, dir=str(folder), **settings) as watch:
+        for _ in range(20):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        yield watch
+
+
+def sidecar_of(watch: Watch) -> int:
+    """Its pid, as soon as it tells."""
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        lock = find_sidecar_lock(watch.run_dir.name)
+        pid = read_status(str(lock))[0] if lock is not None else 0
+        if pid:
+            return pid
+        time.sleep(0.005)
+    raise TimeoutError("no sidecar")
+
+
+def line(capfd: pytest.CaptureFixture[str]) -> str:
+    """The one line that was printed."""
+    (only,) = capfd.readouterr().err.splitlines()
+    return only
+
+
+def not_ready(watch: Watch, why: str) -> re.Pattern[str]:
+    """The line, where the sidecar is there and `why` is what it does."""
+    where = re.escape(str(watch.run_dir))
+    return re.compile(
+        rf"torchlens_perf: the report is not ready after \d+\.\d s \(the sidecar {why}\); it will be in "
+        rf"{where}/report\.txt; show it with: torchlens-perf report {where}"
+    )
+
+
+def test_no_time_to_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With exit_timeout_s=0 nothing is waited for; the report is where the line says it will be."""
+    with watched(tmp_path, exit_timeout_s=0) as watch:
+        sidecar_of(watch)
+    printed = line(capfd)
+    wait_for_sidecar(RunDirectory(watch.run_dir))
+
+    assert not_ready(watch, "(has not begun to read|is loading its libraries)").fullmatch(printed)
+    assert "20 steps" in (watch.run_dir / "report.txt").read_text()
+
+
+def test_it_is_stopped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By SIGSTOP: the line has the command that lets it go on, and then the report comes."""
+    with watched(tmp_path, exit_timeout_s=0.3) as watch:
+        pid = sidecar_of(watch)
+        os.kill(pid, signal.SIGSTOP)
+    printed = line(capfd)
+    os.kill(pid, signal.SIGCONT)
+    wait_for_sidecar(RunDirectory(watch.run_dir))
+
+    assert not_ready(watch, f"is stopped: kill -CONT {pid}").fullmatch(printed)
+    assert "20 steps" in (watch.run_dir / "report.txt").read_text()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_it_died(signal_number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """While the report is waited for: the line says so, where its log is, and the command that finishes its work."""
+    with watched(tmp_path, exit_timeout_s=1.0) as watch:
+        pid = sidecar_of(watch)
+        os.kill(pid, signal.SIGSTOP)
+
+        def kill() -> None:
+            os.kill(pid, signal_number)
+            os.kill(pid, signal.SIGCONT)
+
+        killer = threading.Timer(0.3, kill)
+        killer.start()
+    killer.join()
+    log = sidecar_log(find_sidecar_lock(watch.run_dir.name))
+    if not log.exists():  # it had begun before it was stopped
+        log = RunDirectory(watch.run_dir).node_log(socket.gethostname())
+    printed = line(capfd)
+    begin, _, command = printed.partition(" Next: ")
+    by_hand = run([sys.executable, "-m", "torchlens_perf", *command.split()[1:]], tmp_path)
+
+    assert begin == f"torchlens_perf: there is no report: the sidecar died (see {log})."
+    assert command == f"torchlens-perf sidecar {watch.run_dir}"
+    assert by_hand.returncode == 0, by_hand.stderr
+    assert report(RunDirectory(watch.run_dir))["ranks"][0]["steps"] == 20
+
+
+@pytest.mark.parametrize(
+    ("import_of", "doing"),
+    [
+        *long(("", "has not started yet"), ("numpy", "is loading its libraries")),
+        ("torchlens_perf.report.run_report", "is writing the report"),  # imported when it is needed
+    ],
+)
+def test_it_is_slow(
+    import_of: str, doing: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something takes it longer than is waited: the line says what it does."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW.format(name=import_of, seconds=14))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with watched(tmp_path / "runs", exit_timeout_s=10) as watch:
+        pass
+    printed = line(capfd)
+    wait_for_sidecar(RunDirectory(watch.run_dir))
+
+    assert not_ready(watch, doing + "(; other programs .*)?").fullmatch(printed)
+    assert "20 steps" in (watch.run_dir / "report.txt").read_text()
+
+
+def test_others_keep_the_processors_busy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It may run on one processor only, and four programs spin there, each in a scheduling group of its own."""
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(mine)})
+    spin = [sys.executable, "-S", "-c", "while True: pass"]
+    spins = [subprocess.Popen(spin, start_new_session=True) for _ in range(4)]
+    try:
+        with watched(tmp_path, exit_timeout_s=0.5) as watch:
+            sidecar_of(watch)
+        printed = line(capfd)
+    finally:
+        os.sched_setaffinity(0, mine)
+        for each in spins:
+            each.kill()
+            each.wait()
+    wait_for_sidecar(RunDirectory(watch.run_dir))
+    why = r"\w+.*; other programs keep the processors busy: it had one for 0\.\d\d s of that"
+
+    assert not_ready(watch, why).fullmatch(printed)
+
+
+@pytest.mark.parametrize("works_otherwise", long(True, False))
+def test_it_could_not_be_started(works_otherwise: bool, tmp_path: Path) -> None:
+    """The line says so; the records are in the ring, and the command that it names reads them.
+
+    Python starts, and ends at once: as a sidecar, or also where it should make the run directory.
+    """
+    python = tmp_path / "python"
+    ends = '[ "$1" = -m ]' if works_otherwise else "true"
+    python.write_text(f'#!/bin/sh\nif {ends}; then exit 1; fi\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    program = (
+        "import sys, torch, torchlens_perf as perf\n"
+        f"sys.executable = {str(python)!r}\n"
+        "model = torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"with perf.watch(model, optimizer, dir={str(tmp_path)!r}, exit_timeout_s=0.2):\n"
+        "    for _ in range(20):\n"
+        "        model(torch.ones(1, 2)).sum().backward(); optimizer.step()\n"
+    )
+    done = run([sys.executable, "-c", program], tmp_path)
+    printed = done.stderr.splitlines()[-1]
+    begin, _, command = printed.partition(" Next: ")
+    by_hand = run([sys.executable, "-m", "torchlens_perf", *command.split()[1:]], tmp_path)
+    made = RunDirectory(Path(command.split()[-1]))
+
+    assert done.returncode == 0
+    assert begin.startswith("torchlens_perf: there is no report: the sidecar could not be started (see ")
+    assert by_hand.returncode == 0, by_hand.stderr
+    assert report(made)["ranks"][0]["steps"] == 20

@@ -1,0 +1,667 @@
+"""The recorder, its sections and module calls: every test runs over the native one and its Python implementation."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.collective_rig import on_autograds_thread, on_thread
+from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.run import ring
+from torchlens_perf.run.records import PARTS
+from torchlens_perf.run.ring import Flag, Kind
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
+def implementation(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
+@pytest.fixture
+def rig(implementation: ModuleType, tmp_path: Path):
+    made = Rig(implementation, tmp_path)
+    yield made
+    made.close()
+
+
+def test_span_has_its_times(rig: Rig) -> None:
+    """A span's record holds when it began, how long it took, its name, its step and its depth."""
+    start = rig.clock.now_ns
+    rig.span(Kind.DATA, "data", 50)
+    (record,) = rig.records()
+
+    assert (record["kind"], record["name"], record["step"], record["depth"]) == (Kind.DATA, "data", 0, 1)
+    assert (record["start_ns"], record["duration_ns"]) == (start, 50)
+
+
+def test_nested_time_is_credited_to_the_span_around(rig: Rig) -> None:
+    """nested_ns counts all direct children; phase_ns the phases at any depth below, each once."""
+    recorder, intern = rig.recorder, rig.ring.intern
+    recorder.begin(Kind.FORWARD, intern("forward"))
+    rig.clock.advance(1)
+    recorder.begin(Kind.MODULE, intern("block"))
+    rig.clock.advance(2)
+    recorder.begin(Kind.WAIT, intern("wait"))
+    rig.clock.advance(40)
+    recorder.end(Kind.WAIT, intern("wait"))
+    rig.span(Kind.SECTION, "part", 100)
+    recorder.end(Kind.MODULE, intern("block"))
+    rig.clock.advance(3)
+    recorder.end(Kind.FORWARD, intern("forward"))
+    wait, part, block, forward = rig.records()
+
+    assert [each["duration_ns"] for each in (wait, part, block, forward)] == [40, 100, 142, 146]
+    assert (block["nested_ns"], block["phase_ns"]) == (140, 40)
+    assert (forward["nested_ns"], forward["phase_ns"]) == (142, 40)
+
+
+def test_step_knows_its_phases(rig: Rig) -> None:
+    """A step's record ends where the next begins; its phase_ns is the time in top-level phases."""
+    rig.clock.advance(10)
+    rig.span(Kind.DATA, "data", 20)
+    rig.span(Kind.SECTION, "log", 5)
+    assert rig.recorder.next_step(int(Flag.EVALUATION), 77, 2) == 1
+    rig.clock.advance(9)
+    assert rig.recorder.next_step() == 2
+    _, _, first, second = rig.records()
+
+    assert (first["duration_ns"], first["phase_ns"], first["nested_ns"]) == (35, 20, 25)
+    assert (first["flags"], first["value0"], first["value1"], first["step"]) == (Flag.EVALUATION, 77, 2, 0)
+    assert (second["start_ns"], second["duration_ns"], second["phase_ns"]) == (first["start_ns"] + 35, 9, 0)
+
+
+def test_charged_time_belongs_to_nobody(rig: Rig) -> None:
+    """Time that we charge for ourselves is taken out of the open span, and summed up in the header."""
+    recorder, forward = rig.recorder, rig.ring.intern("forward")
+    recorder.begin(Kind.FORWARD, forward)
+    rig.clock.advance(30)
+    recorder.add_overhead(12)
+    recorder.end(Kind.FORWARD, forward)
+    (record,) = rig.records()
+
+    assert (record["duration_ns"], record["phase_ns"], record["nested_ns"]) == (30, 12, 12)
+    assert rig.reader.counter(ring.TOOL_NS) == 12
+
+
+def test_explicit_interval(rig: Rig) -> None:
+    """A phase given as an interval is credited to the open span; another kind is only recorded."""
+    recorder, backward = rig.recorder, rig.ring.intern("backward")
+    recorder.begin(Kind.BACKWARD, backward)
+    rig.clock.advance(100)
+    recorder.record_span(Kind.WAIT, rig.ring.intern("tail"), 500, 40, int(Flag.TAIL))
+    recorder.record_span(Kind.MODULE_BACKWARD, rig.ring.intern("block"), 400, 60, 0, 1, 2)
+    recorder.end(Kind.BACKWARD, backward)
+    tail, block, whole = rig.records()
+
+    assert (tail["start_ns"], tail["duration_ns"], tail["flags"], tail["depth"]) == (500, 40, Flag.TAIL, 2)
+    assert (block["value0"], block["value1"]) == (1, 2)
+    assert (whole["phase_ns"], whole["nested_ns"]) == (40, 40)
+
+
+def test_lost_end_heals(rig: Rig) -> None:
+    """A span that never ended is dropped when one around it ends, and counted; later spans are right."""
+    recorder, intern = rig.recorder, rig.ring.intern
+    recorder.begin(Kind.FORWARD, intern("forward"))
+    recorder.begin(Kind.SECTION, intern("lost"))
+    recorder.begin(Kind.BACKWARD, intern("lost too"))
+    rig.clock.advance(8)
+    recorder.end(Kind.FORWARD, intern("forward"))
+    rig.span(Kind.DATA, "data", 5)
+    forward, data = rig.records()
+
+    assert (forward["kind"], forward["duration_ns"]) == (Kind.FORWARD, 8)
+    assert data["depth"] == 1
+    assert rig.reader.counter(ring.UNBALANCED) == 2
+    assert recorder.backwards == 0
+
+
+def test_end_without_a_begin_is_nothing(rig: Rig) -> None:
+    """Ending what is not open writes nothing."""
+    rig.recorder.end(Kind.DATA, rig.ring.intern("data"))
+
+    assert rig.records() == []
+
+
+def test_drop_takes_a_span_back(rig: Rig) -> None:
+    """A dropped span, and what was open inside it, leave no record and are counted."""
+    recorder, intern = rig.recorder, rig.ring.intern
+    recorder.begin(Kind.OPTIMIZER, intern("optimizer"))
+    recorder.begin(Kind.SECTION, intern("inside"))
+    recorder.drop(Kind.OPTIMIZER, intern("optimizer"))
+    rig.span(Kind.DATA, "data", 5)
+    (data,) = rig.records()
+
+    assert data["depth"] == 1
+    assert rig.reader.counter(ring.UNBALANCED) == 2
+    recorder.drop(Kind.STEP, 0)  # the step itself is never dropped
+    assert rig.recorder.next_step() == 1
+
+
+def test_deep_nesting_is_cut_and_counted(rig: Rig) -> None:
+    """Spans beyond 64 levels are not recorded, are counted, and leave the stack balanced."""
+    recorder, name = rig.recorder, rig.ring.intern("deep")
+    for _ in range(100):
+        recorder.begin(Kind.SECTION, name)
+        rig.clock.advance(1)
+    for _ in range(100):
+        recorder.end(Kind.SECTION, name)
+    records = rig.records()
+
+    assert [record["depth"] for record in records] == list(range(63, 0, -1))
+    assert records[-1]["duration_ns"] == 100
+    assert rig.reader.counter(ring.TOO_DEEP) == 100 - 63
+
+    def recurse(left: int) -> None:
+        if left:
+            call(left - 1)
+
+    call = rig.implementation.ModuleCall(recorder, name, recurse)
+    call(99)
+
+    assert len(rig.records()) == 63
+    assert rig.reader.counter(ring.TOO_DEEP) == 2 * (100 - 63)
+    assert rig.reader.counter(ring.UNBALANCED) == 0
+    rig.span(Kind.DATA, "data", 1)
+    assert rig.records()[0]["depth"] == 1
+
+
+def test_closed_recorder_does_nothing(rig: Rig) -> None:
+    """After close() every mark is a no-op, and the file says that it was ended."""
+    recorder = rig.recorder
+    recorder.begin(Kind.FORWARD, rig.ring.intern("forward"))
+    recorder.activate()
+    recorder.close()
+    rig.ring.close()
+    recorder.begin(Kind.DATA, 1)
+    recorder.end(Kind.DATA, 1)
+    recorder.record_span(Kind.DATA, 1, 0, 5)
+    recorder.add_overhead(5)
+    recorder.activate()
+    with rig.implementation.section("after"):
+        pass
+
+    assert recorder.next_step() == 0
+    assert (recorder.closed, recorder.written, recorder.step) == (True, 0, 0)
+    assert rig.records() == []
+    assert rig.reader.counter(ring.STATE) == ring.State.CLOSED
+
+
+def test_abandoned_recorder_leaves_the_file_alone(rig: Rig) -> None:
+    """abandon(), for forked children, stops recording without a store to the parent's file."""
+    rig.recorder.begin(Kind.FORWARD, rig.ring.intern("forward"))
+    before = rig.ring.buffer[:]
+    rig.recorder.abandon()
+    rig.recorder.end(Kind.FORWARD, 1)
+
+    assert rig.ring.buffer[:] == before
+    assert rig.recorder.closed
+
+
+def test_wrong_buffer_is_refused(implementation: ModuleType) -> None:
+    """A buffer that holds no ring file raises ValueError."""
+    with pytest.raises(ValueError, match="ring file"):
+        implementation.Recorder(bytearray(300_000), lambda name: 0)
+
+
+class TestSection:
+    def test_records_while_a_recorder_is_active(self, rig: Rig) -> None:
+        """A section records between activate() and deactivate(), and does nothing otherwise."""
+        section = rig.implementation.section("part")
+        with section:
+            rig.clock.advance(3)
+        rig.recorder.activate()
+        with section:
+            rig.clock.advance(4)
+        rig.recorder.deactivate()
+        with section:
+            rig.clock.advance(5)
+        (record,) = rig.records()
+
+        assert (record["kind"], record["name"], record["duration_ns"]) == (Kind.SECTION, "part", 4)
+
+    def test_nests_and_re_enters(self, rig: Rig) -> None:
+        """Sections nest, also one inside itself."""
+        rig.recorder.activate()
+        outer, inner = rig.implementation.section("outer"), rig.implementation.section("inner")
+        with outer:
+            rig.clock.advance(1)
+            with inner, outer:
+                rig.clock.advance(10)
+        records = rig.records()
+
+        assert [(r["name"], r["depth"], r["duration_ns"], r["nested_ns"]) for r in records] == [
+            ("outer", 3, 10, 0),
+            ("inner", 2, 10, 10),
+            ("outer", 1, 11, 10),
+        ]
+
+    def test_exception_passes_and_is_flagged(self, rig: Rig) -> None:
+        """The user's exception comes through as it is; the record says that there was one."""
+        rig.recorder.activate()
+        raised = KeyError("mine")
+        with pytest.raises(KeyError) as caught, rig.implementation.section("part"):
+            raise raised
+
+        assert caught.value is raised
+        assert [record["flags"] for record in rig.records()] == [Flag.EXCEPTION]
+
+    def test_same_name_is_the_same_section(self, rig: Rig) -> None:
+        """section() returns one object for one name, and tells a wrong type."""
+        section = rig.implementation.section
+
+        assert section("a") is section("a")
+        assert section("a").name == "a"
+        assert repr(section("a")) == "section('a')"
+        with pytest.raises(TypeError, match="takes a name, got int"):
+            section(3)
+
+    def test_survives_a_change_of_recorder(self, rig: Rig, tmp_path: Path) -> None:
+        """A section made under one recorder has its name in the next one's file too."""
+        section = rig.implementation.section("kept")
+        rig.recorder.activate()
+        with section:
+            pass
+        other = Rig(rig.implementation, tmp_path)
+        other.ring.intern("something else first")
+        other.recorder.activate()
+        with section:
+            other.clock.advance(2)
+
+        assert [record["name"] for record in rig.records()] == ["kept"]
+        assert [record["name"] for record in other.records()] == ["kept"]
+        other.close()
+
+    def test_interleaved_sections_are_counted(self, rig: Rig) -> None:
+        """Sections that end out of order (asyncio tasks) lose one record, which is counted, and nothing else."""
+        rig.recorder.activate()
+        first, second = rig.implementation.section("first"), rig.implementation.section("second")
+        first.__enter__()
+        second.__enter__()
+        rig.clock.advance(5)
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+        records = rig.records()
+
+        assert [record["name"] for record in records] == ["first"]
+        assert rig.reader.counter(ring.UNBALANCED) == 1
+
+    def test_too_many_names_share_one(self, implementation: ModuleType) -> None:
+        """Names made up in a loop do not grow the process without bound."""
+        program = (
+            f"from {implementation.__name__} import section\n"
+            "print(len({id(section(f'made up {i}')) for i in range(10_000)}), section('one more').name)"
+        )
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        count, name = ran.stdout.split(maxsplit=1)
+
+        assert int(count) in (4096, 4097)
+        assert name == "(other sections)\n"
+
+
+def parts_of_step(rig: Rig) -> dict[str, int]:
+    """Nanoseconds of the first step's parts, those that are not zero."""
+    (parts,) = assemble_steps(rig.reader.read().records).parts_ns.tolist()
+    return {part: value for part, value in zip(PARTS, parts, strict=True) if value or part == "backward"}
+
+
+class TestThreads:
+    def test_other_threads_have_their_own_stack(self, rig: Rig) -> None:
+        """A span of another thread is recorded, marked, and takes nothing from the training thread's spans."""
+        recorder, intern = rig.recorder, rig.ring.intern
+        recorder.begin(Kind.FORWARD, intern("forward"))
+        thread = threading.Thread(target=lambda: rig.span(Kind.DATA, "prefetch", 30))
+        thread.start()
+        thread.join()
+        recorder.end(Kind.FORWARD, intern("forward"))
+        prefetch, forward = rig.records()
+
+        assert (prefetch["flags"], prefetch["depth"], prefetch["duration_ns"]) == (Flag.OTHER_THREAD, 1, 30)
+        assert (forward["flags"], forward["phase_ns"], forward["nested_ns"]) == (0, 0, 0)
+
+    def test_waiting_on_autograds_threads_counts(self, rig: Rig) -> None:
+        """Waiting and recomputation on a device thread, inside the backward pass, are taken out of that phase."""
+        recorder, intern = rig.recorder, rig.ring.intern
+        recorder.begin(Kind.BACKWARD, intern("backward"))
+        rig.clock.advance(5)
+        on_autograds_thread(rig.span, Kind.WAIT, "wait", 30)
+        recorder.end(Kind.BACKWARD, intern("backward"))
+        wait, backward = rig.records()
+
+        assert (wait["flags"], wait["duration_ns"], wait["phase_ns"]) == (0, 30, 0)
+        assert (backward["duration_ns"], backward["phase_ns"]) == (35, 30)
+
+    def test_waiting_inside_of_recomputation_counts_once(self, rig: Rig) -> None:
+        """What autograd's thread waits while it computes again is no recomputation."""
+        recorder, backward, again = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("again")
+
+        def compute_again() -> None:
+            recorder.begin(Kind.RECOMPUTE, again)
+            rig.clock.advance(10)
+            rig.span(Kind.WAIT, "wait", 30)
+            recorder.end(Kind.RECOMPUTE, again)
+
+        recorder.begin(Kind.BACKWARD, backward)
+        on_autograds_thread(compute_again)
+        rig.clock.advance(5)
+        recorder.end(Kind.BACKWARD, backward)
+
+        assert [(each["duration_ns"], each["phase_ns"], each["flags"]) for each in rig.records()] == [
+            (30, 0, 0), (40, 30, 0), (45, 40, 0),
+        ]  # fmt: skip
+
+    def test_no_more_is_taken_out_of_the_backward_pass_than_it_has(self, rig: Rig) -> None:
+        """Two devices that wait at once: the parts of the step add up to it, and none is negative."""
+        recorder, backward, wait = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("wait")
+        one_waits, both_wait = threading.Event(), threading.Event()
+
+        def other() -> None:
+            recorder.begin(Kind.WAIT, wait)
+            one_waits.set()
+            both_wait.wait(30)
+            recorder.end(Kind.WAIT, wait)
+
+        recorder.begin(Kind.BACKWARD, backward)
+        rig.clock.advance(5)
+        thread = threading.Thread(target=on_autograds_thread, args=(other,))
+        thread.start()
+        assert one_waits.wait(30)
+        on_autograds_thread(rig.span, Kind.WAIT, "wait", 30)
+        both_wait.set()
+        thread.join()
+        recorder.end(Kind.BACKWARD, backward)
+        recorder.next_step()
+        parts = parts_of_step(rig)
+
+        assert parts == {"backward": 0, "communication": 35}
+
+    def test_waiting_on_a_users_thread_does_not(self, rig: Rig) -> None:
+        """A thread that saves a checkpoint waits for others too, whatever the training thread does meanwhile."""
+        recorder, intern = rig.recorder, rig.ring.intern
+        recorder.begin(Kind.BACKWARD, intern("backward"))
+        on_thread(rig.span, Kind.WAIT, "wait", 30)
+        recorder.end(Kind.BACKWARD, intern("backward"))
+        wait, backward = rig.records()
+
+        assert (wait["flags"], wait["duration_ns"]) == (Flag.OTHER_THREAD, 30)
+        assert (backward["duration_ns"], backward["phase_ns"]) == (30, 0)
+
+    @pytest.mark.parametrize("runner", [on_thread, on_autograds_thread])
+    def test_waiting_that_began_before_the_backward_pass(self, runner: Callable[..., None], rig: Rig) -> None:
+        """It is nobody's part of the step: the backward pass keeps its time."""
+        recorder, backward, wait = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("wait")
+        began, backward_began = threading.Event(), threading.Event()
+
+        def elsewhere() -> None:
+            recorder.begin(Kind.WAIT, wait)
+            began.set()
+            backward_began.wait(30)
+            recorder.end(Kind.WAIT, wait)
+
+        thread = threading.Thread(target=runner, args=(elsewhere,))
+        thread.start()
+        assert began.wait(30)
+        rig.clock.advance(300)
+        recorder.begin(Kind.BACKWARD, backward)
+        rig.clock.advance(20)
+        backward_began.set()
+        thread.join()
+        recorder.end(Kind.BACKWARD, backward)
+        recorder.next_step()
+
+        assert parts_of_step(rig) == {"backward": 20, "host": 300}
+
+    @pytest.mark.parametrize("inside", [Kind.WAIT, Kind.OPTIMIZER])
+    def test_backward_pass_in_another_phase(self, inside: Kind, rig: Rig) -> None:
+        """While the training thread waits itself, or another thread is in a backward pass: nothing is taken out."""
+        recorder, backward = rig.recorder, rig.ring.intern("backward")
+        if inside == Kind.WAIT:
+            recorder.begin(Kind.BACKWARD, backward)
+        else:
+            on_thread(recorder.begin, Kind.BACKWARD, backward)
+        recorder.begin(inside, backward)
+        on_autograds_thread(rig.span, Kind.WAIT, "wait", 30)
+        recorder.end(inside, backward)
+        wait, around = rig.records()
+
+        assert (wait["flags"], around["phase_ns"]) == (Flag.OTHER_THREAD, 0)
+
+    def test_many_threads_lose_nothing(self, implementation: ModuleType, tmp_path: Path) -> None:
+        """Eight threads that mark at once: every record is there, whole and balanced."""
+        rig = Rig(implementation, tmp_path, capacity=65536, clock=None)
+        rig.recorder.activate()
+
+        def work(index: int) -> None:
+            with implementation.section(f"thread {index}"):
+                for _ in range(1000):
+                    with implementation.section("shared"):
+                        pass
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        names = [record["name"] for record in rig.records()]
+
+        assert names.count("shared") == 8000
+        assert sorted(set(names) - {"shared"}) == [f"thread {index}" for index in range(8)]
+        assert rig.reader.counter(ring.UNBALANCED) == 0
+        rig.close()
+
+
+class Module:
+    """Something to call, weakly referable, as nn.Module is."""
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[object, ...]:
+        return (self, args, kwargs)
+
+
+class TestModuleCall:
+    def test_passes_arguments_and_result(self, rig: Rig) -> None:
+        """The function gets the module and all arguments, and its result comes back as it is."""
+        module = Module()
+        call = rig.implementation.ModuleCall(rig.recorder, 0, Module.forward, module)
+
+        assert call() == (module, (), {})
+        assert call(1, 2, key=3) == (module, (1, 2), {"key": 3})
+        assert call(*range(20), **{f"k{i}": i for i in range(20)})[1:] == (
+            tuple(range(20)),
+            {f"k{i}": i for i in range(20)},
+        )
+
+    def test_works_without_a_module(self, rig: Rig) -> None:
+        """Over an earlier callable (module.compile()), nothing is put before the arguments."""
+        call = rig.implementation.ModuleCall(rig.recorder, 0, lambda *args, **kwargs: (args, kwargs))
+
+        assert call(1, key=2) == ((1,), {"key": 2})
+
+    def test_outermost_call_is_the_forward_phase(self, rig: Rig) -> None:
+        """The outermost watched module is FORWARD, the ones inside are modules, of recomputation RECOMPUTE."""
+        recorder, make = rig.recorder, rig.implementation.ModuleCall
+        inner = make(recorder, rig.ring.intern("inner"), lambda: rig.clock.advance(2))
+        outer = make(recorder, rig.ring.intern("outer"), inner)
+        outer()
+        backward = rig.ring.intern("backward")
+        recorder.begin(Kind.BACKWARD, backward)
+        outer()
+        recorder.end(Kind.BACKWARD, backward)
+
+        assert [(record["kind"], record["name"]) for record in rig.records()] == [
+            (Kind.MODULE, "inner"),
+            (Kind.FORWARD, "outer"),
+            (Kind.MODULE, "inner"),
+            (Kind.RECOMPUTE, "outer"),
+            (Kind.BACKWARD, "backward"),
+        ]
+
+    def test_recompute_inside_a_backward_inside_a_forward(self, rig: Rig) -> None:
+        """A model that calls itself from a backward pass in its forward pass is told from an ordinary module."""
+        recorder, make = rig.recorder, rig.implementation.ModuleCall
+        inner = make(recorder, rig.ring.intern("inner"), lambda: None)
+
+        def with_backward() -> None:
+            recorder.begin(Kind.BACKWARD, 0)
+            inner()
+            recorder.end(Kind.BACKWARD, 0)
+
+        make(recorder, rig.ring.intern("outer"), with_backward)()
+
+        assert [record["kind"] for record in rig.records()] == [Kind.RECOMPUTE, Kind.BACKWARD, Kind.FORWARD]
+
+    def test_exception_is_the_users_own(self, rig: Rig) -> None:
+        """An exception comes through as the same object, and the span is closed and flagged."""
+        raised = ValueError("mine")
+
+        def fail() -> None:
+            raise raised
+
+        with pytest.raises(ValueError, match="mine") as caught:
+            rig.implementation.ModuleCall(rig.recorder, 0, fail)()
+
+        assert caught.value is raised
+        assert [record["flags"] for record in rig.records()] == [Flag.EXCEPTION]
+        rig.span(Kind.DATA, "data", 1)
+        assert rig.records()[0]["depth"] == 1
+
+    def test_observers_see_probed_calls_only(self, rig: Rig) -> None:
+        """Observers run in sampled steps, outside of the span; their time is charged."""
+        seen: list[object] = []
+
+        def before(*args: object, **kwargs: object) -> None:
+            rig.clock.advance(100)
+            seen.append((args, kwargs))
+
+        def after(result: object) -> None:
+            rig.clock.advance(10)
+            seen.append(result)
+
+        call = rig.implementation.ModuleCall(
+            rig.recorder, 0, lambda *args, **kwargs: "result", None, before=before, after=after
+        )
+        call(1)
+        rig.recorder.sampled = 1
+        call(2, key=3)
+
+        assert seen == [((2,), {"key": 3}), "result"]
+        assert [record["duration_ns"] for record in rig.records()] == [0, 0]
+        assert rig.reader.counter(ring.TOOL_NS) == 110
+
+    def test_forward_passes_are_always_seen(self, rig: Rig) -> None:
+        """Calls that no other watched module has made, in every step; not those inside, nor in a backward pass."""
+        seen: list[object] = []
+        module_call, recorder = rig.implementation.ModuleCall, rig.recorder
+        inner = module_call(recorder, 0, lambda: "inner", None, forward=seen.append)
+        outer = module_call(recorder, 1, lambda: inner() and "outer", None, forward=seen.append)
+        outer()
+        inner()
+        recorder.begin(Kind.BACKWARD, 0)
+        outer()
+        recorder.end(Kind.BACKWARD, 0)
+
+        assert seen == ["outer", "inner"]
+
+    def test_forward_pass_by_public_hooks(self, rig: Rig) -> None:
+        """end_module() says whether the call was one."""
+        recorder = rig.recorder
+        ended = []
+        for name_id in (0, 1):
+            recorder.begin_module(name_id)
+        ended += [recorder.end_module(1), recorder.end_module(0), recorder.end_module(0)]
+        recorder.begin(Kind.BACKWARD, 0)
+        recorder.begin_module(0)
+        ended.append(recorder.end_module(0))
+
+        assert ended == [False, True, False, False]
+
+    def test_after_close_only_passes_on(self, rig: Rig) -> None:
+        """A call that outlives its recorder still calls the function, also when the recorder closes inside it."""
+
+        def close_inside() -> str:
+            rig.recorder.close()
+            rig.ring.close()
+            return "result"
+
+        call = rig.implementation.ModuleCall(rig.recorder, 0, close_inside)
+
+        assert call() == "result"
+        assert call() == "result"
+
+    def test_holds_the_module_weakly(self, rig: Rig) -> None:
+        """The module dies with its last reference, without the garbage collector."""
+        module = Module()
+        module.slot = rig.implementation.ModuleCall(rig.recorder, 0, Module.forward, module)
+        reference, call = weakref.ref(module), module.slot
+        gc.disable()
+        try:
+            del module
+            assert reference() is None
+        finally:
+            gc.enable()
+        with pytest.raises(ReferenceError):
+            call()
+
+    def test_fallback_marks_choose_the_same_kinds(self, rig: Rig) -> None:
+        """begin_module and end_module, for hooks, record what ModuleCall would."""
+        recorder, outer, inner = rig.recorder, rig.ring.intern("outer"), rig.ring.intern("inner")
+        recorder.begin_module(outer)
+        recorder.begin_module(inner)
+        recorder.end_module(inner, int(Flag.EXCEPTION))
+        recorder.end_module(outer)
+        recorder.end_module(outer)
+
+        assert [(r["kind"], r["name"], r["flags"]) for r in rig.records()] == [
+            (Kind.MODULE, "inner", Flag.EXCEPTION),
+            (Kind.FORWARD, "outer", 0),
+        ]
+
+
+def test_nvtx_ranges_balance(rig: Rig) -> None:
+    """Every span that is opened pushes its name's attribute and every end pops, also of spans that lost theirs."""
+    calls: list[object] = []
+    rig.recorder.set_nvtx(calls.append, lambda: calls.append("pop"), ["step", "a", "b"])
+    a, b = rig.ring.intern("a"), rig.ring.intern("b")
+    rig.recorder.begin(Kind.SECTION, a)
+    rig.recorder.begin(Kind.SECTION, b)
+    rig.recorder.end(Kind.SECTION, a)
+    rig.recorder.begin(Kind.SECTION, rig.ring.intern("unknown to NVTX"))
+    rig.recorder.close()
+
+    assert calls == ["a", "b", "pop", "pop", "step", "pop"]
+
+
+def test_both_write_the_same_bytes(tmp_path: Path) -> None:
+    """The same marks at the same times leave the same records, names and counters."""
+    if len(IMPLEMENTATIONS) < 2:
+        pytest.skip("the package was installed without a C compiler: there is only the twin")
+    files = []
+    for implementation in IMPLEMENTATIONS:
+        rig = Rig(implementation, tmp_path)
+        rig.recorder.activate()
+        for step in range(3):
+            rig.span(Kind.DATA, "data", 10 + step)
+            with implementation.section("part"):
+                rig.clock.advance(4)
+                rig.span(Kind.WAIT, "wait", 6)
+            implementation.ModuleCall(rig.recorder, rig.ring.intern("net"), lambda rig=rig: rig.clock.advance(3))()
+            rig.recorder.record_span(
+                Kind.COLLECTIVE, rig.ring.intern("allreduce"), 5, 6, int(Flag.ASYNC), 1 << 40, step
+            )
+            rig.recorder.add_overhead(2)
+            rig.recorder.next_step(step, 1 << 33, step)
+        rig.recorder.deactivate()
+        rig.close()
+        data = bytearray(rig.ring.path.read_bytes())
+        # What lies above the stack's depth is left over, and the twin does not show all spans there.
+        data[8 * ring.FRAMES : 8 * (ring.FRAMES + 4 * ring.MAX_FRAMES)] = b""
+        files.append(data)
+
+    assert files[0] == files[1]

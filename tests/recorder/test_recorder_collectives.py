@@ -1,0 +1,491 @@
+"""Collectives and waits in the recorder: every test runs over the native one and its Python implementation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.collective_rig import NAME, CollectiveRig, on_thread, sequence
+from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
+from torchlens_perf.recorder import torch_private
+from torchlens_perf.recorder.patch import patched
+from torchlens_perf.recorder.recorder import End
+from torchlens_perf.run.ring import DEPTH, GROUP_WORDS, GROUPS, MAX_GROUPS, METADATA_OFFSET, Flag, GroupProgress, Kind
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
+def implementation(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
+@pytest.fixture
+def rig(implementation: ModuleType, tmp_path: Path) -> Iterator[CollectiveRig]:
+    made = CollectiveRig(implementation, tmp_path)
+    yield made
+    made.close()
+
+
+# -- one operation
+
+
+def test_record_of_an_operation(rig: CollectiveRig) -> None:
+    """When it was issued, on which step and depth, inside of what, how large, its number, its place in the step."""
+    rig.recorder.begin(Kind.BACKWARD, rig.ring.intern("backward"))
+    start_ns = rig.clock.now_ns
+    rig.call(7, End.UNKNOWN, flags=int(Flag.ASYNC), size=123)
+    rig.call(8, End.UNKNOWN)
+    rig.recorder.end(Kind.BACKWARD, rig.ring.intern("backward"))
+    rig.recorder.next_step()
+    rig.call(9, End.UNKNOWN)
+    first, second, third = rig.collectives()
+
+    assert (first["name"], first["start_ns"], first["step"], first["depth"]) == (NAME, start_ns, 0, 2)
+    assert (first["value0"], sequence(first), first["flags"]) == (123, 7, Flag.ASYNC)
+    assert [rig.reader.names()[each["value1"] >> 32] for each in (first, third)] == ["backward", "(other)"]
+    assert (second["phase_ns"] - first["phase_ns"], third["phase_ns"]) == (1, 0)
+    assert (third["step"], third["depth"]) == (1, 1)
+
+
+def test_ordinals_begin_anew_with_a_recorder(implementation: ModuleType, tmp_path: Path) -> None:
+    """The first operation of a watch is its step's first one, whatever an earlier watch has issued in that step."""
+    ordinals = []
+    for _ in range(2):
+        rig = CollectiveRig(implementation, tmp_path)
+        rig.call(0, End.UNKNOWN)
+        ordinals += [each["phase_ns"] for each in rig.collectives()]
+        rig.close()
+
+    assert ordinals == [0, 0]
+
+
+def test_end_by_wait(rig: CollectiveRig) -> None:
+    """What the caller waits for at once lasts until the end of that wait; the wait is a phase of its own."""
+    rig.call(0, End.BY_WAIT, call_ns=5)
+    rig.clock.advance(1)
+    rig.wait(40)
+    wait, collective = rig.records()
+
+    assert (collective["duration_ns"], collective["nested_ns"], collective["flags"]) == (46, 5, Flag.COMPLETED)
+    assert (wait["kind"], wait["name"], wait["duration_ns"], wait["flags"]) == (Kind.WAIT, "wait", 40, 0)
+
+
+def test_blocking_operation_that_nobody_waits_for(rig: CollectiveRig) -> None:
+    """Its record comes with the next operation, without an end: not with the end of what happens to be next."""
+    rig.call(0, End.BY_WAIT, call_ns=5)
+    assert rig.collectives() == []
+    rig.clock.advance(1000)
+    rig.call(1, End.BY_WAIT, call_ns=6)
+    (first,) = rig.collectives()
+    rig.wait(10)
+    (second,) = rig.collectives()
+
+    assert (sequence(first), first["duration_ns"], first["nested_ns"], first["flags"]) == (0, 5, 5, 0)
+    assert (sequence(second), second["duration_ns"], second["flags"]) == (1, 16, Flag.COMPLETED)
+
+
+def test_end_unknown(rig: CollectiveRig) -> None:
+    """Where nobody tells the end the duration is the call's, and not marked as the operation's."""
+    rig.call(0, End.UNKNOWN, call_ns=5)
+    rig.wait(40)
+    collective, _ = rig.records()
+
+    assert (collective["duration_ns"], collective["nested_ns"], collective["flags"]) == (5, 5, 0)
+
+
+def test_end_by_return(rig: CollectiveRig) -> None:
+    """An operation that blocks in its call is over when that returns; the call is a wait, no time of what is around."""
+    forward = rig.ring.intern("forward")
+    rig.recorder.begin(Kind.FORWARD, forward)
+    start_ns = rig.clock.now_ns
+    rig.call(0, End.BY_RETURN, call_ns=50, name="monitored_barrier group=0")
+    rig.recorder.end(Kind.FORWARD, forward)
+    collective, wait, around = rig.records()
+
+    assert (collective["duration_ns"], collective["nested_ns"], collective["flags"]) == (50, 50, Flag.COMPLETED)
+    assert (wait["kind"], wait["name"]) == (Kind.WAIT, "monitored_barrier group=0")
+    assert (wait["start_ns"], wait["duration_ns"], wait["depth"]) == (start_ns, 50, 2)
+    assert (around["phase_ns"], around["nested_ns"]) == (50, 50)
+    assert rig.recorder.waited_ns == 50
+
+
+def test_operation_belongs_to_the_step_that_issued_it(rig: CollectiveRig) -> None:
+    """Also when it ends in a later one; its number in that step stays too."""
+    rig.recorder.next_step()
+    rig.call(0, End.UNKNOWN)
+    rig.call(1, End.BY_WAIT)
+    rig.recorder.next_step()
+    rig.recorder.next_step()
+    rig.wait(30)
+    first, second = rig.collectives()
+
+    assert [(each["step"], each["phase_ns"]) for each in (first, second)] == [(1, 0), (1, 1)]
+    assert rig.recorder.step == 3
+
+
+# -- waits
+
+
+def test_waits_are_summed_up(rig: CollectiveRig) -> None:
+    """waited_ns: all waits of the training thread, and nothing else; each is time of the step's phases."""
+    rig.wait(10)
+    rig.clock.advance(100)
+    rig.span(Kind.WAIT, "backward tail", 1000)  # not a wait in Work.wait: whoever opens it counts it
+    rig.wait(20)
+    rig.recorder.next_step()
+    *_, step = rig.records()
+
+    assert rig.recorder.waited_ns == 30
+    assert (step["phase_ns"], step["duration_ns"]) == (1030, 1130)
+
+
+def test_timed_wait_is_the_wait(rig: CollectiveRig) -> None:
+    """Arguments, result and exception pass through; each call is a wait, also the one that raises."""
+
+    class Work:
+        def wait(self, timeout: float = 0.0, *, fail: bool = False) -> tuple[Work, float]:
+            rig.clock.advance(25)
+            if fail:
+                raise ValueError("planted")
+            return self, timeout
+
+    Work.wait = rig.implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    work = Work()
+
+    assert work.wait() == (work, 0.0)
+    assert work.wait(1.5) == work.wait(timeout=1.5) == (work, 1.5)
+    with pytest.raises(ValueError, match="planted"):
+        work.wait(fail=True)
+    assert [(each["duration_ns"], each["flags"]) for each in rig.records()] == [(25, 0)] * 3 + [(25, Flag.EXCEPTION)]
+    assert rig.reader.counter(DEPTH) == 1
+    rig.recorder.close()
+    assert work.wait(3.0) == (work, 3.0)
+
+
+def test_wait_that_raised_ends_nothing(rig: CollectiveRig) -> None:
+    """After a timeout the operation may still be under way: its record says that it failed, and has no end."""
+
+    class Work:
+        def wait(self) -> None:
+            rig.clock.advance(25)
+            raise ValueError("planted")
+
+    Work.wait = rig.implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    rig.call(0, End.BY_WAIT, call_ns=5)
+    with pytest.raises(ValueError, match="planted"):
+        Work().wait()
+    rig.call(1, End.BY_WAIT, call_ns=6)
+    rig.wait(10)
+    failed, following = rig.collectives()
+
+    assert (sequence(failed), failed["duration_ns"], failed["flags"]) == (0, 5, Flag.EXCEPTION)
+    assert (sequence(following), following["duration_ns"], following["flags"]) == (1, 16, Flag.COMPLETED)
+    assert rig.recorder.waited_ns == 35
+
+
+def test_operation_that_raised(rig: CollectiveRig) -> None:
+    """The tap says so when the call has returned."""
+    issued = rig.issue(0, flags=int(Flag.ASYNC))
+    rig.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION))
+    (record,) = rig.collectives()
+
+    assert record["flags"] == Flag.ASYNC | Flag.EXCEPTION
+
+
+def test_timed_wait_of_an_earlier_watch(implementation: ModuleType, tmp_path: Path) -> None:
+    """Another tool has wrapped it and still calls it: the next watch's is around both, and the wait counts once."""
+    earlier = CollectiveRig(implementation, tmp_path)
+
+    class Work:
+        def wait(self, timeout: float) -> float:
+            rig.clock.advance(25)
+            return timeout
+
+    Work.wait = implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    ours = Work.wait
+    Work.wait = lambda work, timeout: ours(work, timeout)  # type: ignore[method-assign]
+    earlier.close()
+    rig = CollectiveRig(implementation, tmp_path)
+    Work.wait = implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    rig.call(0, End.BY_WAIT)
+
+    assert Work().wait(1.5) == 1.5
+    wait, collective = rig.records()
+    assert (wait["duration_ns"], collective["flags"], rig.recorder.waited_ns) == (25, Flag.COMPLETED, 25)
+    rig.close()
+
+
+def test_timed_wait_is_a_method(rig: CollectiveRig) -> None:
+    """Bound, unbound, with keywords, with many arguments, and with the name of what it stands for."""
+
+    class Work:
+        def wait(self, *args: int, **kwargs: int) -> tuple[object, ...]:
+            return self, args, kwargs
+
+    Work.wait = rig.implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    work, many = Work(), tuple(range(20))
+    bound = work.wait
+
+    assert bound(*many, key=1) == Work.wait(work, *many, key=1) == (work, many, {"key": 1})
+    assert Work.wait.__name__ == "wait"
+    assert [each["name"] for each in rig.records()] == ["wait"] * 2
+    with pytest.raises(TypeError):
+        Work.wait()
+
+
+def test_compiled_code_waits(implementation: ModuleType, tmp_path: Path) -> None:
+    """Dynamo breaks its graph at Work.wait() as it does without us, and calls it with its object."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FakeWork
+
+    def function(x: torch.Tensor, work: dist.Work) -> torch.Tensor:
+        y = x.sin()
+        work.wait()
+        return y.cos()
+
+    rig, plain = CollectiveRig(implementation, tmp_path), vars(FakeWork)["wait"]
+    torch._dynamo.reset()
+    graphs = torch._dynamo.explain(function)(torch.ones(2), FakeWork()).graph_count
+    with patched(FakeWork, "wait", torch_private.break_in_compiled_code(implementation.timed_wait(FakeWork.wait))):
+        torch._dynamo.reset()
+        assert torch._dynamo.explain(function)(torch.ones(2), FakeWork()).graph_count == graphs
+        torch.compile(function, backend="eager")(torch.ones(2), FakeWork())
+
+    assert len(rig.records()) == 2
+    assert vars(FakeWork)["wait"] is plain
+    rig.close()
+
+
+def test_wait_inside_of_a_wait(rig: CollectiveRig) -> None:
+    """A Work that waits for others is one wait; who began none must not end one."""
+    assert rig.recorder.begin_wait()
+    rig.clock.advance(10)
+    assert not rig.recorder.begin_wait()
+    rig.clock.advance(5)
+    rig.recorder.end_wait()
+    (wait,) = rig.records()
+
+    assert (wait["duration_ns"], rig.recorder.waited_ns, rig.reader.counter(DEPTH)) == (15, 15, 1)
+
+
+def test_end_of_a_wait_that_began_before(rig: CollectiveRig) -> None:
+    """A watch that begins inside a wait records neither that wait nor a negative time."""
+    rig.clock.advance(10)
+    rig.recorder.end_wait()
+    rig.wait(5)
+
+    assert [each["duration_ns"] for each in rig.records()] == [5]
+    assert rig.recorder.waited_ns == 5
+
+
+def test_wait_is_pushed_for_a_listening_tool(rig: CollectiveRig) -> None:
+    """Waits are NVTX ranges too, balanced, with the attributes of their name."""
+    calls: list[str] = []
+    attributes = [f"attributes of {name}" for name in rig.ring.names()]
+    rig.recorder.set_nvtx(calls.append, lambda: calls.append("pop"), attributes)
+    rig.call(0, End.BY_WAIT)
+    rig.wait(5)
+
+    assert calls == ["attributes of wait", "pop"]
+
+
+# -- the table of groups
+
+
+def test_how_far_a_group_is(rig: CollectiveRig) -> None:
+    """Issued counts when an operation is entered, ended when it is over: what hangs in between is seen from outside."""
+    assert [rig.ring.add_group(name) for name in ("0", "1")] == [0, 1]
+    issued = rig.issue(4, group=1)
+    assert rig.reader.groups() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 0)]
+    rig.recorder.returned(issued, int(End.BY_WAIT))
+    assert rig.reader.groups()[1] == GroupProgress("1", 5, 0)
+    rig.wait(5)
+
+    assert rig.reader.groups() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 5)]
+
+
+def test_ended_never_goes_back(rig: CollectiveRig) -> None:
+    """Operations of a group may end out of order: the last one that has ended counts."""
+    rig.ring.add_group("0")
+    early, late = rig.issue(0), rig.issue(1)
+    rig.recorder.returned(late, int(End.UNKNOWN))
+    rig.recorder.returned(early, int(End.UNKNOWN))
+
+    assert [(each.issued, each.ended) for each in rig.reader.groups()] == [(2, 2)]
+
+
+@pytest.mark.parametrize("slot", [MAX_GROUPS, 1 << 16])
+def test_groups_beyond_the_table(slot: int, rig: CollectiveRig) -> None:
+    """Their operations are recorded, and nothing is written where another field of the file begins."""
+    slots = [rig.ring.add_group(str(number)) for number in range(MAX_GROUPS + 3)]
+    assert slots == [*range(MAX_GROUPS), MAX_GROUPS, MAX_GROUPS, MAX_GROUPS]
+    table_end = (GROUPS + GROUP_WORDS * MAX_GROUPS) * 8
+    beyond = bytes(rig.ring.buffer[table_end : METADATA_OFFSET + 1024])
+    for number in range(3):
+        rig.call(number, End.UNKNOWN, group=slot)
+    rig.call(9, End.UNKNOWN, group=MAX_GROUPS - 1)
+
+    assert [sequence(each) for each in rig.collectives()] == [0, 1, 2, 9]
+    assert bytes(rig.ring.buffer[table_end : METADATA_OFFSET + 1024]) == beyond
+    assert [each.issued for each in rig.reader.groups()] == [0] * (MAX_GROUPS - 1) + [10]
+
+
+# -- other threads
+
+
+def test_operation_of_another_thread(rig: CollectiveRig) -> None:
+    """It is marked so, and neither it nor its wait is time of the training thread; ordinals go on across threads."""
+
+    def elsewhere() -> None:
+        rig.call(1, End.BY_RETURN, call_ns=30)
+        rig.call(2, End.BY_WAIT)
+        rig.wait(40)
+
+    rig.recorder.next_step()
+    rig.call(0, End.UNKNOWN)
+    on_thread(elsewhere)
+    rig.recorder.next_step()
+    records = rig.records()
+    collectives = [each for each in records if each["kind"] == Kind.COLLECTIVE]
+    waits = [each for each in records if each["kind"] == Kind.WAIT]
+
+    assert [each["phase_ns"] for each in collectives] == [0, 1, 2]
+    assert [each["flags"] & Flag.OTHER_THREAD for each in collectives] == [0, Flag.OTHER_THREAD, Flag.OTHER_THREAD]
+    assert [(each["duration_ns"], each["flags"]) for each in waits] == [
+        (30, Flag.OTHER_THREAD),
+        (40, Flag.OTHER_THREAD),
+    ]
+    assert (rig.recorder.waited_ns, records[-1]["phase_ns"], records[-1]["nested_ns"]) == (0, 0, 0)
+
+
+def test_each_thread_waits_for_its_own(rig: CollectiveRig) -> None:
+    """A wait ends the operation that its own thread has issued, not the one that another thread waits for."""
+    issued, ended = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        rig.call(1, End.BY_WAIT)
+        issued.set()
+        ended.wait(30)
+        rig.wait(3)
+
+    rig.call(0, End.BY_WAIT)
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    assert issued.wait(30)
+    rig.wait(40)
+    (mine,) = rig.collectives()
+    ended.set()
+    thread.join()
+    (theirs,) = rig.collectives()
+
+    assert (sequence(mine), mine["flags"]) == (0, Flag.COMPLETED)
+    assert (sequence(theirs), theirs["flags"]) == (1, Flag.COMPLETED | Flag.OTHER_THREAD)
+
+
+# -- recording ends
+
+
+def test_nobody_records(implementation: ModuleType, tmp_path: Path) -> None:
+    """Of a recorder that does not collect nothing is written, and the one that collects last gets everything."""
+    earlier, later = CollectiveRig(implementation, tmp_path), CollectiveRig(implementation, tmp_path)
+    silent = Rig(implementation, tmp_path)
+    assert silent.recorder.issue(1, 0, 0, 0, 0) is None
+    assert earlier.issue(0) is None
+    for rig in (earlier, later):
+        rig.wait(5)
+    later.call(1, End.UNKNOWN)
+
+    assert (silent.records(), earlier.records()) == ([], [])
+    assert [each["kind"] for each in later.records()] == [Kind.WAIT, Kind.COLLECTIVE]
+    for rig in (silent, earlier, later):
+        rig.close()
+
+
+def test_close_writes_what_is_under_way(rig: CollectiveRig) -> None:
+    """Each operation that has not ended leaves one record, without an end; what comes later writes nothing."""
+    late = rig.issue(2)
+    rig.call(0, End.BY_CALLBACK, call_ns=5)
+    rig.call(1, End.BY_WAIT, call_ns=6)
+    rig.clock.advance(1000)
+    rig.recorder.close()
+    rig.recorder.returned(late, int(End.UNKNOWN))
+    rig.recorder.end_wait()
+    rig.recorder.begin_wait()
+    found = rig.collectives()
+
+    assert sorted((sequence(each), each["duration_ns"], each["flags"]) for each in found) == [(0, 5, 0), (1, 6, 0)]
+    assert rig.issue(3) is None
+
+
+def test_close_writes_what_other_threads_wait_for(implementation: ModuleType, tmp_path: Path) -> None:
+    """Also of a thread that has ended; once, and what such a thread waits for later is another operation."""
+    rig = CollectiveRig(implementation, tmp_path)
+    issued, closed = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        rig.call(1, End.BY_WAIT, call_ns=7)
+        issued.set()
+        closed.wait(30)
+        rig.wait(3)
+        following.wait(3)
+
+    thread = threading.Thread(target=elsewhere)
+    on_thread(rig.call, 0, End.BY_WAIT)
+    thread.start()
+    assert issued.wait(30)
+    rig.recorder.close()
+    following = CollectiveRig(implementation, tmp_path)
+    following.call(2, End.BY_WAIT)
+    closed.set()
+    thread.join()
+    found, unknown = rig.collectives(), int(Flag.OTHER_THREAD)
+
+    assert sorted((sequence(each), each["duration_ns"], each["flags"]) for each in found) == [
+        (0, 5, unknown), (1, 7, unknown),
+    ]  # fmt: skip
+    assert following.collectives() == []
+    following.wait(3)
+    assert [(sequence(each), each["flags"]) for each in following.collectives()] == [(2, Flag.COMPLETED)]
+    for each in (rig, following):
+        each.close()
+
+
+def test_very_many_threads_wait(rig: CollectiveRig) -> None:
+    """None is lost: those beyond what is remembered are recorded at once, without an end."""
+    issued, ended = threading.Barrier(101), threading.Event()
+
+    def elsewhere(number: int) -> None:
+        rig.call(number, End.BY_WAIT)
+        issued.wait(30)
+        ended.wait(30)
+        rig.wait(3)
+
+    threads = [threading.Thread(target=elsewhere, args=(number,)) for number in range(100)]
+    for thread in threads:
+        thread.start()
+    issued.wait(30)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    found = rig.collectives()
+
+    assert sorted(sequence(each) for each in found) == list(range(100))
+    assert sum(bool(each["flags"] & Flag.COMPLETED) for each in found) >= 64
+
+
+def test_abandoned_recorder_stores_nothing(rig: CollectiveRig) -> None:
+    """In a forked child the file is the parent's: what was under way is forgotten without a store to it."""
+    rig.ring.add_group("0")
+    late = rig.issue(2)
+    rig.call(0, End.BY_CALLBACK)
+    rig.call(1, End.BY_WAIT)
+    before = bytes(rig.ring.buffer)
+    rig.recorder.abandon()
+    rig.recorder.returned(late, int(End.BY_RETURN))
+    rig.recorder.end_wait()
+
+    assert bytes(rig.ring.buffer) == before

@@ -1,0 +1,64 @@
+"""Which steps are sampled."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchlens_perf.recorder.sampling import SamplingSchedule
+
+MS = 1_000_000
+
+
+def sampled_steps(schedule: SamplingSchedule, steps: int, cost_ns: float, step_ns: float) -> list[int]:
+    found = []
+    for step in range(steps):
+        if schedule.wants(step):
+            found.append(step)
+            schedule.sampled(cost_ns, step_ns)
+    return found
+
+
+def test_cheap_samples_come_as_often_as_asked() -> None:
+    """Where sampling is cheap against the step, every 16th step is sampled, beginning in the middle of the first 16."""
+    assert sampled_steps(SamplingSchedule(16), 64, cost_ns=1 * MS, step_ns=100 * MS) == [8, 24, 40, 56]
+
+
+def test_none() -> None:
+    """backward_every=0 asks for no sampled steps."""
+    assert sampled_steps(SamplingSchedule(0), 1000, cost_ns=1, step_ns=MS) == []
+
+
+@given(cost_ms=st.floats(0.01, 50), step_ms=st.floats(0.5, 500))
+def test_sampling_takes_a_thousandth_of_the_time_at_most(cost_ms: float, step_ms: float) -> None:
+    """Once settled, sampled steps take at most 0.1 % of the time, and more than half of that if fewer than asked."""
+    schedule = SamplingSchedule(16)
+    for _ in range(8):
+        schedule.sampled(cost_ms * MS, step_ms * MS)
+
+    share = cost_ms / (schedule.period * step_ms)
+    assert share <= 0.001
+    assert schedule.period == 16 or share > 0.0005
+
+
+@given(cost_ms=st.floats(0.1, 20), other=st.floats(0.25, 4))
+def test_ranks_sample_the_same_steps(cost_ms: float, other: float) -> None:
+    """A rank with another cost samples steps that the more frequent one samples too, once both have settled."""
+    periods = []
+    for cost in (cost_ms, cost_ms * other):
+        schedule = SamplingSchedule(16)
+        for _ in range(8):
+            schedule.sampled(cost * MS, 3 * MS)
+        periods.append({step for step in range(1 << 15) if schedule.wants(step)})
+
+    few, many = sorted(periods, key=len)
+    assert few <= many
+
+
+def test_a_slow_first_sample_does_not_rule_for_long() -> None:
+    """The first sampled step imports and compiles; the next ones come within eight periods and mend the estimate."""
+    schedule = SamplingSchedule(16)
+    schedule.sampled(cost_ns=5000 * MS, step_ns=3 * MS)
+    assert schedule.period == 128
+    schedule.sampled(cost_ns=0.04 * MS, step_ns=3 * MS)
+    assert schedule.period == 16

@@ -1,0 +1,223 @@
+"""Starting a real sidecar: what it costs beside a job that has just begun, and that it always gets to its work."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.sidecar.test_node import WORK
+from tests.support.processes import report, wait_for_sidecar
+from tests.support.ranks import HOST, Rank, run_without_traces
+from torchlens_perf.recorder.sidecar import ensure
+from torchlens_perf.run import sidecar_status
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log
+from torchlens_perf.run.processes import process_cpu_time_s, process_stat
+from torchlens_perf.sidecar import priority
+from torchlens_perf.sidecar.start.preload import MODULES
+
+FIRST_SECOND_S = 0.4  # of processor time, where an interpreter starts in BARE_S
+BARE_S = 0.05
+# Of the package, what is imported before anything is read; of all else, some of what must not be.
+WAITING = {
+    "torchlens_perf", "torchlens_perf.run", "torchlens_perf.run.processes", "torchlens_perf.run.sidecar_status",
+    "torchlens_perf.sidecar", "torchlens_perf.sidecar.priority", "torchlens_perf.sidecar.rings",
+    "torchlens_perf.sidecar.rings.waiting", "torchlens_perf.sidecar.start", "torchlens_perf.sidecar.start.wait",
+}  # fmt: skip
+HEAVY = {
+    "argparse", "ctypes", "dataclasses", "inspect", "json", "logging", "numpy", "pyarrow", "rich", "socket", "ssl",
+    "subprocess", "typing",
+}  # fmt: skip
+# Of what is installed here, no sidecar of a job on one node without an endpoint and GPUs has a use for these.
+NEVER = {"argparse", "asyncio", "grpc", "opentelemetry", "pandas", "pynvml", "requests", "torch", "nvtx"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with run_without_traces(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """Each processor has four programs that want all of it, each in a scheduling group of its own."""
+    spin = [sys.executable, "-S", "-c", "while True: pass"]
+    spins = [subprocess.Popen(spin, start_new_session=True) for _ in range(4 * (os.cpu_count() or 1))]
+    yield
+    for each in spins:
+        each.kill()
+        each.wait()
+
+
+def until(seen: Callable[[], object], timeout_s: float = 60) -> object:
+    """What seen() returns, once it is true."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := seen()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+    return found
+
+
+def started(run: RunDirectory, rank: Rank) -> int:
+    """Starts a sidecar as a rank does, and waits until it runs. Returns its pid."""
+    assert ensure(run, rank.identity)
+    return int(str(until(lambda: read_status(run)[0])))
+
+
+def read_status(run: RunDirectory) -> tuple[int, int, str]:
+    lock = find_sidecar_lock(run.run_id)
+    return (0, 0, "") if lock is None else sidecar_status.read_status(str(lock))
+
+
+def bare_start_s() -> float:
+    """Processor time of an interpreter that does nothing."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for _ in range(5):
+        subprocess.run([sys.executable, "-c", ""], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / 5
+
+
+def imported(run: RunDirectory) -> list[str]:
+    """The modules that the sidecar has imported, in order, as PYTHONPROFILEIMPORTTIME=1 tells them in its log."""
+    logs = [run.node_log(HOST), sidecar_log(sidecar_lock(run.run_id))]  # it begins in the second
+    lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
+    return [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")][1:]
+
+
+def test_first_second_is_light(run: RunDirectory) -> None:
+    """What it costs until it is a second old: processor time, where an interpreter's start takes what it does here."""
+    rank = Rank(run, 0, 1)
+    pid = started(run, rank)
+    time.sleep(1.0)
+    used_s = process_cpu_time_s(pid)
+    rank.close()
+    wait_for_sidecar(run)
+
+    assert used_s <= FIRST_SECOND_S * max(1.0, bare_start_s() / BARE_S)
+
+
+def test_imports_what_it_needs_when_it_needs_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits with next to nothing; works with NumPy, pyarrow and rich; and has no use for what else is installed."""
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    rank = Rank(run, 0, 1)
+    started(run, rank)
+    rank.steps(30, **WORK)
+    until(lambda: "torchlens_perf.sidecar.start.preload" in imported(run))
+    rank.close()
+    wait_for_sidecar(run)
+    names = imported(run)
+    first = names[: names.index("torchlens_perf.sidecar.start.preload")]
+
+    assert {name for name in first if name.startswith("torchlens_perf")} == WAITING
+    assert not set(first[first.index("torchlens_perf") :]) & HEAVY
+    assert set(MODULES) <= set(names)
+    # pyarrow asks for pandas, in vain.
+    assert {name.partition(".")[0] for name in names if name != "pandas"} & NEVER == set()
+    assert report(run)["ranks"][0]["steps"] == 30
+
+
+def test_nothing_is_lost_of_a_ring_that_fills_at_once(run: RunDirectory) -> None:
+    """A ring that would be full before the wait is over is read before, and goes on to be."""
+    rank = Rank(run, 0, 1, ring_records=1 << 14)
+    started(run, rank)
+    for _ in range(3):
+        rank.steps(2000, **WORK)  # 10,000 records
+        until(lambda: counted(run) >= rank.session.recorder.written)
+    rank.close()
+    wait_for_sidecar(run)
+    value = report(run)
+
+    assert (value["ranks"][0]["steps"], value["quality"]["lost"]) == (6000, 0)
+
+
+def counted(run: RunDirectory) -> int:
+    """How many records the saved state holds."""
+    path = run.node_state(HOST)
+    processes = json.loads(path.read_text())["processes"].values() if path.exists() else ()
+    return sum(int(process["counted"]) + 1 for process in processes)
+
+
+def test_priorities(run: RunDirectory) -> None:
+    """Lower than the job's; what it imports while it waits, it imports in a thread that only gets idle processors."""
+    rank = Rank(run, 0, 1)
+    pid = started(run, rank)
+    until(lambda: os.getpriority(os.PRIO_PROCESS, pid) != os.getpriority(os.PRIO_PROCESS, 0))
+    lower = os.getpriority(os.PRIO_PROCESS, pid) - os.getpriority(os.PRIO_PROCESS, 0)
+    group = Path(f"/proc/{pid}/autogroup")
+    policies, groups = set(), set()
+    while "has not begun" in read_status(run)[2]:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                policies.add(os.sched_getscheduler(int(thread)))
+        groups |= {group.read_text().split()[-1]} if group.exists() else {str(priority.IDLE_GROUP)}
+        time.sleep(0.01)
+    until(lambda: "is reading" in read_status(run)[2])
+    usual = group.read_text().split()[-1] if group.exists() else str(priority.USUAL_GROUP)
+    policy = os.sched_getscheduler(pid)
+    rank.close()
+    wait_for_sidecar(run)
+
+    assert lower == priority.NICE
+    assert policies == {os.SCHED_OTHER, os.SCHED_IDLE}
+    assert str(priority.IDLE_GROUP) in groups
+    assert (policy, usual) == (os.SCHED_OTHER, str(priority.USUAL_GROUP))
+
+
+def test_an_idle_thread_that_gets_no_processor_holds_nothing_up(run: RunDirectory, busy: None) -> None:
+    """Where other programs keep all processors busy, it begins anew without that thread, and the report comes."""
+    rank = Rank(run, 0, 1)
+    pid = started(run, rank)
+    until(lambda: len(os.listdir(f"/proc/{pid}/task")) > 1)
+    rank.steps(30, **WORK)
+    rank.close(columns=0, color=False)
+    commands = set()
+    while process_stat(pid)[0] not in ("", "Z"):
+        commands.add(Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").rpartition(b"\0")[2].decode())
+        time.sleep(0.01)
+    wait_for_sidecar(run)
+
+    assert sidecar_status.AT_ONCE in commands
+    assert run.report.read_text().count("30 steps") == 1
+    assert len(pd.read_parquet(run.steps)) == 30
+
+
+def test_killed_while_it_waits(run: RunDirectory) -> None:
+    """The next one begins where it was: nothing of it was read, and nothing is lost."""
+    rank = Rank(run, 0, 1)
+    rank.steps(10, **WORK)
+    pid = started(run, rank)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: process_stat(pid)[0] in ("", "Z"))
+    rank.steps(10, **WORK)
+    assert ensure(run, rank.identity)
+    until(lambda: read_status(run)[0] != pid)
+    rank.close()
+    wait_for_sidecar(run)
+    value = report(run)
+
+    assert (value["ranks"][0]["steps"], value["quality"]["lost"]) == (20, 0)
+
+
+def test_a_second_one_is_refused_while_the_first_waits(run: RunDirectory) -> None:
+    """The lock is held from before the interpreter starts."""
+    rank = Rank(run, 0, 1)
+    started(run, rank)
+    command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", HOST]
+    second = subprocess.run(command, capture_output=True, text=True)
+    again = ensure(run, rank.identity)
+    rank.close()
+    wait_for_sidecar(run)
+
+    assert (second.returncode, again) == (2, False)
+    assert "runs on this node already" in second.stderr

@@ -1,0 +1,164 @@
+"""Where a step ends, for every kind of loop. A table: what happens in the loop, and where steps end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchlens_perf.recorder.steps import EvaluationRule, StepRule
+
+OPTIMIZERS = {"a": 1, "o": 2, "t": 3}
+MODULES = {"m": 11, "n": 12}  # parts of a model that is not called itself
+
+
+def ends(rule: StepRule, events: str, passed: str = "", *, alive: bool = True) -> str:
+    """Plays events, and marks the ends of steps with a bar.
+
+    f forward with gradients, e forward without, b backward, a o t the optimizers' steps, w w.step(), m n forward passes
+    without gradients of parts of the model, M N the same with gradients. passed: the optimizers that were passed to
+    watch(), in their order. alive: an optimizer is found when the rule asks for one.
+    """
+    played = ""
+    for event in events.replace("|", ""):
+        if event == "w":
+            ended = rule.manual_step()
+        elif event == "b":
+            rule.backward_ended()
+            if rule.lacks_optimizer():
+                rule.no_optimizer(alive=alive)
+            ended = rule.backward_is_step()
+        elif event in OPTIMIZERS:
+            ended = rule.optimizer_stepped(OPTIMIZERS[event], passed.index(event) if event in passed else None)
+        elif event.lower() in MODULES:
+            module = MODULES[event.lower()]
+            ended = rule.forward_ended(with_gradient=event.isupper(), module=module, is_root=False)
+        else:
+            ended = rule.forward_ended(with_gradient=event == "f")
+        played += event + ("|" if ended else "")
+    return played
+
+
+@pytest.mark.parametrize(
+    ("loop", "passed", "expected"),
+    [
+        ("one optimizer", "", "fba|fba|"),
+        ("one optimizer, passed", "a", "fba|fba|"),
+        ("accumulation", "", "fbfbfba|fbfbfba|"),
+        ("no backward seen", "", "fa|fa|"),
+        ("optimizer alone", "", "a|a|"),
+        ("GAN, not passed: the first one seen ends the step", "", "fba|fbo" + "fba|fbo"),
+        ("GAN, passed", "ao", "fbafbo|fbafbo|"),
+        ("three in turn, passed", "aot", "fbaot|fbaot|"),
+        ("a critic that steps three times for each step of the generator", "oa",
+         "fbofbofbofba|" + "fbofbo|fbo|fba" + "fbo|fbo|fbo|fba"),
+        ("an actor that is updated twice in every second turn", "ao",
+         "fbafbo|fbo|fbafbafbo|fbo|fbafba|fbofbofba|fba|fbofbofba|"),
+        ("an actor that is updated in every third turn", "ao", "fbafbafbafbo|fbafba|fba|fbofba|fba|"),
+        ("three in turn, the last one now and then", "aot", "fbafbofbt|fbafbofbafbofbt|fbafbofbafbo|fbtfbafbo|"),
+        ("only one counts", "a", "ofba|oofba|o"),
+        ("the one that ended the step is gone", "", "fba|" + "fbo" * 5 + "|fbo|"),
+        ("an actor that steps twice in every second turn, not passed", "", "fba|fba|fbofbofba|fba|fbofbofba|"),
+        ("the last one passed never steps", "ao", "fba" * 5 + "|fba|fba|"),
+        ("the last one passed pauses", "ao", "fbafbo|" + "fba" * 4 + "|" + "fba|" * 3 + "fbofba|"),
+        ("the last one passed pauses later", "ao", "fbafbo|" * 6 + "fba" * 20 + "fbo|fba"),
+        ("the last one passed never comes back", "ao", "fbafbo|" * 6 + "fba" * 33 + "|fba|"),
+        ("another one than what was passed steps", "a", "fbofbofbo|fbo|fbo|"),
+        ("what was passed steps late", "a", "fbofbofbo|fbo|" + "fbo|fba|" + "fbofba|fbofba|"),
+        ("others take turns, and what was passed does not step", "a", "oto|to|to|t"),
+        ("inference", "", "e|e|e|"),
+        ("inference with gradients on", "", "ff|f|f|"),
+        ("inference in a training job", "", "fba|eeefba|e"),
+        ("inference of parts: the first one called ends the step", "", "m|nm|nm|n"),
+        ("inference of parts with gradients on", "", "MNM|NM|N"),
+        ("a model and its loss are two forward passes of a training step", "", "MNba|MNba|"),
+        ("inference of a part, then of the whole", "", "m|e|e|me|"),
+        ("validation before training, not passed", "", "e|e|fba|fba|"),
+        ("validation before training, passed", "a", "eefba|fba|"),
+        ("two forward passes for a loss", "", "ff|ba|ffba|"),
+        ("manual", "", "w|fbaw|fbaw|"),
+        ("manual from the second step on", "", "fba|w|fbaw|"),
+        ("manual inference", "", "e|w|ew|eew|"),
+        ("long accumulation: an optimizer is there", "", "fb" * 100 + "a|fba|"),
+        ("an optimizer that is there and never steps", "", "fb" * 256 + "|fb|fb|"),
+        ("one that was passed and never steps", "a", "fb" * 256 + "|fb|fb|"),
+    ],
+)  # fmt: skip
+def test_step_ends(loop: str, passed: str, expected: str) -> None:
+    """Each loop ends its steps where its author would say that they end."""
+    assert expected == ends(StepRule(len(passed)), expected, passed)
+
+
+@pytest.mark.parametrize(
+    "expected",
+    ["fbfb|fb|fb|", "bb|b|", "fbe|fb|fb|ee", "fbfb|fb|a|fbfba|", "fbw|fbw|fbfbw|"],
+    ids=["each backward pass", "without forward passes", "with evaluation", "until one steps", "until w.step()"],
+)
+def test_loop_without_an_optimizer(expected: str) -> None:
+    """From the second one on each backward pass is a step, as nothing else is there to end one."""
+    assert expected == ends(StepRule(), expected, alive=False)
+
+
+def test_trains_from_the_first_optimizer_step() -> None:
+    """Until an optimizer has stepped, or was passed, forward passes count as inference."""
+    rule = StepRule()
+    assert not rule.trains
+    rule.optimizer_stepped(1)
+    assert rule.trains
+    assert StepRule(passed=1).trains
+
+
+def test_another_optimizer_does_not_make_it_training() -> None:
+    """An optimizer that was not passed says nothing about the loop, unless it goes on alone."""
+    rule = StepRule(passed=1)
+    assert not rule.optimizer_stepped(2)
+    assert not rule.ignores_passed
+    rule.optimizer_stepped(2)
+    rule.optimizer_stepped(2)
+    assert rule.ignores_passed
+
+
+@given(st.text("fbaoe", max_size=60))
+def test_nothing_but_the_user_ends_a_step_after_the_first_manual_one(events: str) -> None:
+    """Whatever the loop does."""
+    rule = StepRule()
+    rule.manual_step()
+    assert "|" not in ends(rule, events, alive=False)
+
+
+@given(st.text("fbaoe", max_size=60))
+def test_a_step_ends_at_most_once_per_event_and_only_at_steps_of_optimizers_once_training(events: str) -> None:
+    """In training, forward and backward passes end nothing."""
+    played = ends(StepRule(passed=2), events, "ao")
+    assert all(played[place - 1] in "ao" for place, sign in enumerate(played) if sign == "|")
+
+
+@pytest.mark.parametrize(
+    ("loop", "without_gradient", "evaluates"),
+    [
+        ("training", "......", "......"),
+        ("evaluation now and then", "...x....x...", "...x....x..."),
+        ("evaluation before training", "x.....x", "x.....x"),
+        ("a target network in every step", "xxxxxx", "x....."),
+        ("a target network in most steps", "xxx.xxxx.xx", "x.........."),
+        ("a target network in every other step", "x.x.x.x", "x......"),
+        ("an agent that acts once, and learns from it in five steps", "x....x....x", "x....x....x"),
+    ],
+)
+def test_evaluation(loop: str, without_gradient: str, evaluates: str) -> None:
+    """A step evaluates where forward passes without gradients are no part of what most steps do."""
+    assert evaluating(EvaluationRule(), without_gradient) == evaluates
+
+
+def evaluating(rule: EvaluationRule, without_gradient: str) -> str:
+    return "".join("x" if rule.step_ended(without_gradient=each == "x") else "." for each in without_gradient)
+
+
+def test_evaluation_once_steps_end_elsewhere() -> None:
+    """What was seen before does not count: neither the step that is in two of them, nor those before it."""
+    rule = EvaluationRule()
+    assert evaluating(rule, ".......") == "......."
+    rule.steps_end_elsewhere()
+    assert evaluating(rule, "xxxx") == "...."
+    rule.steps_end_elsewhere()
+    assert evaluating(rule, "x....x....x") == ".....x....x"

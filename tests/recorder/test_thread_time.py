@@ -1,0 +1,321 @@
+"""CPU time of a step's own work, and time ready without a CPU: as Linux tells them, over both recorders.
+
+The kernel adds a running thread's time up at its ticks, every 1 to 10 ms: what is compared here takes 80 ms and more.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.jobs.test_nothing_left_behind import open_files
+from tests.support.collective_rig import on_thread
+from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
+from torchlens_perf.recorder import python
+from torchlens_perf.run.ring import Kind
+
+LONG_NS = 10_000_000  # a step of so long, or longer, has the next one measured
+WORK_S = 0.08
+CLOSE = pytest.approx
+COMPETITOR = "import os, time; os.sched_setaffinity(0, {%d}); print(flush=True)\nend = time.monotonic() + 60\n"
+COMPETITOR += "while time.monotonic() < end: pass"
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection() -> Iterator[None]:
+    """Where torch is loaded, one takes as much CPU time as the work that the tests compare: 90 ms were seen."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
+def implementation(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
+class TimedRig(Rig):
+    """A recorder that takes thread times."""
+
+    def measure_next_step(self) -> None:
+        """Ends a step that is long enough; what was recorded so far is left out."""
+        if self.clock is None:
+            time.sleep(2 * LONG_NS / 1e9)
+        else:
+            self.clock.advance(LONG_NS)
+        self.recorder.next_step()
+        self.records()
+
+    def thread_times(self) -> dict[Kind, tuple[int, int]]:
+        """Ends the step: nanoseconds of CPU, and ready without one, by phase; STEP is what lies outside of phases."""
+        self.recorder.next_step()
+        found = [each for each in self.records() if each["kind"] == Kind.THREAD_TIME]
+        return {Kind(each["flags"]): (each["value0"], each["value1"]) for each in found}
+
+    @contextmanager
+    def inside(self, kind: Kind) -> Iterator[None]:
+        name_id = self.ring.intern(kind.name.lower())
+        self.recorder.begin(kind, name_id)
+        yield
+        self.recorder.end(kind, name_id)
+
+
+@pytest.fixture
+def rig(implementation: ModuleType, tmp_path: Path) -> Iterator[TimedRig]:
+    """With the real clock."""
+    made = TimedRig(implementation, tmp_path, clock=None)
+    assert made.recorder.start_thread_time()
+    made.measure_next_step()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def rig_with_clock(implementation: ModuleType, tmp_path: Path) -> Iterator[TimedRig]:
+    """With a clock that the test moves; CPU time is the kernel's all the same."""
+    made = TimedRig(implementation, tmp_path)
+    assert made.recorder.start_thread_time()
+    yield made
+    made.close()
+
+
+def work(cpu_s: float = WORK_S) -> int:
+    """Takes that much CPU time, however long that takes. Returns the nanoseconds that it was."""
+    begin_ns = time.thread_time_ns()
+    while time.thread_time_ns() - begin_ns < cpu_s * 1e9:
+        pass
+    return time.thread_time_ns() - begin_ns
+
+
+def test_work_is_cpu_time(rig: TimedRig) -> None:
+    """A loop that computes has as much CPU time as the thread's own clock says, in the phase that it runs in."""
+    with rig.inside(Kind.FORWARD):
+        worked_ns = work()
+    times = rig.thread_times()
+
+    assert times[Kind.FORWARD][0] == CLOSE(worked_ns, rel=0.1)
+    assert sum(cpu_ns for kind, (cpu_ns, _) in times.items() if kind != Kind.FORWARD) < 0.1 * worked_ns
+
+
+def test_sleep_is_neither(rig: TimedRig) -> None:
+    """Who sleeps does not compute, and does not lack a CPU either."""
+    begin_ns = time.monotonic_ns()
+    with rig.inside(Kind.DATA):
+        time.sleep(3 * WORK_S)
+    taken_ns = time.monotonic_ns() - begin_ns
+    cpu_ns, ready_ns = rig.thread_times().get(Kind.DATA, (0, 0))
+
+    assert taken_ns - cpu_ns - ready_ns > 0.9 * 3 * WORK_S * 1e9
+
+
+def test_phases_add_up_to_the_step(rig: TimedRig) -> None:
+    """Every nanosecond of the thread's CPU time is in one phase: what is around others has its own part only."""
+    begin_ns = time.thread_time_ns()
+    outside_ns = work()
+    with rig.inside(Kind.BACKWARD):
+        backward_ns = work()
+        with rig.inside(Kind.RECOMPUTE), rig.inside(Kind.MODULE), rig.inside(Kind.SECTION):
+            recompute_ns = work()
+        backward_ns += work()
+    outside_ns += work()
+    times = rig.thread_times()
+    whole_ns = time.thread_time_ns() - begin_ns
+    cpu_ns = {kind: cpu_ns for kind, (cpu_ns, _) in times.items()}
+
+    assert cpu_ns == {
+        Kind.STEP: CLOSE(outside_ns, rel=0.1),
+        Kind.BACKWARD: CLOSE(backward_ns, rel=0.1),
+        Kind.RECOMPUTE: CLOSE(recompute_ns, rel=0.1),
+    }
+    assert sum(cpu_ns.values()) == CLOSE(whole_ns, rel=0.1)
+
+
+def test_waits_are_taken_out(rig: TimedRig) -> None:
+    """Polling in a wait is no work of the phase around it, and neither is it in a pause: the end of a backward pass."""
+    rig.recorder.start_collectives(rig.ring.intern("wait"))
+    with rig.inside(Kind.BACKWARD):
+        backward_ns = work()
+        rig.recorder.begin_wait()
+        waited_ns = work()
+        rig.recorder.end_wait()
+        backward_ns += work()
+        rig.recorder.own_work_paused()
+        waited_ns += work()
+        rig.recorder.own_work_resumed()
+        backward_ns += work()
+    times = rig.thread_times()
+
+    assert times[Kind.BACKWARD][0] == CLOSE(backward_ns, rel=0.1)
+    assert times[Kind.WAIT][0] == CLOSE(waited_ns, rel=0.1)
+
+
+def test_pause_ends_with_the_step(rig: TimedRig) -> None:
+    """A backward pass whose end is not told, because it raised, spoils its own step only."""
+    rig.recorder.own_work_paused()
+    paused_ns = work()
+    assert rig.thread_times()[Kind.WAIT][0] == CLOSE(paused_ns, rel=0.1)
+    worked_ns = work()
+
+    assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
+
+
+def test_starved_thread_is_ready(rig: TimedRig) -> None:
+    """A thread that shares its CPU with a busy process stands ready about as long as it runs; CPU time is its own."""
+    before = os.sched_getaffinity(0)
+    cpu = min(before)
+    competitor = subprocess.Popen([sys.executable, "-c", COMPETITOR % cpu], stdout=subprocess.PIPE)
+    os.sched_setaffinity(0, {cpu})
+    try:
+        assert competitor.stdout is not None
+        competitor.stdout.readline()  # it has taken its place
+        begin_ns = time.monotonic_ns()
+        with rig.inside(Kind.FORWARD):
+            worked_ns = work(3 * WORK_S)
+        taken_ns = time.monotonic_ns() - begin_ns
+        cpu_ns, ready_ns = rig.thread_times()[Kind.FORWARD]
+    finally:
+        os.sched_setaffinity(0, before)
+        competitor.kill()
+        competitor.communicate()
+
+    assert cpu_ns == CLOSE(worked_ns, rel=0.1)
+    assert ready_ns > 0.5 * worked_ns
+    assert cpu_ns + ready_ns < 1.1 * taken_ns
+
+
+def test_phases_without_work_have_no_record(rig: TimedRig) -> None:
+    """Phases that are over at once have no CPU time that the kernel has counted by then."""
+    for kind in (Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT):
+        with rig.inside(kind):
+            pass
+    work()
+    times = rig.thread_times()
+
+    assert Kind.STEP in times
+    assert (0, 0) not in times.values()
+
+
+def test_kernel_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without statistics of scheduling the file is there and all zero: that is "not measured", not "no work"."""
+    rig = TimedRig(python, tmp_path)
+    before = open_files()
+    for text in (b"0 0 0\n", b"", b"?"):
+        monkeypatch.setattr(os, "pread", lambda *_, text=text: text)
+        assert rig.recorder.start_thread_time() is False
+    rig.measure_next_step()
+    assert rig.thread_times() == {}
+    assert open_files() == before
+    rig.close()
+
+
+def test_kernel_that_stops_telling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step is not measured, and nothing is raised in the user's."""
+    rig = TimedRig(python, tmp_path)
+    assert rig.recorder.start_thread_time()
+    rig.measure_next_step()
+    pread = os.pread
+
+    def fails(*args: int) -> bytes:
+        raise OSError("planted")
+
+    for broken, found in ((True, False), (True, False), (False, False), (False, True)):
+        monkeypatch.setattr(os, "pread", fails if broken else pread)
+        with rig.inside(Kind.FORWARD):
+            work(WORK_S / 4)
+        rig.clock.advance(LONG_NS)
+        assert bool(rig.thread_times()) == found
+    rig.close()
+
+
+def test_short_steps_are_not_measured(rig_with_clock: TimedRig) -> None:
+    """Reading would cost them more than a thousandth: whether a step is measured the one before it decides."""
+    rig = rig_with_clock
+    found = []
+    for duration_ns in (LONG_NS - 1, LONG_NS, LONG_NS - 1, LONG_NS - 1, 5 * LONG_NS, LONG_NS):
+        work()
+        rig.clock.advance(duration_ns)
+        found.append(bool(rig.thread_times()))
+
+    assert found == [False, False, True, False, False, True]
+
+
+def test_step_after_an_unmeasured_one_has_only_its_own_time(rig_with_clock: TimedRig) -> None:
+    """Time that passed while nobody read is in no phase."""
+    rig = rig_with_clock
+    work(3 * WORK_S)
+    rig.measure_next_step()
+    worked_ns = work()
+
+    assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
+
+
+@pytest.mark.parametrize(("phases", "measured"), [(31, True), (32, False), (100, False)])
+def test_steps_of_very_many_phases_are_not_measured(phases: int, measured: bool, rig_with_clock: TimedRig) -> None:
+    """Half a step would be worse than none: such a step has no thread times, the next one does again."""
+    rig = rig_with_clock
+    rig.measure_next_step()
+    for _ in range(phases):
+        with rig.inside(Kind.DATA):
+            pass
+    work()
+    rig.clock.advance(LONG_NS)
+    assert bool(rig.thread_times()) == measured
+    worked_ns = work()
+
+    assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
+
+
+def test_other_threads_have_no_part(rig: TimedRig) -> None:
+    """What another thread computes, in phases of its own, is not the training thread's, nor do these end its phase."""
+    worked_ns: list[int] = []
+
+    def elsewhere() -> None:
+        for _ in range(4):
+            with rig.inside(Kind.FORWARD):
+                worked_ns.append(work(WORK_S / 2))
+
+    thread = threading.Thread(target=elsewhere)
+    with rig.inside(Kind.OPTIMIZER):
+        thread.start()
+        mine_ns = work()
+        thread.join()
+    times = rig.thread_times()
+
+    assert times[Kind.OPTIMIZER][0] == CLOSE(mine_ns, rel=0.15)
+    assert sum(cpu_ns for cpu_ns, _ in times.values()) < mine_ns + 0.5 * sum(worked_ns)
+    assert Kind.FORWARD not in times
+
+
+def test_only_the_owner_is_measured(implementation: ModuleType, tmp_path: Path) -> None:
+    """Asked on another thread the recorder says no, and takes nobody's time for the training thread's."""
+    rig = TimedRig(implementation, tmp_path)
+    told: list[bool] = []
+    on_thread(lambda: told.append(rig.recorder.start_thread_time()))
+    rig.measure_next_step()
+    work()
+
+    assert (told, rig.thread_times()) == ([False], {})
+    rig.close()
+
+
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_nothing_stays_open(end: str, implementation: ModuleType, tmp_path: Path) -> None:
+    """The kernel's file is closed with the recorder, also in a forked child, and not opened by a closed one."""
+    before = open_files()
+    rig = TimedRig(implementation, tmp_path)
+    assert rig.recorder.start_thread_time()
+    getattr(rig.recorder, end)()
+    assert rig.recorder.start_thread_time() is False
+    rig.close()
+
+    assert open_files() == before

@@ -1,0 +1,183 @@
+"""Collectives in the report: rows for the JSON, and the table of a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tests.support.collectives import US, Issued, add, joined, world
+from tests.support.saved import saved
+from torchlens_perf.analysis.collectives.join import CollectiveJoin
+from torchlens_perf.report.collective_table import collective_rows, collective_table
+from torchlens_perf.run.ring import Flag
+
+NAME = "allreduce group=0 dtype=float32"
+
+
+def shown(rows: list[dict[str, object]]) -> str:
+    file = io.StringIO()
+    Console(file=file, width=140).print(collective_table(rows))
+    return file.getvalue()
+
+
+def late(rank: int) -> CollectiveJoin:
+    """Three ranks, one of them 3 ms late."""
+    issued = {
+        each: [Issued(NAME, n, 1000 * US if each == rank else 4000 * US, 3_000_000) for n in range(10)]
+        for each in range(3)
+    }
+    return joined(issued)
+
+
+def test_row() -> None:
+    """Keys that were there stay what they were; the others are in seconds and bytes per second."""
+    (row,) = collective_rows([saved(late(1))])
+
+    assert (row["operation"], row["group"], row["count"], row["bytes"]) == ("allreduce", "0", 30, 90_000_000)
+    assert row["issue_s"]["p50_s"] == pytest.approx(5e-6, rel=0.02)
+    assert (row["joined"], row["ranks"], row["ranks_seen"], row["pair"]) == (10, "0-2", "0-2", None)
+    assert row["duration_s"]["p50_s"] == pytest.approx(4e-3, rel=0.02)
+    assert row["wait_s"]["mean_s"] == pytest.approx(2e-3)
+    assert row["algbw"] == pytest.approx(3e9, rel=0.02)
+    assert row["busbw"] == pytest.approx(4e9, rel=0.02)
+    assert row["bandwidth_at_bytes"] == 3_000_000
+    assert row["slowest_rank"] == 1
+    assert row["by_rank"]["1"] == {
+        "exposed_wait_s": 0, "overlapped_wait_s": 0, "wait_upper_bound_s": 0, "last": 10,
+        "exposed_lag_s": pytest.approx(0.03), "overlapped_lag_s": 0,
+    }  # fmt: skip
+    assert row["groups_operations"]["unjoined"] == 0
+    assert row["cannot_tell"] == []
+
+
+def test_what_is_not_known_is_null() -> None:
+    """A lone rank's collectives have no waiting, no transfer, no bandwidth and no slowest rank: none is shown as 0."""
+    join = CollectiveJoin()
+    add(join, {0: [Issued(NAME, 0, 10 * US)]}, world(2))
+    rows = collective_rows([saved(join)])
+
+    assert rows[0]["duration_s"]["p50_s"] == pytest.approx(10e-6, rel=0.02)
+    for key in ("wait_s", "wait_upper_bound_s", "transfer_s"):
+        assert rows[0][key]["mean_s"] is None
+    assert (rows[0]["algbw"], rows[0]["busbw"], rows[0]["slowest_rank"]) == (None, None, None)
+    assert (rows[0]["ranks"], rows[0]["ranks_seen"]) == ("0-1", "0")
+    assert "no other rank of the group is on this node" in shown(rows)
+
+
+def test_nodes_and_attempts() -> None:
+    """Nodes are put together; one that has not come to the newest attempt does not count."""
+    halves = []
+    for ranks in ((0, 1), (2, 3)):
+        half = CollectiveJoin()
+        add(half, {rank: [Issued(NAME, 0, 10 + rank)] for rank in ranks}, world(4), attempt=1)
+        halves.append(saved(half))
+    (row,) = collective_rows([*halves, saved(late(0))])
+
+    assert (row["count"], row["joined"], row["ranks_seen"]) == (4, 1, "0-3")
+    assert row["groups_operations"]["joined"] == 2  # what each node has joined
+
+
+def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, object]]:
+    """A group's all-reduces, of which each node has joined those of its ranks: on one that has `last`, it came last."""
+    joins = []
+    for ranks in nodes:
+        join = CollectiveJoin()
+        issued = {
+            rank: [Issued(NAME, n, (1000 if rank == last else 4000) * US, 3_000_000) for n in range(10)]
+            for rank in ranks
+        }
+        add(join, issued, world(sum(map(len, nodes))))
+        joins.append(saved(join))
+    return collective_rows(joins)
+
+
+def test_a_group_on_several_nodes() -> None:
+    """No node sees all of its ranks: who came last on one of them was perhaps never last of all, so nobody is named;
+    the wait is at least what it is there, the transfer at most, and the table says so."""
+    (row,) = on_nodes((0, 1), (2, 3), last=3)
+    text = shown([row])
+    line = next(line for line in text.splitlines() if "allreduce" in line)
+
+    assert (row["joined_whole"], row["slowest_rank"], row["by_rank"]["3"]["last"]) == (False, None, 10)
+    assert "other nodes" in row["cannot_tell"][0]
+    assert "last in" not in line
+    assert ">= 750 us" in line
+    assert "<= " in line
+    assert ">= 4.5 GB/s" in line
+    assert "who came last is not known" in " ".join(text.split())
+
+
+def test_a_group_on_one_of_several_nodes() -> None:
+    """A group whose ranks are all on one node is told as in a job of one node, whatever the others have."""
+    (row,) = collective_rows([saved(late(1)), saved(CollectiveJoin())])
+
+    assert (row["joined_whole"], row["slowest_rank"], row["cannot_tell"]) == (True, 1, [])
+    assert "1 (last in 100%)" in shown([row])
+    assert "not known" not in shown([row])
+
+
+def test_largest_first() -> None:
+    """Rows come by bytes, so that the terminal's few are those that matter."""
+    join = joined(
+        {rank: [Issued(NAME, 0, 10, 8), Issued("broadcast group=0 dtype=int8 root=0", 1, 10, 9)] for rank in range(2)}
+    )
+
+    assert [row["operation"] for row in collective_rows([saved(join)])] == ["broadcast", "allreduce"]
+    assert collective_rows([]) == []
+
+
+def test_table() -> None:
+    """One line tells who was last, how often, and what the transfer does without the waiting."""
+    text = shown(collective_rows([saved(late(1))]))
+
+    line = next(line for line in text.splitlines() if "allreduce" in line)
+    for cell in ("0-2", "30", "90.0 MB", "2.00 ms", "GB/s", "1 (last in 100%)"):
+        assert cell in line
+
+
+def test_table_says_what_it_does_not_know() -> None:
+    """Bounds are shown as bounds, overlap as overlap, and the reasons for dashes are under the table."""
+    broadcast = "broadcast group=0 dtype=float32 root=0"
+    flags = int(Flag.COMPLETED | Flag.ASYNC)
+    join = joined({rank: [
+        Issued(broadcast, 0, (10, 4000, 4000)[rank] * US),
+        Issued("allgather group=0 dtype=int8", 1, (100, 200, 300)[rank] * US, flags=flags),
+        Issued("allreduce group=0 dtype=int8", 2, 10, flags=0),
+    ] for rank in range(3)})  # fmt: skip
+    text = shown(collective_rows([saved(join)]))
+    lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
+
+    assert "<= 2.66 ms" in lines["broadcast"]
+    assert "B/s" not in lines["broadcast"]
+    assert " ~" in lines["allgather"]
+    assert ">= 7.0 GB/s" in lines["allgather"]
+    assert "- " in lines["allreduce"]
+    assert "asynchronous: how much earlier" in text
+    assert "allreduce: the backend does not tell when" in text
+
+
+def test_table_of_kernels() -> None:
+    """By the device's clock nothing queues in a duration: the bandwidth is one, and waiting is the kernel's."""
+    flags = int(Flag.COMPLETED | Flag.ASYNC | Flag.DEVICE)
+    join = joined({rank: [
+        Issued("allgather group=0 dtype=int8", 1, (100, 200, 300)[rank] * US, flags=flags),
+    ] for rank in range(3)})  # fmt: skip
+    (row,) = collective_rows([saved(join)])
+    text = shown([row])
+    line = next(line for line in text.splitlines() if "allgather" in line)
+
+    assert (row["by_device"], row["ended"]) == (3, 3)
+    assert ">=" not in line
+    assert "7.0 GB/s" in line
+    assert "asynchronous: how much earlier a rank's kernel began" in text
+
+
+def test_table_of_many_rows() -> None:
+    """It stays short, and says what it leaves out; names cannot write on the terminal."""
+    join = joined({rank: [Issued(f"op{n}\x1b[31m group=0", n, 10) for n in range(9)] for rank in range(2)})
+    text = shown(collective_rows([saved(join)]))
+
+    assert "6 of 9" in text
+    assert "\x1b" not in text

@@ -1,0 +1,353 @@
+"""Device times from the records to the report, the verdict and OTLP, from records as a run on a GPU leaves them."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.ranks import Rank, make_run
+from tests.support.reports import checked
+from tests.support.saved import saved
+from tests.support.tables import MS
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.statistics.device import CAUGHT_UP_NS, DeviceStatistics, phase_durations_ns
+from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters.otlp_spans import _details, nest
+from torchlens_perf.report.build import build
+from torchlens_perf.report.terminal import render
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.records import Span
+from torchlens_perf.run.ring import Flag, Kind, record_dtype
+from torchlens_perf.run.sketch import Sketch, WindowSketch, to_records
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.rings.source import HOLD_S
+
+HOST = {"forward": 1.0, "backward": 1.0, "optimizer": 0.5}
+DEVICE = {Kind.FORWARD: 10 * MS, Kind.BACKWARD: 20 * MS, Kind.OPTIMIZER: 2 * MS, Kind.STEP: 33 * MS}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """An empty run."""
+    return make_run(tmp_path)
+
+
+class Gpu(Rank):
+    """A rank whose device takes longer than its host; what it did is told a step later."""
+
+    def timed_steps(self, count: int, behind_ns: int, scale: float = 1.0) -> None:
+        """Steps with their device times, which end so much after the host's."""
+        for _ in range(count):
+            step = self.session.recorder.step
+            self.steps(1, **HOST)
+            for kind, duration_ns in DEVICE.items():
+                self.late(kind, kind.name.lower(), step, round(scale * duration_ns), behind_ns)
+
+    def late(self, kind: Kind, name: str, step: int, duration_ns: int, behind_ns: int) -> None:
+        """A span by the device."""
+        name_id = self.session.intern(name)
+        self.session.recorder.record_completed(
+            int(Kind.DEVICE), name_id, step, self.clock.now_ns, duration_ns, 0, int(kind), behind_ns
+        )
+
+    def stamped(self, name: str, durations_ns: list[int], lost: int = 0) -> None:
+        """A window of a device section."""
+        sketch = Sketch()
+        sketch.add(np.array(durations_ns, np.int64))
+        recorder, name_id = self.session.recorder, self.session.intern(name)
+        for place, words in enumerate(to_records(WindowSketch(sketch, lost, durations_ns[0], 0))):
+            start, duration, nested, phase, value0, value1 = words
+            recorder.record_completed(
+                int(Kind.SKETCH), name_id, recorder.step, start, duration, place, value0, value1, nested, phase
+            )
+
+
+def report_on(run: RunDirectory, ranks: list[Gpu]) -> dict[str, Any]:
+    """What the sidecar says of ranks that have ended, as the schema says."""
+    for rank in ranks:
+        rank.close()
+    sidecar = Sidecar(run, ranks[0].identity.host, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.judge(1e6, final=True)
+    sidecar.keep()
+    sidecar.close()
+    return checked(build(run.run_id, node_state.load_all(run)))
+
+
+def text_of(report: dict[str, Any]) -> str:
+    return render(report, "runs/x", columns=140, color=False)
+
+
+def test_device_times_of_each_rank(run: RunDirectory) -> None:
+    """Per step and phase by the device's clock, beside the host's; how good they are, and what is missing, said."""
+    ranks = [Gpu(run, rank) for rank in range(2)]
+    for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
+        rank.session.publish(
+            device={"clock": "CUDA events", "error_ns": 4000, "captured": 3, "skipped": 0, "unread": 2}
+        )
+        rank.timed_steps(40, behind_ns=30 * MS, scale=scale)
+    report = report_on(run, ranks)
+    first, second = (rank["device"] for rank in report["ranks"])
+    assert first["steps"] == 40 - 3  # without the warm-up
+    assert first["step_s"]["p50_s"] == pytest.approx(0.033, rel=0.02)
+    assert first["phases"]["backward"]["s_per_step"] == pytest.approx(0.020)
+    assert second["phases"]["backward"]["s_per_step"] == pytest.approx(0.030)
+    assert set(first["phases"]) == {"forward", "backward", "optimizer"}
+    assert first["error_s"] == 4e-6
+    assert first["caught_up"] == 0.0
+    assert report["ranks"][0]["phases"]["backward"]["p50_s"] == pytest.approx(0.001, rel=0.02), "the host's stays"
+    notes = " ".join(report["quality"]["notes"])
+    assert "3 marks on the device were left out while a CUDA graph was captured" in notes
+    assert "2 device times were not known" in notes
+    assert "too far behind" not in notes
+    text = text_of(report)
+    assert "device time per step and rank" in text
+    assert "20.0 ms" in text
+    assert "30.0 ms" in text
+    assert "by CUDA events" in text
+
+
+@pytest.mark.parametrize(
+    ("behind_ns", "waits"), [(20_000, True), (CAUGHT_UP_NS - 1, True), (CAUGHT_UP_NS, False), (30 * MS, False)]
+)
+def test_a_device_that_waits_for_launches(run: RunDirectory, behind_ns: int, waits: bool) -> None:
+    """It had no work left whenever the host had issued all: the verdict says so, and what to do, and no cost."""
+    rank = Gpu(run, 0, world_size=1)
+    rank.timed_steps(40, behind_ns)
+    report = report_on(run, [rank])
+    verdict = report["verdicts"][-1]
+    assert report["ranks"][0]["device"]["caught_up"] == float(waits)
+    assert (verdict["kind"] == "host_bound") is waits
+    if waits:
+        assert "The GPU waits for the host" in verdict["text"]
+        assert "reduce-overhead" in verdict["text"]
+        assert verdict["cost_s_per_step"] is None
+
+
+def test_modules_and_sections_by_the_device(run: RunDirectory) -> None:
+    """In the tables, beside the host's times; those without have a dash."""
+    rank = Gpu(run, 0, world_size=1)
+    rank.timed_steps(40, 30 * MS)
+    for name in ("block", "head"):
+        rank.session.recorder.record_span(Kind.MODULE, rank.session.intern(name), 0, 5)
+    rank.session.recorder.record_span(Kind.SECTION, rank.session.intern("augment"), 0, 5)
+    rank.late(Kind.MODULE, "block", 40, 7 * MS, 0)
+    rank.late(Kind.SECTION, "augment", 40, 3 * MS, 0)
+    rank.timed_steps(1, 30 * MS)
+    report = report_on(run, [rank])
+    devices = {row["name"]: row["device_s"] for row in report["modules"]}
+    assert devices["block"]["p50_s"] == pytest.approx(0.007, rel=0.02)
+    assert devices["head"] is None
+    assert report["sections"][0]["device_s"]["p50_s"] == pytest.approx(0.003, rel=0.02)
+    assert "7.00 ms" in text_of(report)
+
+
+def test_device_sections(run: RunDirectory) -> None:
+    """By the device's stamps: count and quantiles over all ranks, the slowest of them, and what was lost."""
+    ranks = [Gpu(run, rank) for rank in range(2)]
+    for rank, duration_ns in zip(ranks, (MS, 3 * MS), strict=True):
+        rank.timed_steps(10, 30 * MS)
+        rank.stamped("decode", [duration_ns] * 500)
+        rank.timed_steps(10, 30 * MS)
+        rank.stamped("decode", [duration_ns] * 500, lost=7 * rank.identity.rank)
+        rank.timed_steps(1, 30 * MS)
+    report = report_on(run, ranks)
+    (row,) = report["device_sections"]
+    assert (row["name"], row["calls"]) == ("decode", 2000)
+    assert row["by_rank"] == {"0": pytest.approx(0.001), "1": pytest.approx(0.003)}
+    assert any("rank 1: 7 times of device sections were overwritten" in note for note in report["quality"]["notes"])
+    text = text_of(report)
+    assert "device sections, by stamps" in text
+    assert "1 (mean 3.00 ms)" in text
+
+
+def test_a_job_without_a_device_has_nothing_of_it(run: RunDirectory) -> None:
+    """No empty table, no zero."""
+    rank = Gpu(run, 0, world_size=1)
+    rank.steps(20, **HOST)
+    report = report_on(run, [rank])
+    assert report["ranks"][0]["device"] is None
+    assert report["device_sections"] == []
+    assert "device" not in text_of(report)
+
+
+def test_statistics_survive_their_file() -> None:
+    """Through JSON and back, and they go on counting."""
+    records = np.zeros(4, record_dtype())
+    records["kind"] = int(Kind.DEVICE)
+    records["value0"] = [int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.MODULE), int(Kind.STEP)]
+    records["duration_ns"], records["value1"] = [1000, 2000, 3000, 4000], [10, CAUGHT_UP_NS, 0, 0]
+    statistics = DeviceStatistics()
+    statistics.add(records, ["layer"])
+    loaded = saved(statistics)
+    loaded.add(records, ["layer"])
+    assert loaded.phases["forward"].count == 2
+    assert loaded.modules["layer"].sum_ns == 6000
+    assert (loaded.behind.count, loaded.caught_up) == (4, 2)
+    assert loaded.caught_up_share == 0.5
+    assert {phase: times.tolist() for phase, times in phase_durations_ns(records).items()} == {
+        "forward": [1000], "backward": [2000], "step": [4000],
+    }  # fmt: skip
+
+
+def test_device_spans_lie_beside_the_hosts() -> None:
+    """In a trace: a span of the device in a span of the device, never in one of the host that happens to contain it."""
+
+    def span(kind: str, name: str, start_ns: int, duration_ns: int, value0: int = 0, flags: int = 0) -> Span:
+        return Span(kind, name, 0, start_ns, duration_ns, 1, flags, value0, 0)
+
+    spans = [
+        span("backward", "backward", 0, 100),
+        span("device", "forward GPT", 10, 50, int(Kind.FORWARD)),
+        span("device", "layer", 20, 10, int(Kind.MODULE)),
+        span("section", "in backward", 25, 3),
+        span("collective", "issued", 30, 1),
+        span("collective", "kernel", 35, 90, 4096, int(Flag.DEVICE)),
+    ]
+    nested = nest(spans)
+    parents = {each.name: None if parent is None else nested[parent][0].name for each, parent in nested}
+    assert parents == {
+        "backward": None, "forward GPT": None, "layer": "forward GPT", "in backward": "backward", "issued": "backward",
+        "kernel": "forward GPT",
+    }  # fmt: skip
+    assert _details(spans[1]) == {semantics.SPAN_KIND: "forward", semantics.ON_DEVICE: True}
+    assert _details(spans[5])[semantics.ON_DEVICE] is True
+    assert semantics.ON_DEVICE not in _details(spans[4])
+
+
+def test_a_device_that_is_behind_is_what_limits_the_step(run: RunDirectory) -> None:
+    """Host code that waits for it (loss.item()) is not blamed, though it is most of the host's step."""
+    rank = Gpu(run, 0, world_size=1)
+    for _ in range(40):
+        step = rank.session.recorder.step
+        rank.steps(1, **HOST, host=30.0)
+        for kind, duration_ns in DEVICE.items():
+            rank.late(kind, kind.name.lower(), step, duration_ns, 28 * MS)
+    verdict = report_on(run, [rank])["verdicts"][-1]
+    assert verdict["kind"] == "compute_bound"
+    assert verdict["text"].startswith(
+        "Computing takes 97% of a step on the GPU (33.0 ms: the backward pass 20.0 ms, the forward pass 10.0 ms, the "
+        "optimizer 2.00 ms). The host is ahead, and waits for the GPU. Next: "
+    )
+
+
+def test_a_device_with_nothing_to_do_between_its_phases(run: RunDirectory) -> None:
+    """What the host does meanwhile is named, with both times."""
+    rank = Gpu(run, 0, world_size=1)
+    for _ in range(40):
+        step = rank.session.recorder.step
+        rank.steps(1, **HOST, data=60.0)
+        for kind, duration_ns in {**DEVICE, Kind.STEP: 64 * MS}.items():
+            rank.late(kind, kind.name.lower(), step, duration_ns, 20 * MS)
+    verdict = report_on(run, [rank])["verdicts"][-1]
+    assert verdict["kind"] == "data_bound"
+    assert verdict["text"].startswith(
+        "50% of a step on the GPU (32.0 ms of 64.0 ms) is outside of the forward and backward passes and the "
+        "optimizer. On the host, waiting for data takes 60.0 ms of a typical step. Next: raise the DataLoader's "
+    )
+
+
+def test_ranks_on_devices_were_not_compared(run: RunDirectory) -> None:
+    """Their host times equalise: nobody is said to stand out, and nobody not to."""
+    ranks = [Gpu(run, rank) for rank in range(2)]
+    for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
+        rank.timed_steps(80, 30 * MS, scale)
+    verdict = report_on(run, ranks)["verdicts"][0]
+    assert verdict["kind"] == "not_compared"
+    assert verdict["text"].startswith(
+        "The ranks were not compared: their work is on a device (GPU), and only host time"
+    )
+
+
+def test_modules_by_device_time(run: RunDirectory) -> None:
+    """The largest on the device comes first, without what is inside of it, whatever it took to issue."""
+    rank = Gpu(run, 0, world_size=1)
+    intern, recorder = rank.session.intern, rank.session.recorder
+    times = {"embed": (3 * MS, 1 * MS), "layer": (1 * MS, 9 * MS), "layer.norm": (1 * MS, 1 * MS)}
+    for _ in range(20):
+        recorder.begin(Kind.FORWARD, intern("forward Net"))
+        for name, (issuing_ns, _) in times.items():
+            recorder.begin(Kind.MODULE, intern(name))
+            rank.clock.advance(issuing_ns)
+            recorder.end(Kind.MODULE, intern(name))
+        recorder.end(Kind.FORWARD, intern("forward Net"))
+        step = recorder.step
+        recorder.next_step()
+        for name, (_, device_ns) in times.items():
+            rank.late(Kind.MODULE, name, step, device_ns, 0)
+        rank.late(Kind.STEP, "step", step, 12 * MS, 0)
+    report = report_on(run, [rank])
+    shown = [(row["name"], row["device_own_s_per_step"]) for row in report["modules"]]
+    assert shown[:3] == [
+        ("layer", pytest.approx(0.008)),
+        ("embed", pytest.approx(0.001)),
+        ("layer.norm", pytest.approx(0.001)),
+    ]
+    assert "modules by device time without modules inside" in text_of(report)
+
+
+def test_narrow_terminals(run: RunDirectory) -> None:
+    """The table leaves columns out, and keeps who waits for launches."""
+    rank = Gpu(run, 0, world_size=1)
+    rank.timed_steps(20, 0)
+    report = report_on(run, [rank])
+    text = render(report, "x", columns=44, color=False)
+    lines = io.StringIO(text[text.index("device time per step") :]).readlines()
+    assert "caught up" in lines[2]
+    assert "no room for" in text
+
+
+def test_what_the_device_did_is_in_the_trace_of_its_step(run: RunDirectory) -> None:
+    """It is told a step later: the sidecar, which looks in between, waits for it, and loses no step at the end."""
+    exporter = MemoryExporter()
+    rank = Gpu(run, 0, world_size=1)
+    rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
+    rank.session.publish()
+    sidecar = Sidecar(run, rank.identity.host, exporter, lambda run, asked: None)
+    for step in range(4):
+        rank.steps(1, **HOST)
+        sidecar.poll()
+        sidecar.account()
+        sidecar.judge(time.monotonic())
+        sidecar.export()
+        for kind, duration_ns in DEVICE.items():
+            rank.late(kind, kind.name.lower(), step, duration_ns, 0)
+    rank.close()
+    sidecar.poll()
+    sidecar.account()
+    sidecar.export()
+    sidecar.close()
+    assert [step for batch in exporter.batches for step in batch.steps.step.tolist()] == [0, 1, 2, 3]
+    traces = {trace.step: trace for batch in exporter.batches for trace in batch.traces}
+    assert set(traces) >= {0, 1, 2}
+    for trace in traces.values():
+        assert Counter(span.value0 for span in trace.spans if span.kind == "device") == Counter(map(int, DEVICE))
+
+
+def test_a_step_is_not_held_for_long(run: RunDirectory) -> None:
+    """The newest step is counted where the next one takes seconds: an evaluation, a checkpoint, a hang."""
+    rank = Gpu(run, 0, world_size=1)
+    rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
+    rank.session.publish()
+    sidecar = Sidecar(run, rank.identity.host, None, lambda run, asked: None)
+    rank.timed_steps(5, 30 * MS)
+    sidecar.poll()
+    sidecar.account()
+    (process,) = sidecar.state.processes.values()
+    assert process.statistics.counted_steps == 4
+    (source,) = sidecar.sources
+    source.step_s -= 2 * HOLD_S
+    sidecar.account()
+    assert process.statistics.counted_steps == 5
+    rank.close()
+    sidecar.poll()
+    sidecar.account()
+    sidecar.close()

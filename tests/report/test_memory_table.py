@@ -1,0 +1,326 @@
+"""Device memory in the report: its table, what to do about it, and the verdict on a rank that ran out of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.test_report import WORK, report_on
+from tests.support.device.fake_allocator import GB
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.ranks import HOST, Rank, make_run
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.statistics.memory import MemoryReading
+from torchlens_perf.analysis.words.oom import next_action
+from torchlens_perf.report.build import build
+from torchlens_perf.report.terminal import show
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.oom_table import LiveRow, LiveTable, OutOfMemory
+from torchlens_perf.run.ring import Kind
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.replay import replay
+
+
+def live_row(
+    module: str, stack: list[str], bytes_: int, blocks: int, largest_bytes: int, new_blocks: int | None
+) -> LiveRow:
+    return {
+        "module": module, "stack": stack, "bytes": bytes_, "blocks": blocks, "largest_bytes": largest_bytes,
+        "new_blocks": new_blocks,
+    }  # fmt: skip
+
+
+ROW = live_row("Net > Block > Mlp", ["train.py:12 forward", "train.py:40 main"], 40 * GB, 96, GB, 96)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return make_run(tmp_path)
+
+
+def table(**changed: Any) -> LiveTable:
+    values: dict[str, Any] = {
+        "rows": [ROW, live_row("", [], 10 * GB, 5, 2 * GB, 0)], "other_bytes": 0, "other_blocks": 0,
+        "without_stack_bytes": 10 * GB, "allocated_bytes": 70 * GB, "pending_bytes": 0, "reserved_bytes": 75 * GB,
+        "inactive_bytes": 5 * GB, "largest_inactive_bytes": GB, "segments": 20, "expandable": False,
+        "history_events": 500, "history_s": 1.5,
+    }  # fmt: skip
+    return {**values, **changed}
+
+
+def oom(**changed: Any) -> OutOfMemory:
+    values: dict[str, Any] = {
+        "schema": 1, "process": "", "rank": 1, "host": HOST, "step": 40, "time_unix_ns": 5, "device": 0,
+        "asked_bytes": 6 * GB, "limit_bytes": 80 * GB, "free_bytes": 2 * GB, "module": "Net", "stack": ["train.py:9 f"],
+        "inside": ["forward Net", "blocks.3"], "untold": 0, "table": table(), "took_s": 0.1,
+    }  # fmt: skip
+    return {**values, **changed}
+
+
+FRAGMENTED = table(reserved_bytes=40 * GB, inactive_bytes=5 * GB)  # no room for 6 GB, however it is put together
+BRIEF = {"table": None, "earlier": "oom/rank00000-3.json", "untold": 2, "stack": [], "module": ""}
+SHARE = {
+    "limit_bytes": 40 * GB, "device_bytes": 80 * GB,
+    "table": table(reserved_bytes=38 * GB, inactive_bytes=GB, allocated_bytes=37 * GB),
+}  # fmt: skip
+
+
+def ran_out(run: RunDirectory, rank: Rank, **changed: Any) -> None:
+    """The file that the rank's process would have left."""
+    run.oom.mkdir(exist_ok=True)
+    value = oom(process=rank.identity.key, rank=rank.identity.rank, **changed)
+    run.oom_table(rank.identity.rank, value["step"]).write_text(json.dumps(value))
+
+
+def mark_memory(rank: Rank, **values: int | tuple[int, int]) -> None:
+    """One reading, as hooks/on_device/memory.py marks it."""
+    start_ns = rank.session.recorder.now_ns()
+    for name, value in values.items():
+        now, most = value if isinstance(value, tuple) else (value, 0)
+        rank.session.recorder.record_span(int(Kind.MEMORY), rank.session.intern(name), start_ns, 0, 0, now, most)
+
+
+def shown(report: dict[str, Any]) -> str:
+    file = io.StringIO()
+    show(report, file, "runs/x")
+    return file.getvalue()
+
+
+def with_readings(run: RunDirectory, retries: int = 0, leak: int = 0) -> dict[str, Any]:
+    rank = Rank(run, 0, 1, ring_records=16384)
+    for i in range(60):
+        bytes_now = 20 * GB + i * leak
+        mark_memory(
+            rank, allocated=(bytes_now, 30 * GB), reserved=(40 * GB, 41 * GB), inactive=(10 * GB, 10 * GB),
+            alloc_retries=i * retries, ooms=0, limit=80 * GB,
+        )  # fmt: skip
+        rank.steps(16, **WORK)
+    return report_on(run, [rank])
+
+
+def test_a_ranks_memory(run: RunDirectory) -> None:
+    """Numbers, their age, and the table; nothing is said to be wrong where nothing is."""
+    report = with_readings(run)
+    memory = report["ranks"][0]["memory"]
+
+    assert memory["device"]["reserved_bytes"] == 40 * GB
+    assert memory["device"]["peak_allocated_bytes"] == 30 * GB
+    assert memory["device"]["peak_reserved_bytes"] == 41 * GB
+    assert memory["device"]["fragmentation"] == 0.25
+    assert memory["device"]["age_steps"] == 15
+    assert (memory["growth"], memory["device"]["retries_in"]) == (None, None)
+    text = shown(report)
+    assert "device memory per rank" in text
+    assert "21.5 GB" in text
+    assert "25%" in text
+    assert "up to 15 steps ago" in text
+    assert not [note for note in report["quality"]["notes"] if "retries" in note or "grows" in note]
+
+
+def test_retries_are_worth_a_word(run: RunDirectory) -> None:
+    """How many, in how many steps, what each costs, and what helps."""
+    (note,) = [note for note in with_readings(run, retries=2)["quality"]["notes"] if "cudaMalloc" in note]
+    assert "rank 0: 118 cudaMalloc retries in the last 944 steps" in note
+    assert "expandable_segments:True" in note
+
+
+def test_growth_is_worth_a_word(run: RunDirectory) -> None:
+    """How fast, since when, and when the device will be full."""
+    report = with_readings(run, leak=GB // 4)
+    growth = report["ranks"][0]["memory"]["growth"]
+    (note,) = [note for note in report["quality"]["notes"] if "allocated memory grows" in note]
+    assert growth["bytes_per_step"] == pytest.approx(GB / 64)
+    assert f"would fill it at step {growth['full_at_step']}" in note
+    assert growth["full_at_step"] == pytest.approx(60 * 64, rel=0.02)
+
+
+def test_without_a_device_nothing_is_shown(run: RunDirectory) -> None:
+    """On a CPU there is no allocator: no table, no numbers, no zeros."""
+    rank = Rank(run, 0, 1)
+    rank.steps(40, **WORK)
+    report = report_on(run, [rank])
+    assert report["ranks"][0]["memory"]["device"] is None
+    assert report["ranks"][0]["out_of_memory"] is None
+    assert "device memory" not in shown(report)
+
+
+def test_a_rank_that_ran_out_of_memory_comes_first(run: RunDirectory) -> None:
+    """Before the straggler, which it made of the others: who, when, what for, what held it, and what to do."""
+    ranks = [Rank(run, rank) for rank in range(2)]
+    ranks[0].steps(40, **WORK)
+    ranks[1].steps(40, **{**WORK, "forward": 20})
+    ran_out(run, ranks[1])
+    report = report_on(run, ranks)
+    verdict = report["verdicts"][0]
+
+    assert (verdict["kind"], verdict["rank"], verdict["since_step"]) == ("out_of_memory", 1, 40)
+    assert f"Rank 1 ({HOST}) ran out of device memory in step 40, in forward Net > blocks.3: 6.4 GB" in verdict["text"]
+    assert "42.9 GB in 96 blocks, Net > Block > Mlp, train.py:12 forward" in verdict["text"]
+    assert "Next: checkpoint the activations of Mlp" in verdict["text"]
+    assert verdict["evidence"]["file"] == "oom/rank00001-40.json"
+    assert len(report["verdicts"]) > 1
+    text = shown(report)
+    assert text.index("what held the memory of rank 1") < text.index("typical step of each rank")
+    lines = (run.oom / "rank00001-40.txt").read_text().splitlines()
+    assert [line.strip() for line in lines if "Mlp" in line] == [
+        "42.9 GB  96 blocks, 96 of them new  Net > Block > Mlp"
+    ]
+    assert "            train.py:40 main" in lines
+    json.dumps(report, allow_nan=False)
+
+
+def test_memory_that_runs_out_in_the_first_step(run: RunDirectory) -> None:
+    """The most common case of all: no step was made, and that is not what there is to say."""
+    rank = Rank(run, 0, 1)
+    rank.session.recorder.record_span(Kind.SECTION, rank.session.intern("x"), 0, 5)
+    ran_out(run, rank, step=0)
+    (verdict,) = report_on(run, [rank])["verdicts"]
+    assert verdict["kind"] == "out_of_memory"
+
+
+def test_several_ranks_run_out(run: RunDirectory) -> None:
+    """The first of them is told of, and how many others there are."""
+    ranks = [Rank(run, rank, 3) for rank in range(3)]
+    for rank, time_unix_ns in zip(ranks, (30, 10, 20), strict=True):
+        rank.steps(40, **WORK)
+        ran_out(run, rank, time_unix_ns=time_unix_ns)
+    verdict = report_on(run, ranks)["verdicts"][0]
+    assert verdict["rank"] == 1
+    assert "So did 2 other ranks." in verdict["text"]
+    assert verdict["evidence"]["ranks"] == [1, 0, 2]
+
+
+def test_an_error_that_was_caught_is_a_note(run: RunDirectory) -> None:
+    """The rank went on: it is no verdict, and not forgotten."""
+    rank = Rank(run, 0, 1)
+    rank.steps(60, **WORK)
+    ran_out(run, rank)
+    report = report_on(run, [rank])
+    assert report["verdicts"][0]["kind"] != "out_of_memory"
+    (note,) = [note for note in report["quality"]["notes"] if "ran out of device memory" in note]
+    assert "rank 0 ran out of device memory in step 40" in note
+    assert "and went on: see oom/rank00000-40.json" in note
+
+
+def test_an_error_that_was_caught_after_the_last_step_is_a_note(run: RunDirectory) -> None:
+    """Of a run that ended as it should; of one that died it is the verdict."""
+    for caught in (True, False):
+        rank = Rank(run, 0, 1)
+        rank.steps(40, **WORK)
+        ran_out(run, rank, step=40, caught=caught)
+        report = report_on(run, [rank])
+        assert (report["verdicts"][0]["kind"] == "out_of_memory") is not caught
+        notes = [note for note in report["quality"]["notes"] if "and ended without an error: see oom" in note]
+        assert len(notes) == caught
+
+
+def test_an_error_without_a_table(run: RunDirectory) -> None:
+    """It came shortly after one that was caught: the verdict says what is known, and where the earlier table is."""
+    rank = Rank(run, 0, 1)
+    rank.steps(40, **WORK)
+    ran_out(run, rank, step=3, time_unix_ns=1)
+    ran_out(run, rank, **BRIEF)
+    report = report_on(run, [rank])
+    verdict = report["verdicts"][0]
+
+    assert (verdict["kind"], verdict["since_step"]) == ("out_of_memory", 40)
+    assert "There is no table of it, as memory had run out shortly before: oom/rank00000-3.json" in verdict["text"]
+    assert "errors without a table: 2" in (run.oom / "rank00000-40.txt").read_text()
+    assert "what held the memory" not in shown(report)
+
+
+def test_words_of_a_share(run: RunDirectory) -> None:
+    """limit_bytes is what the process may take, free_bytes the device's: both are named."""
+    rank = Rank(run, 0, 1)
+    rank.steps(40, **WORK)
+    ran_out(run, rank, free_bytes=38 * GB, **SHARE)
+    text = report_on(run, [rank])["verdicts"][0]["text"]
+    assert (
+        "6.4 GB asked for; the process may take 42.9 GB of the device's 85.9 GB, and had 40.8 GB; 40.8 GB of it" in text
+    )
+
+
+def test_readings_are_exported_and_kept(run: RunDirectory) -> None:
+    """Live and replayed: the newest one goes with the steps; in a trace it is no span; the state has all of them."""
+    rank = Rank(run, 0, 1)
+    for retries in range(3):
+        mark_memory(rank, allocated=(GB, GB), reserved=(2 * GB, 2 * GB), alloc_retries=retries)
+        rank.steps(16, **WORK)
+    live, replayed = MemoryExporter(), MemoryExporter()
+    rank.close()
+    sidecar = Sidecar(run, HOST, live, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.export()
+    sidecar.keep()
+    sidecar.close()
+    (state,) = node_state.load_all(run)
+    replay(run, replayed)
+
+    wanted = MemoryReading(32, GB, 2 * GB, None, GB, None, 2, None)
+    for exporter in (live, replayed):
+        assert exporter.batches[-1].memory == wanted
+        assert {span.kind for batch in exporter.batches for trace in batch.traces for span in trace.spans} == {
+            "data", "forward", "wait", "backward",
+        }  # fmt: skip
+    assert [reading.step for reading in next(iter(state.processes.values())).statistics.memory.readings] == [0, 16, 32]
+    assert build(run.run_id, [state])["ranks"][0]["memory"]["device"]["fragmentation"] is None
+
+
+def test_the_newest_table_is_kept_over_a_restart(run: RunDirectory) -> None:
+    """A second sidecar knows what the first has found, and what came since; another node's it leaves alone."""
+    rank, elsewhere = Rank(run, 0), Rank(run, 1, identity={"host": "node-b"}, registered=False)
+    rank.steps(50, **WORK)
+    ran_out(run, rank, step=30, time_unix_ns=1)
+    ran_out(run, elsewhere)
+    first = Sidecar(run, HOST, None, lambda run, asked: None)
+    first.poll()
+    first.account()
+    first.keep()
+    first.close()
+    loaded = node_state.load(run.node_state(HOST))
+    assert [process.out_of_memory and process.out_of_memory["step"] for process in loaded.processes.values()] == [30]
+
+    ran_out(run, rank, step=50, time_unix_ns=2)
+    second = Sidecar(run, HOST, None, lambda run, asked: None)
+    second.poll()
+    second.account()
+    assert build(run.run_id, [second.state])["verdicts"][0]["since_step"] == 50
+    second.close()
+    assert sorted(path.name for path in run.oom.glob("*.txt")) == ["rank00000-30.txt", "rank00000-50.txt"]
+    rank.close()
+    elsewhere.close()
+
+
+GROWTH = {"bytes_per_step": 8e6, "since_step": 10, "until_step": 90, "above_bytes": 0, "full_at_step": 999}
+NO_STACKS = [live_row("", [], 60 * GB, 5, 12 * GB, None)]
+SMALL = [live_row("", ["train.py:3 <module>"], GB, 5, GB, None)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "growth", "words"),
+    [
+        ({"table": table(reserved_bytes=40 * GB)}, None, "look for other processes"),
+        ({"table": table(inactive_bytes=15 * GB)}, None, "expandable_segments:True"),
+        ({"table": table(inactive_bytes=15 * GB, expandable=True)}, None, "checkpoint the activations of Mlp"),
+        ({"table": table(inactive_bytes=9 * GB), "asked_bytes": 12 * GB}, None, "checkpoint the activations of Mlp"),
+        ({}, GROWTH, "grown by 8.0 MB a step over steps 10 to 90"),
+        ({"asked_bytes": 30 * GB}, None, "one request at train.py:9 f wants 38%"),
+        ({"asked_bytes": 30 * GB, "stack": []}, None, "one request wants 38%"),
+        ({"table": table(rows=NO_STACKS)}, None, "memory_history=20000"),
+        ({"table": table(rows=SMALL)}, None, "the table shows what holds"),
+        ({"table": table(rows=())}, None, "memory_history=20000"),
+        ({**SHARE, "free_bytes": 38 * GB}, None, "the process's share of the device is full, and not the device: 50%"),
+        ({**SHARE, "free_bytes": GB}, None, "look for other processes"),
+        ({**SHARE, "free_bytes": 38 * GB, "table": FRAGMENTED}, None, "the process's share of the device is full"),
+        (BRIEF, None, "oom/rank00000-3.json, and a smaller batch"),
+        (BRIEF, GROWTH, "grown by 8.0 MB a step over steps 10 to 90"),
+    ],
+)
+def test_next_action(changed: dict[str, Any], growth: dict[str, Any] | None, words: str) -> None:
+    """Each kind of shortage has its own remedy."""
+    assert words in next_action(json.loads(json.dumps(oom(**changed))), growth)

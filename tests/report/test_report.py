@@ -1,0 +1,398 @@
+"""The report: its JSON shape, its sentences, and how it looks in a terminal and out of one."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import HOST, Rank, identity_of, make_run
+from tests.support.reports import checked
+from torchlens_perf.analysis.node_state import NodeState, ProcessState
+from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.rank import RankStatistics
+from torchlens_perf.exporters import Exporter
+from torchlens_perf.report.build import SCHEMA, build
+from torchlens_perf.report.terminal import render, show
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.records import Verdict
+from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.sidecar.node import Sidecar
+
+WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return make_run(tmp_path)
+
+
+def report_on(run: RunDirectory, ranks: list[Rank], exporter: Exporter | None = None) -> dict[str, Any]:
+    """The report once these ranks have ended, as its schema says."""
+    for rank in ranks:
+        rank.close()
+    sidecar = Sidecar(run, HOST, exporter, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.judge(1e6, final=True)
+    sidecar.keep()
+    sidecar.close()
+    return checked(build(run.run_id, [sidecar.state]))
+
+
+def test_schema(run: RunDirectory) -> None:
+    """The top level and the fields that others build on have their names; values are plain JSON."""
+    ranks = [Rank(run, rank) for rank in range(2)]
+    for rank in ranks:
+        rank.session.recorder.record_span(Kind.MODULE, rank.session.intern("block"), 0, 5)
+        rank.steps(40, **WORK)
+        rank.session.recorder.record_span(Kind.MODULE, rank.session.intern("block"), 0, 5)
+        rank.session.recorder.record_span(Kind.SECTION, rank.session.intern("log"), 0, 5)
+        rank.session.recorder.record_span(Kind.COLLECTIVE, rank.session.intern("allreduce group=0"), 0, 5, 0, 64, 0)
+        rank.steps(1, **WORK)
+    value = json.loads(json.dumps(report_on(run, ranks), allow_nan=False))
+
+    assert SCHEMA == value["schema"] == 2
+    assert set(value) == {
+        "schema", "run", "steps", "ranks", "heat", "modules", "sections", "device_sections", "collectives",
+        "slow_links", "captures", "gpus", "links", "verdicts", "quality",
+    }  # fmt: skip
+    assert {"id", "world_size", "nodes", "started", "ended"} <= set(value["run"])
+    assert {"count", "p50_s", "p95_s", "p99_s", "max_s"} <= set(value["steps"])
+    assert {"total_s", "alike", "long", "sampled_lack_of_cpu"} <= set(value["steps"])
+    assert {"rank", "host", "own_s", "phases", "typical", "not_measured"} <= set(value["ranks"][0])
+    assert set(value["ranks"][0]["phases"]["forward"]) == {"typical_s", "p50_s", "mean_s", "share"}
+    assert set(value["ranks"][0]["typical"]) == {"s", "own_s", "work_s", "parts", "lack_of_cpu"}
+    assert set(value["verdicts"][0]) == {*Verdict.__dataclass_fields__, "where"}
+    assert {"records", "lost", "coverage", "overhead_share", "notes"} <= set(value["quality"])
+    assert {"name", "calls", "own_s", "by_rank"} <= set(value["modules"][0])
+    assert {"operation", "group", "count", "bytes"} <= set(value["collectives"][0])
+    assert (value["collectives"][0]["bytes"], value["collectives"][0]["group"]) == (128, "0")
+    assert value["sections"][0]["name"] == "log"
+
+
+def test_numbers(run: RunDirectory) -> None:
+    """Step times, own times and shares are those that were recorded."""
+    value = report_on(run, [Rank(run, 0, 1)])
+    assert value["steps"]["count"] == 0
+
+    rank = Rank(run, 0, 1, identity={"attempt": 1})
+    rank.steps(50, **WORK)
+    value = report_on(run, [rank])
+    phases = value["ranks"][0]["phases"]
+
+    assert value["steps"]["count"] == 50
+    assert value["steps"]["max_s"] == pytest.approx(0.014)
+    assert value["steps"]["p50_s"] == pytest.approx(0.014, rel=0.012)
+    assert value["ranks"][0]["own_s"]["max_s"] == pytest.approx(0.012)
+    assert sum(part["share"] for part in phases.values()) == pytest.approx(1)
+    assert phases["backward"]["share"] == pytest.approx(6 / 14)
+    assert "recompute" not in phases  # nothing was recomputed: no row, not a row of zeros
+    assert value["ranks"][0]["memory"]["max_bytes"] == 123_000_000
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "phase", "word"),
+    [
+        ({"data": 5, "forward": 5}, "data_bound", "data", "num_workers"),
+        ({"forward": 5, "communication": 5}, "communication_bound", "communication", "buckets"),
+        ({"forward": 5, "host": 5}, "host_bound", "host", "perf.section()"),
+        ({"forward": 19, "host": 1}, "compute_bound", "forward", "largest by own time"),
+    ],
+)
+def test_where_the_time_goes(run: RunDirectory, parts: dict[str, float], kind: str, phase: str, word: str) -> None:
+    """One rank alone hears what bounds its steps, with the share, the time and the next action."""
+    rank = Rank(run, 0, 1)
+    rank.steps(60, **parts)
+    (verdict,) = report_on(run, [rank])["verdicts"]
+
+    assert (verdict["kind"], verdict["phase"], verdict["rank"]) == (kind, phase, None)
+    assert verdict["evidence"]["uses_s"][kind] == pytest.approx(parts[phase] / 1e3)
+    assert word in verdict["text"].partition(" Next: ")[2]
+    assert (verdict["cost_share"] > 0) == (kind != "compute_bound")
+
+
+def test_straggler_in_words(run: RunDirectory) -> None:
+    """The sentence names rank, host, phase, cost, share, since when, and the next action; it is the only verdict."""
+    ranks = [Rank(run, 0), Rank(run, 1)]
+    ranks[0].steps(80, **{**WORK, "communication": 12})
+    ranks[1].steps(80, **{**WORK, "backward": 16})
+    (verdict,) = report_on(run, ranks)["verdicts"]
+
+    assert (verdict["kind"], verdict["rank"], verdict["phase"], verdict["since_step"]) == (
+        "straggler",
+        1,
+        "backward",
+        0,
+    )
+    assert verdict["cost_s_per_step"] == pytest.approx(0.010, rel=0.01)
+    assert verdict["cost_share"] == pytest.approx(10 / 24, rel=0.01)
+    assert verdict["confidence"] > 0.8
+    assert verdict["text"] == (
+        f"Rank 1 ({HOST}) is slow in the backward pass: 22.0 ms of work a step against 12.0 ms on the other rank. "
+        "It costs the job 10.0 ms a step (42%), since the start. Next: compare the model on rank 1: its input sizes, "
+        "then clocks and neighbours on that machine."
+    )
+
+
+def test_straggler_with_its_module(run: RunDirectory) -> None:
+    """A slow forward pass names the module that explains most of it."""
+    ranks = [Rank(run, 0), Rank(run, 1)]
+    for rank, extra in zip(ranks, (0, 8), strict=True):
+        recorder, clock, intern = rank.session.recorder, rank.clock, rank.session.intern
+        for _ in range(100):  # rows of four steps
+            recorder.begin(Kind.FORWARD, intern("forward Net"))
+            for name, milliseconds in (("embed", 1), ("block", 4 + extra), ("head", 2)):
+                recorder.begin(Kind.MODULE, intern(name))
+                clock.advance(milliseconds * 1_000_000)
+                recorder.end(Kind.MODULE, intern(name))
+            recorder.end(Kind.FORWARD, intern("forward Net"))
+            recorder.next_step()
+    (verdict,) = report_on(run, ranks)["verdicts"]
+
+    assert verdict["evidence"]["modules"] == ["block"]
+    assert verdict["evidence"]["module_excess_s"] == pytest.approx(0.008, rel=0.01)
+    assert "most of it in block (+8.00 ms a step)" in verdict["text"]
+    assert "Next: compare block on rank 1" in verdict["text"]
+
+
+def test_no_straggler_says_what_would_have_been_seen(run: RunDirectory) -> None:
+    """Equal ranks: a verdict too, with the smallest slowness that would have been named."""
+    ranks = [Rank(run, 0), Rank(run, 1)]
+    for rank in ranks:
+        rank.steps(80, **WORK)
+    verdict = report_on(run, ranks)["verdicts"][0]
+
+    assert verdict["kind"] == "none"
+    assert verdict["text"] == (
+        "No rank stands out over 80 steps. One with 1.74 ms more work a step (12%) would have been named."
+    )
+    assert verdict["evidence"]["detectable_s"] == pytest.approx(0.1 / 57.6)
+
+
+def test_cost_of_the_tool_is_not_hidden_by_a_first_step_that_compiles(run: RunDirectory) -> None:
+    """It is a share of the steps as they are later: 0.1 ms in steps of 14 ms, though the first one took a minute."""
+    rank = Rank(run, 0)
+    rank.steps(1, host=60_000)
+    for _ in range(40):
+        rank.session.recorder.add_overhead(100_000)
+        rank.steps(1, **WORK)
+    value = report_on(run, [rank])
+
+    assert 0.005 < value["quality"]["overhead_share"] < 0.02
+
+
+@pytest.mark.parametrize(("steps", "text"), [(0, "No step was seen."), (2, "Only 2 steps"), (12, "Too few steps")])
+def test_little_is_not_called_nothing(run: RunDirectory, steps: int, text: str) -> None:
+    """No steps, only warm-up, or too few to compare: said in words, with what to do; never shown as zero."""
+    ranks = [Rank(run, 0), Rank(run, 1)]
+    for rank in ranks:
+        rank.steps(steps, **WORK)
+    value = report_on(run, ranks)
+
+    assert value["verdicts"][0]["text"].startswith(text)
+    assert "Next: " in value["verdicts"][0]["text"]
+    assert text in render(value, "/runs/1", columns=100, color=False)
+    if steps <= 2:
+        assert value["steps"]["p50_s"] is None
+        assert value["ranks"][0]["own_s"]["p50_s"] is None
+    json.dumps(value, allow_nan=False)
+
+
+def test_inference_counts_forward_passes(run: RunDirectory) -> None:
+    """Without an optimizer the steps are forward passes, and are called so."""
+    rank = Rank(run, 0, 1)
+    for _ in range(20):
+        rank.clock.advance(1_000_000)
+        rank.session.recorder.next_step(int(Flag.INFERENCE), 0, 1)
+    value = report_on(run, [rank])
+
+    assert value["steps"]["inference"]
+    assert "20 forward passes" in render(value, "/runs/1", columns=100, color=False)
+
+
+def test_trend(run: RunDirectory) -> None:
+    """A run that gets slower says so, with the change from its first to its last third."""
+    rank = Rank(run, 0, 1)
+    for i in range(120):
+        rank.steps(1, forward=10 + i / 20)
+    value = report_on(run, [rank])
+
+    assert value["steps"]["trend"]["change"] == pytest.approx(0.33, abs=0.05)
+    assert "trend: slower (+3" in render(value, "/runs/1", columns=100, color=False)
+
+
+def test_several_nodes(run: RunDirectory) -> None:
+    """Ranks of several nodes are one report, and shown with their hosts. Judged are those that sidecars told of."""
+    states = []
+    for index, host in enumerate(("node-a", "node-b")):
+        rank = Rank(run, index, identity={"host": host, "local_world_size": 1})
+        rank.steps(40, **{**WORK, "data": 1 + 5 * index})
+        rank.close()
+        sidecar = Sidecar(run, host, None, lambda run, asked: None)
+        sidecar.poll()
+        sidecar.account()
+        states.append(sidecar.state)
+        sidecar.close()
+    value = checked(build(run.run_id, states))
+    text = render(value, "/runs/1", columns=130, color=False)
+
+    assert value["run"]["nodes"] == ["node-a", "node-b"]
+    assert value["verdicts"][0]["text"].startswith("The ranks were not compared")
+    assert "2 ranks on 2 nodes" in text
+    assert "1 node-b" in text
+
+
+def test_newest_attempt_counts(run: RunDirectory) -> None:
+    """After an elastic restart the report is about the last attempt of each rank."""
+    first, second = Rank(run, 0, 1), Rank(run, 0, 1, identity={"attempt": 3})
+    first.steps(70, **WORK)
+    second.steps(20, **WORK)
+    value = report_on(run, [first, second])
+
+    assert (value["run"]["attempt"], value["steps"]["count"]) == (3, 20)
+
+
+def test_ranks_that_an_elastic_job_no_longer_has(run: RunDirectory) -> None:
+    """torchrun counts no attempt when an agent leaves: the report is about the smaller world all the same."""
+    identities = [identity_of(run, 0, 2), identity_of(run, 1, 2, pid=11), identity_of(run, 0, 1, pid=12)]
+    processes = [
+        ProcessState(identity, Anchor(number, number, 0), RankStatistics())
+        for number, identity in enumerate(identities)
+    ]
+    value = build(run.run_id, [NodeState(HOST, {each.identity.key: each for each in processes})])
+
+    assert (value["run"]["world_size"], [rank["rank"] for rank in value["ranks"]]) == (1, [0])
+
+
+class TestTerminal:
+    def value(self, run: RunDirectory) -> dict[str, Any]:
+        ranks = [Rank(run, 0), Rank(run, 1)]
+        ranks[0].steps(60, **{**WORK, "communication": 12})
+        ranks[1].steps(60, **{**WORK, "backward": 16})
+        return report_on(run, ranks)
+
+    def test_plain_text_out_of_a_terminal(self, run: RunDirectory) -> None:
+        """In a file or pipe: no escape sequences, no line wider than it should be, no padding."""
+        file = io.StringIO()
+        show(self.value(run), file, "/runs/1")
+        text = file.getvalue()
+
+        assert "\x1b" not in text
+        assert max(map(len, text.splitlines())) <= 118
+        assert not any(line.endswith(" ") for line in text.splitlines())
+        assert text.endswith("run directory: /runs/1\n")
+        assert "Rank 1 (node-a) is slow in the backward pass" in " ".join(text.split())
+
+    def test_colours_in_a_terminal(self, run: RunDirectory) -> None:
+        """In a terminal: colours, and its width."""
+        text = render(self.value(run), "/runs/1", columns=90, color=True)
+
+        assert "\x1b[1;31m" in text
+
+    def test_bar_shows_the_shares(self, run: RunDirectory) -> None:
+        """The bar of a rank has a letter for each sixteenth of its step."""
+        words = render(self.value(run), "/runs/1", columns=130, color=False).split()
+        bars = [word for word in words if len(word) > 8 and set(word) <= set("dfrbowh")]
+
+        # 1, 4, 12, 6 and 1 of 24 ms; 1, 4, 2, 16 and 1 of 24 ms. In the order of PARTS.
+        assert bars == ["dffbbbbwwwwwwwwh", "dffbbbbbbbbbbbwh"]
+
+    @pytest.mark.parametrize("columns", [118, 90, 70, 50])
+    def test_cells_are_never_broken(self, run: RunDirectory, columns: int) -> None:
+        """What has no room is left out, the least first, and named; every quantity stays whole, on its rank's line."""
+        wide = render(self.value(run), "/runs/1", columns=200, color=False).splitlines()
+        lines = render(self.value(run), "/runs/1", columns=columns, color=False).splitlines()
+        text = " ".join(" ".join(lines).split())
+        (header,) = [line for line in lines if line.startswith(" rank  ")]
+        whole = [line.split("  ") for line in wide if line.startswith((" 0  ", " 1  "))]
+        rows = [line.split("  ") for line in lines if line.startswith((" 0  ", " 1  "))]
+
+        assert max(map(len, lines)) <= columns
+        assert len(rows) == 2
+        for row, everything in zip(rows, whole, strict=True):
+            cells = [cell.strip() for cell in row if cell.strip()]
+            assert len(cells) == len(header.replace("share of the step", "share").split())
+            assert set(cells) <= {cell.strip() for cell in everything}
+        assert ("share of the step" in header) == (columns >= 90)
+        assert ("no room for:" in text) == (columns < 118)
+        assert "memory" in text
+        assert "step" in header
+
+    def test_names_cannot_write_to_the_terminal(self, run: RunDirectory) -> None:
+        """Escape sequences, newlines and markup in names come out as text."""
+        rank = Rank(run, 0, 1, identity={"program": "\x1b]0;owned\x07[bold red]train.py"})
+        rank.steps(10, **WORK)
+        for name in ("\x1b[2Jgone", "two\nlines", "[link=http://x]click[/link]", "right\u202eleft"):
+            rank.session.recorder.record_span(Kind.MODULE, rank.session.intern(name), 0, 5)
+        rank.steps(1, **WORK)
+        text = render(report_on(run, [rank]), "/runs/\x1b[31m1", columns=100, color=False)
+
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        assert "?[2Jgone" in text
+        assert "two?lines" in text
+        assert "[link=http://x]click[/link]" in text
+        assert "[bold red]train.py" in text
+
+    def test_many_ranks_are_cut(self, run: RunDirectory) -> None:
+        """Of many ranks the table shows the slowest, and says how many there are."""
+        ranks = [Rank(run, rank, 20, ring_records=1024) for rank in range(20)]
+        for rank in ranks:
+            rank.steps(10, **{**WORK, "forward": 4 + (rank.identity.rank == 13)})
+        text = render(report_on(run, ranks), "/runs/1", columns=130, color=False)
+
+        assert "the 16 of 20 ranks with the most own time" in text
+        assert " 13 " in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 ns"), (5e-9, "5 ns"), (1.5e-6, "1.50 us"), (0.0123, "12.3 ms"), (0.999, "999 ms"), (75, "75.0 s")],
+)
+def test_durations_for_people(seconds: float, text: str) -> None:
+    """Three figures and the unit that suits."""
+    assert duration(seconds) == text
+
+
+def test_shares_for_people() -> None:
+    """Small shares keep a decimal."""
+    assert (percent(0.421), percent(0.0213)) == ("42%", "2.1%")
+
+
+def test_quality_notes_name_every_loss(run: RunDirectory) -> None:
+    """Whatever was lost or cut is a note with its number."""
+    rank = Rank(run, 0, 1)
+    rank.steps(10, **WORK)
+    rank.close()
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    (process,) = sidecar.state.processes.values()
+    sidecar.close()
+    process.statistics.lost, process.unbalanced, process.too_deep = 5, 6, 7
+    process.names_lost, process.internal_errors, process.native = 8, 9, False
+    state = NodeState(HOST, {"key": process}, dropped_segments=4, notes=["OTLP: 3 of 9 spans were not delivered"])
+    notes = "\n".join(build("run", [state])["quality"]["notes"])
+
+    for text in ("5 records were", "6 spans never", "7 spans nested", "more distinct names", "9 errors of ours"):
+        assert f"rank 0: {text}" in notes
+    assert "Python implementation" in notes
+    assert "4 oldest segments" in notes
+    assert "3 of 9 spans were not delivered" in notes
+
+
+def test_state_survives_its_file(run: RunDirectory) -> None:
+    """A report made from the saved state is the one made before saving."""
+    from torchlens_perf.analysis import node_state
+
+    rank = Rank(run, 0, 1)
+    rank.steps(64, **WORK)
+    before = report_on(run, [rank])
+    after = build(run.run_id, node_state.load_all(run))
+
+    assert after == before

@@ -1,0 +1,219 @@
+"""The schema of the report's JSON: the command prints it, and real reports are as it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report import test_device_table as device
+from tests.report import test_memory_table as memory
+from tests.report.test_report import WORK, report_on
+from tests.sidecar.telemetry.test_infiniband import port
+from tests.sidecar.telemetry.test_log import FIRST, SECOND_GPU, Rig
+from tests.support.collectives import Issued, joined
+from tests.support.ranks import HOST, Rank, run_without_traces
+from tests.support.reports import checked
+from tests.support.simulations import simulation
+from tests.support.tables import MS
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.node_state import NodeState
+from torchlens_perf.analysis.words.hang import OpenHang
+from torchlens_perf.commands.cli import main
+from torchlens_perf.commands.simulate import record
+from torchlens_perf.report.build import build
+from torchlens_perf.report.captures import captures
+from torchlens_perf.run import captures as capture_files
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.ring import Kind
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.simulate.simulation import Topology
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with run_without_traces(tmp_path) as made:
+        yield made
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
+    """Without a run: a JSON schema with the fields of a report, all of them required, where each reference leads on."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    top = schema["$defs"][schema["$ref"].rpartition("/")[2]]
+
+    assert set(top["properties"]) == set(top["required"]) == set(build("run", []))
+    assert top["properties"]["ranks"]["items"] == {"$ref": "#/$defs/Rank"}
+    assert schema["$defs"]["Rank"]["properties"]["step_s"] == {"$ref": "#/$defs/Distribution"}
+    assert {"type": "null"} in schema["$defs"]["Distribution"]["properties"]["p50_s"]["anyOf"]
+
+
+def test_a_check_that_can_fail() -> None:
+    """A field too many, one too few, and one of another type are each found."""
+    report = build("run", [])
+    wrong_type = {**report, "steps": {**report["steps"], "count": "0"}}
+    wrong = [{**report, "more": 1}, {key: report[key] for key in report if key != "links"}, wrong_type]
+    for each in wrong:
+        with pytest.raises((AssertionError, ValueError)):
+            checked(each)
+
+
+def test_an_empty_run(run: RunDirectory) -> None:
+    """Nothing but nulls and empty lists, and a rank that has made no step."""
+    checked(build("run", []))
+    report_on(run, [Rank(run, 0, 1)])
+
+
+def test_a_slow_rank(run: RunDirectory) -> None:
+    """Ranks with phases, modules and their backward times, sections, a heat map, a trend, long steps, and a verdict."""
+    ranks = [Rank(run, rank, identity={"attributes": {"k8s.pod.name": f"pod-{rank}"}}) for rank in range(2)]
+    for rank, extra in zip(ranks, (0, 8), strict=True):
+        recorder, clock, intern = rank.session.recorder, rank.clock, rank.session.intern
+        for step in range(100):
+            recorder.begin(Kind.FORWARD, intern("forward Net"))
+            recorder.begin(Kind.MODULE, intern("block"))
+            clock.advance((4 + extra) * MS)
+            recorder.end(Kind.MODULE, intern("block"))
+            recorder.end(Kind.FORWARD, intern("forward Net"))
+            recorder.record_span(Kind.MODULE_BACKWARD, intern("block"), 0, 5 * MS)
+            recorder.record_span(Kind.SECTION, intern("log"), 0, 5)
+            rank.steps(1, **{**WORK, "data": 60 if step % 20 == 7 else 1})
+    report = report_on(run, ranks)
+
+    assert report["verdicts"][0]["kind"] == "straggler"
+    assert report["verdicts"][0]["where"] == {"host.name": HOST, "k8s.pod.name": "pod-1"}
+    assert report["modules"][0]["backward_s"]
+    assert report["sections"]
+    assert report["heat"]["ranks"][1]["slow"]
+    assert report["steps"]["trend"]
+    assert report["steps"]["long"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "topology", "kind"),
+    [
+        ("constant:rank=2,share=0.4", None, "straggler"),
+        ("constant:rank=2,share=0.4", Topology(1, 1, 3), "imbalance"),
+        ("link:rank=3,share=0.2", Topology(4, 4), "slow_link"),
+    ],
+)
+def test_a_simulated_run(run: RunDirectory, fault: str, topology: Topology | None, kind: str) -> None:
+    """Many ranks with their collectives, joined, and what is found of them."""
+    record(simulation(fault, topology=topology), 96, run, "note")
+    report = checked(build(run.run_id, node_state.load_all(run)))
+
+    assert report["verdicts"][0]["kind"] == kind
+    assert any(row["busbw"] for row in report["collectives"])
+
+
+def test_messages_between_two_ranks() -> None:
+    """A row of collectives about a pair, and no group's."""
+    issued = {
+        0: [Issued("send group=0 dtype=float16 peer=1", 0, 90)],
+        1: [Issued("recv group=0 dtype=float16 peer=0", 0, 20)],
+    }
+    report = checked(build("run", [NodeState(HOST, join=joined(issued))]))
+
+    assert report["collectives"][0]["pair"] == [0, 1]
+
+
+def test_device_times(run: RunDirectory) -> None:
+    """Phases, modules, sections and device sections by the device's clock, and a window of all ranks."""
+    ranks = [device.Gpu(run, rank) for rank in range(2)]
+    for rank in ranks:
+        rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
+        rank.timed_steps(40, 30 * MS)
+        for kind, name in ((Kind.MODULE, "block"), (Kind.SECTION, "augment")):
+            rank.session.recorder.record_span(kind, rank.session.intern(name), 0, 5)
+            rank.late(kind, name, 40, 7 * MS, 0)
+        rank.stamped("decode", [MS] * 500)
+        rank.timed_steps(1, 30 * MS)
+    recorder = ranks[0].session.recorder
+    recorder.record_completed(int(Kind.MERGED), ranks[0].session.intern("decode"), recorder.step, MS, MS, 0, 2, 1)
+    report = device.report_on(run, ranks)
+
+    assert report["ranks"][0]["device"]["error_s"] == 4e-6
+    assert report["modules"][0]["device_own_s_per_step"]
+    assert report["sections"][0]["device_s"]
+    assert report["device_sections"][0]["over_all_ranks"]
+
+
+def test_memory(run: RunDirectory) -> None:
+    """The allocator's readings with growth and retries, and the table of a rank that ran out of memory."""
+    rank = Rank(run, 0, 1, ring_records=16384)
+    for i in range(60):
+        memory.mark_memory(
+            rank, allocated=((20 + i) << 27, 80 << 27), reserved=(90 << 27, 95 << 27), inactive=(1 << 27, 2 << 27),
+            alloc_retries=i, ooms=1, limit=100 << 27,
+        )  # fmt: skip
+        rank.steps(16, **WORK)
+    memory.ran_out(run, rank, step=960)
+    report = report_on(run, [rank])
+
+    assert report["ranks"][0]["memory"]["growth"]
+    assert report["ranks"][0]["memory"]["device"]["retries_in"]
+    assert report["ranks"][0]["out_of_memory"]
+    assert report["verdicts"][0]["kind"] == "out_of_memory"
+
+
+def test_hardware(run: RunDirectory, tmp_path: Path) -> None:
+    """A GPU that tells everything, one that tells next to nothing, and a network port with errors."""
+    folder, rig = port(tmp_path / "infiniband"), Rig(run, tmp_path / "infiniband")
+    rig.gpus.values = {
+        FIRST: {
+            "sm_clock_hz": 99 * 10**7, "sm_clock_max_hz": 198 * 10**7, "memory_clock_hz": 10**9, "clock_reasons": 4,
+            "power_w": 300.4, "power_limit_w": 700.0, "temperature_c": 88, "memory_temperature_c": 90, "busy": 1.0,
+            "memory_used_bytes": 5, "memory_total_bytes": 9, "sm_active": 0.5, "sm_occupancy": 0.5,
+            "tensor_active": 0.25, "dram_active": 0.5, "energy_j": 1.5, "xids": 1, "last_xid": 63,
+            "ecc_corrected": 0, "ecc_uncorrected": 0, "remapped_rows": 0, "remapping_pending": True,
+            "recovery_action": 1, "pcie_replays": 0, "pcie_transmitted_bytes": 1, "pcie_received_bytes": 1,
+            "nvlink_replays": 0, "nvlink_recoveries": 0, "nvlink_errors": 0, "nvlink_transmitted_bytes": 1,
+            "nvlink_received_bytes": 1,
+        },
+        SECOND_GPU: {"temperature_c": 60},
+    }  # fmt: skip
+    for second in range(10):
+        (folder / "hw_counters/packet_seq_err").write_text(f"{8 + second}\n")
+        rig.seconds(1, FIRST, SECOND_GPU)
+    report = checked(build("run", [NodeState(HOST, telemetry=rig.log.totals())]))
+    (all_told, little), (link,) = report["gpus"], report["links"]
+
+    assert [key for key, value in all_told.items() if value is None] == []
+    assert little["power_w"] is None
+    assert link["errors"]
+
+
+def test_captures(run: RunDirectory) -> None:
+    """One that is there, and one that was refused."""
+    request = capture_files.Request("a", capture_files.BY_USER, 1.0, 0, (0, 1), 5, 3)
+    capture_files.ask(run.captures, request)
+    files = {capture_files.TRACE: 17}
+    for rank, outcome in enumerate((
+        capture_files.Outcome("a", 0, 5, 3, files=files, left_out={"memory.pickle": "no GPU"}, paused_s=0.5),
+        capture_files.Outcome("a", 1, ended="refused"),
+    )):  # fmt: skip
+        folder = capture_files.rank_folder(run.captures, "a", rank)
+        folder.mkdir(parents=True)
+        capture_files.write(capture_files.outcome_path(folder), outcome)
+    report = checked(build("run", [], captures(run)))
+
+    assert [row["last_step"] for row in report["captures"]] == [7, None]
+
+
+def test_a_live_run_that_hangs(run: RunDirectory) -> None:
+    """The report of a run in progress, with the verdict on a hang."""
+    rank = Rank(run, 0, 1)
+    rank.steps(10, **WORK)
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.state.hang = OpenHang("It hangs.", "dead", 90.0, 10, (0,))
+    report = checked(build(run.run_id, [sidecar.state]))
+    rank.close()
+    sidecar.close()
+
+    assert (report["run"]["live"], report["verdicts"][0]["kind"]) == (True, "hang")

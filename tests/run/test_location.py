@@ -1,0 +1,80 @@
+"""Where a machine is: from files as clouds, container runtimes and Slurm leave them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchlens_perf.run.location import MAX_CHARACTERS, attributes, location
+
+ID = "ab12" * 16
+
+
+def machine(folder: Path, dmi: dict[str, str] | None = None, **proc: str) -> tuple[Path, Path]:
+    (folder / "sys/class/dmi/id").mkdir(parents=True)
+    (folder / "proc/self").mkdir(parents=True)
+    for name, text in (dmi or {}).items():
+        (folder / "sys/class/dmi/id" / name).write_text(f"{text}\n")
+    for name, text in proc.items():
+        (folder / "proc/self" / name).write_text(text)
+    return folder / "sys", folder / "proc"
+
+
+@pytest.mark.parametrize(
+    ("dmi", "found"),
+    [
+        (
+            {"sys_vendor": "Amazon EC2", "product_name": "p5.48xlarge", "board_asset_tag": "i-0abc"},
+            {"cloud.provider": "aws", "host.type": "p5.48xlarge", "host.id": "i-0abc"},
+        ),
+        ({"sys_vendor": "Google", "product_name": "Google Compute Engine"}, {"cloud.provider": "gcp"}),
+        ({"chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"}, {"cloud.provider": "azure"}),
+        ({"chassis_asset_tag": "OracleCloud.com"}, {"cloud.provider": "oracle_cloud"}),
+        ({"sys_vendor": "Dell Inc.", "product_name": "PowerEdge XE9680"}, {}),
+        ({}, {}),
+    ],
+)
+def test_cloud(tmp_path: Path, dmi: dict[str, str], found: dict[str, str]) -> None:
+    """By what the firmware says; nothing of a machine that is in none."""
+    assert attributes({}, *machine(tmp_path, dmi)) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-{ID}.scope",
+        f"12:memory:/docker/{ID}\n0::/\n",
+        f"0::/machine.slice/libpod-{ID}.scope",
+    ],
+)
+def test_container(tmp_path: Path, text: str) -> None:
+    """From the name of its control group; where that is hidden, from its mounts."""
+    assert attributes({}, *machine(tmp_path / "a", cgroup=text)) == {"container.id": ID}
+    layer = "cd34" * 16
+    mounts = (
+        f"699 5 0:50 / / rw - overlay overlay rw,upperdir=/var/lib/docker/overlay2/{layer}/diff\n"
+        f"700 5 8:1 /var/lib/docker/containers/{ID}/hostname /etc/hostname rw - ext4 /dev/sda1 rw\n"
+    )
+    hidden = machine(tmp_path / "b", cgroup="0::/", mountinfo=mounts)
+    assert attributes({}, *hidden) == {"container.id": ID}
+
+
+def test_slurm_and_what_the_user_says(tmp_path: Path) -> None:
+    """The switch next to the node; the user's own words count more, and what we do not show is left to the exporter."""
+    slurm = {"SLURM_TOPOLOGY_ADDR": "core.leaf3.node12", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
+    nothing = machine(tmp_path)
+
+    assert attributes(slurm, *nothing) == {"network.switch": "leaf3"}
+    assert attributes({"SLURM_TOPOLOGY_ADDR": "node12", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, *nothing) == {}
+    told = {"OTEL_RESOURCE_ATTRIBUTES": "team=a,host.rack=r%2012, network.switch=s7 ,host.id="}
+    assert attributes({**slurm, **told}, *nothing) == {"network.switch": "s7", "host.rack": "r 12"}
+
+
+def test_in_words() -> None:
+    """The nearest first; short."""
+    known = {"host.id": "i-0abc", "network.switch": "leaf3", "host.type": "p5.48xlarge", "slurm.job.id": "7"}
+
+    assert location(known) == "switch leaf3, instance i-0abc, p5.48xlarge"
+    assert location({}) == ""
+    assert len(location({"host.rack": "r" * 200})) == MAX_CHARACTERS

@@ -1,0 +1,170 @@
+"""The table of live blocks, from snapshots as torch 2.13 documents them, with stacks that torch has gathered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.device.fake_allocator import block, frames, segment, snapshot
+from torchlens_perf.hooks.on_device.out_of_memory import forward_methods
+from torchlens_perf.run.oom_table import LiveTable, Places, live_table
+
+TORCH = str(Path(torch.__file__).parent)
+KB = 1024
+
+
+class Mlp(nn.Module):
+    """Keeps the stack that an activation of its would have."""
+
+    def forward(self, stacks: list[Any]) -> list[Any]:
+        stacks.append(frames())
+        return stacks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, stacks: list[Any]) -> list[Any]:
+        return self.mlp(stacks)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, stacks: list[Any]) -> list[Any]:
+        for each in self.blocks:
+            each(stacks)
+        return stacks
+
+
+def table_of(held: dict[str, Any], **limits: int) -> LiveTable:
+    return live_table(held, 0, Places(forward_methods(), (TORCH,)), **limits)
+
+
+def test_blocks_are_grouped_by_module_and_stack() -> None:
+    """The three blocks' activations are one row, of their classes; what the script itself holds is another."""
+    stacks = Net()([])
+    own = frames()
+    blocks = [block(100 * KB, stack=stack) for stack in stacks] + [block(50 * KB, stack=own), block(9 * KB)]
+    table = table_of(snapshot([segment([*blocks, block(3 * KB, "inactive")])]))
+
+    activations, script, unknown = table["rows"]
+    assert activations["module"] == "Net > Block > Mlp"
+    assert (activations["bytes"], activations["blocks"], activations["largest_bytes"]) == (300 * KB, 3, 100 * KB)
+    assert activations["stack"][0].startswith(f"{__file__}:")
+    assert [line.split()[-1] for line in activations["stack"][:3]] == [
+        "forward"
+    ] * 3  # nothing of torch is between them
+    assert (script["module"], script["bytes"]) == ("", 50 * KB)
+    assert "test_blocks_are_grouped_by_module_and_stack" in script["stack"][0]
+    assert (unknown["stack"], unknown["bytes"]) == ([], 9 * KB)
+    assert (table["other_bytes"], table["other_blocks"], table["without_stack_bytes"]) == (0, 0, 9 * KB)
+    assert activations["new_blocks"] is None
+
+
+def test_same_stack_at_other_times_is_the_same_row() -> None:
+    """Each snapshot's frames are objects of their own; rows are told apart by what they say."""
+    blocks = [block(KB, stack=stack) for stack in (Net()([])[0] for _ in range(4))]
+    assert [(row["module"], row["blocks"]) for row in table_of(snapshot([segment(blocks)]))["rows"]] == [
+        ("Net > Block > Mlp", 4)
+    ]
+
+
+def test_without_stacks_blocks_are_grouped_by_size() -> None:
+    """The history was off: what is left to say."""
+    blocks = [block(size * KB) for size in (4, 4, 4, 10, 1)]
+    rows = table_of(snapshot([segment(blocks)]))["rows"]
+    assert [(row["bytes"], row["blocks"], row["largest_bytes"]) for row in rows] == [
+        (12 * KB, 3, 4 * KB), (10 * KB, 1, 10 * KB), (KB, 1, KB),
+    ]  # fmt: skip
+    assert {(row["module"], *row["stack"]) for row in rows} == {("",)}
+
+
+def test_how_full_the_segments_are() -> None:
+    """Of this device alone: allocated, freed but still in use elsewhere, free in pieces."""
+    first = [block(4 * KB), block(KB, "inactive"), block(2 * KB, "active_pending_free"), block(3 * KB, "inactive")]
+    table = table_of(
+        snapshot([segment(first), segment([block(8 * KB)], is_expandable=True), segment([block(99 * KB)], device=1)])
+    )
+    assert (table["allocated_bytes"], table["pending_bytes"], table["reserved_bytes"]) == (12 * KB, 2 * KB, 18 * KB)
+    assert (table["inactive_bytes"], table["largest_inactive_bytes"]) == (4 * KB, 3 * KB)
+    assert (table["segments"], table["expandable"]) == (2, True)
+    assert sum(row["bytes"] for row in table["rows"]) == 14 * KB
+
+
+def test_an_empty_device() -> None:
+    """Nothing is held, and nothing is divided by it."""
+    table = table_of(snapshot([]))
+    assert (table["rows"], table["reserved_bytes"], table["segments"], table["history_s"]) == ([], 0, 0, None)
+
+
+def test_what_is_left_out_is_counted() -> None:
+    """Small blocks beyond the number that is looked at, and rows beyond those that are shown."""
+    blocks = [block(size * KB) for size in range(1, 101)]
+    table = table_of(snapshot([segment(blocks)]), max_blocks=50, max_rows=10)
+
+    assert [row["bytes"] for row in table["rows"]] == [size * KB for size in range(100, 90, -1)]
+    assert table["other_blocks"] == 90
+    assert table["other_bytes"] == sum(range(1, 91)) * KB
+    assert table["allocated_bytes"] == sum(range(1, 101)) * KB
+
+
+def test_new_blocks_are_those_of_the_history() -> None:
+    """Allocated within it; an address that was freed and taken again is new."""
+    stack = frames()
+    blocks = [block(KB, stack=stack) for _ in range(4)]
+    held = snapshot([segment(blocks)])
+    old, freed_and_taken, new, _ = (each["address"] for each in blocks)
+
+    def entry(action: str, address: int, time_us: int) -> dict[str, Any]:
+        return {"action": action, "addr": address, "size": KB, "stream": 0, "time_us": time_us, "frames": stack}
+
+    held["device_traces"] = [
+        [
+            entry("alloc", 7, 1_000_000), entry("free_requested", 7, 1_100_000), entry("free_completed", 7, 1_100_000),
+            entry("free_completed", freed_and_taken, 1_200_000), entry("alloc", freed_and_taken, 1_300_000),
+            entry("alloc", new, 3_500_000), entry("segment_alloc", old, 9_000_000),
+        ]
+    ]  # fmt: skip
+    (row,) = (table := table_of(held))["rows"]
+
+    assert (row["blocks"], row["new_blocks"]) == (4, 2)
+    assert (table["history_events"], table["history_s"]) == (5, 2.5)
+
+
+def test_deep_models_keep_both_ends() -> None:
+    """The outermost class and the innermost ones; and no more frames than people read."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, stacks: list[Any]) -> list[Any]:
+            return self.inner(stacks)
+
+    (row,) = table_of(snapshot([segment([block(KB, stack=Outer(Outer(Outer(Block())))([])[0])])]))["rows"]
+    assert row["module"] == "Outer > ... > Outer > Block > Mlp"
+    assert len(row["stack"]) == 6
+
+
+def test_classes_are_told_apart_by_where_their_forward_begins() -> None:
+    """A class that inherits forward() is shown as the one that defines it: frames know no more."""
+
+    class Child(Mlp):
+        pass
+
+    methods = forward_methods()
+    mine = [name for _, name in methods[__file__]]
+    assert {"Mlp", "Block", "Net"} <= set(mine)
+    assert "Child" not in mine
+    assert mine == [name for _, name in sorted(methods[__file__])]
+    (row,) = table_of(snapshot([segment([block(KB, stack=Child()([])[0])])]))["rows"]
+    assert row["module"] == "Mlp"

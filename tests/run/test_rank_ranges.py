@@ -1,0 +1,31 @@
+"""Ranks as short text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchlens_perf.run.rank_ranges import parse_ranges, ranges
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], ""),
+        ([5], "5"),
+        ([0, 1, 2, 3], "0-3"),
+        (range(3, 16384, 8), "3-16379/8"),
+        ([0, 1, 2, 9], "0-2,9"),
+        ([1, 9], "1,9"),
+    ],
+)
+def test_text(ranks: list[int], text: str) -> None:
+    """Regular sets are one range."""
+    assert ranges(ranks) == text
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_round_trip(ranks: set[int]) -> None:
+    """Whatever the set, the text gives it back."""
+    assert sorted(parse_ranges(ranges(sorted(ranks)))) == sorted(ranks)

@@ -1,0 +1,271 @@
+"""The ring file: its layout, its reader, and what the reader says of what it missed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
+from torchlens_perf.errors import RingError
+from torchlens_perf.run import ring
+from torchlens_perf.run.ring import Kind, Reader, RingFile, State
+
+native_only = pytest.mark.skipif("native" not in IDS, reason="the package was installed without a C compiler")
+
+
+@native_only
+def test_layout_is_the_compilers() -> None:
+    """The offsets that Python uses are those of the C structures."""
+    offsets = IMPLEMENTATIONS[0].layout()
+    words = {
+        "head": ring.HEAD, "step": ring.STEP, "unbalanced": ring.UNBALANCED, "too_deep": ring.TOO_DEEP,
+        "tool_ns": ring.TOOL_NS, "state": ring.STATE, "gc_ns": ring.GC_NS,
+        "names_used": ring.NAMES_USED, "names_lost": ring.NAMES_LOST,
+        "metadata_revision": ring.METADATA_REVISION, "metadata_used": ring.METADATA_USED,
+        "internal_errors": ring.INTERNAL_ERRORS, "stack": ring.DEPTH, "capacity": 2, "records_offset": 7,
+    }  # fmt: skip
+
+    assert {name: 8 * word for name, word in words.items()} == {name: offsets[f"Header.{name}"] for name in words}
+
+    dtype = ring.record_dtype()
+    fields = ("name_id", "step", "start_ns", "duration_ns", "nested_ns", "phase_ns", "value0", "value1")
+
+    assert {name: dtype.fields[name][1] for name in fields} == {name: offsets[f"Record.{name}"] for name in fields}
+    assert dtype.itemsize == ring.RECORD_BYTES
+    assert offsets["Header.stack"] + offsets["Stack.frames"] == 8 * ring.FRAMES
+
+
+def test_file_is_private_and_reserved(tmp_path: Path) -> None:
+    """The file has mode 0600, and its blocks are reserved, so that a store cannot hit a full disk."""
+    made = RingFile(tmp_path / "r", 1024)
+    status = os.stat(made.path)
+    made.close()
+
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_blocks * 512 >= status.st_size == ring.RECORDS_OFFSET + 1024 * ring.RECORD_BYTES
+
+
+def test_existing_file_is_refused(tmp_path: Path) -> None:
+    """A file or a link that is there already is not written to."""
+    (tmp_path / "target").write_text("mine")
+    (tmp_path / "r").symlink_to(tmp_path / "target")
+
+    with pytest.raises(FileExistsError):
+        RingFile(tmp_path / "r", 1024)
+    assert (tmp_path / "target").read_text() == "mine"
+
+
+def test_full_disk_raises_at_creation() -> None:
+    """A place without room raises OSError, and leaves no file behind."""
+    folder = Path("/dev/shm")
+    free = os.statvfs(folder)
+    too_many = 1 << (free.f_bavail * free.f_frsize // ring.RECORD_BYTES + 1).bit_length()
+    path = folder / f"torchlens-perf-test-{os.getpid()}"
+
+    with pytest.raises(OSError, match="No space left"):
+        RingFile(path, too_many)
+    assert not path.exists()
+
+
+def test_names_keep_their_ids(tmp_path: Path) -> None:
+    """A name is interned once; the reader sees the same list, whatever the name holds."""
+    made = RingFile(tmp_path / "r", 1024)
+    names = ["blocks.0", "emoji \N{SNOWMAN}", "</script>\x1b[31m", "lone \ud800", "x" * 1000, ""]
+    ids = [made.intern(name) for name in names]
+    reader = Reader(made.path)
+
+    assert [made.intern(name) for name in names] == ids == [1, 2, 3, 4, 5, 6]
+    assert reader.names()[1:4] == names[:3]
+    assert reader.names()[4:] == ["lone \\ud800", "x" * ring.LONGEST_NAME, ""]
+    reader.close()
+    made.close()
+
+
+def test_full_name_table_counts_the_surplus(tmp_path: Path) -> None:
+    """Names beyond the table's space share id 0 and are counted; earlier ones stay."""
+    made = RingFile(tmp_path / "r", 1024)
+    ids = [made.intern(f"{i:0250d}") for i in range(2000)]
+    reader = Reader(made.path)
+    kept = sum(name_id > 0 for name_id in ids)
+
+    assert kept == (ring.NAMES_BYTES - 2 - len(ring.OTHER_NAMES)) // 252
+    assert reader.counter(ring.NAMES_LOST) == 2000 - kept
+    assert made.intern(f"{5:0250d}") == ids[5]
+    reader.close()
+    made.close()
+
+
+def test_metadata_is_replaced_whole(tmp_path: Path) -> None:
+    """The reader gets the last metadata, and nothing while they are being replaced."""
+    made = RingFile(tmp_path / "r", 1024)
+    reader = Reader(made.path)
+
+    assert reader.metadata() == {}
+    made.set_metadata({"rank": 3})
+    made.set_metadata({"rank": 4, "host": "a"})
+    assert reader.metadata() == {"rank": 4, "host": "a"}
+
+    made._words[ring.METADATA_REVISION] += 1
+    assert reader.metadata() == {}
+    made.set_metadata({"rank": 5})
+    assert reader.metadata() == {"rank": 5}, "whoever left the revision odd"
+    reader.close()
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"", "too short"),
+        (lambda data: data[:4096], "too short"),
+        (lambda data: b"ELF" + data[3:], "not a ring file"),
+        (lambda data: data[:8] + struct.pack("<I", 99) + data[12:], "not a ring file"),
+        (lambda data: data[:16] + struct.pack("<Q", 1 << 60) + data[24:], "does not match"),
+        (lambda data: data[:16] + struct.pack("<Q", 1000) + data[24:], "does not match"),
+        (lambda data: data[:-64], "does not match"),
+    ],
+)
+def test_damaged_file_is_named(tmp_path: Path, damage: object, message: str) -> None:
+    """A file that is no ring file raises RingError with the reason, not a crash."""
+    made = RingFile(tmp_path / "r", 1024)
+    made.close()
+    data = (tmp_path / "r").read_bytes()
+    (tmp_path / "damaged").write_bytes(damage(data))
+
+    with pytest.raises(RingError, match=message):
+        Reader(tmp_path / "damaged")
+
+
+def test_closed_ring_says_so(tmp_path: Path) -> None:
+    """A writer that ends its ring leaves CLOSED; one that died leaves OPEN."""
+    made = RingFile(tmp_path / "r", 1024)
+    reader = Reader(made.path)
+
+    assert reader.counter(ring.STATE) == State.OPEN
+    made.close()
+    assert reader.counter(ring.STATE) == State.CLOSED
+    reader.close()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
+class TestReading:
+    def test_reads_on_where_it_stopped(self, implementation: object, tmp_path: Path) -> None:
+        """Each read returns what is new, numbered without gaps."""
+        rig = Rig(implementation, tmp_path)
+        rig.span(Kind.DATA, "a", 5)
+        rig.span(Kind.DATA, "b", 5)
+        first = rig.reader.read()
+        rig.span(Kind.DATA, "c", 5)
+        second = rig.reader.read()
+
+        assert first.sequences.tolist() == [0, 1]
+        assert second.sequences.tolist() == [2]
+        assert (first.lost, second.lost, len(rig.reader.read().records)) == (0, 0, 0)
+        rig.close()
+
+    def test_overwritten_records_are_counted(self, implementation: object, tmp_path: Path) -> None:
+        """The oldest records give way; the reader counts exactly those it did not get."""
+        rig = Rig(implementation, tmp_path)
+        rig.span(Kind.DATA, "first", 5)
+        rig.reader.read()
+        for _ in range(3000):
+            rig.span(Kind.DATA, "a", 5)
+        batch = rig.reader.read()
+
+        assert len(batch.records) == 1024
+        assert batch.lost == 3000 - 1024
+        assert batch.sequences.tolist() == list(range(3001 - 1024, 3001))
+        rig.close()
+
+    def test_unfinished_record_waits(self, implementation: object, tmp_path: Path) -> None:
+        """A record whose stamp is not there yet ends the batch; in a dead writer's ring it is counted as lost."""
+        rig = Rig(implementation, tmp_path)
+        for _ in range(5):
+            rig.span(Kind.DATA, "a", 5)
+        slot = ring.RECORDS_OFFSET + 3 * ring.RECORD_BYTES
+        stamp = rig.ring.buffer[slot : slot + 4]
+        rig.ring.buffer[slot : slot + 4] = b"\0\0\0\0"
+        early = rig.reader.read()
+
+        assert (len(early.records), early.lost, rig.reader.cursor) == (3, 0, 3)
+
+        rig.ring.buffer[slot : slot + 4] = stamp
+        late = rig.reader.read()
+
+        assert (late.sequences.tolist(), late.lost) == ([3, 4], 0)
+
+        rig.ring.buffer[slot : slot + 4] = b"\0\0\0\0"
+        again = Reader(rig.ring.path)
+        final = again.read(final=True)
+
+        assert (final.sequences.tolist(), final.lost) == ([0, 1, 2, 4], 1)
+        again.close()
+        rig.close()
+
+    def test_open_spans_of_a_dead_process(self, implementation: object, tmp_path: Path) -> None:
+        """A reader sees which phases a process that was killed had open."""
+        rig = Rig(implementation, tmp_path)
+        rig.recorder.begin(Kind.FORWARD, rig.ring.intern("forward Net"))
+        rig.clock.advance(7)
+        rig.recorder.begin(Kind.WAIT, rig.ring.intern("wait"))
+        spans = rig.reader.open_spans()
+
+        assert [(span.kind, span.name) for span in spans[1:]] == [(Kind.FORWARD, "forward Net"), (Kind.WAIT, "wait")]
+        assert spans[2].start_ns - spans[1].start_ns == 7
+        rig.recorder.end(Kind.WAIT, rig.ring.intern("wait"))
+        assert [span.name for span in rig.reader.open_spans()[1:]] == ["forward Net"]
+        rig.close()
+
+
+WRITER = """
+import sys
+sys.modules.update({"torchlens_perf._native": None} if sys.argv[2] == "twin" else {})
+from pathlib import Path
+from torchlens_perf.recorder.recorder import Recorder
+from torchlens_perf.run.ring import Kind, RingFile
+made = RingFile(Path(sys.argv[1]), 1024)
+recorder = Recorder(made.buffer, made.intern)
+name = made.intern("a")
+print("ready", flush=True)
+for i in range(int(sys.argv[3])):
+    recorder.record_span(Kind.SECTION, name, i, i + 1, 0, i + 2, i + 3)
+recorder.close()
+made.close()
+"""
+
+
+@pytest.mark.parametrize("kind", IDS)
+def test_no_torn_record_from_a_running_writer(kind: str, tmp_path: Path) -> None:
+    """Beside a writer that laps the ring many times, every record that is returned is whole, and none is uncounted."""
+    count = 3_000_000 if kind == "native" else 400_000
+    path = tmp_path / "r"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), kind, str(count)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    reader, seen, lost, batches = Reader(path), 0, 0, 0
+    while True:
+        ended = writer.poll() is not None
+        batch = reader.read(final=ended)
+        start = batch.records["start_ns"]
+        assert (start == batch.sequences).all()
+        for offset, field in enumerate(("duration_ns", "value0", "value1"), start=1):
+            assert (batch.records[field] == batch.sequences + offset).all()
+        seen, lost, batches = seen + len(batch.records), lost + batch.lost, batches + (len(batch.records) > 0)
+        if ended:
+            break
+        if batches % 4 == 0:
+            time.sleep(0.003)  # long enough for either writer to lap the ring
+    reader.close()
+
+    assert seen + lost == count
+    assert batches > 20  # it did read while the writer wrote
+    assert lost > 0  # and the writer did lap it

@@ -1,0 +1,92 @@
+"""Sketches of durations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.saved import saved
+from torchlens_perf.run.sketch import BUCKETS, LOWEST_OCTAVE, SCALE, Sketch, add_to_each, bucket_bounds
+
+durations = st.lists(st.integers(0, 1 << 42), max_size=60)
+
+
+def sketch_of(values: list[int]) -> Sketch:
+    sketch = Sketch()
+    sketch.add(np.array(values, np.int64))
+    return sketch
+
+
+def test_bounds_are_exact() -> None:
+    """Each bound is the largest integer not above 2**(octave + i/32): checked with whole numbers, not floats."""
+    per_octave = 1 << SCALE
+    for index, bound in enumerate(bucket_bounds().tolist(), start=1):
+        power = 1 << (per_octave * LOWEST_OCTAVE + index)
+        assert bound**per_octave <= power < (bound + 1) ** per_octave
+
+
+@given(durations, durations)
+def test_merging_is_adding(first: list[int], second: list[int]) -> None:
+    """Merging two sketches, in either order, gives what one sketch of all values holds; also through JSON."""
+    together = sketch_of(first + second).numbers()
+    one, other = sketch_of(first), sketch_of(second)
+    one.merge(sketch_of(second))
+    other.merge(sketch_of(first))
+
+    assert one.numbers() == other.numbers() == together
+    assert Sketch.of_numbers(together).numbers() == saved(one).numbers() == together
+
+
+@given(durations)
+def test_sums_are_exact(values: list[int]) -> None:
+    """Sum, sum of squares, extremes and count have no rounding, however large the durations."""
+    sketch = sketch_of(values)
+
+    assert sketch.sum_ns == sum(values)
+    assert sketch.sum_squares == sum(value * value for value in values)
+    assert sketch.count == len(values)
+    assert (sketch.min_ns, sketch.max_ns) == ((min(values), max(values)) if values else (0, 0))
+
+
+@given(st.lists(st.integers(64, 1 << 41), min_size=1, max_size=200), st.floats(0, 1))
+def test_quantiles_are_close(values: list[int], q: float) -> None:
+    """A quantile differs from the order statistic that it stands for by at most half a bucket: 1.1 %."""
+    exact = sorted(values)[max(1, math.ceil(q * len(values))) - 1]
+
+    assert sketch_of(values).quantile_ns(q) == pytest.approx(exact, rel=2 ** (0.5 / (1 << SCALE)) - 1 + 1e-9)
+
+
+@given(st.lists(st.lists(st.integers(-5, 1 << 42), min_size=1, max_size=9), max_size=7), st.booleans())
+def test_several_at_once(groups: list[list[int]], again: bool) -> None:
+    """Adding to each of several sketches gives what adding to one after the other does; one may come twice."""
+    values = np.array([value for group in groups for value in group], np.int64)
+    starts = np.cumsum([0, *map(len, groups)]).tolist()[:-1]
+    one_by_one = [Sketch() for _ in groups]
+    at_once = [Sketch() for _ in groups]
+    if again and groups:
+        one_by_one[-1], at_once[-1] = one_by_one[0], at_once[0]
+    for sketch, group in zip(one_by_one, groups, strict=True):
+        for value in group:
+            sketch.add(np.array([value], np.int64))
+    add_to_each(at_once, values, starts)
+
+    assert [sketch.numbers() for sketch in at_once] == [sketch.numbers() for sketch in one_by_one]
+
+
+def test_empty_sketch_has_no_value() -> None:
+    """No values: no quantile and no mean, rather than zero."""
+    assert math.isnan(Sketch().quantile_ns(0.5))
+    assert math.isnan(Sketch().mean_ns())
+    assert Sketch().count == 0
+
+
+def test_extremes_stay_in_the_table() -> None:
+    """Values beyond the buckets count in the first and the last one, and keep their extremes."""
+    sketch = sketch_of([0, 5, 1 << 60])
+
+    assert (sketch.counts[0], sketch.counts[BUCKETS - 1]) == (2, 1)
+    assert sketch.quantile_ns(1.0) <= sketch.max_ns == 1 << 60

@@ -1,0 +1,107 @@
+"""Limits and pressure of a process's control group: both versions, in containers, and what the kernel leaves out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from torchlens_perf.sidecar.host.cgroup import ControlGroup
+
+PID = 7
+STALLED = "some avg10=1.00 avg60=0.50 avg300=0.10 total={}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=5\n"
+
+
+class Machine:
+    """Files as the kernel has them, below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc, self.root, self.pressure = folder / "proc", folder / "cgroup", folder / "pressure"
+
+    def write(self, path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def group(self, lines: str) -> ControlGroup:
+        self.write(self.proc / str(PID) / "cgroup", lines)
+        return ControlGroup(PID, proc=self.proc, root=self.root, pressure=self.pressure)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_version_2(machine: Machine) -> None:
+    """All of it from the process's own group; the tightest limit around it counts."""
+    pod = machine.root / "pod"
+    machine.write(pod / "memory.current", "900\n")
+    machine.write(pod / "memory.max", "1000\n")
+    machine.write(pod / "memory.stat", "inactive_file 50\nactive_file 70\n")
+    machine.write(pod / "train/memory.current", "400\n")
+    machine.write(pod / "train/memory.max", "max\n")
+    machine.write(pod / "train/memory.stat", "anon 5\nworkingset_refault_anon 3\nworkingset_refault_file 40\n")
+    machine.write(pod / "train/cpu.stat", "usage_usec 9\nnr_periods 4\nnr_throttled 2\nthrottled_usec 1500\n")
+    machine.write(pod / "train/memory.pressure", STALLED.format(123))
+    machine.write(machine.pressure / "io", STALLED.format(456))
+
+    group = machine.group("0::/pod/train\n")
+
+    assert group.path == "/pod/train"
+    assert group.memory_limit_share() == 0.85  # without pages that can be dropped at once
+    assert group.refaults() == 43
+    assert group.quota_periods() == (4, 2)
+    assert group.stall_us("memory") == 123
+    assert group.stall_us("io") == 456  # the node's: this kernel tells no group's
+
+
+def test_version_1(machine: Machine) -> None:
+    """Each controller has a hierarchy of its own, and no limit is a very large one."""
+    machine.write(machine.root / "memory/job/memory.usage_in_bytes", "300\n")
+    machine.write(machine.root / "memory/job/memory.limit_in_bytes", "400\n")
+    machine.write(machine.root / "memory/memory.usage_in_bytes", "900\n")
+    machine.write(machine.root / "memory/memory.limit_in_bytes", "9223372036854771712\n")
+    machine.write(
+        machine.root / "memory/job/memory.stat", "cache 1\nworkingset_refault_file 8\ntotal_inactive_file 100\n"
+    )
+    machine.write(machine.root / "cpu/other/cpu.stat", "nr_periods 4\nnr_throttled 2\nthrottled_time 77\n")
+
+    group = machine.group("5:memory:/job\n3:cpu,cpuacct:/other\n0::/\n")
+
+    assert group.path == "/job"
+    assert group.memory_limit_share() == 0.5
+    assert group.refaults() == 8
+    assert group.quota_periods() == (4, 2)
+
+
+def test_what_is_not_told(machine: Machine) -> None:
+    """Without limits, quota and pressure accounting there are no numbers, not zeros."""
+    machine.root.mkdir()
+    machine.write(machine.root / "cpu.stat", "usage_usec 9\nnr_periods 0\nnr_throttled 0\nthrottled_usec 0\n")
+
+    group = machine.group("0::/../../host/path\n")  # of another namespace: its files are not visible here
+
+    assert group.memory_limit_share() is None
+    assert group.refaults() is None
+    assert group.quota_periods() is None
+    assert group.stall_us("memory") is None
+
+
+def test_no_such_process(machine: Machine) -> None:
+    """Its cgroup file is not there."""
+    with pytest.raises(FileNotFoundError):
+        ControlGroup(PID, proc=machine.proc)
+
+
+def test_this_process() -> None:
+    """On the machine at hand, whatever it tells has its type, and grows."""
+    group = ControlGroup(os.getpid())
+    first = group.stall_us("io"), group.refaults()
+    second = group.stall_us("io"), group.refaults()
+
+    for before, after in zip(first, second, strict=True):
+        assert (before is None) == (after is None)
+        assert before is None or after is None or 0 <= before <= after
+    share = group.memory_limit_share()
+    assert share is None or 0 < share < 1.1

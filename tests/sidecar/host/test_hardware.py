@@ -1,0 +1,141 @@
+"""Telemetry as the cause behind a verdict: from samples to signals, and from a throttled GPU to the sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sidecar.telemetry.test_infiniband import port
+from tests.sidecar.telemetry.test_log import FIRST, SECOND, SECOND_GPU, Rig
+from tests.support.ranks import HOST, Rank, run_without_traces
+from torchlens_perf.analysis.causes.metrics import METRICS
+from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.rank_metrics import HardwareMetrics, RankMetrics
+
+HEALTHY: dict[str, Any] = {
+    "sm_clock_hz": 1_980_000_000, "sm_clock_max_hz": 1_980_000_000, "clock_reasons": 0,
+    "temperature_c": 60, "throttle_thermal_ns": 0, "throttle_power_ns": 0,
+    "throttle_hw_power_brake_ns": 0, "ecc_uncorrected": 3, "remapped_rows": 0, "xids": 0, "pcie_replays": 7,
+    "nvlink_errors": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with run_without_traces(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def rig(run: RunDirectory, tmp_path: Path) -> Rig:
+    return Rig(run, tmp_path / "infiniband")
+
+
+def test_each_sample_counts_once(rig: Rig) -> None:
+    """Levels are means and counts are rates since the last call; nothing comes without a new sample."""
+    signals = HardwareMetrics(rig.log)
+    rig.gpus.values = {FIRST: HEALTHY}
+    rig.seconds(1, FIRST)
+    first = signals.of_gpu(FIRST, rig.now_ns)
+    assert signals.of_gpu(FIRST, rig.now_ns) == {}
+    rig.gpus.values = {
+        FIRST: {
+            **HEALTHY, "sm_clock_hz": 1_200_000_000, "throttle_thermal_ns": SECOND // 2, "xids": 1, "pcie_replays": 17,
+            "ecc_uncorrected": 4, "nvlink_errors": 2,
+        }
+    }  # fmt: skip
+    rig.seconds(1, FIRST)
+    second = signals.of_gpu(FIRST, rig.now_ns)
+
+    assert not {name for name in first if "_per_" in name}  # no rate before there are two samples
+    assert first["sm_clock_mhz"] == 1980
+    assert second["sm_clock_mhz"] == 1200
+    assert second["thermal_share"] == 0.5
+    assert (second["xids_per_s"], second["pcie_replays_per_s"], second["ecc_errors_per_s"]) == (1, 10, 1)
+    assert second["nvlink_errors_per_s"] == 2
+    assert signals.of_gpu("GPU-unknown", rig.now_ns) == {}
+    assert set(second) <= set(METRICS)
+
+
+def test_the_clock_of_an_idle_gpu_does_not_count(rig: Rig) -> None:
+    """It is low because there was nothing to do: its clock is not measured then."""
+    signals = HardwareMetrics(rig.log)
+    rig.gpus.values = {FIRST: {**HEALTHY, "sm_clock_hz": 345_000_000, "clock_reasons": 1}}
+    rig.seconds(1, FIRST)
+    idle = signals.of_gpu(FIRST, rig.now_ns)
+
+    assert not {"sm_clock_mhz", "sm_clock_share"} & idle.keys()
+    assert idle["temperature_c"] == 60
+
+
+def test_a_gpu_that_tells_little(rig: Rig) -> None:
+    """What it does not tell is no signal."""
+    rig.gpus.values = {FIRST: {"temperature_c": 50}}
+    signals = HardwareMetrics(rig.log)
+    rig.seconds(2, FIRST)
+
+    assert signals.of_gpu(FIRST, rig.now_ns) == {"temperature_c": 50}
+
+
+def test_errors_of_all_ports(rig: Rig, tmp_path: Path) -> None:
+    """They are the node's: of all its ports together, from the second sample on."""
+    signals = HardwareMetrics(rig.log)
+    ports = [port(tmp_path / "infiniband", name) for name in ("mlx5_0", "mlx5_1")]
+    rig.seconds(5)
+    assert signals.of_node(rig.now_ns) == {}
+    for folder in ports:
+        (folder / "counters/symbol_error").write_text("10\n")
+    rig.seconds(5)
+    told = signals.of_node(rig.now_ns)
+
+    assert told == {"link_errors_per_s": pytest.approx(3.6)}  # from 1 to 10, on two ports, in five seconds
+    assert signals.of_node(rig.now_ns) == {}
+
+
+def test_a_throttled_gpu_is_the_cause(run: RunDirectory, rig: Rig) -> None:
+    """Two ranks, a GPU each; one is throttled from step 300 on: the verdict names the rank, the GPU and the reason."""
+    sidecar = Sidecar(run, HOST, None, lambda run, settings: None)
+    sidecar.telemetry = rig.log
+    sidecar.conclusions.signals = RankMetrics(rig.log)
+    ranks = [Rank(run, rank) for rank in range(2)]
+    for index, (rank, uuid) in enumerate(zip(ranks, (FIRST, SECOND_GPU), strict=True)):
+        rank.session.publish(gpus=[{"uuid": uuid, "name": "NVIDIA H200", "index": index}])
+        rank.session.publish()
+    rig.gpus.values = {FIRST: HEALTHY, SECOND_GPU: HEALTHY}
+    for second in range(40):
+        throttled = second >= 15
+        if throttled:
+            rig.gpus.values[SECOND_GPU] = {
+                **HEALTHY, "sm_clock_hz": 1_200_000_000, "temperature_c": 91,
+                "throttle_thermal_ns": (second - 14) * SECOND * 8 // 10,
+            }  # fmt: skip
+        own_ms = 33 if throttled else 20
+        ranks[0].steps(20, forward=10, backward=10, communication=own_ms - 20 + 1)
+        ranks[1].steps(20, forward=own_ms / 2, backward=own_ms / 2, communication=1)
+        sidecar.poll()
+        sidecar.account()
+        sidecar.measure()
+        sidecar.judge(rig.now_ns / 1e9)
+        rig.now_ns += SECOND
+    for rank in ranks:
+        rank.close()
+    sidecar.poll()
+    sidecar.account()
+    sidecar.judge(rig.now_ns / 1e9, final=True)
+    sidecar.keep()
+    verdict = build(run.run_id, [sidecar.state])["verdicts"][0]
+    sidecar.close()
+
+    assert (verdict["kind"], verdict["rank"]) == ("straggler", 1)
+    (cause,) = verdict["evidence"]["diagnosis"]["causes"]
+    assert cause["kind"] == "gpu_throttled"
+    assert cause["explains"] == pytest.approx(1.0, abs=0.1)
+    assert "Because GPU 00000000:1B:00.0 (NVIDIA H200)'s SM clock is 1.2" in verdict["text"]
+    assert "below the usual; it was throttled for 77% of the time, for temperature at 9" in verdict["text"]
+    assert "Next: look at the cooling of that GPU" in verdict["text"]
+    assert verdict["where"] == {"host.name": HOST}

@@ -1,0 +1,196 @@
+"""What the kernel tells of real processes, and of files as it writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchlens_perf.run.processes import process_cpu_time_s
+from torchlens_perf.sidecar.host.neighbours import TICKS_PER_S, Neighbours
+from torchlens_perf.sidecar.host.process import HostMetrics
+
+SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+
+
+@contextlib.contextmanager
+def spinning(cpu: int) -> Iterator[int]:
+    """A process that keeps a CPU busy, and is nobody's loader worker."""
+    with subprocess.Popen([sys.executable, "-c", SPIN, str(cpu)]) as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def observed(signals: HostMetrics, pid: int, samples: int) -> dict[str, float]:
+    """The newest signals after some samples, half a second each."""
+    found: dict[int, dict[str, float]] = {}
+    for _ in range(samples):
+        found = signals.sample({pid: 0}, time.monotonic())
+        for _ in range(6):
+            signals.update([pid], time.monotonic())
+            time.sleep(0.1)
+    return found[pid]
+
+
+def used_s() -> dict[int, float]:
+    """What each process has used of the CPUs."""
+    return {pid: process_cpu_time_s(pid) for path in Path("/proc").glob("[0-9]*") if (pid := int(path.name))}
+
+
+def test_a_busy_neighbour() -> None:
+    """Two processes on one CPU: each is ready without it for half of the time, and the other one is found."""
+    cpu = min(os.sched_getaffinity(0))
+    with spinning(cpu) as rank, spinning(cpu) as other:
+        signals = HostMetrics()
+        before_s = used_s()
+        newest = observed(signals, rank, 5)
+        more_s = {pid: seconds - before_s.get(pid, 0.0) for pid, seconds in used_s().items()}
+
+        assert newest["cpu_wait_share"] > 0.2
+        assert newest["neighbour_share"] > 0.2
+        named = int(signals.busiest_neighbour(rank).rpartition("(pid ")[2].rstrip(")"))
+        assert named != rank
+        # It is that one, but where others are as busy; they may have ended meanwhile.
+        assert named not in more_s or more_s[named] >= 0.5 * more_s[other]
+        assert newest["gc_share"] == newest["disk_wait_share"] == 0.0
+
+
+def test_a_process_that_sleeps() -> None:
+    """It waits for nothing; nobody looks for neighbours."""
+    with subprocess.Popen(["sleep", "20"]) as process:
+        newest = observed(HostMetrics(), process.pid, 3)
+        process.kill()
+
+    assert newest["cpu_wait_share"] < 0.02
+    assert newest["kernel_share"] < 0.1
+    assert newest["disk_wait_share"] == 0.0
+    assert "neighbour_share" not in newest
+
+
+def test_a_process_that_has_ended() -> None:
+    """It has no signals, and nothing is raised."""
+    with subprocess.Popen(["sleep", "20"]) as process:
+        signals = HostMetrics()
+        signals.sample({process.pid: 0}, 0.0)
+        process.kill()
+    signals.update([process.pid], 0.5)
+
+    assert signals.sample({process.pid: 0}, 1.0) == {}
+    assert signals.busiest_neighbour(process.pid) == ""
+
+
+class Kernel:
+    """A /proc folder with this process in it and a loader worker, as proc(5) has them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc = folder
+        (folder / "stat").write_text("cpu0 0 0 0 0 0 0 0 0 0 0\n")
+        self.pid, self.worker = os.getpid(), 99999
+        self.write(self.pid)
+        self.write(self.worker)
+
+    def write(self, pid: int, state: str = "S", faults: int = 0, kernel_ticks: int = 0, waited_ns: int = 0) -> None:
+        fields = [state, *["0"] * 49]
+        fields[9], fields[12] = str(faults), str(kernel_ticks)
+        stat = f"{pid} (py (x) y) {' '.join(fields)}\n"
+        folder = self.proc / str(pid)
+        (folder / "task" / str(pid)).mkdir(parents=True, exist_ok=True)
+        (folder / "stat").write_text(stat)
+        (folder / "cgroup").write_text("0::/\n")
+        (folder / "task" / str(pid) / "stat").write_text(stat)
+        (folder / "task" / str(pid) / "schedstat").write_text(f"5 {waited_ns} 3\n")
+        (folder / "task" / str(pid) / "children").write_text(f"{self.worker} " if pid == self.pid else "")
+
+
+def test_rates_and_shares(tmp_path: Path) -> None:
+    """What grew between two samples, by the time between them; a loader worker's faults count."""
+    kernel = Kernel(tmp_path)
+    signals = HostMetrics(tmp_path)
+    assert signals.sample({kernel.pid: 10**9}, 100.0) == {}
+    for second, state in enumerate(("D", "S", "R", "D")):
+        kernel.write(kernel.pid, state)
+        signals.update([kernel.pid], 100 + second / 4)
+        signals.update([kernel.pid], 100 + second / 4 + 0.01)  # too soon after the last one to count
+    kernel.write(kernel.pid, faults=6, kernel_ticks=TICKS_PER_S // 2, waited_ns=500_000_000)
+    kernel.write(kernel.worker, faults=4)
+
+    newest = signals.sample({kernel.pid: 2 * 10**9}, 102.0)[kernel.pid]
+
+    assert newest["disk_wait_share"] == 0.5
+    assert newest["major_faults_per_s"] == 5.0
+    assert newest["kernel_share"] == 0.25
+    assert newest["cpu_wait_share"] == 0.25
+    assert newest["gc_share"] == 0.5
+    assert signals.sample({kernel.pid: 2 * 10**9}, 102.1)[kernel.pid] is newest  # too soon for a new one
+
+
+@pytest.mark.parametrize(("state", "share"), [("S", 1.0), ("R", 0.0)])
+def test_a_loader_worker_waits_for_the_disk(tmp_path: Path, state: str, share: float) -> None:
+    """While the main thread sleeps, its worker's wait is its own; while it runs, it waits for nothing."""
+    kernel = Kernel(tmp_path)
+    signals = HostMetrics(tmp_path)
+    signals.sample({kernel.pid: 0}, 100.0)
+    kernel.write(kernel.pid, state)
+    kernel.write(kernel.worker, "D")
+    signals.update([kernel.pid], 100.5)
+
+    assert signals.sample({kernel.pid: 0}, 101.0)[kernel.pid]["disk_wait_share"] == share
+
+
+class Machine:
+    """A /proc folder of a machine with one CPU, as proc(5) has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc, self._ticks = folder, dict[int, int]()
+        self.second = 0.0
+
+    def passes(self, busy: float, **programs: float) -> float:
+        """A second, in which the CPU was busy for that share, and these processes (pid1=0.5) took so much of it."""
+        self.second += 1.0
+        busy_ticks = self._ticks[-1] = self._ticks.get(-1, 0) + round(busy * TICKS_PER_S)
+        self.proc.mkdir(exist_ok=True)
+        (self.proc / "stat").write_text(f"cpu 0\ncpu0 {busy_ticks} 0 0 {7000} 0 0 0 0 0 0\nintr 5\n")
+        for name, share in programs.items():
+            pid = int(name.removeprefix("pid"))
+            ticks = self._ticks[pid] = self._ticks.get(pid, 0) + round(share * TICKS_PER_S)
+            fields = ["S", *["0"] * 49]
+            fields[11] = str(ticks)
+            (self.proc / str(pid)).mkdir(exist_ok=True)
+            (self.proc / str(pid) / "stat").write_text(f"{pid} (prog{pid}) {' '.join(fields)}\n")
+        return self.second
+
+
+def test_neighbours_that_cannot_be_seen(tmp_path: Path) -> None:
+    """In a container, others' processes are not visible; that the CPU is busy is. The job's own do not count."""
+    machine = Machine(tmp_path)
+    neighbours = Neighbours(tmp_path)
+    for _ in range(3):
+        neighbours.update(machine.passes(1.0, pid7=0.4, pid8=0.2))
+
+    assert neighbours.busy_share({0}, {7: {0}, 8: {0}}) == pytest.approx(0.4)
+    assert neighbours.busy_share({0}, {7: {0}, 8: {0, 1}}) == pytest.approx(0.5)  # half of its time may be elsewhere
+    assert neighbours.busy_share({0, 1}, {7: {0, 1}, 8: {0, 1}}) == pytest.approx(0.2)
+    assert neighbours.busiest({0}, {7, 8}) == ""
+    assert neighbours.busiest({0}, {7}) == "prog8 (pid 8)"
+
+
+def test_neighbours_of_long_ago_are_forgotten(tmp_path: Path) -> None:
+    """Who was busy for minutes is not blamed once somebody else is for some seconds."""
+    machine = Machine(tmp_path)
+    neighbours = Neighbours(tmp_path)
+    for _ in range(60):
+        neighbours.update(machine.passes(1.0, pid7=0.9, pid8=0.0))
+    assert neighbours.busiest({0}, ()) == "prog7 (pid 7)"
+    for _ in range(6):
+        neighbours.update(machine.passes(1.0, pid7=0.0, pid8=0.9))
+
+    assert neighbours.busiest({0}, ()) == "prog8 (pid 8)"
+    assert not neighbours.update(machine.second + 100.0)  # too long ago to tell who was busy since

@@ -1,0 +1,448 @@
+"""Python stacks and states of real processes: running, stopped, traced, forbidden, gone; and py-spy itself hanging."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm_python
+from torchlens_perf import watch
+from torchlens_perf.run.processes import process_started
+from torchlens_perf.sidecar.host.stacks import MAX_LINES, Stack, asked_stack, find_py_spy, process_state, python_stack
+
+needs_py_spy = pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed")
+
+BLOCKED = """
+import sys, threading, time
+
+def blocks():
+    print("ready", flush=True)
+    print("read", sys.stdin.readline().strip(), flush=True)
+
+def descend(levels):
+    return descend(levels - 1) if levels else blocks()
+
+threading.Thread(target=time.sleep, args=(60,), name="other", daemon=True).start()
+descend({levels})
+"""
+GREEDY = """
+import ctypes, threading, time
+
+def takes_the_gil():
+    print("ready", flush=True)
+    ctypes.PyDLL(None).sleep(60)  # PyDLL: with the GIL held
+
+threading.Thread(target=takes_the_gil, name="greedy", daemon=True).start()
+while True:
+    time.sleep(0.001)
+"""
+# The parent waits in the kernel for its child to exec or end, in state D; it must never run again.
+VFORKS = """
+import ctypes, os
+if ctypes.CDLL(None).vfork() == 0:
+    os.write(1, b"ready %d\\n" % os.getpid())
+    ctypes.CDLL(None).sleep(60)
+    os._exit(0)
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts programs in Python that print a line once they are ready; they end with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def starts(program: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield starts
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def ready(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def wait_for(pid: int, state: str) -> None:
+    """The kernel stops a process soon after it was told to."""
+    deadline = time.monotonic() + 30
+    while process_state(pid) != state:
+        assert time.monotonic() < deadline, process_state(pid)
+        time.sleep(0.001)
+
+
+def functions(stack: Stack) -> list[str]:
+    assert stack.reason == ""
+    return [line.partition(" (")[0] for line in stack.lines]
+
+
+# -- stacks
+
+
+@needs_py_spy
+def test_main_thread_from_inside_out(start: Start) -> None:
+    """The frames are the main thread's, the innermost first, with file and line; other threads are left out."""
+    process = start(BLOCKED.format(levels=2))
+    ready(process)
+
+    stack = python_stack(process.pid)
+
+    assert functions(stack) == ["blocks", "descend", "descend", "descend", "<module>"]
+    assert stack.lines[0] == "blocks (<string>:6)"
+
+
+@needs_py_spy
+def test_stopped_process_is_read_and_stays_stopped(start: Start) -> None:
+    """A process under SIGSTOP shows its stack, is still stopped afterwards, and goes on unharmed when it may."""
+    process = start(BLOCKED.format(levels=0))
+    ready(process)
+    os.kill(process.pid, signal.SIGSTOP)
+    wait_for(process.pid, "stopped")
+
+    stacks = [python_stack(process.pid) for _ in range(5)]
+
+    assert {tuple(functions(stack)) for stack in stacks} == {("blocks", "descend", "<module>")}
+    assert process_state(process.pid) == "stopped"
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.communicate("all is well\n", timeout=30)[0] == "read all is well\n"
+    assert process.returncode == 0
+
+
+@needs_py_spy
+def test_deep_stack_is_cut(start: Start) -> None:
+    """Of a long stack the innermost frames are shown, and how many there are beyond."""
+    process = start(BLOCKED.format(levels=100))
+    ready(process)
+
+    stack = python_stack(process.pid)
+
+    assert len(stack.lines) == MAX_LINES + 1
+    assert stack.lines[0].startswith("blocks ")
+    assert stack.lines[-1] == f"and {103 - MAX_LINES} more"  # blocks, 101 times descend, <module>
+
+
+@needs_py_spy
+def test_thread_that_keeps_the_gil_is_named(start: Start) -> None:
+    """When another thread holds the GIL, the stack says which: the main thread waits for that one."""
+    process = start(GREEDY)
+    ready(process)
+    deadline = time.monotonic() + 30
+    while not (stack := python_stack(process.pid)).gil_holder:
+        assert time.monotonic() < deadline, stack
+
+    assert stack.gil_holder == "greedy"
+    assert functions(stack)[-1] == "<module>"
+
+
+@needs_py_spy
+def test_forbidden_process_is_a_reason(start: Start, tmp_path: Path) -> None:
+    """A process that this user may not read gives that reason, and at the first try."""
+    if os.getuid() == 0:
+        setpriv = shutil.which("setpriv")
+        if setpriv is None:
+            pytest.skip("root may read all processes, and there is no setpriv to become another user")
+        victim = start(BLOCKED.format(levels=0))
+        ready(victim)
+        with tempfile.TemporaryDirectory() as name:  # tmp_path is closed to others
+            # The real py-spy as a user who owns nothing here.
+            program, calls, folder = tmp_path / "py-spy", tmp_path / "calls", Path(name)
+            folder.chmod(0o755)
+            copy = shutil.copy(find_py_spy() or "", folder / "program")
+            as_nobody = f"{setpriv} --reuid=65534 --regid=65534 --clear-groups"
+            program.write_text(f'#!/bin/sh\necho call >> {calls}\nexec {as_nobody} {copy} "$@"\n')
+            program.chmod(0o755)
+            stack = python_stack(victim.pid, program=str(program))
+        assert calls.read_text() == "call\n"
+    else:
+        stack = python_stack(1)
+
+    assert stack.lines == ()
+    assert stack.reason.startswith("not permitted to read the process: ")
+
+
+@needs_py_spy
+def test_what_is_not_python_is_a_reason() -> None:
+    """A process without Python gives py-spy's own words, without its backtrace."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        stack = python_stack(process.pid)
+        process.kill()
+
+    assert stack.lines == ()
+    assert stack.reason == "py-spy: Failed to find python version from target process"
+
+
+def test_gone_process_is_a_reason() -> None:
+    """A pid that no process has any more gives that reason."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+
+    assert python_stack(process.pid, program=sys.executable) == Stack((), f"there is no process {process.pid}")
+
+
+def test_missing_py_spy_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without py-spy the reason says how to get it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+
+    assert python_stack(os.getpid()) == Stack((), "py-spy is not installed: pip install 'torchlens-perf[stacks]'")
+
+
+def test_py_spy_is_found_next_to_python_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The one of Python's own environment comes before PATH, which serves where the former is missing."""
+    programs = [tmp_path / folder / "py-spy" for folder in ("environment", "path")]
+    for program in programs:
+        program.parent.mkdir()
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs[1].parent))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "environment" / "python"))
+
+    assert find_py_spy() == str(programs[0])
+    programs[0].unlink()
+    assert find_py_spy() == str(programs[1])
+
+
+def test_py_spy_that_hangs_is_ended(tmp_path: Path) -> None:
+    """A program that does not answer is killed after the timeout, and the reason says so."""
+    program, pid_file = tmp_path / "py-spy", tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid_file}\nexec sleep 600\n")
+    program.chmod(0o755)
+
+    stack = python_stack(os.getpid(), timeout_s=2.0, program=str(program))
+
+    assert stack == Stack((), "py-spy did not answer within 2 s (process state: running)")
+    assert process_state(int(pid_file.read_text())) == "dead"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("not json", "py-spy: its answer cannot be read"),
+        ('{"pid": 1}', "py-spy: its answer cannot be read"),
+        ("[]", "the main thread runs no Python code"),
+    ],
+)
+def test_answer_that_is_no_stack_is_a_reason(tmp_path: Path, answer: str, reason: str) -> None:
+    """A version of py-spy that answers otherwise gives a reason, no exception."""
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+
+    assert python_stack(os.getpid(), program=str(program)) == Stack((), reason)
+
+
+def test_program_that_cannot_run_is_a_reason(tmp_path: Path) -> None:
+    """A py-spy of another processor or without the right to execute gives a reason, no exception."""
+    program = tmp_path / "py-spy"
+    program.write_bytes(b"\x7fELF")
+
+    assert python_stack(os.getpid(), program=str(program)).reason == "py-spy cannot be run: Permission denied"
+
+
+# -- states
+
+
+def test_states_of_a_process_through_its_life(start: Start) -> None:
+    """Running, stopped, running again, a zombie, and gone."""
+    process = start(BLOCKED.format(levels=0))
+    ready(process)
+    assert process_state(process.pid) == "running"
+    os.kill(process.pid, signal.SIGSTOP)
+    wait_for(process.pid, "stopped")
+    os.kill(process.pid, signal.SIGCONT)
+    wait_for(process.pid, "running")
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process_state(process.pid) == "dead"  # a zombie
+    process.wait()
+    assert process_state(process.pid) == "dead"
+
+
+def test_traced_process(start: Start) -> None:
+    """A process that a debugger holds is traced, not stopped."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    attach, detach = 16, 17
+    process = start(BLOCKED.format(levels=0))
+    ready(process)
+    if libc.ptrace(attach, process.pid, None, None):
+        pytest.skip(f"ptrace is not permitted here: {os.strerror(ctypes.get_errno())}")
+    try:
+        wait_for(process.pid, "traced")
+    finally:
+        os.waitpid(process.pid, os.WUNTRACED)
+        libc.ptrace(detach, process.pid, None, None)
+
+
+def test_uninterruptible_process(start: Start) -> None:
+    """A process that waits in the kernel where no signal reaches it is uninterruptible."""
+    process = start(VFORKS)
+    child = int(ready(process).split()[1])
+    try:
+        wait_for(process.pid, "uninterruptible")
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_other_process_of_that_pid_is_dead(start: Start) -> None:
+    """A pid that belongs to another process by now counts as dead."""
+    process = start(BLOCKED.format(levels=0))
+    ready(process)
+    started = process_started(process.pid)
+    assert started is not None
+
+    assert process_state(process.pid, started) == "running"
+    assert process_state(process.pid, started - 1) == "dead"
+
+
+def test_name_of_a_program_is_not_taken_for_a_state(tmp_path: Path) -> None:
+    """A program whose name looks like the rest of the line is read right."""
+    program = tmp_path / "x) T 1 ("
+    program.symlink_to(shutil.which("sleep") or "/bin/sleep")
+    with subprocess.Popen([str(program), "60"]) as process:
+        deadline = time.monotonic() + 30
+        while b"x) T 1 (" not in Path(f"/proc/{process.pid}/stat").read_bytes():
+            assert time.monotonic() < deadline
+        state = process_state(process.pid)
+        process.kill()
+
+    assert state == "running"
+
+
+def test_asked_by_signal(tmp_path: Path) -> None:
+    """With `faulthandler` switched on, a blocked process writes its stack upon SIGUSR2; after it the signal is free."""
+    script = tmp_path / "blocked.py"
+    script.write_text(
+        "import signal, sys, time, torchlens_perf as perf\n"
+        "def stuck():\n"
+        "    print('ready', flush=True); sys.stdin.readline()\n"  # one line, wherever it is when it is asked
+        "with perf.watch(faulthandler=True, sidecar=False, report=False, dir=sys.argv[1]) as w:\n"
+        "    stuck()\n"
+        "print(signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "runs")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (file,) = (tmp_path / "runs").rglob("*.stack")
+        started = process_started(process.pid) or 0
+        stack = asked_stack(process.pid, file, started)
+        assert "in stuck" in stack.lines[0], stack
+        assert asked_stack(process.pid, file, started).lines == stack.lines
+        output, _ = process.communicate("\n", timeout=60)
+        assert output == "True\n"
+        assert not file.exists()
+        assert asked_stack(process.pid, file, started).reason
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_never_asked_if_it_would_end_by_it(listens: bool, start: Start, tmp_path: Path) -> None:
+    """SIGUSR2 ends who does not catch it: neither such a process gets one, nor another one that has the pid by now."""
+    file = tmp_path / "left.stack"
+    file.touch()
+    listening = f"import faulthandler, signal; faulthandler.register(signal.SIGUSR2, file=open({str(file)!r}, 'w'))\n"
+    process = start((listening if listens else "") + BLOCKED.format(levels=0))
+    ready(process)
+    started = process_started(process.pid)
+    assert started is not None
+
+    stack = asked_stack(process.pid, file, started - 1 if listens else started, timeout_s=0.1)
+
+    assert stack.reason.startswith("it could not be asked: ")
+    assert file.read_bytes() == b""
+    assert process.communicate("all is well\n", timeout=30)[0] == "read all is well\n"
+    assert process.returncode == 0
+
+
+# What happens to SIGUSR2 around a watch, in a process of its own; {before}, {inside} and {after} are the user's lines.
+AROUND = """
+import faulthandler, os, signal, sys
+from pathlib import Path
+import torchlens_perf as perf
+
+def handler(number, frame):
+    print("handler", flush=True)
+
+folder, mine = Path(sys.argv[1]), open(sys.argv[2], "w")
+{before}
+with perf.watch(faulthandler=True, sidecar=False, report=False, dir=str(folder)) as w:
+    {inside}
+{after}
+print("alive", len(list(folder.rglob("*.stack"))), os.path.getsize(sys.argv[2]) > 0, flush=True)
+"""
+SEND = "os.kill(os.getpid(), signal.SIGUSR2)"
+
+
+def around(folder: Path, before: str = "", inside: str = "pass", after: str = "") -> str:
+    """What such a process printed."""
+    program = AROUND.format(before=before, inside=inside, after=after)
+    command = [sys.executable, "-c", program, str(folder / "runs"), str(folder / "mine")]
+    done = warm_python.run(command, 60)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout
+
+
+def test_users_own_registration_stays(tmp_path: Path) -> None:
+    """faulthandler that the user has registered is no handler that signal.getsignal() knows; it is left alone."""
+    register = "faulthandler.register(signal.SIGUSR2, file=mine)"
+
+    assert around(tmp_path, register, SEND, SEND) == "alive 0 True\n"
+    assert (tmp_path / "mine").read_text().count("Current thread") == 2
+
+
+def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    """Slurm's signal that the user has asked to be ignored does nothing, inside a watch and after it."""
+    ignore = "signal.signal(signal.SIGUSR2, signal.SIG_IGN)"
+    inside = f"{SEND}; print(len(list(folder.rglob('*.stack'))), flush=True)"
+    assert around(tmp_path, ignore, inside, SEND) == "0\nalive 0 False\n"
+
+
+def test_handler_that_the_user_installs_meanwhile(tmp_path: Path) -> None:
+    """It is there inside the watch and after it, and is not called by a sidecar that asks: the file has gone."""
+    inside = (
+        f"signal.signal(signal.SIGUSR2, handler); {SEND}; import time; time.sleep(0.06); w.step(); w.step()\n"
+        "    print(len(list(folder.rglob('*.stack'))), flush=True)"
+    )
+    assert around(tmp_path, inside=inside, after=SEND) == "handler\n0\nhandler\nalive 0 False\n"
+
+
+def test_file_goes_before_the_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who still finds the file may send the signal."""
+    left: list[int] = []
+    unregister = faulthandler.unregister
+    monkeypatch.setattr(
+        faulthandler,
+        "unregister",
+        lambda number: left.append(len(list(tmp_path.rglob("*.stack")))) or unregister(number),
+    )
+    with watch(faulthandler=True, sidecar=False, report=False, dir=str(tmp_path)):
+        assert len(list(tmp_path.rglob("*.stack"))) == 1
+
+    assert left == [0]

@@ -1,0 +1,237 @@
+"""The run directory's Parquet files: whole, readable without us, bounded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.ranks import HOST, make_run
+from tests.support.recorders import IMPLEMENTATIONS, Rig
+from tests.support.tables import MS
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.records import PARTS
+from torchlens_perf.run.ring import Kind
+from torchlens_perf.sidecar.rings import segments
+from torchlens_perf.sidecar.rings.segments import Chunk, Origin, SegmentWriter, hosts, last_sequences, read_chunks
+
+ANCHOR = Anchor(monotonic_ns=1_000, unix_ns=1_700_000_000_000_001_000, error_ns=50)
+
+
+def origin(rank: int = 0) -> Origin:
+    return Origin(f"rank{rank}", rank, 0, HOST, ANCHOR)
+
+
+def chunk(rig: Rig, steps: int, rank: int = 0) -> Chunk:
+    """New steps in the rig's ring, read back as one chunk."""
+    for _ in range(steps):
+        rig.span(Kind.DATA, "data", 2 * MS)
+        rig.recorder.begin(Kind.FORWARD, rig.ring.intern("forward Net"))
+        rig.span(Kind.MODULE, "block", 5 * MS)
+        rig.recorder.end(Kind.FORWARD, rig.ring.intern("forward Net"))
+        rig.recorder.next_step(0, 77, 2)
+    batch = rig.reader.read()
+    return Chunk(origin(rank), batch.records, batch.sequences, rig.reader.names(), assemble_steps(batch.records))
+
+
+@pytest.fixture
+def rig(tmp_path: Path):
+    (tmp_path / "rings").mkdir()
+    made = Rig(IMPLEMENTATIONS[0], tmp_path / "rings", capacity=65536)
+    yield made
+    made.close()
+
+
+def test_records_come_back(rig: Rig, tmp_path: Path) -> None:
+    """What was written is read back record for record, in order, with names, kinds, times and origin."""
+    run = make_run(tmp_path)
+    writer = SegmentWriter(run, HOST, 1 << 30)
+    first, second = chunk(rig, 3), chunk(rig, 2)
+    writer.write([first])
+    writer.write([second])
+    read = list(read_chunks(run, HOST))
+
+    assert [lost for *_, lost in read] == [0, 0]
+    assert [each[0] for each in read] == [origin(), origin()]
+    for written, (_, records, names, _) in zip((first, second), read, strict=True):
+        for field in ("kind", "step", "start_ns", "duration_ns", "nested_ns", "phase_ns", "depth", "flags", "value0"):
+            assert (records[field] == written.records[field]).all()
+        assert [names[i] for i in records["name_id"]] == [written.names[i] for i in written.records["name_id"]]
+    assert last_sequences(run, HOST) == {"rank0": int(second.sequences[-1])}
+    assert hosts(run) == [HOST]
+
+
+def test_columns_that_a_reader_seeks_by_have_extremes(rig: Rig, tmp_path: Path) -> None:
+    """A reader skips files by step, time and rank. Times have no dictionaries: no two of them are the same."""
+    run = make_run(tmp_path)
+    SegmentWriter(run, HOST, 1 << 30).write([chunk(rig, 5)])
+    (path,) = run.spans.glob("*.parquet")
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    columns = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
+
+    assert (columns["step"].statistics.min, columns["step"].statistics.max) == (0, 4)
+    assert columns["time"].statistics.has_min_max
+    assert columns["rank"].statistics.has_min_max
+    assert {name for name, column in columns.items() if column.has_dictionary_page} == {
+        "host",
+        "process",
+        "kind",
+        "name",
+    }
+
+
+def test_several_ranks_share_a_segment(rig: Rig, tmp_path: Path) -> None:
+    """Ranks of a node are rows of the same files, told apart by their columns."""
+    run = make_run(tmp_path)
+    one, two = chunk(rig, 2, rank=0), chunk(rig, 3, rank=1)
+    SegmentWriter(run, HOST, 1 << 30).write([one, two])
+
+    assert [(o.rank, len(records)) for o, records, _, _ in read_chunks(run, HOST)] == [(0, 8), (1, 12)]
+    assert len(list(run.spans.iterdir())) == 1
+
+
+def test_gap_between_segments_is_loss(rig: Rig, tmp_path: Path) -> None:
+    """Records that are missing between two segments are counted when they are read."""
+    run = make_run(tmp_path)
+    writer = SegmentWriter(run, HOST, 1 << 30)
+    writer.write([chunk(rig, 1)])
+    chunk(rig, 3)
+    writer.write([chunk(rig, 1)])
+
+    assert [lost for *_, lost in read_chunks(run, HOST)] == [0, 12]
+
+
+def test_duckdb_and_pandas_read_it_without_us(rig: Rig, tmp_path: Path) -> None:
+    """Plain SQL and pandas get step times by rank, and UTC times, from the files alone."""
+    run = make_run(tmp_path)
+    made = chunk(rig, 4, rank=3)
+    SegmentWriter(run, HOST, 1 << 30).write([made])
+    files = f"'{run.steps}/*.parquet'"
+    query = f"SELECT rank, count(*), min(duration_ns), sum(forward_ns), any_value(host) FROM {files} GROUP BY 1"
+
+    assert duckdb.sql(query).fetchall() == [(3, 4, 7 * MS, 4 * 5 * MS, HOST)]
+
+    spans = pd.read_parquet(run.spans)
+    assert spans.groupby("kind", observed=True).size().to_dict() == {"data": 4, "forward": 4, "module": 4, "step": 4}
+    assert spans["time"].iloc[0] == pd.Timestamp(ANCHOR.unix_ns - 1_000 + made.records["start_ns"][0], tz="UTC")
+
+    steps = pd.read_parquet(run.steps)
+    assert (steps[[f"{part}_ns" for part in PARTS]].sum(axis=1) == steps["duration_ns"]).all()
+    assert set(steps["micro_steps"]) == {2}
+
+
+def test_cap_keeps_the_newest(rig: Rig, tmp_path: Path) -> None:
+    """Beyond the cap the oldest segments go, spans and steps together; the newest always stays."""
+    run = make_run(tmp_path)
+    measured = SegmentWriter(run, "measured", 1 << 30)
+    measured.write([chunk(rig, 100)])
+    size = sum(path.stat().st_size for folder in (run.spans, run.steps) for path in folder.iterdir())
+    writer = SegmentWriter(run, HOST, cap_bytes=int(3.5 * size))
+    for _ in range(10):
+        writer.write([chunk(rig, 100)])
+    kept = sorted(path.name for path in run.spans.glob(f"{HOST}*"))
+
+    assert kept == [f"{HOST}-{number:06d}.parquet" for number in (8, 9, 10)]
+    assert sorted(path.name for path in run.steps.glob(f"{HOST}*")) == kept
+    assert writer.dropped_segments == 7
+    assert len(list(run.spans.glob("measured*"))) == 1  # another node's files are its own business
+
+    tiny = SegmentWriter(run, HOST, cap_bytes=1)
+    tiny.write([chunk(rig, 1)])
+    assert [path.name for path in run.spans.glob(f"{HOST}*")] == [f"{HOST}-000011.parquet"]
+
+
+def test_a_failed_segment_leaves_nothing(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a file of spans without its steps, nor one that is not whole; the next one has another number."""
+    run = make_run(tmp_path)
+    writer, write = SegmentWriter(run, HOST, 1 << 30), segments.pq.write_table
+
+    def full(table: Any, path: Path, **kwargs: Any) -> None:
+        if path.parent == run.steps:
+            raise OSError(28, "No space left on device")
+        write(table, path, **kwargs)
+
+    monkeypatch.setattr(segments.pq, "write_table", full)
+    made = chunk(rig, 1)
+    with pytest.raises(OSError, match="No space"):
+        writer.write([made])
+    assert [*run.spans.iterdir(), *run.steps.iterdir()] == []
+    monkeypatch.setattr(segments.pq, "write_table", write)
+    writer.write([made])
+
+    assert [path.name for path in (*run.spans.iterdir(), *run.steps.iterdir())] == [f"{HOST}-000002.parquet"] * 2
+
+
+def test_host_names_may_look_alike(rig: Rig, tmp_path: Path) -> None:
+    """A host whose name begins like another's does not get its segments."""
+    run = make_run(tmp_path)
+    for host in ("gpu-1", "gpu-1-000001", "gpu"):
+        SegmentWriter(run, host, 1 << 30).write([chunk(rig, 1)])
+
+    assert hosts(run) == ["gpu", "gpu-1", "gpu-1-000001"]
+    assert [len(list(read_chunks(run, host))) for host in hosts(run)] == [1, 1, 1]
+
+
+def test_damaged_file_is_named(rig: Rig, tmp_path: Path) -> None:
+    """A Parquet file that was cut off raises RunStoreError with its name."""
+    run = make_run(tmp_path)
+    SegmentWriter(run, HOST, 1 << 30).write([chunk(rig, 50)])
+    (path,) = run.spans.iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+
+    with pytest.raises(RunStoreError, match=path.name):
+        list(read_chunks(run, HOST))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.support.recorders import IMPLEMENTATIONS, Rig
+from tests.support.ranks import HOST, make_run
+from tests.sidecar.rings.test_segments import chunk
+from torchlens_perf.sidecar.rings.segments import SegmentWriter
+folder = Path(sys.argv[1])
+(folder / "rings").mkdir()
+rig = Rig(IMPLEMENTATIONS[0], folder / "rings", capacity=65536)
+writer = SegmentWriter(make_run(folder, "run"), HOST, 1 << 30)
+while True:
+    made = chunk(rig, 50)
+    writer.write([made])
+    print(int(made.sequences[-1]), flush=True)
+"""
+
+
+def test_killed_writer_leaves_only_whole_files(tmp_path: Path) -> None:
+    """After SIGKILL at random moments every file can be read, and holds at least what was reported as written."""
+    random = np.random.default_rng(7)
+    for attempt in range(6):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(folder), os.getcwd()], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(random.uniform(0.0, 0.1))
+        writer.send_signal(signal.SIGKILL)
+        reported = [int(line) for line in writer.stdout.read().split()]
+        writer.wait()
+        run = make_run(folder, "run")
+        total = sum(len(records) for _, records, _, _ in read_chunks(run, HOST))
+
+        assert total == last_sequences(run, HOST)["rank0"] + 1
+        assert total > max(reported, default=0)
+        assert all(path.suffix in (".parquet", ".partial") for path in run.spans.iterdir())

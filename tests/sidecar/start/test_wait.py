@@ -1,0 +1,246 @@
+"""A sidecar's first seconds: what it costs, what it waits for, and that nothing is late or lost by it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sidecar.test_node import WORK, dead_process
+from tests.support.ranks import HOST, Rank, run_without_traces
+from torchlens_perf.run import ring
+from torchlens_perf.run.directory import RunDirectory, local_folders
+from torchlens_perf.sidecar import priority
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.rings import waiting
+from torchlens_perf.sidecar.rings.waiting import FULL
+from torchlens_perf.sidecar.start.wait import FILLING, LOOK_S, PRELOAD_AFTER_S, SHORT_RUN_S, STARVED_S, wait
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with run_without_traces(tmp_path) as made:
+        yield made
+
+
+def registrations(run: RunDirectory) -> str:
+    """The folder of this node where rings are registered."""
+    return str(next(local_folders(run.run_id)))
+
+
+class Clock:
+    """Time that passes in sleep() only."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.sleeps = 0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+        self.sleeps += 1
+
+
+class Preparation:
+    """Stands for a Preload: what it was told, and when."""
+
+    def __init__(self, clock: Clock, done_after_s: float) -> None:
+        self._clock = clock
+        self._done_s = clock.now_s + done_after_s
+        self.begun_s = clock.now_s - 1000.0
+        self.hurries_s: list[float] = []
+        self.groups: list[int] = []
+
+    def hurry(self, group: int) -> None:
+        self.hurries_s.append(self._clock.now_s - 1000.0)
+        self.groups.append(group)
+
+    @property
+    def is_done(self) -> bool:
+        return self._clock.now_s >= self._done_s
+
+
+class Waited:
+    """What a wait did. `during` is called at each of its rests, with how long it has waited."""
+
+    def __init__(self, run: RunDirectory, during=lambda waited_s: None, imports_s=0.5, impatient=False) -> None:
+        clock = Clock()
+        self.preloads: list[Preparation] = []
+
+        def prepare() -> Preparation:
+            self.preloads.append(Preparation(clock, imports_s))
+            return self.preloads[-1]
+
+        def sleep(duration_s: float) -> None:
+            clock.sleep(duration_s)
+            during(clock.now_s - 1000.0)
+
+        self.rings, _ = wait(registrations(run), prepare, impatient=impatient, now=clock.now, sleep=sleep)
+        self.took_s = clock.now_s - 1000.0
+
+
+def test_words_of_the_header_are_those_of_ring() -> None:
+    """They are written down twice, as importing run/ring.py is what is to be saved."""
+    mine = (waiting.MAGIC, waiting.HEAD, waiting.STEP, waiting.STATE, waiting.CLOSED)
+
+    assert mine == (ring.MAGIC, ring.HEAD, ring.STEP, ring.STATE, ring.State.CLOSED)
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 2])
+def test_a_run_that_goes_on_is_read_after_some_seconds(run: RunDirectory, ranks: int) -> None:
+    """Nothing happens: then it waits its whole time, and imports meanwhile, once."""
+    made = [Rank(run, rank) for rank in range(ranks)]
+    for rank in made:
+        rank.steps(10, **WORK)
+    waited = Waited(run)
+
+    assert SHORT_RUN_S <= waited.took_s < SHORT_RUN_S + 2 * LOOK_S
+    assert [preload.begun_s for preload in waited.preloads] == [pytest.approx(PRELOAD_AFTER_S, abs=2 * LOOK_S)]
+    assert waited.preloads[0].hurries_s == []
+    assert len(waited.rings) == ranks
+    for rank in made:
+        rank.close()
+
+
+@pytest.mark.parametrize(
+    "event", ["closes", "one of two closes", "comes later and closes", "fills", "no ring", "unreadable", "empty file"]
+)
+def test_goes_on_at_once(run: RunDirectory, event: str, tmp_path: Path) -> None:
+    """Where a rank has ended, a ring fills, or something is wrong that whoever reads it will tell."""
+    ranks = [] if event == "comes later and closes" else [Rank(run, 0), Rank(run, 1)]
+
+    def at(waited_s: float) -> None:
+        if not 1.0 <= waited_s < 1.0 + LOOK_S:
+            return
+        if event == "closes":
+            for rank in ranks:
+                rank.close()
+        elif event == "one of two closes":
+            ranks[1].close()
+        elif event == "comes later and closes":
+            ranks.append(Rank(run, 0))
+            ranks[0].steps(3, **WORK)
+            ranks[0].close()
+        elif event == "fills":
+            ranks[0].steps(int(FULL * 4096 / 5) + 1, **WORK)
+        else:
+            content = {"no ring": b"x" * 300_000, "unreadable": ring.MAGIC + bytes(300_000), "empty file": b""}[event]
+            (tmp_path / "node-1-2.ring").write_bytes(content)
+            run.register_ring(HOST, tmp_path / "node-1-2.ring")
+
+    waited = Waited(run, at)
+
+    assert 1.0 <= waited.took_s < 1.0 + 0.3
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize("ended", ["before", "with records", "under another process's pid"])
+def test_a_dead_rank_is_found(run: RunDirectory, ended: str) -> None:
+    """Its ring stays open for ever: it is the process that is looked at."""
+    process = dead_process()
+    if ended == "under another process's pid":
+        process = {"pid": os.getpid(), "process_started": 1}
+    rank = Rank(run, 0, identity=process)
+    if ended == "with records":
+        rank.steps(20, **WORK)
+    waited = Waited(run)
+
+    assert waited.took_s < 0.3
+    rank.session.recorder.abandon()
+
+
+def test_rings_of_earlier_processes_are_left_alone(run: RunDirectory) -> None:
+    """What an earlier sidecar has read to its end and removed is nothing to go on for."""
+    run.register_ring(HOST, Path("/dev/shm/gone/rank00000-attempt0-1-2.ring"))
+
+    assert Waited(run).took_s >= SHORT_RUN_S
+
+
+@pytest.mark.parametrize("impatient", [False, True])
+def test_a_processor_is_taken_from_training_late(run: RunDirectory, impatient: bool) -> None:
+    """Where no processor is ever idle: a small share of one at first, and any after twice that time.
+
+    Other nodes are not kept waiting.
+    """
+    rank = Rank(run, 0)
+    rank.steps(10, **WORK)
+    waited = Waited(run, imports_s=1000.0, impatient=impatient)
+    rank.close()
+    (preload,) = waited.preloads
+
+    assert waited.took_s == pytest.approx(SHORT_RUN_S if impatient else 2 * STARVED_S, abs=2 * LOOK_S)
+    assert preload.hurries_s == ([] if impatient else [pytest.approx(STARVED_S, abs=2 * LOOK_S)])
+    assert preload.groups == ([] if impatient else [priority.SLOW_GROUP])
+
+
+def test_begins_when_all_is_imported(run: RunDirectory) -> None:
+    """Where a processor was idle only later."""
+    rank = Rank(run, 0)
+    waited = Waited(run, imports_s=8.0)
+    rank.close()
+
+    assert waited.took_s == pytest.approx(PRELOAD_AFTER_S + 8.0, abs=2 * LOOK_S)
+    assert waited.preloads[0].hurries_s == []
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 20])
+def test_a_filling_ring_is_prepared_for(run: RunDirectory, steps: int) -> None:
+    """What reads it is imported before it is read, and it is read before it is full, however fast it fills."""
+    rank = Rank(run, 0)
+
+    def fill(waited_s: float) -> None:
+        rank.steps(steps, **WORK)
+
+    waited = Waited(run, fill, imports_s=1000.0)
+    ring_s = 4096 / (steps * 5) * LOOK_S  # until it is full
+
+    (preload,) = waited.preloads
+
+    assert preload.begun_s == pytest.approx(min(PRELOAD_AFTER_S, FILLING * ring_s), abs=2 * LOOK_S)
+    assert preload.hurries_s == [pytest.approx(FILLING * ring_s, abs=2 * LOOK_S)]
+    assert preload.groups == [priority.SLOW_GROUP if steps == 1 else priority.USUAL_GROUP]
+    assert waited.took_s == pytest.approx(FULL * ring_s, abs=2 * LOOK_S)
+    rank.close()
+
+
+@pytest.mark.parametrize("imports_s", [0.2, 1.5, 60.0])
+def test_a_job_of_several_nodes_is_not_kept_waiting(run: RunDirectory, imports_s: float) -> None:
+    """Other nodes must be met while the job runs: it goes on as soon as everything is imported."""
+    rank = Rank(run, 0)
+    waited = Waited(run, imports_s=imports_s, impatient=True)
+    rank.close()
+
+    assert waited.took_s == pytest.approx(min(SHORT_RUN_S, PRELOAD_AFTER_S + imports_s), abs=2 * LOOK_S)
+
+
+def test_a_hang_is_found_as_early_as_without_the_wait(run: RunDirectory) -> None:
+    """How long a rank makes no step is counted from when the wait saw its last one, not from when it was read."""
+    ranks = [Rank(run, rank) for rank in range(2)]
+    for rank in ranks:
+        rank.steps(12, **WORK)
+    began_s = time.monotonic()
+    found = {}
+    for waits in (True, False):
+        clock = Clock()
+        clock.now_s = began_s - SHORT_RUN_S
+        rings, _ = wait(
+            registrations(run), functools.partial(Preparation, clock, 0.5), now=clock.now, sleep=clock.sleep
+        )
+        made = Sidecar(run, HOST, None, lambda run, asked: None, rings if waits else {})
+        made.poll()
+        made.account()
+        made.judge(began_s)
+        found[waits] = min(source.step_s for source in made.sources)
+        made.close()
+    for rank in ranks:
+        rank.close()
+
+    assert found[True] == pytest.approx(began_s - SHORT_RUN_S, abs=LOOK_S)
+    assert found[False] >= began_s

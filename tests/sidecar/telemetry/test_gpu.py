@@ -1,0 +1,423 @@
+"""GPU telemetry through the real pynvml and a scripted library: what GPUs do not tell, lose, and tell wrongly."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.device.fake_nvml import AMPERE, HOPPER, MS, UUIDS, WORKSTATION, FakeNvml
+from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
+from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GPU_GAUGES, GpuSample
+from torchlens_perf.commands import doctor
+from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry, survey
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
+SECOND = 1_000 * MS
+LOST, NO_DATA, DRIVER_NOT_LOADED, IN_USE = 15, 21, 9, 19
+
+
+class Rig:
+    """GPUs, and their telemetry under a clock that only the tests move."""
+
+    def __init__(self, nvml: FakeNvml) -> None:
+        self.nvml = nvml
+        self.now_ns = 0
+        self.telemetry = GpuTelemetry(lambda: self.now_ns)
+
+    def sample(self, *uuids: str, after_s: float = 1) -> dict[str, GpuSample]:
+        """A sample of these GPUs, or of all, so much later."""
+        self.now_ns += round(after_s * SECOND)
+        wanted = uuids or UUIDS[: len(self.nvml.gpus)]
+        return self.telemetry.sample(wanted, self.now_ns, self.now_ns + 7)
+
+    def one(self, after_s: float = 1) -> GpuSample:
+        """A sample of the first GPU."""
+        return self.sample(after_s=after_s)[UUIDS[0]]
+
+
+@pytest.fixture
+def rig(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """One Hopper GPU."""
+    own = tmp_path / "libnvidia-ml.so.1"  # a library is loaded once a path: a copy has a state of its own
+    shutil.copy(nvml_library, own)
+    nvml = FakeNvml(tmp_path / "gpus.txt")
+    monkeypatch.setenv("FAKE_NVML", str(nvml.script))
+    nvml.load(own)
+    nvml.gpus = [dict(HOPPER)]
+    nvml.write()
+    made = Rig(nvml)
+    yield made
+    made.telemetry.close()
+    assert nvml.allocated == 0
+    nvml.unload()
+
+
+def test_everything_that_hopper_tells(rig: Rig) -> None:
+    """Each quantity is there in its unit, and what GPM tells from the second sample on."""
+    first = rig.one()
+    second = rig.one()
+
+    assert [name for name in (*GPU_COUNTERS, *GPU_GAUGES) if getattr(second, name) is None] == []
+    assert (first.sm_active, first.interval_ns, first.grown) == (None, None, {})
+    assert (second.uuid, second.monotonic_ns, second.unix_ns) == (UUIDS[0], 2 * SECOND, 2 * SECOND + 7)
+    assert (second.sm_clock_hz, second.sm_clock_max_hz, second.memory_clock_hz) == (17e8, 198e7, 3201e6)
+    assert (second.power_w, second.power_limit_w, second.energy_j) == (498.123, 700, 5e6)
+    assert (second.temperature_c, second.memory_temperature_c, second.clock_reasons) == (61, 74, 4)
+    assert (second.memory_used_bytes, second.memory_total_bytes) == (100 << 30, 141 << 30)
+    assert (second.nvlink_transmitted_bytes, second.nvlink_received_bytes) == (10 << 10, 20 << 10)
+    assert (second.pcie_transmitted_bytes, second.pcie_received_bytes) == (5 << 32, 6 << 32)
+    assert (second.ecc_corrected, second.ecc_uncorrected, second.remapped_rows, second.remapping_pending) == (
+        1, 0, 2, False,
+    )  # fmt: skip
+    assert (second.busy, second.sm_active, second.sm_occupancy, second.tensor_active, second.dram_active) == (
+        0.98, 0.8, 0.4, 0.55, 0.3,
+    )  # fmt: skip
+    assert (second.xids, second.last_xid) == (0, None)
+    assert rig.telemetry.facts[UUIDS[0]].name == "NVIDIA H200"
+    assert rig.telemetry.facts[UUIDS[0]].pci_bus_id == "00000000:00:00.0"
+    assert rig.telemetry.notes == []
+
+
+def test_counters_and_what_they_grew_by(rig: Rig) -> None:
+    """A counter is passed on as it is, and with its growth; one that fell has begun anew."""
+    rig.one()
+    rig.nvml.gpus[0].update({"field 74": 600 * MS, "field 83": 5_000_500_000, "field 161.3": 4, "field 161.7": 1})
+    rig.nvml.write()
+    sample = rig.one(after_s=11)  # errors are read every ten seconds
+    rig.nvml.gpus[0].update({"field 74": 100 * MS})
+    rig.nvml.write()
+    fell = rig.one()
+
+    assert (sample.interval_ns, sample.throttle_power_ns, sample.nvlink_replays) == (11 * SECOND, 600 * MS, 5)
+    assert {name: more for name, more in sample.grown.items() if more} == {
+        "throttle_power_ns": 600 * MS, "energy_j": 500, "nvlink_replays": 5,
+    }  # fmt: skip
+    assert fell.grown["throttle_power_ns"] == 100 * MS
+
+
+def test_what_a_generation_lacks_is_absent_and_not_asked_again(rig: Rig) -> None:
+    """Each GPU tells what it can. The rest is None and never 0, and costs no further call."""
+    rig.nvml.gpus = [dict(HOPPER), dict(AMPERE), dict(WORKSTATION)]
+    rig.nvml.write()
+    for _ in range(3):
+        hopper, ampere, workstation = rig.sample().values()
+
+    assert hopper.throttle_hw_thermal_ns == 0
+    assert (ampere.throttle_hw_thermal_ns, ampere.sm_active, ampere.throttle_thermal_ns) == (None, None, 0)
+    assert (ampere.nvlink_replays, ampere.nvlink_recoveries, ampere.nvlink_errors, ampere.busy) == (3, 1, 2, 0.97)
+    assert (workstation.power_w, workstation.temperature_c, workstation.busy) == (310.5, 70, 0.5)
+    known = {name for name in (*GPU_COUNTERS, *GPU_GAUGES) if getattr(workstation, name) is not None}
+    assert known == {
+        "sm_clock_hz", "sm_clock_max_hz", "memory_clock_hz", "power_w", "temperature_c", "memory_used_bytes",
+        "memory_total_bytes", "busy", "xids",
+    }  # fmt: skip
+
+    before = {name: rig.nvml.calls(name) for name in ("nvmlGpmQueryDeviceSupport", "nvmlDeviceGetFieldValues")}
+    rig.sample(UUIDS[2])
+    assert {name: rig.nvml.calls(name) for name in before} == before
+    assert rig.telemetry.notes == []
+
+
+def test_a_sample_is_one_batch_of_fields(rig: Rig) -> None:
+    """Between slow readings a sample asks for all fields in one call; memory errors come with every tenth second."""
+    rig.one()
+    before = rig.nvml.calls("nvmlDeviceGetFieldValues")
+    for _ in range(9):
+        rig.one()
+    assert rig.nvml.calls("nvmlDeviceGetFieldValues") - before == 9
+    rig.one()
+    assert rig.nvml.calls("nvmlDeviceGetFieldValues") - before == 12
+
+
+def test_a_lost_gpu_is_left_alone_and_comes_back(rig: Rig) -> None:
+    """It has no samples while it is lost, its XID and the loss are told once, the others go on; then it is back."""
+    rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
+    rig.nvml.write()
+    rig.sample()
+    rig.nvml.gpus[0]["field 94"] = 2
+    failures = [f"fail nvmlDeviceGetFieldValues {LOST} 0 0", f"fail nvmlDeviceGetHandleByUUID {LOST}"]
+    rig.nvml.write(*failures, "gpu 0 xid 79")
+    lost = [set(rig.sample()) for _ in range(16)]
+    calls = rig.nvml.calls("nvmlDeviceGetHandleByUUID")
+    rig.nvml.write()
+    for _ in range(40):
+        again = rig.sample()
+
+    assert lost == [{UUIDS[1]}] * 16
+    assert calls <= 2 + 5  # after 1, 2, 4, 8 ... s
+    assert set(again) == {UUIDS[0], UUIDS[1]}
+    assert (again[UUIDS[0]].xids, again[UUIDS[0]].last_xid, again[UUIDS[1]].xids) == (1, 79, 0)
+    assert again[UUIDS[0]].pcie_replays == 2
+    assert rig.telemetry.losses == {UUIDS[0]: 1}
+    (note,) = rig.telemetry.notes
+    assert note == (
+        f"{UUIDS[0]}: no telemetry while the driver says: GPU is lost; see the kernel's log (dmesg), its last XID is 79"
+    )
+
+
+def test_a_field_may_tell_that_the_gpu_is_lost(rig: Rig) -> None:
+    """The call succeeds, and a value in it says so. Any other failure of a field is of this time alone."""
+    rig.nvml.gpus[0]["code 82"] = NO_DATA
+    rig.nvml.write()
+    without = rig.one()
+    rig.nvml.gpus[0]["code 82"] = LOST
+    rig.nvml.write()
+    lost = rig.sample()
+    del rig.nvml.gpus[0]["code 82"]
+    rig.nvml.write()
+    again = rig.one(after_s=2)
+
+    assert (without.memory_temperature_c, without.power_w, again.memory_temperature_c) == (None, 498.123, 74)
+    assert lost == {}
+    assert rig.telemetry.losses == {UUIDS[0]: 1}
+
+
+def test_growth_over_a_gap_is_counted_once(rig: Rig) -> None:
+    """What a counter grew by while the GPU was away is in the first sample after it."""
+    rig.one()
+    rig.nvml.write(f"fail nvmlDeviceGetFieldValues {LOST}")
+    assert rig.sample() == {}
+    rig.nvml.gpus[0]["field 94"] = 3
+    rig.nvml.write()
+    back, later = rig.one(after_s=10), rig.one()
+
+    assert (back.interval_ns, back.grown["pcie_replays"]) == (11 * SECOND, 3)
+    assert later.grown["pcie_replays"] == 0
+
+
+@pytest.mark.parametrize("events", ["with XIDs", "without"])
+@pytest.mark.parametrize("how", ["reloaded", "gone for a while"])
+def test_driver_reload(rig: Rig, how: str, events: str) -> None:
+    """Every handle is void after it: the library is initialised anew, with back-off, and counters begin at 0."""
+    rights = ["fail nvmlEventSetCreate 4"] * (events == "without")
+    rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
+    rig.nvml.write(*rights)
+    rig.sample()
+    for gpu in rig.nvml.gpus:
+        gpu["field 83"] = 1_000_000
+    if how == "reloaded":
+        rig.nvml.write(*rights, "restart 2")
+    else:
+        rig.nvml.write(*rights, "restart 2", f"fail nvmlInitWithFlags {DRIVER_NOT_LOADED}")
+    during = [rig.sample() for _ in range(8)]
+    rig.nvml.write(*rights, "restart 2")
+    for _ in range(20):
+        after = rig.sample()
+
+    assert during[0] == {}
+    assert set(after) == {UUIDS[0], UUIDS[1]}
+    if how == "reloaded":
+        assert during[1][UUIDS[0]].grown["energy_j"] == 1000
+    else:
+        assert during == [{}] * 8
+        assert rig.nvml.calls("nvmlInitWithFlags") <= 1 + 3 + 1  # after 1, 2, 4 s, and once more
+    assert rig.telemetry.losses == {"": 1}
+    assert "GPU telemetry was interrupted, as the driver was reloaded: Uninitialized" in rig.telemetry.notes
+
+
+def test_xids_are_counted_and_not_waited_for(rig: Rig) -> None:
+    """Each of a flood is counted by its GPU, those of other processes' GPUs are not ours, and no call waits."""
+    rig.nvml.gpus = [dict(HOPPER) for _ in range(3)]
+    rig.nvml.write()
+    rig.sample(UUIDS[0], UUIDS[1])
+    rig.nvml.write(*["gpu 0 xid 31"] * 100, "gpu 1 xid 94", "gpu 2 xid 48")
+    samples = [rig.sample(UUIDS[0], UUIDS[1]) for _ in range(2)]
+
+    assert [each[UUIDS[0]].xids for each in samples] == [64, 100]
+    assert (samples[1][UUIDS[1]].xids, samples[1][UUIDS[1]].last_xid) == (1, 94)
+    assert samples[1][UUIDS[0]].grown["xids"] == 36
+
+
+def test_a_lost_gpu_hides_nobody_elses_xids(rig: Rig) -> None:
+    """While one GPU is lost, waiting for events of it fails: the other's are still counted."""
+    rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
+    rig.nvml.write()
+    rig.sample()
+    rig.nvml.gpus[0]["lost"] = 1
+    rig.nvml.write()
+    rig.sample()
+    rig.nvml.write("gpu 1 xid 94")
+    other = rig.sample()
+    del rig.nvml.gpus[0]["lost"]
+    rig.nvml.write()
+    rig.sample(after_s=10)
+    rig.nvml.write("gpu 0 xid 31")
+    both = rig.sample()
+
+    assert (set(other), other[UUIDS[1]].xids) == ({UUIDS[1]}, 1)
+    assert [(both[uuid].xids, both[uuid].last_xid) for uuid in UUIDS[:2]] == [(1, 31), (1, 94)]
+
+
+def test_without_the_right_to_events(rig: Rig) -> None:
+    """XIDs are then not measured, and not 0."""
+    rig.nvml.write("fail nvmlDeviceRegisterEvents 4")
+    assert (rig.one().xids, rig.one().sm_clock_hz) == (None, 17e8)
+
+
+def test_gpm_in_use_elsewhere(rig: Rig) -> None:
+    """Another user of the monitors makes activity absent, said once; nothing leaks, and it is tried again later."""
+    rig.one()
+    rig.nvml.write(f"fail nvmlGpmSampleGet {IN_USE}")
+    refused = [rig.one() for _ in range(3)]
+    assert rig.nvml.allocated == 1  # the event set
+    rig.nvml.write()
+    soon = rig.one()
+    later = [rig.one(after_s=60), rig.one()]
+
+    assert [each.sm_active for each in refused] == [None] * 3
+    assert refused[0].busy == 0.97  # NVML's own, without GPM
+    assert soon.sm_active is None
+    assert [each.sm_active for each in later] == [None, 0.8]
+    (note,) = rig.telemetry.notes
+    assert note.startswith(f"{UUIDS[0]}: activity of SMs, tensor cores and memory is not measured: GPM says ")
+
+
+@pytest.mark.parametrize(("code", "notes"), [(3, 0), (13, 0), (4, 1)], ids=["not supported", "old driver", "no right"])
+def test_without_gpm(rig: Rig, code: int, notes: int) -> None:
+    """A driver that has no GPM is not asked again, and no note is made of it; one that does not let us is worth one."""
+    rig.nvml.write(f"fail nvmlGpmQueryDeviceSupport {code}")
+    samples = [rig.one(after_s=100) for _ in range(3)]
+
+    assert [each.sm_active for each in samples] == [None] * 3
+    assert rig.nvml.calls("nvmlGpmQueryDeviceSupport") == 1
+    assert len(rig.telemetry.notes) == notes
+
+
+def test_activity_is_of_the_last_interval(rig: Rig) -> None:
+    """And not since GPM was first asked."""
+    rig.one()
+    rig.one()
+    rig.nvml.gpus[0]["gpm 2"] = 20
+    rig.nvml.write()
+    assert [rig.one().sm_active for _ in range(2)] == [0.5, 0.2]
+
+
+def test_two_processes_on_one_gpu(rig: Rig) -> None:
+    """A GPU that is asked for twice is sampled once."""
+    samples = rig.telemetry.sample(dict.fromkeys([UUIDS[0], UUIDS[0]]), SECOND, 0)
+    assert list(samples) == [UUIDS[0]]
+    assert rig.nvml.calls("nvmlDeviceGetCurrentClocksEventReasons") == 1
+
+
+def test_a_gpu_that_nobody_uses_any_more_is_let_go(rig: Rig) -> None:
+    """What was allocated for it is freed as soon as no process computes on it."""
+    rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
+    rig.nvml.write()
+    rig.sample()
+    assert rig.nvml.allocated == 5
+    rig.sample(UUIDS[1])
+    assert rig.nvml.allocated == 3
+
+
+def test_mig_instances(rig: Rig) -> None:
+    """torch tells a MIG instance's UUID like a GPU's. NVML tells of it what it can."""
+    mig = UUIDS[0].replace("GPU-", "MIG-")
+    rig.nvml.gpus = [{"uuid": mig, "memory_used": 5 << 30, "memory_total": 18 << 30}]
+    rig.nvml.write("fail nvmlDeviceRegisterEvents 3")
+    sample = rig.one()
+
+    assert (sample.uuid, sample.memory_used_bytes, sample.power_w, sample.xids) == (UUIDS[0], 5 << 30, None, None)
+
+
+def test_an_unknown_gpu(rig: Rig) -> None:
+    """One that NVML does not show us is not measured, and said to be."""
+    assert rig.sample(UUIDS[3]) == {}
+    assert rig.telemetry.notes == [f"{UUIDS[3]}: no telemetry, as NVML cannot open it: Not Found"]
+
+
+def test_a_slow_driver_is_asked_more_rarely(rig: Rig) -> None:
+    """Each call that takes long is counted, and the GPU rests for twenty times as long; the third is worth a note.
+
+    Opening it may take as long, and is no reason to wait.
+    """
+    rig.nvml.write("sleep nvmlDeviceGetName 60")
+    for _ in range(5):  # on a busy machine any call may take long
+        rig.telemetry = GpuTelemetry()  # by the real clock
+        rig.sample()
+        found = set(rig.sample()), rig.telemetry.slow_samples[UUIDS[0]]
+        if not found[1]:
+            break
+    assert found == ({UUIDS[0]}, 0)
+    rig.nvml.write("sleep nvmlDeviceGetClockInfo 30")  # of two clocks
+    answers = [(bool(rig.sample(after_s=60)), rig.sample(), len(rig.telemetry.notes)) for _ in range(3)]
+
+    assert answers == [(True, {}, 0), (True, {}, 0), (True, {}, 1)]
+    assert rig.telemetry.slow_samples == {UUIDS[0]: 3}
+    assert rig.telemetry.notes[0].endswith(" s to answer; it is asked more rarely")
+
+
+def test_survey(rig: Rig) -> None:
+    """What doctor tells: the driver, and how many GPUs have GPM; or why there is none of it."""
+    rig.nvml.gpus = [dict(HOPPER), dict(AMPERE)]
+    rig.nvml.write()
+    assert survey() == ("580.00-fake", 2, 1)
+    rig.nvml.write(f"fail nvmlInitWithFlags {DRIVER_NOT_LOADED}")
+    assert survey() == "Driver Not Loaded"
+
+
+def test_doctor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line says what NVML tells here; or why it tells nothing, and what to do."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    line, _ = map(str, doctor.telemetry())
+    rig.nvml.write("fail nvmlInitWithFlags 12")
+    without, _ = map(str, doctor.telemetry())
+
+    assert line == "ok      GPU telemetry: NVML, driver 580.00-fake; activity of SMs and memory: GPM on 1 of 1 GPUs"
+    assert without.startswith(
+        "worse   GPU telemetry: none: NVML says NVML Shared Library Not Found; install the driver's"
+    )
+
+
+def test_no_gpu_no_library(rig: Rig) -> None:
+    """Nothing is loaded until a process has told of a GPU."""
+    assert rig.telemetry.sample([], SECOND, 0) == {}
+    assert rig.nvml.calls("nvmlInitWithFlags") == 0
+
+
+def test_without_a_library(tmp_path: Path) -> None:
+    """A node whose process has a GPU and that has no NVML, as in some containers: one note, with the remedy."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libnvidia-ml.so.1")
+        pytest.skip("this machine has NVML")
+    code = (
+        "from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry\n"
+        f"made = GpuTelemetry(); print(made.sample(['{UUIDS[0]}'], 1, 1), made.sample(['{UUIDS[0]}'], 2, 2))\n"
+        "print(*made.notes, sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines() == [
+        "{} {}",
+        "GPU telemetry is not measured: NVML Shared Library Not Found; in a container, set NVIDIA_DRIVER_CAPABILITIES "
+        "to compute,utility",
+    ]
+
+
+def test_cost(rig: Rig) -> None:
+    """A sample takes less of the processor than a few hundred calls of a function of pynvml, whatever the machine."""
+    import pynvml
+
+    rig.one()
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(UUIDS[0])
+    gc.collect()
+
+    def cost(call: object, times: int = 100) -> float:
+        started_ns = time.process_time_ns()
+        for _ in range(times):
+            call()  # type: ignore[operator]
+        return (time.process_time_ns() - started_ns) / times
+
+    getter = min(cost(lambda: pynvml.nvmlDeviceGetTemperature(handle, 0)) for _ in range(5))
+    sample = min(cost(rig.one) for _ in range(5))
+    assert sample < 250 * getter

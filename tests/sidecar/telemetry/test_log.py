@@ -1,0 +1,423 @@
+"""Telemetry in the sidecar: when it samples, what it keeps, on disk and over restarts, and what the report shows."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.sidecar.telemetry.test_infiniband import port
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.ranks import HOST, Rank, run_without_traces
+from tests.support.saved import saved
+from tests.support.telemetry import read_gpus, read_links
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GpuFacts, GpuSample, Telemetry, growth
+from torchlens_perf.errors import swallowed
+from torchlens_perf.report.build import build
+from torchlens_perf.report.terminal import show
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.telemetry import log
+from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
+from torchlens_perf.sidecar.telemetry.log import TelemetryLog
+
+SECOND = 1_000_000_000
+STARTED_NS = 1_800_000_000 * SECOND
+FIRST, SECOND_GPU = "GPU-aaaa", "GPU-bbbb"
+
+
+class Gpus:
+    """GPUs that tell what the test has put into `values`, and that count how often they were asked."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, dict[str, Any]] = {}
+        self.facts: dict[str, GpuFacts] = {}
+        self.losses: Counter[str] = Counter()
+        self.slow_samples: Counter[str] = Counter()
+        self.notes: list[str] = []
+        self.asked: list[tuple[str, ...]] = []
+        self.closed = False
+        self._before: dict[str, GpuSample] = {}
+
+    def sample(self, uuids: Collection[str], monotonic_ns: int, unix_ns: int) -> dict[str, GpuSample]:
+        """Of those that have values."""
+        self.asked.append(tuple(uuids))
+        samples = {}
+        for uuid in uuids:
+            if uuid in self.values:
+                values, before = self.values[uuid], self._before.get(uuid)
+                samples[uuid] = self._before[uuid] = GpuSample(
+                    uuid, monotonic_ns, unix_ns,
+                    interval_ns=monotonic_ns - before.monotonic_ns if before is not None else None,
+                    grown=growth(vars(before) if before is not None else None, values, GPU_COUNTERS), **values,
+                )  # fmt: skip
+                self.facts[uuid] = GpuFacts("NVIDIA H200", "00000000:1B:00.0")
+        return samples
+
+    def close(self) -> None:
+        """Remembers that it was."""
+        self.closed = True
+
+
+class Rig:
+    """A log whose clock only the test moves."""
+
+    def __init__(self, run: RunDirectory, root: Path, told: Telemetry | None = None) -> None:
+        self.gpus = Gpus()
+        self.now_ns = 1000 * SECOND
+        self.log = TelemetryLog(run, HOST, told or Telemetry(), self.gpus, LinkTelemetry(root), self.now)
+
+    def now(self) -> Anchor:
+        """The instant on both clocks."""
+        return Anchor(self.now_ns, STARTED_NS + self.now_ns, 0)
+
+    def seconds(self, count: int, *uuids: str) -> None:
+        """Lets time pass, and looks four times a second."""
+        for _ in range(4 * count):
+            self.log.sample(uuids)
+            self.now_ns += SECOND // 4
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with run_without_traces(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def rig(run: RunDirectory, tmp_path: Path) -> Rig:
+    return Rig(run, tmp_path / "infiniband")
+
+
+def test_once_a_second(rig: Rig, tmp_path: Path) -> None:
+    """GPUs are asked once a second and ports once in five, however often the sidecar looks; without a GPU nobody is."""
+    port(tmp_path / "infiniband")
+    rig.seconds(2)
+    assert rig.gpus.asked == []
+    rig.gpus.values = {FIRST: {"sm_clock_hz": 5}, SECOND_GPU: {"sm_clock_hz": 6}}
+    rig.seconds(10, FIRST, SECOND_GPU)
+
+    assert rig.gpus.asked == [(FIRST, SECOND_GPU)] * 10
+    assert len(rig.log.samples(FIRST, 0, 1 << 62)) == 10
+    assert [each.sm_clock_hz for each in rig.log.samples(SECOND_GPU, 1004 * SECOND, 1006 * SECOND)] == [6] * 3
+    assert rig.log.links == ["mlx5_0/1"]
+    assert len(rig.log.link_samples("mlx5_0/1", 0, 1 << 62)) == 3
+
+
+def test_memory_is_bounded(rig: Rig) -> None:
+    """The last quarter of an hour is kept, and the totals are of the whole time."""
+    rig.gpus.values = {FIRST: {"energy_j": 0.0}}
+    for second in range(1000):
+        rig.gpus.values[FIRST]["energy_j"] = 500.0 * second
+        rig.seconds(1, FIRST)
+    kept = rig.log.samples(FIRST, 0, 1 << 62)
+    totals = rig.log.totals().gpus[FIRST]
+
+    assert (len(kept), kept[0].monotonic_ns) == (900, 1100 * SECOND)
+    assert (totals.samples, totals.grown["energy_j"]) == (1000, 500 * 999)
+
+
+def test_files_hold_what_was_sampled(rig: Rig, run: RunDirectory, tmp_path: Path) -> None:
+    """All samples come back from the files, with their growth; columns that no GPU here tells are there, and null."""
+    port(tmp_path / "infiniband")
+    rig.gpus.values = {FIRST: {"power_w": 500.5, "xids": 0, "remapping_pending": False}}
+    for part in range(3):
+        rig.gpus.values[FIRST]["xids"] = part
+        rig.seconds(20, FIRST)
+        rig.log.write(1 << 24)
+    rig.seconds(1, FIRST)
+    rig.log.write(1 << 24, final=True)
+    (gpu, samples), *others = read_gpus(run, HOST).items()
+    (link, of_link), *_ = read_links(run, HOST).items()
+    rows = pq.read_table(run.path / "gpus").to_pandas()
+
+    assert (gpu, len(samples), others, link, len(of_link)) == (FIRST, 61, [], "mlx5_0/1", 13)
+    assert samples == rig.log.samples(FIRST, 0, 1 << 62)
+    assert of_link == rig.log.link_samples("mlx5_0/1", 0, 1 << 62)
+    assert (set(rows["host"]), rows["time"].is_monotonic_increasing) == ({HOST}, True)
+    assert (rows["time"][0].value, rows["monotonic_ns"][0]) == (STARTED_NS + 1000 * SECOND, 1000 * SECOND)
+    assert (rows["sm_active"].isna().all(), rows["sm_active"].dtype, rows["xids"].max()) == (True, "float64", 2)
+
+
+def test_files_get_rarer(rig: Rig, run: RunDirectory) -> None:
+    """A young run writes every ten seconds, an old one every two minutes."""
+    rig.gpus.values = {FIRST: {"power_w": 1.0}}
+    ends = []
+    for second in range(2700):
+        rig.seconds(1, FIRST)
+        files = len(list((run.path / "gpus").glob("*"))) if second else 0
+        rig.log.write(1 << 24)
+        if len(list((run.path / "gpus").glob("*"))) > files:
+            ends.append(second)
+
+    assert ends[:3] == [9, 19, 29]
+    assert ends[-1] - ends[-2] == 120
+
+
+def test_files_are_bounded(rig: Rig, run: RunDirectory) -> None:
+    """Beyond its share of disk_bytes the oldest files go, and the state says how many."""
+    rig.gpus.values = {FIRST: {"power_w": 1.0}}
+    for _ in range(40):
+        rig.seconds(12, FIRST)
+        rig.log.write(1 << 20)
+    sizes = [path.stat().st_size for path in (run.path / "gpus").iterdir()]
+
+    assert sum(sizes) <= (1 << 20) / 16
+    assert rig.log.totals().dropped_files > 0
+    assert read_gpus(run, HOST)[FIRST][-1] == rig.log.samples(FIRST, 0, 1 << 62)[-1]
+    state = node_state.NodeState(HOST, telemetry=saved(rig.log.totals()))
+    (note,) = [each for each in build("run", [state])["quality"]["notes"] if "telemetry" in each]
+    assert note.endswith("oldest files of telemetry were removed to stay below disk_bytes; totals hold them")
+
+
+def test_full_disk_keeps_samples_for_later(rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be written is written with the next file; no torn file is left."""
+    write = log.pq.write_table
+
+    def full(table: Any, path: Path, **kwargs: Any) -> None:
+        path.write_bytes(b"PAR1")
+        raise OSError(28, "No space left on device")
+
+    rig.gpus.values = {FIRST: {"power_w": 1.0}}
+    rig.seconds(12, FIRST)
+    monkeypatch.setattr(log.pq, "write_table", full)
+    with pytest.raises(OSError, match="No space left"):
+        rig.log.write(1 << 24)
+    assert list((run.path / "gpus").iterdir()) == []
+    monkeypatch.setattr(log.pq, "write_table", write)
+    rig.seconds(12, FIRST)
+    rig.log.write(1 << 24)
+
+    assert len(read_gpus(run, HOST)[FIRST]) == 24
+
+
+def test_what_waits_for_the_disk_is_bounded(rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest are kept for later; those that were let go are counted, and the report says so."""
+    monkeypatch.setattr(log, "_MAX_UNWRITTEN", 10)
+    rig.gpus.values = {FIRST: {"power_w": 1.0}}
+    rig.seconds(14, FIRST)
+    rig.log.write(1 << 24)
+    state = node_state.NodeState(HOST, telemetry=saved(rig.log.totals()))
+
+    assert [each.monotonic_ns // SECOND for each in read_gpus(run, HOST)[FIRST]] == [*range(1004, 1014)]
+    assert (
+        "4 samples of GPUs and ports could not be written to the run directory; totals hold them"
+        in (build("run", [state])["quality"]["notes"])
+    )
+
+
+def test_a_file_that_cannot_be_written_leaves_no_ring(
+    run: RunDirectory, rig: Rig, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Telemetry comes last: when its file finds no room, the ranks' records are kept and their rings are gone."""
+    rig.gpus.values = {FIRST: {"power_w": 1.0}}
+    rank = with_gpu(run, 0, FIRST, world_size=1)
+    looked(sidecar)
+    rank.close()
+    sidecar.poll()
+    sidecar.account()
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log.TelemetryWriter, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        sidecar.keep()
+
+    assert not rank.ring_path.exists()
+    assert pq.read_table(run.steps).num_rows == 5
+    sidecar.close()
+
+
+def test_a_later_sidecar_goes_on(rig: Rig, run: RunDirectory, tmp_path: Path) -> None:
+    """Totals, losses and file numbers continue where an earlier one ended."""
+    rig.gpus.values = {FIRST: {"pcie_replays": 0}}
+    rig.gpus.losses[FIRST] = 1
+    rig.seconds(12, FIRST)
+    rig.log.write(1 << 24)
+    later = Rig(run, tmp_path / "infiniband", saved(rig.log.totals()))
+    later.now_ns = 2000 * SECOND
+    later.gpus.values = {FIRST: {"pcie_replays": 5}}
+    later.gpus.losses[FIRST] = 2
+    later.seconds(12, FIRST)
+    later.log.write(1 << 24, final=True)
+    totals = later.log.totals()
+
+    assert (totals.gpus[FIRST].samples, totals.losses) == (24, {FIRST: 3})
+    assert [path.name for path in sorted((run.path / "gpus").iterdir())] == [
+        f"{HOST}-000001.parquet", f"{HOST}-000002.parquet",
+    ]  # fmt: skip
+    assert len(read_gpus(run, HOST)[FIRST]) == 24
+
+
+def looked(made: Sidecar) -> None:
+    """A round of the sidecar, without its waiting."""
+    made.poll()
+    made.account()
+    made.measure()
+
+
+@pytest.fixture
+def sidecar(run: RunDirectory, rig: Rig) -> Sidecar:
+    """A sidecar whose telemetry is the rig's."""
+    made = Sidecar(run, HOST, MemoryExporter(), lambda run, settings: None)
+    made.telemetry = rig.log
+    return made
+
+
+def with_gpu(run: RunDirectory, rank: int, *uuids: str, world_size: int = 3, **settings: Any) -> Rank:
+    """A rank that computes on these GPUs, and has said so."""
+    made = Rank(run, rank, world_size, **settings)
+    made.session.publish(gpus=[{"uuid": uuid, "name": "NVIDIA H200", "index": 0} for uuid in uuids])
+    made.session.publish()
+    made.steps(5, forward=4)
+    return made
+
+
+def test_sidecar_samples_the_gpus_of_live_ranks(run: RunDirectory, rig: Rig, sidecar: Sidecar) -> None:
+    """Two processes on one GPU are one sample; once nobody computes on it, it is not asked any more."""
+    exporter = sidecar._exporter
+    assert isinstance(exporter, MemoryExporter)
+    rig.gpus.values = {FIRST: {"sm_clock_hz": 5}, SECOND_GPU: {"sm_clock_hz": 6}}
+    ranks = [with_gpu(run, 0, FIRST), with_gpu(run, 1, FIRST), with_gpu(run, 2, SECOND_GPU)]
+    looked(sidecar)
+    for rank in ranks[:2]:
+        rank.close()
+    sidecar.poll()
+    rig.now_ns += 2 * SECOND
+    looked(sidecar)
+    ranks[2].close()
+    sidecar.poll()
+    rig.now_ns += 2 * SECOND
+    looked(sidecar)
+    sidecar.keep()
+    sidecar.close()
+
+    assert rig.gpus.asked == [(FIRST, SECOND_GPU), (SECOND_GPU,)]
+    assert [[gpu.uuid for gpu in each.gpus] for each in exporter.hardware] == [[FIRST, SECOND_GPU], [SECOND_GPU]]
+    assert exporter.hardware[0].names == dict.fromkeys((FIRST, SECOND_GPU), "NVIDIA H200")
+    assert rig.gpus.closed
+    assert set(read_gpus(run, HOST)) == {FIRST, SECOND_GPU}
+
+
+def test_switched_off(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path) -> None:
+    """With telemetry=False neither GPUs nor ports are read."""
+    port(tmp_path / "infiniband")
+    rank = with_gpu(run, 0, FIRST, world_size=1, telemetry=False)
+    looked(sidecar)
+
+    assert (rig.gpus.asked, rig.log.links) == ([], [])
+    rank.close()
+    sidecar.close()
+
+
+def test_report_of_gpus(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path) -> None:
+    """The report says of each GPU who computes on it, its clock and why that is low; "-" is what nobody measured."""
+    folder = port(tmp_path / "infiniband")
+    rig.gpus.values = {
+        FIRST: {
+            "sm_clock_hz": 99 * 10**7, "sm_clock_max_hz": 198 * 10**7, "throttle_hw_thermal_ns": 0, "power_w": 300.4,
+            "temperature_c": 88, "recovery_action": 1, "xids": 0, "last_xid": None, "ecc_uncorrected": 0,
+            "tensor_active": 0.25,
+        },
+        SECOND_GPU: {"temperature_c": 60},
+    }  # fmt: skip
+    ranks = [with_gpu(run, 0, FIRST), with_gpu(run, 1, FIRST), with_gpu(run, 2, SECOND_GPU)]
+    for second in range(1, 11):
+        looked(sidecar)
+        rig.now_ns += SECOND
+        rig.gpus.values[FIRST]["throttle_hw_thermal_ns"] = second * SECOND // 2
+        rig.gpus.values[FIRST].update(xids=1, last_xid=63)
+        (folder / "hw_counters/packet_seq_err").write_text(f"{8 + second}\n")
+    sidecar.save()
+    value = build(run.run_id, node_state.load_all(run))
+    out = io.StringIO()
+    show(value, out, "runs/x")
+    hot, cool = value["gpus"]
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+
+    assert (hot["uuid"], hot["ranks"], cool["ranks"], hot["samples"]) == (FIRST, [0, 1], [2], 10)
+    assert hot["signals"]["sm_clock_share"] == 0.5
+    assert hot["throttled"] == {"thermal": 0.5, "hw_slowdown": 0.5}
+    assert (hot["xids"], hot["last_xid"], hot["ecc_uncorrected"], hot["pcie_replays"]) == (1, 63, 0, None)
+    assert (cool["sm_clock_hz"], cool["throttled"], cool["xids"]) == (None, {}, None)
+    assert "0-1 990 MHz 50% thermal 50%, hardware 50% 1 XID (last 63), needs a reset 300 W 88 C - 25%" in lines
+    assert "2 - - - - - 60 C - -" in lines
+    assert value["links"][0]["errors"] == {"sequence_errors": 5}
+    assert f"{HOST} mlx5_0/1 sequence errors 5" in lines
+    for rank in ranks:
+        rank.close()
+    sidecar.close()
+
+
+def test_a_node_without_gpus_has_no_table(run: RunDirectory, sidecar: Sidecar) -> None:
+    """Neither the terminal nor the JSON has anything to show, nor to excuse."""
+    rank = Rank(run, 0, 1)
+    rank.steps(5, forward=4)
+    looked(sidecar)
+    sidecar.save()
+    value = build(run.run_id, node_state.load_all(run))
+    out = io.StringIO()
+    show(value, out, "runs/x")
+
+    assert (value["gpus"], value["links"]) == ([], [])
+    assert "GPU" not in out.getvalue()
+    assert not any("GPU" in note for note in value["quality"]["notes"])
+    rank.close()
+    sidecar.close()
+
+
+def test_notes_and_errors_reach_the_report(
+    run: RunDirectory, rig: Rig, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not measured is said once; an error of ours there leaves steps and ranks alone."""
+    monkeypatch.setattr(swallowed, "strict", False)
+    rank = with_gpu(run, 0, FIRST, world_size=1)
+    rig.gpus.notes.append("GPU telemetry is not measured: why")
+    looked(sidecar)
+    looked(sidecar)
+
+    def fails(*args: object) -> dict[str, GpuSample]:
+        raise ValueError("not a number")
+
+    monkeypatch.setattr(rig.gpus, "sample", fails)
+    rig.now_ns += 2 * SECOND
+    looked(sidecar)
+    sidecar.save()
+    value = build(run.run_id, node_state.load_all(run))
+
+    assert value["ranks"][0]["steps"] == 5
+    place = "reading the hardware's telemetry"
+    assert value["quality"]["notes"][:2] == [
+        "GPU telemetry is not measured: why",
+        f"{place} failed in the sidecar, and its results are missing: see nodes/{HOST}.log",
+    ]
+    assert swallowed.by_place.pop(place) == 1
+    rank.close()
+    sidecar.close()
+
+
+def test_state_without_telemetry_is_read(run: RunDirectory, rig: Rig, sidecar: Sidecar) -> None:
+    """The state of a sidecar that knew no telemetry, as an older version's, has none."""
+    rank = with_gpu(run, 0, FIRST, world_size=1)
+    looked(sidecar)
+    sidecar.save()
+    path = run.node_state(HOST)
+    value = json.loads(path.read_text())
+    del value["telemetry"]
+    for process in value["processes"].values():
+        del process["gpus"]
+    path.write_text(json.dumps(value))
+    loaded = node_state.load(path)
+
+    assert (loaded.telemetry, [process.gpus for process in loaded.processes.values()]) == (Telemetry(), [[]])
+    rank.close()
+    sidecar.close()

@@ -1,0 +1,417 @@
+"""The sidecar's part of a capture, beside ranks that are made by hand: whom it asks, and what comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import io
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.findings import PLACES, episode, findings
+from tests.support.ranks import HOST, Rank, make_run
+from torchlens_perf.analysis.causes.straggler_groups import NOBODY, name, suspect_and_healthy
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.commands.cli import main
+from torchlens_perf.report.captures import capture_lines, captures
+from torchlens_perf.run import captures as capture_files
+from torchlens_perf.run.captures import BY_USER, BY_VERDICT, LONGEST_S, RAW_TRACE, STACKS, TRACE, Outcome, Request
+from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
+from torchlens_perf.sidecar.node import Sidecar
+
+
+class Node:
+    """A node's sidecar and its two ranks, whose process is this one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = make_run(folder)
+        self.folder = folder
+        self.ranks = {
+            rank: LiveRank(folder / f"rank{rank}.ring", os.getpid(), 0, step=10, refuses=False) for rank in (0, 1)
+        }
+        self.relay = CaptureRelay(self.run)
+        self.now_s = 100.0
+
+    def ask(self, **changed: Any) -> Request:
+        values = {
+            "id": "one", "asked_by": BY_USER, "asked_unix_s": time.time(), "attempt": 0, "ranks": (1,), "from_step": 12,
+            "steps": 3, **changed,
+        }  # fmt: skip
+        request = Request(**values)
+        capture_files.ask(self.run.captures, request)
+        return request
+
+    def look(self, after_s: float = LOOK_S) -> None:
+        """A round of the sidecar."""
+        self.now_s += after_s
+        self.relay.update(self.ranks, self.now_s)
+
+    def asked(self) -> list[int]:
+        """Who finds a request beside its ring."""
+        return [rank for rank, live in self.ranks.items() if capture_files.ask_path(live.ring).exists()]
+
+    def answer(self, rank: int, trace: bytes = b'{"traceEvents": []}\n') -> None:
+        """What the rank does that takes the request up."""
+        ring = self.ranks[rank].ring
+        request = capture_files.read(capture_files.ask_path(ring), Request)
+        capture_files.ask_path(ring).unlink()
+        (Path(request.folder) / RAW_TRACE).write_bytes(trace)
+        outcome = Outcome(request.id, rank, request.from_step, request.steps, files={TRACE: len(trace)}, paused_s=0.25)
+        capture_files.write(capture_files.answer_path(ring), outcome)
+
+    def outcomes(self) -> dict[tuple[str, int], Outcome]:
+        return {
+            (request.id, rank): outcome
+            for request in capture_files.read_requests(self.run.captures)[0]
+            for rank in request.ranks
+            if (outcome := capture_files.outcome(self.run.captures, request, rank)) is not None
+        }
+
+    def files(self, rank: int, request: str = "one") -> list[str]:
+        return sorted(os.listdir(capture_files.rank_folder(self.run.captures, request, rank)))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_files_of_a_rank(node: Node) -> None:
+    """The trace is compressed, the stacks are the sidecar's, nothing is left beside the ring."""
+    node.ask()
+    node.look()
+    assert node.asked() == [1]
+    assert node.outcomes() == {}
+    node.answer(1)
+    node.look(0.1)
+    node.look(0.1)
+
+    assert node.files(1) == ["capture.json", STACKS, TRACE]
+    folder = capture_files.rank_folder(node.run.captures, "one", 1)
+    assert gzip.decompress((folder / TRACE).read_bytes()) == b'{"traceEvents": []}\n'
+    assert "test_files_of_a_rank" in (folder / STACKS).read_text()
+    outcome = node.outcomes()["one", 1]
+    assert outcome.files == {each: (folder / each).stat().st_size for each in (TRACE, STACKS)}
+    assert list(node.folder.glob("rank*")) == []
+    (row,) = captures(node.run)
+    assert (row["rank"], row["first_step"], row["last_step"], row["asked_by"]) == (1, 12, 14, "user")
+    assert row["files"][TRACE]["path"] == "captures/one/rank00001/trace.json.gz"
+
+
+def test_torn_trace(node: Node) -> None:
+    """A disk that was full leaves no trace that cannot be opened."""
+    node.ask()
+    node.look()
+    node.answer(1, b'{"traceEvents": [{"na')
+    node.look(0.1)
+    node.look(0.1)
+
+    assert node.files(1) == ["capture.json", STACKS]
+    assert "is the disk full?" in node.outcomes()["one", 1].left_out[TRACE]
+
+
+def test_only_those_that_are_asked(node: Node) -> None:
+    """Not ranks of another node, of another attempt, or of a request that nobody answered minutes ago."""
+    node.ask(id="elsewhere", ranks=(5,))
+    node.ask(id="before", attempt=7, ranks=(0,))
+    node.ask(id="old", asked_unix_s=time.time() - 300, ranks=(0,))
+    node.look()
+
+    assert node.asked() == []
+    assert node.outcomes() == {}
+
+
+def test_process_that_ends(node: Node) -> None:
+    """The request goes, and what came of it is said; also where another process has the rank now."""
+    node.ask(ranks=(0, 1))
+    node.look()
+    del node.ranks[0]
+    node.ranks[1] = dataclasses.replace(node.ranks[1], pid=1)
+    node.look(0.1)
+
+    assert {outcome.ended for outcome in node.outcomes().values()} == {"the process ended"}
+    assert len(node.outcomes()) == 2
+    assert list(node.folder.glob("rank*")) == []
+
+
+def test_answer_of_a_process_that_has_ended(node: Node) -> None:
+    """What it wrote in the end counts."""
+    node.ask()
+    node.look()
+    node.answer(1)
+    del node.ranks[1]
+    node.relay.close()
+
+    assert node.outcomes()["one", 1].steps == 3
+
+
+def test_job_that_stands_still(node: Node) -> None:
+    """No step ends: the request is taken back, and the stacks say where the rank is."""
+    node.ask()
+    node.look()
+    node.look(LONGEST_S - 1)
+    assert node.asked() == [1]
+    node.look(2)
+
+    assert node.asked() == []
+    assert node.outcomes()["one", 1].ended.startswith("no step ended within 60 s")
+    assert STACKS in node.files(1)
+
+
+def test_rank_that_may_not_be_asked(node: Node) -> None:
+    """capture='off' is the rank's setting."""
+    node.ranks[1] = dataclasses.replace(node.ranks[1], refuses=True)
+    node.ask()
+    node.look()
+
+    assert node.asked() == []
+    assert "capture='off'" in node.outcomes()["one", 1].ended
+
+
+def test_one_at_a_time(node: Node) -> None:
+    """Another request for the same rank is refused while one is open."""
+    node.ask()
+    node.look()
+    node.ask(id="two", ranks=(0, 1))
+    node.look()
+
+    assert node.asked() == [0, 1]
+    assert {key: outcome.ended for key, outcome in node.outcomes().items()} == {
+        ("two", 1): "another capture of this rank is in progress"
+    }
+
+
+def test_sidecar_that_was_started_again(node: Node) -> None:
+    """It does not ask twice, and takes the answer."""
+    node.ask()
+    node.look()
+    node.answer(1)
+    node.relay = CaptureRelay(node.run)
+    node.look()
+    assert node.asked() == []
+    node.look(0.1)
+
+    assert node.outcomes()["one", 1].steps == 3
+
+
+def test_rank_that_does_not_answer(node: Node) -> None:
+    """It took the request up, and its disk was full: the request ends, and a late answer is not the next one's."""
+    node.ask()
+    node.look()
+    capture_files.ask_path(node.ranks[1].ring).unlink()
+    node.look(3 * LONGEST_S - 1)
+    assert node.outcomes() == {}
+    node.look(2)
+    assert "not answered within 180 s: the rank is in step 10" in node.outcomes()["one", 1].ended
+
+    late = Outcome("one", 1, 12, 3)
+    node.ask(id="two")
+    node.look()
+    capture_files.write(capture_files.answer_path(node.ranks[1].ring), late)
+    node.look(0.1)
+    assert ("two", 1) not in node.outcomes()
+    node.answer(1)
+    node.look(0.1)
+    node.look(0.1)
+    assert node.outcomes()["two", 1].steps == 3
+
+
+@pytest.mark.parametrize("answer", ["", "{", "[1]", '{"id": "one", "rank": 1, "files": {"../../x": 5}}'])
+def test_answer_that_cannot_be_read(node: Node, answer: str) -> None:
+    """It ends the request, and says so."""
+    node.ask()
+    node.look()
+    capture_files.answer_path(node.ranks[1].ring).write_text(answer)
+    node.look(0.1)
+    node.look(0.1)
+
+    assert "answer cannot be read" in node.outcomes()["one", 1].ended
+    assert list(node.folder.glob("rank*.captured")) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"id": "../../elsewhere"}, {"id": "another"}, {"asked_unix_s": "yesterday"}, {"asked_unix_s": None},
+        {"steps": 21}, {"steps": "3"}, {"ranks": "01"}, {"ranks": 5}, {"attempt": []}, {"from_step": 1.5},
+    ],
+)  # fmt: skip
+def test_request_that_cannot_be_read(node: Node, wrong: dict[str, Any]) -> None:
+    """It is skipped and noted, once; others are taken up. No path leads out of the run directory."""
+    bad = {**dataclasses.asdict(node.ask(ranks=(0,))), "id": "bad", **wrong}
+    capture_files.request_path(node.run.captures, "bad").write_text(json.dumps(bad))
+    node.look()
+    node.look()
+
+    assert node.asked() == [0]
+    assert [request.id for request in capture_files.read_requests(node.run.captures)[0]] == ["one"]
+    (note,) = node.relay.notes
+    assert note.startswith("a request for a capture cannot be read: bad.request.json: ")
+    assert captures(node.run) == []
+    assert sorted(os.listdir(node.run.captures)) == ["bad.request.json", "one", "one.request.json"]
+
+
+def test_disk_that_is_full(node: Node) -> None:
+    """A trace that cannot be compressed goes, and what can be said is said."""
+    node.ask()
+    node.look()
+    node.answer(1)
+    folder = capture_files.rank_folder(node.run.captures, "one", 1)
+    (folder / TRACE).mkdir()  # in the way of the finished file
+    node.look(0.1)
+    node.look(0.1)
+
+    outcome = node.outcomes()["one", 1]
+    assert outcome.left_out[TRACE].startswith("it could not be compressed: ")
+    assert set(outcome.files) == {STACKS}
+    assert node.files(1) == ["capture.json", STACKS, TRACE]
+    assert list((folder / TRACE).iterdir()) == []
+
+
+@pytest.mark.parametrize(("traced", "code"), [(True, 0), (False, 1)])
+def test_code_of_the_command(node: Node, traced: bool, code: int) -> None:
+    """0 is that there is a trace; a rank that has made no step yet does not stand in the way."""
+    ranks = [Rank(node.run, rank) for rank in (0, 1)]
+    ranks[0].steps(40, forward=100)
+    sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.keep()
+
+    def answers() -> None:
+        while not (asked := capture_files.read_requests(node.run.captures)[0]):
+            time.sleep(0.01)
+        files, left_out = ({TRACE: 5}, {}) if traced else ({}, {TRACE: "the disk is full"})
+        outcome = Outcome(asked[0].id, 0, 50, 3, files=files, left_out=left_out)
+        folder = capture_files.rank_folder(node.run.captures, asked[0].id, 0)
+        folder.mkdir(parents=True)
+        capture_files.write(capture_files.outcome_path(folder), outcome)
+
+    answering = threading.Thread(target=answers, daemon=True)
+    answering.start()
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["capture", str(node.run.path), "--rank", "0", "--timeout", "20"]) == code
+    answering.join(5)
+    assert ("no trace: the disk is full" in out.getvalue()) is not traced
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "live", "lines"),
+    [
+        ("straggler", True, ["For a trace of it: torchlens-perf capture RUN --rank 3"]),
+        ("straggler", False, []),
+        ("hang", True, []),
+    ],
+)
+def test_command_in_the_report(kind: str, live: bool, lines: list[str]) -> None:
+    """Of a live job in which a rank is slow, until there is a capture."""
+    report = {"captures": [], "verdicts": [{"kind": kind, "rank": 3}], "run": {"live": live}}
+
+    assert capture_lines(report, "RUN") == lines
+
+
+def test_lines_of_the_report(node: Node) -> None:
+    """Where the trace is, or why there is none."""
+    node.ask()
+    node.ask(id="two", ranks=(0,))
+    node.ranks[0] = dataclasses.replace(node.ranks[0], refuses=True)
+    node.look()
+    node.answer(1)
+    node.look(0.1)
+    node.look(0.1)
+
+    assert capture_lines({"captures": captures(node.run)}, "RUN") == [
+        "captured: rank 1, steps 12-14: RUN/captures/one/rank00001/trace.json.gz",
+        "not captured: rank 0: captures are switched off: capture='off'",
+        "Traces open in ui.perfetto.dev or chrome://tracing.",
+        "The longest steps, and what this tool cost, include 250 ms for writing captures.",
+    ]
+
+
+def test_pause_is_no_lag_in_collectives(node: Node) -> None:
+    """The others wait for the writing in the first collective of the step after it. That is no rank's fault."""
+    ranks = [Rank(node.run, rank) for rank in (0, 1)]
+    for rank in ranks:
+        rank.session.add_group("0", [0, 1], "default_pg")
+        recorder = rank.session.recorder
+        name_id = rank.session.intern("allreduce group=0 dtype=float32")
+        for step in range(40):
+            waits = step == 31 and rank.identity.rank == 0  # for rank 1, which writes at the end of step 30
+            took_ns = 500_000_000 if waits else 1_000_000
+            start_ns = rank.clock() if waits or step != 31 else rank.clock() + 499_000_000
+            recorder.record_span(int(Kind.COLLECTIVE), name_id, start_ns, took_ns, int(Flag.COMPLETED), 1 << 20, step)
+            rank.clock.advance(600_000_000)
+            captured = step in (28, 29, 30) and rank.identity.rank == 1
+            recorder.next_step(int(Flag.CAPTURED) * captured, 0, 1)
+    sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    (row,) = sidecar.state.join.operations()
+    (counted,) = sidecar.state.join.counts().values()
+    sidecar.close()
+    for rank in ranks:
+        rank.close()
+
+    assert counted.joined == 40 - WARM_UP_STEPS
+    assert row.joined == counted.joined - 4
+    assert {rank: each["exposed_lag_ns"] for rank, each in row.totals().items()} == {0: 0, 1: 0}
+
+
+# -- after a verdict
+
+
+def test_suspect_and_healthy_one(node: Node) -> None:
+    """Once in an attempt, also after the sidecar was started again; the same steps on both."""
+    (node.run.nodes / "node-a.json").touch()
+    found = findings(episode(3))
+    named = name(found, PLACES)
+    for _ in range(2):
+        node.relay.ask_after_verdict(named, found, PLACES, node.ranks)
+        node.relay = CaptureRelay(node.run)
+    (request,) = capture_files.read_requests(node.run.captures)[0]
+
+    assert (request.asked_by, request.ranks, request.steps) == (BY_VERDICT, (3, 2), 3)
+    assert request.from_step == 10 + 1 + 20  # two seconds of 100 ms
+    restarted = {rank: dataclasses.replace(live, attempt=1) for rank, live in node.ranks.items()}
+    node.relay.ask_after_verdict(named, found, PLACES, restarted)
+    assert [each.attempt for each in capture_files.read_requests(node.run.captures)[0]] == [0, 1]
+
+
+def test_nobody_is_asked_without_a_slow_rank_within_reach(node: Node) -> None:
+    """No verdict, or its rank's node has another disk."""
+    found = findings(episode(3))
+    node.relay.ask_after_verdict(NOBODY, findings(), PLACES, node.ranks)
+    node.relay.ask_after_verdict(name(found, PLACES), found, PLACES, node.ranks)
+
+    assert capture_files.read_requests(node.run.captures)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("slow", "reached", "places", "chosen"),
+    [
+        ((3,), range(8), PLACES, (3, 2)),
+        ((3, 2), range(8), PLACES, (3, 1)),
+        ((0, 1, 2, 3), range(8), PLACES, (3, 4)),  # the whole node is slow
+        ((3,), (3,), PLACES, (3,)),
+        ((3,), (4, 5), PLACES, ()),
+        ((3,), range(8), {**PLACES, 2: Placement("node-a", "other")}, (3, 1)),
+        ((), range(8), PLACES, ()),
+    ],
+)  # fmt: skip
+def test_choice(slow: tuple[int, ...], reached: Any, places: dict[int, Placement], chosen: tuple[int, ...]) -> None:
+    """The slowest rank, and the nearest one that nobody suspects: of its population, on its node if there is one."""
+    found = findings(*(episode(rank, excess_ns=2e7 + rank, cost_ns=2e7 + rank) for rank in slow))
+
+    assert suspect_and_healthy(name(found, places), found, places, set(reached)) == chosen

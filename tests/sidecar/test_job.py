@@ -1,0 +1,146 @@
+"""A sidecar's view of the job: what nodes tell each other arrives, and a hang is described as it is now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import progress
+from tests.support.findings import episode
+from tests.support.planted import places
+from tests.support.ranks import identity_of, make_run
+from tests.support.simulations import table_of
+from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
+from torchlens_perf.analysis.words.hang import OpenHang, RankStack
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.sidecar import job
+from torchlens_perf.sidecar.host.stacks import Stack
+from torchlens_perf.sidecar.job import JobView
+from torchlens_perf.sidecar.nodes.messages import Collected, Received
+from torchlens_perf.simulate.simulation import Simulation, Topology
+
+
+class Wire:
+    """An exchange without a network: what any node posts is there for node 0 at once."""
+
+    def __init__(self) -> None:
+        self.sent: list[Received] = []
+
+    def open(self, store: tuple[str, int], key: str, node: str, merges: bool) -> Any:
+        return End(self, node)
+
+
+class End:
+    def __init__(self, wire: Wire, node: str) -> None:
+        self._wire, self._node = wire, node
+
+    def post(self, payloads: Mapping[int, bytes]) -> None:
+        self._wire.sent += [Received(payload, 0.0, self._node, 1) for payload in payloads.values()]
+
+    def collect(self) -> Collected:
+        received, self._wire.sent = self._wire.sent, []
+        return Collected({number: (each,) for number, each in enumerate(received)}, {})
+
+    def notes(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def test_modules_of_a_rank_of_another_node(tmp_path: Path) -> None:
+    """Node 0 learns which module is slow on a rank of another node, with its name; not of a rank that has others."""
+    wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
+    nodes = [JobView(f"node-{number}", wire.open) for number in range(2)]
+    times_ns = [{"a": 1e6, "b": 4e6}, {"a": 1e6, "b": 4e6}, {"a": 1e6, "b": 7e6}, {"a": 1e6}]
+    steps = next(Simulation(Topology(4)).steps(20))
+    for rank in (2, 3, 0, 1):
+        view, identity = nodes[rank // 2], _identity(run, rank)
+        view.add_steps(identity, at[rank], table_of(steps, rank), ("127.0.0.1", 1))
+        view.progress(identity, at[rank], progress.rank(rank, state="running"), {}, modules_ns=times_ns[rank])
+    nodes[1].update(1.0)
+    nodes[0].update(1.0)
+
+    assert nodes[0].module_times.excess_ns(2) == pytest.approx({"a": 0.0, "b": 3e6}, abs=4e4)
+    assert nodes[0].module_times.excess_ns(3) == {}
+
+
+def test_why_a_rank_of_another_node_is_slow(tmp_path: Path) -> None:
+    """Its signals arrive with its windows, and are held against those of all ranks."""
+    wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
+    nodes = [JobView(f"node-{number}", wire.open) for number in range(2)]
+    steps = next(Simulation(Topology(4)).steps(20))
+    for second in range(8):
+        for rank in (2, 3, 0, 1):
+            view, identity = nodes[rank // 2], _identity(run, rank)
+            if second == 0:
+                view.add_steps(identity, at[rank], table_of(steps, rank), ("127.0.0.1", 1))
+            now = progress.rank(rank, step=100 + 10 * second, state="running")
+            view.progress(identity, at[rank], now, {})
+            view.add_signals({rank: {"gc_share": 0.25 * (rank == 2), "cpu_wait_share": 0.0}}, float(second))
+        nodes[1].update(float(second))
+        nodes[0].update(float(second))
+    found = nodes[0].diagnose(StragglerGroup("rank", "", (2,), episode(2, since=100)), {})
+    nobody = nodes[0].diagnose(StragglerGroup("rank", "", (1,), episode(1, since=100)), {})
+
+    assert [cause.kind for cause in found.causes] == ["gc"]
+    assert found.causes[0].evidence == {"gc_share": 0.25, "others_gc_share": 0.0}
+    assert nobody.causes == ()
+    assert nobody.looked_at == ("garbage collection", "waits for a CPU")
+
+
+def test_a_node_of_another_version(tmp_path: Path) -> None:
+    """What it sends cannot be read: it is told and left out, and the other nodes are judged as ever."""
+    wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
+    nodes = [JobView(f"node-{number}", wire.open) for number in range(2)]
+    steps = next(Simulation(Topology(4)).steps(20))
+    for rank in (2, 3, 0, 1):
+        view, identity = nodes[rank // 2], _identity(run, rank)
+        view.add_steps(identity, at[rank], table_of(steps, rank), ("127.0.0.1", 1))
+        view.progress(identity, at[rank], progress.rank(rank, state="running"), {})
+    nodes[1].update(1.0)
+    wire.sent += [Received(b"of another version", 0.0, "node-2/4", 1)]
+    nodes[0].update(1.0)
+
+    assert set(nodes[0].places) == {0, 1, 2, 3}
+    assert nodes[0].notes() == ["node node-2/4 runs another version of torchlens_perf: not compared"]
+    nodes[0].begin(1)
+    assert nodes[0].notes() == []
+
+
+def _identity(run: Any, rank: int) -> Identity:
+    return identity_of(run, rank, 4, local_rank=rank % 2, local_world_size=2, host=f"node-{rank // 2}")
+
+
+def test_a_hang_grows_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its age and its words are those of the last look; stacks are taken once, and again when the finding changes."""
+    asked = []
+
+    def stack(pid: int) -> Stack:
+        asked.append(pid)
+        return Stack((f"frame {len(asked)}",), "")
+
+    monkeypatch.setattr(job, "python_stack", stack)
+    view, run, at = JobView("node-0"), make_run(tmp_path), places(3)
+
+    def look(since_s: float, **changed: Any) -> OpenHang:
+        told = [progress.rank(0), progress.rank(1), progress.behind(2, **changed)]
+        for each in told:
+            now = replace(each, since_step_s=since_s, since_mark_s=since_s - 0.1)
+            view.progress(identity_of(run, each.rank, 3), at[each.rank], now, {})
+        view.update(100 + since_s)
+        assert view.hang is not None
+        return view.hang
+
+    first, later = look(12.0), look(312.0)
+    assert (first.since_s, later.since_s) == (12.0, 312.0)
+    assert first.text.startswith("No step for 12.0 s")
+    assert later.text.startswith("No step for 312 s")
+    assert first.stacks == later.stacks == {2: RankStack(("frame 1",), "")}
+    assert look(320.0, state="stopped").stacks == {2: RankStack(("frame 2",), "")}
+    assert asked == [os.getpid()] * 2

@@ -1,0 +1,440 @@
+"""What a sidecar must not lose, whatever happens to it, to the ranks, to the disk or to other nodes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tests.sidecar.test_node import WORK, dead_process, finish, report, sidecar
+from tests.support.ranks import HOST, Rank, identity_of, make_run
+from torchlens_perf.recorder.recorder import End
+from torchlens_perf.run.directory import RunDirectory, create_ring, local_folders, sidecar_lock
+from torchlens_perf.run.processes import process_started
+from torchlens_perf.run.ring import Kind
+from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.sidecar import node as module
+from torchlens_perf.sidecar import schedule as schedule_module
+from torchlens_perf.sidecar.loop import run_sidecar
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.nodes.messages import Collected
+from torchlens_perf.sidecar.rings import segments
+from torchlens_perf.sidecar.schedule import Schedule
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    made = make_run(tmp_path)
+    yield made
+    for folder in local_folders(made.run_id):
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def round_of(made: Sidecar, now_s: float = 0.0) -> None:
+    made.poll()
+    made.account()
+    made.judge(now_s)
+
+
+# -- a sidecar that was killed
+
+
+def test_tail_after_the_end_was_saved(run: RunDirectory) -> None:
+    """Killed after it had saved that the process has ended, and before it kept the records: the next one keeps them."""
+    rank = Rank(run, 0, 1)
+    rank.steps(50, **WORK)
+    rank.close()
+    first, _ = sidecar(run)
+    first.poll()
+    first.account()
+    first.save()
+    first.close()  # SIGKILL
+    again, _ = sidecar(run)
+    again.poll()
+    again.account()
+    again.keep()
+    again.close()
+
+    assert sorted(pd.read_parquet(run.spans)["sequence"]) == list(range(50 * 5))
+    assert (report(run)["ranks"][0]["steps"], report(run)["quality"]["lost"]) == (50, 0)
+    assert not rank.ring_path.exists()
+
+
+def test_tail_between_reading_and_counting(run: RunDirectory) -> None:
+    """Saved after the end was seen, before what was read was counted: the next one counts it."""
+    rank = Rank(run, 0, 1)
+    first, _ = sidecar(run)
+    rank.steps(49, **WORK)
+    first.poll()
+    first.account()
+    rank.steps(50, **WORK)
+    rank.close()
+    first.poll()
+    first.save()
+    first.close()
+    finish(run)
+
+    assert (report(run)["ranks"][0]["steps"], report(run)["quality"]["lost"]) == (99, 0)
+    assert sorted(pd.read_parquet(run.spans)["sequence"]) == list(range(99 * 5))
+
+
+def test_report_of_a_process_that_ended_before_it_was_counted(run: RunDirectory) -> None:
+    """Rank 0's report, written while others go on, holds its last steps."""
+    ranks = [Rank(run, 0), Rank(run, 1)]
+    made, asked = sidecar(run)
+    ranks[0].steps(20, **WORK)
+    ranks[0].close()
+    made.poll()
+    made.sources._sources[ranks[0].ring_path].ended_monotonic_s -= 1.0
+    made.report_if_asked(print)
+
+    assert len(asked) == 1
+    assert [each["steps"] for each in report(run)["ranks"]] == [20, 0]
+    ranks[1].close()
+    made.close()
+
+
+def test_losses_are_counted_once(run: RunDirectory) -> None:
+    """Records that were overwritten are lost once, however often a sidecar begins again."""
+    rank = Rank(run, 0, 1, ring_records=1024)
+    rank.steps(1000, **WORK)
+    for _ in range(3):
+        made, _ = sidecar(run)
+        made.poll()
+        made.account()
+        made.save()
+        made.close()
+    rank.close()
+    finish(run)
+
+    assert report(run)["quality"]["lost"] == 5000 - 1024
+    assert report(run)["quality"]["records"] == 1024
+
+
+# -- rings without metadata
+
+
+def test_ring_whose_process_died_before_it_said_who_it_is(run: RunDirectory) -> None:
+    """The sidecar ends, and says so: it does not wait for it, and does not begin again and again."""
+    rank = Rank(run, 0, 1)
+    rank.steps(12, **WORK)
+    rank.close()
+    dead = create_ring(run, identity_of(run, 1, **dead_process()), 1024)
+    run.register_ring(HOST, dead.path)
+    finish(run)
+
+    assert any("died while it said who it is; 0 records" in note for note in report(run)["quality"]["notes"])
+    assert not dead.path.exists()  # else a finished run could not be replayed
+    dead.close()
+
+
+def test_ring_that_is_about_to_be_filled_is_waited_for(run: RunDirectory) -> None:
+    """A living process that has registered and not published: there is more to come, and it is read when it has."""
+    early = Rank(run, 0, 1)
+    early.steps(5, **WORK)
+    early.close()
+    late = create_ring(run, identity_of(run, 1), 1024)
+    run.register_ring(HOST, late.path)
+    made, _ = sidecar(run)
+    made.poll()
+
+    assert made.sources.has_more_to_come(1000.0)
+    late.set_metadata({})  # whatever else it says
+    late.close()
+    made.close()
+
+
+def test_a_watch_registers_what_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attaching imports for seconds: a process that is killed meanwhile has said who it is."""
+    import torchlens_perf as perf
+    from torchlens_perf.run.ring import Reader
+
+    seen = []
+
+    def register(self: RunDirectory, host: str, ring: Path) -> None:
+        reader = Reader(ring)
+        seen.append(reader.metadata()["identity"]["pid"])
+        reader.close()
+
+    monkeypatch.setattr(RunDirectory, "register_ring", register)
+    with perf.watch(dir=str(tmp_path), sidecar=False, report=False):
+        pass
+
+    assert seen == [os.getpid()]
+
+
+# -- a report that cannot be built
+
+
+def test_state_of_another_node_that_cannot_be_read(run: RunDirectory) -> None:
+    """The report waits for the next one; the sidecar goes on with the ranks that live, and keeps everything."""
+    ended, living = Rank(run, 0), Rank(run, 1)
+    ended.steps(10, **WORK)
+    ended.close()
+    run.node_state("node-b").write_text("{")
+    tried = []
+
+    def build_report(run: RunDirectory, settings: dict[str, Any]) -> None:
+        tried.append(settings)
+        if len(tried) == 1:
+            living.steps(30, **WORK)
+            living.close()
+        report(run)  # raises RunStoreError
+
+    made = Sidecar(run, HOST, None, build_report)
+    lock = SidecarLock(sidecar_lock(run.run_id))
+    assert lock.acquire()
+    assert not run_sidecar(made, lock, None)
+    run.node_state("node-b").unlink()
+
+    assert len(tried) == 2
+    assert [rank["steps"] for rank in report(run)["ranks"]] == [10, 30]
+    assert pd.read_parquet(run.steps).groupby("rank").size().to_dict() == {0: 10, 1: 30}
+
+
+# -- what the exchange says
+
+
+class TroubledExchange:
+    """One that says something, and is closed."""
+
+    def __init__(self, *_: Any) -> None:
+        self.closed = False
+
+    def post(self, payloads: Any) -> None:
+        pass
+
+    def collect(self) -> Collected:
+        return Collected({}, {})
+
+    def notes(self) -> list[str]:
+        return ["closed already"] if self.closed else ["3 windows could not be sent to node 0's sidecar"]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_notes_of_the_exchange_are_told(run: RunDirectory) -> None:
+    """While the run goes on, as they hold then; and those that held at its end."""
+    rank = Rank(run, 1, 4, identity={"local_rank": 0, "local_world_size": 1})
+    made, _ = sidecar(run)
+    made.conclusions.job._open_exchange = TroubledExchange  # type: ignore[assignment]
+    rank.steps(20, **WORK)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("torchlens_perf.recorder.session.job_store", lambda environ: ("127.0.0.1", 1))
+        rank.session.publish()
+    round_of(made)
+    made.save()
+    assert report(run)["quality"]["notes"].count("3 windows could not be sent to node 0's sidecar") == 1
+
+    again, _ = sidecar(run)
+    again.save()
+    assert "3 windows could not be sent to node 0's sidecar" not in report(run)["quality"]["notes"]
+    again.close()
+
+    rank.close()
+    round_of(made)
+    made.end_exchange()
+    made.save()
+    assert report(run)["quality"]["notes"].count("3 windows could not be sent to node 0's sidecar") == 1
+    assert "closed already" not in report(run)["quality"]["notes"]
+    made.close()
+
+
+# -- another process of a rank
+
+
+def collective(rank: Rank, name: str, sequence: int, duration_ns: int) -> None:
+    """A collective that the rank issues in the step in progress."""
+    recorder = rank.session.recorder
+    recorder.start_collectives(rank.session.intern("wait"))  # one recorder of a process does it
+    ticket = recorder.issue(rank.session.intern(name), 0, sequence, 0, 1 << 20)
+    rank.clock.advance(duration_ns)
+    recorder.returned(ticket, int(End.BY_RETURN))
+
+
+def trained(run: RunDirectory, names: list[str], used: str, world_size: int = 2, **identity: Any) -> list[Rank]:
+    """Ranks of a generation that make steps with a collective each."""
+    ranks = []
+    for number in range(world_size):
+        own = {"local_world_size": world_size, "elastic": True, **dead_process(), **identity}
+        rank = Rank(run, number, world_size, identity=own)
+        rank.session.add_group("0", list(range(world_size)), "default_pg")
+        for name in names:
+            rank.session.intern(f"{name} group=0 dtype=float32" + (" root=0" if name == "broadcast" else ""))
+        for step in range(20):
+            full = next(each for each in rank.ring.names() if each.startswith(used))
+            collective(rank, full, step, 1000 * (1 + number))
+            rank.steps(1, **WORK)
+        rank.session.publish()
+        ranks.append(rank)
+    return ranks
+
+
+def test_processes_that_follow_in_the_same_attempt(run: RunDirectory) -> None:
+    """After nodes joined or left, ranks begin again with other name ids and numbers: nothing is joined across."""
+    made, _ = sidecar(run)
+    before = trained(run, ["allreduce", "broadcast"], "allreduce")
+    round_of(made)
+    assert {row.key.operation: row.joined for row in made.state.join.operations()} == {"allreduce": 17}
+
+    living = {"pid": os.getpid(), "process_started": process_started(os.getpid())}
+    after = trained(run, ["broadcast", "allreduce"], "broadcast", **living)
+    round_of(made)
+    made.keep()
+    made.close()
+    again, _ = sidecar(run)  # the rings of those before are gone
+    for rank in after:
+        collective(rank, "broadcast group=0 dtype=float32 root=0", 20, 1000)
+        rank.steps(1, **WORK)
+        rank.close()
+    round_of(again)
+    assert {row.key.operation: (row.records, row.joined) for row in again.state.join.operations()} == {
+        "broadcast": (36, 18)
+    }
+    again.close()
+    for rank in before:
+        rank.session.recorder.abandon()
+
+
+def test_judgement_begins_anew_with_other_processes(run: RunDirectory) -> None:
+    """Steps begin at 0 again: a rank that is slow then is named at once, and not for what its predecessor did."""
+    made, _ = sidecar(run)
+    before = [Rank(run, number, identity={"elastic": True, **dead_process()}) for number in range(2)]
+    for rank, forward in zip(before, (4, 9), strict=True):
+        rank.steps(400, **{**WORK, "forward": forward})
+    round_of(made)
+    assert [each.rank for each in made.state.findings.episodes] == [1]
+    after = [Rank(run, number, identity={"elastic": True}) for number in range(2)]
+    round_of(made, 0.1)
+    assert made.state.findings.episodes == ()
+    for _ in range(10):
+        for rank, forward in zip(after, (9, 4), strict=True):
+            rank.steps(8, **{**WORK, "forward": forward})
+        round_of(made, 0.2)
+
+    (named,) = made.state.findings.episodes
+    assert (named.rank, named.since_step < 16) == (0, True)
+    for rank in after:
+        rank.close()
+    for rank in before:
+        rank.session.recorder.abandon()
+    made.close()
+
+
+def test_ranks_that_are_gone_are_not_waited_for(run: RunDirectory) -> None:
+    """The world has shrunk: who is no part of it any more is no hang, and none of its windows are sent."""
+    made, _ = sidecar(run)
+    before = [Rank(run, number, identity={"elastic": True, **dead_process()}) for number in range(2)]
+    for rank in before:
+        rank.steps(20, **WORK)
+    round_of(made)
+    left = Rank(run, 0, 1, identity={"elastic": True})
+    for now_s in (1.0, 5.0):
+        left.steps(20, **WORK)
+        round_of(made, now_s)
+    round_of(made, 400.0)
+
+    assert set(made.conclusions.job._local) == {0}
+    assert made.state.hang is None or made.state.hang.ranks == (0,)
+    left.close()
+    for rank in before:
+        rank.session.recorder.abandon()
+    made.close()
+
+
+# -- memory
+
+
+def test_step_that_does_not_end(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for its step's end is bounded; what is let go is counted as lost, once."""
+    monkeypatch.setattr(module, "MAX_UNKEPT_RECORDS", 2000)
+    rank = Rank(run, 0, 1)
+    made, _ = sidecar(run)
+    name_id = rank.session.intern("forward")
+    for _ in range(10):
+        for _ in range(1000):
+            rank.session.recorder.begin(Kind.FORWARD, name_id)
+            rank.session.recorder.end(Kind.FORWARD, name_id)
+        made.poll()
+        made.account()
+        (source,) = made.sources
+        assert sum(len(records) for records, _ in source.waiting) <= 2000
+    assert source.state.statistics.lost == 8000
+    made.save()
+    made.close()
+    again, _ = sidecar(run)
+    rank.steps(3, **WORK)
+    rank.close()
+    again.poll()
+    again.account()
+    again.keep()
+    again.close()
+
+    kept = pd.read_parquet(run.spans)["sequence"].tolist()
+    assert kept == list(range(kept[0], 10_015))
+    assert report(run)["quality"]["lost"] + report(run)["quality"]["records"] == 10_015
+    assert report(run)["quality"]["lost"] == 8000
+
+
+def test_full_disk_for_long(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest records wait for space, the others are counted, and writing is tried again from time to time only."""
+    for each in (module, schedule_module):
+        monkeypatch.setattr(each, "MAX_UNKEPT_RECORDS", 500)
+    write, tries = segments.pq.write_table, []
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        tries.append(time.monotonic())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(segments.pq, "write_table", full)
+    rank = Rank(run, 0, 1)
+    made, _ = sidecar(run)
+    schedule = Schedule(0.0)
+    for number in range(100):
+        rank.steps(20, **WORK)
+        made.poll()
+        made.account()
+        unkept = made.unkept_records(), made.sources.max_unkept_share()
+        if schedule.keep_due(0.05 * number, *unkept, failing=made.disk_failed):
+            with pytest.raises(OSError, match="No space"):
+                made.keep()
+    assert len(tries) <= 4  # in 5 s
+    assert made.unkept_records() <= 600
+    monkeypatch.setattr(segments.pq, "write_table", write)
+    rank.close()
+    made.poll()
+    made.account()
+    waiting = made.unkept_records()
+    made.keep()
+    made.close()
+    value = report(run)
+
+    assert pd.read_parquet(run.spans)["sequence"].tolist() == list(range(100 * 100 - waiting, 100 * 100))
+    assert (value["ranks"][0]["steps"], value["quality"]["lost"]) == (2000, 10_000 - waiting)
+    assert f"{10_000 - waiting} records could not be written to the run directory" in "\n".join(
+        value["quality"]["notes"]
+    )
+
+
+# -- what a killed process leaves
+
+
+def test_stack_file_of_a_killed_process_is_removed(run: RunDirectory) -> None:
+    """Nobody else does, and the folder could not go."""
+    rank = Rank(run, 0, 1, identity=dead_process())
+    rank.steps(3, **WORK)
+    stack = rank.ring_path.with_suffix(".stack")
+    stack.touch()
+    finish(run)
+
+    assert not stack.exists()
+    assert not rank.ring_path.parent.exists()
+    rank.session.recorder.abandon()

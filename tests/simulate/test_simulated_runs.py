@@ -1,0 +1,339 @@
+"""Runs made of simulated ranks: the files, the command, and the verdicts, which are those of the rows."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.ranks import Rank, make_run
+from tests.support.simulations import judged, simulation, table_of
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.analysis.stragglers.detector import Findings
+from torchlens_perf.commands.simulate import add_command, record
+from torchlens_perf.errors import ConfigError, TorchlensPerfError
+from torchlens_perf.report.build import build
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.ring import Kind, Reader
+from torchlens_perf.sidecar.host import process as host_signals
+from torchlens_perf.sidecar.replay import replay
+from torchlens_perf.sidecar.rings import segments
+from torchlens_perf.simulate.rings import SimulatedRank, Timeline
+from torchlens_perf.simulate.simulation import Topology
+
+
+def verdicts(findings: Findings) -> list[tuple[Any, ...]]:
+    """What a person would be told, without the figures' last digits."""
+    return [
+        (e.rank, e.phase, e.since_step, e.until_step, e.named_step, round(e.excess_ns / 1e5)) for e in findings.episodes
+    ]
+
+
+def test_recorded_steps_are_those_simulated(tmp_path: Path) -> None:
+    """What the recorder writes of simulated steps, read back, has their durations, parts, workload and flags to the
+    nanosecond, and the mesh's groups as a real rank tells them."""
+    run, topology = make_run(tmp_path), Topology(2, 2, 2, node_size=2)
+    steps = simulation(
+        "variable_length:reported=yes", "pauses:share=0.2,every=4", topology=topology, noise=0.5
+    ).block(0)  # fmt: skip
+    timeline = Timeline.of(steps)
+    assert min(timeline.gradients_ns.min(), timeline.norm_ns.min(), timeline.tensor_wait_ns.min()) >= 0
+    for rank in range(topology.ranks):
+        simulated = SimulatedRank(run, "node-0000", topology, rank, Anchor(10**12, 10**18, 0), "note")
+        path = run.registered_rings("node-0000")[-1]
+        assert path.is_relative_to(run.path)  # nothing in shared memory, should it be interrupted
+        simulated.record(timeline)
+        simulated.close()
+        reader = Reader(path)
+        table, expected = assemble_steps(reader.read(final=True).records), table_of(steps, rank, 10**12)
+        described = {group["description"] for group in reader.metadata()["groups"].values()}
+        reader.close()
+
+        assert described == {"default_pg", "mesh_tp", "mesh_dp", "mesh_pp"}
+        for name in ("step", "start_ns", "duration_ns", "workload", "flags"):
+            assert (getattr(table, name) == getattr(expected, name)).all(), name
+        close = np.abs(table.parts_ns - expected.parts_ns) <= 8  # a nanosecond each time that a part was divided
+        assert close.all()
+
+
+def test_collectives_tell_who_came_last(tmp_path: Path) -> None:
+    """Of a collective's records, by group and sequence number, the shortest is that of the rank that came last, and all
+    members leave it together."""
+    topology = Topology(2, 2)
+    run = make_run(tmp_path)
+    steps = simulation("constant:rank=2,share=0.5,phase=backward", topology=topology, noise=0.02).block(0)
+    waited: dict[str, dict[int, np.ndarray]] = {}
+    left: dict[str, list[np.ndarray]] = {}
+    for rank in range(4):
+        simulated = SimulatedRank(run, "node-0000", topology, rank, Anchor(10**12, 10**18, 0), "note")
+        path = run.registered_rings("node-0000")[-1]
+        simulated.record(Timeline.of(steps))
+        simulated.close()
+        reader = Reader(path)
+        records, names = reader.read(final=True).records, list(reader.names())
+        reader.close()
+        for name_id in np.unique(records["name_id"][records["kind"] == Kind.COLLECTIVE]):
+            chosen = records[(records["kind"] == Kind.COLLECTIVE) & (records["name_id"] == name_id)]
+            assert (chosen["value1"] == np.arange(len(chosen))).all()
+            waited.setdefault(names[name_id], {})[rank] = chosen["duration_ns"]
+            left.setdefault(names[name_id], []).append(chosen["start_ns"] + chosen["duration_ns"])
+
+    in_tensor_group = waited["allreduce group=tp-2 dtype=bfloat16"]
+    assert (in_tensor_group[2][1::2] < in_tensor_group[3][1::2]).all()  # each second one is in backward
+    in_data_group = waited["allreduce group=dp-0 dtype=bfloat16"]
+    assert (in_data_group[2] < in_data_group[0]).all()
+    assert set(waited["allreduce group=0 dtype=bfloat16"]) == {0, 1, 2, 3}
+    for group in ("tp-2", "dp-0", "dp-1"):
+        first, second = left[f"allreduce group={group} dtype=bfloat16"]
+        assert np.abs(first - second).max() < 100, group
+
+
+def test_metadata_is_that_of_a_real_rank(tmp_path: Path) -> None:
+    """A simulated rank tells the sidecar the same facts as a watch does, so that a new one is not forgotten here."""
+    run = make_run(tmp_path)
+    real = Rank(run, 0)
+    simulated = SimulatedRank(run, "node-0000", Topology(2), 1, Anchor(1, 2, 3), "note")
+    told = []
+    for path in (real.ring_path, run.registered_rings("node-0000")[-1]):
+        reader = Reader(path)
+        told.append(reader.metadata())
+        reader.close()
+    real.close()
+    simulated.close()
+
+    assert told[0].keys() == told[1].keys()
+    assert told[0]["identity"].keys() == told[1]["identity"].keys()
+    assert told[0]["settings"].keys() == told[1]["settings"].keys()
+
+
+@pytest.mark.parametrize(
+    "fault", ["constant:rank=3,share=0.1,phase=forward,since=64", "moving:ranks=1+4,share=0.1,every=70", ""]
+)
+def test_files_and_rows_say_the_same(fault: str, tmp_path: Path) -> None:
+    """Through ring files and the sidecar, and straight to the judge, a run leads to the same verdicts."""
+    run = make_run(tmp_path)
+    faults = [fault] if fault else []
+    record(simulation(*faults, noise=0.05), 160, run, "note")
+    from_files = node_state.load_all(run)[0].findings
+    from_rows = judged(simulation(*faults, noise=0.05), 160)
+
+    assert verdicts(from_files) == verdicts(from_rows)
+    assert bool(verdicts(from_files)) == bool(fault)
+    assert from_files.rows == from_rows.rows
+
+
+def test_modules_of_a_slow_rank_are_judged_too(tmp_path: Path) -> None:
+    """The sidecar knows which modules are slower on the rank that it names, without the report's tables."""
+    run = make_run(tmp_path)
+    record(simulation("constant:rank=3,share=0.25,phase=forward", noise=0.05), 120, run, "note")
+    state = node_state.load_all(run)[0]
+    (group,) = state.named.groups
+    names = next(iter(state.processes.values())).statistics.modules
+
+    assert (group.lead.rank, len(group.slower_modules_ns)) == (3, 3)
+    assert group.slower_modules_ns.keys() < names.keys()
+    assert min(group.slower_modules_ns.values()) > 0.05 * 200e6 / len(names)  # the fault is in all of them alike
+
+
+def test_all_that_was_recorded_is_kept(tmp_path: Path) -> None:
+    """Every step of every rank is in the run's segments, nothing was lost, and no ring file is left behind."""
+    run = make_run(tmp_path)
+    record(simulation(topology=Topology(4, 2, 2, node_size=8)), 300, run, "note")  # more than a ring file holds
+    state = node_state.load_all(run)[0]
+
+    assert {p.identity.rank for p in state.processes.values()} == set(range(16))
+    assert all(p.statistics.counted_steps == 300 and p.statistics.lost == 0 for p in state.processes.values())
+    assert {p.identity.host for p in state.processes.values()} == {"node-0000", "node-0001"}
+    kept = sum(len(records) for _, records, _, _ in segments.read_chunks(run, "node-0000"))
+    assert kept == sum(p.statistics.records for p in state.processes.values())
+    assert not list(tmp_path.rglob("*.ring"))
+
+
+def test_the_process_that_simulates_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel tells of it, as that it waits for a CPU, is nothing that a simulated rank did."""
+    monkeypatch.setattr(host_signals, "_MIN_S", 0.0)
+    run = make_run(tmp_path)
+    record(simulation(topology=Topology(2)), 300, run, "note")
+    state = node_state.load_all(run)[0]
+
+    assert [process.cpu_wait for process in state.processes.values()] == [[0.0, 0.0]] * 2
+
+
+def test_slow_link_is_found_in_files(tmp_path: Path) -> None:
+    """The collectives of simulated ranks join, and a slow group among its peers is told from slow ranks."""
+    run = make_run(tmp_path)
+    record(simulation("link:rank=3,share=0.2", topology=Topology(4, 4)), 96, run, "note")
+    report = build(run.run_id, node_state.load_all(run))
+
+    assert report["verdicts"][0]["kind"] == "slow_link"
+    assert "3-15/4" in report["verdicts"][0]["text"]
+    assert not [verdict for verdict in report["verdicts"] if verdict["kind"] == "straggler"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "topology", "kind", "where"),
+    [
+        ("link:rank=3,share=0.2", Topology(4, 4), "slow_link", (3, 7, 11, 15)),
+        ("constant:rank=2,share=0.4", Topology(1, 1, 3), "imbalance", (2,)),
+    ],
+)
+def test_alerts_on_what_is_no_ranks_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, topology: Topology, kind: str, where: tuple[int, ...]
+) -> None:
+    """What the report says besides slow ranks is told as an alert, once; a replay tells it under the same id."""
+    live, again, run = MemoryExporter(), MemoryExporter(), make_run(tmp_path)
+    monkeypatch.setattr("torchlens_perf.exporters.otlp_environment.exporter_from_environment", lambda _: live)
+    record(simulation(fault, topology=topology), 96, run, "note")
+    replay(run, again)
+    report = build(run.run_id, node_state.load_all(run))
+    (verdict,) = [each for each in report["verdicts"] if each["kind"] == kind]
+    (told,) = [each for each in live.alerts if each.kind == kind]
+
+    assert (told.change, told.ranks) == ("started", where)
+    assert told.text.partition(":")[0] == verdict["text"].partition(":")[0]
+    assert told.cost_s == pytest.approx(verdict["cost_s_per_step"], rel=0.5)
+    assert [each.id for each in again.alerts if each.kind == kind] == [told.id]
+
+
+def command(*arguments: str) -> int:
+    """The command as the command line calls it."""
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    options = parser.parse_args(["simulate", *arguments])
+    code: int = options.command(options)
+    return code
+
+
+def test_command_makes_a_run_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --out there is a run directory, and the report on it names the rank that was planted, and says that it is
+    simulated."""
+    out = tmp_path / f"{tmp_path.name}-run"
+    fault = "constant:rank=3,share=0.25,phase=forward,since=40"
+    assert command("--topology", "dp=4,tp=2", "--fault", fault, "--steps", "120", "--out", str(out)) == 0
+
+    said = capsys.readouterr().out
+    assert "Rank 3 (node-0000) is slow in the forward pass" in said
+    assert "since step 40" in said
+    assert f"simulated: {fault}" in said
+    assert "Rank 3" in RunDirectory(out).report.read_text()
+
+
+def test_command_judges_rows_of_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --rows hundreds of ranks are judged, stages apart, and each verdict is held against what was planted."""
+    fault = "constant:rank=300,share=0.08,since=64"
+    assert (
+        command("--rows", "--topology", "dp=32,tp=4,pp=4", "--fault", fault, "--steps", "128", "--noise", "0.05") == 0
+    )
+    named = capsys.readouterr().out
+    assert command("--rows", "--ranks", "16", "--steps", "64", "--fault", "constant:rank=3,share=0.01") == 0
+    missed = capsys.readouterr().out
+
+    assert "rank 300 is slow in compute since step 6" in named
+    assert named.count("as planted") == 1
+    assert "nothing was planted" not in named
+    assert "planted and not named: rank 3" in missed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [(["--ranks", "8", "--steps", "8"], "8 steps are too few"), (["--ranks", "1"], "no two ranks do the same work")],
+)
+def test_command_says_that_nothing_could_be_compared(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing was compared, that is said, and no figure stands for it."""
+    assert command("--rows", *arguments) == 0
+    said = capsys.readouterr().out
+
+    assert said.startswith(f"nothing could be compared: {why}\n")
+    assert "inf" not in said
+    assert " 0.0 ms;" not in said
+    assert "no rank is slow" not in said
+
+
+def test_command_tells_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    """A slow node costs what all of its ranks do, now and afterwards; the last slow step is told, not the one after."""
+    assert command("--rows", "--ranks", "32", "--fault", "node:node=1,share=0.1,since=64", "--spread", "0") == 0
+    now = capsys.readouterr().out
+    fault = "node:node=1,share=0.1,since=64,until=128"
+    assert command("--rows", "--ranks", "32", "--fault", fault, "--noise", "0.01") == 0
+    over = capsys.readouterr().out
+
+    (cost_ms,) = re.findall(r"^node-0001 is slow .* costs ([\d.]+) ms", now, re.MULTILINE)
+    assert float(cost_ms) > 15
+    told = r"^rank \d+ was slow in compute to step 12[37] since step 64, .* costs ([\d.]+) ms"
+    costs_ms = re.findall(told, over, re.MULTILINE)
+    assert len(costs_ms) == 8
+    assert min(map(float, costs_ms)) > 15
+
+
+def test_short_steps_are_judged_in_wider_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of 2 ms are judged some sixteen at a time, as in life, and a last piece that fills no row is left out."""
+    assert command("--rows", "--step-ms", "2", "--steps", "708", "--fault", "constant:rank=1,share=0.2") == 0
+
+    assert "rank 1 is slow" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "--fault", "constant:rank=1"], "constant needs share"),
+        (["--rows", "--fault", "konstant:rank=1,share=1"], "unknown fault 'konstant'"),
+        (["--rows", "--fault", "constant:rank=1,share=much"], "share=much is not a number"),
+        (["--rows", "--fault", "constant:rank=8,share=1"], "rank 8 is not among the job's 8 ranks"),
+        (["--rows", "--fault", "constant:rank=1,share=-1"], "share must be above 0"),
+        (["--rows", "--fault", "constant:rank=1,share=1,phase=lunch"], "phase must be one of"),
+        (["--rows", "--fault", "constant:rank=1,share=1,when=now"], "constant has no 'when'"),
+        (["--rows", "--fault", "moving:ranks=1-2,share=1"], "ranks like 1+2+3"),
+        (["--rows", "--fault", "moving:ranks=1+2,share=1,every=0"], "every must be 1 step or more"),
+        (["--rows", "--fault", "intermittent:rank=1,share=1,slow=5"], "slow must be 1 to 4"),
+        (["--rows", "--fault", "node:node=1,share=1"], "node 1 is not among the job's 1 nodes"),
+        (["--rows", "--fault", "link:rank=1,share=1,dimension=xp"], "dimension must be dp or tp"),
+        (["--rows", "--fault", "variable_length:reported=maybe"], "reported=maybe is not yes or no"),
+        (["--rows", "--topology", "dp=3,x=2"], "--topology is like"),
+        (["--rows", "--topology", "dp=0"], "dp must be 1 or more"),
+        (["--rows", "--topology", "dp=3", "--ranks", "4"], "do not agree"),
+        (["--rows", "--noise", "-1"], "noise must be"),
+        (["--rows", "--noise", "nan"], "noise must be"),
+        (["--rows", "--spread", "2"], "spread must be"),
+        (["--rows", "--step-ms", "0"], "a step's work must be"),
+        (["--rows", "--steps", "0"], "--steps must be"),
+        (["--rows", "--seed", "-1"], "seed must be 0 or more, got -1"),
+        (["--ranks", "100"], "64 ranks at most"),
+        ([], "--out DIR is missing"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
+    """What a user gets wrong is a ConfigError of one line that says what to do."""
+    with pytest.raises(ConfigError) as raised:
+        command(*arguments)
+
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_run_directory_is_not_overwritten(tmp_path: Path) -> None:
+    """A run directory that is there already is left alone."""
+    run = make_run(tmp_path)
+    with pytest.raises(TorchlensPerfError, match="is a run directory already"):
+        command("--out", str(run.path))
+
+
+def test_same_time_on_all_hosts(tmp_path: Path) -> None:
+    """A step ends at the same time on all ranks, by the one monotonic clock that a sidecar knows and by the wall."""
+    run = make_run(tmp_path)
+    record(simulation(), 20, run, "note")
+    times = {}
+    for origin, records, _, _ in segments.read_chunks(run, "node-0000"):
+        ends = records[records["kind"] == Kind.STEP]
+        times[origin.rank] = (int(ends["start_ns"][5]), int(ends["start_ns"][5]) - origin.anchor.monotonic_ns)
+
+    assert len({monotonic for monotonic, _ in times.values()}) == 1
+    assert len({since for _, since in times.values()}) == 1

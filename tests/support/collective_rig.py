@@ -1,0 +1,64 @@
+"""A recorder that collects: what taps and timed waits do with it, in short words, over either implementation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.support.recorders import Rig
+from torchlens_perf.recorder.recorder import End
+from torchlens_perf.run.ring import Kind
+
+NAME = "allreduce group=0 dtype=float32"
+
+
+class CollectiveRig(Rig):
+    """A recorder that collects, and short words for what a tap and a timed wait do."""
+
+    def __init__(self, implementation: ModuleType, folder: Path, **settings: Any) -> None:
+        super().__init__(implementation, folder, **settings)
+        self.recorder.start_collectives(self.ring.intern("wait"))
+
+    def issue(self, sequence: int = 0, *, group: int = 0, name: str = NAME, flags: int = 0, size: int = 4096) -> Any:
+        """Before the operation."""
+        return self.recorder.issue(self.ring.intern(name), group, sequence, flags, size)
+
+    def call(self, sequence: int, end: End, *, call_ns: int = 5, **operation: Any) -> None:
+        """An operation whose issuing call takes `call_ns`."""
+        issued = self.issue(sequence, **operation)
+        self.clock.advance(call_ns)
+        self.recorder.returned(issued, int(end))
+
+    def wait(self, nanoseconds: int) -> None:
+        """A wait of the calling thread."""
+        self.recorder.begin_wait()
+        self.clock.advance(nanoseconds)
+        self.recorder.end_wait()
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """The collectives that were written since the last look."""
+        return [each for each in self.records() if each["kind"] == Kind.COLLECTIVE]
+
+
+def sequence(record: dict[str, Any]) -> int:
+    return record["value1"] & 0xFFFFFFFF
+
+
+def on_autograds_thread(function: Callable[..., Any], *args: Any) -> None:
+    """Runs it on a thread that has the name of those that autograd computes on for a device."""
+
+    def named() -> None:
+        Path("/proc/thread-self/comm").write_text("pt_autograd_0")
+        function(*args)
+
+    on_thread(named)
+
+
+def on_thread(function: Callable[..., Any], *args: Any) -> None:
+    """Runs it on a thread that is not the recorder's owner."""
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    thread.join()

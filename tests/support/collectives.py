@@ -1,0 +1,63 @@
+"""Collective records made by hand, as ranks write them into their rings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from torchlens_perf.analysis.collectives.join import CollectiveJoin
+from torchlens_perf.run.ring import Flag, Kind, record_dtype
+
+US = 1000
+
+
+class Issued(NamedTuple):
+    """One operation on one rank."""
+
+    name: str
+    sequence: int
+    duration_ns: int
+    bytes: int = 1 << 20
+    flags: int = int(Flag.COMPLETED)
+    start_ns: int = 0
+
+
+def world(ranks: int) -> dict[str, dict[str, str]]:
+    """What ranks publish of the default group."""
+    return {"0": {"ranks": f"0-{ranks - 1}", "description": "default_pg"}}
+
+
+def records(issued: Sequence[Issued], names: list[str] | None = None) -> tuple[np.ndarray, list[str]]:
+    """A ring's records, and its names: those it had, if given, and the new ones."""
+    names = list(dict.fromkeys([*(names or ["(other)"]), *(each.name for each in issued)]))
+    made = np.zeros(len(issued), record_dtype())
+    for record, each in zip(made, issued, strict=True):
+        record["kind"], record["name_id"], record["flags"] = Kind.COLLECTIVE, names.index(each.name), each.flags
+        record["duration_ns"], record["nested_ns"] = each.duration_ns, 5 * US
+        record["start_ns"] = each.start_ns
+        record["value0"], record["value1"] = each.bytes, each.sequence & 0xFFFFFFFF | 7 << 32
+    return made, names
+
+
+def joined(
+    by_rank: Mapping[int, Sequence[Issued]], groups: Mapping[str, Mapping[str, str]] | None = None, attempt: int = 0
+) -> CollectiveJoin:
+    """A join that was fed with all of it at once."""
+    join = CollectiveJoin()
+    add(join, by_rank, groups if groups is not None else world(len(by_rank)), attempt)
+    return join
+
+
+def add(
+    join: CollectiveJoin,
+    by_rank: Mapping[int, Sequence[Issued]],
+    groups: Mapping[str, Mapping[str, str]],
+    attempt: int = 0,
+) -> None:
+    """One round: every rank's new records. A rank's names must be the same in every round."""
+    join.set_ranks(attempt, by_rank)
+    for rank, issued in by_rank.items():
+        join.add(attempt, rank, *records(issued), groups)
+    join.join()

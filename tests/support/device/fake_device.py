@@ -1,0 +1,251 @@
+"""A device without a GPU: the fake driver, and what tests do to it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.support.device.shim_kernels import COMPILER, HERE
+from torchlens_perf.cuda.aggregate import DeviceAggregate
+from torchlens_perf.cuda.driver import Arguments, Driver
+from torchlens_perf.cuda.stamps import DeviceRing
+from torchlens_perf.errors import DeviceError
+
+_MORE = {
+    "cuModuleLoadData": [ctypes.c_void_p, ctypes.c_void_p],
+    "cuModuleGetFunction": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p],
+    "cuStreamCreate": [ctypes.c_void_p, ctypes.c_uint],
+    "cuStreamBeginCapture_v2": [ctypes.c_void_p, ctypes.c_int],
+    "cuStreamEndCapture": [ctypes.c_void_p, ctypes.c_void_p],
+    "cuGraphLaunch": [ctypes.c_void_p, ctypes.c_void_p],
+    "cuEventCreate": [ctypes.c_void_p, ctypes.c_uint],
+    "cuEventRecord": [ctypes.c_void_p, ctypes.c_void_p],
+    "cuEventQuery": [ctypes.c_void_p],
+    "cuEventElapsedTime_v2": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p],
+    "cuCtxSynchronize": [],
+}
+
+
+def compile_driver(target: Path) -> Path:
+    """Compiles the fake driver. Raises CalledProcessError."""
+    flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
+    command = [str(COMPILER), *flags, "-o", str(target), str(HERE / "fake_driver.cpp"), "-ldl"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return target
+
+
+class FakeDevice:
+    """One device of its own: each library that is loaded has its own clock, streams and counters."""
+
+    def __init__(self, library: Path, kernels: Path) -> None:
+        """library: what compile_driver() made, a copy for each device; kernels: what compile_kernels() made."""
+        os.environ["FAKE_DRIVER_KERNELS"] = str(kernels)
+        self.driver = Driver(str(library))
+        self._library = ctypes.CDLL(str(library))
+        for name, types in _MORE.items():
+            getattr(self._library, name).argtypes = types
+        for name in ("fake_now_ns", "fake_synchronizations", "fake_device_bytes", "fake_calls"):
+            getattr(self._library, name).restype = ctypes.c_uint64
+        self._library.fake_advance.argtypes = [ctypes.c_uint64]
+        self._library.fake_calls.argtypes = [ctypes.c_char_p]
+        self._module = self.call_for_handle("cuModuleLoadData", None)
+
+    def call_for_handle(self, name: str, *arguments: Any) -> int:
+        """Calls a function whose first parameter is where it writes a handle."""
+        handle = ctypes.c_void_p()
+        assert getattr(self._library, name)(ctypes.byref(handle), *arguments) == 0, name
+        return handle.value or 0
+
+    def functions(self, *names: str) -> dict[str, int]:
+        """Kernels' handles by name."""
+        return {
+            name: self.call_for_handle("cuModuleGetFunction", ctypes.c_void_p(self._module), name.encode())
+            for name in names
+        }
+
+    def new_stream(self) -> int:
+        """Another stream than the default one, which is 0."""
+        return self.call_for_handle("cuStreamCreate", 0)
+
+    def advance(self, duration_ns: int) -> None:
+        """Lets time pass, on the host and on the device."""
+        self._library.fake_advance(duration_ns)
+
+    def now_ns(self) -> int:
+        """The host's clock and the device's, which are the same."""
+        return int(self._library.fake_now_ns())
+
+    @property
+    def synchronizations(self) -> int:
+        """How often somebody has waited for the device."""
+        return int(self._library.fake_synchronizations())
+
+    @property
+    def live_bytes(self) -> int:
+        """Device memory that is allocated."""
+        return int(self._library.fake_device_bytes())
+
+    def calls(self, name: str) -> int:
+        """How often a function of the driver was called."""
+        return int(self._library.fake_calls(name.encode()))
+
+    def synchronize(self) -> None:
+        """What a user's loss.item() does."""
+        self._library.cuCtxSynchronize()
+
+    def spin(self, duration_ns: int, stream: int = 0) -> None:
+        """Enqueues work of that duration."""
+        function = self.functions("spin")["spin"]
+        self.driver.launch(function, 1, 32, 0, stream, Arguments([np.uint64(duration_ns)]))
+
+    def begin_capture(self, stream: int) -> None:
+        """From here on, what is enqueued on the stream becomes part of a graph."""
+        assert self._library.cuStreamBeginCapture_v2(stream, 0) == 0
+
+    def end_capture(self, stream: int) -> int:
+        """The graph."""
+        graph = ctypes.c_void_p()
+        assert self._library.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+        return graph.value or 0
+
+    def replay(self, graph: int, stream: int = 0) -> None:
+        """Enqueues the graph."""
+        assert self._library.cuGraphLaunch(graph, stream) == 0
+
+
+class FakeEvent:
+    """torch.cuda.Event(enable_timing=True), on the fake driver."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._library = device._library
+        self._handle = device.call_for_handle("cuEventCreate", 0)
+
+    def record(self, stream: int = 0) -> None:
+        """Enqueues the event."""
+        assert self._library.cuEventRecord(self._handle, stream) == 0
+
+    def query(self) -> bool:
+        """Whether the device has reached it. Raises RuntimeError during a capture, as torch does."""
+        status = self._library.cuEventQuery(self._handle)
+        if status not in (0, 600):
+            raise RuntimeError(f"CUDA error {status}")
+        return bool(status == 0)
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        """Milliseconds from this event to a later one. Raises RuntimeError where one has not been reached."""
+        milliseconds = ctypes.c_float()
+        status = self._library.cuEventElapsedTime_v2(ctypes.byref(milliseconds), self._handle, later._handle)
+        if status:
+            raise RuntimeError(f"CUDA error {status}")
+        return milliseconds.value
+
+
+class FakeEvents:
+    """What cuda.events.TorchEvents is on a GPU: a current stream, which tests change, and a stream of our own."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self.stream = 0
+        self.aside = device.new_stream()
+        self.made = 0
+        self.fast = 0.0  # by how much of a second the device's clock gains on the host's each second
+
+    def new(self) -> FakeEvent:
+        self.made += 1
+        events = self
+
+        class Drifting(FakeEvent):
+            def elapsed_time(self, later: FakeEvent) -> float:
+                return super().elapsed_time(later) * (1 + events.fast)
+
+        return Drifting(self.device)
+
+    def record(self, event: FakeEvent) -> int | None:
+        if self.capturing():
+            return None
+        event.record(self.stream)
+        return self.stream
+
+    def record_aside(self, event: FakeEvent) -> None:
+        event.record(self.aside)
+
+    def capturing(self) -> bool:
+        return self.device.driver.is_capturing(self.stream)
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        return self.device.driver.relaxed_captures()
+
+    def now_ns(self) -> int:
+        """The host's clock, which goes on by 200 ns with each reading."""
+        self.device.advance(200)
+        return self.device.now_ns()
+
+
+class FakeTorchDevice:
+    """What hooks.stamps.Device is on a GPU."""
+
+    def __init__(self, device: FakeDevice, slots: int = 4, places: int = 64) -> None:
+        self.device, self.current_stream, self.slots, self.places = device, 0, slots, places
+        self.index = 0
+        self.made: DeviceRing | None = None
+        self.missing = ""
+
+    def stream(self) -> int:
+        return self.current_stream
+
+    def current(self) -> int:
+        return self.index
+
+    def capturing(self) -> bool:
+        return self.device.driver.is_capturing(self.current_stream)
+
+    def ring(self) -> DeviceRing:
+        if self.missing:
+            raise DeviceError(self.missing)
+        if self.made is None:
+            functions = self.device.functions("stamp", "reduce_window")
+            self.made = DeviceRing(self.device.driver, functions, self.slots, self.places)
+        return self.made
+
+    def earlier_ring(self) -> DeviceRing | None:
+        return self.made
+
+    def now_ns(self) -> int:
+        """The host's clock, which goes on with each reading."""
+        self.device.advance(1000)
+        return self.device.now_ns()
+
+    def group(self) -> Any:
+        """With gloo, which reduces this device's memory, as it is the host's."""
+        return dist.new_group()
+
+    def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
+        functions = self.device.functions("merged_quantiles", "rank_scores")
+        self.aside_stream = self.device.new_stream()
+        return DeviceAggregate(self, self.device.driver, functions, ring, group)
+
+    def all_agree(self, group: Any, *, able: bool) -> bool:
+        flag = torch.tensor(int(able))
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group)
+        return bool(flag)
+
+    @contextmanager
+    def aside(self) -> Iterator[int]:
+        """gloo does not wait for streams: what is enqueued is done before."""
+        self.device.advance(10_000_000_000)
+        yield self.aside_stream
+
+    def zeros(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int64)
+
+    def words(self, address: int, count: int) -> torch.Tensor:
+        return torch.frombuffer((ctypes.c_int64 * count).from_address(address), dtype=torch.int64)

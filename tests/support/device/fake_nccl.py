@@ -1,0 +1,128 @@
+"""NCCL without a GPU, from Python: fake_nccl.c with a plugin of its own, around operations of a real recorder."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.support.collective_rig import CollectiveRig
+from torchlens_perf.recorder import nccl_plugin
+from torchlens_perf.recorder.nccl_plugin import NcclPlugin
+from torchlens_perf.recorder.recorder import End
+from torchlens_perf.run.ring import Flag
+
+HERE = Path(__file__).parent
+INTERFACES = {4: (2, 27, 7), 5: (2, 28, 9), 6: (2, 29, 7)}
+SEEN, SEEN_V4 = 4 | 512 | 1024, 4  # P2p, CollApi, P2pApi
+TIMED = 2 | 64  # Coll, KernelCh
+ON = SEEN | TIMED
+NCCL_S_CLOCK_NS = 1_700_000_000_000_000_000  # what a device's clock is ahead of the host's
+
+
+def compile_nccl(target: Path, *flags: str) -> Path:
+    """Compiles fake_nccl.c. Raises CalledProcessError."""
+    compiler = shutil.which("gcc") or "cc"
+    command = [compiler, "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", *flags, "-o", str(target)]
+    command += [str(HERE / "fake_nccl.c"), "-ldl", "-lpthread"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return target
+
+
+class FakeNccl:
+    """One NCCL, with a copy of the plugin: each copy has a state of its own."""
+
+    def __init__(self, library: Path, folder: Path, interface: int) -> None:
+        """library: what compile_nccl(..., "-shared", "-fPIC") made. interface: the newest that this NCCL knows."""
+        built = nccl_plugin.path()
+        assert built is not None
+        self.file = folder / "plugin.so"
+        own = folder / "libnccl.so"
+        shutil.copy(built, self.file)
+        shutil.copy(library, own)
+        self.plugin = NcclPlugin(self.file)
+        self.interface = interface
+        self.library = ctypes.CDLL(str(own))
+        for name in ("fake_communicator", "fake_call", "fake_collective"):
+            getattr(self.library, name).restype = ctypes.c_void_p
+        self.library.fake_call.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+        self.library.fake_collective.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+        self.library.fake_group_end.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+        self.library.fake_replay.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+        times = [ctypes.c_uint64, ctypes.c_uint64]
+        self.library.fake_kernel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *times]
+        self.library.fake_kernel_began.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, times[0]]
+        self.library.fake_kernel_ended.argtypes = [ctypes.c_void_p, ctypes.c_int, times[0]]
+        self.library.fake_finalize.argtypes = [ctypes.c_void_p]
+        for name in ("fake_number_works", "fake_progress", "fake_posted"):
+            getattr(self.library, name).argtypes = [ctypes.c_void_p]
+        self.library.fake_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *times]
+        self.library.fake_cost_ns.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+        self.library.fake_cost_ns.restype = ctypes.c_double
+
+    def load(self) -> int:
+        """As at the first communicator: which of the plugin's interfaces it takes."""
+        return int(self.library.fake_load(self.interface))
+
+    def communicator(self, ranks: int = 2, rank: int = 0) -> int:
+        """The plugin's context of a new communicator."""
+        context = self.library.fake_communicator(ranks, rank)
+        assert context
+        return int(context)
+
+    def expected_mask(self, *, timing: bool) -> int:
+        """What this interface is asked for until timing is given up."""
+        return (SEEN_V4 if self.interface == 4 else SEEN) | (TIMED if timing else 0)
+
+    @property
+    def mask(self) -> int:
+        """Which events NCCL tells of."""
+        return int(self.library.fake_mask())
+
+    def __getattr__(self, name: str) -> Any:
+        """fake_collective() as collective(), and so on."""
+        return getattr(self.library, f"fake_{name}")
+
+
+class NcclRig(CollectiveRig):
+    """A recorder on the host's real clock, and an NCCL whose plugin writes into it."""
+
+    def __init__(self, implementation: ModuleType, folder: Path, library: Path, interface: int) -> None:
+        rings = folder / "rings"
+        rings.mkdir()
+        super().__init__(implementation, rings, clock=None, capacity=1 << 14)
+        self.nccl = FakeNccl(library, folder, interface)
+        os.environ[nccl_plugin.VARIABLE] = str(self.nccl.file)
+        try:
+            assert self.nccl.load() == interface
+        finally:
+            del os.environ[nccl_plugin.VARIABLE]
+        assert self.nccl.plugin.attach()
+        self.nccl.plugin.switch(on=True)
+        self.context = self.nccl.communicator()
+        self.ring.add_group("0")
+
+    def device_ns(self, since_now_ns: int = 0) -> int:
+        """The device's clock."""
+        return self.recorder.now_ns() + NCCL_S_CLOCK_NS + since_now_ns
+
+    def collective(self, number: int, channels: int = 2, *, flags: int = int(Flag.ASYNC)) -> int:
+        """A collective of torch that is one of NCCL; what NCCL has under way of it."""
+        issued = self.issue(number, flags=flags)
+        task = self.nccl.collective(self.context, 0, channels)
+        self.recorder.returned(issued, int(End.UNKNOWN))
+        return int(task)
+
+    def kernel(self, task: int, duration_ns: int = 1000) -> None:
+        """It runs, and ends just now."""
+        now_ns = self.device_ns()
+        self.nccl.kernel(self.context, task, now_ns - duration_ns, now_ns)
+
+    def close(self) -> None:
+        self.nccl.plugin.switch(on=False)
+        self.nccl.plugin.detach()
+        super().close()

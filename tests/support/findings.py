@@ -1,0 +1,38 @@
+"""Findings made by hand, for what is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
+from torchlens_perf.analysis.stragglers.episodes import Episode
+from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.words.hang import OpenHang
+
+MS = 1e6
+PLACES = {rank: Placement(f"node-{'ab'[rank // 4]}", "same") for rank in range(8)}
+"""Two nodes of four ranks."""
+
+
+def episode(rank: int = 3, since: int = 100, until: int | None = None, **changed: Any) -> Episode:
+    """A rank that is 20 ms slower than the others' 60 ms in the backward pass, of steps that last 100 ms."""
+    values: dict[str, Any] = {
+        "rank": rank, "phase": "backward", "since_step": since, "from_start": False, "last_step": since + 50,
+        "until_step": until, "named_step": since + 12, "excess_ns": 20 * MS, "phase_excess_ns": 18 * MS,
+        "cost_ns": 15 * MS, "work_ns": 80 * MS, "others_work_ns": 60 * MS, "step_ns": 100 * MS, "z_score": 40.0,
+        "slow_share": 1.0, "slow_excess_ns": 20 * MS, "more_workload": 0.0,
+    }  # fmt: skip
+    return Episode(**{**values, **changed})
+
+
+def findings(*episodes: Episode, **changed: Any) -> Findings:
+    """What a judge of eight ranks says."""
+    values = {"rows": 64, "step_ns": 100 * MS, "detectable_ns": 3 * MS, "compared": 8, "last_step": 200, **changed}
+    return dataclasses.replace(NOTHING, episodes=episodes, **values)
+
+
+def hang(step: int = 57, kind: str = "missing", ranks: tuple[int, ...] = (2,), since_s: float = 12.0) -> OpenHang:
+    """A hang as the node's state has it."""
+    text = f"No step for {since_s:.0f} s. Rank 2 did not enter it. Next: look at it."
+    return OpenHang(text, kind, since_s, step, ranks, waiting=(0, 1))

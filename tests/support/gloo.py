@@ -1,0 +1,65 @@
+"""Several real ranks over gloo: processes that run a function of a test module and send back what it returns."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.warm_python import WarmPython
+from torchlens_perf.errors import swallowed
+
+LONGEST_S = 250.0  # below what a test may take; on a busy machine a pair took 100 s
+
+
+def run_ranks(function: Callable[[Path], Any], folder: Path, ranks: int = 2) -> list[Any]:
+    """What `function(folder)` returned on each rank. The function is found by its name, so it belongs to a module."""
+    environment = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [
+        WarmPython(
+            [sys.executable, "-m", __name__, function.__module__, function.__name__, str(folder)],
+            env={**os.environ, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        finished = [process.communicate(timeout=LONGEST_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, finished, strict=True):
+        assert process.returncode == 0, errors.decode()
+    return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(ranks)]
+
+
+def main() -> None:
+    """One rank."""
+    module, function, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    unraisable: list[str] = []
+    sys.unraisablehook = lambda raised: unraisable.append(f"{raised.object!r}: {raised.exc_value!r}")
+    swallowed.strict = True
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size
+    )
+    result = getattr(__import__(module, fromlist=[function]), function)(folder)
+    dist.barrier()
+    dist.destroy_process_group()
+    assert not unraisable, unraisable
+    assert not swallowed.by_place, swallowed.by_place
+    data = io.BytesIO()
+    torch.save(result, data)
+    (folder / f"result-{rank}").write_bytes(data.getvalue())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The wheel and the sdist, made by the tools that users have, and empty environments that they are installed into.
+
+Nothing of the test environment is in those but torch and what the wheel declares, with what these need: they are lent,
+because installing torch anew takes minutes. What the wheel needs and does not declare is missing there.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.support import warm_python
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "torchlens_perf"
+_BUILT = (".so", ".pyc", ".partial", ".lock", ".failed")
+_HIDDEN_OR_BUILT = ("build", "dist", "__pycache__", "torchlens-perf")
+
+
+def tree() -> list[Path]:
+    """The repository's files, relative to its root: tracked ones and new ones, nothing that is built."""
+    if (ROOT / ".git").exists():
+        command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+        return [Path(name) for name in listed if name and (ROOT / name).is_file()]
+    return sorted(_unpacked(ROOT))
+
+
+def _unpacked(folder: Path) -> Iterator[Path]:
+    """The same for an sdist that was unpacked, and perhaps tested in."""
+    for path in folder.iterdir():
+        if path.name.startswith(".") or path.name in _HIDDEN_OR_BUILT or path.suffix in (*_BUILT, ".egg-info"):
+            continue
+        if path.is_dir():
+            yield from _unpacked(path)
+        elif path.name not in ("PKG-INFO", "setup.cfg"):
+            yield path.relative_to(ROOT)
+
+
+class Environment(NamedTuple):
+    """An empty environment, a home of its own, and an empty folder that everything is run in."""
+
+    folder: Path
+    home: Path
+    work: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def package(self) -> Path:
+        """Where the package was installed. Whether it is imported from there is the tests' to see."""
+        return _site(self.folder) / PACKAGE
+
+    def environ(self, **changed: str) -> dict[str, str]:
+        """Without what this process was told: variables of ours, compilers, and where else Python looks."""
+        dropped = ("TORCHLENS", "OTEL_", "XDG_", "PYTHON", "CXX", "CC", "VIRTUAL_ENV", "COV_", "PYTEST")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        return {**kept, "HOME": str(self.home), "PATH": path, "OMP_NUM_THREADS": "1", **changed}
+
+    def run(
+        self, *command: str | Path, folder: Path | None = None, timeout_s: float = 110, **changed: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a program of the environment in the empty folder, or in another one."""
+        program = [str(self.folder / "bin" / command[0]), *map(str, command[1:])]
+        return subprocess.run(
+            program, cwd=folder or self.work, env=self.environ(**changed), capture_output=True, text=True,
+            timeout=timeout_s,
+        )  # fmt: skip
+
+    def run_warm(self, *command: str | Path, folder: Path, **changed: str) -> subprocess.CompletedProcess[str]:
+        """The same of its Python, which has loaded torch already."""
+        program = [str(self.python), *map(str, command)]
+        return warm_python.run(program, 110, cwd=folder, env=self.environ(**changed))
+
+    def succeeds(self, *command: str | Path, **options: str) -> str:
+        """Runs it, and returns what it printed."""
+        done = self.run(*command, **options)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+
+def empty_environment(folder: Path) -> Environment:
+    """One with nothing in it, not even pip."""
+    venv.create(folder / "venv", with_pip=False)
+    made = Environment(folder / "venv", folder / "home", folder / "empty")
+    made.home.mkdir()
+    made.work.mkdir()
+    return made
+
+
+def install(what: Path, environment: Environment, **changed: str) -> None:
+    """Has pip install a wheel or an sdist, with its dependencies, which are there already: pip sees for itself."""
+    done = pip(environment, "install", "-q", "--no-compile", str(what), **changed)
+    assert done.returncode == 0, done.stderr
+
+
+def pip(environment: Environment, *arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
+    """The test environment's pip, working on an environment that has none."""
+    command = [sys.executable, "-m", "pip", "--python", str(environment.python), *arguments]
+    environ = environment.environ(**changed)
+    return subprocess.run(command, cwd=environment.work, env=environ, capture_output=True, text=True)
+
+
+def lend(environment: Environment, requirements: Iterable[str]) -> None:
+    """Lets an environment have torch and these requirements, from the test environment, with what they need."""
+    lent = environment.folder / "lent"
+    lent.mkdir()
+    for distribution in _closure(["torch", *requirements]):
+        for file in distribution.files or ():
+            name = file.parts[0]
+            source = Path(str(distribution.locate_file(name)))
+            if name not in ("..", "__pycache__") and not (lent / name).exists():
+                (lent / name).symlink_to(source)
+    (_site(environment.folder) / "lent.pth").write_text(f"{lent}\n")
+
+
+def _closure(requirements: Sequence[str]) -> list[importlib.metadata.Distribution]:
+    found: dict[str, importlib.metadata.Distribution] = {}
+    asked: set[tuple[str, str]] = set()
+    to_come = [Requirement(text) for text in requirements]
+    while to_come:
+        requirement = to_come.pop()
+        name = canonicalize_name(requirement.name)
+        for extra in {"", *requirement.extras} - {extra for asked_name, extra in asked if asked_name == name}:
+            asked.add((name, extra))
+            distribution = found.setdefault(name, importlib.metadata.distribution(requirement.name))
+            needs = map(Requirement, distribution.requires or ())
+            to_come += [each for each in needs if each.marker is None or each.marker.evaluate({"extra": extra})]
+    assert canonicalize_name(PACKAGE) not in found
+    return list(found.values())
+
+
+def _site(folder: Path) -> Path:
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return folder / "lib" / version / "site-packages"
+
+
+def copy_tree(to: Path) -> Path:
+    """The repository's files without anything that is built."""
+    for file in tree():
+        (to / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, to / file)
+    return to
+
+
+def make_sdist(source: Path, out: Path) -> Path:
+    """As a release is made. Leaves the source as `python -m build` leaves it."""
+    _make([sys.executable, "-m", "build", "--sdist", "--outdir", str(out), str(source)])
+    (made,) = out.glob("*.tar.gz")
+    return made
+
+
+def make_wheel(source: Path, out: Path) -> Path:
+    """As `pip install FOLDER` makes it."""
+    _make([sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir", str(out), str(source)])
+    (made,) = out.glob("*.whl")
+    return made
+
+
+def _make(command: list[str]) -> None:
+    # Python's own variables would be the test's; PIP_* ones say where packages come from.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    # setuptools takes it all the same, until it does not.
+    assert "it is absent from setuptools' `packages` configuration" not in said, said

@@ -1,0 +1,76 @@
+"""What this process's runs have left on its node, and in a folder of run directories; and ending their sidecars."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torchlens_perf.run import make_folders
+from torchlens_perf.run.processes import process_started
+
+# In the names of this process's runs; the second one, where it cannot read when it began.
+_DIGESTS = [
+    hashlib.sha256(f"{socket.gethostname()}/{os.getpid()}/{started}".encode()).hexdigest()[:8]
+    for started in (process_started(os.getpid()), None)
+]
+
+
+def places(runs: Path) -> list[Path]:
+    """Other processes' runs lie beside them, and are none of ours; links stay until their launcher has ended."""
+    parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    local = [path for parent in parents for path in parent.glob(f"torchlens-perf-{os.getuid()}/*")]
+    ours = [path for path in local if any(each in path.name for each in _DIGESTS) and not path.is_symlink()]
+    return sorted(ours + list(runs.glob("*")))
+
+
+def left_behind(runs: Path, timeout_s: float = 60) -> list[str]:
+    """Once the children have ended that make folders: one that nobody waits for makes its folders, and removes them."""
+    deadline_s = time.monotonic() + timeout_s
+    while _children(make_folders.__file__) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return [f"{place}: {os.listdir(place)}" for place in places(runs)]
+
+
+def remove(runs: Path) -> None:
+    """Takes everything away; others may do so too."""
+    deadline_s = time.monotonic() + 10
+    while (found := places(runs)) and time.monotonic() < deadline_s:
+        for place in found:
+            shutil.rmtree(place, ignore_errors=True)
+    assert not found, found
+
+
+def end_sidecars() -> None:
+    """Those of this process, by SIGKILL: a sidecar's beginning takes a second."""
+    for pid in _children("sidecar"):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _children(argument: str) -> list[int]:
+    """Children of this process that run with this argument."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        children = [int(pid) for pid in file.read().split()]
+    found = []
+    for pid in children:
+        with contextlib.suppress(OSError):
+            if f"\0{argument}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether it becomes true within a minute."""
+    deadline_s = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return condition()

@@ -1,0 +1,164 @@
+"""Ranks that train until they are ended, with their live sidecars: on this machine, or on nodes made of namespaces.
+
+Everything is ended by its pid when the context is left, also what a test has stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.support.processes import SCRIPTS
+from tests.support.warm_python import WarmPython
+from torchlens_perf.analysis import node_state
+from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory
+
+SCRIPT = str(SCRIPTS / "train_ranks.py")
+# Its own name and shared memory: what tells one machine from another to a rank and its sidecar.
+NODE = 'hostname "$NODE" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+
+
+class LiveRanks:
+    """The ranks of one job. Entered, they run; left, they and their sidecars are gone."""
+
+    def __init__(
+        self, folder: Path, ranks: int, nodes: tuple[str, ...] = (), script: str = SCRIPT, **environment: str
+    ) -> None:
+        """nodes: their names, each with an equal share of the ranks; () for this machine."""
+        self.run_id = f"live-{uuid.uuid4().hex[:12]}"
+        self._folder, self._nodes, self._environment = folder, nodes, environment
+        self._count, self._script = ranks, script
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pids: dict[int, int] = {}  # by rank, where this process has started them
+
+    def __enter__(self) -> LiveRanks:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
+        share = self._count // max(1, len(self._nodes))
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        environ |= {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(self._count), "LOCAL_WORLD_SIZE": str(share), "STEPS": "0",
+            "TORCHLENS_PERF_RUN_ID": self.run_id,
+        }  # fmt: skip
+        if not self._nodes and self._environment.get("OMP_NUM_THREADS", "1") == "1":
+            with open(self._folder / "log", "wb") as log:
+                for rank in range(share):
+                    theirs = {**environ, **self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    process = WarmPython(
+                        [sys.executable, self._script], cwd=self._folder, env=theirs, stdout=log, stderr=log
+                    )
+                    self._processes.append(process)
+                    self._pids[rank] = process.pid
+            return self
+        starting = [sys.executable, "-c", _START_RANKS, self._script, str(share)]
+        for number, node in enumerate(self._nodes or ("",)):
+            folder = self.folder(node)
+            folder.mkdir(exist_ok=True)
+            isolated = ["unshare", "--uts", "--mount", "sh", "-c", NODE, "sh"] if node else []
+            theirs = {**environ, **self._environment, "NODE": node, "FIRST_RANK": str(number * share)}
+            with open(folder / "log", "wb") as log:
+                self._processes.append(
+                    subprocess.Popen([*isolated, *starting], cwd=folder, env=theirs, stdout=log, stderr=log)
+                )
+        return self
+
+    def folder(self, node: str = "") -> Path:
+        """The working directory of a node's ranks."""
+        return self._folder / node if node else self._folder
+
+    def run_directory(self, node: str = "") -> RunDirectory:
+        """Each node has its own: they share no disk."""
+        return RunDirectory(self.folder(node) / "torchlens-perf" / self.run_id)
+
+    def report(self, node: str = "") -> dict[str, Any]:
+        """What `torchlens-perf report --json` shows there just now."""
+        value: dict[str, Any] = json.loads(
+            json.dumps(build(self.run_id, node_state.load_all(self.run_directory(node))))
+        )
+        return value
+
+    def compared(self, node: str = "") -> int:
+        """How many ranks the node's sidecar compares: all of the job once it has heard of the others'."""
+        return max(state.findings.compared for state in node_state.load_all(self.run_directory(node)))
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], Any], timeout_s: float, node: str = "") -> Any:
+        """The first true answer about a report. Raises AssertionError with what the report says instead."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            told = list(self.run_directory(node).nodes.glob("*.json"))
+            answer = wanted(self.report(node)) if told else None
+            if answer:
+                return answer
+            assert all(process.poll() is None for process in self._processes), self._said()
+            time.sleep(0.2)
+        verdicts = [verdict["text"] for verdict in self.report(node)["verdicts"]] if told else "no report"
+        raise AssertionError(f"not within {timeout_s} s: {verdicts}; {self._said()}")
+
+    def rank_pids(self) -> dict[int, int]:
+        """By rank, once all of them run."""
+        return self._pids or {int(told.partition(" ")[0]): pid for pid, told in self._ours("RANK=")}
+
+    def sidecar_pids(self, node: str = "") -> list[int]:
+        """A sidecar belongs to its run directory."""
+        return [pid for pid, told in self._ours("") if f" sidecar {self.run_directory(node).path}" in told]
+
+    def _ours(self, variable: str) -> list[tuple[int, str]]:
+        """Processes of this job, with the value of a variable if it is asked for, and their command lines."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                command = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+                values = [text.removeprefix(variable) for text in environ if variable and text.startswith(variable)]
+                if f"TORCHLENS_PERF_RUN_ID={self.run_id}" in environ and command and bool(values) == bool(variable):
+                    found.append((int(entry.name), f"{''.join(values)} {command}"))
+        return found
+
+    def _said(self) -> str:
+        return "; ".join((self.folder(node) / "log").read_text()[-2000:] for node in self._nodes or ("",))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        deadline_s = time.monotonic() + 30
+        kill = signal.SIGTERM
+        while left := {pid for pid, _ in self._ours("")} | {
+            each.pid for each in self._processes if each.poll() is None
+        }:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+                    os.kill(pid, kill)
+            kill = signal.SIGKILL
+            assert time.monotonic() < deadline_s, f"processes {left} do not end"
+            time.sleep(0.2)
+        for process in self._processes:
+            process.wait(30)
+
+
+# Starts a node's ranks as a launcher does, and lives as long as they do.
+_START_RANKS = """
+import os, subprocess, sys
+script, share, first = sys.argv[1], int(sys.argv[2]), int(os.environ["FIRST_RANK"])
+ranks = [
+    subprocess.Popen([sys.executable, script], env={**os.environ, "RANK": str(first + local), "LOCAL_RANK": str(local)})
+    for local in range(share)
+]
+for rank in ranks:
+    rank.wait()
+"""

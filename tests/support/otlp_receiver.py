@@ -1,0 +1,252 @@
+"""A real OTLP receiver for tests: Datadog's test agent, in an environment of its own, on loopback.
+
+It decodes what it gets over HTTP or gRPC and hands it back as JSON: ids in base64, keys in snake_case, integers as
+strings.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+PROGRAM = Path(__file__).parents[2] / ".venv-receiver" / "bin" / "ddapm-test-agent"
+MISSING = (
+    f"no OTLP receiver at {PROGRAM}; get it with: python3 -m venv .venv-receiver && "
+    ".venv-receiver/bin/pip install 'ddapm-test-agent>=1.69,<2' (make test does)"
+)
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReceivedSpan:
+    """A span as the receiver got it."""
+
+    trace_id: int
+    span_id: int
+    parent_id: int | None
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+    resource: dict[str, Any]
+    scope: str
+    status: str
+    links: tuple[tuple[int, int], ...]
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+@dataclasses.dataclass(frozen=True)
+class ReceivedPoint:
+    """A metric point as the receiver got it."""
+
+    metric: str
+    unit: str
+    form: str
+    """histogram, exponential_histogram, sum or gauge"""
+    temporality: str
+    attributes: dict[str, Any]
+    resource: dict[str, Any]
+    count: int
+    value: float
+    """A histogram's sum."""
+    bounds: tuple[float, ...]
+    buckets: tuple[int, ...]
+    exemplars: tuple[tuple[int, int, float], ...]
+    """Trace id, span id and value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReceivedEvent:
+    """A log record with an event's name, as the receiver got it."""
+
+    name: str
+    body: str
+    severity: str
+    time_ns: int
+    attributes: dict[str, Any]
+    resource: dict[str, Any]
+    scope: str
+    trace_id: int
+    """0 if it has none."""
+    span_id: int
+
+
+class Receiver:
+    """The running agent."""
+
+    def __init__(self, folder: Path, http_port: int | None = None, grpc_port: int | None = None) -> None:
+        """Starts it and waits until it answers. folder: for its log."""
+        self.http_port, self.grpc_port = http_port or free_port(), grpc_port or free_port()
+        command = [
+            str(PROGRAM), "--host", "127.0.0.1", "--port", str(free_port()), "--web-ui-port", str(free_port()),
+            "--otlp-http-port", str(self.http_port), "--otlp-grpc-port", str(self.grpc_port),
+        ]  # fmt: skip
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "DD_"))}
+        with open(folder / "receiver.log", "ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment)
+        try:
+            wait_for(lambda: self._process.poll() is not None or (_accepts(self.grpc_port) and self._answers()), 30)
+            assert self._process.poll() is None, (folder / "receiver.log").read_text()
+        except BaseException:
+            self.close()
+            raise
+
+    def endpoint(self, protocol: str) -> str:
+        """What OTEL_EXPORTER_OTLP_ENDPOINT must be for the protocol."""
+        return f"http://127.0.0.1:{self.grpc_port if protocol == 'grpc' else self.http_port}"
+
+    def spans(self) -> list[ReceivedSpan]:
+        """All spans since the last clear(), in the order of arrival."""
+        return [span for request in self._get("traces") for span in _spans(request)]
+
+    def batches(self) -> list[int]:
+        """How many spans each request held."""
+        return [sum(1 for _ in _spans(request)) for request in self._get("traces")]
+
+    def points(self) -> list[ReceivedPoint]:
+        """All metric points since the last clear(), in the order of arrival."""
+        return [point for request in self._get("metrics") for point in _points(request)]
+
+    def events(self) -> list[ReceivedEvent]:
+        """All log records since the last clear(), by time."""
+        events = (event for request in self._get("logs") for event in _events(request))
+        return sorted(events, key=lambda event: event.time_ns)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._get("clear")
+
+    def close(self) -> None:
+        """Ends the agent. Again is harmless."""
+        self._process.terminate()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(5)
+
+    def _get(self, what: str) -> Any:
+        address = f"http://127.0.0.1:{self.http_port}/test/session/{what}"
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            text = answer.read()
+        return json.loads(text) if what != "clear" else None
+
+    def _answers(self) -> bool:
+        try:
+            self._get("traces")
+        except OSError:
+            return False
+        return True
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(found: Callable[[], _T], timeout_s: float) -> _T:
+    """Asks until the answer is true, for at most so long; the last answer."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (answer := found()) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return answer
+
+
+def _accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _spans(request: dict[str, Any]) -> Iterator[ReceivedSpan]:
+    for of_resource in request.get("resource_spans", []):
+        resource = _attributes(of_resource["resource"])
+        for of_scope in of_resource["scope_spans"]:
+            for span in of_scope["spans"]:
+                yield ReceivedSpan(
+                    trace_id=_id(span["trace_id"]),
+                    span_id=_id(span["span_id"]),
+                    parent_id=_id(span["parent_span_id"]) if span.get("parent_span_id") else None,
+                    name=span["name"],
+                    start_ns=int(span["start_time_unix_nano"]),
+                    end_ns=int(span["end_time_unix_nano"]),
+                    attributes=_attributes(span),
+                    resource=resource,
+                    scope=f"{of_scope['scope']['name']} {of_scope['scope'].get('version', '')}",
+                    status=span.get("status", {}).get("code", ""),
+                    links=tuple((_id(link["trace_id"]), _id(link["span_id"])) for link in span.get("links", [])),
+                )
+
+
+def _points(request: dict[str, Any]) -> Iterator[ReceivedPoint]:
+    for of_resource in request.get("resource_metrics", []):
+        resource = _attributes(of_resource["resource"])
+        for of_scope in of_resource["scope_metrics"]:
+            for metric in of_scope["metrics"]:
+                for form in ("histogram", "exponential_histogram", "sum", "gauge"):
+                    data = metric.get(form, {})
+                    for point in data.get("data_points", []):
+                        yield ReceivedPoint(
+                            metric=metric["name"],
+                            unit=metric["unit"],
+                            form=form,
+                            temporality=data.get("aggregation_temporality", "").lower().rpartition("_")[2],
+                            attributes=_attributes(point),
+                            resource=resource,
+                            count=int(point.get("count", 0)),
+                            value=float(point.get("sum", point.get("as_double", point.get("as_int", 0)))),
+                            bounds=tuple(point.get("explicit_bounds", ())),
+                            buckets=tuple(int(count) for count in point.get("bucket_counts", ())),
+                            exemplars=tuple(
+                                (_id(each["trace_id"]), _id(each["span_id"]), each["as_double"])
+                                for each in point.get("exemplars", ())
+                            ),
+                        )
+
+
+def _events(request: dict[str, Any]) -> Iterator[ReceivedEvent]:
+    for of_resource in request.get("resource_logs", []):
+        resource = _attributes(of_resource["resource"])
+        for of_scope in of_resource["scope_logs"]:
+            for record in of_scope["log_records"]:
+                yield ReceivedEvent(
+                    name=record["event_name"],
+                    body=record["body"]["string_value"],
+                    severity=f"{record['severity_text']} {record['severity_number']}",
+                    time_ns=int(record["time_unix_nano"]),
+                    attributes=_attributes(record),
+                    resource=resource,
+                    scope=f"{of_scope['scope']['name']} {of_scope['scope'].get('version', '')}",
+                    trace_id=_id(record.get("trace_id", "")),
+                    span_id=_id(record.get("span_id", "")),
+                )
+
+
+def _id(text: str) -> int:
+    return int.from_bytes(base64.b64decode(text), "big")
+
+
+def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
+    plain = {"string_value": str, "int_value": int, "double_value": float, "bool_value": bool}
+    found = {}
+    for attribute in holder.get("attributes", []):
+        ((kind, value),) = attribute["value"].items()
+        found[attribute["key"]] = plain[kind](value)
+    return found

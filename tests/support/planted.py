@@ -1,0 +1,128 @@
+"""Jobs made by hand for the judge: rows of all ranks of a synchronous job, with what is planted in some of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.step_bins import StepBins
+from torchlens_perf.analysis.stragglers.detector import Findings, StragglerDetector
+from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.stragglers.window import BinBatch
+from torchlens_perf.run.records import OWN_PARTS
+
+MS = 1e6
+WORK_MS = {"data": 10.0, "forward": 60.0, "recompute": 0.0, "backward": 110.0, "optimizer": 15.0, "host": 5.0}
+WORK_NS = sum(WORK_MS.values()) * MS
+TRANSFER_NS = 4 * MS  # how long the gradients travel once all ranks have arrived
+COMPUTE = [OWN_PARTS.index("forward"), OWN_PARTS.index("backward")]
+
+
+@dataclasses.dataclass
+class Job:
+    """Rows of all ranks. Whoever works least waits most: a row lasts as long on all ranks as on the slowest."""
+
+    parts_ns: np.ndarray
+    """[ranks, rows, len(OWN_PARTS)]"""
+    ready_ns: np.ndarray
+    """[ranks, rows]: NaN where it is not measured."""
+    workload: np.ndarray
+    flags: np.ndarray
+
+    @classmethod
+    def of(cls, ranks: int, rows: int, *, seed: int = 0, noise: float = 0.01, deviations: Any = None) -> Job:
+        """A healthy job. noise: standard deviation of a rank's work from row to row, as a share of it; deviations,
+        [ranks, rows] in standard deviations: its shape, if it shall not be normal."""
+        if deviations is None:
+            deviations = np.random.default_rng([ranks, rows, seed]).standard_normal((ranks, rows))
+        usual = np.array([WORK_MS[part] for part in OWN_PARTS]) * MS
+        parts_ns = usual * np.maximum(1 + noise * deviations, 0.2)[:, :, None]
+        empty = np.full((ranks, rows), np.nan)
+        return cls(parts_ns, empty, empty.copy(), np.zeros((ranks, rows), np.int64))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.parts_ns)
+
+    @property
+    def rows(self) -> int:
+        return self.parts_ns.shape[1]
+
+    def slow(self, rank: int, excess_ms: float, phase: str = "forward", rows: Any = slice(None)) -> Job:
+        """Plants it, in place: these rows of the rank take so much longer. "compute": forward and backward alike."""
+        shares = {"forward": 6 / 17, "backward": 11 / 17} if phase == "compute" else {phase: 1.0}
+        for part, share in shares.items():
+            self.parts_ns[rank, rows, OWN_PARTS.index(part)] += share * excess_ms * MS
+        return self
+
+    def load(self, lengths: np.ndarray, *, told: bool) -> Job:
+        """Forward and backward in proportion to these lengths, [ranks, rows], which the job tells or not."""
+        self.parts_ns[:, :, COMPUTE] *= lengths[:, :, None]
+        if told:
+            self.workload = np.round(4096 * lengths)
+        return self
+
+    def block(self, ranks: Sequence[int] | None = None, rows: slice = slice(None)) -> BinBatch:
+        """Rows of some ranks, by their number in the job."""
+        chosen = np.arange(self.ranks) if ranks is None else np.array(ranks)
+        own_ns = self.parts_ns.sum(axis=2) + np.nan_to_num(self.ready_ns)
+        duration_ns = np.broadcast_to(own_ns.max(axis=0) + TRANSFER_NS, own_ns.shape)
+        return BinBatch(
+            width=1,
+            ranks=chosen,
+            key=np.broadcast_to(np.arange(self.rows), own_ns.shape)[chosen, rows],
+            flags=self.flags[chosen, rows],
+            duration_ns=duration_ns[chosen, rows],
+            wait_ns=(duration_ns - own_ns)[chosen, rows],
+            ready_ns=self.ready_ns[chosen, rows],
+            workload=self.workload[chosen, rows],
+            parts_ns=self.parts_ns[chosen, rows],
+        )
+
+    def rows_of(self, rank: int, rows: slice = slice(None)) -> StepBins:
+        """The same of one rank, as its StepBinMaker makes them."""
+        block = self.block([rank], rows)
+        return StepBins(
+            width=block.width,
+            step=block.key[0] * block.width,
+            duration_ns=block.duration_ns[0],
+            work_ns=block.parts_ns[0],
+            wait_ns=block.wait_ns[0],
+            ready_ns=block.ready_ns[0],
+            workload=block.workload[0],
+            flags=block.flags[0],
+        )
+
+    def judged(self) -> Findings:
+        """What a judge says of all of it, when it has ended."""
+        judge = StragglerDetector()
+        judge.add_block("", self.block())
+        return judge.judge(final=True)
+
+
+def wider(rows: StepBins, width: int) -> StepBins:
+    """Means over `width` steps of rows of one step each, that begin with a multiple of it."""
+    count = len(rows) // width
+    values = {
+        name: getattr(rows, name)[: count * width].reshape(count, width, *getattr(rows, name).shape[1:]).mean(axis=1)
+        for name in ("duration_ns", "work_ns", "wait_ns", "ready_ns", "workload")
+    }
+    flags = np.bitwise_or.reduce(rows.flags[: count * width].reshape(count, width), axis=1)
+    return StepBins(width=width, step=rows.step[: count * width : width], flags=flags, **values)
+
+
+def part_of(rows: StepBins, first: int, end: int) -> StepBins:
+    """Some rows, by their position."""
+    fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(StepBins)}
+    return StepBins(**{name: value if name == "width" else value[first:end] for name, value in fields.items()})
+
+
+def places(ranks: int, node_size: int = 8, **coordinates: Sequence[int]) -> dict[int, Placement]:
+    """Ranks on nodes of that size, "node-0" first; coordinates: of each rank, by dimension."""
+    return {
+        rank: Placement(f"node-{rank // node_size}", "", {name: values[rank] for name, values in coordinates.items()})
+        for rank in range(ranks)
+    }

@@ -1,0 +1,88 @@
+"""Running real training processes, and waiting for the sidecars that they leave to finish."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.support import warm_python
+from tests.support.reports import checked
+from torchlens_perf.analysis import node_state
+from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory, sidecar_lock
+from torchlens_perf.run.sidecar_lock import SidecarLock
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "scripts"
+TRAIN = str(SCRIPTS / "train.py")
+QUIET_START_S = 0.06  # of an interpreter, on the machines on which time limits were set
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def run(
+    command: list[str], folder: Path, timeout_s: float = 90, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command in `folder`, with one thread per process and what is given of the environment added."""
+    environ = _environ(environment)
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s)
+
+
+def run_warm(
+    command: list[str], folder: Path, timeout_s: float = 90, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The same of a Python program, torchrun too, that has torch loaded already: where it is not about the start."""
+    return warm_python.run(command, timeout_s, cwd=folder, env=_environ(environment))
+
+
+def _environ(added: Mapping[str, str]) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
+    return {**inherited, "OMP_NUM_THREADS": "1", **added}
+
+
+def slowdown() -> float:
+    """How many times longer than on a quiet machine an interpreter takes to start just now; 1 at the least."""
+    began_s = time.monotonic()
+    for _ in range(5):
+        subprocess.run([sys.executable, "-c", ""], check=True)
+    return max(1.0, (time.monotonic() - began_s) / 5 / QUIET_START_S)
+
+
+def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
+    """A torchrun command line."""
+    return [*TORCHRUN, "--nproc-per-node", str(ranks), *arguments]
+
+
+def runs(folder: Path) -> list[RunDirectory]:
+    """The run directories that were made in `folder`, oldest first, once their sidecars have ended."""
+    found = [RunDirectory(path.parent) for path in sorted((folder / "torchlens-perf").glob("*/nodes"))]
+    for each in found:
+        wait_for_sidecar(each)
+    return found
+
+
+def wait_for_sidecar(run_directory: RunDirectory, timeout_s: float = 60) -> None:
+    """Waits until no sidecar of this run lives on this node."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        lock = SidecarLock(sidecar_lock(run_directory.run_id))
+        if lock.acquire():
+            lock.remove()
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"the sidecar of {run_directory.path} still runs after {timeout_s} s")
+
+
+def report(run_directory: RunDirectory) -> dict[str, Any]:
+    """The report on a run."""
+    return checked(build(run_directory.run_id, node_state.load_all(run_directory)))
+
+
+def only_report(folder: Path) -> dict[str, Any]:
+    """The report on the one run that was made in `folder`."""
+    (one,) = runs(folder)
+    return report(one)

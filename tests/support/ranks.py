@@ -1,0 +1,97 @@
+"""A rank without a training job: a real session and ring file, marks at times that the test chooses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.support.recorders import FakeClock
+from tests.support.tables import MS
+from torchlens_perf.config import Config
+from torchlens_perf.recorder.session import Session
+from torchlens_perf.run.directory import RunDirectory, create_ring, local_folders
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.processes import process_started
+from torchlens_perf.run.ring import Kind
+
+HOST = "node-a"
+KINDS = {
+    "data": Kind.DATA, "forward": Kind.FORWARD, "backward": Kind.BACKWARD, "optimizer": Kind.OPTIMIZER,
+    "communication": Kind.WAIT,
+}  # fmt: skip
+
+
+def identity_of(run: RunDirectory, rank: int, world_size: int = 2, **changed: Any) -> Identity:
+    """A rank on HOST; its process is this one, so it lives."""
+    values: dict[str, Any] = {
+        "run_id": run.run_id, "rank": rank, "local_rank": rank, "world_size": world_size,
+        "local_world_size": world_size, "attempt": 0, "host": HOST, "pid": os.getpid(),
+        "process_started": process_started(os.getpid()), "launcher_pid": os.getppid(), "elastic": False,
+        "program": "train.py", "traceparent": "", "attributes": {},
+    }  # fmt: skip
+    return Identity(**{**values, **changed})
+
+
+class Rank:
+    """One rank of a run, driven by hand."""
+
+    def __init__(self, run: RunDirectory, rank: int, world_size: int = 2, **settings: Any) -> None:
+        """registered: whether this node's sidecar is to read it. identity: what is not as in identity_of()."""
+        changed, registered = settings.pop("identity", {}), settings.pop("registered", True)
+        config = Config(**{"ring_records": 4096, **settings})
+        self.identity = identity_of(run, rank, world_size, **changed)
+        ring = create_ring(run, self.identity, config.ring_capacity)
+        self.ring = ring
+        self.clock = FakeClock(1_000_000)
+        self.session = Session(config, self.identity, ring, self.clock)
+        self.session.publish()
+        if registered:
+            run.register_ring(self.identity.host, ring.path)
+
+    @property
+    def ring_path(self) -> Path:
+        return self.ring.path
+
+    def steps(self, count: int, **parts_ms: float) -> None:
+        """That many steps, with these phases (ms) and `host` ms outside of them."""
+        recorder = self.session.recorder
+        for _ in range(count):
+            for part, milliseconds in parts_ms.items():
+                if part == "host":
+                    self.clock.advance(round(milliseconds * MS))
+                    continue
+                name_id = self.session.intern(part)
+                recorder.begin(KINDS[part], name_id)
+                self.clock.advance(round(milliseconds * MS))
+                recorder.end(KINDS[part], name_id)
+            recorder.next_step(0, 123_000_000, 1)
+
+    def begin(self, kind: Kind, name: str) -> None:
+        """A span that stays open."""
+        self.session.recorder.begin(kind, self.session.intern(name))
+
+    def close(self, **report: Any) -> None:
+        """Ends the rank as leaving its watch would."""
+        self.session.close(report)
+
+
+@contextlib.contextmanager
+def run_without_traces(folder: Path) -> Iterator[RunDirectory]:
+    """An empty run directory, whose rings' folders are removed afterwards with all that is left in them."""
+    made = make_run(folder)
+    yield made
+    for local in local_folders(made.run_id):
+        for path in local.iterdir():
+            path.unlink()
+        local.rmdir()
+
+
+def make_run(folder: Path, name: str = "") -> RunDirectory:
+    """An empty run directory; its name is also that of its rings' folder in shared memory, so it is unique."""
+    run = RunDirectory(folder / (name or f"test-{uuid.uuid4().hex[:12]}"))
+    run.create()
+    return run

@@ -1,0 +1,142 @@
+"""A receiver, and a recorded run of two ranks whose ring files no sidecar has read yet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support import warm_python
+from tests.support.otlp_receiver import MISSING, PROGRAM, Receiver, wait_for
+from tests.support.processes import SCRIPTS
+from torchlens_perf.exporters import traced_steps
+from torchlens_perf.run.directory import RunDirectory
+
+STEPS = 12
+"""Optimizer steps of a recorded run. The first is not measured, because recording begins with it."""
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+"""What a recorded run found in its environment: the trace of whoever started it."""
+
+
+def environment(folder: Path, told: Mapping[str, str]) -> dict[str, str]:
+    """What a process of the tests is started with; runs go into `folder`."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "TORCHLENS_PERF"))}
+    return {**inherited, "TORCHLENS_PERF_DIR": str(folder), "OMP_NUM_THREADS": "1", **told}
+
+
+def train(folder: Path, told: Mapping[str, str], steps: int = STEPS) -> RunDirectory:
+    """Trains two ranks under torchrun's flag, and returns the one run directory that this made."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "--logs-specs", "torchlens_perf", str(SCRIPTS / "train_two_ranks.py"), str(steps),
+    ]  # fmt: skip
+    done = warm_python.run(command, 60, env=environment(folder, told))
+    assert done.returncode == 0, done.stderr
+    (path,) = [path for path in folder.iterdir() if not path.is_symlink()]
+    return RunDirectory(path)
+
+
+def spans_of(run: RunDirectory, every: int) -> int:
+    """How many spans the run directory's sampled steps make: their records, and a root for each step of rank 0."""
+    rows = pq.read_table(run.path / "spans", columns=["rank", "step", "kind"]).to_pylist()
+    rows = [row for row in rows if row["kind"] != "thread_time"]  # counters, no spans
+    ended = {(row["rank"], row["step"]) for row in rows if row["kind"] == "step"}
+    sampled = traced_steps([step for _, step in ended], every)
+    records = sum((row["rank"], row["step"]) in ended and row["step"] in sampled for row in rows)
+    return records + sum(rank == 0 and step in sampled for rank, step in ended)
+
+
+def wait_for_sidecar(run: RunDirectory, timeout_s: float) -> float:
+    """Waits until no sidecar works on the run any more, and returns for how long."""
+    started_s = time.monotonic()
+    assert wait_for(lambda: not _sidecars(run), timeout_s), run.node_log(socket.gethostname()).read_text()
+    return time.monotonic() - started_s
+
+
+def _sidecars(run: RunDirectory) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended meanwhile
+        if b"sidecar" in arguments and str(run.path).encode() in arguments:
+            found.append(process.name)
+    return found
+
+
+class Sidecar:
+    """A sidecar process that the test has started, as the user would by hand, and that has ended."""
+
+    def __init__(
+        self, run: RunDirectory, folder: Path, told: Mapping[str, str], timeout_s: float = 60, then: str = ""
+    ) -> None:
+        """then: Python code that the process runs at its end."""
+        code = f"import sys, torchlens_perf.commands.cli as cli\ncode = cli.main(sys.argv[1:])\n{then}\nsys.exit(code)"
+        started_s = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, *(["-c", code] if then else ["-m", "torchlens_perf"]), "sidecar", str(run.path)],
+            env=environment(folder, told),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        self.took_s = time.monotonic() - started_s
+        self.run = run
+        self.stdout, self.log, self.returncode = done.stdout, done.stderr, done.returncode
+
+    @property
+    def report(self) -> str:
+        """The report that it left."""
+        return self.run.report.read_text()
+
+
+@pytest.fixture(scope="session")
+def _one_receiver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver]:
+    if not PROGRAM.exists():
+        pytest.skip(MISSING)
+    receiver = Receiver(tmp_path_factory.mktemp("receiver"))
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture
+def receiver(_one_receiver: Receiver) -> Receiver:
+    """The receiver, empty."""
+    _one_receiver.clear()
+    return _one_receiver
+
+
+@pytest.fixture(scope="session")
+def _recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    told = {"TORCHLENS_PERF_SIDECAR": "0", "TORCHLENS_PERF_TRACE_EVERY": "1", "TRACEPARENT": TRACEPARENT}
+    return train(tmp_path_factory.mktemp("recorded"), told)
+
+
+@pytest.fixture
+def recorded(_recorded: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """A run of two ranks that have ended; nobody has read their ring files. All its steps are to be traced."""
+    run = RunDirectory(tmp_path / "runs" / _recorded.run_id)
+    shutil.copytree(_recorded.path, run.path)
+    rings = run.node_rings(socket.gethostname())
+    rings.write_text(rings.read_text().replace(str(_recorded.path), str(run.path)))
+    return run
+
+
+@pytest.fixture
+def sidecar(recorded: RunDirectory, tmp_path: Path) -> Callable[..., Sidecar]:
+    """Runs a sidecar over the recorded run with the variables given as keywords; again: a replay."""
+
+    def run(timeout_s: float = 60, then: str = "", **told: str) -> Sidecar:
+        return Sidecar(recorded, tmp_path, {"TORCHLENS_PERF_TRACE_EVERY": "1", **told}, timeout_s, then)
+
+    return run

@@ -1,0 +1,116 @@
+"""Watching something with every hook on, and reading back from the ring file what was recorded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchlens_perf import Watch, watch
+from torchlens_perf.run.ring import HEAD, INTERNAL_ERRORS, UNBALANCED, Flag, GroupProgress, Kind, Reader, record_dtype
+
+# Settings under which every module is timed, and its backward pass in every step.
+EVERYTHING: dict[str, Any] = {"modules": "all", "backward_every": 1}
+
+
+class Record(NamedTuple):
+    """One record of the ring file, in words."""
+
+    kind: Kind
+    name: str
+    step: int
+    depth: int
+    flags: Flag
+    start_ns: int
+    duration_ns: int
+    nested_ns: int
+    phase_ns: int
+    value0: int
+    value1: int
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.duration_ns
+
+
+class Recording:
+    """What one rank has recorded."""
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+        self.records: list[Record] = []
+        self.metadata: dict[str, Any] = {}
+        self.known_names: set[str] = set()
+        self.interned: list[str] = []
+        self.groups: list[GroupProgress] = []
+        self.unbalanced = 0
+        self.internal_errors = 0
+
+    def load(self, ring: Path) -> None:
+        """Reads a ring file from its beginning; all of it must still be there."""
+        reader = Reader(ring)
+        names = reader.names()
+        batch = reader.read(final=True)
+        assert batch.lost == 0, f"{reader.counter(HEAD)} records do not fit into the ring: ask for more"
+        fields = [field for field in Record._fields if field != "name"]
+        self.records = []
+        for row in batch.records:
+            values: dict[str, Any] = {field: int(row[field]) for field in fields}
+            values["kind"], values["flags"] = Kind(values["kind"]), Flag(values["flags"])
+            self.records.append(Record(name=names[int(row["name_id"])], **values))
+        self.metadata = reader.metadata()
+        self.known_names, self.interned = set(names), list(names)
+        self.groups = reader.groups()
+        self.unbalanced, self.internal_errors = reader.counter(UNBALANCED), reader.counter(INTERNAL_ERRORS)
+        reader.close()
+
+    def of(self, kind: Kind, name: str | None = None) -> list[Record]:
+        """The records of a kind, and of a name if one is given, in the order of their ends."""
+        return [each for each in self.records if each.kind == kind and name in (None, each.name)]
+
+    def names(self, kind: Kind) -> list[str]:
+        """The names of the records of a kind, in the order of their ends."""
+        return [each.name for each in self.of(kind)]
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not measured, and why."""
+        return self.metadata["notes"]
+
+    @property
+    def steps(self) -> list[Record]:
+        return self.of(Kind.STEP)
+
+
+def ring_of_this_process(run_dir: Path) -> Path:
+    """Ranks have one run directory, with a ring file each."""
+    (ring,) = (run_dir / "rings").glob(f"*-{os.getpid()}-*.ring")
+    return ring
+
+
+@contextmanager
+def recorded(folder: Path, model: Any = None, optimizer: Any = None, **settings: Any) -> Iterator[Recording]:
+    """A watch in this process, without a sidecar. The recording is filled when the context is left."""
+    recording = Recording()
+    settings = {"sidecar": False, "report": False, "dir": str(folder), **settings}
+    with watch(model, optimizer, **settings) as recording.watch:
+        del model, optimizer  # the test may want to see them freed
+        assert recording.watch.run_dir is not None
+        ring = ring_of_this_process(recording.watch.run_dir)
+        yield recording
+    recording.watch = None
+    recording.load(ring)
+
+
+def records_of(recording: Recording) -> Any:
+    """As they were in the ring."""
+    import numpy as np
+
+    made = np.zeros(len(recording.records), record_dtype())
+    for row, each in zip(made, recording.records, strict=True):
+        for field in set(each._fields) - {"name"}:
+            row[field] = getattr(each, field)
+        row["name_id"] = recording.interned.index(each.name)
+    return made

@@ -1,0 +1,56 @@
+"""Simulated jobs for the tests: eight ranks on two hosts, unless told otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchlens_perf.analysis.stragglers.detector import Findings, StragglerDetector
+from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
+from torchlens_perf.simulate.faults import parse_fault
+from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
+
+
+def simulation(*faults: str, topology: Topology | None = None, **settings: Any) -> Simulation:
+    """A job with these faults."""
+    return Simulation(
+        topology or Topology(4, 2, node_size=4), faults=[parse_fault(text) for text in faults], **settings
+    )
+
+
+def judged(run: Simulation, steps: int) -> Findings:
+    """What the judge says of a run, from its rows."""
+    judge = StragglerDetector()
+    for part in run.steps(steps):
+        for population, block in part.blocks(1):
+            judge.add_block(population, block)
+    return judge.judge(final=True)
+
+
+def wait_ns(steps: Steps) -> npt.NDArray[np.float64]:
+    """Shape [ranks, steps]: the rest of each step, blocked in communication."""
+    found: npt.NDArray[np.float64] = steps.duration_ns - steps.parts_ns.sum(axis=2, dtype=np.float64)
+    return found
+
+
+def table_of(steps: Steps, rank: int, start_ns: int = 0) -> StepTable:
+    """The steps of one rank as the sidecar sees them, the first one beginning at start_ns."""
+    duration_ns = np.round(steps.duration_ns).astype(np.int64)
+    count = len(steps)
+    parts_ns = np.zeros((count, len(PARTS)), np.int64)
+    parts_ns[:, [PARTS.index(part) for part in OWN_PARTS]] = steps.parts_ns[rank]
+    parts_ns[:, PARTS.index("communication")] = duration_ns - parts_ns.sum(axis=1)
+    return StepTable(
+        step=np.arange(steps.first_step, steps.first_step + count),
+        start_ns=start_ns + np.cumsum(duration_ns) - duration_ns,
+        duration_ns=duration_ns,
+        parts_ns=parts_ns,
+        memory_bytes=np.zeros(count, np.int64),
+        micro_steps=np.ones(count, np.int64),
+        flags=steps.flags[rank],
+        workload=steps.workload[rank],
+        cpu_ns=np.full((count, len(PARTS)), -1),
+        ready_ns=np.full((count, len(PARTS)), -1),
+    )

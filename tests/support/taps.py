@@ -1,0 +1,171 @@
+"""Native taps that are built at once: a tiny extension in the real one's place, and compilers that copy it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchlens_perf.recorder import native_tap
+from torchlens_perf.run import tap_requirements
+from torchlens_perf.run.processes import process_started
+
+_ROOT = Path(__file__).parents[2]
+_TINY = """
+#include <Python.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+__attribute__((constructor)) static void loaded(void)
+{
+    const char *trace = getenv("TINY_TAP_TRACE");
+    if (trace)
+        close(open(trace, O_CREAT | O_WRONLY, 0600));
+}
+
+static PyModuleDef tiny = {PyModuleDef_HEAD_INIT, "_torchlens_perf_tap", NULL, -1, NULL};
+
+PyMODINIT_FUNC PyInit__torchlens_perf_tap(void)
+{
+    return PyModule_Create(&tiny);
+}
+"""
+_TORCH = """
+from torch import version
+__version__ = "2.99.0+tiny"
+def compiled_with_cxx11_abi():
+    return True
+"""
+
+
+def tiny_tap(folder: Path) -> Path:
+    """An extension of the tap's name that does nothing but leave the file TINY_TAP_TRACE when it is loaded."""
+    source, built = folder / "tiny.c", folder / "tiny.so"
+    source.write_text(_TINY)
+    include = f"-I{sysconfig.get_path('include')}"
+    subprocess.run(["cc", "-shared", "-fPIC", include, str(source), "-o", str(built)], check=True)
+    return built
+
+
+def tiny_torch(folder: Path) -> Path:
+    """A torch that is imported at once, with what building a tap needs of one. Returns what PYTHONPATH must have."""
+    package = folder / "torch"
+    (package / "include" / "torch").mkdir(parents=True)
+    (package / "include" / "torch" / "library.h").touch()
+    (package / "__init__.py").write_text(_TORCH)
+    (package / "version.py").write_text("git_version = '0123456789abcdef0123'\n")
+    return folder
+
+
+def compiler(path: Path, script: str) -> Path:
+    """A compiler that is this shell script. "$out" is the file that it is to write, as a real one would."""
+    path.write_text(f'#!/bin/sh\nall="$*"\nwhile [ "$1" != -o ]; do shift; done; out="$2"\n{script}\n')
+    path.chmod(0o755)
+    return path
+
+
+def copying(path: Path, tap: Path, before: str = "") -> Path:
+    """A compiler that gives this tap. before: what it does first. It counts its runs, a line each, in PATH.runs."""
+    return compiler(path, f'echo "$all" >> {path}.runs\n{before}\nrm -f "$out"; cat {tap} > "$out"')
+
+
+def runs(path: Path) -> list[str]:
+    """The arguments of each run of a copying compiler."""
+    counted = Path(f"{path}.runs")
+    return counted.read_text().splitlines() if counted.exists() else []
+
+
+def empty_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package and a home of their own, without a tap. Returns the folder for taps in that home's cache, made."""
+    monkeypatch.setattr(tap_requirements, "SOURCES", copy_of_sources(folder / "package" / "native"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    cache = folder / "home" / ".cache" / "torchlens_perf"
+    cache.mkdir(mode=0o700, parents=True)
+    return cache
+
+
+def copy_of_sources(to: Path) -> Path:
+    """The native sources, without what is built of them."""
+    return Path(
+        shutil.copytree(tap_requirements.SOURCES, to, ignore=shutil.ignore_patterns("*.so", "*.lock", ".build-*"))
+    )
+
+
+def tap_name(site: Path) -> str:
+    """The file name of the tap for the torch that lies in `site`."""
+    asked = [sys.executable, "-c", "from torchlens_perf.recorder import native_tap; print(native_tap.file_name())"]
+    return subprocess.run(asked, env=with_torch(site), capture_output=True, text=True, check=True).stdout.strip()
+
+
+def with_torch(site: Path, **changed: str) -> dict[str, str]:
+    """The environment in which that torch is found, and this package."""
+    return {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{_ROOT}", **changed}
+
+
+@contextlib.contextmanager
+def hurried(home: Path) -> Iterator[None]:
+    """Gives builds of that home the usual priority again, where we are allowed to: on a busy machine they would take
+    minutes. They still lower it, which is tested by what a compiler sees at its begin."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_hurry, args=(f"HOME={home}".encode(), ended))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _hurry(wanted: bytes, ended: threading.Event) -> None:
+    while os.geteuid() == 0 and not ended.wait(0.05):
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if int(process.name) != os.getpid() and wanted in (process / "environ").read_bytes().split(b"\0"):
+                    os.sched_setscheduler(int(process.name), os.SCHED_OTHER, os.sched_param(0))
+                    os.setpriority(os.PRIO_PROCESS, int(process.name), 0)
+                    (process / "autogroup").write_text("0")
+
+
+def has_ended(pid: int, within_s: float = 60) -> bool:
+    """Whether a process ends within that time, or has ended."""
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        if process_started(pid) is None:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# -- fixtures of the tests that import them
+
+
+@pytest.fixture(scope="module")
+def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny tap, in no place where one is looked for."""
+    return tiny_tap(tmp_path_factory.mktemp("tap"))
+
+
+@pytest.fixture(autouse=True)
+def load_anew() -> Iterator[None]:
+    """load() remembers what it has found."""
+    native_tap.load.cache_clear()
+    yield
+    native_tap.load.cache_clear()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache: empty, as is the folder beside the package."""
+    return empty_places(tmp_path, monkeypatch)

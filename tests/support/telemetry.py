@@ -1,0 +1,41 @@
+"""What the files of telemetry hold, as the samples that were written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNTERS, GpuSample, LinkSample, growth
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.rings.bounded_files import files_of
+from torchlens_perf.sidecar.telemetry.log import GPUS, LINKS
+
+
+def read_gpus(run: RunDirectory, host: str) -> dict[str, list[GpuSample]]:
+    """A node's samples by GPU, in order."""
+    samples: dict[str, list[GpuSample]] = {}
+    for row in _rows(run, GPUS, host):
+        own = samples.setdefault(row["uuid"], [])
+        own.append(GpuSample(**row, grown=growth(vars(own[-1]) if own else None, row, GPU_COUNTERS)))
+    return samples
+
+
+def read_links(run: RunDirectory, host: str) -> dict[str, list[LinkSample]]:
+    """A node's samples by port, in order."""
+    samples: dict[str, list[LinkSample]] = {}
+    for row in _rows(run, LINKS, host):
+        own = samples.setdefault(f"{row['device']}/{row['port']}", [])
+        own.append(LinkSample(**row, grown=growth(vars(own[-1]) if own else None, row, LINK_COUNTERS)))
+    return samples
+
+
+def _rows(run: RunDirectory, kind: str, host: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for path in files_of(run.path / kind, host):
+        table = pq.read_table(path)
+        unix_ns = table.column("time").cast(pa.int64()).to_pylist()
+        plain = table.drop_columns(["host", "time"]).to_pylist()
+        rows += [{**row, "unix_ns": at} for row, at in zip(plain, unix_ns, strict=True)]
+    return rows

@@ -1,0 +1,204 @@
+"""Python programs that need not import torch: forked from a process that has, as Popen starts them else.
+
+To import torch and what an optimizer needs of it takes four seconds of processor time, more than most of these programs
+take for the rest. Otherwise they are as usual: a process and child of the test's own, with the arguments, environment,
+folder and streams that it is given. What only an interpreter that starts obeys, it does not: PYTHON*, but PYTHONPATH
+and PYTHONUNBUFFERED, and variables that torch reads when it is loaded; and it has no workers by `spawn`. Tests of how
+a program starts use `subprocess`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import gc
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from typing import Any
+
+_PR_SET_CHILD_SUBREAPER = 36
+_NOT_OBEYED = ("PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONSAFEPATH")
+_THREADS = "OMP_NUM_THREADS"
+_MAX_MESSAGE_BYTES = 1 << 17
+
+_servers: dict[tuple[str, str], socket.socket] = {}
+"""To the processes that have torch loaded, by interpreter and by what was preloaded. They end when this one does."""
+
+
+class WarmPython(subprocess.Popen[Any]):
+    """Popen([PYTHON, ...], ...), of a script, -m MODULE or -c CODE; with one OpenMP thread."""
+
+    def _execute_child(  # of Python 3.10 to 3.14
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: Any, *descriptors_and_more: Any,
+    ) -> None:  # fmt: skip
+        stdin, _, _, stdout, _, stderr = pipes = descriptors_and_more[:6]
+        start_new_session = descriptors_and_more[11]
+        environ = dict(os.environ if env is None else env)
+        if not os.path.basename(args[0]).startswith("python") or preexec_fn or pass_fds or shell:
+            raise ValueError(f"only a Python program with streams, folder and environment: {args}")
+        if unheeded := [name for name in _NOT_OBEYED if environ.get(name)]:
+            raise ValueError(f"{unheeded} are obeyed by a Python that starts: use subprocess")
+        if environ.get(_THREADS, "1") != "1":
+            raise ValueError("OpenMP has read the number of its threads already: use subprocess")
+        given = [1 + number if fd == -1 else fd for number, fd in enumerate((stdin, stdout, stderr), -1)]
+        request = {
+            "arguments": [os.fspath(argument) for argument in args[1:]],
+            "environ": environ,
+            "folder": os.fspath(cwd or os.getcwd()),
+            "session": bool(start_new_session),
+        }
+        try:
+            self.pid = _fork(args[0], request, given)
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def run(command: list[str], timeout_s: float = 90, **options: Any) -> subprocess.CompletedProcess[str]:
+    """subprocess.run() of such a program; with its output, as text. Raises subprocess.TimeoutExpired."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with WarmPython(command, **{**streams, **options}) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _fork(python: str, request: dict[str, Any], descriptors: list[int]) -> int:
+    """Has the program started, and returns its process id. It is a child of this process."""
+    kind = python, request["environ"].get("LD_PRELOAD", "")
+    server = _servers.get(kind) or _servers.setdefault(kind, _start_server(*kind))
+    libc = ctypes.CDLL(None)
+    # What the server starts is orphaned at once, and so becomes a child of the nearest process that adopts orphans.
+    assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        socket.send_fds(server, [json.dumps(request).encode()], descriptors)
+        pid = int(server.recv(64))
+        assert server.recv(64) == b"adopted"
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    return pid
+
+
+def _start_server(python: str, preloaded: str) -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    dropped = ("TORCHLENS", "OTEL_", "PYTHON")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    # Entry points are loaded by the programs themselves, with the variables that they are given.
+    environ |= {_THREADS: "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LD_PRELOAD": preloaded}
+    subprocess.Popen([python, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environ, cwd="/")
+    theirs.close()
+    assert ours.recv(64) == b"ready"
+    return ours
+
+
+def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Forks a process for each request, in which it returns the request and its three descriptors."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 3)
+        if not message:
+            os._exit(0)
+        between = os.fork()
+        if between == 0:
+            program = os.fork()
+            if program == 0:
+                return json.loads(message), list(descriptors)
+            connection.send(str(program).encode())
+            os._exit(0)
+        os.waitpid(between, 0)
+        connection.send(b"adopted")
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Takes on what the program was given."""
+    if request["session"]:
+        os.setsid()
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+    os.closerange(3, 1024)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    buffering = 1 if os.environ.get("PYTHONUNBUFFERED") else -1
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering, closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    tempfile.tempdir = None  # what the server has found by its own variables
+    sys.orig_argv = [sys.executable, *request["arguments"]]
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
+        import torch
+
+        torch._import_device_backends()  # as the end of `import torch` does
+
+
+def _execute(arguments: list[str]) -> None:
+    """What the interpreter does with its command line."""
+    kind, *rest = arguments
+    if kind == "-u":  # as torchrun asks for: PYTHONUNBUFFERED, here
+        sys.stdout.reconfigure(line_buffering=True)
+        kind, *rest = rest
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if kind == "-m":
+        sys.path[0], sys.argv = os.getcwd(), rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    sys.modules["__main__"] = main
+    if kind == "-c":
+        sys.path[0], sys.argv = "", ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+        return
+    sys.path[0], sys.argv = os.path.dirname(os.path.realpath(kind)), [kind, *rest]
+    main.__file__ = kind
+    with open(kind, "rb") as file:
+        code = compile(file.read(), kind, "exec")
+    exec(code, main.__dict__)
+
+
+def _serve_torchrun() -> None:
+    """Has torchrun start its ranks in the same way, from a server of this program's own."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        _run_programs(theirs)
+        sys.exit()
+    theirs.close()
+    _servers[sys.executable, os.environ.get("LD_PRELOAD", "")] = ours
+    subprocess_handler.Popen = WarmPython
+
+
+def _run_programs(connection: socket.socket) -> None:
+    """Serves, and in each process that is forked runs its program."""
+    request, descriptors = _serve(connection)
+    _become(request, descriptors)
+    if request["arguments"][:2] == ["-m", "torch.distributed.run"]:
+        _serve_torchrun()
+    _execute(request["arguments"])
+
+
+def _main() -> None:
+    import torch._dynamo  # an optimizer does, as it is made
+    import torch.distributed.run  # noqa: F401
+
+    gc.freeze()  # what all programs have in common: each would look through it as it ends, and copy it for that
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.send(b"ready")
+    _run_programs(connection)
+
+
+if __name__ == "__main__":
+    _main()

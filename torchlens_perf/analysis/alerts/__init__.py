@@ -1,0 +1,1 @@
+"""Alerts: what starts, changes and ends."""

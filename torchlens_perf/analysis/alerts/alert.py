@@ -1,0 +1,217 @@
+"""One alert, and how it is made from what was found: ids, sentences, numbers. Pure; log.py says when."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.causes.straggler_groups import NOBODY, StragglerGroup, StragglerSummary
+from torchlens_perf.analysis.stragglers.detector import Findings
+from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.words.stragglers import SlowRankContext, cause_class, phase_name, straggler_verdicts
+from torchlens_perf.run.rank_ranges import ranges
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.causes.rules import Diagnosis
+    from torchlens_perf.analysis.stragglers.episodes import Episode
+    from torchlens_perf.analysis.words.hang import OpenHang
+    from torchlens_perf.run.records import Verdict
+
+STARTED, UPDATED, ENDED = "started", "updated", "ended"
+
+
+@dataclasses.dataclass(frozen=True)
+class Alert:
+    """Something began, is known better by now, or ended. None and "" stand for what does not apply."""
+
+    id: str
+    """32 hexadecimal digits; the same whoever raises the alert, and however often."""
+    about: str
+    """The same for all alerts about one straggler, or one hang."""
+    kind: str
+    """straggler, hang, or a verdict's kind."""
+    change: str
+    """STARTED, UPDATED or ENDED."""
+    text: str
+    """The verdict's sentence."""
+    unix_ns: int
+    """When it was found."""
+    attempt: int
+    since_step: int | None = None
+    until_step: int | None = None
+    """The step from which on it was over."""
+    rank: int | None = None
+    """The suspect; of several, the one to look at first."""
+    ranks: tuple[int, ...] = ()
+    """All suspects; of ranks that are slow together, all of them."""
+    host: str = ""
+    """The suspect's."""
+    phase: str | None = None
+    cause: str = ""
+    """A straggler's class: slow_compute, slow_data, slow_host or more_work. A hang's kind: dead, missing and others."""
+    because: tuple[str, ...] = ()
+    """Kinds of what is behind a straggler (diagnosis.Cause), the likeliest first; none if none was found."""
+    scope: str = ""
+    """What is slow: "rank", "node" with all its ranks, or "position" in the mesh."""
+    cost_s: float | None = None
+    """Seconds that each step of the job would be shorter without all suspects; None where that is not known."""
+    cost_share: float | None = None
+    duration_s: float | None = None
+    """For a hang: for how long no step has been made."""
+
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody should look: not for an end."""
+        return self.change != ENDED
+
+
+@dataclasses.dataclass
+class Slow:
+    """A straggler's alert that is open: about one rank, or about several that are slow together."""
+
+    about: tuple[int, int]
+    """Episode.key of the one that was named first: since_step is corrected while an episode is open."""
+    kind: str
+    name: str
+    """As a StragglerGroup has them."""
+    episodes: dict[tuple[int, int], Episode]
+    """By their keys, those that it reports; also those that have ended before it."""
+
+    @property
+    def lead(self) -> Episode:
+        return max(self.episodes.values(), key=lambda episode: episode.excess_ns)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({episode.rank for episode in self.episodes.values()}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One look at the findings, and how alerts are made in it."""
+
+    run_id: str
+    attempt: int
+    generation: int
+    findings: Findings
+    places: Mapping[int, Placement]
+    unix_ns: int
+    context: Callable[[], SlowRankContext]
+    diagnosed: Callable[[StragglerGroup], Diagnosis | None] | None = None
+
+    def started(self, slow: Slow, straggler: StragglerGroup, change: str = STARTED, *parts: object) -> Alert:
+        """straggler: of straggler_groups(); its slowest rank speaks for those that are slow with it."""
+        if self.diagnosed is not None:
+            straggler = dataclasses.replace(straggler, diagnosis=self.diagnosed(straggler))
+        findings = dataclasses.replace(self.findings, episodes=())
+        (verdict,), _ = straggler_verdicts(self.context(), findings, StragglerSummary((straggler,)))
+        return self._straggler(slow, straggler.lead, change, verdict, verdict.text, *parts, ranks=straggler.ranks)
+
+    def ended(self, slow: Slow) -> Alert:
+        """slow: of episodes with their until_step."""
+        episodes = slow.episodes.values()
+        until_step = max(episode.until_step for episode in episodes if episode.until_step is not None)
+        verdict = self._was_slow(slow.lead)
+        text = verdict.text
+        if len(slow.episodes) > 1:
+            was = "were" if slow.kind == "position" else "was"
+            text = f"{_who(slow)} {was} slow up to step {until_step - 1}. {text}"
+        return dataclasses.replace(
+            self._straggler(slow, slow.lead, ENDED, verdict, text, ranks=slow.ranks), until_step=until_step
+        )
+
+    def resolved(self, slow: Slow, why: str) -> Alert:
+        """An end of which the step is not known."""
+        lead = slow.lead
+        was = "were" if slow.kind == "position" else "was"
+        text = f"{_who(slow)} {was} slow in {phase_name(lead.phase)} from step {lead.since_step} on. It is over: {why}."
+        verdict = self._was_slow(dataclasses.replace(lead, until_step=lead.last_step + 1))
+        return self._straggler(slow, lead, ENDED, verdict, text, ranks=slow.ranks)
+
+    def _was_slow(self, episode: Episode) -> Verdict:
+        """episode: with its until_step."""
+        findings = dataclasses.replace(self.findings, episodes=(episode,))
+        _, (verdict,) = straggler_verdicts(no_modules(), findings, NOBODY)
+        return verdict
+
+    def _straggler(
+        self, slow: Slow, episode: Episode, change: str, verdict: Verdict, text: str, *parts: object,
+        ranks: tuple[int, ...],
+    ) -> Alert:  # fmt: skip
+        """verdict: for the cost, which of several ranks is not that of one of them, and may not be known."""
+        about = ("straggler", *slow.about)
+        return dataclasses.replace(
+            self._alert("straggler", about, change, text, parts, ranks, episode.rank, episode.since_step),
+            phase=episode.phase,
+            cause=cause_class(episode),
+            because=tuple(cause["kind"] for cause in (verdict.evidence.get("diagnosis") or {"causes": ()})["causes"]),
+            scope=slow.kind,
+            cost_s=verdict.cost_s_per_step,
+            cost_share=verdict.cost_share,
+        )
+
+    def _alert(
+        self, kind: str, about: tuple[object, ...], change: str, text: str, parts: tuple[object, ...],
+        ranks: tuple[int, ...], rank: int | None, since_step: int | None,
+    ) -> Alert:  # fmt: skip
+        """parts: what distinguishes it from others of that change. rank: of the suspect."""
+        # Processes that were started anew in the same attempt are others, though they have ranks and steps alike.
+        attempt = f"{self.attempt}.{self.generation}" if self.generation else self.attempt
+        key = _hash(self.run_id, attempt, *about)
+        host = self.places[rank].host if rank is not None and rank in self.places else ""
+        return Alert(
+            _hash(key, change, *parts), key, kind, change, text, self.unix_ns, self.attempt, since_step,
+            rank=rank, ranks=ranks, host=host,
+        )  # fmt: skip
+
+    def hang(self, hang: OpenHang, change: str, text: str) -> Alert:
+        ranks = hang.ranks
+        parts = (hang.kind, ranges(ranks)) if change == UPDATED else ()
+        rank = ranks[0] if ranks else None
+        alert = self._alert("hang", ("hang", hang.step), change, text, parts, ranks, rank, hang.step)
+        return dataclasses.replace(alert, cause=hang.kind, duration_s=hang.since_s)
+
+    def hang_over(self, hang: OpenHang) -> Alert:
+        """hang: as it was seen last; its since_s is of then."""
+        text = f"The hang in step {hang.step} is over: steps are made again, or the processes have ended."
+        return self.hang(hang, ENDED, text)
+
+    def verdict_over(self, verdict: Verdict, key: tuple[object, ...]) -> Alert:
+        """verdict: as it stood last."""
+        return self.verdict(verdict, key, ENDED, f"No longer: {verdict.text.partition(' Next: ')[0]}")
+
+    def verdict(self, verdict: Verdict, key: tuple[object, ...], change: str, text: str, *parts: object) -> Alert:
+        ranks = _suspects(verdict)
+        return dataclasses.replace(
+            self._alert(verdict.kind, key, change, text, parts, ranks, verdict.rank, verdict.since_step),
+            phase=verdict.phase,
+            cause=verdict.evidence.get("class", ""),
+            scope=verdict.evidence.get("scope", ""),
+            cost_s=verdict.cost_s_per_step,
+            cost_share=verdict.cost_share,
+        )
+
+
+def _who(slow: Slow) -> str:
+    if slow.kind == "node":
+        return f"Node {slow.name} (ranks {ranges(slow.ranks)})"
+    if slow.kind == "position":
+        return f"The ranks at {slow.name} ({ranges(slow.ranks)})"
+    return f"Rank {slow.lead.rank}"
+
+
+def no_modules() -> SlowRankContext:
+    return SlowRankContext(None, ())
+
+
+def _suspects(verdict: Verdict) -> tuple[int, ...]:
+    """Of slow links, the ranks that all of them have; else those of the worst."""
+    of = verdict.evidence
+    links = of.get("links", ())
+    return tuple(of.get("ranks", ()) or of.get("shared_ranks", ()) or (links[0]["ranks"] if links else ()))
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256("/".join(str(part) for part in parts).encode()).hexdigest()[:32]

@@ -1,0 +1,1 @@
+"""Why a rank is slow: the metrics that are compared, and the rules."""

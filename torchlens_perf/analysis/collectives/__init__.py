@@ -1,0 +1,1 @@
+"""Collectives of several ranks, joined: who came late, which link is slow, who holds up a hang."""

@@ -1,0 +1,363 @@
+"""Joins the ranks' records of one collective by (group, sequence number), and sums up what they show together. Pure.
+
+The results need no shared clock: each rank's own duration is enough (semantics.py). What does not belong
+together is never joined: other members, another attempt or generation, other names or bytes at the same number, and
+what cannot have been one operation by the node's clock (_possible). What stays incomplete, because a rank left or its
+record was lost, is dropped and counted, so that neither memory nor time grows with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.analysis.collectives.channel import CALL, NOT_ENDED, Channel, ChannelState, Counts, concatenated
+from torchlens_perf.analysis.collectives.semantics import (
+    SEND_RECV,
+    GroupKey,
+    Operation,
+    OperationKey,
+    Waits,
+    attribute,
+    ends_after_all_have_come,
+    parse,
+    semantics_of,
+    size_bytes,
+)
+from torchlens_perf.analysis.collectives.statistics import OperationStatistics
+from torchlens_perf.run.ring import Flag, Kind
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.run.identity import ProcessGroup
+
+_ANY_SOURCE = "recv_any_source"
+_NOT_LEARNT, _NONE = -2, -1
+_CLOCK_SLACK_NS = 100_000
+# Kernels' times come onto the host's line late, by what the rank's NCCL thread was late to see them.
+_DEVICE_SLACK_NS = 5_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class _Signature:
+    """What must be the same on all ranks."""
+
+    row: int
+    root: int | None
+    """Global rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinState:
+    """What a join is saved as."""
+
+    attempt: int
+    generation: int
+    outdated_records: int
+    local: tuple[int, ...]
+    left: tuple[int, ...]
+    operations: list[OperationStatistics]
+    from_any: list[tuple[GroupKey, int]]
+    channels: list[ChannelState]
+
+
+class CollectiveJoin:
+    """Fed with the records of this node's ranks; add() keeps them and join() joins what is complete. One thread.
+
+    Results are those of the newest attempt, and of its newest generation of processes (statistics/restarts.py): a
+    restart may have other ranks, and begins to count again. Between add() and join() it holds what was added; after
+    join(), at most MAX_PENDING incomplete operations of each group, whatever the ranks do.
+    """
+
+    def __init__(self) -> None:
+        self.outdated_records = 0  # of attempts and generations that are over
+        self._begin(-1, 0)
+
+    def _begin(self, attempt: int, generation: int) -> None:
+        self.attempt = attempt
+        self.generation = generation
+        self._local: set[int] = set()
+        self._left: set[int] = set()
+        # Of each process of a rank, by its name ids: a record's channel, signature and row; _NONE where there is none.
+        self._places: dict[tuple[int, str], npt.NDArray[np.int64]] = {}
+        self._channels: list[Channel] = []
+        self._channel_of: dict[tuple[GroupKey, tuple[int, int] | None], int] = {}
+        self._signatures: list[_Signature] = []
+        self._signature_of: dict[_Signature, int] = {}
+        self._rows: list[OperationStatistics] = []
+        self._row_of: dict[OperationKey, int] = {}
+        self._groups: dict[str, set[GroupKey]] = {}  # those with known members, by name
+        self._uncounted: list[npt.NDArray[np.void]] = []
+        self._from_any: set[tuple[GroupKey, int]] = set()  # ranks that receive from any source
+
+    # -- what comes in
+
+    def set_ranks(self, attempt: int, ranks: Iterable[int], generation: int = 0) -> None:
+        """The ranks of this node, whose records will come: an operation is joined when theirs are all there."""
+        if self._takes(attempt, generation):
+            self._local.update(ranks)
+
+    def add(
+        self,
+        attempt: int,
+        rank: int,
+        records: npt.NDArray[np.void],
+        names: Sequence[str],
+        groups: Mapping[str, ProcessGroup],
+        generation: int = 0,
+        process: str = "",
+        held_up: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Records of one rank, of any kind and in any order; leave out steps that are not to count, as warm-up.
+
+        records: ring.record_dtype(), whose name_id is a position in `names`. groups: the process groups that the rank
+        has published, {"0": {"ranks": "0-3", "description": "default_pg"}}. generation: of the node's processes, within
+        the attempt. process: whose `names` these are (Identity.key). held_up: by record, whether a capture held it up:
+        the operation is joined, but does not show who waits for whom.
+        """
+        collective = records["kind"] == Kind.COLLECTIVE
+        records = records[collective]
+        if not self._takes(attempt, generation):
+            self.outdated_records += len(records)
+            return
+        self._local.add(rank)
+        if not len(records):
+            return
+        places = self._learn(rank, process, records["name_id"].astype(np.int64), names, groups)
+        flags = records["flags"].astype(np.int64)
+        ended = flags & (Flag.COMPLETED | Flag.EXCEPTION) == Flag.COMPLETED
+        calls = np.empty(len(records), CALL)
+        calls["sequence"] = records["value1"] & 0xFFFFFFFF
+        calls["rank"] = rank
+        calls["start_ns"] = records["start_ns"]
+        calls["duration_ns"] = np.where(ended, np.maximum(records["duration_ns"], 0), NOT_ENDED)
+        calls["signature"] = places[:, 1]
+        calls["bytes"] = records["value0"]
+        calls["overlapped"] = flags & (Flag.ASYNC | Flag.OTHER_THREAD) != 0
+        calls["call_ns"] = records["nested_ns"]
+        calls["row"] = places[:, 2]
+        calls["by_device"] = flags & Flag.DEVICE != 0
+        calls["held_up"] = False if held_up is None else held_up[collective]
+        self._uncounted.append(calls)
+        for index, chosen in _by(places[:, 0]):
+            self._channels[index].add(rank, calls.take(chosen))
+
+    def end(self, attempt: int, rank: int, generation: int = 0) -> None:
+        """The rank's process has ended, and all of its records were added: what lacks one is not waited for."""
+        if (attempt, generation) == (self.attempt, self.generation):
+            self._left.add(rank)
+
+    def _takes(self, attempt: int, generation: int) -> bool:
+        if (attempt, generation) > (self.attempt, self.generation):
+            self._begin(attempt, generation)
+        return (attempt, generation) == (self.attempt, self.generation)
+
+    # -- names
+
+    def _learn(
+        self,
+        rank: int,
+        process: str,
+        name_ids: npt.NDArray[np.int64],
+        names: Sequence[str],
+        groups: Mapping[str, ProcessGroup],
+    ) -> npt.NDArray[np.int64]:
+        """The channel, signature and row of each record; shape [records, 3]."""
+        known = self._places.get((rank, process), np.zeros((0, 3), np.int64))
+        missing = max(0, max(len(names), int(name_ids.max()) + 1) - len(known))
+        known = np.concatenate([known, np.full((missing, 3), _NOT_LEARNT, np.int64)])
+        self._places[rank, process] = known
+        passing = []  # names of a group whose members may yet be published
+        for name_id in np.flatnonzero(np.bincount(name_ids)).tolist():
+            if known[name_id, 2] == _NOT_LEARNT:
+                operation = parse(names[name_id]) if name_id < len(names) else None
+                if operation is None:
+                    known[name_id] = _NONE
+                    continue
+                group = self._group(rank, operation.group, groups)
+                known[name_id] = self._place(rank, operation, group)
+                if not group.ranks:
+                    passing.append(name_id)
+        found: npt.NDArray[np.int64] = known[name_ids]
+        known[passing] = _NOT_LEARNT
+        return found
+
+    def _group(self, rank: int, name: str, groups: Mapping[str, ProcessGroup]) -> GroupKey:
+        """The group as the rank published it, else as another of its members has."""
+        published = groups.get(name)
+        if published is not None:
+            key = GroupKey(name, published["ranks"], published["description"])
+            self._groups.setdefault(name, set()).add(key)
+            return key
+        others = [key for key in self._groups.get(name, ()) if rank in key.ranks]
+        return others[0] if len(others) == 1 else GroupKey(name, "")
+
+    def _place(self, rank: int, operation: Operation, group: GroupKey) -> tuple[int, int, int]:
+        pair, meaning = _pair(rank, operation, group), semantics_of(operation.operation)
+        dtype = operation.dtype if meaning.equal_dtype else ""
+        key = OperationKey(SEND_RECV if pair else operation.operation, dtype, group, pair)
+        row = self._row_of.setdefault(key, len(self._rows))
+        if row == len(self._rows):
+            self._rows.append(OperationStatistics(key))
+        if operation.operation == _ANY_SOURCE:
+            self._receives_from_any(group, rank)
+        if operation.operation == _ANY_SOURCE or (pair is None and meaning.waits is Waits.PAIR):
+            return _NONE, _NONE, row
+        signature = _Signature(row, group.member(operation.root))
+        code = self._signature_of.setdefault(signature, len(self._signatures))
+        if code == len(self._signatures):
+            self._signatures.append(signature)
+        return self._channel(group, pair), code, row
+
+    def _channel(self, group: GroupKey, pair: tuple[int, int] | None) -> int:
+        """Both taps number a group's collectives, and messages by pair and direction, whatever their types."""
+        index = self._channel_of.setdefault((group, pair), len(self._channels))
+        if index == len(self._channels):
+            self._channels.append(Channel(group, pair))
+            if pair is not None and (group, pair[1]) in self._from_any:
+                self._channels[index].disorder()
+        return index
+
+    def _receives_from_any(self, group: GroupKey, rank: int) -> None:
+        """Which of the messages to that rank it has received from any source is not known, so neither are the others'
+        places in the sequence."""
+        self._from_any.add((group, rank))
+        for channel in self._channels:
+            if channel.group == group and channel.pair is not None and channel.pair[1] == rank:
+                channel.disorder()
+
+    # -- joining
+
+    def join(self) -> None:
+        """Joins what is complete, and drops what will not be. Call it when every rank's new records were added."""
+        if self._uncounted:
+            calls = concatenated(self._uncounted)
+            self._uncounted = []
+            for index, chosen in _by(calls["row"]):
+                self._rows[index].count(calls.take(chosen))
+        for channel in self._channels:
+            if not channel.group.ranks and self._groups.get(channel.group.name):
+                channel.disorder()  # several groups have this name, and these records' is not known
+            ranks = channel.ranks(self._local)
+            calls = channel.join(ranks, self._left)
+            if len(calls):
+                self._account(channel, ranks, calls)
+
+    def _account(self, channel: Channel, ranks: tuple[int, ...], calls: npt.NDArray[np.void]) -> None:
+        """Sums up complete operations, shape [operations, ranks]."""
+        codes, sizes = calls["signature"], calls["bytes"]
+        same = (codes == codes[:, :1]).all(axis=1)
+        operations = (self._rows[signature.row].key.operation for signature in self._signatures)
+        equal_bytes = np.array([semantics_of(operation).equal_bytes for operation in operations])  # whether it must be
+        same &= (sizes == sizes[:, :1]).all(axis=1) | ~equal_bytes[codes[:, 0]]
+        ended = (calls["duration_ns"] != NOT_ENDED).all(axis=1)
+        channel.counts.mismatched += int((~same).sum())
+        channel.counts.unended += int((same & ~ended).sum())
+        calls = calls.compress(same & ended, axis=0)
+        possible = self._possible(calls)
+        if not (possible | calls["by_device"].any(axis=1)).all():
+            channel.disorder()
+            channel.counts.unmatched_records += calls.size
+            return
+        # A kernel's time may be wrong alone: its rank's NCCL thread reported it late.
+        channel.counts.unmatched_records += int((~possible).sum()) * len(ranks)
+        channel.counts.joined += int(possible.sum())
+        calls = calls.compress(possible & ~calls["held_up"].any(axis=1), axis=0)
+        for code, chosen in _by(calls["signature"][:, 0]):
+            self._add(self._signatures[code], ranks, calls.take(chosen, axis=0))
+
+    def _possible(self, calls: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Of each operation, whether no rank left it before another had come, where no operation lets it.
+
+        gloo's counter holds messages too: where ranks had sent different numbers of them before the watch, they count
+        the group's collectives from different places, and the same number is another call.
+        """
+        waits = [ends_after_all_have_come(self._rows[each.row].key.operation) for each in self._signatures]
+        must_wait = np.array(waits, bool)[calls["signature"][:, 0]]
+        started_ns = calls["start_ns"]
+        ended_ns = started_ns + calls["duration_ns"]
+        slack_ns = np.where(calls["by_device"].any(axis=1), _DEVICE_SLACK_NS, _CLOCK_SLACK_NS)
+        found: npt.NDArray[np.bool_] = ~must_wait | (started_ns.max(axis=1) <= ended_ns.min(axis=1) + slack_ns)
+        return found
+
+    def _add(self, signature: _Signature, ranks: tuple[int, ...], calls: npt.NDArray[np.void]) -> None:
+        row = self._rows[signature.row]
+        operation = row.key.operation
+        sizes = size_bytes(operation, calls["bytes"], len(row.key.members) or len(ranks))
+        root = ranks.index(signature.root) if signature.root in ranks else None
+        overlapped = calls["overlapped"] & (not semantics_of(operation).blocks)
+        for octave, chosen in _by(np.frexp(sizes.astype(np.float64))[1].astype(np.int64)):
+            found = attribute(operation, calls["duration_ns"][chosen], root)
+            row.size(octave).add(ranks, sizes[chosen], overlapped[chosen], found)
+
+    # -- what comes out
+
+    def has_all(self, members: Sequence[int]) -> bool:
+        """Whether these are known, and all of them are ranks of this node: then each operation was joined whole."""
+        return bool(members) and self._local.issuperset(members)
+
+    def operations(self) -> list[OperationStatistics]:
+        """What is known by operation, dtype and group, as of the last join(); not to be changed."""
+        return self._rows
+
+    def counts(self) -> dict[tuple[GroupKey, tuple[int, int] | None], Counts]:
+        """What became of the operations of each group, and of those between two ranks."""
+        return {(channel.group, channel.pair): dataclasses.replace(channel.counts) for channel in self._channels}
+
+    def uncomparable(self) -> set[str]:
+        """Names of groups in which the ranks count from different places: their sequence numbers do not compare."""
+        return {channel.group.name for channel in self._channels if channel.pair is None and not channel.ordered}
+
+    def pending_operations(self) -> int:
+        """Operations that wait for a rank's record, of all groups."""
+        return sum(channel.pending_operations for channel in self._channels)
+
+    def state(self) -> JoinState:
+        """For going_on_from(). What is pending counts as unjoined."""
+        return JoinState(
+            self.attempt,
+            self.generation,
+            self.outdated_records,
+            tuple(sorted(self._local)),
+            tuple(sorted(self._left)),
+            self._rows,
+            sorted(self._from_any),
+            [channel.state() for channel in self._channels],
+        )
+
+    @classmethod
+    def going_on_from(cls, earlier: JoinState) -> CollectiveJoin:
+        join = cls()
+        join._begin(earlier.attempt, earlier.generation)
+        join.outdated_records = earlier.outdated_records
+        join._local, join._left, join._from_any = set(earlier.local), set(earlier.left), set(earlier.from_any)
+        join._rows, join._row_of = earlier.operations, {row.key: at for at, row in enumerate(earlier.operations)}
+        for each in earlier.channels:
+            join._channels[join._channel(each.group, each.pair)].go_on_from(each)
+            if each.group.ranks:
+                join._groups.setdefault(each.group.name, set()).add(each.group)
+        return join
+
+
+def _by(values: npt.NDArray[np.signedinteger[Any]]) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+    """Each value that is not negative, with the places that have it, in their order."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=-1 << 40))
+    for first, stop in zip(starts.tolist(), [*starts.tolist(), len(order)][1:], strict=True):
+        if ordered[first] >= 0:
+            yield int(ordered[first]), order[first:stop]
+
+
+def _pair(rank: int, operation: Operation, group: GroupKey) -> tuple[int, int] | None:
+    """Sender and receiver of a message; None if it is none, or the other rank is not known."""
+    if operation.operation not in ("send", "recv") or not group.ranks:
+        return None
+    peer = group.member(operation.peer)
+    if peer is None or peer == rank:
+        return None
+    return (rank, peer) if operation.operation == "send" else (peer, rank)

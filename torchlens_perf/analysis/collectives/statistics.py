@@ -1,0 +1,192 @@
+"""What is known of one operation on one group, over all ranks that were seen: sketches and totals that add up. Pure.
+
+Kept apart by the size's octave, because a bucket of 25 MB and one of 1 MB have no bandwidth in common; the table shows
+that of the octave in which most bytes are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchlens_perf.analysis.collectives.channel import NOT_ENDED
+from torchlens_perf.analysis.collectives.semantics import SEND_RECV, Attribution, OperationKey, bus_factor, semantics_of
+from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.sketch import Sketch, merged
+
+TOTALS = ("exposed_wait_ns", "overlapped_wait_ns", "wait_upper_bound_ns", "last", "exposed_lag_ns", "overlapped_lag_ns")
+"""What is summed for each rank. `last`: how often it came last; lags: by how much later than the second to last."""
+
+
+@dataclasses.dataclass
+class SizeStatistics:
+    """Joined operations whose sizes lie in one octave. Times in ns."""
+
+    joined: int = 0
+    bytes: int = 0
+    """Sum of the sizes that bandwidth is computed from."""
+    wait: Sketch = dataclasses.field(default_factory=Sketch)
+    wait_upper_bound: Sketch = dataclasses.field(default_factory=Sketch)
+    transfer: Sketch = dataclasses.field(default_factory=Sketch)
+    ranks: tuple[int, ...] = ()
+    totals: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.zeros((0, len(TOTALS)), np.int64))
+    """Shape [ranks, len(TOTALS)]."""
+
+    def add(
+        self,
+        ranks: tuple[int, ...],
+        sizes: npt.NDArray[np.int64],
+        overlapped: npt.NDArray[np.bool_],
+        found: Attribution,
+    ) -> None:
+        """Adds operations. sizes: shape [operations]. overlapped: shape [operations, ranks], not blocking."""
+        self.joined += len(sizes)
+        self.bytes += int(sizes.sum())
+        waits = Sketch()
+        waits.add(found.wait_ns.ravel())
+        self.wait.merge(waits)
+        if found.wait_upper_bound_ns is not found.wait_ns:
+            waits = Sketch()
+            waits.add(found.wait_upper_bound_ns.ravel())
+        self.wait_upper_bound.merge(waits)
+        self.transfer.add(found.transfer_ns[found.transfer_ns >= 0])
+        totals = np.zeros((len(ranks), len(TOTALS)), np.int64)
+        totals[:, 1] = np.where(overlapped, found.wait_ns, 0).sum(axis=0)
+        totals[:, 0] = found.wait_ns.sum(axis=0) - totals[:, 1]
+        totals[:, 2] = found.wait_upper_bound_ns.sum(axis=0)
+        named = found.last >= 0
+        last, lag_ns, hidden = found.last[named], found.lag_ns[named], overlapped[named].all(axis=1)
+        np.add.at(totals[:, 3], last, 1)
+        np.add.at(totals[:, 4], last[~hidden], lag_ns[~hidden])
+        np.add.at(totals[:, 5], last[hidden], lag_ns[hidden])
+        self._add_totals(ranks, totals)
+
+    def _add_totals(self, ranks: tuple[int, ...], totals: npt.NDArray[np.int64]) -> None:
+        if ranks != self.ranks:
+            both = tuple(sorted({*ranks, *self.ranks}))
+            grown = np.zeros((len(both), len(TOTALS)), np.int64)
+            grown[np.searchsorted(both, self.ranks)] = self.totals
+            self.ranks, self.totals = both, grown
+        self.totals[np.searchsorted(self.ranks, ranks)] += totals
+
+    def merge(self, other: SizeStatistics) -> None:
+        """Adds what another node saw of the same operations, through its own ranks."""
+        if other.joined > self.joined:
+            self.joined, self.bytes = other.joined, other.bytes
+        for name in ("wait", "wait_upper_bound"):
+            getattr(self, name).merge(getattr(other, name))
+        # Each node's shortest is at least the transfer: the smaller one is nearer to it.
+        if other.transfer.count and not other.transfer.quantile_ns(0.5) >= self.transfer.quantile_ns(0.5):
+            self.transfer = other.transfer
+        self._add_totals(other.ranks, other.totals)
+
+    @property
+    def mean_bytes(self) -> float:
+        return self.bytes / self.joined if self.joined else 0.0
+
+
+@dataclasses.dataclass
+class OperationStatistics:
+    """One operation on one group: all its records, and the joined ones by the octave of their size."""
+
+    key: OperationKey
+    records: int = 0
+    """Of all ranks seen."""
+    ended: int = 0
+    """Of them, those whose end was recorded."""
+    asynchronous: int = 0
+    by_device: int = 0
+    """Of those that ended, those whose kernel times the device reported."""
+    bytes: int = 0
+    issue: Sketch = dataclasses.field(default_factory=Sketch)
+    """The issuing calls' own durations."""
+    duration: Sketch = dataclasses.field(default_factory=Sketch)
+    """From issue, or the kernel's start, to end, of the records whose end was recorded."""
+    ranks: set[int] = dataclasses.field(default_factory=set)
+    """Those that had a record."""
+    sizes: dict[int, SizeStatistics] = dataclasses.field(default_factory=dict)
+
+    def count(self, calls: npt.NDArray[np.void]) -> None:
+        """Adds records, joined or not, see channel.CALL."""
+        ended = calls["duration_ns"] != NOT_ENDED
+        self.ranks.update(np.flatnonzero(np.bincount(calls["rank"])).tolist())
+        self.records += len(calls)
+        self.ended += int(ended.sum())
+        self.by_device += int(calls["by_device"][ended].sum())
+        if not semantics_of(self.key.operation).blocks:
+            self.asynchronous += int(calls["overlapped"].sum())
+        self.bytes += int(calls["bytes"].sum())
+        self.issue.add(calls["call_ns"])
+        self.duration.add(calls["duration_ns"][ended])
+
+    @property
+    def joined(self) -> int:
+        """Operations of which every rank's record was there."""
+        return sum(size.joined for size in self.sizes.values())
+
+    def size(self, octave: int) -> SizeStatistics:
+        """What is known of one octave: sizes from 2**(octave - 1) on."""
+        return self.sizes.setdefault(octave, SizeStatistics())
+
+    def main_size(self) -> SizeStatistics | None:
+        """The octave in which most bytes are."""
+        return max(self.sizes.values(), key=lambda size: (size.bytes, size.joined), default=None)
+
+    def whole(self, name: str) -> Sketch:
+        """The sketch of that name over all sizes."""
+        return merged(getattr(size, name) for size in self.sizes.values())
+
+    def totals(self) -> dict[int, dict[str, int]]:
+        """By rank, TOTALS over all sizes."""
+        both = SizeStatistics()
+        for size in self.sizes.values():
+            both._add_totals(size.ranks, size.totals)
+        return {
+            rank: dict(zip(TOTALS, row, strict=True))
+            for rank, row in zip(both.ranks, both.totals.tolist(), strict=True)
+        }
+
+    def bandwidth(self, size: SizeStatistics) -> tuple[float, float] | None:
+        """Algorithm and bus bandwidth in bytes per second, from the median transfer; None if nothing moves or ended."""
+        factor = bus_factor(self.key.operation, len(self.key.members) or len(size.ranks))
+        transfer_ns = size.transfer.quantile_ns(0.5)
+        if factor is None or not size.bytes or not transfer_ns > 0:
+            return None
+        algorithm = size.mean_bytes / transfer_ns * 1e9
+        return algorithm, algorithm * factor
+
+    def merge(self, other: OperationStatistics) -> None:
+        """Adds another node's. Not for the same ranks twice."""
+        self.records += other.records
+        self.ended += other.ended
+        self.asynchronous += other.asynchronous
+        self.by_device += other.by_device
+        self.bytes += other.bytes
+        self.issue.merge(other.issue)
+        self.duration.merge(other.duration)
+        self.ranks |= other.ranks
+        for octave, size in other.sizes.items():
+            if octave in self.sizes:
+                self.sizes[octave].merge(size)
+            else:
+                self.sizes[octave] = copy.deepcopy(size)
+
+
+def merged_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[OperationStatistics]:
+    """The rows of several nodes as one list; those of one group that spans nodes become one."""
+    found: dict[OperationKey, OperationStatistics] = {}
+    for node in nodes:
+        for each in node:
+            found.setdefault(each.key, OperationStatistics(each.key)).merge(each)
+    return list(found.values())
+
+
+def describe(key: OperationKey) -> str:
+    """The row's ranks in words: "ranks 0-3", "ranks 2 to 3" for a pair, "group 7" where they are not known."""
+    if key.operation == SEND_RECV and key.pair is not None:
+        return f"ranks {key.pair[0]} to {key.pair[1]}"
+    return f"ranks {ranges(key.group.ranks)}" if key.group.ranks else f"group {key.group.name}"

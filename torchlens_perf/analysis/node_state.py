@@ -1,0 +1,179 @@
+"""What one node's sidecar knows, as a file: the report is made from these files, live or later."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+import msgspec
+import numpy as np
+
+from torchlens_perf.analysis.alerts.log import OpenAlerts
+from torchlens_perf.analysis.causes.straggler_groups import NOBODY, StragglerSummary
+from torchlens_perf.analysis.collectives.join import CollectiveJoin, JoinState
+from torchlens_perf.analysis.statistics.hardware import Telemetry
+from torchlens_perf.analysis.statistics.rank import RankStatistics, WindowHistory, Windows
+from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
+from torchlens_perf.analysis.words.hang import OpenHang
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
+from torchlens_perf.run.oom_table import OutOfMemory
+from torchlens_perf.run.sketch import Sketch
+
+SCHEMA = 7
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass
+class ProcessState:
+    """One process of one rank."""
+
+    identity: Identity
+    anchor: Anchor
+    statistics: RankStatistics
+    counted: int = -1
+    """Sequence number of the last record that the statistics hold."""
+    ended: str = ""
+    """"closed" by its watch, "died", or "" while it runs."""
+    trace_every: int = 0
+    gpus: list[Gpu] = dataclasses.field(default_factory=list)
+    native: bool = True
+    model: str = ""
+    """What it computes, see identity.model_digest."""
+    memory_source: str = ""
+    compute_device: str = ""
+    """What its models are on: "cpu", "cuda", ...; "" where that is not known."""
+    deeper_modules: bool = False
+    """Whether its models have modules below those that are timed."""
+    device: DeviceClock = dataclasses.field(default_factory=DeviceClock)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    unbalanced: int = 0
+    too_deep: int = 0
+    names_lost: int = 0
+    internal_errors: int = 0
+    tool_ns: int = 0
+    open_spans: list[str] = dataclasses.field(default_factory=list)
+    """What a process that died was inside of."""
+    groups: dict[str, ProcessGroup] = dataclasses.field(default_factory=dict)
+    """Those that it has used, by name."""
+    not_measured: list[str] = dataclasses.field(default_factory=list)
+    """Parts of the step that exist, or may exist, and that nothing distinguishes from the others."""
+    cpu_wait: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
+    """Of the sidecar's samples: the sum of the shares of time in which its main thread was ready and had no CPU, and
+    how many samples there are."""
+    missing_tap: str = ""
+    """The file of the native tap on collectives that it has not found; "" if it had it, or had no other ranks."""
+    out_of_memory: OutOfMemory | None = None
+    """The newest table that it wrote when its device's memory ran out, see hooks/on_device/out_of_memory.py."""
+
+
+@dataclasses.dataclass
+class NodeState:
+    """One node of the run."""
+
+    host: str
+    processes: dict[str, ProcessState] = dataclasses.field(default_factory=dict)
+    dropped_segments: int = 0
+    unwritten_records: int = 0
+    """Let go while the run directory could not be written: the statistics hold them, no segment does."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    passing_notes: list[str] = dataclasses.field(default_factory=list)
+    """What holds now, as that another node is not reached; a later sidecar says what holds then."""
+    sidecar_cpu_s: float = 0.0
+    join: CollectiveJoin = dataclasses.field(default_factory=CollectiveJoin)
+    """The node's collectives, joined across its ranks."""
+    hang: OpenHang | None = None
+    named: StragglerSummary = NOBODY
+    """Summary of the stragglers in its findings."""
+    findings: Findings = NOTHING
+    """What this node's straggler detector found: in its own ranks, or on node 0 in those of all nodes."""
+    alerts: OpenAlerts | None = None
+    telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
+    tap_outlook: str = ""
+    """What becomes of the native tap that its ranks have missed, see TapForNextRun.outlook()."""
+    schema: int = SCHEMA
+
+    def save(self, run: RunDirectory) -> None:
+        """Replaces the node's file. Raises OSError on a full disk."""
+        path = run.node_state(self.host)
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(encode(self))
+        os.replace(partial, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Schema:
+    schema: int
+
+
+def load(path: Path) -> NodeState:
+    """The state that save() wrote. Raises RunStoreError if it cannot be read."""
+    try:
+        text = path.read_bytes()
+        schema = decode(text, _Schema).schema
+        if schema == SCHEMA:
+            return decode(text, NodeState)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunStoreError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    raise RunStoreError(f"{path} has schema {schema}, this version reads {SCHEMA}")
+
+
+def load_or_new(run: RunDirectory, host: str) -> NodeState:
+    """What the node's sidecar has saved, if anything. Raises as load()."""
+    path = run.node_state(host)
+    return load(path) if path.exists() else NodeState(host)
+
+
+def load_all(run: RunDirectory) -> list[NodeState]:
+    """All nodes of the run, by host. Raises RunStoreError if there are none."""
+    paths = sorted(run.nodes.glob("*.json"))
+    if not paths:
+        raise RunStoreError(f"{run.path} is not a run directory, or its sidecar has not written anything yet")
+    return [load(path) for path in paths]
+
+
+# -- as JSON and back, by the types: msgspec does it, but for the few types in here
+
+
+def encode(value: object) -> bytes:
+    """The value as JSON. What is infinite or not a number becomes null, and is refused where a number must be."""
+    return msgspec.json.encode(value, enc_hook=_plain)
+
+
+def decode(text: bytes, kind: type[_T]) -> _T:
+    """What encode() was given. Raises msgspec.MsgspecError for what is no such value."""
+    return msgspec.json.decode(text, type=kind, dec_hook=_of_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Sketch):
+        return value.numbers()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, WindowHistory):
+        return value.windows()
+    if isinstance(value, CollectiveJoin):
+        return value.state()
+    raise NotImplementedError(type(value))
+
+
+def _of_plain(kind: Any, value: Any) -> Any:
+    if kind is Sketch:
+        return Sketch.of_numbers(value)
+    if get_origin(kind) is np.ndarray:
+        (dtype,) = get_args(get_args(kind)[1])
+        return np.array(value, dtype)
+    if kind is WindowHistory:
+        return WindowHistory(_converted(value, Windows))
+    if kind is CollectiveJoin:
+        return CollectiveJoin.going_on_from(_converted(value, JoinState))
+    raise NotImplementedError(kind)
+
+
+def _converted(value: Any, kind: type[_T]) -> _T:
+    return msgspec.convert(value, kind, str_keys=True, dec_hook=_of_plain)

@@ -1,0 +1,1 @@
+"""What the records of one rank or one node add up to."""

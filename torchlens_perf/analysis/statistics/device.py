@@ -1,0 +1,107 @@
+"""What the device's clock measured of one rank: sketches of device time, and how far the device was behind. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.run.ring import MERGED_RANK_SHIFT, UNKNOWN_NS, Kind, name_of
+from torchlens_perf.run.sketch import Sketch, from_records
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+# A device that ends a phase within so much of the host's end of it had no work left: an event on an idle stream takes
+# some microseconds, the last kernels of a phase some tens of them.
+CAUGHT_UP_NS = 100_000
+_PHASES = {
+    int(Kind.STEP): "step",
+    int(Kind.FORWARD): "forward",
+    int(Kind.RECOMPUTE): "recompute",
+    int(Kind.BACKWARD): "backward",
+    int(Kind.OPTIMIZER): "optimizer",
+}
+# At whose ends the host has just issued work: a step's end may follow a wait for the device (loss.item()).
+_ISSUING = (int(Kind.FORWARD), int(Kind.BACKWARD))
+
+
+def phase_durations_ns(records: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.int64]]:
+    """The device times of phases and steps among these records, by phase."""
+    records = records[records["kind"] == Kind.DEVICE]
+    found = {phase: records["duration_ns"][records["value0"] == kind] for kind, phase in _PHASES.items()}
+    return {phase: durations_ns for phase, durations_ns in found.items() if len(durations_ns)}
+
+
+@dataclasses.dataclass
+class DeviceStatistics:
+    """Device time of phases, modules and sections. Fed with DEVICE records, in any order."""
+
+    phases: dict[str, Sketch] = dataclasses.field(default_factory=dict)
+    modules: dict[str, Sketch] = dataclasses.field(default_factory=dict)
+    sections: dict[str, Sketch] = dataclasses.field(default_factory=dict)
+    behind: Sketch = dataclasses.field(default_factory=Sketch)
+    """How long after the host the device ended a forward or backward pass."""
+    caught_up: int = 0
+    """How many of them it ended within CAUGHT_UP_NS."""
+    stamped: dict[str, Sketch] = dataclasses.field(default_factory=dict)
+    """Device sections: by stamps, also in captured graphs."""
+    merged: dict[str, dict[str, int | float]] = dataclasses.field(default_factory=dict)
+    """Device sections over all ranks, as the device has merged their last window; on rank 0."""
+    stamped_lost: int = 0
+    """Their times that were overwritten on the device before they were reduced."""
+    stray_records: int = 0
+    """Records of windows of which others were lost: those windows do not count."""
+
+    def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
+        """Counts the DEVICE, SKETCH and MERGED records among these."""
+        windows, stray = from_records(records[records["kind"] == Kind.SKETCH])
+        self.stray_records += stray
+        self.stamped_lost += sum(window.lost for _, window in windows)
+        for name_id, window in windows:
+            self.stamped.setdefault(name_of(names, name_id), Sketch()).merge(window.sketch)
+        for record in records[records["kind"] == Kind.MERGED]:
+            self.merged[name_of(names, int(record["name_id"]))] = _merged(record)
+        records = records[records["kind"] == Kind.DEVICE]
+        if not len(records):
+            return
+        for phase, durations_ns in phase_durations_ns(records).items():
+            self.phases.setdefault(phase, Sketch()).add(durations_ns)
+        kinds = records["value0"].astype(np.int64)
+        for kind, table in ((Kind.MODULE, self.modules), (Kind.SECTION, self.sections)):
+            of_kind = records[kinds == kind]
+            for name_id in np.unique(of_kind["name_id"]).tolist():
+                table.setdefault(name_of(names, name_id), Sketch()).add(
+                    of_kind["duration_ns"][of_kind["name_id"] == name_id]
+                )
+        behind_ns = records["value1"][np.isin(kinds, _ISSUING)].astype(np.int64)
+        behind_ns = behind_ns[behind_ns != UNKNOWN_NS]
+        self.behind.add(behind_ns)
+        self.caught_up += int((behind_ns < CAUGHT_UP_NS).sum())
+
+    @property
+    def steps(self) -> int:
+        """Steps that the device has timed."""
+        return self.phases["step"].count if "step" in self.phases else 0
+
+    @property
+    def caught_up_share(self) -> float | None:
+        """Of the forward and backward passes; None where there were none."""
+        return self.caught_up / self.behind.count if self.behind.count else None
+
+
+def _merged(record: np.void) -> dict[str, int | float]:
+    """What hooks/on_device/stamps.py has packed into a MERGED record; slowest is -1 where no rank stands out."""
+    value0 = int(record["value0"])
+    return {
+        "step": int(record["step"]),
+        "count": int(record["start_ns"]),
+        "mean_ns": int(record["duration_ns"]) / max(1, int(record["start_ns"])),
+        "p50_ns": value0 & ((1 << MERGED_RANK_SHIFT) - 1),
+        "p99_ns": int(record["value1"]),
+        "rank_median_ns": int(record["nested_ns"]),
+        "rank_mad_ns": int(record["phase_ns"]),
+        "slowest": (value0 >> MERGED_RANK_SHIFT) - 1,
+        "score": int(record["flags"]) / 100,
+    }

@@ -1,0 +1,37 @@
+"""Quantities and names as people read them."""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def duration(seconds: float) -> str:
+    """A duration for people: three figures and a unit."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= scale:
+            value = seconds / scale
+            digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+            return f"{value:.{digits}f} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}" if abs(share) >= 0.1 else f"{share:.1%}"
+
+
+def amount(count: float, unit: str) -> str:
+    """So many bytes, or bytes a second: three figures, in powers of a thousand."""
+    for prefix in ("", "K", "M", "G", "T"):
+        if count < 1000 or prefix == "T":
+            return f"{count:.0f} {prefix}{unit}" if not prefix or count >= 100 else f"{count:.1f} {prefix}{unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def duration_or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
+
+
+def printable(text: str) -> str:
+    """Without control characters: a module's name may hold anything, also escape sequences."""
+    return "".join(c if unicodedata.category(c)[0] != "C" else "?" for c in text)

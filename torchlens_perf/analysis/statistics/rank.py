@@ -1,0 +1,326 @@
+"""What is known of one rank: sketches over the whole run, and a history of windows that does not grow with it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchlens_perf.analysis.statistics.device import DeviceStatistics
+from torchlens_perf.analysis.statistics.memory import MemoryStatistics
+from torchlens_perf.analysis.statistics.robust import median
+from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
+from torchlens_perf.analysis.statistics.step_mix import StepMix
+from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
+from torchlens_perf.run.ring import Flag, Kind, name_of
+from torchlens_perf.run.sketch import Sketch, add_to_each
+
+WARM_UP_STEPS = 3  # allocator, caches, lazy initialisation: counted apart
+FIRST_WINDOW_STEPS = 8
+MAX_WINDOWS = 512
+# What else a step may do that a reader of its time wants to know.
+TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION | Flag.CAPTURED)
+# Steps whose modules' times are no part of what a step takes: they evaluate, or are slowed by what is no training.
+_UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
+# Steps that are in no window: they do other work than training steps.
+_OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED)
+_OWN = [PARTS.index(part) for part in OWN_PARTS]
+_NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
+_CALLS, _FORWARD_PHASES = (int(Kind.MODULE), int(Kind.FORWARD)), (int(Kind.FORWARD), int(Kind.RECOMPUTE))
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Medians over consecutive steps, and their work: row i is about steps [first_step[i], first_step[i] + width)."""
+
+    width: int
+    first_step: npt.NDArray[np.int64]
+    duration_ns: npt.NDArray[np.float64]
+    parts_ns: npt.NDArray[np.float64]
+    """Shape [windows, len(PARTS)]."""
+    work_sum_ns: npt.NDArray[np.float64]
+    """Own time, without that in which the thread was ready and had no CPU: summed, as a mean also shows the slowness
+    that is in some steps only. Without the warm-up, and without steps that do other work than the other ranks'."""
+    work_steps: npt.NDArray[np.int64]
+    """How many steps that sum is over; 0: there is no work to compare."""
+    tags: Mapping[int, int]
+    """By a window's first step, what else its steps did, as flags of TAGS; also of windows that have no row."""
+    warm_from: int | None
+    """The first step that is no warm-up; None: there is no step yet."""
+
+
+_NONE = np.zeros(0)
+NO_WINDOWS = Windows(FIRST_WINDOW_STEPS, _NONE.astype(np.int64), _NONE, _NONE, _NONE, _NONE.astype(np.int64), {}, None)
+
+
+class _Row(NamedTuple):
+    first_step: int
+    duration_ns: float
+    parts_ns: npt.NDArray[np.float64]
+    work_sum_ns: float
+    work_steps: int
+
+
+class WindowHistory:
+    """Windows of `width` steps. When there are too many, neighbours are merged and the width doubles.
+
+    Windows are aligned to multiples of the width, so those of different ranks are about the same steps.
+    """
+
+    def __init__(self, earlier: Windows = NO_WINDOWS) -> None:
+        """earlier: to go on after. Of these, what was in progress is a window, or was too short for one."""
+        self.width = earlier.width
+        self._rows = [
+            _Row(*row)
+            for row in zip(
+                earlier.first_step.tolist(), earlier.duration_ns.tolist(), earlier.parts_ns,
+                earlier.work_sum_ns.tolist(), earlier.work_steps.tolist(), strict=True,
+            )
+        ]  # fmt: skip
+        self._tags = dict(earlier.tags)
+        self._warm_from = earlier.warm_from
+        # Of the window in progress: step, duration, parts, work; NaN where the work is not compared.
+        self._steps: list[tuple[int, int, npt.NDArray[np.int64], float]] = []
+
+    def add(self, table: StepTable) -> None:
+        """Adds steps, in order."""
+        if not len(table):
+            return
+        if self._warm_from is None:
+            self._warm_from = int(table.step[0]) + WARM_UP_STEPS
+        compared = (table.flags & _OTHER_WORK) == 0
+        uncompared_work = ((table.flags & OTHER_WORK) != 0) | (table.step < self._warm_from)
+        work_ns = np.where(uncompared_work, np.nan, _work_ns(table))
+        for step, duration_ns, parts_ns, step_work_ns, good in zip(
+            table.step.tolist(), table.duration_ns.tolist(), table.parts_ns, work_ns.tolist(), compared.tolist(),
+            strict=True,
+        ):  # fmt: skip
+            if self._steps and step // self.width != self._steps[0][0] // self.width:
+                self._close_window()
+            if good:
+                self._steps.append((step, duration_ns, parts_ns, step_work_ns))
+        tagged = (table.flags & TAGS) != 0
+        for step, flags in zip(table.step[tagged].tolist(), table.flags[tagged].tolist(), strict=True):
+            first = step // self.width * self.width
+            self._tags[first] = self._tags.get(first, 0) | (flags & TAGS)
+        while len(self._tags) > MAX_WINDOWS:
+            self._merge_neighbours()
+
+    def windows(self) -> Windows:
+        """The history, with the window in progress as its last row if it has half its steps."""
+        rows = list(self._rows)
+        if 2 * len(self._steps) >= self.width or (self._steps and not rows):
+            _append(rows, self._row())
+        return Windows(
+            width=self.width,
+            first_step=np.array([row.first_step for row in rows], np.int64),
+            duration_ns=np.array([row.duration_ns for row in rows], np.float64),
+            parts_ns=np.array([row.parts_ns for row in rows], np.float64).reshape(len(rows), len(PARTS)),
+            work_sum_ns=np.array([row.work_sum_ns for row in rows], np.float64),
+            work_steps=np.array([row.work_steps for row in rows], np.int64),
+            tags=dict(self._tags),
+            warm_from=self._warm_from,
+        )
+
+    def _row(self) -> _Row:
+        durations = np.array([step[1] for step in self._steps])
+        parts = np.array([step[2] for step in self._steps])
+        work = [step[3] for step in self._steps if step[3] == step[3]]
+        first = self._steps[0][0] // self.width * self.width
+        return _Row(first, float(median(durations, 0)), median(parts, 0), sum(work), len(work))
+
+    def _close_window(self) -> None:
+        if 2 * len(self._steps) >= self.width:
+            _append(self._rows, self._row())
+        self._steps.clear()
+        if len(self._rows) > MAX_WINDOWS:
+            self._merge_neighbours()
+
+    def _merge_neighbours(self) -> None:
+        self.width *= 2
+        merged: list[_Row] = []
+        for row in self._rows:
+            _append(merged, row._replace(first_step=row.first_step // self.width * self.width))
+        self._rows = merged
+        tags: dict[int, int] = {}
+        for step, flags in self._tags.items():
+            first = step // self.width * self.width
+            tags[first] = tags.get(first, 0) | flags
+        self._tags = tags
+
+
+def _append(rows: list[_Row], row: _Row) -> None:
+    """Adds a row, or merges it into the last one if that is about the same steps."""
+    if not rows or rows[-1].first_step != row.first_step:
+        rows.append(row)
+        return
+    last = rows[-1]
+    rows[-1] = _Row(
+        row.first_step,
+        (last.duration_ns + row.duration_ns) / 2,
+        (last.parts_ns + row.parts_ns) / 2,
+        last.work_sum_ns + row.work_sum_ns,
+        last.work_steps + row.work_steps,
+    )
+
+
+def _work_ns(table: StepTable) -> npt.NDArray[np.float64]:
+    """Own time of each step, without the part of it in which the thread was ready and had no CPU, where measured."""
+    own = table.parts_ns[:, _OWN]
+    ready = np.where(table.ready_ns[:, :1] >= 0, table.ready_ns[:, _OWN], 0)
+    work: npt.NDArray[np.float64] = (own - np.minimum(ready, own)).sum(axis=1).astype(np.float64)
+    return work
+
+
+def _by_kind_and_name(
+    kinds: npt.NDArray[np.uint8], name_ids: npt.NDArray[np.uint32]
+) -> tuple[list[tuple[int, int]], npt.NDArray[np.int64], list[int]]:
+    """The kinds and name ids that occur, the order that brings records of the same together, and where each begins."""
+    keys = kinds.astype(np.int64) << 32 | name_ids
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    starts = np.flatnonzero(np.diff(keys, prepend=-1))
+    return [(key >> 32, key & 0xFFFFFFFF) for key in keys[starts].tolist()], order, starts.tolist()
+
+
+@dataclasses.dataclass
+class CollectiveCount:
+    """One operation on one group."""
+
+    sketch: Sketch = field(default_factory=Sketch)
+    bytes: int = 0
+
+
+@dataclasses.dataclass
+class RankStatistics:
+    """Everything counted about one process of one rank. Fed with its records in sequence order."""
+
+    records: int = 0
+    lost: int = 0
+    first_step: int | None = None
+    last_step: int | None = None
+    counted_steps: int = 0
+    started_ns: int | None = None
+    ended_ns: int | None = None
+    warm_up: Sketch = field(default_factory=Sketch)
+    step: Sketch = field(default_factory=Sketch)
+    own: Sketch = field(default_factory=Sketch)
+    work: Sketch = field(default_factory=Sketch)
+    """Own time without that in which the thread was ready and had no CPU, where that is known."""
+    parts: dict[str, Sketch] = field(default_factory=lambda: {part: Sketch() for part in PARTS})
+    mix: StepMix = field(default_factory=StepMix)
+    usual_steps: int = 0
+    """That the modules' times are of."""
+    usual_forward_ns: int = 0
+    """The forward phase of those."""
+    modules: dict[str, Sketch] = field(default_factory=dict)
+    module_backwards: dict[str, Sketch] = field(default_factory=dict)
+    sections: dict[str, Sketch] = field(default_factory=dict)
+    collectives: dict[str, CollectiveCount] = field(default_factory=dict)
+    memory_bytes: int = 0
+    memory_max_bytes: int = 0
+    micro_steps: int = 1
+    flags_seen: int = 0
+    history: WindowHistory = field(default_factory=WindowHistory)
+    device: DeviceStatistics = field(default_factory=DeviceStatistics)
+    memory: MemoryStatistics = field(default_factory=MemoryStatistics)
+
+    def add(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int) -> None:
+        """Counts whole steps: their records, and the table that assemble_steps() made of them."""
+        self.records += len(records)
+        self.lost += lost
+        if len(steps):
+            self._add_steps(steps)
+        warm = records[:0]
+        if self.first_step is not None:
+            is_warm = records["step"] >= self.first_step + WARM_UP_STEPS
+            warm = records if is_warm.all() else records[is_warm]  # most are, and a copy takes long
+        self._add_named(warm, names)
+        self._add_modules(records, steps, names)
+        self.device.add(warm, names)
+        self.memory.add(records, names)
+
+    def _add_steps(self, table: StepTable) -> None:
+        if self.first_step is None:
+            self.first_step = int(table.step[0])
+            self.started_ns = int(table.start_ns[0])
+        self.last_step = int(table.step[-1])
+        self.ended_ns = int(table.start_ns[-1] + table.duration_ns[-1])
+        self.counted_steps += len(table)
+        warm = table.step >= self.first_step + WARM_UP_STEPS
+        self.warm_up.add(table.duration_ns[~warm])
+        self.step.add(table.duration_ns[warm])
+        self.own.add(table.own_ns[warm])
+        measured = warm & (table.ready_ns[:, 0] >= 0)
+        self.work.add(_work_ns(table)[measured].astype(np.int64))
+        for index, part in enumerate(PARTS):
+            self.parts[part].add(table.parts_ns[warm, index])
+        self.mix.add(table.where(warm))
+        self.memory_bytes = int(table.memory_bytes[-1])
+        self.memory_max_bytes = max(self.memory_max_bytes, int(table.memory_bytes.max()))
+        self.micro_steps = int(np.median(table.micro_steps))
+        self.flags_seen |= int(np.bitwise_or.reduce(table.flags))
+        self.history.add(table)
+
+    def _add_modules(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
+        """Own times of the modules that forward passes of usual steps call: what the forward phase is made of."""
+        usual = (steps.flags & _UNUSUAL) == 0
+        if self.first_step is not None:
+            usual &= steps.step >= self.first_step + WARM_UP_STEPS
+        self.usual_steps += int(usual.sum())
+        # Columns are taken out once: in the records, each value is 64 bytes from the next.
+        kinds = np.ascontiguousarray(records["kind"])
+        here = (records["flags"] & Flag.OTHER_THREAD) == 0
+        rows = np.flatnonzero(np.isin(kinds, _CALLS) & here)
+        rows = rows[np.isin(records["step"][rows], steps.step[usual])]
+        # A call is recorded after those inside of it: the next phase of its kind is the one that it is in.
+        phases = np.flatnonzero(np.isin(kinds, _FORWARD_PHASES) & here)
+        of_phase = np.append(kinds[phases], Kind.FORWARD)[np.searchsorted(phases, rows)]
+        rows = rows[of_phase == Kind.FORWARD]
+        kinds, duration_ns = kinds[rows], records["duration_ns"][rows]
+        passes = kinds == Kind.FORWARD
+        self.usual_forward_ns += int((duration_ns[passes] - records["phase_ns"][rows[passes]]).sum())
+        found, order, starts = _by_kind_and_name(kinds, records["name_id"][rows])
+        modules = [name_of(names, name_id).removeprefix("forward ") for _, name_id in found]
+        own_ns = duration_ns - records["nested_ns"][rows]
+        add_to_each([self.modules.setdefault(name, Sketch()) for name in modules], own_ns[order], starts)
+
+    def _add_named(self, records: npt.NDArray[np.void], names: list[str]) -> None:
+        rows = np.flatnonzero(np.isin(records["kind"], _NAMED))
+        if not len(rows):
+            return
+        found, order, starts = _by_kind_and_name(records["kind"][rows], records["name_id"][rows])
+        sketches = []
+        rows = rows[order]
+        for (kind, name_id), its in zip(found, np.split(rows, starts[1:]), strict=True):
+            name = name_of(names, name_id)
+            if kind == Kind.COLLECTIVE:
+                count = self.collectives.setdefault(name, CollectiveCount())
+                count.bytes += int(records["value0"][its].sum())
+                sketches.append(count.sketch)
+            else:
+                table = self.sections if kind == Kind.SECTION else self.module_backwards
+                sketches.append(table.setdefault(name, Sketch()))
+        add_to_each(sketches, records["duration_ns"][rows], starts)
+
+    def module_shares(self) -> dict[str, float]:
+        """Own forward time of each module, as a share of the forward phase, in usual steps."""
+        if not self.usual_forward_ns:
+            return {}
+        return {name: sketch.sum_ns / self.usual_forward_ns for name, sketch in self.modules.items()}
+
+    @property
+    def coverage(self) -> float:
+        """Share of the steps from the first to the last that were seen whole."""
+        if self.first_step is None or self.last_step is None:
+            return 0.0
+        return self.counted_steps / (self.last_step - self.first_step + 1)
+
+    def modules_ns(self) -> dict[str, float]:
+        """Mean own forward time of each module in a usual step; empty until a step counts."""
+        steps = self.usual_steps
+        return {name: sketch.sum_ns / steps for name, sketch in self.modules.items()} if steps else {}

@@ -1,0 +1,127 @@
+"""Step bins, the straggler detector's input: of each rank a row per step, or per several short steps. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
+from torchlens_perf.run.ring import Flag
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+MIN_ROW_NS = 20_000_000
+WIDEST_ROW = 1024
+_WIDTH_AFTER = 8  # steps, from which the width of the rows is chosen
+_OWN = [PARTS.index(part) for part in OWN_PARTS]
+_WAIT = PARTS.index("communication")
+# Steps that are not compared: they do other work than training steps. One rank's makes the step incomparable for all.
+OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CHECKPOINT | Flag.COMPILED | Flag.CAPTURED)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBins:
+    """Consecutive steps of one rank: row i is the mean over steps [step[i], step[i] + width), without OTHER_WORK."""
+
+    width: int
+    step: npt.NDArray[np.int64]
+    """Multiples of the width, ascending."""
+    duration_ns: npt.NDArray[np.float64]
+    work_ns: npt.NDArray[np.float64]
+    """Shape [rows, len(OWN_PARTS)]: the rank's own time, without that in which its thread was ready and had no CPU."""
+    wait_ns: npt.NDArray[np.float64]
+    ready_ns: npt.NDArray[np.float64]
+    """That time; NaN where it was not measured, and then it is in work_ns."""
+    workload: npt.NDArray[np.float64]
+    """Tokens, or what else the job counts; NaN where it does not."""
+    flags: npt.NDArray[np.int64]
+    """Of the steps that it is the mean of."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+class StepBinMaker:
+    """Makes rows of one rank's steps, as they come."""
+
+    def __init__(self, width: int = 0, min_row_ns: float = MIN_ROW_NS) -> None:
+        """width: steps a row, a power of two; 0 to choose it by the first steps' duration, so that a row takes
+        `min_row_ns` at least."""
+        self.width = width
+        self._min_row_ns = min_row_ns
+        self._tables: list[StepTable] = []
+
+    def add(self, table: StepTable) -> StepBins | None:
+        """Adds finished steps, in order. Returns the rows that are complete now, if any."""
+        if len(table):
+            self._tables.append(table)
+        count = sum(len(each) for each in self._tables)
+        if not self.width:
+            if count < _WIDTH_AFTER:
+                return None
+            durations = np.concatenate([each.duration_ns for each in self._tables])
+            # A replay has more of them at once, and must come to the same.
+            self.width = row_width(float(np.median(durations[2:_WIDTH_AFTER])), self._min_row_ns)
+        if not count:
+            return None
+        steps = np.concatenate([each.step for each in self._tables])
+        complete = steps // self.width < (int(steps[-1]) + 1) // self.width
+        if not complete.any():
+            return None
+        merged = _concatenate(self._tables)
+        self._tables = [merged.where(~complete)] if not complete.all() else []
+        return _rows(merged.where(complete), self.width)
+
+    def rest(self) -> StepBins | None:
+        """The last row, of the steps that do not fill one; when the run has ended."""
+        if not self._tables:
+            return None
+        merged = _concatenate(self._tables)
+        self._tables = []
+        return _rows(merged, self.width or row_width(float(np.median(merged.duration_ns)), self._min_row_ns))
+
+
+def row_width(step_ns: float, min_row_ns: float = MIN_ROW_NS) -> int:
+    """How many steps of that duration make a row: a power of two."""
+    width = 1
+    while width < WIDEST_ROW and width * step_ns < min_row_ns:
+        width *= 2
+    return width
+
+
+def _concatenate(tables: list[StepTable]) -> StepTable:
+    fields = [field.name for field in dataclasses.fields(StepTable)]
+    return StepTable(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in fields})
+
+
+def _rows(table: StepTable, width: int) -> StepBins:
+    keys = table.step // width * width
+    if width > 1:
+        # One step of another kind, as one in 16 that is probed, must not take its whole row.
+        kept = (table.flags & OTHER_WORK) == 0
+        kept |= ~np.isin(keys, keys[kept])
+        table, keys = table.where(kept), keys[kept]
+    steps, starts = np.unique(keys, return_index=True)
+    counts = np.diff([*starts, len(keys)])
+    measured = table.ready_ns[:, 0] >= 0
+    ready = np.where(measured[:, None], table.ready_ns, 0)[:, _OWN].astype(np.float64)
+    own = table.parts_ns[:, _OWN].astype(np.float64)
+    ready = np.minimum(ready, own)
+
+    def mean(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        sums = np.add.reduceat(values, starts, axis=0)
+        return sums / (counts if values.ndim == 1 else counts[:, None])
+
+    return StepBins(
+        width=width,
+        step=steps,
+        duration_ns=mean(table.duration_ns.astype(np.float64)),
+        work_ns=mean(own - ready),
+        wait_ns=mean(table.parts_ns[:, _WAIT].astype(np.float64)),
+        ready_ns=mean(np.where(measured, ready.sum(axis=1), np.nan)),
+        workload=mean(np.where(table.workload >= 0, table.workload, np.nan)),
+        flags=np.bitwise_or.reduceat(table.flags, starts),
+    )

@@ -1,0 +1,141 @@
+"""The step table that a rank's records become, and its steps as spans. Pure."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.run.records import PARTS, Span, StepTable, StepTrace
+from torchlens_perf.run.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_NO_SPANS = (int(Kind.STEP), int(Kind.THREAD_TIME), int(Kind.SKETCH), int(Kind.MERGED), int(Kind.MEMORY))
+_PART_OF_KIND = {
+    Kind.DATA: "data",
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.OPTIMIZER: "optimizer",
+    Kind.WAIT: "communication",
+}
+
+
+def _parts_of_kinds() -> npt.NDArray[np.int64]:
+    parts = np.full(256, -1)
+    for kind, part in _PART_OF_KIND.items():
+        parts[kind] = PARTS.index(part)
+    return parts
+
+
+def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
+    """The steps that end in these records of one rank, which are in sequence order and begin with a step's first.
+
+    A phase belongs to the step whose end follows it; phases after the last end are left out.
+    """
+    ends = np.flatnonzero(records["kind"] == Kind.STEP)
+    steps = records[ends]
+    parts = _parts_of_kinds()[records["kind"]]
+    parts[(records["flags"] & Flag.OTHER_THREAD) != 0] = -1
+    phases = np.flatnonzero(parts >= 0)
+    step_of_phase = np.searchsorted(ends, phases)
+    parts_ns = np.zeros((len(ends) + 1, len(PARTS)), np.int64)
+    own_ns = records["duration_ns"][phases] - records["phase_ns"][phases]
+    np.add.at(parts_ns, (step_of_phase, parts[phases]), own_ns)
+    parts_ns = parts_ns[:-1]
+    cpu_ns, ready_ns = _thread_times(records, ends)
+    parts_ns[:, PARTS.index("tool")] = np.maximum(steps["phase_ns"] - parts_ns.sum(axis=1), 0)
+    parts_ns[:, PARTS.index("host")] = np.maximum(steps["duration_ns"] - parts_ns.sum(axis=1), 0)
+    return StepTable(
+        step=steps["step"].astype(np.int64),
+        start_ns=steps["start_ns"].astype(np.int64),
+        duration_ns=steps["duration_ns"].astype(np.int64),
+        parts_ns=parts_ns,
+        memory_bytes=steps["value0"].astype(np.int64),
+        micro_steps=(steps["value1"] & MICRO_STEPS_MASK).astype(np.int64),
+        flags=steps["flags"].astype(np.int64),
+        workload=(steps["value1"] >> WORKLOAD_SHIFT).astype(np.int64) - 1,
+        cpu_ns=cpu_ns,
+        ready_ns=ready_ns,
+    )
+
+
+def _thread_times(
+    records: npt.NDArray[np.void], ends: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """CPU time and time ready without a CPU, by step and part; -1 in steps that were not measured."""
+    times = np.flatnonzero(records["kind"] == Kind.THREAD_TIME)
+    of_step = np.searchsorted(ends, times)
+    inside = of_step < len(ends)
+    times, of_step = times[inside], of_step[inside]
+    parts = _parts_of_thread_times()[records["flags"][times] & 0xFF]
+    tables = []
+    for column in ("value0", "value1"):
+        table = np.full((len(ends), len(PARTS)), -1, np.int64)
+        table[of_step] = 0
+        np.add.at(table, (of_step, parts), records[column][times].astype(np.int64))
+        tables.append(table)
+    return tables[0], tables[1]
+
+
+@functools.cache
+def _parts_of_thread_times() -> npt.NDArray[np.int64]:
+    """The part of each kind of phase; what is in none is the host's."""
+    parts = _parts_of_kinds()
+    parts[parts < 0] = PARTS.index("host")
+    return parts
+
+
+def step_traces(
+    records: npt.NDArray[np.void],
+    names: list[str],
+    wanted: set[int],
+    later: npt.NDArray[np.void] | None = None,
+) -> list[StepTrace]:
+    """The wanted steps among these records, span by span. `records` holds whole steps; later: what came after them.
+
+    A span belongs to the step that its record names: collectives may end, and be recorded, after their step, and device
+    times are reported after it.
+    """
+    traces = []
+    ends = np.flatnonzero(records["kind"] == Kind.STEP)
+    if later is not None and wanted:
+        records = np.concatenate([records, later])
+    spans = np.flatnonzero(~np.isin(records["kind"], _NO_SPANS))
+    for end in ends.tolist():
+        boundary = records[end]
+        if int(boundary["step"]) in wanted:
+            of_step = spans[records["step"][spans] == boundary["step"]]
+            traces.append(
+                StepTrace(
+                    step=int(boundary["step"]),
+                    start_ns=int(boundary["start_ns"]),
+                    duration_ns=int(boundary["duration_ns"]),
+                    flags=int(boundary["flags"]),
+                    spans=tuple(to_span(record, names) for record in records[of_step]),
+                )
+            )
+    return traces
+
+
+def to_span(record: np.void, names: list[str]) -> Span:
+    name_id = int(record["name_id"])
+    return Span(
+        kind=kind_name(int(record["kind"])),
+        name=names[name_id] if name_id < len(names) else "",
+        step=int(record["step"]),
+        start_ns=int(record["start_ns"]),
+        duration_ns=int(record["duration_ns"]),
+        depth=int(record["depth"]),
+        flags=int(record["flags"]),
+        value0=int(record["value0"]),
+        value1=int(record["value1"]),
+    )
+
+
+def kind_name(kind: int) -> str:
+    """The lower-case name of a record kind; "kind 77" for one of a newer version."""
+    return Kind(kind).name.lower() if kind in Kind._value2member_map_ else f"kind {kind}"

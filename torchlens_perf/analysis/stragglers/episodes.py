@@ -1,0 +1,182 @@
+"""Episodes: times in which a rank was slow, and what is to be said of them. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.analysis.stragglers.excess import CLIP, noise, without_stalls
+from torchlens_perf.run.records import OWN_PARTS
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.analysis.stragglers.window import SlidingWindow
+
+_COMPUTE = ("forward", "backward")
+_VALUES_AT_ONCE = 1 << 16
+_SAMPLE = 256  # of many ranks, from which the others' usual times are taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """A time in which one rank was slow. Times in ns, means per step over the episode."""
+
+    rank: int
+    phase: str
+    """An own part, "compute" where forward and backward grew alike, or "cpu" where it lacked a CPU."""
+    since_step: int
+    from_start: bool
+    """Whether it was slow from the first steps on that were judged."""
+    last_step: int
+    until_step: int | None
+    """The step from which on it was no longer slow; None while it is."""
+    named_step: int
+    """The step after which it was named. Unlike since_step it is never corrected."""
+    excess_ns: float
+    phase_excess_ns: float
+    cost_ns: float
+    """How much sooner the step would have ended without it."""
+    work_ns: float
+    others_work_ns: float
+    step_ns: float
+    z_score: float
+    """Standard errors, with clipped values."""
+    slow_share: float
+    """Share of the steps in which it was slow by at least half of its usual excess when slow."""
+    slow_excess_ns: float
+    """Median excess in those."""
+    more_workload: float
+    """How much more workload it had than the others, as a share; 0 if not known."""
+    shared_cost_ns: float | None = None
+    """How much sooner the step would have ended without all ranks that are slow together with it, see placement.py: of
+    the newest time when they were; None: they never were, or it is not known."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The same for this one, whatever becomes known of it later, also to a sidecar that was started again."""
+        return self.rank, self.named_step
+
+
+def described(
+    episode: Episode,
+    window: SlidingWindow,
+    index: int,
+    others: npt.NDArray[np.int64],
+    keys: npt.NDArray[np.int64],
+    series: npt.NDArray[np.float64],
+    scale: float,
+) -> Episode:
+    """The episode with what is measured over the rows `keys`.
+
+    index, others: the rank's and the others' positions in `window`. series: the rank's excess in those rows; scale: its
+    noise. Rows with a single stall are left out: they would hide what the rank does else.
+    """
+    last_step = int(keys[-1] + 1) * window.width - 1
+    usual_rows = without_stalls(series, scale) == series
+    keys, series = keys[usual_rows], series[usual_rows]
+    at = keys % window.columns
+    excess_ns = float(series.mean())
+    high = series[series > excess_ns / 2]
+    usual = float(np.median(high)) if len(high) else excess_ns
+    slow = series > usual / 2
+    slow_share = float(slow.mean())
+    sample = others[:: max(1, len(others) // _SAMPLE)]
+    parts = window.parts_ns[index, at].astype(np.float64)
+    usual_parts = np.median(window.parts_ns[np.ix_(sample, at)], axis=0).astype(np.float64)
+    load = window.workload[np.ix_(np.append(sample, index), at)].astype(np.float64)
+    more_workload = episode.more_workload
+    if np.isfinite(load).all() and (typical := float(np.median(load[:-1]))) > 0:
+        more_workload = float(load[-1].mean()) / typical - 1
+    phase, phase_excess_ns = episode.phase, excess_ns
+    if phase != "cpu":
+        above = (parts - usual_parts)[slow].mean(axis=0) if slow.any() else np.zeros(len(OWN_PARTS))
+        phase, part_ns = phase_of(above, usual_parts.mean(axis=0))
+        phase_excess_ns = part_ns * slow_share
+    return dataclasses.replace(
+        episode,
+        phase=phase,
+        last_step=last_step,
+        excess_ns=excess_ns,
+        phase_excess_ns=phase_excess_ns,
+        # The step ends with the slowest rank: how much sooner it would without this one, less what noise gives any.
+        # Where it also lacks a CPU, the job waits for that too; but that is none of what makes it slower than others.
+        cost_ns=min(_gain_ns(_own_ns(window, np.append(others, index), at)), max(0.0, excess_ns)),
+        work_ns=float(parts.sum(axis=1).mean()),
+        others_work_ns=float(np.median(window.parts_ns[np.ix_(sample, at)].sum(axis=2), axis=0).mean()),
+        step_ns=float(np.median(window.duration_ns[index, at])),
+        z_score=float(np.clip(series / scale, -CLIP, CLIP).sum() / np.sqrt(len(series))),
+        slow_share=slow_share,
+        slow_excess_ns=float(np.median(series[slow])) if slow.any() else excess_ns,
+        more_workload=more_workload,
+    )
+
+
+def would_gain_ns(
+    window: SlidingWindow,
+    index: int,
+    others: npt.NDArray[np.int64],
+    keys: npt.NDArray[np.int64],
+    excess_ns: npt.NDArray[np.floating[Any]],
+) -> float:
+    """How much sooner the step would have ended without the rank's excess in each of the rows `keys`.
+
+    index, others: positions in `window`. Other than its cost, this is no larger where the rank was the last one by
+    chance, for another reason.
+    """
+    own = _own_ns(window, np.append(others, index), keys % window.columns)
+    return float(np.clip(own[-1] - own[:-1].max(axis=0), 0, np.maximum(excess_ns, 0)).mean())
+
+
+def shared_cost_ns(
+    window: SlidingWindow, together: npt.NDArray[np.int64], others: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]
+) -> float:
+    """How much sooner the step would have ended without several ranks at once, over the rows `keys`.
+
+    Less what noise gives any as many. together, others: positions in `window`. Rows with a single stall are left out.
+    """
+    own = _own_ns(window, np.append(others, together), keys % window.columns)
+    theirs, own = own[len(others) :].max(axis=0), own[: len(others)]
+    excess = theirs - np.median(own, axis=0)
+    usual_rows = without_stalls(excess, noise(excess[None])) == excess
+    teams = [own[first : first + len(together)].max(axis=0) for first in range(0, len(others), len(together))]
+    return _gain_ns(np.stack([*teams, theirs])[:, usual_rows])
+
+
+def _own_ns(window: SlidingWindow, ranks: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """[ranks, rows]: work and the time ready without a CPU, which the others wait for alike."""
+    own = np.empty((len(ranks), len(at)), np.float32)
+    count = max(1, _VALUES_AT_ONCE // len(ranks))  # of many ranks, all columns at once would fill the memory
+    for first in range(0, len(at), count):
+        some = slice(first, first + count)
+        place = np.ix_(ranks, at[some])
+        own[:, some] = window.parts_ns[place].sum(axis=2) + np.nan_to_num(window.ready_ns[place])
+    return own
+
+
+def _gain_ns(own: npt.NDArray[np.float32]) -> float:
+    """What is gained without the last row, less what is gained without any: [ranks or teams, rows]."""
+    last, columns = own.argmax(axis=0), np.arange(own.shape[1])
+    largest = own[last, columns]
+    own[last, columns] = -np.inf
+    second = own.max(axis=0)
+    own[last, columns] = largest
+    gains = np.where(own == largest, largest - second, 0.0).mean(axis=1)
+    return max(0.0, float(gains[-1] - np.median(gains[:-1])))
+
+
+def phase_of(above_ns: npt.NDArray[np.float64], usual_ns: npt.NDArray[np.float64]) -> tuple[str, float]:
+    """The phase that explains most of an excess, and how much: from the excess and the usual time of each own part.
+
+    Where forward and backward are both slower, by a similar ratio, the rank computes slowly: "compute".
+    """
+    largest = int(np.argmax(above_ns))
+    forward, backward = (OWN_PARTS.index(part) for part in _COMPUTE)
+    pair = above_ns[forward] + above_ns[backward]
+    if largest in (forward, backward) and min(above_ns[forward], above_ns[backward]) > 0.15 * pair:
+        ratios = [above_ns[part] / max(1.0, usual_ns[part]) for part in (forward, backward)]
+        if max(ratios) < 3 * min(ratios):
+            return "compute", float(pair)
+    return OWN_PARTS[largest], float(above_ns[largest])

@@ -1,0 +1,207 @@
+"""The newest rows of all ranks that are compared, side by side: the straggler detector's input. Pure.
+
+Rows come rank by rank and late; a column, the rows of the same steps, is ready when all ranks have it. What is needed
+of it again and again, each rank's excess, is computed once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, StepBins
+from torchlens_perf.analysis.stragglers.excess import excess_over_others
+from torchlens_perf.run.records import OWN_PARTS
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+LATE_ROWS = 64  # a rank that is so far behind the others is missing, and is not waited for
+_MANY_RANKS = 4096
+_VALUES = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
+
+
+def judged_rows(ranks: int) -> int:
+    """How many rows are looked back at: fewer for many ranks, whose rows would fill the memory."""
+    return 256 if ranks <= _MANY_RANKS else 128
+
+
+@dataclasses.dataclass(frozen=True)
+class BinBatch:
+    """Rows of several ranks at once: arrays [ranks, rows], as in StepBins. A key of -1: no row there."""
+
+    width: int
+    ranks: npt.NDArray[np.int64]
+    key: npt.NDArray[np.int64]
+    """Row numbers: first step / width."""
+    flags: npt.NDArray[np.int64]
+    duration_ns: npt.NDArray[np.floating[Any]]
+    wait_ns: npt.NDArray[np.floating[Any]]
+    ready_ns: npt.NDArray[np.floating[Any]]
+    workload: npt.NDArray[np.floating[Any]]
+    parts_ns: npt.NDArray[np.floating[Any]]
+    """[ranks, rows, len(OWN_PARTS)]: work."""
+
+    @classmethod
+    def of(cls, rank: int, rows: StepBins) -> BinBatch:
+        values = {
+            name: getattr(rows, name)[None] for name in ("flags", "duration_ns", "wait_ns", "ready_ns", "workload")
+        }
+        return cls(rows.width, np.array([rank]), (rows.step // rows.width)[None], parts_ns=rows.work_ns[None], **values)
+
+    def between(self, low: int, high: int) -> BinBatch:
+        """The rows of steps from `low` to below `high`."""
+        steps = self.key * self.width
+        inside = (self.key >= 0) & (steps >= low) & (steps < high)
+        return dataclasses.replace(self, key=np.where(inside, self.key, -1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _NarrowBins:
+    """Rows of any ranks one below the other, [rows, ...], of which the window's rows are means."""
+
+    width: int
+    rank: npt.NDArray[np.int64]
+    key: npt.NDArray[np.int64]
+    flags: npt.NDArray[np.int64]
+    values: dict[str, npt.NDArray[np.floating[Any]]]
+
+    @classmethod
+    def of(cls, block: BinBatch) -> _NarrowBins:
+        rank, row = np.nonzero(block.key >= 0)
+        values = {name: getattr(block, name)[rank, row] for name in _VALUES}
+        return cls(block.width, block.ranks[rank], block.key[rank, row], block.flags[rank, row], values)
+
+    def and_then(self, later: _NarrowBins) -> _NarrowBins:
+        values = {name: np.concatenate([self.values[name], later.values[name]]) for name in _VALUES}
+        rank, key, flags = (
+            np.concatenate([getattr(self, name), getattr(later, name)]) for name in ("rank", "key", "flags")
+        )
+        return _NarrowBins(self.width, rank, key, flags, values)
+
+    def chosen(self, which: npt.NDArray[np.bool_]) -> _NarrowBins:
+        values = {name: value[which] for name, value in self.values.items()}
+        return _NarrowBins(self.width, self.rank[which], self.key[which], self.flags[which], values)
+
+    def widened(self, width: int) -> tuple[BinBatch | None, _NarrowBins]:
+        """Means over `width` steps, where all their rows are there; and the rows that are left, to be completed."""
+        per = width // self.width
+        wide = self.key // per
+        (pairs, group, count) = np.unique(np.stack([self.rank, wide]), axis=1, return_inverse=True, return_counts=True)
+        group = group.reshape(-1)
+        full = count == per
+        left = self.chosen(~full[group] & (wide > wide.max() - LATE_ROWS))
+        if not full.any():
+            return None, left
+        ranks, index = np.unique(pairs[0, full], return_inverse=True)
+        at = pairs[1, full] - pairs[1, full].min()
+        shape = (len(ranks), int(at.max()) + 1)
+        key = np.full(shape, -1, np.int64)
+        key[index, at] = pairs[1, full]
+        flags = np.zeros(len(count), np.int64)
+        np.bitwise_or.at(flags, group, self.flags)
+        values: dict[str, Any] = {"flags": np.zeros(shape, np.int64)}
+        values["flags"][index, at] = flags[full]
+        for name, value in self.values.items():
+            sums = np.zeros((len(count), *value.shape[1:]))
+            np.add.at(sums, group, value)
+            values[name] = np.full((*shape, *value.shape[1:]), np.nan)
+            values[name][index, at] = sums[full] / per
+        return BinBatch(width, ranks, key, **values), left
+
+
+class SlidingWindow:
+    """Arrays [ranks, columns], a column for each row of steps, used in turn. The last column takes what is no row."""
+
+    def __init__(self, ranks: npt.NDArray[np.int64], width: int) -> None:
+        """ranks: ascending."""
+        self.ranks = ranks
+        self.width = width
+        self.rows = judged_rows(len(ranks))
+        self.columns = self.rows + LATE_ROWS
+        shape = (len(ranks), self.columns + 1)
+        self.key = np.full(shape, -1, np.int32)
+        self.flags = np.zeros(shape, np.uint16)
+        self.duration_ns, self.wait_ns, self.ready_ns, self.workload = (
+            np.full(shape, np.nan, np.float32) for _ in range(4)
+        )
+        self.parts_ns = np.full((*shape, len(OWN_PARTS)), np.nan, np.float32)
+        self.excess_ns = np.zeros(shape, np.float32)
+        self.newest = np.full(len(ranks), -1, np.int64)
+        # Of each column: the row number whose excess has been computed, and whether it may be compared.
+        self._computed = np.full(self.columns, -1, np.int64)
+        self._good = np.zeros(self.columns, bool)
+        self._compared = np.zeros(0, np.int64)  # the ranks, by index, that they were computed for
+        self._narrow: dict[int, _NarrowBins] = {}  # by width: rows that do not fill one of the window's yet
+
+    def put(self, block: BinBatch) -> None:
+        """Adds rows of ranks that are in the window. Rows that are narrower than its own wait until they fill one."""
+        if block.width != self.width:
+            narrow = _NarrowBins.of(block)
+            if block.width in self._narrow:
+                narrow = self._narrow[block.width].and_then(narrow)
+            wide, self._narrow[block.width] = narrow.widened(self.width)
+            if wide is None:
+                return
+            block = wide
+        index = np.searchsorted(self.ranks, block.ranks)[:, None]
+        keys = np.where(block.key > block.key.max() - self.columns, block.key, -1)
+        at = np.where(keys >= 0, keys % self.columns, self.columns)
+        self.flags[index, at] = block.flags
+        for name in _VALUES:
+            getattr(self, name)[index, at] = getattr(block, name)
+        self.key[index, at] = keys
+        self.newest[index[:, 0]] = np.maximum(self.newest[index[:, 0]], keys.max(axis=1))
+        self._computed[at[keys >= 0]] = -1  # rows that come late change what was computed without them
+
+    def with_ranks(self, ranks: npt.NDArray[np.int64]) -> SlidingWindow:
+        grown = SlidingWindow(ranks, self.width)
+        if grown.columns != self.columns:
+            return grown  # so many ranks more that less is kept of each: begins anew
+        at = np.searchsorted(ranks, self.ranks)
+        for name in ("key", "flags", "newest", *_VALUES):
+            getattr(grown, name)[at] = getattr(self, name)
+        grown._narrow = self._narrow
+        return grown
+
+    def frontier(self, ended: Collection[int]) -> int:
+        """The newest row that all ranks have, but for those that have ended or are far behind."""
+        live = np.array([rank not in ended for rank in self.ranks.tolist()]) if ended else slice(None)
+        newest = self.newest[live]
+        if not len(newest):
+            return int(self.newest.max())
+        return int(newest[newest >= newest.max() - LATE_ROWS].min())
+
+    def oldest(self) -> int:
+        keys = self.key[:, :-1]
+        return int(keys[keys >= 0].min())
+
+    def comparable(self, first: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Row numbers from `first` to below `end` that can be compared, and the ranks (indices) that take part."""
+        keys = np.arange(max(first, end - self.rows, 0), end)
+        present = np.flatnonzero(self.newest >= end - 1)
+        if not np.array_equal(present, self._compared):
+            self._compared = present
+            self._computed[:] = -1
+        at = keys % self.columns
+        new = self._computed[at] != keys
+        if new.any():
+            self._compute(keys[new], at[new], present)
+        return keys[self._good[at]], present
+
+    def _compute(
+        self, keys: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], present: npt.NDArray[np.int64]
+    ) -> None:
+        """What these columns, of these rows, show; whether they may be compared."""
+        self._computed[columns] = keys
+        self.excess_ns[:, columns] = 0.0
+        block = np.ix_(present, columns)
+        other_work = np.bitwise_or.reduce(self.flags[block], axis=0) & OTHER_WORK
+        self._good[columns] = good = (self.key[block] == keys).all(axis=0) & (other_work == 0)
+        if len(present) > 1 and good.any():
+            block = np.ix_(present, columns[good])
+            work = self.parts_ns[block].sum(axis=2, dtype=np.float64)
+            self.excess_ns[block] = excess_over_others(work)

@@ -1,0 +1,1 @@
+"""Sentences that people read, made from values."""

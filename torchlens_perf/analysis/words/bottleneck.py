@@ -1,0 +1,259 @@
+"""Where the steps' time goes, on all ranks together, in words. A sentence has one base: a typical step, or all steps.
+
+Computing is what a job is for: it is named first, unless waiting or host code takes a quarter of the step, or more than
+computing; then that is. What else is worth a person's time comes after it. Where the work is on a device, its own clock
+says what limits the step; without that, only what the host did is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU
+from torchlens_perf.analysis.words.stragglers import phase_name
+from torchlens_perf.run.records import Verdict
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Facts, LongSteps, TypicalStep
+
+# Shares of a typical step, or of all steps' time, from which something is worth naming.
+_WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
+_LONG_WORTH_NAMING = 0.05
+_SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
+_MAX_LONG = 2
+_MAX_NUMBERS = 4  # of steps that come irregularly
+_COMPUTE = ("forward", "backward", "recompute", "optimizer")
+# Of forward and backward passes that a device ended as soon as the host had issued the last of them.
+_LAUNCH_BOUND, _CAUGHT_UP = 0.8, 0.5
+_BETWEEN_PHASES = 0.25  # of a device's step, from which on what lies between its phases is what matters
+
+
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    """What a part of the typical step is spent on, in seconds, the mean over the ranks."""
+
+    kind: str
+    phase: str
+    seconds: float
+    what: str
+    action: str
+
+
+def bottlenecks(report: Facts) -> list[Verdict]:
+    """Of a report with typical steps: the typical step, and the classes of long steps that cost much."""
+    typical = _typical(report)
+    starved = typical.kind == "lack_of_cpu"  # which says it all
+    classes = [each for each in report["steps"]["long"] if not (starved and each["part"] == LACK_OF_CPU)]
+    long = [_long(report, each) for each in classes if each["share"] >= _LONG_WORTH_NAMING][:_MAX_LONG]
+    first = [each for each in long if (each.cost_share or 0.0) > max(2 * _WORTH_NAMING, typical.cost_share or 0.0)]
+    return [*first, typical, *(each for each in long if each not in first)]
+
+
+def lack_of_cpu(report: Facts) -> Verdict | None:
+    """Where that is the largest part of all ranks' typical steps: it is said before anything else."""
+    verdict = _typical(report)
+    return verdict if verdict.kind == "lack_of_cpu" else None
+
+
+def _typical(report: Facts) -> Verdict:
+    device = report["run"]["device"]
+    if device is not None:
+        return _on_a_device(report, device)
+    sampled = report["steps"]["sampled_lack_of_cpu"]
+    computing, waits, step_s = _uses(report)
+    measured = any(typical["lack_of_cpu"] is not None for typical in _typical_steps(report))
+    if sampled is not None and sampled >= _SAMPLED_LACK and not measured:
+        text = (
+            f"Waiting for a CPU takes {percent(sampled)} of the time, by samples of one second: "
+            f"steps are too short to say where. Next: {_CPU_ACTION}"
+        )
+        return Verdict("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, {"sampled": sampled})
+    first = waits[0] if waits[0].seconds >= min(_WASTE_FIRST * step_s, computing.seconds) else computing
+    worth = [each for each in waits if each is not first and each.seconds >= _WORTH_NAMING * step_s]
+    beside = [*worth, computing] if first is not computing and computing.seconds else worth
+    also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in beside)
+    following = worth[0] if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s else first
+    waste_s = sum(each.seconds for each in (first, *worth) if each is not computing)
+    text = f"{first.what} takes {_of(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
+    evidence = {"typical_step_s": step_s, "uses_s": {use.kind: use.seconds for use in (computing, *waits)}}
+    text += f" Next: {following.action}"
+    return Verdict(first.kind, None, first.phase, waste_s, waste_s / step_s, None, 0.9, text, evidence)
+
+
+def _of(seconds: float, step_s: float) -> str:
+    return f"{percent(seconds / step_s)} ({duration(seconds)})"
+
+
+def _typical_steps(report: Facts) -> list[TypicalStep]:
+    """Of the ranks that have one."""
+    return [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
+
+
+def _uses(report: Facts) -> tuple[_Use, list[_Use], float]:
+    """What a typical step is spent on: computing, and the rest, the most first; and how long it is.
+
+    They add up, but for our own time.
+    """
+    steps = _typical_steps(report)
+    step_s = sum(step["s"] for step in steps) / len(steps)
+    lack_s = sum(sum((step["lack_of_cpu"] or {}).values()) for step in steps) / len(steps)
+    taken_out = lack_s >= _WORTH_NAMING * step_s  # else it stays in the parts, as the table has them
+
+    def mean_s(part: str) -> float:
+        total = 0.0
+        for step in steps:
+            lack = (step["lack_of_cpu"] or {}) if taken_out else {}
+            total += step["parts"].get(part, 0.0) - lack.get(part, 0.0)
+        return total / len(steps)
+
+    computing = {part: seconds for part in _COMPUTE if (seconds := mean_s(part)) > 0}
+    largest = max(computing, key=lambda part: computing[part], default="forward")
+    parts = sorted(computing.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for part, seconds in parts)
+    what = f"Computing ({shown})" if shown and not taken_out else "Computing"
+    uses = [
+        _Use("lack_of_cpu", "cpu", lack_s * taken_out, "Waiting for a CPU", _CPU_ACTION),
+        _Use("data_bound", "data", mean_s("data"), "Waiting for data", _DATA_ACTION),
+        _Use(
+            "communication_bound", "communication", mean_s("communication"), "Waiting in communication",
+            _COMMUNICATION_ACTION,
+        ),
+        _Use("host_bound", "host", mean_s("host"), "Host code outside of the phases", _HOST_ACTION),
+    ]  # fmt: skip
+    uses.sort(key=lambda use: -use.seconds)
+    return _Use("compute_bound", largest, sum(computing.values()), what, _look_at(report)), uses, step_s
+
+
+_CPU_ACTION = (
+    "see what else keeps the CPUs busy; then fewer threads (OMP_NUM_THREADS, num_workers), fewer ranks a node, or more "
+    "CPUs."
+)
+_DATA_ACTION = (
+    "raise the DataLoader's num_workers, set persistent_workers and pin_memory, or move work out of the loader."
+)
+_COMMUNICATION_ACTION = "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
+_HOST_ACTION = (
+    "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in perf.section()."
+)
+
+
+def _look_at(report: Facts) -> str:
+    """Which module to begin with, and how to look deeper."""
+    if not report["modules"]:
+        return "time modules: watch(model)."
+    row = report["modules"][0]
+    name = f"module {row['name']}" if row["name"].replace(".", "").isdigit() else row["name"]
+    by = "device time" if row["device_own_s_per_step"] is not None else "own time"
+    deeper = f'; modules="{row["name"]}.*" shows what is inside' if report["run"]["deeper_modules"] else ""
+    return f"start with {name}, the largest by {by}{deeper}."
+
+
+# -- on a device
+
+
+def _on_a_device(report: Facts, device: str) -> Verdict:
+    """What limits the step is said by the device's clock, or not at all."""
+    timed = [rank["device"] for rank in report["ranks"] if rank["typical"] is not None and rank["device"] is not None]
+    if not timed:
+        return _not_known(report, device)
+    caught_up = [each["caught_up"] for each in timed if each["caught_up"] is not None]
+    share = sum(caught_up) / len(caught_up) if caught_up else 0.0
+    if share >= _LAUNCH_BOUND:
+        text = (
+            f"The {device} waits for the host: it had no work left at the end of {percent(share)} of the forward and "
+            "backward passes. Next: fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a "
+            "larger batch, fused optimizers."
+        )
+        # What the job would gain is not known: how long a device idled between two kernels is not measured.
+        return Verdict("host_bound", None, "host", None, None, None, 0.8, text, {"caught_up": share})
+    step_s = sum(each["step_s"]["p50_s"] or 0.0 for each in timed) / len(timed)  # each has timed a step
+    phases = {
+        phase: sum(each["phases"].get(phase, {"s_per_step": 0.0})["s_per_step"] for each in timed) / len(timed)
+        for phase in _COMPUTE
+    }
+    between_s = max(0.0, step_s - sum(phases.values()))
+    evidence = {"device_step_s": step_s, "device_phases_s": phases, "between_s": between_s}
+    if between_s >= _BETWEEN_PHASES * step_s:
+        use = _uses(report)[1][0]
+        text = (
+            f"{percent(between_s / step_s)} of a step on the {device} ({duration(between_s)} of {duration(step_s)}) is "
+            f"outside of the forward and backward passes and the optimizer. On the host, {_lower(use.what)} takes "
+            f"{duration(use.seconds)} of a typical step. Next: {use.action}"
+        )
+        waste = min(use.seconds, between_s)
+        return Verdict(use.kind, None, use.phase, waste, waste / step_s, None, 0.7, text, evidence)
+    found = sorted(((seconds, phase) for phase, seconds in phases.items() if seconds), reverse=True)
+    shown = ", ".join(f"{phase_name(phase)} {duration(seconds)}" for seconds, phase in found)
+    ahead = f" The host is ahead, and waits for the {device}." if share < _CAUGHT_UP else ""
+    text = (
+        f"Computing takes {percent(1 - between_s / step_s)} of a step on the {device} ({duration(step_s)}: {shown})."
+        f"{ahead} Next: {_look_at(report)}"
+    )
+    return Verdict("compute_bound", None, found[0][1], 0.0, 0.0, None, 0.8, text, evidence)
+
+
+def _not_known(report: Facts, device: str) -> Verdict:
+    computing, waits, step_s = _uses(report)
+    largest = max((computing, *waits), key=lambda use: use.seconds)
+    text = (
+        f"What limits the step is not known: the work is on a device ({device}), and only host time was recorded. "
+        f"{largest.what} takes {_of(largest.seconds, step_s)} of a typical step on the host, which may be waiting for "
+        'the device. Next: record device times (device_times="on"), or look at a trace of some steps: '
+        "torchlens-perf capture."
+    )
+    return Verdict("not_known", None, None, None, None, None, 0.0, text, {"device": device})
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+# -- long steps
+
+
+def _long(report: Facts, long: LongSteps) -> Verdict:
+    """A class of long steps: how often, how much longer, why, and what they cost in all."""
+    steps, count = report["steps"], long["count"]
+    often = f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
+    if not long["period"] and count <= _MAX_NUMBERS:
+        often += f" (step{'s' if count > 1 else ''} {', '.join(map(str, long['steps']))})"
+    takes = "takes" if long["period"] or count == 1 else "take"
+    each = " on average" if count > 1 else ""
+    why = " and ".join(long["kinds"]) or _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
+    text = (
+        f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
+        f"{percent(long['share'])} of the time of all steps. Next: {_long_action(long)}"
+    )
+    cost_s = long["total_s"] / max(1, steps["count"])
+    return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, dict(long))
+
+
+_WHERE = {
+    "communication": "waiting in communication",
+    "tool": "this tool",
+    LACK_OF_CPU: "waiting for a CPU",
+}
+
+
+def _long_action(long: LongSteps) -> str:
+    actions = {
+        "evaluation": "evaluate less often, or on fewer batches.",
+        "saving": "save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
+        "compilation": "find what recompiles: TORCH_LOGS=recompiles; mark what varies as dynamic.",
+        "garbage collection": "freeze what lives long (gc.freeze()), or collect at a time of your own.",
+        "capture": "nothing: a capture was asked for.",
+        "sampled backward pass": "nothing, or sample more rarely: backward_every.",
+    }
+    for kind in long["kinds"]:
+        if kind in actions:
+            return actions[kind]
+    numbers = ", ".join(map(str, long["steps"][-_MAX_NUMBERS:]))
+    by_part = {
+        LACK_OF_CPU: _CPU_ACTION,
+        "data": f"see what the loader does at steps {numbers}: a new epoch starts workers (persistent_workers=True).",
+        "communication": f"see which rank does something else at steps {numbers}.",
+        "host": f"see what the loop does at steps {numbers} (logging, an epoch's end): wrap parts in perf.section().",
+    }
+    return by_part.get(long["part"], f"see what is different at steps {numbers}: batch size, sequence length.")

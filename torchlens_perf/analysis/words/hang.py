@@ -1,0 +1,255 @@
+"""A hang in words: for how long, who waits for whom in what, what the missing ones were inside of, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from torchlens_perf.analysis.collectives.hang import WAIT, BlockingRank, Collective, Hang
+from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.run.rank_ranges import ranges
+
+_MAX_NAMED = 4  # ranks with their hosts, and places
+_MAX_SPANS = 6  # of a place
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStack:
+    """A rank's Python stack, innermost line last; or why there is none."""
+
+    lines: tuple[str, ...]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenHang:
+    """A hang in progress, as the node's state, alerts and the report have it. Hang says what the fields mean."""
+
+    text: str
+    kind: str
+    since_s: float
+    step: int
+    ranks: tuple[int, ...]
+    """Those that the others wait for."""
+    waiting: tuple[int, ...] = ()
+    stacks: Mapping[int, RankStack] = dataclasses.field(default_factory=dict)
+    """By rank, of a few of those that are worth a look."""
+
+
+def described(hang: Hang, stacks: Mapping[int, RankStack]) -> OpenHang:
+    """The hang in words, without what only they are made from."""
+    ranks = tuple(each.progress.rank for each in hang.blocking)
+    return OpenHang(text(hang), hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks)
+
+
+def text(hang: Hang) -> str:
+    """Sentences for a log or a terminal, on one line."""
+    usual = f"usually {duration(hang.usual_s)}" if hang.usual_s > 0 else "no usual time is known yet"
+    opening = f"No step for {duration(hang.since_s)} ({usual})"
+    if hang.moving:
+        there = sorted({rank for ranks in hang.places.values() for rank in ranks})
+        opening += (
+            f" on {_ranks(there)}, while {_count(len(hang.moving), 'other rank makes', 'other ranks make')} steps"
+        )
+    finding = _FINDINGS.get(hang.kind, _blamed)(hang)
+    return f"{opening}. {finding} {_asides(hang)}Next: {_next_action(hang)}"
+
+
+def operation(collective: Collective) -> str:
+    """A collective for people: "allreduce 57 of group 0"."""
+    return f"{collective.operation or 'collective'} {collective.sequence} of group {collective.group}"
+
+
+def place(inside: Sequence[str]) -> str:
+    """Where a rank is, for people."""
+    names = list(inside)
+    if len(names) > _MAX_SPANS:
+        names[2 : 3 - _MAX_SPANS] = ["..."]
+    return f"inside {' > '.join(names)}" if names else "outside of all that is timed"
+
+
+# The kind is that of the gravest problem. The message lists the ranks with it first, and says what to do about them.
+_GRAVE = {"stopped": ("stopped", "traced"), "missing": ("stuck",), "uneven": ("closed",)}
+
+
+# -- what was found
+
+
+def _blamed(hang: Hang) -> str:
+    waits = ""
+    if hang.waiting:
+        waits = _count(len(hang.waiting), "rank waits", "ranks wait")
+        waits += f" in {operation(hang.collective)}; " if hang.collective else "; "
+    clauses: dict[str, list[BlockingRank]] = {}
+    for blocking in sorted(hang.blocking, key=lambda each: not _is_grave(each, hang)):
+        clauses.setdefault(_clause(blocking, hang), []).append(blocking)
+    named = [f"{_named(blocking_ranks)} {clause}" for clause, blocking_ranks in list(clauses.items())[:_MAX_NAMED]]
+    rest = sum(len(blocking_ranks) for blocking_ranks in list(clauses.values())[_MAX_NAMED:])
+    if rest:
+        named.append(f"{_count(rest, 'more rank is', 'more ranks are')} missing")
+    found = waits + "; ".join(named) + "."
+    missing = sum(blocking.missing == hang.collective for blocking in hang.blocking)
+    if hang.kind == "missing" and hang.collective and 2 * len(hang.waiting) <= missing:
+        found += f" Or only {_ranks(hang.waiting)} should not have entered it."
+    return _sentence(found)
+
+
+def _clause(blocking: BlockingRank, hang: Hang) -> str:
+    """What a blocking rank did, worded for one rank as for several."""
+    each = blocking.progress
+    missing = "entered all that others have"
+    if blocking.missing:
+        missing = f"did not enter {'it' if blocking.missing == hang.collective else operation(blocking.missing)}"
+    waits = each.inside[-1:] == (WAIT,)
+    where = place(each.inside[:-1] if waits else each.inside)
+    if waits:
+        where += ", waiting for something that all have entered" if blocking.missing else ", waiting"
+    old = f" when last heard of {duration(each.report_age_s)} ago" if each.report_age_s > 0 else ""
+    return {
+        "dead": f"died {where}, and {missing}",
+        "stopped": f"{missing}: stopped by a signal (process state T) {where}",
+        "traced": f"{missing}: held by a debugger (process state t) {where}",
+        "silent": f"went silent when the steps ended, {duration(each.report_age_s)} ago, like the sidecar of that "
+        f"node; when last heard of {where}, and {missing}",
+        "closed": f"{missing}: recording ended normally there after {each.step} steps",
+        "busy": f"{missing}, at work {where}, the last mark {duration(each.quiet_s)} ago",
+    }.get(blocking.problem, f"{missing}, last {where}{old}")
+
+
+def _mismatch(hang: Hang) -> str:
+    if hang.operations and hang.collective:
+        who = ", ".join(f"{name} on {_ranks(ranks)}" for name, ranks in hang.operations.items())
+        return f"{_sentence(operation(hang.collective))} is not the same everywhere: {who}."
+    following = [rank for rank, _ in hang.cycle[1:]] + [rank for rank, _ in hang.cycle[:1]]
+    steps = zip(hang.cycle, following, strict=True)
+    waits = [f"rank {rank} waits in {operation(where)} for rank {other}" for (rank, where), other in steps]
+    shown = waits if len(waits) <= _MAX_NAMED else [*waits[: _MAX_NAMED - 1], "...", waits[-1]]
+    return f"Ranks wait for each other in a cycle: {', '.join(shown)}."
+
+
+def _together(hang: Hang) -> str:
+    count = "Both" if len(hang.waiting) == 2 else f"All {len(hang.waiting)}"
+    if hang.collective is None:
+        return f"{count} ranks wait, and nothing tells for what. {_places(hang)}"
+    return f"{count} ranks have entered {operation(hang.collective)}: none keeps the others waiting. {_places(hang)}"
+
+
+def _unheard(hang: Hang) -> str:
+    where = f" in {operation(hang.collective)}, or what follows it" if hang.collective else ""
+    return f"{_count(len(hang.waiting), 'rank waits', 'ranks wait')}{where}; the cause is where nothing is known."
+
+
+def _apart(hang: Hang) -> str:
+    return f"No collective tells who waits for whom. {_places(hang)}"
+
+
+def _alone(hang: Hang) -> str:
+    (blocking,) = hang.blocking
+    return f"{_sentence(_named([blocking]))} is {place(blocking.progress.inside)}, and nobody waits for it."
+
+
+def _pause(hang: Hang) -> str:
+    return (
+        f"{_places(hang)} No rank waits for another: a checkpoint, an evaluation, a compilation or a server without "
+        "requests looks like this."
+    )
+
+
+_FINDINGS: dict[str, Callable[[Hang], str]] = {
+    "mismatch": _mismatch, "together": _together, "unheard": _unheard, "apart": _apart, "alone": _alone,
+    "pause": _pause,
+}  # fmt: skip
+
+
+def _places(hang: Hang) -> str:
+    """Where the ranks are, the fewest first: they differ from the others."""
+    order = sorted(hang.places.items(), key=lambda item: (len(item[1]), item[1]))
+    parts = [f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {place(inside)}" for inside, ranks in order]
+    if len(parts) > _MAX_NAMED:
+        parts[_MAX_NAMED:] = [f"and {_count(len(parts) - _MAX_NAMED, 'more place', 'more places')}"]
+    return _sentence("; ".join(parts)) + "."
+
+
+def _asides(hang: Hang) -> str:
+    asides = ""
+    if hang.asleep:
+        asides += f"Asleep in the kernel (process state D: storage or a driver): {_ranks(hang.asleep)}. "
+    if hang.unheard:
+        asides += f"Nothing is known of {_ranks(hang.unheard)}. "
+    if hang.ended and hang.kind in ("alone", "pause", "apart", "together"):
+        asides += f"{_count(len(hang.ended), 'rank has', 'ranks have')} ended. "
+    return asides
+
+
+# -- what to do
+
+
+def _next_action(hang: Hang) -> str:
+    if hang.blocking:
+        return _action_on(next((each for each in hang.blocking if _is_grave(each, hang)), hang.blocking[0]))
+    look = f"look at the Python stack of rank {hang.look_at[0]}" if hang.look_at else "look at the Python stacks"
+    if hang.kind == "mismatch":
+        return (
+            "make all ranks issue the same collectives in the same order: look for one under an `if` that ranks decide "
+            "differently; TORCH_DISTRIBUTED_DEBUG=DETAIL checks each one."
+        )
+    if hang.kind == "together":
+        return (
+            "look at the network and the devices: links, dmesg (Xid, AER), the backend's log and flight recorder. A "
+            "GPU that is stuck in an earlier kernel looks the same from the host."
+        )
+    if hang.kind == "unheard":
+        return "see whether those nodes can be reached, and whether a sidecar runs there."
+    if hang.kind == "pause":
+        return f"if it takes longer than that should, {look}."
+    return f"{look} first; what is waited for may be point-to-point, or not be recorded."
+
+
+def _is_grave(blocking: BlockingRank, hang: Hang) -> bool:
+    return blocking.problem in _GRAVE.get(hang.kind, (hang.kind,))
+
+
+def _action_on(blocking: BlockingRank) -> str:
+    each = blocking.progress
+    who = f"rank {each.rank} on {each.host}"
+    if blocking.problem in ("stopped", "traced"):
+        held = "detach the debugger from" if blocking.problem == "traced" else "send SIGCONT to"
+        return f"{held} {who}, and find out what stopped it: a debugger, a scheduler that suspends jobs, Ctrl-Z."
+    if blocking.problem == "busy":
+        return f"if the others need not wait for what {who} does, take it off the training loop."
+    if each.state == "uninterruptible":
+        return f"look at dmesg on {each.host}, and at the storage that {who} reads or writes."
+    if blocking.problem == "stuck" and each.inside[-1:] == (WAIT,):
+        return f"look at the network and the device of {who}: links, dmesg (Xid, AER), the backend's log."
+    if blocking.problem == "stuck" and each.inside[-1:] == ("data",):
+        return f"look at the loader of {who}: its workers, its storage, and its Python stack."
+    return {
+        "dead": f"read the end of the log of {who}, and dmesg for the out-of-memory killer; then restart the job.",
+        "silent": f"see whether {each.host} can be reached: the machine or its network has failed.",
+        "closed": "give all ranks the same number of steps: drop_last=True, a DistributedSampler, or "
+        "torch.distributed.algorithms.Join.",
+    }.get(blocking.problem, f"look at the Python stack of {who}.")
+
+
+# -- names
+
+
+def _named(blocking_ranks: Sequence[BlockingRank]) -> str:
+    """Ranks with their hosts, as in "ranks 2 (node-b) and 3 (node-b)"."""
+    names = [f"{each.progress.rank} ({each.progress.host})" for each in blocking_ranks]
+    rest = len(names) - _MAX_NAMED
+    if rest > 0:
+        names[_MAX_NAMED:] = [f"{rest} more"]
+    return "rank " + names[0] if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _count(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"

@@ -1,0 +1,346 @@
+"""The fields of `report --json`, which sentences and tables are made of. Types only.
+
+`torchlens-perf report --schema` prints them as a JSON schema. Names end in their units: `_s` seconds, `_ns`
+nanoseconds, `_bytes`, `_hz`. A share is between 0 and 1. None, in JSON null, is what was not measured or is not known.
+Keys of `by_rank` are ranks as text, as JSON wants them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from torchlens_perf.analysis.statistics.memory import Growth
+from torchlens_perf.analysis.words.report_hardware import Gpu, Link
+from torchlens_perf.run.oom_table import OutOfMemory
+
+
+class Distribution(TypedDict):
+    """Of durations in seconds; None where there is no value. Quantiles are off by at most 1.1 %."""
+
+    p50_s: float | None
+    p95_s: float | None
+    p99_s: float | None
+    max_s: float | None
+    mean_s: float | None
+
+
+class Run(TypedDict):
+    """The run as a whole."""
+
+    id: str
+    program: str | None
+    world_size: int
+    nodes: list[str]
+    attempt: int
+    started: str | None
+    ended: str | None
+    last_step_at: str | None
+    live: bool
+    device: str | None
+    """"GPU", or torch's name of another kind; None for a CPU."""
+    deeper_modules: bool
+    """There are modules below those that are timed."""
+
+
+class Trend(TypedDict):
+    """Step times of the run's first and last third."""
+
+    first_third_p50_s: float
+    last_third_p50_s: float
+    change: float
+
+
+class LongSteps(TypedDict):
+    """A class of steps that take longer than the others."""
+
+    kinds: list[str]
+    part: str
+    """Which part of the step takes longer."""
+    count: int
+    steps: list[int]
+    period: int | None
+    more_s: float
+    total_s: float
+    share: float
+
+
+class AlikeAndLong(TypedDict):
+    """How many steps are alike, and the classes of longer ones; total_s is the time of all steps of a rank."""
+
+    total_s: float
+    alike: int
+    long: list[LongSteps]
+
+
+class Steps(Distribution, AlikeAndLong):
+    """Steps of all ranks, without the warm-up."""
+
+    count: int
+    warm_up_max_s: float | None
+    trend: Trend | None
+    inference: bool
+    micro_steps: int
+    sampled_lack_of_cpu: float | None
+
+
+class TypicalStep(TypedDict):
+    """One rank's typical step; the parts add up to s."""
+
+    s: float
+    own_s: float
+    work_s: float | None
+    parts: dict[str, float]
+    lack_of_cpu: dict[str, float] | None
+
+
+class Phase(TypedDict):
+    """One part of a step: typical_s and share of the typical step, the others of all steps."""
+
+    typical_s: float
+    share: float
+    p50_s: float
+    mean_s: float
+
+
+class Retries(TypedDict):
+    """cudaMalloc retries in the last steps."""
+
+    count: int
+    steps: int
+
+
+class DeviceMemory(TypedDict):
+    """The allocator's newest reading, and what there was over the run."""
+
+    step: int
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    inactive_bytes: int | None
+    """In blocks that are free and cannot be given back."""
+    peak_bytes: int | None
+    """Most allocated since the job last reset the allocator's peaks."""
+    limit_bytes: int | None
+    """What the process may take of the device."""
+    alloc_retries: int | None
+    ooms: int | None
+    age_steps: int | None
+    fragmentation: float | None
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_resets: int
+    readings: int
+    retries_in: Retries | None
+
+
+class Memory(TypedDict):
+    """Of one rank: resident memory on a CPU, the allocator's on a device."""
+
+    last_bytes: int | None
+    max_bytes: int | None
+    source: str | None
+    device: DeviceMemory | None
+    growth: Growth | None
+
+
+class DevicePhase(TypedDict):
+    """One phase by the device's clock."""
+
+    p50_s: float
+    s_per_step: float
+
+
+class DeviceTimes(TypedDict):
+    """What the device's clock shows of one rank."""
+
+    clock: str | None
+    error_s: float | None
+    steps: int
+    step_s: Distribution
+    phases: dict[str, DevicePhase]
+    behind_s: Distribution
+    caught_up: float | None
+
+
+class Rank(TypedDict):
+    """One rank."""
+
+    rank: int
+    host: str
+    local_rank: int
+    pid: int
+    attempt: int
+    state: str
+    """running, closed or died."""
+    inside: list[str]
+    """The spans that a process was inside of when it died."""
+    steps: int
+    first_step: int | None
+    last_step: int | None
+    step_s: Distribution
+    own_s: Distribution
+    work_s: Distribution | None
+    typical: TypicalStep | None
+    phases: dict[str, Phase]
+    not_measured: list[str]
+    """What is missing."""
+    memory: Memory
+    out_of_memory: OutOfMemory | None
+    device: DeviceTimes | None
+    coverage: float
+    lost: int
+
+
+class HeatRank(TypedDict):
+    """A row of the heat map; slow: [since, until] step, None for still."""
+
+    rank: int
+    excess: list[float | None]
+    slow: list[list[int | None]]
+
+
+class Heat(TypedDict):
+    """How much more work each rank had than the others, in windows of `width` steps."""
+
+    width: int
+    first_steps: list[int]
+    tags: list[list[str]]
+    ranks: list[HeatRank]
+
+
+class Module(TypedDict):
+    """One timed module."""
+
+    name: str
+    calls: int
+    own_s: Distribution
+    own_s_per_step: float
+    by_rank: dict[str, float]
+    backward_s: Distribution | None
+    backward_by_rank: dict[str, float]
+    device_s: Distribution | None
+    device_own_s_per_step: float | None
+
+
+class Section(TypedDict):
+    """One section of the user's."""
+
+    name: str
+    calls: int
+    total_s: Distribution
+    s_per_step: float
+    by_rank: dict[str, float]
+    device_s: Distribution | None
+
+
+class DeviceSection(TypedDict):
+    """One device section; over_all_ranks: its last window, where ranks were merged on the device."""
+
+    name: str
+    calls: int
+    device_s: Distribution
+    by_rank: dict[str, float]
+    over_all_ranks: dict[str, float] | None
+
+
+class Collective(TypedDict):
+    """One operation, of one type on one group or pair of ranks."""
+
+    operation: str
+    group: str
+    dtype: str | None
+    description: str
+    pair: list[int] | None
+    ranks: str | None
+    ranks_seen: str
+    count: int
+    ended: int
+    asynchronous: int
+    by_device: int
+    bytes: int
+    joined: int
+    joined_whole: bool
+    issue_s: Distribution
+    duration_s: Distribution
+    wait_s: Distribution
+    wait_upper_bound_s: Distribution
+    transfer_s: Distribution
+    bandwidth_at_bytes: float | None
+    algbw: float | None
+    busbw: float | None
+    slowest_rank: int | None
+    by_rank: dict[str, dict[str, float]]
+    groups_operations: dict[str, int]
+    cannot_tell: list[str]
+
+
+class CapturedFile(TypedDict):
+    """A file of a capture; path inside the run directory."""
+
+    path: str
+    bytes: int
+
+
+class Capture(TypedDict):
+    """What came of a capture of one rank."""
+
+    id: str
+    asked_by: str
+    attempt: int
+    rank: int
+    first_step: int | None
+    last_step: int | None
+    ended: str
+    paused_s: float
+    files: dict[str, CapturedFile]
+    left_out: dict[str, str]
+
+
+class VerdictRow(TypedDict):
+    """A verdict; evidence has the numbers behind its sentence, by kind."""
+
+    kind: str
+    rank: int | None
+    phase: str | None
+    cost_s_per_step: float | None
+    cost_share: float | None
+    since_step: int | None
+    confidence: float
+    text: str
+    evidence: dict[str, Any]
+    where: dict[str, str] | None
+
+
+class Quality(TypedDict):
+    """What the records are worth, and what recording cost."""
+
+    records: int
+    lost: int
+    coverage: float
+    overhead_share: float | None
+    sidecar_cpu_s: float
+    notes: list[str]
+
+
+class Facts(TypedDict):
+    """The report before its verdicts."""
+
+    schema: int
+    run: Run
+    steps: Steps
+    ranks: list[Rank]
+    heat: Heat | None
+    modules: list[Module]
+    sections: list[Section]
+    device_sections: list[DeviceSection]
+    gpus: list[Gpu]
+    links: list[Link]
+    collectives: list[Collective]
+    slow_links: dict[str, Any]
+    captures: list[Capture]
+    quality: Quality
+
+
+class Report(Facts):
+    """The report on a run."""
+
+    verdicts: list[VerdictRow]

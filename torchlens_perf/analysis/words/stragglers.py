@@ -1,0 +1,289 @@
+"""Slow ranks in words: who, where, since when, what it costs, and what to do next."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from torchlens_perf.analysis.causes.rules import Diagnosis
+from torchlens_perf.analysis.causes.straggler_groups import (
+    MAX_MODULES,
+    StageImbalance,
+    StragglerGroup,
+    StragglerSummary,
+)
+from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.stragglers.detector import Findings
+from torchlens_perf.analysis.stragglers.episodes import Episode
+from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.records import Verdict
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Facts, Module
+
+_MAX_NAMED = 4
+_SHORT_STEPS = 30  # an episode that was over so soon is transient
+_NOW_AND_THEN = 0.6  # share of slow steps below which the slowness comes and goes
+_MORE_WORK = 0.05
+# Modules' times are those of typical steps of the run, with lack of a CPU. The excess is that of the time when the rank
+# was slow, without lack of a CPU: where they differ, only the modules' names are said.
+_ALL_OF_IT = 1.1
+# By the phase that a rank is slow in, which of a module's times are compared.
+_BY_RANK: dict[str, tuple[Literal["by_rank", "backward_by_rank"], ...]] = {
+    "forward": ("by_rank",), "backward": ("backward_by_rank",), "compute": ("by_rank", "backward_by_rank"),
+}  # fmt: skip
+
+
+class SlowRankContext(NamedTuple):
+    """What sentences on slow ranks take from the report, besides what was found of the ranks."""
+
+    device: str | None
+    """As the report's `run` has it."""
+    modules: Sequence[Module]
+
+
+def straggler_verdicts(
+    context: SlowRankContext, findings: Findings, named: StragglerSummary
+) -> tuple[list[Verdict], list[Verdict]]:
+    """Who is slow now, the costliest first, and who was before."""
+    before = [episode for episode in findings.episodes if episode.until_step is not None]
+    now = [_slow(context, straggler, findings) for straggler in named.groups[:_MAX_NAMED]]
+    if context.device is not None:
+        now = [_by_host_time(each) for each in now]
+    if named.imbalance is not None:
+        now.append(_imbalance(named.imbalance, findings))
+    before.sort(key=lambda episode: -episode.since_step)
+    return now, [_was_slow(each, named.diagnosis(each.key)) for each in before[:_MAX_NAMED]]
+
+
+def _by_host_time(verdict: Verdict) -> Verdict:
+    """The ranks compute on a device, whose time was not compared: what is said is of the host."""
+    text = verdict.text.replace(" Next: ", " By host time; what the devices did was not compared. Next: ")
+    return dataclasses.replace(verdict, text=text, confidence=verdict.confidence / 2)
+
+
+def phase_name(phase: str) -> str:
+    """A part of the step, as people call it."""
+    return {
+        "data": "data loading",
+        "forward": "the forward pass",
+        "recompute": "recomputing activations",
+        "backward": "the backward pass",
+        "optimizer": "the optimizer",
+        "host": "host code between the phases",
+        "compute": "computing, forward and backward alike",
+        "cpu": "getting a CPU",
+    }[phase]
+
+
+def cause_class(episode: Episode) -> str:
+    """slow_compute, slow_data, slow_host, or more_work where it has more to do than the others."""
+    if episode.more_workload > _MORE_WORK:
+        return "more_work"
+    return {"data": "slow_data", "host": "slow_host", "cpu": "slow_host"}.get(episode.phase, "slow_compute")
+
+
+def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> Verdict:
+    episode = straggler.lead
+    host = ", ".join(filter(None, (straggler.host, straggler.location)))
+    at = f" ({straggler.location})" if straggler.location else ""
+    if straggler.kind == "node":
+        who = f"Node {straggler.name}{at} is slow (ranks {ranges(straggler.ranks)}), most of all rank {episode.rank},"
+    elif straggler.kind == "position":
+        who = f"The ranks at {straggler.name} are slow ({ranges(straggler.ranks)}), most of all rank {episode.rank},"
+    else:
+        who = f"Rank {episode.rank} ({host}) is slow" if host else f"Rank {episode.rank} is slow"
+    modules, module_excess_s = _modules_of(context, straggler)
+    where = f", most of it in {', '.join(modules)}" if modules else ""
+    if modules and module_excess_s <= _ALL_OF_IT * episode.phase_excess_ns / 1e9:
+        where += f" (+{duration(module_excess_s)} a step)"
+    cost_s, share = None if straggler.cost_ns is None else straggler.cost_ns / 1e9, straggler.cost_share
+    since = "since the start" if episode.from_start else f"since step {episode.since_step}"
+    cost = "What it costs the job is not known"
+    if cost_s is not None and share is not None:
+        cost = f"It costs the job {duration(cost_s)} a step ({percent(share)})"
+    causes = [each for each in straggler.diagnosis.causes if each.explains is not None] if straggler.diagnosis else []
+    text = (
+        f"{who} in {phase_name(episode.phase)}: {_against(episode, findings.compared)}{where}{_pattern(episode)}. "
+        f"{cost}, {since}. {_because(straggler)}"
+        f"Next: {causes[0].action if causes else _next_action(episode, modules, straggler)}"
+    )
+    evidence = {
+        "class": cause_class(episode) if straggler.kind != "position" else "imbalance",
+        "scope": straggler.kind,
+        "ranks": list(straggler.ranks),
+        "work_s": episode.work_ns / 1e9,
+        "others_work_s": episode.others_work_ns / 1e9,
+        "excess_s": episode.excess_ns / 1e9,
+        "phase_excess_s": episode.phase_excess_ns / 1e9,
+        "share_of_steps": episode.slow_share,
+        "excess_when_slow_s": episode.slow_excess_ns / 1e9,
+        "standard_errors": episode.z_score,
+        "named_at_step": episode.named_step,
+        "more_workload": episode.more_workload,
+        "modules": modules,
+        "module_excess_s": module_excess_s,
+        "diagnosis": straggler.diagnosis and dataclasses.asdict(straggler.diagnosis),
+    }
+    confidence, since_step = _confidence(episode), 0 if episode.from_start else episode.since_step
+    return Verdict("straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence)
+
+
+def _because(straggler: StragglerGroup) -> str:
+    """What is behind it, with its evidence; or what was looked at in vain."""
+    diagnosis = straggler.diagnosis
+    if diagnosis is None:
+        return ""
+    if not diagnosis.causes:
+        if not diagnosis.looked_at:
+            return ""
+        return f"No cause found among {', '.join(diagnosis.looked_at)}. "
+    text = ""
+    for cause in diagnosis.causes:
+        if cause.explains is None:
+            text += f"Seen on it alone: {cause.text}; {cause.action} "
+        else:
+            begin = "Also, " if text else "Because "
+            text += f"{begin}{cause.text} (which explains {percent(min(1.0, cause.explains))} of it). "
+    return text
+
+
+def _against(episode: Episode, ranks: int) -> str:
+    others = "the other rank" if ranks == 2 else "the other ranks"
+    if episode.phase == "cpu":
+        return (
+            f"its thread was ready but had no CPU for {duration(episode.excess_ns / 1e9)} a step more than on {others}"
+        )
+    mine, theirs = duration(episode.work_ns / 1e9), duration(episode.others_work_ns / 1e9)
+    return f"{mine} of work a step against {theirs} on {others}"
+
+
+def _pattern(episode: Episode) -> str:
+    text = ""
+    if episode.slow_share < _NOW_AND_THEN:
+        text = (
+            f"; it comes and goes: +{duration(episode.slow_excess_ns / 1e9)} in {percent(episode.slow_share)} of steps"
+        )
+    if episode.more_workload > _MORE_WORK:
+        text += f"; it has {percent(episode.more_workload)} more to do than they"
+    return text
+
+
+def _confidence(episode: Episode) -> float:
+    """From 0.5 at the threshold towards 1: how far the excess is beyond what chance gives."""
+    return 1 - 0.5 * min(1.0, (5.0 / max(episode.z_score, 1e-9)) ** 2)
+
+
+def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup) -> str:
+    rank, what = episode.rank, modules[0] if modules else "the model"
+    if straggler.kind == "node":
+        return f"look at {straggler.name}: clocks, temperature, power cap, other jobs; then run without it."
+    if straggler.kind == "position":
+        return f"compare what the ranks at {straggler.name} are given: tokens per expert, or the split of the layers."
+    if episode.more_workload > _MORE_WORK:
+        return f"balance the batches: rank {rank} gets longer sequences or more samples than the others."
+    actions = {
+        "data": f"look at rank {rank}'s loader: its workers, its storage, and the size of its batches.",
+        "forward": f"compare {what} on rank {rank}: its input sizes, then clocks and neighbours on that machine.",
+        "recompute": f"compare rank {rank}'s input sizes and its machine's clocks with the others'.",
+        "backward": f"compare {what} on rank {rank}: its input sizes, then clocks and neighbours on that machine.",
+        "compute": f"compare rank {rank}'s input sizes with the others', then its clocks, temperature and neighbours.",
+        "optimizer": f"see whether rank {rank} holds more parameters or offloads them.",
+        "host": f"look for what only rank {rank} does between the phases: logging, checkpoints, .item(), garbage "
+        "collection.",
+        "cpu": f"see what else runs on rank {rank}'s CPUs, how many threads it has, and how it is pinned.",
+    }
+    return actions[episode.phase]
+
+
+def _modules_of(context: SlowRankContext, straggler: StragglerGroup) -> tuple[list[str], float]:
+    """The fewest modules, at most three, that together explain most of the phase's excess, and by how much.
+
+    Where the report's modules do not hold the rank, from what the detector's node received: nodes may share no disk.
+    """
+    episode = straggler.lead
+    excesses = []
+    for module in context.modules:
+        excess_s, seen = 0.0, False
+        for table in _BY_RANK.get(episode.phase, ()):
+            mine = module[table].get(str(episode.rank))
+            others = [value for rank, value in module[table].items() if rank != str(episode.rank)]
+            if mine is not None and others:
+                excess_s, seen = excess_s + mine - sum(others) / len(others), True
+        if seen:
+            excesses.append((excess_s, module["name"]))
+    if not excesses and episode.phase == "forward":
+        excesses = [(excess_ns / 1e9, name) for name, excess_ns in straggler.slower_modules_ns.items()]
+    names: list[str] = []
+    total_s = 0.0
+    for excess_s, name in sorted(excesses, reverse=True)[:MAX_MODULES]:
+        names.append(name)
+        total_s += excess_s
+        if total_s >= 0.6 * episode.phase_excess_ns / 1e9:
+            return names, total_s
+    return [], 0.0
+
+
+def _was_slow(episode: Episode, diagnosis: Diagnosis | None) -> Verdict:
+    assert episode.until_step is not None
+    kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
+    together = episode.shared_cost_ns is not None and episode.shared_cost_ns > episode.cost_ns
+    cost_ns = max(episode.cost_ns, episode.shared_cost_ns or 0.0)
+    cost_s, share = cost_ns / 1e9, cost_ns / episode.step_ns if episode.step_ns else 0.0
+    since = "from the start" if episode.from_start else f"from step {episode.since_step}"
+    text = (
+        f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step {episode.until_step - 1}: "
+        f"+{duration(episode.excess_ns / 1e9)} a step{_pattern(episode)}, which cost the job {duration(cost_s)} a step "
+        f"({percent(share)}){', together with those that were slow with it' if together else ''}. It is over."
+    )
+    if diagnosis is not None and diagnosis.causes:
+        text += f" Seen meanwhile: {diagnosis.causes[0].text}."
+    evidence = {"class": cause_class(episode), "until_step": episode.until_step, "excess_s": episode.excess_ns / 1e9}
+    evidence["diagnosis"] = diagnosis and dataclasses.asdict(diagnosis)
+    return Verdict(
+        f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step, _confidence(episode), text,
+        evidence,
+    )  # fmt: skip
+
+
+def _imbalance(found: StageImbalance, findings: Findings) -> Verdict:
+    cost_s, share = found.cost_ns / 1e9, found.cost_ns / findings.step_ns
+    text = (
+        f"The pipeline is out of balance: stage {found.stage} (ranks {ranges(found.ranks)}) has "
+        f"{duration(found.work_ns / 1e9)} of work a step, the other stages {duration(found.others_work_ns / 1e9)}. "
+        f"Next: move layers out of {found.stage}."
+    )
+    evidence = {"class": "imbalance", "scope": "stage", "ranks": list(found.ranks)}
+    return Verdict("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)
+
+
+def no_straggler(report: Facts, findings: Findings) -> Verdict:
+    """Nobody is slow, and what would have been seen; or that it is not known."""
+    count = report["steps"]["count"]
+    if report["run"]["device"] is not None:
+        timed = any(rank["device"] for rank in report["ranks"])
+        recorded = "only host time is compared so far" if timed else "only host time was recorded"
+        look_at = "the ranks' device times below" if timed else "traces of some ranks (torchlens-perf capture)"
+        text = (
+            f"The ranks were not compared: their work is on a device ({report['run']['device']}), and {recorded}. "
+            f"Next: compare {look_at}."
+        )
+        return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, {"rows": findings.rows})
+    if not findings.compared or findings.detectable_ns is None:
+        text = (
+            f"Too few steps to compare the ranks ({count}): a slow rank cannot be distinguished from noise yet. "
+            "Next: run at least 40 steps."
+        )
+        if not findings.compared and count >= 40:
+            text = "The ranks were not compared: each does other work than the others, or they were not seen together."
+            return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, {"rows": findings.rows})
+        return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, {"rows": findings.rows})
+    seen_s = findings.detectable_ns / 1e9
+    share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
+    text = (
+        f"No rank stands out over {count} steps. One with {duration(seen_s)} more work a step ({percent(share)}) would "
+        "have been named."
+    )
+    evidence = {"rows": findings.rows, "detectable_s": seen_s, "compared": findings.compared}
+    return Verdict("none", None, None, 0.0, 0.0, None, 0.9, text, evidence)

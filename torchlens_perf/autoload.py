@@ -1,0 +1,88 @@
+"""Recording a script that does not know of us.
+
+::
+
+    torchrun --logs-specs torchlens_perf train.py      torchrun.py sets TORCHLENS_PERF=1 for the workers
+    TORCHLENS_PERF=1 python train.py                   autoload(): entry point torch.backends, at `import torch`
+    python -m torchlens_perf run train.py ARGS         commands/run.py: the same, also where torch loads no entry points
+
+In a worker nothing happens until something trains (hooks/loop/first_step.py): data loader workers, compile workers,
+launchers and tools import torch too, and are not ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing.util
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torchlens_perf import config as configuration
+from torchlens_perf.config import Config
+from torchlens_perf.errors import ConfigError, guard
+from torchlens_perf.watch import forked_while_recording, watch
+
+AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def is_autoload_off(environ: Mapping[str, str]) -> bool:
+    """Whether torch loads no entry points: with any value but "1" (torch.__init__)."""
+    return environ.get(AUTOLOAD_SWITCH, "1") != "1"
+
+
+def autoload() -> None:
+    """Entry point `torch.backends`. Never raises: that would make `import torch` itself fail."""
+    try:
+        with guard("arming at `import torch`"):
+            if configuration.is_on(os.environ):
+                arm()
+    except ConfigError as error:
+        _say_off(str(error))
+
+
+def arm() -> None:
+    """Waits for this process's next step, and starts a watch at its end. Again is harmless.
+
+    Raises ConfigError for a bad TORCHLENS_PERF_* variable.
+    """
+    environment = configuration.from_environment(os.environ)
+    from torchlens_perf.hooks.loop import first_step
+    from torchlens_perf.recorder import nccl_plugin
+
+    with guard("offering NCCL the plugin"):
+        if environment.get("collectives", Config.collectives):
+            nccl_plugin.offer_early(os.environ, environment.get("nccl", Config.nccl))
+
+    first_step.wait(_start)
+
+
+def _start(optimizer: Any) -> None:
+    started = watch()
+    try:
+        if not started.start(in_the_middle=True, after_step_of=optimizer):
+            return
+    except ConfigError as error:
+        _say_off(str(error))  # a setting in the environment is no reason to stop a script that does not know of us
+        return
+    # A process that multiprocessing forked ends without atexit, but with its own finalizers.
+    atexit.register(started.close)
+    multiprocessing.util.Finalize(None, started.close, exitpriority=100)
+
+
+def _again_in_child() -> None:
+    """A child of a recorded process may be a trainer too: it waits for a step of its own."""
+    if forked_while_recording():
+        autoload()
+
+
+# After watch.py's own, which is imported first: what was inherited has been taken away then.
+os.register_at_fork(after_in_child=_again_in_child)
+
+
+@functools.cache  # once, though torch's entry point and `run` both call autoload()
+def _say_off(reason: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one line a node, not one a rank
+        print(f"torchlens_perf is off: {reason}", file=sys.stderr)

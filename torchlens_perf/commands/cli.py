@@ -1,0 +1,134 @@
+"""The command line: run, report, capture, sidecar, doctor. Exit code 2 and one line for a user's mistake."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchlens_perf.commands import capture, simulate
+from torchlens_perf.commands import run as run_command
+from torchlens_perf.errors import TorchlensPerfError
+from torchlens_perf.run.directory import RunDirectory
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if arguments[:1] == ["run"] and arguments[1:2] not in (["-h"], ["--help"]):
+            run_command.run(arguments[1:])  # what follows is Python's command line, no part of it is ours
+        options = _parser().parse_args(arguments)
+        result: int = options.command(options)
+        return result
+    except TorchlensPerfError as error:
+        print(f"torchlens-perf: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # `torchlens-perf report | head`: nobody reads on. Python would complain again when it flushes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torchlens-perf", description="Where each training step's time goes.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run_command.describe(commands)
+
+    report = commands.add_parser("report", help="show a run's report, live or finished")
+    report.add_argument("run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here")
+    report.add_argument("--json", action="store_true", help="as JSON, schema-versioned")
+    report.add_argument("--schema", action="store_true", help="the JSON schema of --json; needs no run")
+    report.set_defaults(command=_report)
+
+    sidecar = commands.add_parser("sidecar", help="read, keep and export a run; replay a finished one")
+    sidecar.add_argument("run_dir", type=Path)
+    sidecar.add_argument("--host", default=socket.gethostname(), help="the node whose ring files are read")
+    sidecar.set_defaults(command=_sidecar)
+
+    capture.add_command(commands)
+    simulate.add_command(commands)
+
+    build_tap = commands.add_parser(
+        "build-tap",
+        help="compile the native tap on collectives for the torch at hand",
+        description="Compiles the native tap on collectives against the torch at hand, with g++, in 10 to 30 s, for "
+        "images and CI: elsewhere the first run of several ranks has it built for the next one. Without it collectives "
+        "are tapped from Python, at 50 us each, and the end of asynchronous ones is not recorded.",
+    )
+    build_tap.add_argument("--in-background", metavar="NAME", help=argparse.SUPPRESS)
+    build_tap.set_defaults(command=_build_tap)
+
+    doctor = commands.add_parser("doctor", help="what works in this environment, and what to do where it does not")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _report(options: argparse.Namespace) -> int:
+    if options.schema:
+        _show_schema()
+        return 0
+    from torchlens_perf.report.run_report import run_report
+    from torchlens_perf.report.terminal import show
+
+    run = RunDirectory(options.run_dir or _newest_run())
+    value = run_report(run)
+    if options.json:
+        json.dump(value, sys.stdout, indent=1, allow_nan=False)
+        print()
+    else:
+        show(value, sys.stdout, str(run.path))
+    return 0
+
+
+def _show_schema() -> None:
+    import msgspec
+
+    from torchlens_perf.analysis.words.report import Report
+
+    json.dump(msgspec.json.schema(Report), sys.stdout, indent=1)
+    print()
+
+
+def _newest_run() -> Path:
+    from torchlens_perf.config import Config
+    from torchlens_perf.errors import RunStoreError
+
+    folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
+    runs = [path for path in folder.glob("*/nodes") if path.is_dir()]
+    if not runs:
+        raise RunStoreError(f"no run directory in {folder}: name one, torchlens-perf report RUN_DIR")
+    return max(runs, key=lambda path: path.stat().st_mtime).parent
+
+
+def _sidecar(options: argparse.Namespace) -> int:
+    from torchlens_perf.sidecar.start.process import by_hand
+
+    return by_hand(options.run_dir.absolute(), options.host)
+
+
+def _build_tap(options: argparse.Namespace) -> int:
+    from torchlens_perf.commands import tap_build
+    from torchlens_perf.sidecar import tap_for_next_run
+
+    if options.in_background is None:
+        print(tap_build.build())
+    else:
+        tap_for_next_run.give_way()
+        print(tap_build.build_in_background(options.in_background))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from torchlens_perf.commands.doctor import examine
+
+    worst = 0
+    for check in examine():
+        print(check)
+        worst = max(worst, check.severity)
+    return 1 if worst > 1 else 0

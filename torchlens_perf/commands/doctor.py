@@ -1,0 +1,264 @@
+"""`torchlens-perf doctor`: what works in this environment and what does not, one line each, with the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchlens_perf import config
+from torchlens_perf.errors import ConfigError, RunStoreError
+from torchlens_perf.run import directory
+
+OK, WORSE, BROKEN = 0, 1, 2
+_WORDS = {OK: "ok     ", WORSE: "worse  ", BROKEN: "broken "}
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line: what was looked at, how it is, and what to do about it."""
+
+    severity: int
+    """OK, WORSE (it works, with less or at more cost) or BROKEN."""
+    subject: str
+    finding: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        remedy = f"; {self.remedy}" if self.remedy and self.severity != OK else ""
+        return f"{_WORDS[self.severity]} {self.subject}: {self.finding}{remedy}"
+
+
+def examine() -> Iterator[Check]:
+    """All checks, in order. Imports torch; starts nothing, writes nothing that stays."""
+    checks = (
+        _platform, _native, _torch, telemetry, _tap, _nccl, _autoload, _settings, _ring_place, _run_directory, _export,
+        _tools,
+    )  # fmt: skip
+    for check in checks:
+        try:
+            yield from check()
+        except Exception as error:
+            yield Check(BROKEN, check.__name__.strip("_"), f"could not be examined: {type(error).__name__}: {error}")
+
+
+def _platform() -> Iterator[Check]:
+    linux = sys.platform == "linux"
+    text = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    yield Check(OK if linux else BROKEN, "platform", text, "ring files need Linux")
+
+
+def _native() -> Iterator[Check]:
+    from torchlens_perf.recorder.recorder import NATIVE
+
+    if NATIVE:
+        yield Check(OK, "recorder", "native")
+        return
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    remedy = "reinstall: pip install --force-reinstall --no-deps torchlens-perf"
+    if compiler is None:
+        remedy = "install a C compiler and Python's headers, then " + remedy
+    yield Check(WORSE, "recorder", "the Python implementation: marks cost about ten times more", remedy)
+
+
+def _tap() -> Iterator[Check]:
+    from torchlens_perf.recorder import native_tap
+    from torchlens_perf.recorder.recorder import NATIVE
+    from torchlens_perf.run import tap_requirements
+
+    if native_tap.load() is not None:
+        yield Check(OK, "tap on collectives", "native")
+        return
+    problems = "; ".join(native_tap.problems())
+    finding = "Python: 50 us a collective, and no end of asynchronous ones" + (f" ({problems})" if problems else "")
+    remedy = tap_requirements.obstacle(native_tap.file_name()) if NATIVE else tap_requirements.NO_RECORDER
+    if remedy is None:
+        now, later = "torchlens-perf build-tap", "the next run of several ranks has the native one built"
+        remedy = f"{now}, or nothing: {later}" if _builds_tap() else now
+    yield Check(WORSE, "tap on collectives", finding, remedy)
+
+
+def _builds_tap() -> bool:
+    try:
+        return bool(config.from_environment(os.environ).get("build_tap", config.Config.build_tap))
+    except ConfigError:
+        return False  # nothing is recorded then, see _settings()
+
+
+def _nccl() -> Iterator[Check]:
+    """Nothing for a torch without NVIDIA's NCCL."""
+    from torchlens_perf.recorder import nccl_plugin
+
+    nccl, file = nccl_plugin.version(), nccl_plugin.path()
+    if nccl is None:
+        return
+    subject = f"kernels of NCCL {'.'.join(map(str, nccl))}"
+    every = {asked: nccl_plugin.steps_between(nccl, asked_for=asked) for asked in (False, True)}
+    without = "asynchronous collectives have no end"
+    other = None if file is None else nccl_plugin.other_plugin(os.environ, file)
+    if nccl_plugin.load() is None:
+        yield Check(WORSE, subject, f"the plugin was not built: {without}", "install a C compiler and reinstall")
+    elif every[True] == 0:
+        yield Check(WORSE, subject, f"not timed: {without}", "NCCL 2.28 to 2.30 tell when they ran")
+    elif other is not None:
+        yield Check(WORSE, subject, f"another plugin was chosen: {without}", f"ours is used without {other}")
+    elif every[False] == 0:
+        remedy = f"TORCHLENS_PERF_NCCL=on times one step of {every[True]}, see docs/gpu.md"
+        yield Check(WORSE, subject, f"not timed with this NCCL: {without}", remedy)
+    else:
+        yield Check(OK, subject, "timed by the device in every step, from the first communicator inside a watch on")
+
+
+def _torch() -> Iterator[Check]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Check(BROKEN, "torch", f"cannot be imported: {error}", "pip install torch")
+        return
+    from torchlens_perf.recorder import torch_private
+
+    version = torch_private.torch_version(torch.__version__)
+    supported = version >= torch_private.OLDEST_TORCH
+    oldest = ".".join(map(str, torch_private.OLDEST_TORCH))
+    yield Check(OK if supported else WORSE, "torch", torch.__version__, f"tested from {oldest} on")
+    for entry in torch_private.PRIVATE_NAMES:
+        works = torch_private.works(entry.name)
+        finding = "works" if works else f"missing: {entry.without}"
+        yield Check(OK if works else WORSE, entry.name, finding, "look for a newer torchlens-perf")
+    if torch.cuda.is_available():
+        yield from _device(torch.cuda.get_device_name(), nvidia=torch.version.cuda is not None)
+    else:
+        yield Check(OK, "device", "CPU: host times are the device's times")
+
+
+def _device(name: str, *, nvidia: bool) -> Iterator[Check]:
+    from torchlens_perf.cuda import driver, kernels
+    from torchlens_perf.recorder.devices import CONNECTIONS
+
+    one_connection = os.environ.get(CONNECTIONS) == "1"
+    finding = f"{name}: phases are timed by events"
+    if one_connection:
+        finding = f"{name}: device times are not taken, as {CONNECTIONS}=1"
+    remedy = "TORCHLENS_PERF_DEVICE_TIMES=on takes them, at the cost of communication's overlap"
+    yield Check(WORSE if one_connection else OK, "device times", finding, remedy)
+    if not nvidia:
+        yield Check(WORSE, "device sections", "not in a ROCm build: they read NVIDIA's clock", "use perf.section()")
+    elif not kernels.has_cupy():
+        remedy = "pip install 'torchlens-perf[cuda13]', or [cuda12]"
+        yield Check(WORSE, "device sections", "not timed: CuPy is missing", remedy)
+    else:
+        driver.Driver()  # raises where it cannot be loaded, which examine() shows
+        yield Check(OK, "device sections", "CuPy compiles the kernels at their first use")
+
+
+def telemetry() -> Iterator[Check]:
+    """Of the node's hardware: what the sidecar can read."""
+    import torch
+
+    from torchlens_perf.sidecar.telemetry import infiniband
+    from torchlens_perf.sidecar.telemetry.gpu import survey
+
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        found = survey()
+        if isinstance(found, str):
+            remedy = (
+                "install the driver's libnvidia-ml.so.1; in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+            )
+            yield Check(WORSE, "GPU telemetry", f"none: NVML says {found}", remedy)
+        else:
+            driver, gpus, with_gpm = found
+            activity = f"GPM on {with_gpm} of {gpus} GPUs"
+            yield Check(OK, "GPU telemetry", f"NVML, driver {driver}; activity of SMs and memory: {activity}")
+    ports = len(infiniband.ports())
+    finding = f"{ports} ports of InfiniBand or RoCE adapters" if ports else "no InfiniBand or RoCE adapter"
+    yield Check(OK, "network telemetry", finding)
+
+
+def _autoload() -> Iterator[Check]:
+    from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
+
+    if is_autoload_off(os.environ):
+        remedy = f"unset {AUTOLOAD_SWITCH}, or use `python -m torchlens_perf run SCRIPT`"
+        finding = f"{AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} switches them off"
+        yield Check(WORSE, "TORCHLENS_PERF=1 and the torchrun flag", finding, remedy)
+        return
+    for group in ("torch.backends", "torchrun.logs_specs"):
+        found = any(entry.name == "torchlens_perf" for entry in importlib.metadata.entry_points(group=group))
+        finding = "installed" if found else "missing: scripts cannot be recorded without watch()"
+        yield Check(OK if found else WORSE, f"entry point {group}", finding, "pip install torchlens-perf")
+
+
+def _settings() -> Iterator[Check]:
+    try:
+        switch, configured = config.is_on(os.environ), config.from_environment(os.environ)
+    except ConfigError as error:
+        yield Check(BROKEN, "TORCHLENS_PERF* variables", f"recording is off: {error}", "correct or unset it")
+        return
+    text = {None: "not set", True: "on", False: "off"}[switch]
+    settings = ", ".join(f"{name}={value!r}" for name, value in configured.items())
+    yield Check(OK, "TORCHLENS_PERF* variables", f"TORCHLENS_PERF {text}" + (f", {settings}" if settings else ""))
+
+
+def _ring_place() -> Iterator[Check]:
+    name = f"doctor-{os.getpid()}"
+    folders = list(directory.local_folders(name))
+    for folder in folders:
+        folder.rmdir()
+    if not folders:
+        finding = f"neither /dev/shm nor {tempfile.gettempdir()} can hold a ring file of this user"
+        yield Check(BROKEN, "ring files", finding, "make one of them writable, or set TMPDIR")
+        return
+    place = folders[0].parent
+    free = shutil.disk_usage(place).free
+    in_memory = place.is_relative_to("/dev/shm")
+    remedy = "a larger /dev/shm (docker run --shm-size) would spare marks the disk's write-back"
+    yield Check(OK if in_memory else WORSE, "ring files", f"in {place}, {free >> 20} MB free", remedy)
+
+
+def _run_directory() -> Iterator[Check]:
+    folder = Path(os.environ.get("TORCHLENS_PERF_DIR", config.Config.dir)).absolute()
+    try:
+        existed = folder.exists()
+        probe = directory.RunDirectory(folder / f".doctor-{os.getpid()}")
+        probe.create()
+        shutil.rmtree(probe.path)
+        if not existed:
+            folder.rmdir()
+    except RunStoreError as error:
+        yield Check(BROKEN, "run directories", str(error), "set TORCHLENS_PERF_DIR to a folder that can be written")
+        return
+    yield Check(OK, "run directories", f"in {folder}")
+
+
+def _export() -> Iterator[Check]:
+    from torchlens_perf.exporters.otlp_environment import wanted_signals
+
+    signals = wanted_signals(os.environ)
+    if not signals:
+        finding = "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT); nothing goes over the network"
+        yield Check(OK, "OpenTelemetry", finding)
+        return
+    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    text = ", ".join(f"{signal} by {how}" for signal, how in signals.items())
+    wrong_port = endpoint.rstrip("/").endswith(":4317") and "http/protobuf" in signals.values()
+    remedy = "port 4317 is gRPC by custom: set OTEL_EXPORTER_OTLP_PROTOCOL=grpc, or use port 4318"
+    yield Check(WORSE if wrong_port else OK, "OpenTelemetry", f"{text}, to {_without_userinfo(endpoint)}", remedy)
+
+
+def _without_userinfo(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}" if separator else url
+
+
+def _tools() -> Iterator[Check]:
+    import nvtx
+
+    listening = nvtx.get_domain("torchlens_perf").get_event_attributes(message="doctor") is not None
+    finding = "a tool listens" if listening else "no tool listens: no NVTX call is made"
+    yield Check(OK, "NVTX", finding)

@@ -1,0 +1,226 @@
+"""`torchlens-perf simulate`: a run of many ranks with planted faults, and what is said of it.
+
+Up to 64 ranks become ring files that the ordinary sidecar reads: a run directory, a report, and the OTLP export, if an
+endpoint is configured, are as in a real run, so that alert rules can be tried. With --rows any number of ranks goes
+straight to the judge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.errors import ConfigError, RunStoreError
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.stragglers.detector import Findings
+    from torchlens_perf.analysis.stragglers.episodes import Episode
+    from torchlens_perf.analysis.stragglers.placement import Placement
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.simulate.simulation import Simulation, Topology
+
+_MAX_LINES = 16
+_FLUSH_TIMEOUT_S = 10.0
+_MAX_UNKEPT_RECORDS = 1 << 18
+_EXAMPLES = """faults, each as KIND:NAME=VALUE,...; shares are of a rank's usual work in a step:
+  constant:rank=3,share=0.25[,phase=forward][,since=40][,until=90]
+  drifting:rank=3,share=0.1[,over=200]       intermittent:rank=3,share=0.2[,slow=1][,of=4]
+  moving:ranks=3+5,share=0.1[,every=100]     node:node=1,share=0.05
+  stalls:rank=3,share=2[,every=50]           link:rank=3,share=0.1[,dimension=tp]
+and what is no fault of any rank:
+  pauses:share=0.3[,every=100][,together=yes]   variable_length:spread=0.2[,reported=yes]"""
+
+
+def add_command(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "simulate",
+        help="a run with planted faults, and what is said of it",
+        description="Simulates training with planted faults. What varies by chance is taken from recorded runs.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, help="how many; 8 unless --topology says it")
+    parser.add_argument("--topology", help="dp=4,tp=2,pp=1; default: data parallel")
+    parser.add_argument("--node-size", type=int, default=8, help="ranks of one host; default 8")
+    parser.add_argument("--fault", action="append", default=[], metavar="FAULT", help="see below; may be repeated")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--step-ms", type=float, default=200.0, help="a rank's usual work in a step; default 200")
+    parser.add_argument("--noise", type=float, default=0.1, help="times what was recorded; default 0.1: 2 %% of a step")
+    parser.add_argument("--spread", type=float, default=0.003, help="lasting differences between ranks; default 0.003")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the run directory to make")
+    parser.add_argument("--rows", action="store_true", help="judge only: any number of ranks, no files")
+    parser.set_defaults(command=simulate)
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Runs the command. Raises ConfigError for what the user got wrong."""
+    from torchlens_perf.simulate.faults import parse_fault
+    from torchlens_perf.simulate.simulation import Simulation
+
+    if options.steps < 1:
+        raise ConfigError(f"--steps must be 1 or more, got {options.steps}")
+    simulation = Simulation(
+        _topology(options),
+        faults=[parse_fault(text) for text in options.fault],
+        seed=options.seed,
+        noise=options.noise,
+        spread=options.spread,
+        work_ns=options.step_ms * 1e6,
+    )
+    if options.rows:
+        return _rows(simulation, options.steps)
+    return _rings(simulation, options)
+
+
+def _topology(options: argparse.Namespace) -> Topology:
+    from torchlens_perf.simulate.simulation import Topology
+
+    sizes = {"dp": options.ranks if options.ranks is not None else 8, "tp": 1, "pp": 1}
+    if options.topology:
+        sizes = {"dp": 1, "tp": 1, "pp": 1}
+        for pair in options.topology.split(","):
+            name, _, size = pair.partition("=")
+            if name not in sizes or not size.isdigit():
+                raise ConfigError(f"--topology is like dp=4,tp=2,pp=1, got {options.topology}")
+            sizes[name] = int(size)
+    topology = Topology(**sizes, node_size=options.node_size)
+    if options.ranks is not None and topology.ranks != options.ranks:
+        raise ConfigError(f"--ranks {options.ranks} and --topology {options.topology} do not agree: {topology.ranks}")
+    return topology
+
+
+def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
+    from torchlens_perf.report.run_report import run_report
+    from torchlens_perf.report.terminal import show
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.simulate.rings import MAX_RANKS
+
+    if simulation.topology.ranks > MAX_RANKS:
+        raise ConfigError(f"ring files are for {MAX_RANKS} ranks at most, not {simulation.topology.ranks}: use --rows")
+    if options.out is None:
+        raise ConfigError("--out DIR is missing: the run directory to make")
+    run = RunDirectory(options.out.absolute())
+    if run.nodes.exists():
+        raise RunStoreError(f"{run.path} is a run directory already")
+    run.create()
+    note = f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed {options.seed}"
+    record(simulation, options.steps, run, note)
+    show(run_report(run), sys.stdout, str(run.path))
+    return 0
+
+
+def record(simulation: Simulation, steps: int, run: RunDirectory, note: str) -> None:
+    """Writes the run's ring files and has the ordinary sidecar read them, a block after the other.
+
+    One sidecar reads the ranks of all hosts, as if they were of one. note: what the report says of the run's origin.
+    Calling thread; it exports over OTLP where the environment names an endpoint.
+    """
+    from torchlens_perf.exporters.otlp_environment import exporter_from_environment
+    from torchlens_perf.run.clock import Anchor
+    from torchlens_perf.sidecar.loop import run_sidecar
+    from torchlens_perf.sidecar.node import Sidecar
+    from torchlens_perf.sidecar.start.process import locked, write_report
+    from torchlens_perf.simulate.rings import SimulatedRank, Timeline
+
+    topology = simulation.topology
+    host = topology.host(0)
+    lock = locked(run)
+    exporter = exporter_from_environment(os.environ)
+    # In the past, so that no time in the run is in the reader's future.
+    begin_unix_ns = time.time_ns() - math.ceil(1.5 * steps * simulation.work_ns)
+    ranks = [
+        # A sidecar's ranks share one monotonic clock: it shows the sidecar which records can be of one collective.
+        SimulatedRank(run, host, topology, rank, Anchor(10**12, begin_unix_ns, 0), note)
+        for rank in range(topology.ranks)
+    ]
+    sidecar = Sidecar(run, host, exporter, write_report)
+    for part in simulation.steps(steps):
+        timeline = Timeline.of(part)
+        for rank in ranks:
+            rank.record(timeline)
+        sidecar.poll()
+        sidecar.account()
+        sidecar.judge(time.monotonic())
+        sidecar.export()
+        if exporter is not None:
+            exporter.force_flush(_FLUSH_TIMEOUT_S)  # steps come faster than in life: its queues would run over
+        if sidecar.unkept_records() >= _MAX_UNKEPT_RECORDS:
+            sidecar.keep()
+    for rank in ranks:
+        rank.close()
+    run_sidecar(sidecar, lock, exporter)
+
+
+def _rows(simulation: Simulation, steps: int) -> int:
+    from torchlens_perf.analysis.statistics.step_bins import row_width
+    from torchlens_perf.analysis.stragglers.detector import StragglerDetector
+
+    topology, judge, judged_s = simulation.topology, StragglerDetector(), 0.0
+    for rank in range(topology.ranks):
+        judge.set_place(rank, topology.place(rank))
+    width = min(row_width(simulation.work_ns), 32)
+    findings = judge.judge()
+    for part in simulation.steps(steps):
+        blocks = list(part.blocks(width))
+        begun_s = time.perf_counter()
+        for population, block in blocks:
+            judge.add_block(population, block)
+        findings = judge.judge()
+        judged_s += time.perf_counter() - begun_s
+    begun_s = time.perf_counter()
+    findings = judge.judge(final=True)
+    judged_s += time.perf_counter() - begun_s
+    each_ms, step_ms = 1e3 * judged_s / steps, findings.step_ns / 1e6
+    lines = _lines(simulation, findings, steps)
+    lasting = f"{steps} steps of {step_ms:.1f} ms" if findings.step_ns else f"{steps} steps"
+    lines.append(f"{topology.ranks} ranks, {lasting}; judged in {each_ms:.1f} ms a step")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _lines(simulation: Simulation, findings: Findings, steps: int) -> list[str]:
+    """Who was named, and whether that was planted."""
+    from torchlens_perf.analysis.causes.straggler_groups import straggler_groups
+
+    topology = simulation.topology
+    places: dict[int, Placement] = {rank: topology.place(rank) for rank in range(topology.ranks)}
+    now = [episode for episode in findings.episodes if episode.until_step is None]
+    lines = []
+    for found in straggler_groups(now, places):
+        name = found.name if found.kind != "rank" else f"rank {found.ranks[0]}"
+        details = _when_and_what(found.lead, found.cost_ns, simulation)
+        lines.append(f"{name} is slow in {found.lead.phase} {details}")
+    for episode in findings.episodes:
+        if episode.until_step is not None:
+            details = _when_and_what(episode, max(episode.cost_ns, episode.shared_cost_ns or 0.0), simulation)
+            until = f"to step {episode.until_step - 1}"
+            lines.append(f"rank {episode.rank} was slow in {episode.phase} {until} {details}")
+    if findings.detectable_ns is None:
+        alone = topology.dp * topology.tp < 2
+        why = "no two ranks do the same work" if alone else f"{steps} steps are too few"
+        lines.append(f"nothing could be compared: {why}")
+    elif not lines:
+        detectable_ms = findings.detectable_ns / 1e6
+        lines.append(f"no rank is slow; {detectable_ms:.1f} ms a step would have been named")
+    if len(lines) > _MAX_LINES:
+        lines[_MAX_LINES:] = [f"and {len(lines) - _MAX_LINES} more"]
+    planted = set().union(*(simulation.slow_ranks(step) for step in range(steps)))
+    missed = sorted(planted - {episode.rank for episode in findings.episodes})
+    if missed:
+        shown = ", ".join(map(str, missed[:8])) + (" ..." if len(missed) > 8 else "")
+        lines.append(f"planted and not named: rank {shown}")
+    return lines
+
+
+def _when_and_what(episode: Episode, cost_ns: float | None, simulation: Simulation) -> str:
+    planted = episode.rank in simulation.slow_ranks(episode.named_step)
+    since = "from the start" if episode.from_start else f"since step {episode.since_step}"
+    truth = "as planted" if planted else "nothing was planted there then"
+    cost = "costs what is not known" if cost_ns is None else f"costs {cost_ns / 1e6:.1f} ms"
+    return f"{since}, +{episode.excess_ns / 1e6:.1f} ms a step, {cost}; named after step {episode.named_step}: {truth}"

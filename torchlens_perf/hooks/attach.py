@@ -1,0 +1,105 @@
+"""Which hooks a watch has, in which order they are attached, and what they share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.hooks.backward import BackwardHook
+from torchlens_perf.hooks.capture import CaptureHook
+from torchlens_perf.hooks.collective import CollectiveHook
+from torchlens_perf.hooks.data import DataHook
+from torchlens_perf.hooks.loop.optimizer import OptimizerHook
+from torchlens_perf.hooks.loop.passed_optimizers import PassedOptimizers
+from torchlens_perf.hooks.loop.selection import MAX_MODULES, device_of, select
+from torchlens_perf.hooks.loop.training_loop import TrainingLoop
+from torchlens_perf.hooks.module import ModuleHook
+from torchlens_perf.hooks.nvtx import NvtxHook
+from torchlens_perf.hooks.on_device.choice import device_hooks
+from torchlens_perf.hooks.on_device.memory import MemoryHook
+from torchlens_perf.hooks.recompute import RecomputeHook
+from torchlens_perf.hooks.section import SectionHook
+from torchlens_perf.hooks.stack import StackHook
+from torchlens_perf.hooks.tags import TagHook
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from torchlens_perf.config import Config
+    from torchlens_perf.hooks.loop.selection import NamedModel
+    from torchlens_perf.recorder.session import Hook, Session
+
+
+def start(
+    session: Session,
+    optimizers: Sequence[Optimizer],
+    models: Sequence[NamedModel] | None,
+    *,
+    in_the_middle: bool = False,
+    after_step_of: Optimizer | None = None,
+) -> TrainingLoop:
+    """Attaches all hooks of a watch; from here on marks are recorded. Detached when the session is closed.
+
+    optimizers: that were passed to watch(). models: None to find them when an optimizer steps. in_the_middle: the loop
+    has made its first step, with after_step_of; None: a loop without an optimizer.
+    """
+    loop = TrainingLoop(session, PassedOptimizers(optimizers), lambda found: watched.watch(found))
+    recompute = RecomputeHook()
+    backward = BackwardHook(loop, recompute)
+    watched = _WatchedModels(session, backward)
+    session.prepare()
+    session.attach(default_hooks(session.config, loop, backward, recompute))
+    if models is not None:
+        loop.models_given(models)
+    if in_the_middle and after_step_of is None:
+        loop.begins_without_optimizer()
+        session.note("recording began after the second backward pass: the steps until there are not measured")
+    elif after_step_of is not None:
+        loop.begins_after_step_of(after_step_of)
+        session.note("recording began after the first optimizer step, which is therefore not measured")
+    session.begin(loop)
+    return loop
+
+
+def default_hooks(config: Config, loop: TrainingLoop, backward: BackwardHook, recompute: RecomputeHook) -> list[Hook]:
+    """The hooks of a watch, in the order of attaching. A new hook is a line here."""
+    wanted: list[tuple[bool, Hook]] = [
+        (config.nvtx, NvtxHook()),
+        (True, SectionHook()),
+        (True, OptimizerHook(loop)),
+        (True, DataHook()),
+        (True, backward),
+        (True, recompute),
+        (config.collectives, CollectiveHook()),
+        (config.memory, MemoryHook(config.memory_history)),
+        (True, TagHook()),
+        (config.faulthandler, StackHook()),
+        (config.capture != "off", CaptureHook()),
+    ]
+    # The device's last, and so detached first: what it tells at the end, the others' marks, must still be recorded.
+    return [*(hook for want, hook in wanted if want), *device_hooks(config)]
+
+
+class _WatchedModels:
+    """The models whose modules are timed. Holds none of them."""
+
+    def __init__(self, session: Session, backward: BackwardHook) -> None:
+        self._session = session
+        self._backward = backward
+        self._known: dict[int, weakref.ref[Module]] = {}  # modules by id, which a later one may have again
+
+    def watch(self, models: Sequence[NamedModel]) -> None:
+        for model in models:
+            selection = select(model, self._session.config, MAX_MODULES // len(models))
+            modules = [each for each in selection.modules if not self._watches(each.module)]
+            self._known.update((id(each.module), weakref.ref(each.module)) for each in modules)
+            self._session.modules_timed(
+                (each.name for each in modules), device=device_of(model.module), all_levels=selection.all_levels
+            )
+            self._session.attach([ModuleHook(modules, self._backward)])
+
+    def _watches(self, module: Module) -> bool:
+        known = self._known.get(id(module))
+        return known is not None and known() is module

@@ -1,0 +1,1 @@
+"""Hooks that are about a device: times, memory, collectives and statistics on it."""

@@ -1,0 +1,120 @@
+"""Memory: the device allocator's numbers, read in one step of 16, or a CPU's resident memory, read once in 50 ms.
+
+A step's record has the value that was read last: the allocator's peak, or what is resident. What else the allocator
+tells is in MEMORY records of their own, of the step in which it was read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from torchlens_perf.errors import DeviceError, HookUnavailable
+from torchlens_perf.recorder.devices import device_in_use, has_devices
+from torchlens_perf.run.memory_readings import LIMIT, can_be_read, quantities
+from torchlens_perf.run.ring import Kind
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.session import Session
+
+_DEVICE_EVERY = 16  # memory_stats() builds a dictionary of 100 counters: read in one step of so many
+_MAX_SHARE = 1000  # and more rarely where that would cost more than one part in so many of the time
+_MEMORY = int(Kind.MEMORY)
+
+
+class MemoryHook:
+    """Reads only: resetting the allocator's peak would change what the user's own calls return."""
+
+    name = "memory"
+
+    def __init__(self, history_entries: int = 0) -> None:
+        """history_entries: see Config.memory_history."""
+        self._history_entries = history_entries
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        if has_devices():
+            session.publish(memory_source="device allocator, peak")
+            with session.each_step(self.name, _DeviceMemory(session).read), ExitStack() as attached:
+                self._listen(session, attached)
+                yield
+            return
+        if self._history_entries:
+            session.note("memory_history: there is no device here whose allocator could keep one")
+        session.publish(memory_source="resident memory of the process")
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+        def read_resident() -> None:
+            session.set_memory(0)  # if reading fails, there is no number
+            session.set_memory(int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes)
+
+        try:
+            with session.throttled(self.name, read_resident):  # reading /proc takes 11 us
+                yield
+        finally:
+            os.close(descriptor)
+
+    def _listen(self, session: Session, attached: ExitStack) -> None:
+        """Where memory runs out, a table is written; the readings do not depend on it."""
+        from torchlens_perf.hooks.on_device.out_of_memory import OutOfMemoryHook
+
+        try:
+            attached.enter_context(OutOfMemoryHook(self._history_entries).attach(session))
+        except HookUnavailable as unavailable:
+            session.note(f"{OutOfMemoryHook.name}: {unavailable}")
+
+
+class _DeviceMemory:
+    """Readings of the allocator, of the device that the process computes on."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._device: int | None = None
+        self._backend = ""
+        self._not_before_ns = 0
+        self._has_read = False
+
+    def read(self) -> None:
+        """Marks the numbers, if it is time."""
+        session, recorder = self._session, self._session.recorder
+        if recorder.step % _DEVICE_EVERY and self._has_read:
+            return
+        begin_ns = recorder.now_ns()
+        if begin_ns < self._not_before_ns or not self._has_device():
+            return
+        import torch
+
+        self._has_read = False
+        session.set_memory(0)  # if reading fails, there is no number
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        limit = torch.cuda.get_device_properties(self._device).total_memory
+        limit = int(limit * torch.cuda.get_per_process_memory_fraction(self._device))
+        found = [*quantities(stats, self._backend), (LIMIT, limit, 0)]
+        took_ns = recorder.now_ns() - begin_ns
+        for name, value0, value1 in found:
+            recorder.record_span(_MEMORY, session.intern(name), begin_ns, took_ns, 0, value0, value1)
+            if name == "allocated":
+                session.set_memory(value1)
+                self._has_read = value1 > 0
+        self._not_before_ns = begin_ns + _MAX_SHARE * took_ns
+
+    def _has_device(self) -> bool:
+        """Whether it is known which device is read; it is asked for until torch has allocated something."""
+        if self._device is not None:
+            return can_be_read(self._backend)
+        import torch
+
+        try:
+            self._device = device_in_use()
+        except DeviceError:
+            self._device = torch.cuda.current_device()
+            self._session.note(f"memory is that of device {self._device}; this process computes on others too")
+        if self._device is None:
+            return False
+        self._backend = torch.cuda.get_allocator_backend()
+        if not can_be_read(self._backend):
+            self._session.note(f"memory is not measured: the job's own allocator ({self._backend}) tells nothing of it")
+        return can_be_read(self._backend)

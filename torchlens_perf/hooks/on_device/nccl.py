@@ -1,0 +1,319 @@
+"""When NCCL's kernels ran, by the device's clock: through NCCL's profiler plugin, else by events around the call.
+
+The plugin writes into the record of the collective that torch issued (native/collective_parts.c). Here it is offered to
+NCCL, switched on and off, and what it could not report is noted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
+
+from torchlens_perf.errors import guard
+from torchlens_perf.recorder import native_tap, nccl_plugin, recorder, torch_private
+from torchlens_perf.recorder.nccl_plugin import Cause, Counters, NcclPlugin
+from torchlens_perf.recorder.patch import patched
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.session import Session
+    from torchlens_perf.run.clock import Clock
+
+_TOO_LATE = (
+    "asynchronous collectives have no end, as NCCL's communicators were made before its plugin was there: enter "
+    "watch() before init_process_group(), or start with the flag or TORCHLENS_PERF=1"
+)
+_SAID = {
+    "elsewhere": "NCCL operations were not issued through torch.distributed and are not recorded",
+    "unnamed": "NCCL operations are not recorded, as NCCL 2.27 does not report what they belong to: those of a group, "
+    "or that torch.distributed did not issue",
+    "crowded": "collectives have no end, as more than 64 were in one group of NCCL",
+    "lost": "collectives have no end, which NCCL should have reported",
+}
+_GIVEN_UP = {
+    Cause.CAPTURED_OPERATION: "an operation of NCCL was captured in a CUDA graph",
+    Cause.SELF_COPY: "a rank sent to itself, as in all-to-all",
+    Cause.IMPOSSIBLE_TIME: "NCCL reported an impossible time for a kernel",
+    Cause.CAPTURE_BEGAN: "a CUDA graph was captured, and NCCL 2.27 does not report its contents",
+    Cause.UNSEEN_GRAPH: "a CUDA graph was replayed that was captured outside of watch()",
+    Cause.MANY_COMMUNICATORS: "there were more than 1024 communicators at once",
+    Cause.NO_ROOM: "there is no room in shared memory for what NCCL needs to time another communicator",
+}
+_UNREAD_STEPS = 256  # a time that the device has not reported after so many steps is given up
+_captured: WeakSet[Any] = WeakSet()
+"""CUDA graphs whose capture a watch of this process has seen."""
+
+
+class NcclHook:
+    """Offers the plugin before the first communicator, and has NCCL report its kernels, in some steps or all.
+
+    Attached behind the device's hook: what this one asks of the device's clock at a step's end, that has read before.
+    """
+
+    name = "NCCL's kernels"
+
+    def __init__(self, wish: str, *, nccl: tuple[int, ...] | None = None) -> None:
+        """wish: Config.nccl. nccl: its version; without it, torch's is asked."""
+        self._wish = wish
+        self._nccl = nccl
+        self._every = 1
+        self._before = Counters(*[0] * len(Counters._fields))
+        self._reported: set[str] = set()
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        with ExitStack() as attached:
+            plugin, file = nccl_plugin.load(), nccl_plugin.path()
+            missing = self._offer(plugin, file, session.identity.local_world_size)
+            if missing or plugin is None or file is None:
+                self._note(session, f"asynchronous collectives have no end, as NCCL's plugin is not used: {missing}")
+                attached.enter_context(_by_events(session))
+            else:
+                attached.enter_context(self._by_plugin(session, plugin, file, attached))
+            yield
+
+    def _note(self, session: Session, text: str) -> None:
+        """For jobs of several ranks: NCCL runs nothing on a lone one."""
+        if session.communicates():
+            session.note(text)
+
+    def _offer(self, plugin: NcclPlugin | None, file: Path | None, local_ranks: int) -> str:
+        """Offers it to NCCL. Why it cannot be used; "" if it can. local_ranks: of this node."""
+        if self._wish == "off":
+            return 'nccl="auto" asks for it'
+        nccl = self._nccl or nccl_plugin.version()
+        if nccl is None:
+            return "this torch came without NVIDIA's NCCL"
+        self._every = nccl_plugin.steps_between(nccl, asked_for=self._wish == "on")
+        if self._every == 0 and nccl[:2] < nccl_plugin.OLDEST_NCCL:
+            return f"NCCL {'.'.join(map(str, nccl))} does not report when they ran; 2.27 and newer ones do"
+        if self._every == 0:
+            return f'it is for NCCL 2.28 to 2.30, and this is {".".join(map(str, nccl))}; nccl="on" times some steps'
+        if plugin is None or file is None:
+            return "it was not built: install a C compiler and reinstall torchlens_perf"
+        if plugin.counters().given_up:
+            return _why(plugin.counters())
+        no_room = nccl_plugin.no_room(local_ranks)
+        if no_room:
+            return no_room
+        other = nccl_plugin.offer(os.environ, file)
+        if other is not None:
+            return f"another one was chosen, and stays ({other})"
+        if not plugin.attach():
+            nccl_plugin.withdraw(os.environ, file)
+            return "it was built for another version of torchlens_perf: reinstall it"
+        return ""
+
+    @contextmanager
+    def _by_plugin(self, session: Session, plugin: NcclPlugin, file: Path, attached: ExitStack) -> Iterator[None]:
+        self._before = plugin.counters()
+        captures = _Captures(plugin)
+        by_events = False
+
+        def switch() -> None:
+            plugin.switch(on=not captures.under_way and session.training_steps % self._every == 0)
+
+        def take_events(why: str) -> None:
+            nonlocal by_events
+            if not by_events:
+                by_events = True
+                self._note(session, why)
+                attached.enter_context(_by_events(session))
+
+        def check() -> None:
+            counters = plugin.counters()
+            self._tell(session, counters, last=False)
+            if counters.given_up:
+                take_events(f"from here on asynchronous collectives have no end: {_why(counters)}")
+            elif not counters.communicators and _runs(session):
+                take_events(_TOO_LATE)
+
+        try:
+            with (
+                captures.seen(switch),
+                session.throttled(self.name, check),
+                ExitStack() as sampling,
+            ):
+                if self._every > 1:
+                    sampling.enter_context(session.each_step(self.name, switch))
+                    self._note(session, f"NCCL's kernels are timed in one step of {self._every}")
+                switch()
+                yield
+        finally:
+            nccl_plugin.withdraw(os.environ, file)
+            if session.recorder.closed:
+                plugin.forked()
+            else:
+                plugin.switch(on=False)
+                plugin.detach()
+                self._tell(session, plugin.counters(), last=True)
+                if plugin.counters().given_up and not by_events:
+                    self._note(session, f"at the end asynchronous collectives had no end: {_why(plugin.counters())}")
+
+    def _tell(self, session: Session, counters: Counters, *, last: bool) -> None:
+        """At once that there are some, for a job that is killed; at the end, how many."""
+        since = {field: now - then for field, now, then in zip(counters._fields, counters, self._before, strict=True)}
+        since["lost"] = session.recorder.lost_ends  # of torch's operations, which NCCL may have lost a part of
+        for field, text in _SAID.items():
+            number = since[field]
+            if number and (last or field not in self._reported):
+                self._reported.add(field)
+                session.note(f"{number} {text}" if last else f"some {text}")
+
+
+def _runs(session: Session) -> bool:
+    """Whether NCCL has run a collective."""
+    return any(torch_private.backend_of_group(*group) == "nccl" for group in session.device_groups)
+
+
+def _why(counters: Counters) -> str:
+    """Timing was given up."""
+    return f"{_GIVEN_UP[Cause(counters.given_up)]}, after which NCCL's times cannot be relied on in this process"
+
+
+class _Captures:
+    """torch's captures of CUDA graphs, and replays of those that were captured unseen.
+
+    NCCL counts what was captured otherwise than the device does, unless it was timed in the capture already: and then
+    it costs a call of the host in each replay.
+    """
+
+    def __init__(self, plugin: NcclPlugin) -> None:
+        self.under_way = 0
+        self._plugin = plugin
+
+    @contextmanager
+    def seen(self, changed: Callable[[], None]) -> Iterator[None]:
+        """Calls `changed` before one begins and when one has ended, for as long as the context is entered."""
+        import torch
+
+        graph, left = torch.cuda.CUDAGraph, False
+        begin, end, again = graph.capture_begin, graph.capture_end, graph.replay
+        plugin = self._plugin
+
+        @guard("a capture with NCCL")
+        def count(more: int) -> None:
+            if not left:  # another tool may have wrapped ours, and keep it
+                self.under_way = max(0, self.under_way + more)
+                changed()
+
+        @guard("a capture with NCCL")
+        def begins(captured: Any) -> None:
+            if not left:
+                _captured.add(captured)
+                plugin.capture_begins()
+                count(1)
+
+        @guard("a replay with NCCL")
+        def replays_unseen(captured: Any) -> None:
+            _captured.add(captured)  # once is enough
+            plugin.unseen_graph()
+
+        @wraps(begin)
+        def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+            begins(self)
+            try:
+                return begin(self, *args, **kwargs)
+            except BaseException:
+                count(-1)  # nobody will end it
+                raise
+
+        @wraps(end)
+        def capture_end(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return end(*args, **kwargs)
+            finally:
+                count(-1)
+
+        @wraps(again)
+        def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self not in _captured and not left:
+                replays_unseen(self)
+            return again(self, *args, **kwargs)
+
+        try:
+            with (
+                patched(graph, "capture_begin", capture_begin),
+                patched(graph, "capture_end", capture_end),
+                patched(graph, "replay", replay),
+            ):
+                yield
+        finally:
+            left = True
+
+
+@contextmanager
+def _by_events(session: Session) -> Iterator[None]:
+    if not recorder.NATIVE:  # the Python implementation waits for nobody to tell an end
+        yield
+        return
+    events = CollectiveEvents(session)
+    native = native_tap.load()
+    with session.each_step("device times of collectives", events.read):
+        session.time_collectives(events.begin)
+        if native is not None:
+            native.time_with(events.begin)
+        try:
+            yield
+        finally:
+            session.time_collectives(None)
+            if native is not None:
+                native.time_with(None)
+
+
+class _Pending(NamedTuple):
+    """An operation that the device may not have come to yet."""
+
+    ticket: int
+    clock: Clock
+    begin: int
+    end: int
+    step: int
+
+
+class CollectiveEvents:
+    """Device times of collectives that the plugin does not report: events around their call, on the current stream.
+
+    Only of those whose caller waits at once: they run in the current stream's order. When an asynchronous one ends, the
+    current stream does not know. Reads at a step's end. Without a clock of the device it does nothing.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._pending: deque[_Pending] = deque()
+
+    @guard("timing a collective")
+    def begin(self) -> Callable[[], None] | None:
+        """Before the call, on the thread that issues; returns what to call after it, if the device can be marked."""
+        clock = self._session.clock
+        if clock is self._session.host_clock:
+            return None
+        mark = clock.mark()
+        return None if mark is None else partial(self._end, clock, mark)
+
+    @guard("timing a collective")
+    def _end(self, clock: Clock, begin: int) -> None:
+        end = clock.mark()
+        ticket = self._session.recorder.claim() if end is not None else 0
+        if end is not None and ticket:
+            self._pending.append(_Pending(ticket, clock, begin, end, self._session.recorder.step))
+
+    def read(self) -> None:
+        """At a step's end: reports to the recorder the times that the device's clock has by now."""
+        recorder = self._session.recorder
+        while self._pending:
+            first = self._pending[0]
+            times = first.clock.span(first.begin, first.end)
+            if times is not None:
+                start_ns, duration_ns = times
+                recorder.part_over(first.ticket, start_ns, start_ns + duration_ns)
+            elif recorder.step - first.step < _UNREAD_STEPS:
+                return
+            else:
+                recorder.part_over(first.ticket)
+            self._pending.popleft()

@@ -1,0 +1,324 @@
+"""Device sections: their stamps, and once a second what the device has made of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.cuda import kernels
+from torchlens_perf.cuda.aggregate import DeviceAggregate
+from torchlens_perf.cuda.driver import Driver
+from torchlens_perf.cuda.reduction import Reduced, to_records
+from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing
+from torchlens_perf.errors import DeviceError, guard
+from torchlens_perf.recorder import device_sections
+from torchlens_perf.recorder.devices import CONNECTIONS, device_in_use
+from torchlens_perf.run.ring import MERGED_RANK_SHIFT, Kind
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.session import Session
+
+REDUCE_EVERY_NS = 1_000_000_000
+MERGE_STEPS = 64  # from one merge of all ranks' windows to the next, where they are merged on the device
+_LAST_PATIENCE_NS = 5_000_000  # that the end of a watch asks for the last result
+_rings: dict[int, DeviceRing] = {}  # by device, for the life of the process: captured graphs stamp into them
+
+
+class Device:
+    """The current device of torch's, as stamps need it. CUDA, not HIP: the kernels read NVIDIA's clock."""
+
+    def stream(self) -> int:
+        """The current stream's handle."""
+        import torch
+
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        import torch
+
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def current(self) -> int:
+        """Its index."""
+        import torch
+
+        return int(torch.cuda.current_device())
+
+    def ring(self) -> DeviceRing:
+        """The process's ring on this device, made at the first call. Raises DeviceError."""
+        device = self.current()
+        if device not in _rings:
+            if device_in_use() not in (device, None):
+                raise DeviceError(f"the current device is {device}, on which this process has no memory")
+            driver = Driver()
+            with driver.relaxed_captures():  # another thread may be capturing
+                _rings[device] = DeviceRing(driver, kernels.load(device))
+        return _rings[device]
+
+    def group(self) -> Any:
+        """A process group of our own, of all ranks: a collective."""
+        import torch.distributed as dist
+
+        return dist.new_group(backend="nccl", group_desc="torchlens_perf")
+
+    def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
+        """Merges this ring with those of all ranks. Raises DeviceError where this rank cannot."""
+        import torch
+        import torch.distributed as dist
+
+        for variable in (CONNECTIONS, "TORCH_NCCL_BLOCKING_WAIT"):
+            if os.environ.get(variable) == "1":
+                raise DeviceError(f"with {variable}=1 the job would wait for the merge")
+        kernels.allow_ranks(self.current(), dist.get_world_size(group))
+        driver = Driver()
+        # Not one of torch's, which other code draws from too: what waits there for other ranks would be in its way.
+        self._aside = torch.cuda.ExternalStream(driver.new_stream())
+        return DeviceAggregate(self, driver, kernels.load(self.current()), ring, group)
+
+    def all_agree(self, group: Any, *, able: bool) -> bool:
+        """Whether all ranks are able. Waits for them, and makes the communicator; at a watch's beginning only."""
+        import torch
+        import torch.distributed as dist
+
+        flag = torch.full((1,), int(able), dtype=torch.int64, device="cuda")
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group)
+        return bool(flag.item())
+
+    @contextmanager
+    def aside(self) -> Iterator[int]:
+        import torch
+
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
+            yield int(self._aside.cuda_stream)
+
+    def zeros(self, words: int) -> Any:
+        import torch
+
+        return torch.zeros(words, dtype=torch.int64, device="cuda")
+
+    def words(self, address: int, count: int) -> Any:
+        import torch
+
+        return torch.as_tensor(_DeviceWords(address, count), device="cuda")
+
+    def earlier_ring(self) -> DeviceRing | None:
+        """The ring that an earlier watch has made: graphs may still stamp into it."""
+        return _rings.get(self.current()) if _rings else None
+
+
+class _DeviceWords:
+    """Memory that is ours, shown to torch."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,), "typestr": "<i8", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+class StampHook:
+    """Stands behind device_section() while a watch records."""
+
+    name = "device sections"
+
+    def __init__(
+        self, device: Device, now_ns: Callable[[], int] = time.monotonic_ns, *, aggregate: bool = False
+    ) -> None:
+        """aggregate: merge all ranks' windows on the device, by collectives."""
+        self._device = device
+        self._now_ns = now_ns
+        self._aggregate = aggregate
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        stamper = SessionStamper(session, self._device, self._now_ns)
+        if not self._aggregate or not stamper.merge_on_device():
+            with guard("the device sections of an earlier watch"):
+                stamper.begin_with_earlier()
+        device_sections.set_stamper(stamper)
+        try:
+            with session.each_step(self.name, stamper.step_ended):
+                yield
+        finally:
+            device_sections.set_stamper(None)
+            with guard("the device sections' last times"):
+                stamper.end()
+
+
+def decline_merging(device: Device) -> None:
+    """On a rank that does not record, while the others ask all ranks whether they are able: it is not."""
+    device.all_agree(device.group(), able=False)
+
+
+class SessionStamper:
+    """A device_sections.Stamper, on the training thread."""
+
+    def __init__(self, session: Session, device: Device, now_ns: Callable[[], int]) -> None:
+        self._session = session
+        self._device = device
+        self._now_ns = now_ns
+        self._ring: DeviceRing | None = None
+        self._gone = False  # there can be no ring
+        self._on_device = -1  # where the ring lies
+        self._reduced_ns = 0
+        self._merge: DeviceAggregate | None = None
+        self._merged_at = 0  # after so many training steps
+
+    def merge_on_device(self) -> bool:
+        """From here on, if all ranks are able: they agree on it. Where they are not, that is noted."""
+        group, problem = self._device.group(), ""
+        try:
+            self._begin_with(self._device.ring())
+            assert self._ring is not None
+            self._merge = self._device.merge(self._ring, group)
+        except (DeviceError, RuntimeError) as error:  # torch's are RuntimeErrors, out of memory too
+            problem = str(error)
+        try:
+            agreed = self._device.all_agree(group, able=not problem)
+        except RuntimeError as error:
+            agreed, problem = False, problem or str(error)
+        if not agreed:
+            self._merge = None
+            self._session.note(f"aggregate='device' is off: {problem or 'another rank is not able to'}")
+        return agreed
+
+    def begin_with_earlier(self) -> None:
+        """Graphs of an earlier watch may stamp from the first replay on, without a section being entered."""
+        earlier = self._device.earlier_ring()
+        if earlier is not None and not self._device.capturing():
+            self._begin_with(earlier)
+
+    @guard("a device section")
+    def open(self, name: str) -> None:
+        ring = self._ring or self._find_ring(name)
+        if ring is None:
+            return
+        slot = ring.slot(name)
+        if slot == NO_SLOT:
+            # Without the name: programs make names up, and each note is kept.
+            self._session.note(f"device sections: only {len(ring.names)} names are timed, further ones are not")
+        elif self._device.current() != self._on_device:
+            self._session.note("device sections: timed on one device of the process only")
+        else:
+            ring.stamp(NO_SLOT, slot, self._device.stream())
+
+    @guard("a device section")
+    def close(self, name: str) -> None:
+        ring = self._ring
+        slot = NO_SLOT if ring is None else ring.slot(name)
+        if ring is not None and slot != NO_SLOT and self._device.current() == self._on_device:
+            ring.stamp(slot, NO_SLOT, self._device.stream())
+
+    def step_ended(self) -> None:
+        """Takes a result that has arrived, and once a second asks for the next one. Waits for nothing."""
+        ring = self._ring
+        if ring is None:
+            return
+        if self._merge is not None:
+            self._merge_windows(ring, self._merge)
+        elif self._device.current() == self._on_device and not self._device.capturing():
+            self._collect(ring)
+            now_ns = self._now_ns()
+            if now_ns - self._reduced_ns >= REDUCE_EVERY_NS and ring.reduce(self._device.stream()):
+                self._reduced_ns = now_ns
+
+    def _merge_windows(self, ring: DeviceRing, merge: DeviceAggregate) -> None:
+        """After the same training steps on all ranks, whatever this one has and whatever fails: they must meet."""
+        due = self._session.training_steps % MERGE_STEPS == 0 and self._session.training_steps != self._merged_at
+        window = False
+        if not self._device.capturing():
+            with guard("the device sections of all ranks"):
+                self._collect(ring)
+                self._record_merged(merge)
+                window = due and ring.reduce(self._device.stream())
+        if due:
+            self._merged_at = self._session.training_steps
+            merge.merge(window=window)
+
+    def _record_merged(self, merge: DeviceAggregate) -> None:
+        """times, sum_ns, the ranks' median and MAD; p50 and p99 in two words, with the slowest rank plus 1 above the
+        first's 44 bits; the score in hundredths in the flags. On rank 0."""
+        merged = merge.collect()
+        if merge.disagreed:
+            self._session.note("device sections: not all ranks entered them in the same order; those are not merged")
+        if merged is None or merge.rank != 0:
+            return
+        for each in merged:
+            self._session.recorder.record_completed(
+                int(Kind.MERGED), self._session.intern(each.name), self._session.recorder.step,
+                each.times, each.sum_ns, min(round(100 * each.score), 0xFFFF),
+                each.p50_ns | (each.slowest + 1) << MERGED_RANK_SHIFT, each.p99_ns, each.median_ns, each.mad_ns,
+            )  # fmt: skip
+
+    def end(self) -> None:
+        """The rest: asks for some milliseconds; a device that is busy for longer is not waited for."""
+        ring = self._ring
+        if ring is None or self._session.recorder.closed or self._device.capturing():
+            return
+        until_ns = self._now_ns() + _LAST_PATIENCE_NS
+        asked, merge = False, self._merge
+        while self._now_ns() < until_ns:
+            if merge is not None:
+                self._record_merged(merge)
+            arrived = self._collect(ring)
+            if asked and arrived and (merge is None or not merge.on_the_way):
+                break
+            asked = asked or ring.reduce(self._device.stream())
+        if merge is not None:
+            self._tell_unmerged(merge)
+        if asked and not ring.on_the_way:
+            return
+        self._session.note("device sections: the last second of them was not known when the watch ended")
+
+    def _tell_unmerged(self, merge: DeviceAggregate) -> None:
+        if not self._merged_at:
+            self._session.note(f"device sections: no window of all ranks, as there were fewer than {MERGE_STEPS} steps")
+        missing = merge.uncollected + merge.on_the_way
+        if missing:
+            self._session.note(f"device sections: {missing} windows of all ranks were merged and could not be read")
+
+    def _find_ring(self, name: str) -> DeviceRing | None:
+        if self._gone:
+            return None
+        if self._device.capturing():
+            self._session.note(
+                f"device_section {name[:40]!r}: first entered in a capture, not timed: enter it once before"
+            )
+            return None
+        try:
+            ring = self._device.ring()
+        except DeviceError as error:
+            self._gone = True
+            self._session.note(f"device sections are not timed: {error}")
+            return None
+        self._begin_with(ring)
+        return ring
+
+    def _begin_with(self, ring: DeviceRing) -> None:
+        """What was stamped before is another watch's, or nobody's."""
+        self._ring, self._on_device = ring, self._device.current()
+        self._reduced_ns = self._now_ns()
+        ring.skip(self._device.stream())
+
+    def _collect(self, ring: DeviceRing) -> bool:
+        reduced = ring.collect()
+        if reduced is None:
+            return False
+        self._record(ring.names, reduced)
+        return True
+
+    def _record(self, names: list[str], reduced: Reduced) -> None:
+        """A window of each section that has one, as a run of records."""
+        recorder, kind = self._session.recorder, int(Kind.SKETCH)
+        for slot, name in enumerate(names):
+            records = to_records(*(rows[slot] for rows in reduced))
+            name_id = self._session.intern(name) if records else 0
+            for place, words in enumerate(records):
+                start, duration, nested, phase, value0, value1 = words
+                recorder.record_completed(
+                    kind, name_id, recorder.step, start, duration, place, value0, value1, nested, phase
+                )

@@ -1,0 +1,727 @@
+"""The Python implementation of the native extension: the same names, the same bytes in the ring file.
+
+In use where the package was installed without a C compiler. native/recorder.h, section.c and module_call.c say why
+each thing is done; tests/recorder/test_recorder.py runs every test over both.
+
+One difference: the ring file's stack of open spans holds phases only, because mirroring every span there would double
+the cost of a section.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torchlens_perf.run.ring import (
+    DEPTH,
+    FRAMES,
+    GROUP_WORDS,
+    GROUPS,
+    HEAD,
+    MAX_FRAMES,
+    MAX_GROUPS,
+    RECORD_BYTES,
+    RECORDS_OFFSET,
+    STEP,
+    TOO_DEEP,
+    TOOL_NS,
+    UNBALANCED,
+    Flag,
+    Kind,
+)
+
+_STEP, _FORWARD, _BACKWARD, _RECOMPUTE = int(Kind.STEP), int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.RECOMPUTE)
+_MODULE, _SECTION, _WAIT = int(Kind.MODULE), int(Kind.SECTION), int(Kind.WAIT)
+_THREAD_TIME = int(Kind.THREAD_TIME)
+_MAX_READS, _MIN_STEP_NS = 64, 10_000_000
+_COLLECTIVE, _COMPLETED = int(Kind.COLLECTIVE), int(Flag.COMPLETED)
+_END_BY_WAIT, _END_BY_RETURN = 1, 3  # recorder.End
+_FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.CLOSURE)
+_AUTOGRADS_THREAD = "pt_autograd_"  # what their names begin with
+_CALLS = (_MODULE, _FORWARD, _RECOMPUTE)
+_ALWAYS_ON_DEVICE = (_FORWARD, _BACKWARD, int(Kind.OPTIMIZER), _RECOMPUTE)
+_EXCEPTION, _OTHER_THREAD = int(Flag.EXCEPTION), int(Flag.OTHER_THREAD)
+_MAX_SECTIONS = 4096
+_WORD = (1 << 64) - 1
+
+# stamp, kind, depth, flags, name_id, step, start, duration, nested, phase, value0, value1
+_pack_record = struct.Struct("<IBBHIIqqqqQQ").pack_into
+_pack_frame = struct.Struct("<qqqII").pack_into
+_get_ident = threading.get_ident
+
+_active: Recorder | None = None
+_collecting: Recorder | None = None
+_wait_name_id = 0
+_generations = itertools.count(1)
+
+Frame = list[int]  # start, nested, phase, name_id, kind
+_START, _NESTED, _PHASE, _NAME, _KIND = range(5)
+
+
+class Recorder:
+    """Writes marks into a ring file's buffer."""
+
+    def __init__(self, buffer: Any, intern: Callable[[str], int], clock: Callable[[], int] | None = None) -> None:
+        self.intern = intern
+        self.now_ns = clock if clock is not None else time.monotonic_ns
+        self.sampled = 0
+        self.backwards = 0
+        self.closed = False
+        self.generation = next(_generations)
+        self._buffer = buffer
+        self._words: Any = memoryview(buffer).cast("B").cast("q")
+        capacity = self._words[2]
+        if (
+            self._words[1] >> 32 != RECORD_BYTES
+            or self._words[7] != RECORDS_OFFSET
+            or capacity & (capacity - 1)
+            or RECORDS_OFFSET + capacity * RECORD_BYTES > len(self._words) * 8
+        ):
+            raise ValueError("the buffer does not hold a ring file of this layout")
+        self._mask = capacity - 1
+        self.step = int(self._words[STEP])
+        self._next_sequence = itertools.count().__next__
+        self._owner = _get_ident()
+        self._frames: list[Frame] = []
+        self._threads = threading.local()
+        self._waited_for: dict[int, list[int]] = {}  # what issuers wait for next, by the id of the operation
+        self.waited_ns = 0
+        self._thread_time: ThreadTime | None = None
+        self._ordinals = [0, 0]
+        self._nvtx_push: Callable[[Any], Any] | None = None
+        self._nvtx_pop: Callable[[], Any] = lambda: None
+        self._nvtx_attributes: list[Any] = []
+        self._marks_elsewhere = False  # spans are NVTX ranges too, or the device's
+        self._device_mark: Callable[[], int | None] | None = None
+        self._device_span: Callable[[int, int, int], object] = lambda kind, name_id, mark: None
+        self._device_marks: dict[int, int] = {}  # where the owner's open spans began on the device, by depth
+        self._open(self._frames, _STEP, 0)
+
+    def begin(self, kind: int, name_id: int) -> None:
+        if not self.closed:
+            self._open(self._open_spans(), kind, name_id)
+
+    def end(self, kind: int, name_id: int, flags: int = 0, value0: int = 0, value1: int = 0) -> None:
+        end_ns = self.now_ns()
+        if self.closed:
+            return
+        frames = self._open_spans()
+        for depth in range(len(frames) - 1, -1, -1):
+            if frames[depth][_NAME] == name_id and frames[depth][_KIND] == kind:
+                self._close(frames, depth, end_ns, flags, value0, value1)
+                return
+
+    def drop(self, kind: int, name_id: int) -> None:
+        if self.closed:
+            return
+        frames = self._open_spans()
+        for depth in range(len(frames) - 1, 0, -1):
+            if frames[depth][_NAME] == name_id and frames[depth][_KIND] == kind:
+                self._words[UNBALANCED] += len(frames) - depth
+                self._drop(frames, depth)
+                return
+
+    def begin_module(self, name_id: int) -> None:
+        if not self.closed:
+            frames = self._open_spans()
+            self._open(frames, _kind_of_call(self, frames), name_id)
+
+    def end_module(self, name_id: int, flags: int = 0) -> bool:
+        end_ns = self.now_ns()
+        if self.closed:
+            return False
+        frames = self._open_spans()
+        for depth in range(len(frames) - 1, -1, -1):
+            kind = frames[depth][_KIND]
+            if frames[depth][_NAME] == name_id and kind in _CALLS:
+                self._close(frames, depth, end_ns, flags)
+                return kind == _FORWARD
+        return False
+
+    def record_span(
+        self, kind: int, name_id: int, start_ns: int, duration_ns: int, flags: int = 0, value0: int = 0, value1: int = 0
+    ) -> None:
+        if self.closed:
+            return
+        frames = self._open_spans()
+        if _FIRST_PHASE <= kind <= _LAST_PHASE:
+            frames[-1][_NESTED] += duration_ns
+            frames[-1][_PHASE] += duration_ns
+        if frames is not self._frames:
+            flags |= _OTHER_THREAD
+        self._write([start_ns, 0, 0, name_id, kind], len(frames), duration_ns, flags, value0, value1)
+
+    def record_completed(
+        self,
+        kind: int,
+        name_id: int,
+        step: int,
+        start_ns: int,
+        duration_ns: int,
+        flags: int = 0,
+        value0: int = 0,
+        value1: int = 0,
+        nested_ns: int = 0,
+        phase_ns: int = 0,
+    ) -> None:
+        if not self.closed:
+            frame = [start_ns, nested_ns, phase_ns, name_id, kind]
+            self._write(frame, 1, duration_ns, flags, value0 & _WORD, value1 & _WORD, step)
+
+    def set_device_clock(
+        self, mark: Callable[[], int | None] | None, span: Callable[[int, int, int], object] | None
+    ) -> None:
+        self._device_mark = mark
+        self._marks_elsewhere = mark is not None or self._nvtx_push is not None
+        self._device_marks.clear()
+        if span is not None:
+            self._device_span = span
+
+    def _open_on_device(self, kind: int, depth: int) -> None:
+        self._device_marks.pop(depth, None)
+        if self._device_mark is not None and (
+            kind in _ALWAYS_ON_DEVICE or (self.sampled and kind in (_MODULE, _SECTION))
+        ):
+            start_ns = self.now_ns()
+            mark = self._device_mark()
+            if mark is not None:
+                self._device_marks[depth] = mark
+            self.add_overhead(self.now_ns() - start_ns)
+
+    def _close_on_device(self, kind: int, name_id: int, depth: int) -> None:
+        mark = self._device_marks.pop(depth, None)
+        if mark is not None:
+            start_ns = self.now_ns()
+            self._device_span(kind, name_id, mark)
+            self.add_overhead(self.now_ns() - start_ns)
+
+    def start_thread_time(self) -> bool:
+        if self.closed or _get_ident() != self._owner:
+            return False
+        try:
+            path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+            self._thread_time = ThreadTime(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            return False
+        if not self._thread_time.available:
+            self._stop_thread_time()
+        return self._thread_time is not None
+
+    def own_work_paused(self) -> None:
+        times = self._thread_time
+        if times is not None and times.measured and _get_ident() == self._owner:
+            times.mark(self._phase(self._frames))
+            times.paused = True
+
+    def own_work_resumed(self) -> None:
+        times = self._thread_time
+        if times is not None and times.measured and times.paused and _get_ident() == self._owner:
+            times.mark(_WAIT)
+            times.paused = False
+
+    def _phase(self, frames: list[Frame]) -> int:
+        return next((frame[_KIND] for frame in reversed(frames[1:]) if frame[_KIND] < _MODULE), _STEP)
+
+    def start_collectives(self, wait_name_id: int) -> None:
+        global _collecting, _wait_name_id
+        if not self.closed:
+            _collecting, _wait_name_id = self, wait_name_id
+
+    def issue(self, name_id: int, group: int, sequence: int, flags: int, size: int) -> list[int] | None:
+        if self is not _collecting or self.closed:
+            return None
+        self._end_waited_for(0)
+        frames = self._open_spans()
+        if frames is not self._frames:
+            flags |= _OTHER_THREAD
+        if self._ordinals[0] != self.step:
+            self._ordinals = [self.step, 0]
+        self._ordinals[1] += 1
+        start_ns = self.now_ns()
+        if group < MAX_GROUPS:
+            self._words[GROUPS + GROUP_WORDS * group + 1] = sequence + 1
+        within = frames[-1][_NAME]
+        return [
+            name_id, group, sequence, flags, size, start_ns, 0, self.step, len(frames), within, self._ordinals[1] - 1,
+        ]  # fmt: skip
+
+    def returned(self, issued: list[int], end: int, flags: int = 0) -> None:
+        if self is not _collecting or self.closed:
+            return
+        issued[3] |= flags
+        issued[6] = call_ns = self.now_ns() - issued[5]
+        if end == _END_BY_WAIT:
+            self._threads.waited_for = self._waited_for[id(issued)] = issued
+        elif end == _END_BY_RETURN:
+            self._write_collective(issued, call_ns, _COMPLETED)
+            self.record_span(_WAIT, issued[0], issued[5], call_ns)
+            if _get_ident() == self._owner:
+                self.waited_ns += call_ns
+        else:
+            self._write_collective(issued, call_ns, 0)
+
+    def begin_wait(self) -> bool:
+        if self is not _collecting or self.closed:
+            return False
+        frames = self._open_spans()
+        if _waits(frames):
+            return False
+        self._open(frames, _WAIT, _wait_name_id)
+        return True
+
+    def end_wait(self, raised: bool = False) -> None:
+        if self is not _collecting or self.closed:
+            return
+        frames = self._open_spans()
+        if frames is self._frames and _waits(frames):
+            self.waited_ns += self.now_ns() - frames[-1][_START]
+        self.end(_WAIT, _wait_name_id, _EXCEPTION if raised else 0)
+        self._end_waited_for(_EXCEPTION if raised else _COMPLETED)
+
+    def _end_waited_for(self, flags: int) -> None:
+        issued = self._waited_for.pop(id(getattr(self._threads, "waited_for", None)), None)
+        if issued is not None:
+            self._threads.waited_for = None
+            self._write_collective(issued, self.now_ns() - issued[5] if flags & _COMPLETED else issued[6], flags)
+
+    def _write_collective(self, issued: list[int], duration_ns: int, more_flags: int) -> None:
+        name_id, group, sequence, flags, size, start_ns, call_ns, step, depth, within, ordinal = issued
+        at = self._next_sequence()
+        _pack_record(
+            self._buffer, RECORDS_OFFSET + ((at & self._mask) << 6), (at + 1) & 0xFFFFFFFF, _COLLECTIVE, depth & 0xFF,
+            flags | more_flags, name_id, step, start_ns, duration_ns, call_ns, ordinal, size, sequence | within << 32,
+        )  # fmt: skip
+        self._words[HEAD] = at + 1
+        if group < MAX_GROUPS:
+            word = GROUPS + GROUP_WORDS * group + 2
+            self._words[word] = max(self._words[word], sequence + 1)
+
+    def next_step(self, flags: int = 0, value0: int = 0, value1: int = 0) -> int:
+        if self.closed:
+            return 0
+        end_ns = self.now_ns()
+        frame = self._frames[0]
+        if self._thread_time is not None:
+            if self._thread_time.measured:
+                self._thread_time.mark(self._phase(self._frames))
+            for kind, (cpu_ns, ready_ns) in sorted(self._thread_time.step(end_ns - frame[_START]).items()):
+                if cpu_ns > 0 or ready_ns > 0:
+                    record = [frame[_START], 0, 0, 0, _THREAD_TIME]
+                    self._write(record, 1, end_ns - frame[_START], kind, cpu_ns, ready_ns)
+        self._write(frame, 0, end_ns - frame[_START], flags, value0, value1)
+        frame[:3] = end_ns, 0, 0
+        self.step += 1
+        self._words[STEP] = self.step
+        self._show(0, frame)
+        return self.step
+
+    def add_overhead(self, tool_ns: int) -> None:
+        if not self.closed:
+            frame = self._open_spans()[-1]
+            frame[_NESTED] += tool_ns
+            frame[_PHASE] += tool_ns
+            self._words[TOOL_NS] += tool_ns
+
+    def activate(self) -> None:
+        global _active
+        _active = None if self.closed else self
+
+    def deactivate(self) -> None:
+        global _active
+        if _active is self:
+            _active = None
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.deactivate()
+        if _get_ident() == self._owner:
+            self._drop(self._frames, 1)
+        while self._waited_for:
+            _, issued = self._waited_for.popitem()
+            self._write_collective(issued, issued[6], 0)
+        self._stop_thread_time()
+        self.closed = True
+        self._words.release()
+
+    def abandon(self) -> None:
+        if not self.closed:
+            self.deactivate()
+            self._stop_thread_time()
+            self.closed = True
+            self._words.release()
+
+    def _stop_thread_time(self) -> None:
+        if self._thread_time is not None:
+            os.close(self._thread_time.descriptor)
+            self._thread_time = None
+
+    def set_nvtx(self, push: Callable[[Any], Any], pop: Callable[[], Any], attributes: list[Any]) -> None:
+        if not attributes:
+            raise ValueError("the attributes of name 0 are missing")
+        self._nvtx_push, self._nvtx_pop, self._nvtx_attributes = push, pop, attributes
+        self._marks_elsewhere = True
+
+    @property
+    def written(self) -> int:
+        return 0 if self.closed else int(self._words[HEAD])
+
+    @property
+    def tool_ns(self) -> int:
+        return 0 if self.closed else int(self._words[TOOL_NS])
+
+    def _open_spans(self) -> list[Frame]:
+        if _get_ident() == self._owner:
+            return self._frames
+        frames: list[Frame] | None = getattr(self._threads, "frames", None)
+        if frames is None:
+            frames = self._threads.frames = [[0, 0, 0, 0, 0]]
+        return frames
+
+    def _open(self, frames: list[Frame], kind: int, name_id: int) -> int:
+        if self._nvtx_push is not None and len(frames) < MAX_FRAMES:
+            known = name_id < len(self._nvtx_attributes)
+            self._nvtx_push(self._nvtx_attributes[name_id if known else 0])
+        depth = len(frames)
+        if self._device_mark is not None and frames is self._frames and depth < MAX_FRAMES:
+            self._open_on_device(kind, depth)
+        if kind < _MODULE and frames is self._frames and self._thread_time is not None and self._thread_time.measured:
+            self._thread_time.mark(self._phase(frames))
+        frame = [0, 0, 0, name_id, kind]
+        frames.append(frame)
+        if kind == _BACKWARD:
+            self.backwards += 1
+        frame[_START] = self.now_ns()
+        if kind < _MODULE and frames is self._frames:
+            self._show(depth, frame)
+        return depth
+
+    def _show(self, depth: int, frame: Frame) -> None:
+        """Puts an open span where the reader sees it."""
+        shown = self._words[DEPTH]
+        if shown < MAX_FRAMES:
+            position = 0 if depth == 0 else shown
+            _pack_frame(self._buffer, (FRAMES + 4 * position) * 8, *frame)
+            self._words[DEPTH] = position + 1
+
+    def _drop(self, frames: list[Frame], depth: int) -> None:
+        while len(frames) > depth:
+            kind = frames.pop()[_KIND]
+            if kind < _MODULE:
+                if kind == _BACKWARD:
+                    self.backwards -= 1
+                if frames is self._frames:
+                    self._words[DEPTH] -= 1
+            if self._nvtx_push is not None and len(frames) < MAX_FRAMES:
+                self._nvtx_pop()
+
+    def _close(
+        self, frames: list[Frame], depth: int, end_ns: int, flags: int, value0: int = 0, value1: int = 0
+    ) -> None:
+        if len(frames) <= depth:
+            return
+        if len(frames) > depth + 1:
+            self._words[UNBALANCED] += len(frames) - depth - 1
+        frame = frames[depth]
+        kind = frame[_KIND]
+        if kind < _MODULE and frames is self._frames and self._thread_time is not None and self._thread_time.measured:
+            self._thread_time.mark(kind)
+        if kind < _MODULE or self._nvtx_push is not None or len(frames) > depth + 1:
+            self._drop(frames, depth)
+        else:
+            frames.pop()
+        if depth >= MAX_FRAMES:
+            self._words[TOO_DEEP] += 1
+            return
+        duration_ns = end_ns - frame[_START]
+        if frames is not self._frames:
+            flags |= self._attribute_elsewhere(frame, end_ns)
+        if frames:
+            parent = frames[-1]
+            parent[_NESTED] += duration_ns
+            parent[_PHASE] += duration_ns if _FIRST_PHASE <= kind <= _LAST_PHASE else frame[_PHASE]
+        self._write(frame, depth, duration_ns, flags, value0, value1)
+        if self._device_marks and frames is self._frames:
+            self._close_on_device(kind, frame[_NAME], depth)
+
+    def _is_autograds(self) -> bool:
+        known: bool | None = getattr(self._threads, "is_autograds", None)
+        if known is None:
+            try:
+                with open("/proc/thread-self/comm") as file:
+                    known = file.read().startswith(_AUTOGRADS_THREAD)
+            except OSError:
+                known = False
+            self._threads.is_autograds = known
+        return known
+
+    def _attribute_elsewhere(self, frame: Frame, end_ns: int) -> int:
+        if self.backwards == 0 or frame[_KIND] not in (_RECOMPUTE, _WAIT) or not self._is_autograds():
+            return _OTHER_THREAD
+        phase = next((each for each in reversed(self._frames[1:]) if each[_KIND] < _MODULE), self._frames[0])
+        if phase[_KIND] != _BACKWARD or frame[_START] < phase[_START]:
+            return _OTHER_THREAD
+        own_ns = end_ns - frame[_START] - frame[_PHASE]
+        counted_ns = min(own_ns, max(0, end_ns - phase[_START] - phase[_PHASE]))
+        phase[_NESTED] += counted_ns
+        phase[_PHASE] += counted_ns
+        frame[_PHASE] += own_ns - counted_ns
+        return 0
+
+    def _write(
+        self,
+        frame: Frame,
+        depth: int,
+        duration_ns: int,
+        flags: int,
+        value0: int,
+        value1: int,
+        step: int | None = None,
+    ) -> None:
+        sequence = self._next_sequence()
+        start_ns, nested_ns, phase_ns, name_id, kind = frame
+        _pack_record(
+            self._buffer, RECORDS_OFFSET + ((sequence & self._mask) << 6), (sequence + 1) & 0xFFFFFFFF, kind,
+            depth & 0xFF, flags, name_id, self.step if step is None else step, start_ns, duration_ns, nested_ns,
+            phase_ns, value0, value1,
+        )  # fmt: skip
+        self._words[HEAD] = sequence + 1
+
+
+class ThreadTime:
+    """CPU time of the training thread and time ready without a CPU, phase by phase; native/thread_time.c says why."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.measured = self.paused = False
+        self._reads = 0
+        self._last = self._read() or (0, 0)
+        self._phases: dict[int, list[int]] = {}
+
+    @property
+    def available(self) -> bool:
+        """Whether the kernel reports the times. Without its scheduling statistics, all of them are zero."""
+        return self._last[0] > 0
+
+    def _read(self) -> tuple[int, int] | None:
+        try:
+            cpu_ns, ready_ns, *_ = os.pread(self.descriptor, 96, 0).split()
+        except (OSError, ValueError):
+            return None
+        return int(cpu_ns), int(ready_ns)
+
+    def mark(self, kind: int) -> None:
+        self._reads += 1
+        now, last = self._read() if self._reads <= _MAX_READS else None, self._last
+        if now is None:
+            self.measured = False
+            return
+        phase = self._phases.setdefault(_WAIT if self.paused else kind, [0, 0])
+        phase[0] += now[0] - last[0]
+        phase[1] += now[1] - last[1]
+        self._last = now
+
+    def step(self, duration_ns: int) -> dict[int, list[int]]:
+        phases = self._phases if self.measured else {}
+        wanted = duration_ns >= _MIN_STEP_NS
+        if wanted and not self.measured:
+            now = self._read()
+            wanted, self._last = now is not None, now or self._last
+        self.measured, self.paused, self._reads, self._phases = wanted, False, 0, {}
+        return phases
+
+
+class Section:
+    """A named part of the step: a context manager, nestable and re-entrant, and a decorator."""
+
+    __slots__ = ("_generation", "_name_id", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._generation = 0
+        self._name_id = 0
+
+    def __enter__(self) -> Section:
+        recorder = _active
+        if recorder is not None:
+            if self._generation != recorder.generation:
+                self._name_id = recorder.intern(self.name)
+                self._generation = recorder.generation
+            if recorder._marks_elsewhere:
+                recorder._open(recorder._open_spans(), _SECTION, self._name_id)
+            else:
+                frames = recorder._frames if _get_ident() == recorder._owner else recorder._open_spans()
+                frames.append([recorder.now_ns(), 0, 0, self._name_id, _SECTION])
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        recorder = _active
+        if recorder is None or self._generation != recorder.generation:
+            return
+        end_ns = recorder.now_ns()
+        flags = 0 if kind is None else _EXCEPTION
+        frames = recorder._frames if _get_ident() == recorder._owner else recorder._open_spans()
+        frame = frames[-1]
+        if frame[_NAME] != self._name_id or frame[_KIND] != _SECTION or len(frames) > MAX_FRAMES:
+            recorder.end(_SECTION, self._name_id, flags)
+        elif recorder._marks_elsewhere or frames is not recorder._frames:
+            recorder._close(frames, len(frames) - 1, end_ns, flags)
+        else:
+            # _close and _write in one: a call costs 60 ns.
+            frames.pop()
+            start_ns, nested_ns, phase_ns, name_id, _ = frame
+            duration_ns = end_ns - start_ns
+            parent = frames[-1]
+            parent[_NESTED] += duration_ns
+            if phase_ns:
+                parent[_PHASE] += phase_ns
+            sequence = recorder._next_sequence()
+            _pack_record(
+                recorder._buffer, RECORDS_OFFSET + ((sequence & recorder._mask) << 6), (sequence + 1) & 0xFFFFFFFF,
+                _SECTION, len(frames), flags, name_id, recorder.step, start_ns, duration_ns, nested_ns, phase_ns, 0, 0,
+            )  # fmt: skip
+            recorder._words[HEAD] = sequence + 1
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return _decorator(self, function)
+
+    def __repr__(self) -> str:
+        return f"section({self.name!r})"
+
+
+class ModuleCall:
+    """Stands in an nn.Module's `_compiled_call_impl` slot and times each call of the module."""
+
+    __slots__ = ("__weakref__", "_after", "_before", "_forward", "_module", "_name_id", "_recorder", "function")
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        name_id: int,
+        function: Callable[..., Any],
+        module: object | None = None,
+        before: Callable[..., None] | None = None,
+        after: Callable[[Any], None] | None = None,
+        forward: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._name_id = name_id
+        self.function = function
+        self._module = None if module is None else weakref.ref(module)
+        self._before = before
+        self._after = after
+        self._forward = forward
+
+    def _target(self, *args: Any, **kwargs: Any) -> Any:
+        if self._module is None:
+            return self.function(*args, **kwargs)
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the watched module no longer exists")
+        return self.function(module, *args, **kwargs)
+
+    def _observe(self, observer: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        recorder = self._recorder
+        start_ns = recorder.now_ns()
+        observer(*args, **kwargs)  # under a guard of its own, see hooks/module.py
+        recorder.add_overhead(recorder.now_ns() - start_ns)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = self._recorder
+        if recorder.closed:
+            return self._target(*args, **kwargs)
+        observed = recorder.sampled
+        if observed and self._before is not None:
+            self._observe(self._before, *args, **kwargs)
+            if recorder.closed:  # another thread ended the watch while the observer ran
+                return self._target(*args, **kwargs)
+        frames = recorder._open_spans()
+        kind = _kind_of_call(recorder, frames)
+        depth = recorder._open(frames, kind, self._name_id)
+        try:
+            result = self._target(*args, **kwargs)
+        except BaseException:
+            end_ns = recorder.now_ns()
+            if not recorder.closed:
+                recorder._close(frames, depth, end_ns, _EXCEPTION)
+            raise
+        end_ns = recorder.now_ns()
+        if recorder.closed:
+            return result
+        recorder._close(frames, depth, end_ns, 0)
+        if observed and self._after is not None:
+            self._observe(self._after, result)
+        if kind == _FORWARD and self._forward is not None:
+            self._observe(self._forward, result)
+        return result
+
+
+def _kind_of_call(recorder: Recorder, frames: list[Frame]) -> int:
+    for frame in reversed(frames):
+        if frame[_KIND] == _FORWARD or frame[_KIND] == _RECOMPUTE:
+            return _MODULE
+        if frame[_KIND] == _BACKWARD:
+            break
+    return _RECOMPUTE if recorder.backwards > 0 else _FORWARD
+
+
+def _waits(frames: list[Frame]) -> bool:
+    return frames[-1][_KIND] == _WAIT and frames[-1][_NAME] == _wait_name_id
+
+
+def timed_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """A method for the class `Work` that times its `wait`."""
+
+    @functools.wraps(wait)
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = _collecting
+        if recorder is None or not recorder.begin_wait():
+            return wait(self, *args, **kwargs)
+        raised = True
+        try:
+            result = wait(self, *args, **kwargs)
+            raised = False
+            return result
+        finally:
+            recorder.end_wait(raised)
+
+    return timed
+
+
+_sections: dict[str, Section] = {}
+_overflow = Section("(other sections)")
+
+
+def _no_decorator(section: Section, function: Callable[..., Any]) -> Callable[..., Any]:
+    raise RuntimeError("recorder.py sets the decorator of sections when it is imported")
+
+
+_decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]] = _no_decorator
+
+
+def section(name: str) -> Section:
+    """The section of that name; made at its first use."""
+    try:
+        return _sections[name]
+    except KeyError:
+        if not isinstance(name, str):
+            raise TypeError(f"section() takes a name, got {type(name).__name__}") from None
+        if len(_sections) >= _MAX_SECTIONS:
+            return _overflow
+        return _sections.setdefault(name, Section(name))
+
+
+def set_section_decorator(decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Sets what `section(name)(function)` returns."""
+    global _decorator
+    _decorator = decorator

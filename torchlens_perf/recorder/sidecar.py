@@ -1,0 +1,142 @@
+"""The node's sidecar, as a training process sees it: starting it, and why its report is not there at the end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run import sidecar_status
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log
+from torchlens_perf.run.processes import process_cpu_time_s, process_stat, threads
+from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.run.sidecar_status import SEVERAL_NODES
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.identity import Identity
+
+# Where the user's Python finds us, but not what would make the sidecar a training process.
+_DROPPED = ("TORCHLENS_PERF", "RANK", "LOCAL_RANK", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
+# NumPy's libraries start a thread for each processor when they are imported, which takes half of that import's time.
+_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+_STARVES = 0.5  # share of the wait in which it ran
+_MIN_S = 0.1  # of a wait, to say that
+
+
+def ensure(run: RunDirectory, who: Identity) -> bool:
+    """Starts the node's sidecar unless one lives. Returns whether it started one. who: the rank that starts it.
+
+    The child inherits the locked descriptor, so there is no instant at which two could start. It is detached: a new
+    session, no terminal, no GPU. Nothing is waited for, and the run directory is not touched: its disk may not answer.
+    Raises RunStoreError where no process can be started.
+    """
+    if not sys.executable:
+        raise RunStoreError("the sidecar cannot start: Python does not know its own program (sys.executable is empty)")
+    try:
+        return _start(run, who)
+    except OSError as error:
+        raise RunStoreError(f"the sidecar cannot start: {error.strerror or error}") from error
+
+
+def _start(run: RunDirectory, who: Identity) -> bool:
+    lock = SidecarLock(sidecar_lock(run.run_id))
+    if not lock.acquire():
+        return False
+    try:
+        environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment.update(dict.fromkeys(_THREADS, "1"))
+        command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", who.host]
+        command += ["--lock-descriptor", str(lock.descriptor)]
+        if who.world_size > who.local_world_size:
+            command.append(SEVERAL_NODES)
+        with open(sidecar_log(lock.path), "ab") as log:
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                pass_fds=[lock.descriptor],
+                start_new_session=True,
+                cwd="/",
+            )
+    except BaseException:
+        run.clear_local()
+        lock.remove()
+        raise
+    lock.close()
+    return True
+
+
+class LateReport:
+    """Why the report is not there when a run has ended: what rank 0 can see, on its own node, of the sidecar.
+
+    Made when the wait for the report begins. Nothing is waited for, and nothing is made: a lock file is read, and a few
+    lines of /proc.
+    """
+
+    def __init__(self, run: RunDirectory, host: str) -> None:
+        self._run = run
+        self._log = run.node_log(host)
+        self._began_s = time.monotonic()
+        self._cpu_time_s = self._sidecars_cpu_time_s()
+
+    def line(self) -> str:
+        """The message to show instead of the report. Raises OSError where a file cannot be read."""
+        waited_s = time.monotonic() - self._began_s
+        lock = find_sidecar_lock(self._run.run_id)
+        gone = self._why_nobody_works(lock)
+        if gone:
+            log = self._log if lock is None or not sidecar_log(lock).exists() else sidecar_log(lock)
+            return f"there is no report: {gone} (see {log}). Next: torchlens-perf sidecar {self._run.path}"
+        return (
+            f"the report is not ready after {waited_s:.1f} s (the sidecar {self._doing(lock, waited_s)}); it will be "
+            f"in {self._run.report}; show it with: torchlens-perf report {self._run.path}"
+        )
+
+    def _why_nobody_works(self, lock: Path | None) -> str:
+        """Why nobody is going to write it; "" where somebody is."""
+        if lock is None:
+            return "the sidecar has ended without one"
+        pid, started, _ = sidecar_status.read_status(str(lock))
+        if not pid:
+            return "" if _is_held(lock) else "the sidecar could not be started"
+        state, began = process_stat(pid)
+        return "the sidecar died" if state in ("", "Z", "X") or began != started else ""
+
+    def _doing(self, lock: Path | None, waited_s: float) -> str:
+        """What the sidecar does, or why it does nothing."""
+        pid, _, doing = sidecar_status.read_status(str(lock))
+        if not pid:
+            return "has not started yet"
+        states = {process_stat(pid, thread)[0] for thread in threads(pid)}
+        if states & {"T", "t"}:
+            return f"is stopped: kill -CONT {pid}"
+        if "R" in states:
+            used_s = self._sidecars_cpu_time_s() - self._cpu_time_s
+            if waited_s >= _MIN_S and used_s < _STARVES * waited_s:
+                return f"{doing}; other programs keep the processors busy: it had one for {used_s:.2f} s of that"
+        elif "D" in states:
+            return f"waits for a disk while it {doing}"
+        return doing
+
+    def _sidecars_cpu_time_s(self) -> float:
+        pid, _, _ = sidecar_status.read_status(str(find_sidecar_lock(self._run.run_id)))
+        return process_cpu_time_s(pid) if pid else 0.0
+
+
+def _is_held(lock: Path) -> bool:
+    descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,388 @@
+"""Every private name of PyTorch that we stand on, each with a probe and what happens without it.
+
+Nothing else in the package names them, but for the hook that uses the one in question. `torchlens-perf doctor` prints
+this table for the torch at hand; a hook whose probe fails raises HookUnavailable and is left out, and the report says
+what was therefore not measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchlens_perf.errors import HookUnavailable
+
+if TYPE_CHECKING:
+    import torch
+
+OLDEST_TORCH = (2, 11)
+PROFILER = "torch.autograd.profiler._enable_profiler"
+FLIGHT_RECORDER = "torch._C._distributed_c10d._dump_fr_trace_json"
+SNAPSHOT = "torch._C._cuda_memorySnapshot"
+WAIT_TENSOR = "_c10d_functional::wait_tensor"
+RECOMPUTATION = "torch.utils.checkpoint._recomputation_hook"
+
+
+class PrivateName(NamedTuple):
+    """A private name: how to check that it works, and what is lost without it."""
+
+    name: str
+    works: Callable[[], bool]
+    without: str
+
+
+def torch_version(text: str) -> tuple[int, int]:
+    """(major, minor) of a version text such as "2.13.0+cpu"."""
+    major, minor, *_ = text.split(".")
+    return int(major), int(minor)
+
+
+@functools.cache
+def works(name: str) -> bool:
+    """Whether this private name does what we need. Probed once a process; an error in the probe is a no."""
+    try:
+        return _by_name[name].works()
+    except Exception:
+        return False
+
+
+def require(name: str) -> None:
+    """Raises HookUnavailable if `name` does not work."""
+    if not works(name):
+        raise HookUnavailable(f"torch lacks {name}: {_by_name[name].without}")
+
+
+def _module_slot() -> bool:
+    from torch import nn
+
+    probe, calls = nn.Identity(), list[int]()
+
+    def slot(value: int) -> int:
+        calls.append(value)
+        return int(nn.Identity._call_impl(probe, value))
+
+    probe.__dict__["_compiled_call_impl"] = slot
+    return bool(probe(5) == 5 and calls == [5] and "_compiled_call_impl" not in probe.__getstate__())
+
+
+def _engine() -> bool:
+    import torch.autograd
+
+    return callable(torch.autograd._engine_run_backward)
+
+
+def _queue_callback() -> bool:
+    # Not tried out: a backward pass here would start the engine's threads before the user's own first one does.
+    from torch.autograd import Variable
+
+    return callable(Variable._execution_engine.queue_callback)
+
+
+def _step_wrapper() -> bool:
+    from torch.optim import Optimizer
+
+    codes = [each for each in Optimizer.profile_hook_step.__code__.co_consts if isinstance(each, types.CodeType)]
+    return [(each.co_name, "self" in each.co_varnames) for each in codes] == [("wrapper", True)]
+
+
+def _recomputation() -> bool:
+    from torch.utils import checkpoint
+
+    def names(code: types.CodeType) -> set[str]:
+        inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+        return set(code.co_names).union(*map(names, inner))
+
+    # It is entered where saved tensors are unpacked, around what is run again.
+    uses_it = "_recomputation_hook" in names(checkpoint._checkpoint_hook.__init__.__code__)
+    contexts = (checkpoint._recomputation_hook.__enter__, checkpoint._recomputation_hook.__exit__)
+    return uses_it and all(map(callable, (*contexts, checkpoint.CheckpointFunction.backward)))
+
+
+def _no_torch_function() -> bool:
+    import torch
+
+    with torch._C.DisableTorchFunction():
+        return True
+
+
+def _data_iterator() -> bool:
+    from torch.utils.data import dataloader
+
+    return callable(dataloader._BaseDataLoaderIter.__next__)
+
+
+def _dispatcher_tap() -> bool:
+    import torch
+
+    key = torch._C.DispatchKey.BackendSelect
+    torch._C._dispatch_keyset_full_after(key)
+    return callable(torch._C._dispatch_has_kernel_for_dispatch_key) and hasattr(torch.ops.c10d, "allreduce_")
+
+
+def _work_wait() -> bool:
+    from torch._C._distributed_c10d import Work
+
+    original = Work.wait
+    setattr(Work, "wait", original)  # noqa: B010 -- whether the pybind class lets itself be patched
+    return callable(original)
+
+
+def _tracing_context() -> bool:
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is None
+
+
+def _skip_code() -> bool:
+    _skip(_skip_code.__code__)
+    return True
+
+
+def _replicas() -> bool:
+    from torch import nn
+
+    return "_compiled_call_impl" not in nn.Identity()._replicate_for_data_parallel().__dict__
+
+
+def _in_cuda_build(*names: str) -> Callable[[], bool]:
+    """Whether torch has these functions; a build without CUDA lacks nothing by lacking them."""
+
+    def works() -> bool:
+        import torch
+
+        return not torch.backends.cuda.is_built() or all(callable(getattr(torch._C, name)) for name in names)
+
+    return works
+
+
+def is_prepared(profile: Any) -> bool:
+    """Whether a torch.autograd.profiler.profile has been prepared and has not ended."""
+    return bool(getattr(profile, "entered", False)) and profile.kineto_results is None
+
+
+def all_threads() -> Any:
+    """A configuration of torch's profiler that sees all threads, and that any of them may end."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    return _ExperimentalConfig(profile_all_threads=True)
+
+
+def _profiler() -> bool:
+    import torch
+    from torch.autograd import profiler
+
+    calls = (
+        profiler._prepare_profiler, profiler._enable_profiler, profiler._run_on_profiler_stop,
+        torch._C._autograd._clear_callbacks,
+    )  # fmt: skip
+    unused = profiler.profile(use_kineto=True, experimental_config=all_threads())
+    return all(map(callable, calls)) and not is_prepared(unused) and profiler._is_profiler_enabled in (True, False)
+
+
+def _flight_recorder() -> bool:
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+    return callable(_dump_fr_trace_json)
+
+
+PRIVATE_NAMES = (
+    PrivateName(
+        "torch.nn.Module._compiled_call_impl",
+        _module_slot,
+        "modules are timed by public hooks, at 20 times the cost",
+    ),
+    PrivateName(
+        "torch.nn.Module._replicate_for_data_parallel",
+        _replicas,
+        "modules are timed by public hooks, at 20 times the cost",
+    ),
+    PrivateName("torch.autograd._engine_run_backward", _engine, "the backward pass is not timed"),
+    PrivateName(
+        "torch.autograd.Variable._execution_engine.queue_callback",
+        _queue_callback,
+        "waiting at the end of the backward pass counts as backward, and slow ranks cannot be distinguished from "
+        "waiting ones",
+    ),
+    PrivateName(
+        "torch.optim.Optimizer.profile_hook_step",
+        _step_wrapper,
+        "an optimizer that calls its base class's step may count as two steps",
+    ),
+    PrivateName(
+        RECOMPUTATION,
+        _recomputation,
+        "recomputation is distinguished from the backward pass only where watched modules are run again",
+    ),
+    PrivateName(
+        "torch._C.DisableTorchFunction",
+        _no_torch_function,
+        "the user's own torch function modes and tensor classes see us hang hooks on tensors",
+    ),
+    PrivateName("torch.utils.data.dataloader._BaseDataLoaderIter", _data_iterator, "waiting for data is not timed"),
+    PrivateName("torch.ops.c10d at BackendSelect", _dispatcher_tap, "collectives are not recorded"),
+    PrivateName("torch._C._distributed_c10d.Work.wait", _work_wait, "time blocked in collectives is not measured"),
+    PrivateName("torch._guards.TracingContext", _tracing_context, "backward passes of the compiler count as the job's"),
+    PrivateName(
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        _skip_code,
+        "torch.compile compiles our hooks where it meets them, and modules are not timed where hooks are needed",
+    ),
+    PrivateName(
+        "torch._C._cuda_attach_out_of_memory_observer",
+        _in_cuda_build("_cuda_attach_out_of_memory_observer"),
+        "where a rank runs out of device memory, nothing tells what held it",
+    ),
+    PrivateName(
+        SNAPSHOT,
+        _in_cuda_build("_cuda_memorySnapshot"),
+        "where a rank runs out of device memory, nothing tells what held it; captures have no memory snapshot",
+    ),
+    PrivateName(
+        "torch.cuda.memory._record_memory_history",
+        _in_cuda_build("_cuda_isHistoryEnabled", "_cuda_record_memory_history"),
+        "memory_history is off, and tables of device memory have no stacks",
+    ),
+    PrivateName(PROFILER, _profiler, "nothing is captured"),
+    PrivateName(FLIGHT_RECORDER, _flight_recorder, "captures have no flight recorder's entries"),
+)
+_by_name = {entry.name: entry for entry in PRIVATE_NAMES}
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the backward pass in progress has computed all gradients."""
+    from torch.autograd import Variable
+
+    Variable._execution_engine.queue_callback(callback)
+
+
+def tracing_context() -> Callable[[], object]:
+    """What returns, while torch.compile is building a graph on the calling thread, something else than None."""
+    if not works("torch._guards.TracingContext"):
+        return lambda: None
+    from torch._guards import TracingContext
+
+    get: Callable[[], object] = TracingContext.try_get
+    return get
+
+
+def out_of_sight() -> Callable[[], AbstractContextManager[object]]:
+    """What makes a context that the user's torch function modes and tensor classes do not look into."""
+    if not works("torch._C.DisableTorchFunction"):
+        return nullcontext
+    import torch
+
+    kind: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+    return kind
+
+
+def steps_in_progress() -> list[int] | None:
+    """The ids of the optimizers whose step() the caller is inside of, innermost first; None if that is not known."""
+    if not works("torch.optim.Optimizer.profile_hook_step"):
+        return None
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
+            found.append(id(frame.f_locals.get("self")))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def rest_of_dispatch() -> torch._C.DispatchKeySet:
+    """The dispatch keys below BackendSelect: where a tap there sends its call on to."""
+    import torch
+
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def has_tap(operator: str) -> bool:
+    """Whether somebody else has put a kernel at BackendSelect for this operator: the last one would win."""
+    import torch
+
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "BackendSelect"))
+
+
+def compiled_autograd() -> bool:
+    """Whether backward passes are compiled too: a gradient hook would become a part of their graphs."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))
+
+
+def members_of_group(name: str) -> tuple[list[int], str]:
+    """The global ranks of a process group, and its description: "mesh_tp" for a DeviceMesh's dimension "tp"."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    group = _resolve_process_group(name)
+    return dist.get_process_group_ranks(group), group.group_desc
+
+
+def backend_of_group(name: str, device: str) -> str:
+    """The name of a group's backend for tensors on that kind of device: "gloo"; "" if it has none.
+
+    A group may have several, "cpu:gloo,cuda:nccl"; its own name is that of its default one, or "undefined".
+    """
+    import torch
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    group = _resolve_process_group(name)
+    try:
+        return str(group._get_backend(torch.device(device)).name())
+    except RuntimeError:
+        return ""
+
+
+def sequence_of_group(group: Any) -> int:
+    """How many operations the backend says it has issued on a group; -1 if it does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return -1
+
+
+def break_in_compiled_code(function: Any) -> Any:
+    """Makes Dynamo break the graph at a call of `function`, as it does at the function of torch that it stands for.
+
+    A method in C it leaves alone anyway.
+    """
+    if isinstance(function, types.FunctionType):
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def skip_our_code() -> None:
+    """Makes Dynamo leave all our frames alone.
+
+    Where compiled code breaks the graph, at backward() or in an optimizer, Dynamo tries to compile whatever Python
+    function runs there: also our hooks, and what they call.
+    """
+    if not works("torch._C._dynamo.eval_frame.set_code_exec_strategy"):
+        return
+    package = __name__.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        # What recorder.py wraps around the user's functions is compiled with them.
+        if module is not None and name.startswith(package + ".") and not name.endswith(".recorder"):
+            for value in vars(module).values():
+                members = vars(value).values() if isinstance(value, type) else (value,)
+                for member in members:
+                    if isinstance(member, (types.FunctionType, staticmethod, classmethod, property)):
+                        function: Any = member.fget if isinstance(member, property) else member
+                        function = inspect.unwrap(function)
+                        code = getattr(function, "__code__", None)
+                        if code is not None and code.co_filename == module.__file__:
+                            _skip(code)
+
+
+def _skip(code: types.CodeType) -> None:
+    # What torch._dynamo.skip() does, without the second that importing torch._dynamo takes.
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    # The frame itself is not compiled; those that it calls are looked at, for they may be the user's.
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _skip(constant)

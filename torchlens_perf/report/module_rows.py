@@ -1,0 +1,85 @@
+"""What the report says of modules and of the user's sections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.node_state import ProcessState
+from torchlens_perf.report.device_table import own_device_times
+from torchlens_perf.report.distribution import distribution
+from torchlens_perf.report.step_classes import typical_step
+from torchlens_perf.run.sketch import Sketch, merged
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Module, Section
+
+
+def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
+    """All timed modules by own forward time, most first.
+
+    `by_rank` holds each rank's own time in a typical step: its share of the forward phase there; `backward_by_rank` its
+    median backward time, from the steps in which that was taken, with the modules inside it.
+    """
+    rows: list[Module] = []
+    own_s = {rank: _own_s_of_modules(process) for rank, process in processes.items()}
+    for name in _all_names(processes, "modules"):
+        calls = _by_rank(name, {rank: process.statistics.modules for rank, process in processes.items()})
+        backwards = _by_rank(name, {rank: process.statistics.module_backwards for rank, process in processes.items()})
+        whole, backward = merged(calls.values()), merged(backwards.values())
+        device = merged(process.statistics.device.modules.get(name, Sketch()) for process in processes.values())
+        by_rank = {str(rank): own_s[rank][name] for rank in calls}
+        rows.append(
+            {
+                "name": name,
+                "calls": whole.count,
+                "own_s": distribution(whole),
+                "own_s_per_step": sum(by_rank.values()) / len(by_rank),
+                "by_rank": by_rank,
+                "backward_s": distribution(backward) if backward.count else None,
+                "backward_by_rank": {str(rank): each.quantile_ns(0.5) / 1e9 for rank, each in backwards.items()},
+                "device_s": distribution(device) if device.count else None,
+                "device_own_s_per_step": None,
+            }
+        )
+    own_on_device = own_device_times(processes, [row["name"] for row in rows])
+    for row in rows:
+        row["device_own_s_per_step"] = own_on_device.get(row["name"])
+    return sorted(rows, key=lambda row: (-(row["device_own_s_per_step"] or 0.0), -row["own_s_per_step"]))
+
+
+def _own_s_of_modules(process: ProcessState) -> dict[str, float]:
+    typical = typical_step(process.statistics)
+    forward_s = typical["parts"].get("forward", 0.0) if typical is not None else 0.0
+    return {name: share * forward_s for name, share in process.statistics.module_shares().items()}
+
+
+def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
+    rows: list[Section] = []
+    for name in _all_names(processes, "sections"):
+        calls = _by_rank(name, {rank: process.statistics.sections for rank, process in processes.items()})
+        whole = merged(calls.values())
+        device = merged(process.statistics.device.sections.get(name, Sketch()) for process in processes.values())
+        steps = {rank: max(1, process.statistics.step.count) for rank, process in processes.items()}
+        by_rank = {str(rank): sketch.sum_ns / 1e9 / steps[rank] for rank, sketch in calls.items()}
+        rows.append(
+            {
+                "name": name,
+                "calls": whole.count,
+                "total_s": distribution(whole),
+                "s_per_step": sum(by_rank.values()) / len(by_rank),
+                "by_rank": by_rank,
+                "device_s": distribution(device) if device.count else None,
+            }
+        )
+    return sorted(rows, key=lambda row: -row["s_per_step"])
+
+
+def _by_rank(name: str, tables: dict[int, dict[str, Sketch]]) -> dict[int, Sketch]:
+    return {rank: table[name] for rank, table in tables.items() if name in table}
+
+
+def _all_names(processes: dict[int, ProcessState], table: str) -> list[str]:
+    names: dict[str, None] = {}
+    for process in processes.values():
+        names.update(dict.fromkeys(getattr(process.statistics, table)))
+    return list(names)

@@ -1,0 +1,52 @@
+"""Where times come from. The host's clock is here; a device's clock implements the same protocol."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple, Protocol
+
+
+class Anchor(NamedTuple):
+    """The same instant on a monotonic clock and on the wall clock, and how far apart the two readings may be."""
+
+    monotonic_ns: int
+    unix_ns: int
+    error_ns: int
+
+
+class Clock(Protocol):
+    """Marks instants on the thread that works, and reads them later. No method may block or synchronize a device."""
+
+    name: str
+
+    def mark(self) -> int | None:
+        """Marks now. Returns a handle for span(); None where a device cannot be marked now."""
+
+    def span(self, begin: int, end: int) -> tuple[int, int] | None:
+        """From one mark to another: start in ns of the host's CLOCK_MONOTONIC, duration in ns by this clock.
+
+        None until the device has reported both marks.
+        """
+
+
+class HostClock:
+    """CLOCK_MONOTONIC: the instant is known as soon as it is marked, and is its own handle."""
+
+    name = "host"
+
+    def mark(self) -> int:
+        return time.monotonic_ns()
+
+    def span(self, begin: int, end: int) -> tuple[int, int] | None:
+        return begin, end - begin
+
+    def anchor(self) -> Anchor:
+        """The closest of five readings of the wall clock between two of the monotonic one."""
+        best = Anchor(0, 0, 1 << 62)
+        for _ in range(5):
+            before = time.monotonic_ns()
+            unix_ns = time.time_ns()
+            after = time.monotonic_ns()
+            if after - before < best.error_ns:
+                best = Anchor((before + after) // 2, unix_ns, after - before)
+        return best

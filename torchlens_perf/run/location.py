@@ -1,0 +1,82 @@
+"""Where a rank's machine is and who runs it: switch or rack, scheduler's node, container, cloud. No network is asked.
+
+Names are OpenTelemetry's where it has one (cloud.*, host.*, container.id, k8s.*). A cloud is known by what its firmware
+says of itself (DMI): its documentation on identifying instances names these fields.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote
+
+from torchlens_perf.run.processes import text_of
+
+MAX_CHARACTERS = 64
+# What people go and look at, from the nearest to the farthest; with what it is called in a sentence.
+_SHOWN = (
+    ("network.switch", "switch"),
+    ("host.rack", "rack"),
+    ("k8s.node.name", "Kubernetes node"),
+    ("host.id", "instance"),
+    ("host.type", ""),
+    ("cloud.availability_zone", "zone"),
+)
+_OURS = frozenset(name for name, _ in _SHOWN)
+_CONTAINER = {
+    "cgroup": re.compile(r"[/-]([0-9a-f]{64})\b"),
+    "mountinfo": re.compile(r"/containers/([0-9a-f]{64})/"),  # not the layers of its image, which look alike
+}
+_AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
+
+
+def attributes(environ: Mapping[str, str], sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> dict[str, str]:
+    """What the environment, the firmware and the kernel tell; without what they do not."""
+    found = {**_cloud(sys / "class/dmi/id"), **_container(proc), **_switch(environ)}
+    for pair in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","):
+        name, _, value = pair.partition("=")
+        if name.strip() in _OURS and value.strip():
+            found[name.strip()] = unquote(value.strip())  # the user knows best
+    return found
+
+
+def location(known: Mapping[str, str]) -> str:
+    """In words, as "switch leaf3, instance i-0abc"; "" if nothing is known. known: an identity's attributes."""
+    words = [f"{title} {known[name]}".strip() for name, title in _SHOWN if known.get(name)]
+    return ", ".join(words)[:MAX_CHARACTERS]
+
+
+def _switch(environ: Mapping[str, str]) -> dict[str, str]:
+    """Slurm tells the way from the top switch to the node: "core.leaf3.node12", with a pattern of the same form.
+
+    Slurm, srun(1): SLURM_TOPOLOGY_ADDR, SLURM_TOPOLOGY_ADDR_PATTERN.
+    """
+    address = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    pattern = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    switches = [part for part, kind in zip(address, pattern, strict=False) if kind in ("switch", "block") and part]
+    return {"network.switch": switches[-1]} if switches else {}
+
+
+def _cloud(dmi: Path) -> dict[str, str]:
+    vendor, product = text_of(dmi / "sys_vendor"), text_of(dmi / "product_name")
+    if vendor == "Amazon EC2":
+        found = {"cloud.provider": "aws", "host.type": product}
+        instance = text_of(dmi / "board_asset_tag")
+        return {**found, "host.id": instance} if instance.startswith("i-") else found
+    if product == "Google Compute Engine":
+        return {"cloud.provider": "gcp"}
+    if text_of(dmi / "chassis_asset_tag") == _AZURE_TAG:
+        return {"cloud.provider": "azure"}
+    if text_of(dmi / "chassis_asset_tag") == "OracleCloud.com":
+        return {"cloud.provider": "oracle_cloud"}
+    return {}
+
+
+def _container(proc: Path) -> dict[str, str]:
+    """Docker, containerd and CRI-O name a container's control group, or its mounts, by its id of 64 digits."""
+    for name, pattern in _CONTAINER.items():
+        found = pattern.search(text_of(proc / "self" / name))
+        if found:
+            return {"container.id": found[1]}
+    return {}

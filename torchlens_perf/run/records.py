@@ -1,0 +1,92 @@
+"""The values that flow from the sidecar on: finished, frozen. Times are nanoseconds; `*_s` fields are seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# What a step's time is divided into; a step's parts add up to its duration. "host" is what is left over, "tool" is the
+# time in our own Python hooks.
+PARTS = ("data", "forward", "recompute", "backward", "optimizer", "communication", "host", "tool")
+# The parts that are the rank's own work: all but waiting for other ranks, and us.
+OWN_PARTS = ("data", "forward", "recompute", "backward", "optimizer", "host")
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One closed interval of one rank, with its name and place in the step."""
+
+    kind: str
+    name: str
+    step: int
+    start_ns: int
+    """CLOCK_MONOTONIC of the rank's node."""
+    duration_ns: int
+    depth: int
+    flags: int
+    value0: int
+    value1: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTable:
+    """Finished steps of one rank as columns of equal length, in the order of their ends."""
+
+    step: npt.NDArray[np.int64]
+    start_ns: npt.NDArray[np.int64]
+    duration_ns: npt.NDArray[np.int64]
+    parts_ns: npt.NDArray[np.int64]
+    """Shape [steps, len(PARTS)]."""
+    memory_bytes: npt.NDArray[np.int64]
+    micro_steps: npt.NDArray[np.int64]
+    flags: npt.NDArray[np.int64]
+    workload: npt.NDArray[np.int64]
+    """Tokens or samples, as the job reported them or as its batches hold them; -1 where not known."""
+    cpu_ns: npt.NDArray[np.int64]
+    """Shape [steps, len(PARTS)]: CPU time of the training thread; -1 where it was not measured."""
+    ready_ns: npt.NDArray[np.int64]
+    """Shape [steps, len(PARTS)]: time that the training thread was ready and had no CPU; -1 where not measured."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def where(self, chosen: npt.NDArray[np.bool_] | slice) -> StepTable:
+        return StepTable(**{field.name: getattr(self, field.name)[chosen] for field in dataclasses.fields(StepTable)})
+
+    @property
+    def own_ns(self) -> npt.NDArray[np.int64]:
+        """Own time: the step without the time blocked in communication and without ours."""
+        own: npt.NDArray[np.int64] = self.parts_ns[:, [PARTS.index(part) for part in OWN_PARTS]].sum(axis=1)
+        return own
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTrace:
+    """Everything of one step of one rank, for export as spans."""
+
+    step: int
+    start_ns: int
+    duration_ns: int
+    flags: int
+    spans: tuple[Span, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What is wrong, or that nothing is; one row of the report's `verdicts`."""
+
+    kind: str
+    """straggler, out_of_memory, none, data_bound, host_bound, communication_bound, compute_bound, or no_steps."""
+    rank: int | None
+    phase: str | None
+    cost_s_per_step: float | None
+    """Seconds that each step of the job would be shorter without it; None where that is not known."""
+    cost_share: float | None
+    since_step: int | None
+    confidence: float
+    text: str
+    evidence: dict[str, Any]

@@ -1,0 +1,390 @@
+"""The ring file: fixed-size records that one process writes and another one reads, live or after its death.
+
+A ring file is preallocated, mapped into memory and never grows. The writer overwrites the oldest record, so it never
+waits for a reader; each record carries its sequence number, so a reader knows exactly how many it missed. A process
+that is killed leaves its newest records behind, and the stack of spans that it had open.
+
+::
+
+    0      header   sizes, counters, the open spans of the training thread (native/layout.h has the same as C)
+    4096   metadata one JSON object: rank, host, process, clock anchors
+    12288  names    length-prefixed UTF-8; a record's name_id is the position in this list
+    274432 records  64 bytes each
+
+`recorder/recorder.py` writes records; this module makes the file, interns names and reads.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import struct
+import threading
+from collections.abc import Mapping
+from enum import IntEnum, IntFlag
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchlens_perf.errors import RingError
+from torchlens_perf.run.fitting import fitted
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+MAGIC = b"TLPRING\0"
+VERSION = 3
+RECORD_BYTES = 64
+MAX_FRAMES = 64
+MAX_GROUPS = 48
+FRAME_BYTES = 32
+GROUP_WORDS = 3  # of a row in the table of groups: its name's id, issued, ended
+METADATA_OFFSET, METADATA_BYTES = 4096, 8192
+NAMES_OFFSET, NAMES_BYTES = 12288, 262144
+RECORDS_OFFSET = 274432
+_MAPPED_AT_ONCE = 1 << 24  # the rest of a very long ring is mapped as it fills
+LONGEST_NAME = 256
+IN_FLIGHT = 64  # records that writers on several threads may have begun and not finished (the Python implementation)
+# A STEP record's value1: micro-steps, and above them the workload plus 1 (0: not known).
+WORKLOAD_SHIFT = 16
+MICRO_STEPS_MASK = (1 << WORKLOAD_SHIFT) - 1
+UNKNOWN_NS = (1 << 63) - 1  # a DEVICE record's value1, where the device's clock is not known well enough
+MERGED_RANK_SHIFT = 44  # of a MERGED record's value0: above it, the slowest rank plus 1
+CAPTURING = "perf capture"  # the section in which a rank begins or writes one; nodes tell each other 16 bytes of it
+STACK_SIGNAL = signal.SIGUSR2  # upon which a process writes its stack into the file that its metadata name
+OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's space
+
+# Header fields that change while the job runs: 64-bit words, by their index.
+HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS = 8, 9, 10, 11, 12, 13, 14
+NAMES_USED, NAMES_LOST, METADATA_REVISION, METADATA_USED, INTERNAL_ERRORS = 16, 17, 18, 19, 20
+DEPTH, FRAMES = 24, 25
+GROUPS_USED, GROUPS = 281, 282
+_FIXED = struct.Struct("<8sIIQQQQQQ")  # magic, version, record_bytes, capacity, then offset and size of each area
+
+
+class Kind(IntEnum):
+    """What a record is about. From DATA to CLOSURE: phases, whose time is taken out of the phase around them."""
+
+    STEP = 1
+    DATA = 2
+    FORWARD = 3
+    BACKWARD = 4
+    OPTIMIZER = 5
+    WAIT = 6
+    RECOMPUTE = 7
+    CLOSURE = 8  # that an optimizer calls to evaluate the model: what it does outside of other phases is the host's
+    MODULE = 16
+    MODULE_BACKWARD = 17
+    SECTION = 18
+    COLLECTIVE = 19
+    THREAD_TIME = 20  # of a step's own work: CPU time, and time ready without a CPU
+    MERGED = 23  # a device section over all ranks, in one window, see hooks/on_device/stamps.py
+    SKETCH = 22  # a part of the statistics of a window, see sketch.py
+    DEVICE = 21  # a span as the device's clock has it; value0: its kind, value1: how long after the host it ended there
+    MEMORY = 28  # one number of the device's allocator, see memory_readings.py
+
+
+class Flag(IntFlag):
+    """Flags of a record. CAPTURED and the upper eight are for STEP records."""
+
+    EXCEPTION = 1
+    ASYNC = 2
+    TAIL = 4  # WAIT: the end of the backward pass, after the last gradient was computed
+    COMPLETED = 16  # COLLECTIVE: the duration goes until the operation's end; else it is the issuing call's
+    DEVICE = 32  # by the device's clock: MODULE_BACKWARD; COLLECTIVE, from its kernel's start
+    OTHER_THREAD = 8  # on a thread other than the training thread: no part of the step's time
+    CAPTURED = 128  # the step is in a capture, or held up by its beginning or end
+    EVALUATION = 256  # the step held a forward pass without gradients
+    INFERENCE = 512  # the step is a forward pass, no optimizer has stepped
+    SKIPPED = 1024  # GradScaler skipped the optimizer
+    SAMPLED = 2048  # observers were on: module backward times were taken
+    MANUAL = 4096  # the boundary is the user's w.step()
+    CHECKPOINT = 8192  # something was saved
+    COMPILED = 16384  # torch.compile was at work
+    COLLECTED = 32768  # Python's garbage collector went through its oldest generation
+
+
+class State(IntEnum):
+    """Who ended the writing. A writer that died leaves OPEN."""
+
+    OPEN = 0
+    CLOSED = 1
+
+
+class RingFile:
+    """The writer's side of a ring file: makes and maps it, interns names, publishes metadata.
+
+    Any thread of the process that made it. Only what is rare takes the lock: a name's or group's first time, and new
+    metadata. The lock is re-entrant: a signal's handler may run in the middle, and come back here.
+    """
+
+    def __init__(self, path: Path, capacity: int, first_step: int = 0) -> None:
+        """Creates the file, mode 0600, with room for `capacity` records (a power of two).
+
+        first_step: index of the step that the first records belong to. Blocks are reserved, so that a full disk raises
+        here and not as SIGBUS at a later store. Raises OSError where there is no room. With any error there is no file.
+        """
+        self.path = path
+        size = RECORDS_OFFSET + capacity * RECORD_BYTES
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+                self.buffer = mmap.mmap(descriptor, size)
+            finally:
+                os.close(descriptor)
+            for page in range(0, min(size, _MAPPED_AT_ONCE), mmap.PAGESIZE):
+                self.buffer[page] = 0  # mapped now: a page fault costs more than a mark
+            self._lock = threading.RLock()
+            self._names: dict[str, tuple[int, int]] = {}  # id, and where its text ends in the table
+            self._groups: dict[str, int] = {}
+            self._metadata = b""
+            self._words = memoryview(self.buffer).cast("Q")
+            _FIXED.pack_into(
+                self.buffer, 0, MAGIC, VERSION, RECORD_BYTES, capacity,
+                METADATA_OFFSET, METADATA_BYTES, NAMES_OFFSET, NAMES_BYTES, RECORDS_OFFSET,
+            )  # fmt: skip
+            self._words[STEP] = first_step
+            self.intern(OTHER_NAMES)
+        except BaseException:
+            os.unlink(path)
+            raise
+
+    def intern(self, name: str) -> int:
+        """Returns the id of `name`; 0, and counts it, once the table is full."""
+        known = self._names.get(name)
+        return self._intern_new(name) if known is None else known[0]
+
+    def _intern_new(self, name: str) -> int:
+        with self._lock:
+            known = self._names.get(name)
+            if known is not None:
+                return known[0]
+            text = name.encode("utf-8", "backslashreplace")[:LONGEST_NAME]
+            name_id = len(self._names)
+            used = next(reversed(self._names.values()))[1] if self._names else 0
+            end = used + 2 + len(text)
+            if end > NAMES_BYTES:
+                self._words[NAMES_LOST] += 1
+                return 0
+            struct.pack_into(f"<H{len(text)}s", self.buffer, NAMES_OFFSET + used, len(text), text)
+            self._names[name] = name_id, end  # at once: an exception by a signal leaves it known or unknown, not half
+            self._words[NAMES_USED] = end
+            return name_id
+
+    def names(self) -> list[str]:
+        """All names interned so far, by id."""
+        return list(self._names)
+
+    def inside(self) -> list[str]:
+        """Names of the spans that the training thread is inside of, outermost first, without the step."""
+        names, depth = self.names(), min(self._words[DEPTH], MAX_FRAMES)
+        ids = [self._words[FRAMES + FRAME_BYTES // 8 * i + 3] & 0xFFFFFFFF for i in range(1, depth)]
+        return [name_of(names, name_id) for name_id in ids]
+
+    def add_group(self, name: str) -> int:
+        """The row in the table that shows how far a process group is; MAX_GROUPS, without a row, once it is full."""
+        with self._lock:
+            slot = self._groups.get(name, len(self._groups))
+            if slot < MAX_GROUPS and name not in self._groups:
+                self._words[GROUPS + GROUP_WORDS * slot] = self.intern(name)
+                self._groups[name] = slot
+                self._words[GROUPS_USED] = slot + 1
+            return slot
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Replaces the metadata. A reader that sees an odd revision tries again.
+
+        What does not fit into METADATA_BYTES is left out, with a note that says so (fitting.py).
+        """
+        text = fitted(metadata, METADATA_BYTES)
+        with self._lock:
+            self._metadata = text
+            try:
+                self._store_metadata()
+            except BaseException:
+                self._store_metadata()  # a signal's handler has raised in the middle: a reader must not wait for ever
+                raise
+
+    def _store_metadata(self) -> None:
+        text = b""
+        while text is not self._metadata:  # a signal's handler may have replaced them meanwhile: the newest stay
+            text = self._metadata
+            self._words[METADATA_REVISION] |= 1
+            self.buffer[METADATA_OFFSET : METADATA_OFFSET + len(text)] = text
+            self._words[METADATA_USED] = len(text)
+            self._words[METADATA_REVISION] = (self._words[METADATA_REVISION] | 1) + 1
+
+    def add_gc_ns(self, duration_ns: int) -> None:
+        """Adds to the time in which Python has collected garbage. Closed, it adds nothing."""
+        if not self.buffer.closed:
+            self._words[GC_NS] += duration_ns
+
+    def count_internal_error(self) -> None:
+        """Counts an error of ours that was kept away from the training loop."""
+        self._words[INTERNAL_ERRORS] += 1
+
+    def close(self) -> None:
+        """Marks the ring as ended by its writer and unmaps it; the recorder must be closed. Again is harmless."""
+        if self.buffer.closed:
+            return
+        self._words[STATE] = State.CLOSED
+        self._words.release()
+        self.buffer.close()
+
+
+class OpenSpan(NamedTuple):
+    """A span that has begun and not ended."""
+
+    kind: Kind
+    name: str
+    start_ns: int
+
+
+class GroupProgress(NamedTuple):
+    """How far one rank is in one process group, or with one peer."""
+
+    name: str
+    issued: int
+    """Sequence number of the last operation that it issued, plus 1."""
+    ended: int
+    """The same of the last one that is known to have ended, or whose end the backend does not tell."""
+
+
+def name_of(names: list[str], name_id: int) -> str:
+    return names[name_id] if name_id < len(names) else "(unknown)"
+
+
+class Batch(NamedTuple):
+    """What one read returned: records, their sequence numbers, and how many were lost before or between them."""
+
+    records: npt.NDArray[np.void]
+    sequences: npt.NDArray[np.int64]
+    lost: int
+
+
+def record_dtype() -> np.dtype[np.void]:
+    """The 64 bytes of a record as a NumPy structure. Durations and times are nanoseconds of CLOCK_MONOTONIC."""
+    import numpy as np
+
+    fields = (
+        ("stamp", "<u4"), ("kind", "u1"), ("depth", "u1"), ("flags", "<u2"), ("name_id", "<u4"), ("step", "<u4"),
+        ("start_ns", "<i8"), ("duration_ns", "<i8"), ("nested_ns", "<i8"), ("phase_ns", "<i8"),
+        ("value0", "<u8"), ("value1", "<u8"),
+    )  # fmt: skip
+    return np.dtype(list(fields))
+
+
+class Reader:
+    """Reads a ring file that another process may be writing, or has left behind.
+
+    Maps the file read-only; one thread. Raises RingError if the file is not a ring file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import numpy as np
+
+        self.path = path
+        self.cursor = 0  # sequence number of the next record to read
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < RECORDS_OFFSET + RECORD_BYTES:
+                raise RingError(f"{path} is too short to be a ring file")
+            self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        magic, version, record_bytes, capacity, *_ = _FIXED.unpack_from(self._map)
+        if magic != MAGIC or version != VERSION or record_bytes != RECORD_BYTES:
+            raise RingError(f"{path} is not a ring file of version {VERSION}")
+        if capacity & (capacity - 1) or size != RECORDS_OFFSET + capacity * RECORD_BYTES:
+            raise RingError(f"{path} says it holds {capacity} records, which does not match its {size} bytes")
+        self.capacity: int = capacity
+        self._words = np.frombuffer(self._map, "<u8", RECORDS_OFFSET // 8)
+        self._records = np.frombuffer(self._map, record_dtype(), capacity, RECORDS_OFFSET)
+        self._names: list[str] = []
+        self._names_read = 0
+
+    def counter(self, word: int) -> int:
+        """A header counter: HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS, NAMES_LOST or INTERNAL_ERRORS."""
+        return int(self._words[word])
+
+    def metadata(self) -> dict[str, Any]:
+        """The writer's metadata; empty while it is being replaced."""
+        revision = self.counter(METADATA_REVISION)
+        used = min(self.counter(METADATA_USED), METADATA_BYTES)
+        text = self._map[METADATA_OFFSET : METADATA_OFFSET + used]
+        if revision % 2 or revision != self.counter(METADATA_REVISION) or not used:
+            return {}
+        try:
+            loaded = json.loads(text)
+        except ValueError:
+            return {}  # torn: another one is on the way
+        return loaded if isinstance(loaded, dict) else {}
+
+    def names(self) -> list[str]:
+        """All names interned so far; a record's name_id is a position in this list."""
+        used = min(self.counter(NAMES_USED), NAMES_BYTES)
+        while self._names_read < used:
+            (length,) = struct.unpack_from("<H", self._map, NAMES_OFFSET + self._names_read)
+            start = NAMES_OFFSET + self._names_read + 2
+            self._names.append(self._map[start : start + length].decode("utf-8", "replace"))
+            self._names_read += 2 + length
+        return self._names
+
+    def open_spans(self) -> list[OpenSpan]:
+        """What the training thread is inside of, outermost first. A snapshot: a running writer may change it midway."""
+        spans = []
+        names = self.names()
+        for i in range(min(self.counter(DEPTH), MAX_FRAMES)):
+            start_ns, _, _, packed = (int(word) for word in self._words[FRAMES + 4 * i : FRAMES + 4 * i + 4])
+            name_id, kind = packed & 0xFFFFFFFF, packed >> 32
+            if kind in Kind._value2member_map_ and name_id < len(names):
+                spans.append(OpenSpan(Kind(kind), names[name_id], start_ns))
+        return spans
+
+    def groups(self) -> list[GroupProgress]:
+        """How far the rank is in each of its groups. A snapshot, as of open_spans()."""
+        names, found = self.names(), []
+        for i in range(min(self.counter(GROUPS_USED), MAX_GROUPS)):
+            row = GROUPS + GROUP_WORDS * i
+            name_id, issued, ended = (int(word) for word in self._words[row : row + GROUP_WORDS])
+            if name_id & 0xFFFFFFFF < len(names):
+                found.append(GroupProgress(names[name_id & 0xFFFFFFFF], issued, ended))
+        return found
+
+    def read(self, *, final: bool = False) -> Batch:
+        """The records since the last read. Overwritten ones are counted as lost and skipped.
+
+        A record that is still being written ends the batch and is read next time; with `final`, for a writer that has
+        ended, it is counted as lost.
+        """
+        import numpy as np
+
+        asked, stop = self.cursor, self.counter(HEAD)
+        first = max(asked, stop - self.capacity)
+        sequences = np.arange(first, max(first, stop), dtype=np.int64)
+        stamps = (sequences + 1).astype(np.uint32)
+        begin = first & (self.capacity - 1)
+        end = begin + len(sequences)
+        pieces = [self._records[begin:end], self._records[: max(0, end - self.capacity)]]  # it may go on at the start
+        records = np.concatenate(pieces)
+        # A slot that was being rewritten while it was copied has another stamp now, or had one then.
+        whole = (records["stamp"] == stamps) & (np.concatenate([piece["stamp"] for piece in pieces]) == stamps)
+        if not whole.all():
+            head = self.counter(HEAD)
+            in_flight = (sequences > head - self.capacity) & (sequences >= head - IN_FLIGHT)
+            unfinished = np.flatnonzero(~whole & in_flight)
+            if len(unfinished) and not final:
+                cut = int(unfinished[0])
+                records, sequences, whole = records[:cut], sequences[:cut], whole[:cut]
+                stop = first + cut
+            records, sequences = records[whole], sequences[whole]
+        self.cursor = max(asked, stop)
+        return Batch(records, sequences, self.cursor - asked - len(records))
+
+    def close(self) -> None:
+        del self._words, self._records
+        self._map.close()

@@ -1,0 +1,71 @@
+"""The lock that a node's sidecar holds while it lives."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+from torchlens_perf.run import sidecar_status
+
+
+class SidecarLock:
+    """flock(2) on a file: a killed process loses it by itself, and a child can inherit it with the descriptor.
+
+    Its last holder removes the file. So whoever locks it makes sure that the file is still the one at that path.
+    """
+
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+        """descriptor: of the file, open and locked already by the process that started this one."""
+        self.path = path
+        self._descriptor = descriptor
+
+    @property
+    def descriptor(self) -> int:
+        """The open file. Raises ValueError once it is closed."""
+        if self._descriptor is None:
+            raise ValueError(f"{self.path} is not open")
+        return self._descriptor
+
+    def acquire(self) -> bool:
+        """Takes the lock if nobody holds it. Raises OSError if the file cannot be made."""
+        while True:
+            if self._descriptor is None:
+                self.path.parent.mkdir(mode=0o700, exist_ok=True)  # the last holder may just have removed it
+                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                current = self._is_current()
+            except BlockingIOError:
+                self.close()
+                return False
+            except BaseException:
+                self.close()
+                raise
+            if current:
+                return True
+            self.close()
+
+    def write_status(self, doing: str) -> None:
+        """Says in the file what this process, a sidecar that holds the lock, is doing, see sidecar_status.py."""
+        sidecar_status.write_status(self.descriptor, doing)
+
+    def close(self) -> None:
+        """Gives the lock back, unless a child has inherited it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def remove(self) -> None:
+        """Removes the file, and its folder if it is empty then; only while holding the lock. Gives it back."""
+        self.path.unlink(missing_ok=True)
+        self.close()
+        with contextlib.suppress(OSError):
+            self.path.parent.rmdir()
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False

@@ -1,0 +1,119 @@
+"""What an exporter gets to know of the judge's findings: alerts, also on an imbalance and on slow links."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.alerts.alert import no_modules
+from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup, StragglerSummary, straggler_groups
+from torchlens_perf.analysis.stragglers.detector import NOTHING
+from torchlens_perf.analysis.words.stragglers import SlowRankContext, straggler_verdicts
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.exporters import Assessment
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.alerts.log import AlertLog
+    from torchlens_perf.analysis.causes.rules import Diagnosis
+    from torchlens_perf.analysis.node_state import NodeState
+    from torchlens_perf.analysis.stragglers.detector import Findings
+    from torchlens_perf.analysis.stragglers.placement import Placement
+    from torchlens_perf.analysis.words.hang import OpenHang
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.records import Verdict
+
+_PERIOD_S = 10.0  # between two looks for slow links, which are judged by the whole run
+_MIN_REST = 20.0  # times what a look has taken
+
+
+class LinkWatch:
+    """Looks for slow links now and then. Belongs to the sidecar's thread."""
+
+    def __init__(self, run: RunDirectory, host: str) -> None:
+        self._run = run
+        self._host = host
+        self._verdict: Verdict | None = None
+        self._due_s = float("-inf")
+        self._was_final = False
+
+    def update(self, state: NodeState, now_s: float, *, final: bool) -> Verdict | None:
+        """The verdict on slow links, by the node's state and by what other nodes have saved, where they share a disk.
+
+        now_s: a monotonic clock. final: no process of the node runs, so that one more look will do.
+        """
+        if now_s >= self._due_s or (final and not self._was_final):
+            started_s = time.monotonic()
+            self._verdict = self._find(state)
+            self._due_s = now_s + max(_PERIOD_S, _MIN_REST * (time.monotonic() - started_s))
+        self._was_final = final
+        return self._verdict
+
+    def _find(self, state: NodeState) -> Verdict | None:
+        if not state.join.operations():
+            return None
+        from torchlens_perf.report.build import slow_link_verdict  # it needs what shows tables: not without need
+
+        nodes = [state]
+        for path in sorted(self._run.nodes.glob("*.json")):
+            if path != self._run.node_state(self._host):
+                try:
+                    nodes.append(node_state.load(path))
+                except RunStoreError:
+                    continue  # of another version, or just being replaced
+        return slow_link_verdict(nodes)
+
+
+class Assessor:
+    """Raises alerts, and says with whom a slow rank is slow: in a live run, and in a replay. One thread."""
+
+    def __init__(self, alerts: AlertLog) -> None:
+        self.alerts = alerts
+        self._judged: Findings = NOTHING
+        self._together: Sequence[StragglerGroup] = ()
+
+    def assess(
+        self,
+        identity: Identity,
+        attempt: int,
+        findings: Findings,
+        named: StragglerSummary,
+        places: Mapping[int, Placement],
+        nodes: list[NodeState],
+        unix_ns: int,
+        *,
+        generation: int,
+        links: Verdict | None,
+        diagnosed: Callable[[StragglerGroup], Diagnosis | None],
+        hang: OpenHang | None = None,
+        at_step: int | None = None,
+    ) -> Assessment:
+        """What holds at unix_ns, and what has changed since the last call. The sidecar judges all ranks.
+
+        identity: see Assessment. nodes: whose states sentences take details from. links: the verdict on slow links.
+        For the others see AlertLog.changes().
+        """
+
+        def context() -> SlowRankContext:
+            from torchlens_perf.report.build import for_alerts  # it needs what shows tables: not without need
+
+            return for_alerts(nodes)
+
+        alerts = self.alerts.changes(
+            attempt, findings, hang, places, unix_ns, generation=generation, at_step=at_step,
+            verdicts=_other_verdicts(findings, named, links), context=context, diagnosed=diagnosed,
+        )  # fmt: skip
+        if findings is not self._judged:  # the same for many rounds, and of many ranks it takes a while
+            slow = [episode for episode in findings.episodes if episode.until_step is None]
+            self._judged, self._together = findings, straggler_groups(slow, places)
+        return Assessment(identity, findings, hang, alerts, True, self._together)
+
+
+def _other_verdicts(findings: Findings, named: StragglerSummary, links: Verdict | None) -> Sequence[Verdict]:
+    """The verdicts that stand now, but for those on slow ranks."""
+    nobody_slow = dataclasses.replace(findings, episodes=()), dataclasses.replace(named, groups=())
+    found, _ = straggler_verdicts(no_modules(), *nobody_slow)
+    return [*found, links] if links is not None else found

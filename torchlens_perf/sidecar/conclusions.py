@@ -1,0 +1,208 @@
+"""What a node's sidecar concludes from what it reads: who is slow and why, hangs, alerts, and what is to be captured.
+
+Whatever fails in here, the records are read and kept, and the report says that something is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.alerts.log import AlertLog
+from torchlens_perf.analysis.causes.straggler_groups import NOBODY, name
+from torchlens_perf.analysis.collectives.hang import Progress, sole_operations
+from torchlens_perf.analysis.stragglers.detector import NOTHING, place_of
+from torchlens_perf.analysis.stragglers.resume import Continuation
+from torchlens_perf.errors import guard, swallowed
+from torchlens_perf.exporters import Assessment
+from torchlens_perf.run import ring
+from torchlens_perf.sidecar.assessment import Assessor, LinkWatch
+from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
+from torchlens_perf.sidecar.host.stacks import process_state
+from torchlens_perf.sidecar.job import JobView, usual_step_s
+from torchlens_perf.sidecar.rank_metrics import RankMetrics
+from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.causes.rules import Diagnosis
+    from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
+    from torchlens_perf.analysis.node_state import NodeState
+    from torchlens_perf.analysis.statistics.restarts import Generations
+    from torchlens_perf.analysis.stragglers.detector import Findings
+    from torchlens_perf.analysis.stragglers.placement import Placement
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.records import StepTable, Verdict
+    from torchlens_perf.sidecar.rings.sources import RingSources
+    from torchlens_perf.sidecar.telemetry.log import TelemetryLog
+
+_JUDGING = "judging the ranks"
+_SIGNALS = "looking for causes"
+
+
+class Conclusions:
+    """Belongs to the sidecar's thread. Writes what it finds into the node's state."""
+
+    def __init__(
+        self, run: RunDirectory, host: str, state: NodeState, generations: Generations, telemetry: TelemetryLog
+    ) -> None:
+        """state: as an earlier sidecar has left it. generations: knows its processes."""
+        self.job = JobView(host)
+        self.signals = RankMetrics(telemetry)
+        self._host = host
+        self._state = state
+        attempts = [process.identity.attempt for process in state.processes.values()]
+        self._earlier_attempt = self._attempt = max(attempts, default=-1)  # that the state's findings and hang are of
+        self._continuation = Continuation(state.findings)
+        self._links = LinkWatch(run, host)
+        self._captures = CaptureRelay(run)
+        self._generations = generations
+        alerts = AlertLog(
+            run.run_id, self._attempt, state.findings, state.hang,
+            generation=generations.again(self._attempt), saved=state.alerts,
+        )  # fmt: skip
+        self._assessor = Assessor(alerts)
+
+    def begin(self, identity: Identity) -> None:
+        """Other processes begin, of which this is one: what was found before holds of none of them."""
+        if identity.attempt == self._attempt:
+            self._earlier_attempt = -1
+        self._attempt = identity.attempt
+        self.job.begin(identity.attempt)
+        self._state.findings, self._state.named, self._state.hang, self.job.hang = NOTHING, NOBODY, None, None
+
+    def sample(self, sources: RingSources, now_s: float) -> None:
+        """What ranks wait for at this instant; in every round."""
+        with self.going_on(_SIGNALS):
+            self.signals.update(sources, now_s)
+
+    def add_steps(self, source: RingSource, steps: StepTable) -> None:
+        """Finished steps of one of the newest processes."""
+        source.durations_ns.extend(steps.duration_ns[-USUAL_STEPS:].tolist())
+        with self.going_on(_SIGNALS):
+            self.signals.add_steps(source, steps)
+        with self.going_on(_JUDGING):
+            self.job.add_steps(source.state.identity, _place(source), steps, source.job_store)
+
+    def end(self, source: RingSource) -> None:
+        """One of the newest processes has ended, and all of it is counted."""
+        with self.going_on(_JUDGING):
+            self.job.end(source.state.identity)
+
+    def update(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
+        """Judges the ranks, exchanges windows with other nodes, and looks for hangs."""
+        with self.going_on(_JUDGING):
+            for source in sources.newest():
+                identity, groups, now = source.state.identity, source.state.groups, self._progress(source, now_s)
+                modules_ns = source.state.statistics.modules_ns()
+                self.job.progress(identity, _place(source), now, groups, source.stack_file, modules_ns)
+        with self.going_on(_SIGNALS):
+            sampled = self.signals.sample(sources.newest(), now_s)
+            self.job.add_signals(sampled, now_s)
+            for source in sources.newest():
+                share = sampled.get(source.state.identity.rank, {}).get("cpu_wait_share")
+                if share is not None:
+                    waited, samples = source.state.cpu_wait
+                    source.state.cpu_wait = [waited + share, samples + 1]
+        with self.going_on(_JUDGING):
+            self._take_over(self.job.update(now_s, final=final), sources)
+        self._state.hang = self.job.hang
+
+    def assessment(self, sources: RingSources) -> Assessment | None:
+        """For an exporter, what holds now and what has changed since the last time; None while no process is known."""
+        identities = (source.state.identity for source in sources)
+        who = next((identity for identity in identities if identity.attempt == self._attempt), None)
+        if who is None:
+            return None
+        found = Assessment(who, self._state.findings, self._state.hang, (), self.job.judges_alone)
+        if self.job.judges_alone:
+            run_on = sources.live()
+            links: Verdict | None = None
+            with self.going_on("looking for slow links"):
+                links = self._links.update(self._state, time.monotonic(), final=not run_on)
+            with self.going_on("raising alerts"):
+                found = self._assessor.assess(
+                    who, who.attempt, found.findings, self._state.named, self.job.places, [self._state], time.time_ns(),
+                    generation=self._generations.again(who.attempt),
+                    links=links,
+                    diagnosed=lambda group: self._diagnosed(group, sources),
+                    hang=found.hang,
+                    at_step=max((source.reader.counter(ring.STEP) for source in run_on), default=None),
+                )  # fmt: skip
+                self._state.alerts = self._assessor.alerts.open()
+        return found
+
+    def relay_captures(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
+        """Hands on what is asked of this node's ranks, and asks itself where one is named. final: the run has ended."""
+        with self.going_on("capturing"):
+            ranks, on_verdict = {}, False
+            for source in sources.newest():
+                who, setting = source.state.identity, source.settings["capture"]
+                if not source.read_to_end:
+                    step = source.reader.counter(ring.STEP)
+                    ranks[who.rank] = LiveRank(source.path, who.pid, who.attempt, step, refuses=setting == "off")
+                    on_verdict |= setting == "verdict"
+            if on_verdict and self.job.judges_alone:
+                self._captures.ask_after_verdict(self._state.named, self._state.findings, self.job.places, ranks)
+            self._captures.update(ranks, now_s)
+            self._state.notes += [note for note in self._captures.notes if note not in self._state.notes]
+            if final:
+                self._captures.close()
+
+    @contextlib.contextmanager
+    def going_on(self, place: str) -> Iterator[None]:
+        """Around what is concluded from the records: whatever fails there, they are read and kept."""
+        before = swallowed.by_place[place]
+        with guard(place):
+            yield
+        note = f"{place} failed in the sidecar, and its results are missing: see nodes/{self._host}.log"
+        if swallowed.by_place[place] > before and note not in self._state.notes:
+            self._state.notes.append(note)
+
+    # -- parts
+
+    def _take_over(self, findings: Findings, sources: RingSources) -> None:
+        if self.job.attempt != self._attempt:
+            return  # no step of the newest attempt has been made
+        if self._attempt == self._earlier_attempt:
+            findings = self._continuation.findings(findings)
+        if findings.rows or not self._state.findings.rows:
+            self._state.findings = findings
+            self._state.named = name(
+                findings, self.job.places, self.job.module_times.excess_ns,
+                diagnosed=lambda group: self._diagnosed(group, sources),
+                before=self._state.named,
+            )  # fmt: skip
+
+    def _diagnosed(self, group: StragglerGroup, sources: RingSources) -> Diagnosis:
+        of = (source for source in sources.newest() if source.state.identity.rank == group.lead.rank)
+        source = next(of, None)
+        return self.job.diagnose(group, self.signals.details(source) if source is not None else {})
+
+    def _progress(self, source: RingSource, now_s: float) -> Progress:
+        reader, state = source.reader, source.state
+        source.seen(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
+        uncomparable = self._state.join.uncomparable()
+        numbers = {group.name: group.issued - 1 for group in reader.groups() if " peer=" not in group.name}
+        issued = {group: number for group, number in numbers.items() if group not in uncomparable}
+        ended = {"died": "dead", "closed": "closed"}.get(state.ended)
+        return Progress(
+            rank=state.identity.rank,
+            host=state.identity.host,
+            step=reader.counter(ring.STEP),
+            since_step_s=now_s - source.step_s,
+            report_age_s=0.0,
+            usual_step_s=usual_step_s(source.durations_ns),
+            issued=issued,
+            inside=tuple(span.name for span in reader.open_spans()[1:]),
+            state=ended or process_state(state.identity.pid, state.identity.process_started),
+            operations=sole_operations(issued, reader.names()),
+            since_mark_s=now_s - source.mark_s,
+            all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS and len(issued) == len(numbers),
+        )
+
+
+def _place(source: RingSource) -> Placement:
+    return place_of(source.state.identity, source.state.model, source.state.groups)

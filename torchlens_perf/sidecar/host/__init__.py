@@ -1,0 +1,1 @@
+"""What Linux tells of the ranks and their node: processes, control groups, neighbours."""

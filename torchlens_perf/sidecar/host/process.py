@@ -1,0 +1,197 @@
+"""What the kernel tells of a rank's process: waits for CPUs and disks, memory pressure, neighbours. In the sidecar.
+
+Read from /proc (proc(5)), /sys and control groups; nothing of it touches the training process. That a thread waits for
+a disk is seen by looking at its state several times a second: the kernel's own account of it (delayacct) is off by
+default since Linux 5.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torchlens_perf.run.processes import stat_fields, text_of
+from torchlens_perf.sidecar.host.cgroup import ControlGroup
+from torchlens_perf.sidecar.host.neighbours import TICKS_PER_S, Neighbours
+
+_WAITS = 0.02  # share of the time without a CPU from which on it is looked who has it
+_GROUP_EVERY_S = 10.0  # between two looks at which control group a process is in
+_MIN_S = 0.5
+_LOOK_EVERY_S = 0.15  # between two looks at who waits for a disk
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+@dataclasses.dataclass
+class _Counters:
+    """What only grows, at one moment."""
+
+    now_s: float
+    wait_ns: int | None
+    kernel_ticks: int
+    major_faults: int
+    gc_ns: int
+    refaults: int | None
+    quota: tuple[int, int] | None
+    memory_stall_us: int | None
+
+
+@dataclasses.dataclass
+class _Process:
+    pid: int
+    looks: int = 0
+    in_disk_wait: int = 0
+    before: _Counters | None = None
+    group: ControlGroup | None = None
+    group_s: float = float("-inf")
+    children: list[int] = dataclasses.field(default_factory=list)
+    cpus: set[int] = dataclasses.field(default_factory=set)
+    newest: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class HostMetrics:
+    """Belongs to the sidecar's thread."""
+
+    def __init__(self, proc: Path = Path("/proc"), cpus: Path = _CPUS) -> None:
+        self._proc = proc
+        self._cpu_folder = cpus
+        self._processes: dict[int, _Process] = {}
+        self._neighbours = Neighbours(proc)
+        self._looking_for_neighbours = False
+        self._looked_s = float("-inf")
+
+    def update(self, pids: Iterable[int], now_s: float) -> None:
+        """Whether these processes wait for a disk at this instant. May be called more often than it looks."""
+        if now_s - self._looked_s < _LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        for pid in pids:
+            process = self._processes.setdefault(pid, _Process(pid))
+            with contextlib.suppress(OSError, IndexError):  # it has ended
+                process.in_disk_wait += self._waits_for_disk(process)
+                process.looks += 1
+
+    def sample(self, gc_ns: Mapping[int, int], now_s: float) -> dict[int, dict[str, float]]:
+        """The signals since the last call, by process. gc_ns: of each process, how long it has collected garbage.
+
+        Without those of a process that has ended or that was not sampled before.
+        """
+        for pid in self._processes.keys() - gc_ns.keys():
+            del self._processes[pid]
+        found, waits = {}, False
+        for pid, collected_ns in gc_ns.items():
+            process = self._processes.setdefault(pid, _Process(pid))
+            if process.before is None or now_s - process.before.now_s >= _MIN_S:
+                try:
+                    self._sample(process, collected_ns, now_s)
+                except (OSError, IndexError, ValueError):
+                    continue  # it has ended
+            if process.newest:
+                found[pid] = process.newest
+                waits |= process.newest.get("cpu_wait_share", 0.0) >= _WAITS
+        if self._looking_for_neighbours and self._neighbours.update(now_s):
+            job = self._job()
+            for pid, signals in found.items():
+                signals["neighbour_share"] = self._neighbours.busy_share(self._processes[pid].cpus, job)
+        self._looking_for_neighbours = waits
+        return found
+
+    def busiest_neighbour(self, pid: int) -> str:
+        """The program, none of the job's, that used most of this process's CPUs lately; "" if none is known."""
+        process = self._processes.get(pid)
+        return self._neighbours.busiest(process.cpus, self._job()) if process is not None else ""
+
+    def control_group(self, pid: int) -> str:
+        process = self._processes.get(pid)
+        return process.group.path if process is not None and process.group is not None else ""
+
+    # -- parts
+
+    def _job(self) -> dict[int, set[int]]:
+        """All ranks of this node with their loaders' workers, and the CPUs that they may use."""
+        return {pid: each.cpus for each in self._processes.values() for pid in (each.pid, *each.children)}
+
+    def _sample(self, process: _Process, gc_ns: int, now_s: float) -> None:
+        if now_s - process.group_s > _GROUP_EVERY_S:
+            process.group, process.group_s = ControlGroup(process.pid, proc=self._proc), now_s
+            process.cpus = os.sched_getaffinity(process.pid)
+        process.children = self._children(process.pid)
+        counters = self._count(process, gc_ns, now_s)
+        if process.before is not None:
+            process.newest = self._signals(process, process.before, counters)
+        process.before = counters
+        process.looks = process.in_disk_wait = 0
+
+    def _signals(self, process: _Process, before: _Counters, now: _Counters) -> dict[str, float]:
+        assert process.group is not None
+        elapsed_s = now.now_s - before.now_s
+        signals = {
+            "gc_share": (now.gc_ns - before.gc_ns) / 1e9 / elapsed_s,
+            "kernel_share": (now.kernel_ticks - before.kernel_ticks) / TICKS_PER_S / elapsed_s,
+            "major_faults_per_s": max(0, now.major_faults - before.major_faults) / elapsed_s,
+        }
+        if process.looks:
+            signals["disk_wait_share"] = process.in_disk_wait / process.looks
+        grown = (
+            ("cpu_wait_share", now.wait_ns, before.wait_ns, 1e9),
+            ("refaults_per_s", now.refaults, before.refaults, 1.0),
+            ("memory_stall_share", now.memory_stall_us, before.memory_stall_us, 1e6),
+        )
+        for name, after, earlier, unit in grown:
+            if after is not None and earlier is not None:
+                signals[name] = max(0, after - earlier) / unit / elapsed_s
+        if now.quota is not None and before.quota is not None:
+            periods, throttled = (after - earlier for after, earlier in zip(now.quota, before.quota, strict=True))
+            signals["cpu_quota_share"] = throttled / periods if periods > 0 else 0.0
+        limit_share = process.group.memory_limit_share()
+        if limit_share is not None:
+            signals["memory_limit_share"] = limit_share
+        clock_share = self._clock_share(process.pid)
+        if clock_share is not None:
+            signals["cpu_clock_share"] = clock_share
+        return signals
+
+    def _count(self, process: _Process, gc_ns: int, now_s: float) -> _Counters:
+        group = process.group
+        assert group is not None
+        return _Counters(
+            now_s=now_s,
+            wait_ns=self._wait_ns(process.pid),
+            kernel_ticks=int(self._stat(f"{process.pid}/task/{process.pid}")[12]),
+            major_faults=sum(int(fields[9]) for fields in map(self._stat, (process.pid, *process.children)) if fields),
+            gc_ns=gc_ns,
+            refaults=group.refaults(),
+            quota=group.quota_periods(),
+            memory_stall_us=group.stall_us("memory"),
+        )
+
+    def _waits_for_disk(self, process: _Process) -> bool:
+        """The main thread, or while it sleeps one of its loader's workers."""
+        state = self._stat(process.pid)[0]
+        return state == b"D" or (state == b"S" and any(self._stat(child)[:1] == [b"D"] for child in process.children))
+
+    def _stat(self, pid: int | str) -> list[bytes]:
+        """Fields of the stat file of a process or PID/task/TID, from the third on, the state; [] if it has ended."""
+        return stat_fields(f"{self._proc}/{pid}/stat")
+
+    def _wait_ns(self, pid: int) -> int | None:
+        """How long the main thread has been ready without a CPU (Documentation/scheduler/sched-stats.rst)."""
+        try:
+            return int((self._proc / str(pid) / "task" / str(pid) / "schedstat").read_text().split()[1])
+        except FileNotFoundError:
+            return None  # a kernel without CONFIG_SCHED_INFO
+
+    def _children(self, pid: int) -> list[int]:
+        """Those that the main thread has started: the loader's workers; none without CONFIG_PROC_CHILDREN."""
+        return [int(child) for child in text_of(self._proc / f"{pid}/task/{pid}/children").split()]
+
+    def _clock_share(self, pid: int) -> float | None:
+        """Of the CPU that its main thread ran on last; None where the machine does not tell, as most virtual ones."""
+        folder = self._cpu_folder / f"cpu{int(self._stat(pid)[36])}" / "cpufreq"
+        try:
+            now, most = (int((folder / name).read_text()) for name in ("scaling_cur_freq", "cpuinfo_max_freq"))
+        except OSError:
+            return None
+        return now / most if most else None

@@ -1,0 +1,99 @@
+"""The sidecar's life: rounds until the node's processes have ended, then the last report. node.py has the rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run import ring
+from torchlens_perf.sidecar.schedule import Schedule
+
+if TYPE_CHECKING:
+    from torchlens_perf.exporters import Exporter
+    from torchlens_perf.run.sidecar_lock import SidecarLock
+    from torchlens_perf.sidecar.node import Sidecar
+    from torchlens_perf.sidecar.rings.sources import RingSources
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+_SHUTDOWN_TIMEOUT_S = 30.0
+_LOOK_S = 0.05  # between two looks whether a rank has ended, which may wait for the report
+
+
+def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) -> bool:
+    """Works until the node's processes have ended. The caller holds the lock, and has it back or gone afterwards.
+
+    Returns whether to begin anew: with the lock, for a ring that came in the last instant.
+    """
+    started_s = time.monotonic()
+    schedule = Schedule(started_s)
+    lock.write_status("is reading what the ranks record")
+    account_took_s = save_took_s = 0.0
+    while True:
+        schedule.polled(sidecar.poll())
+        now_s = time.monotonic()
+        more = sidecar.sources.has_more_to_come(now_s - started_s)
+        if not more or schedule.account_due(now_s, account_took_s):
+            sidecar.account()
+            account_took_s = time.monotonic() - now_s
+        if not more or schedule.judge_due(now_s, sidecar.conclusions.job.update_every_s):
+            sidecar.judge(now_s, final=not more)
+        sidecar.measure()
+        sidecar.build_tap(now_s - started_s)
+        sidecar.conclusions.relay_captures(sidecar.sources, now_s, final=not more)
+        with _logged("the report could not be written"):
+            sidecar.report_if_asked(lock.write_status)  # before the export, which may take longer: rank 0 waits for it
+        sidecar.export()
+        with _logged("the run directory cannot be written"):
+            unkept = sidecar.unkept_records(), sidecar.sources.max_unkept_share()
+            if not more or schedule.keep_due(now_s, *unkept, failing=sidecar.disk_failed):
+                sidecar.keep()
+            elif schedule.save_due(now_s, save_took_s):
+                sidecar.save()
+                save_took_s = time.monotonic() - now_s
+        if not more:
+            break
+        _rest(sidecar.sources, schedule.poll_s)
+    if exporter is not None:
+        sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
+    sidecar.end_exchange()
+    with _logged("the run directory cannot be written"):
+        sidecar.save()
+    with _logged("the last report could not be written"):
+        sidecar.write_report()
+    sidecar.close()
+    return _give_back(sidecar, lock)
+
+
+def _rest(sources: RingSources, rest_s: float) -> None:
+    """Sleeps for so long, or until a rank ends."""
+    until_s = time.monotonic() + rest_s
+    live = sources.live()
+    while (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(min(_LOOK_S, left_s))
+        if any(source.reader.counter(ring.STATE) == ring.State.CLOSED for source in live):
+            return
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """A full disk, or another node's file that cannot be read just now, must not leave the ranks unobserved."""
+    try:
+        yield
+    except (OSError, RunStoreError) as error:
+        logger.error("%s: %s", what, error)
+
+
+def _give_back(sidecar: Sidecar, lock: SidecarLock) -> bool:
+    """Gives the lock back, and looks once more whether a ring has come.
+
+    A process registers its ring and then looks at the lock. Either it finds the lock free, and starts a sidecar of its
+    own, or its ring was there before this look.
+    """
+    sidecar.run.clear_local()
+    lock.remove()
+    return sidecar.sources.has_unread_rings() and lock.acquire()

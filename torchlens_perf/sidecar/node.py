@@ -1,0 +1,334 @@
+"""The per-node process: reads the rings, keeps the run directory, computes, exports. The job never waits for it.
+
+Started by watch.py of the node's first rank, or by hand: `torchlens-perf sidecar RUN_DIR`. It may be killed at any time
+and started again: statistics go on from the last saved state, segments from the last one written, and the records in
+between are still in the rings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.node_state import ProcessState, decode
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.analysis.statistics.restarts import UNRELATED, Generations
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.analysis.words.oom import oom_text
+from torchlens_perf.errors import RunStoreError, guard
+from torchlens_perf.exporters import ExportBatch, Exporter, export_batch
+from torchlens_perf.run import ring
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.oom_table import OutOfMemory
+from torchlens_perf.run.report_mailbox import deliver
+from torchlens_perf.sidecar.conclusions import Conclusions
+from torchlens_perf.sidecar.rings.segments import Chunk, SegmentWriter
+from torchlens_perf.sidecar.rings.source import RingSource
+from torchlens_perf.sidecar.rings.sources import RingSources
+from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
+from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
+from torchlens_perf.sidecar.telemetry.log import TelemetryLog, telemetry_bytes
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.sidecar.rings.waiting import WaitingRing
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+_LAST_WINDOWS_S = 5.0
+_OTHERS_END_S = 0.3  # after rank 0
+_KEPT_ROWS = 10  # of an out-of-memory table in the node's state; its file has all
+_TAP = "building the native tap on collectives"
+
+
+class Sidecar:
+    """Reads the rings of one node of one run. One thread; step() does one round and never blocks for long."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        host: str,
+        exporter: Exporter | None,
+        report: Callable[[RunDirectory, dict[str, Any]], None],
+        waiting: Mapping[str, WaitingRing] | None = None,
+        tap: TapForNextRun | None = None,
+    ) -> None:
+        """report: writes the run's report.txt; gets what rank 0 asked for (its terminal's width and colour).
+
+        waiting: by path, how far rings were while this process only waited. tap: what the native tap is built by; by
+        default nothing is built.
+        """
+        self.run = run
+        self._host = host
+        self._exporter = exporter
+        self._write_report = report
+        self._tap = TapForNextRun(builds=False) if tap is None else tap
+        self.state = node_state.load_or_new(run, host)
+        self.telemetry = TelemetryLog(run, host, self.state.telemetry)
+        generations = Generations()
+        for process in self.state.processes.values():
+            generations.of(process.identity)
+        self.conclusions = Conclusions(run, host, self.state, generations, self.telemetry)
+        self.sources = RingSources(run, host, self.state, generations, self.conclusions.begin, waiting or {})
+        self._unkept: list[Chunk] = []
+        self._unexported: list[ExportBatch] = []
+        self._writer: SegmentWriter | None = None
+        self.disk_failed = False
+        """The last segment could not be written."""
+        self._reported: set[str] = set()
+        self._ooms = OomFiles(run)
+
+    # -- one round
+
+    def poll(self) -> float:
+        """Copies new records out of the rings. Returns how full the fullest was, as a share of its capacity."""
+        fullest = self.sources.read()
+        self.conclusions.sample(self.sources, time.monotonic())
+        return fullest
+
+    def judge(self, now_s: float, *, final: bool = False) -> None:
+        """Judges the ranks, exchanges windows with other nodes, and looks for hangs. now_s: CLOCK_MONOTONIC."""
+        self.conclusions.update(self.sources, now_s, final=final)
+
+    def account(self) -> None:
+        """Counts what poll() copied: statistics, and the queues for export and for the next segment."""
+        for source in self.sources:
+            if source.settled:
+                continue
+            self._read_counters(source)
+            self._account_records(source)
+            if source.read_to_end:
+                source.settled = True
+                identity = source.state.identity
+                if self.sources.is_newest(source):
+                    self.conclusions.end(source)
+                self.state.join.end(identity.attempt, identity.rank, source.generation)
+        self.state.join.join()
+        with self.conclusions.going_on("reading what held a device's memory"):
+            self._ooms.update(self.state.processes)
+        if self.disk_failed:  # the newest records are kept for later, the others are counted
+            while len(self._unkept) > 1 and self.unkept_records() > MAX_UNKEPT_RECORDS:
+                self.state.unwritten_records += len(self._unkept.pop(0).records)
+
+    def measure(self) -> None:
+        """Samples the GPUs that live processes compute on, and the node's network ports, when that is due."""
+        live = [source.state for source in self.sources.live()]
+        if not live or not self.sources.setting("telemetry"):
+            return
+        with self.conclusions.going_on("reading the hardware's telemetry"):
+            found = self.telemetry.sample(dict.fromkeys(gpu["uuid"] for state in live for gpu in state.gpus))
+            if found is not None and self._exporter is not None:
+                self._exporter.measured(live[0].identity, found)
+        self.state.notes += [note for note in self.telemetry.notes if note not in self.state.notes]
+
+    def build_tap(self, running_s: float) -> None:
+        """Has the native tap built for the next run, if ranks have missed it. running_s: since the sidecar began."""
+        with self.conclusions.going_on(_TAP):
+            self._tap.begin_if_due(running_s)
+
+    def export(self) -> None:
+        """Hands what account() counted to the exporter."""
+        if self._exporter is not None:
+            for batch in self._unexported:
+                self._exporter.export(batch)
+            self._unexported.clear()
+            assessment = self.conclusions.assessment(self.sources)  # after the steps: alerts point to their traces
+            if assessment is not None:
+                self._exporter.on_assessment(assessment)
+
+    def keep(self) -> None:
+        """Writes a segment and the state, and removes the rings of processes that have ended and are kept whole."""
+        if self._unkept:
+            self.disk_failed = True  # until it is known better
+            if self._writer is None:
+                disk_bytes = self.sources.setting("disk_bytes")
+                self._writer = SegmentWriter(self.run, self._host, disk_bytes - telemetry_bytes(disk_bytes))
+            dropped = self._writer.dropped_segments
+            try:
+                self._writer.write(self._unkept)
+            finally:
+                self.state.dropped_segments += self._writer.dropped_segments - dropped
+            self.disk_failed = False
+            for chunk in self._unkept:
+                self.sources.of(chunk.origin.key).kept = int(chunk.sequences[-1])
+            self._unkept.clear()
+        self.save()
+        for source in self.sources:
+            if source.settled and source.path.exists():
+                source.path.with_suffix(".stack").unlink(missing_ok=True)  # its process removes it, if it can
+                self.run.remove_ring(source.path)
+        self.telemetry.write(self.sources.setting("disk_bytes"), final=not self.sources.live())
+
+    def save(self) -> None:
+        times = os.times()
+        self.state.passing_notes = [note for note in self.conclusions.job.notes() if note not in self.state.notes]
+        self.state.telemetry = self.telemetry.totals()
+        with self.conclusions.going_on(_TAP):
+            # Of ranks with collectives, the file of the native tap that one has not found.
+            missed = (source.state.missing_tap for source in self.sources if source.state.groups)
+            wanted = bool(self.sources.setting("build_tap"))
+            self.state.tap_outlook = self._tap.outlook(next(filter(None, missed), ""), wanted=wanted)
+        self.state.sidecar_cpu_s = times.user + times.system
+        self.state.save(self.run)
+
+    def unkept_records(self) -> int:
+        return sum(len(chunk.records) for chunk in self._unkept)
+
+    def end_exchange(self) -> None:
+        """On node 0, waits a little for the others' last windows; tells them that this one has ended."""
+        deadline_s = time.monotonic() + _LAST_WINDOWS_S
+        while self.conclusions.job.others_are_there() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            self.judge(time.monotonic(), final=True)
+        self.conclusions.job.close()
+        self.state.notes += [note for note in self.conclusions.job.notes() if note not in self.state.notes]
+
+    def report_if_asked(self, write_status: Callable[[str], None]) -> None:
+        """Writes report.txt once rank 0 has ended and asks for it. write_status: tells who waits what this is doing."""
+        for source in self.sources:
+            key = source.state.identity.key
+            if source.state.identity.rank == 0 and source.read_to_end and key not in self._reported:
+                others_run = bool(self.sources.live())
+                if others_run and time.monotonic() - source.ended_monotonic_s < _OTHERS_END_S:
+                    return  # they end a few milliseconds later: their last steps belong into the report
+                self._reported.add(key)
+                if not source.settled:
+                    write_status("is counting the last records")
+                    self.account()
+                # In a container that ends with rank 0, this is the last that we do.
+                write_status(f"is writing {self.unkept_records()} records into the run directory")
+                self.keep()
+                write_status("is writing the report")
+                self.write_report()
+                write_status("has written the report")
+
+    def write_report(self) -> None:
+        """Writes report.txt as rank 0 asked for it."""
+        asked = [source.settings for source in self.sources if source.state.identity.rank == 0]
+        if asked:
+            try:
+                self.save()
+                with guard("writing the report", passes=RunStoreError):
+                    self._write_report(self.run, asked[-1])
+            except (OSError, RunStoreError) as error:
+                deliver(asked[-1].get("mailbox", ""), f"torchlens_perf: no report: {error}\n")
+                raise
+
+    # -- parts of a round
+
+    def _account_records(self, source: RingSource) -> None:
+        """Counts the whole steps of what is waiting; everything, once the process has ended."""
+        state, statistics = source.state, source.state.statistics
+        records, sequences = source.whole_steps(time.monotonic())
+        if not len(records):
+            statistics.lost += source.forget_oldest(MAX_UNKEPT_RECORDS)
+            if source.read_to_end:
+                statistics.lost += source.count_up_to(source.reader.cursor - 1, 0)
+            return
+        names = list(source.reader.names())
+        # After a restart the two may differ: the state and the segments were not saved at the same instant.
+        uncounted, unkept = sequences > state.counted, sequences > source.kept
+        counted = records if uncounted.all() else records[uncounted]
+        steps = assemble_steps(counted)
+        last = source.reader.cursor - 1 if source.read_to_end else int(sequences[-1])
+        lost = source.count_up_to(last, len(counted))
+        statistics.add(counted, steps, names, lost)
+        if self.sources.is_newest(source):  # else the last steps of a process that another has replaced
+            self.conclusions.add_steps(source, steps)
+        self._join_collectives(source, counted, names)
+        if self._exporter is not None:
+            self._unexported.append(export_batch(state, counted, names, steps, source.later_records()))
+        if unkept.any():
+            same = np.array_equal(unkept, uncounted)
+            kept = counted if same else records[unkept]
+            kept_steps = steps if same else assemble_steps(kept)
+            self._unkept.append(Chunk(source.origin, kept, sequences[unkept], names, kept_steps))
+        statistics.lost += source.forget_oldest(MAX_UNKEPT_RECORDS)
+
+    def _join_collectives(self, source: RingSource, records: npt.NDArray[np.void], names: list[str]) -> None:
+        identity, state = source.state.identity, source.state
+        if source.generation == UNRELATED:
+            return
+        if not source.joins:
+            source.joins = True
+            first = identity.rank - identity.local_rank
+            ranks = range(first, first + identity.local_world_size)
+            self.state.join.set_ranks(identity.attempt, ranks, source.generation)
+        warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
+        delayed_by_capture = source.delayed_by_capture(records)
+        self.state.join.add(
+            identity.attempt, identity.rank, records[warm], names, state.groups, source.generation, identity.key,
+            delayed_by_capture[warm],
+        )  # fmt: skip
+
+    def _read_counters(self, source: RingSource) -> None:
+        reader, state = source.reader, source.state
+        state.unbalanced = reader.counter(ring.UNBALANCED)
+        state.too_deep = reader.counter(ring.TOO_DEEP)
+        state.names_lost = reader.counter(ring.NAMES_LOST)
+        state.internal_errors = reader.counter(ring.INTERNAL_ERRORS)
+        state.tool_ns = reader.counter(ring.TOOL_NS)
+        metadata = reader.metadata()
+        if metadata:
+            state.native, state.notes = metadata["native"], metadata["notes"]
+            state.not_measured, state.compute_device = metadata["not_measured"], metadata["compute_device"]
+            state.deeper_modules = metadata["deeper_modules"]
+            state.model, state.memory_source = metadata["model"], metadata["memory_source"]
+            state.device, state.gpus = metadata["device"], metadata["gpus"]
+            state.missing_tap = metadata.get("missing_tap", "")
+            state.groups = metadata["groups"]
+            source.stack_file = metadata["stack_file"]
+            source.simulated = metadata.get("simulated", False)
+            source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
+            source.settings = dict(metadata["settings"])
+            state.trace_every = int(source.settings["trace_every"])
+        if state.ended == "died":
+            state.open_spans = [span.name for span in reader.open_spans()[1:]]
+
+    def close(self) -> None:
+        """Unmaps the rings, and lets the hardware go."""
+        self.telemetry.close()
+        self.sources.close()
+
+
+class OomFiles:
+    """Of the tables that ranks write when their device's memory runs out: hands each process its newest one, and writes
+    it as text too."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._folder = run.oom
+        self._known: dict[Path, int] = {}  # when each was written, as far as they are taken over
+
+    def update(self, processes: Mapping[str, ProcessState]) -> None:
+        """Takes over what is new for these processes, by their keys. Raises OSError."""
+        for path in self._folder.glob("rank*.json"):
+            try:
+                written_ns = path.stat().st_mtime_ns
+                if self._known.get(path) == written_ns:
+                    continue
+                value = decode(path.read_bytes(), OutOfMemory)
+            except FileNotFoundError:  # its rank has a newer one
+                continue
+            self._known[path] = written_ns
+            process = processes.get(value["process"])
+            if process is None:
+                continue  # another node's
+            path.with_suffix(".txt").write_text(oom_text(value))
+            before = process.out_of_memory
+            if before is None or before["time_unix_ns"] <= value["time_unix_ns"]:
+                process.out_of_memory = _kept(value, path)
+
+
+def _kept(value: OutOfMemory, path: Path) -> OutOfMemory:
+    table = value["table"]
+    if table is not None:
+        table = {**table, "rows": table["rows"][:_KEPT_ROWS]}
+    return {**value, "table": table, "file": f"{path.parent.name}/{path.name}"}

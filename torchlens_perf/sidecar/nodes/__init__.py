@@ -1,0 +1,1 @@
+"""The exchange between the sidecars of several nodes."""

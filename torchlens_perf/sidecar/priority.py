@@ -1,0 +1,45 @@
+"""How little the sidecar asks of the processors. What the kernel refuses is left as it is.
+
+Where the kernel groups processes by session (sched(7), autogroup), nice and policy compare a thread only with others of
+its own session, and the sidecar has one of its own: among all others counts the group's nice value. A process without
+privileges may raise that again, but neither its own nor what make_thread_idle() did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+NICE = 5
+USUAL_GROUP, SLOW_GROUP, IDLE_GROUP = 0, 10, 19
+"""Nice values of the session's group: while it works, while it prepares with a share of a processor that a job hardly
+misses, and while a thread of it is idle (docs/decisions.md)."""
+_GROUP = "/proc/self/autogroup"  # not there where the kernel does not group by session
+_TRIES, _REST_S = 3, 0.05  # the kernel takes one change in a tenth of a second, of all users together
+
+
+def lower() -> None:
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+
+
+def set_group(nice: int) -> None:
+    """Sets the nice value of the session's group, unless others are in that session: started by hand, they are."""
+    if os.getsid(0) != os.getpid():
+        return
+    for _ in range(_TRIES):
+        try:
+            with open(_GROUP, "w") as file:
+                file.write(str(nice))
+            return
+        except BlockingIOError:
+            time.sleep(_REST_S)
+        except OSError:
+            return
+
+
+def make_thread_idle() -> None:
+    """The calling thread runs only where nothing else wants the processor, for as long as it lives."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -1,0 +1,197 @@
+"""Replaying a finished run: its records go through statistics and export once more, as when it was live."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.alerts.log import AlertLog
+from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup, StragglerSummary, name
+from torchlens_perf.analysis.node_state import NodeState, ProcessState
+from torchlens_perf.analysis.statistics.rank import RankStatistics
+from torchlens_perf.analysis.statistics.restarts import Generations
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.analysis.stragglers.detector import JobDetector, place_of
+from torchlens_perf.config import Config
+from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch
+from torchlens_perf.report.build import slow_link_verdict
+from torchlens_perf.run.identity import Identity, model_digest
+from torchlens_perf.sidecar.assessment import Assessor
+from torchlens_perf.sidecar.rings import segments
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.causes.rules import Diagnosis
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.run.records import StepTrace
+    from torchlens_perf.sidecar.rings.segments import Origin
+
+_FLUSH_TIMEOUT_S = 60.0
+_PATIENCE_S = 30.0
+_SPANS_A_FLUSH = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """What a replay did."""
+
+    steps: int
+    records: int
+    notes: list[str]
+
+
+def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None = None) -> Replayed:
+    """Sends a run's kept records through the exporter, and writes the state of nodes that have none.
+
+    trace_every: which steps are sent as spans; None: those that were when the run was live.
+
+    A node's saved statistics are left alone: they also count records that were removed since to save space. Its notes
+    on what was not delivered go once this has delivered it.
+    """
+    steps = records = 0
+    sending = _Sending(exporter) if exporter is not None else None
+    judge, rebuilt_states, saved_states = JobDetector(), [], []
+    for host in segments.hosts(run):
+        saved = node_state.load_or_new(run, host)
+        saved_states.append(saved)
+        replaced = _replaced(saved)
+        rebuilt = NodeState(host)
+        for origin, kept, names, lost in segments.read_chunks(run, host):
+            process = rebuilt.processes.get(origin.key)
+            if process is None:
+                process = rebuilt.processes[origin.key] = _process(run, origin, saved, trace_every)
+            table = assemble_steps(kept)
+            process.statistics.add(kept, table, names, lost)
+            if origin.key not in replaced:
+                model = process.model or model_digest(process.statistics.modules)
+                place = place_of(process.identity, model, process.groups)
+                judge.add_steps(origin.attempt, origin.rank, place, table)
+            steps, records = steps + len(table), records + len(kept)
+            if sending is not None:
+                sending.send(export_batch(process, kept, names, table))
+        if not saved.processes:
+            rebuilt.notes.append("rebuilt from the records that are kept")
+            rebuilt_states.append(rebuilt)
+    findings = judge.judge(final=True)
+    named = name(findings, judge.places)
+    for state in rebuilt_states:
+        state.findings, state.named = findings, named
+        state.save(run)
+    if sending is None:
+        return Replayed(steps, records, [])
+    sending.assess(run, judge, named, saved_states)
+    notes = sending.end()
+    if not notes:
+        for host in segments.hosts(run):
+            state = node_state.load(run.node_state(host))
+            state.notes = [note for note in state.notes if not note.startswith(UNDELIVERED)]
+            state.save(run)
+    return Replayed(steps, records, notes)
+
+
+def _process(run: RunDirectory, origin: Origin, saved: NodeState, trace_every: int | None) -> ProcessState:
+    """A process before its records are counted: what they do not tell is as it was when the run was live."""
+    known = saved.processes.get(origin.key)
+    if known is None:
+        process = ProcessState(_identity(run, origin), origin.anchor, RankStatistics(), trace_every=Config.trace_every)
+    else:
+        process = dataclasses.replace(known, anchor=origin.anchor, statistics=RankStatistics())
+    process.ended = "closed"
+    if trace_every is not None:
+        process.trace_every = trace_every
+    return process
+
+
+def _diagnosed(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:
+    """What was found when the run was live: the signals themselves are not kept."""
+    found = (state.named.diagnosis(group.lead.key) for state in saved)
+    return next((each for each in found if each is not None), None)
+
+
+class _Sending:
+    """Feeds an exporter no faster than it delivers, and stops when the endpoint is dead."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
+        self._waited_s = 0.0  # for flushes that failed
+        self._not_sent = 0
+        self._last: ExportBatch | None = None
+
+    def send(self, batch: ExportBatch) -> None:
+        self._last = batch if len(batch.steps) else self._last
+        for part in _parts(batch):
+            if self._waited_s > _PATIENCE_S:
+                self._not_sent += len(part.steps)
+                continue
+            self._exporter.export(part)
+            started_s = time.monotonic()
+            if not self._exporter.force_flush(_FLUSH_TIMEOUT_S):
+                self._waited_s += time.monotonic() - started_s
+
+    def assess(self, run: RunDirectory, judge: JobDetector, named: StragglerSummary, saved: list[NodeState]) -> None:
+        """The alerts of the whole run, with the ids that they had when it was live. saved: the nodes' states."""
+        last = self._last
+        if last is None:
+            return
+        ended_ns = last.anchor.unix_ns - last.anchor.monotonic_ns
+        ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
+        assessment = Assessor(AlertLog(run.run_id)).assess(
+            last.identity, judge.attempt, judge.findings, named, judge.places, saved, ended_ns,
+            generation=_generation(saved, judge.attempt),
+            links=slow_link_verdict(saved),
+            diagnosed=lambda group: _diagnosed(saved, group),
+        )  # fmt: skip
+        self._exporter.on_assessment(assessment)
+
+    def end(self) -> list[str]:
+        notes = self._exporter.shutdown(_FLUSH_TIMEOUT_S)
+        if self._not_sent:
+            notes.append(f"{self._not_sent} more steps were not sent, because the endpoint did not take those before")
+        return notes
+
+
+def _parts(batch: ExportBatch) -> Iterator[ExportBatch]:
+    """The batch in pieces of about so many spans, so that no exporter's queue runs over."""
+    steps = batch.steps.step.tolist()
+    traces: list[StepTrace] = []
+    first = spans = 0
+    for trace in batch.traces:
+        traces.append(trace)
+        spans += len(trace.spans)
+        if spans >= _SPANS_A_FLUSH:
+            end = steps.index(trace.step, first) + 1
+            yield dataclasses.replace(batch, steps=batch.steps.where(slice(first, end)), traces=tuple(traces))
+            first, spans, traces = end, 0, []
+    yield dataclasses.replace(batch, steps=batch.steps.where(slice(first, None)), traces=tuple(traces))
+
+
+def _replaced(saved: NodeState) -> set[str]:
+    """Processes that others have replaced, or that ran beside them: live they are not judged together with those."""
+    generations = Generations()
+    of = {key: generations.of(process.identity) for key, process in saved.processes.items()}
+    return {key for key, generation in of.items() if generation != generations.newest}
+
+
+def _generation(saved: list[NodeState], attempt: int) -> int:
+    """How often the processes were started anew within the attempt, as the node of rank 0 has counted, which judges."""
+    for state in saved:
+        generations = Generations()
+        of = {key: generations.of(process.identity) for key, process in state.processes.items()}
+        newest = [state.processes[key].identity for key in of if of[key] == generations.newest]
+        if any(identity.rank == 0 and identity.attempt == attempt for identity in newest):
+            return generations.again(attempt)
+    return 0
+
+
+def _identity(run: RunDirectory, origin: Origin) -> Identity:
+    """What the records alone tell of a rank."""
+    keys = [key for host in segments.hosts(run) for key in segments.last_sequences(run, host)]
+    ranks = {int(key.removeprefix("rank").partition("-")[0]) for key in keys}  # a key: rank00003-attempt0-...
+    world_size = 1 + max(ranks)
+    return Identity(
+        run_id=run.run_id, rank=origin.rank, local_rank=origin.rank, world_size=world_size,
+        local_world_size=world_size, attempt=origin.attempt, host=origin.host, pid=0, process_started=0,
+        launcher_pid=0, elastic=False, program="", traceparent="", attributes={},
+    )  # fmt: skip

@@ -1,0 +1,223 @@
+"""The records of a run on disk: Parquet files that DuckDB, pandas or polars read without us.
+
+Each file is written whole under another name and then renamed, so a killed sidecar leaves no torn file; what it had not
+written yet is still in the ring files. Footer metadata say which processes' records a file holds, up to which sequence
+number, and how to lay their monotonic times on the wall clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchlens_perf.analysis.statistics.steps import kind_name
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.records import PARTS, StepTable
+from torchlens_perf.run.ring import Kind, record_dtype
+from torchlens_perf.sidecar.rings.bounded_files import BoundedFiles, files_of
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.run.directory import RunDirectory
+
+_FOOTER = b"torchlens_perf"
+_SOUGHT_BY = ["rank", "step", "time"]  # readers skip files by their smallest and largest values
+_COPIED = ("step", "depth", "flags", "start_ns", "duration_ns", "nested_ns", "phase_ns", "value0", "value1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Whose records these are: constant columns of their rows."""
+
+    key: str
+    rank: int
+    attempt: int
+    host: str
+    anchor: Anchor
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Records of one process, ending with a whole step, and the steps they finish."""
+
+    origin: Origin
+    records: npt.NDArray[np.void]
+    sequences: npt.NDArray[np.int64]
+    names: list[str]
+    steps: StepTable
+
+
+class SegmentWriter:
+    """Writes one node's segments and keeps their total below a cap, the newest kept."""
+
+    def __init__(self, run: RunDirectory, host: str, cap_bytes: int) -> None:
+        self._run = run
+        self._cap_bytes = cap_bytes
+        self._files = BoundedFiles([run.spans, run.steps], host)
+
+    @property
+    def dropped_segments(self) -> int:
+        """How many had to go for newer ones."""
+        return self._files.removed_numbers
+
+    def write(self, chunks: list[Chunk]) -> None:
+        """Writes the chunks as one segment: a file of spans and a file of steps. Raises OSError on a full disk."""
+        if not chunks:
+            return
+        kept: dict[str, dict[str, Any]] = {}
+        for chunk in chunks:
+            kept[chunk.origin.key] = {
+                "last_sequence": int(chunk.sequences[-1]),
+                "anchor": list(chunk.origin.anchor),
+            }
+        tables = {
+            self._run.spans: pa.concat_tables([_span_table(chunk) for chunk in chunks]),
+            self._run.steps: pa.concat_tables([_step_table(chunk) for chunk in chunks]),
+        }
+        writers = {folder: functools.partial(_write, table=table, kept=kept) for folder, table in tables.items()}
+        self._files.write(writers, self._cap_bytes)
+
+
+def last_sequences(run: RunDirectory, host: str) -> dict[str, int]:
+    """The last sequence number of each process that the node's segments hold: where a restarted sidecar goes on."""
+    last: dict[str, int] = {}
+    for path in files_of(run.spans, host):
+        for key, kept in _footer(path).items():
+            last[key] = max(last.get(key, -1), int(kept["last_sequence"]))
+    return last
+
+
+def hosts(run: RunDirectory) -> list[str]:
+    """The nodes that have written segments."""
+    return sorted({path.stem.rpartition("-")[0] for path in run.spans.glob("*.parquet")})
+
+
+def read_chunks(run: RunDirectory, host: str) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], int]]:
+    """A node's records as they were read from the rings: origin, records, names, and records lost before them."""
+    expected: dict[str, int] = {}
+    for path in files_of(run.spans, host):
+        try:
+            table = pq.read_table(path)
+        except (OSError, pa.ArrowException) as error:
+            raise RunStoreError(f"{path} cannot be read: {error}") from None
+        anchors = {key: Anchor(*kept["anchor"]) for key, kept in _footer(path).items()}
+        processes = table.column("process").to_pylist() if table.num_rows else []
+        keys = np.array(processes, dtype=object)
+        for key in dict.fromkeys(processes):
+            part = table.filter(pa.array(keys == key))
+            records, names = _records_of(part)
+            sequences = part.column("sequence").to_numpy()
+            origin = Origin(
+                key=key,
+                rank=part.column("rank")[0].as_py(),
+                attempt=part.column("attempt")[0].as_py(),
+                host=part.column("host")[0].as_py(),
+                anchor=anchors.get(key, Anchor(0, 0, 0)),
+            )
+            lost = int(sequences[-1]) + 1 - expected.get(key, int(sequences[0])) - len(sequences)
+            expected[key] = int(sequences[-1]) + 1
+            yield origin, records, names, max(0, lost)
+
+
+def _records_of(table: pa.Table) -> tuple[npt.NDArray[np.void], list[str]]:
+    records = np.zeros(table.num_rows, record_dtype())
+    for column in _COPIED:
+        records[column] = table.column(column).to_numpy()
+    kinds = {kind_name(kind): int(kind) for kind in Kind}
+    kind_column = table.column("kind").combine_chunks().dictionary_encode()
+    name_column = table.column("name").combine_chunks().dictionary_encode()
+    kind_ids = np.array([kinds.get(name, 0) for name in kind_column.dictionary.to_pylist()], np.uint8)
+    records["kind"] = kind_ids[kind_column.indices.to_numpy()]
+    records["name_id"] = name_column.indices.to_numpy()
+    return records, name_column.dictionary.to_pylist()
+
+
+def _span_table(chunk: Chunk) -> pa.Table:
+    records = chunk.records
+    kinds, kind_codes = np.unique(records["kind"], return_inverse=True)
+    columns: dict[str, Any] = {
+        **_origin_columns(chunk.origin, len(records)),
+        "kind": pa.DictionaryArray.from_arrays(
+            pa.array(kind_codes, pa.int32()), pa.array([kind_name(int(kind)) for kind in kinds], pa.string())
+        ),
+        "name": _name_column(records["name_id"], chunk.names),
+        "time": _times(records["start_ns"], chunk.origin.anchor),
+        "sequence": chunk.sequences,
+    }
+    columns.update({name: np.ascontiguousarray(records[name]) for name in _COPIED})
+    return pa.table(columns)
+
+
+def _name_column(name_ids: npt.NDArray[np.uint32], names: list[str]) -> pa.DictionaryArray:
+    known = [*names, "(unknown)"]
+    codes = np.minimum(name_ids, len(names)).astype(np.int32)
+    return pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(known, pa.string()))
+
+
+def _step_table(chunk: Chunk) -> pa.Table:
+    steps = chunk.steps
+    columns: dict[str, Any] = {
+        **_origin_columns(chunk.origin, len(steps)),
+        "step": steps.step,
+        "time": _times(steps.start_ns, chunk.origin.anchor),
+        "start_ns": steps.start_ns,
+        "duration_ns": steps.duration_ns,
+        "own_ns": steps.own_ns,
+    }
+    columns.update({f"{part}_ns": np.ascontiguousarray(steps.parts_ns[:, i]) for i, part in enumerate(PARTS)})
+    columns.update(memory_bytes=steps.memory_bytes, micro_steps=steps.micro_steps, flags=steps.flags)
+    columns["workload"] = _known(steps.workload)
+    for name in ("cpu_ns", "ready_ns"):
+        times = getattr(steps, name)
+        columns[name] = _known(np.where(times[:, 0] < 0, -1, times.sum(axis=1)))
+    return pa.table(columns)
+
+
+def _known(values: npt.NDArray[np.int64]) -> pa.Array:
+    """Null where nothing was measured."""
+    return pa.array(values, mask=values < 0)
+
+
+def _origin_columns(origin: Origin, rows: int) -> dict[str, Any]:
+    def constant(text: str) -> pa.DictionaryArray:
+        return pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array([text], pa.string()))
+
+    return {
+        "rank": np.full(rows, origin.rank, np.int32),
+        "attempt": np.full(rows, origin.attempt, np.int32),
+        "host": constant(origin.host),
+        "process": constant(origin.key),
+    }
+
+
+def _times(monotonic_ns: npt.NDArray[np.int64], anchor: Anchor) -> pa.Array:
+    unix_ns = np.asarray(monotonic_ns, np.int64) + (anchor.unix_ns - anchor.monotonic_ns)
+    return pa.array(unix_ns, pa.timestamp("ns", tz="UTC"))
+
+
+def _write(path: Path, table: pa.Table, kept: dict[str, Any]) -> None:
+    table = table.unify_dictionaries().replace_schema_metadata({_FOOTER: json.dumps(kept).encode()})
+    # No two times are the same: dictionaries of them would make a file two thirds larger and take half as long again.
+    texts = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
+    pq.write_table(
+        table, path, compression="zstd", compression_level=1, use_dictionary=texts, write_statistics=_SOUGHT_BY
+    )
+
+
+def _footer(path: Path) -> dict[str, Any]:
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+        loaded = json.loads(metadata.get(_FOOTER, b"{}"))
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise RunStoreError(f"{path} cannot be read: {error}") from None
+    return loaded if isinstance(loaded, dict) else {}

@@ -1,0 +1,205 @@
+"""The sidecar as a process: started by a rank, or by hand on a run whose rings or records are there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, guard
+from torchlens_perf.run import ring
+from torchlens_perf.run.directory import RunDirectory, sidecar_lock, sidecar_log, writer_lives
+from torchlens_perf.run.report_mailbox import deliver
+from torchlens_perf.run.ring import Reader, State
+from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.run.sidecar_status import LOADS
+from torchlens_perf.sidecar import priority
+
+if TYPE_CHECKING:
+    from torchlens_perf.sidecar.rings.waiting import WaitingRing
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+_AGAIN_S = 1.0  # between two tries to make the run directory
+
+
+def attend(run_dir: str, host: str, lock_descriptor: int, rings: Mapping[str, WaitingRing]) -> int:
+    """Reads the node's rings until its ranks have ended. Returns the exit code.
+
+    lock_descriptor: of the lock file, which the rank has locked that started this process. rings: how far they were
+    last, by path, see wait.py.
+    """
+    _log()
+    sys.meta_path.insert(0, _WithoutPandas())
+    run = RunDirectory(Path(run_dir))
+    try:
+        lock = locked(run, lock_descriptor)
+        lock.write_status(f"is making {run.path}")
+        if not settle(run, host):
+            run.clear_local()
+            lock.remove()
+            return 1
+        lock.write_status(LOADS)
+        _read(run, host, lock, rings, builds_tap=True)
+    except TorchlensPerfError as error:
+        print(f"torchlens-perf: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class _WithoutPandas(MetaPathFinder):
+    """Hides pandas: pyarrow imports it to make its first array, which takes longer than all else that a sidecar does
+    in a short run, and does without it where there is none."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == "pandas":
+            raise ModuleNotFoundError("a sidecar has no use for pandas", name=fullname)
+
+
+def by_hand(run_dir: Path, host: str) -> int:
+    """Reads the node's rings if there are any, else replays what is kept. Returns the exit code.
+
+    Raises RunStoreError for what is no run directory, or cannot be written, or has a sidecar already.
+    """
+    _log()
+    run = RunDirectory(run_dir)
+    if not run.nodes.is_dir() and not run.local_rings():  # nobody may have been able to make it
+        raise RunStoreError(f"{run.path} is not a run directory")
+    lock = locked(run)
+    priority.lower()
+    run.create()
+    keep_log(run, host)
+    if not any(path.exists() for path in run.registered_rings(host)):
+        from torchlens_perf.sidecar.rings import segments
+
+        if segments.hosts(run):
+            return _replay(run, lock)
+    _read(run, host, lock, {})
+    return 0
+
+
+def _log() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+
+
+def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock:
+    """The node's lock for a sidecar of the run. Raises RunStoreError where another sidecar has it."""
+    lock = SidecarLock(sidecar_lock(run.run_id), lock_descriptor)
+    if not lock.acquire():
+        raise RunStoreError(f"a sidecar for {run.run_id} runs on this node already")
+    return lock
+
+
+def _read(
+    run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing], *, builds_tap: bool = False
+) -> None:
+    from torchlens_perf.exporters.otlp_environment import DeferredExporter, exporter_from_environment, wanted_signals
+    from torchlens_perf.sidecar.loop import run_sidecar
+    from torchlens_perf.sidecar.node import Sidecar
+    from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
+
+    tap = TapForNextRun(builds=builds_tap)
+    again = True
+    while again:
+        wanted = bool(wanted_signals(os.environ))
+        exporter = DeferredExporter(lambda: exporter_from_environment(os.environ)) if wanted else None
+        again = run_sidecar(Sidecar(run, host, exporter, write_report, rings, tap), lock, exporter)
+    with guard("building the native tap on collectives"):
+        tap.finish()
+
+
+def _replay(run: RunDirectory, lock: SidecarLock) -> int:
+    from torchlens_perf.config import from_environment
+    from torchlens_perf.exporters.otlp_environment import exporter_from_environment
+    from torchlens_perf.sidecar.replay import replay
+
+    exporter = exporter_from_environment(os.environ)
+    done = replay(run, exporter, from_environment(os.environ).get("trace_every"))
+    where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
+    print(f"replayed {done.steps} steps, {done.records} records{where}")
+    for note in done.notes:
+        print(f"  - {note}")
+    lock.remove()
+    return 1 if done.notes else 0
+
+
+def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
+    """Writes report.txt as rank 0's terminal wants it, and hands it to rank 0 where that waits."""
+    from torchlens_perf.report.run_report import run_report
+    from torchlens_perf.report.terminal import render
+    from torchlens_perf.run.report_mailbox import deliver
+
+    text = render(run_report(run), str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
+    deliver(asked.get("mailbox", ""), text)  # first: the disk of the run directory may be slow
+    partial = run.report.with_suffix(".partial")
+    partial.write_text(text, errors="backslashreplace")
+    os.replace(partial, run.report)
+
+
+def settle(run: RunDirectory, host: str) -> bool:
+    """Makes the run directory. False: nobody records any more, and the rings are gone.
+
+    The rank does not touch the run directory, as its disk may not answer; here that keeps nobody waiting. A disk that
+    refuses is asked again for as long as somebody records, and whoever waits for a report meanwhile gets the reason.
+    The sidecar's thread, with the lock. May block for as long as the disk does.
+    """
+    said = ""
+    while True:
+        try:
+            run.create()
+            _speak_in(keep_log(run, host))
+            return True
+        except (OSError, RunStoreError) as error:
+            if str(error) != said:
+                said = str(error)
+                logger.error("%s", said)
+        for mailbox in run.local_mailboxes():
+            with contextlib.suppress(OSError):
+                deliver(str(mailbox), f"torchlens_perf: no report: {said}\n")
+        if not any(map(_is_written, run.local_rings())):
+            for path in run.local_rings():
+                run.remove_ring(path)
+            return False
+        time.sleep(_AGAIN_S)
+
+
+def keep_log(run: RunDirectory, host: str) -> Path:
+    """What sidecars have said on this node goes into the run directory. Returns its file. Raises OSError."""
+    log, until_now = run.node_log(host), sidecar_log(sidecar_lock(run.run_id))
+    with contextlib.suppress(FileNotFoundError):
+        said = until_now.read_bytes()
+        with open(log, "ab", buffering=0) as file:
+            file.write(said)
+        until_now.unlink()
+    return log
+
+
+def _speak_in(log: Path) -> None:
+    """What this process says goes there from now on."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(descriptor, stream.fileno())
+    finally:
+        os.close(descriptor)
+
+
+def _is_written(path: Path) -> bool:
+    """Whether a ring's process lives and has not ended it."""
+    if not writer_lives(path):
+        return False
+    try:
+        reader = Reader(path)
+    except (OSError, RingError):
+        return False
+    try:
+        return reader.counter(ring.STATE) == State.OPEN
+    finally:
+        reader.close()

@@ -1,0 +1,1 @@
+"""The node's hardware over time: GPUs and InfiniBand."""

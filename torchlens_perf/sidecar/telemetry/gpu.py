@@ -1,0 +1,329 @@
+"""Clocks, power, temperatures, throttling, errors and activity of GPUs, by NVML. In the sidecar: no CUDA context.
+
+Calls of NVML take microseconds, as long as the GPU answers; one that falls off the bus can hold a call for seconds.
+What they take is measured, and a GPU that answers slowly is asked more rarely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GpuFacts, GpuSample, growth
+from torchlens_perf.sidecar.telemetry.nvml import (
+    FAST_FIELDS,
+    GONE,
+    NEVER,
+    SLOW_FIELDS,
+    UNLOADED,
+    Fields,
+    Getters,
+    Gpm,
+    Xids,
+    address,
+    nvlink_fields,
+)
+
+_SECOND_NS = 1_000_000_000
+_SLOW_FIELDS_NS = 10 * _SECOND_NS
+_GPM_AGAIN_NS = 60 * _SECOND_NS
+_LONGEST_WAIT_NS = 60 * _SECOND_NS
+_SLOW_NS = 50_000_000  # of one GPU's sample: the sidecar has rings to read
+_MIN_REST = 20  # times what a slow sample has taken
+_MANY_SLOW = 3  # of them, before it is worth a note
+_GPU, _MIG = "GPU-", "MIG-"
+
+
+class GpuTelemetry:
+    """Samples the GPUs that it is asked for. Loads NVML with the first. Belongs to the sidecar's thread."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        """clock_ns: for how long calls take."""
+        self._clock_ns = clock_ns
+        self._nvml: Any = None  # pynvml, while the library is initialised
+        self._xids: Xids | None = None
+        self._gpus: dict[str, _Gpu] = {}
+        self._before: dict[str, GpuSample] = {}
+        self._xid_counts: Counter[str] = Counter()
+        self._last_xids: dict[str, int] = {}
+        self._library_wait = _Wait()
+        self._waits: dict[str, _Wait] = {}
+        self.facts: dict[str, GpuFacts] = {}
+        """Of the GPUs that were sampled, by UUID."""
+        self.losses: Counter[str] = Counter()
+        """How often a GPU, by its UUID, was lost to the driver; of "", how often the driver was."""
+        self.slow_samples: Counter[str] = Counter()
+        """Samples that took longer than 50 ms, by UUID."""
+        self.notes: list[str] = []
+        """What is not measured, and why; each once."""
+
+    def sample(self, uuids: Collection[str], monotonic_ns: int, unix_ns: int) -> dict[str, GpuSample]:
+        """A sample of each of these GPUs, but for those that are gone, or were slow. The times are now."""
+        unused = self._gpus.keys() - set(uuids)
+        for uuid in unused:
+            self._gpus.pop(uuid).close()
+        if not uuids or not self._open(monotonic_ns):
+            return {}
+        samples: dict[str, GpuSample] = {}
+        try:
+            if unused:
+                self._renew_xids()
+            self._read_xids()  # first: that of a GPU that is lost just now is the last that it tells
+            for uuid in uuids:
+                if monotonic_ns >= self._waits.setdefault(uuid, _Wait()).until_ns:
+                    sample = self._sample(uuid, monotonic_ns, unix_ns)
+                    if sample is not None:
+                        samples[uuid] = self._before[uuid] = sample
+            self._library_wait.ended()
+        except self._nvml.NVMLError as error:
+            self._unload(error, monotonic_ns)
+        return samples
+
+    def _sample(self, uuid: str, monotonic_ns: int, unix_ns: int) -> GpuSample | None:
+        """None where the GPU is gone. Raises NVMLError where the driver is."""
+        nvml, wait = self._nvml, self._waits[uuid]
+        begun_ns = self._clock_ns()
+        try:
+            gpu = self._gpus.get(uuid)
+            opened = gpu is not None
+            if gpu is None:
+                gpu = self._gpus[uuid] = _Gpu(nvml, uuid, self._note)
+                self.facts[uuid] = gpu.facts
+                gpu.tells_xids = self._xids is not None and self._xids.add(gpu.handle)
+            xids = (self._xid_counts[uuid] if gpu.tells_xids else None, self._last_xids.get(uuid))
+            sample = gpu.sample(self._before.get(uuid), monotonic_ns, unix_ns, *xids)
+            wait.ended()
+        except nvml.NVMLError as error:
+            if error.value in UNLOADED:
+                raise
+            self._lose(uuid, error)
+            wait.failed(monotonic_ns)
+            sample = None
+        took_ns = self._clock_ns() - begun_ns
+        if opened and took_ns > _SLOW_NS:  # opening one may take long, once
+            wait.until_ns = max(wait.until_ns, monotonic_ns + _MIN_REST * took_ns)
+            self.slow_samples[uuid] += 1
+            if self.slow_samples[uuid] == _MANY_SLOW:
+                self._note(f"{uuid}: its driver takes {took_ns / 1e9:.2g} s to answer; it is asked more rarely")
+        return sample
+
+    def _read_xids(self) -> None:
+        by_address = {address(gpu.handle): uuid for uuid, gpu in self._gpus.items()}
+        for where, xid in self._xids.read() if self._xids is not None else ():
+            if where in by_address:
+                self._xid_counts[by_address[where]] += 1
+                self._last_xids[by_address[where]] = xid
+
+    def _renew_xids(self) -> None:
+        """A set with a lost GPU in it tells nothing of the others either: a new one, of those that are there."""
+        if self._xids is not None:
+            self._xids.close()
+        self._xids = Xids(self._nvml)
+        for gpu in self._gpus.values():
+            gpu.tells_xids = self._xids.add(gpu.handle)
+
+    def _open(self, now_ns: int) -> bool:
+        """Whether the library is initialised; tries to, now and then."""
+        if self._nvml is not None:
+            return True
+        if now_ns < self._library_wait.until_ns:
+            return False
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            self._library_wait.failed(now_ns)
+            missing = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+            remedy = "; in a container, set NVIDIA_DRIVER_CAPABILITIES to compute,utility" if missing else ""
+            self._note(f"GPU telemetry is not measured: {error}{remedy}")
+            return False
+        self._nvml, self._xids = pynvml, Xids(pynvml)
+        return True
+
+    def _lose(self, uuid: str, error: Exception) -> None:
+        gpu = self._gpus.pop(uuid, None)
+        if gpu is None:
+            if uuid not in self.losses:  # else that was said
+                self._note(f"{uuid}: no telemetry, as NVML cannot open it: {error}")
+            return
+        self.losses[uuid] += 1
+        gpu.close()
+        self._renew_xids()
+        xid = f"its last XID is {self._last_xids[uuid]}" if uuid in self._last_xids else "for its XID"
+        self._note(f"{uuid}: no telemetry while the driver says: {error}; see the kernel's log (dmesg), {xid}")
+
+    def _unload(self, error: Exception, now_ns: int) -> None:
+        """The driver was unloaded, or replaced: everything that the library gave us is void."""
+        self.losses[""] += 1
+        self._note(f"GPU telemetry was interrupted, as the driver was reloaded: {error}")
+        self.close()
+        self._library_wait.failed(now_ns)
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def close(self) -> None:
+        """Frees everything, and shuts the library down. The next sample would load it again."""
+        if self._nvml is None:
+            return
+        for gpu in self._gpus.values():
+            gpu.close()
+        self._gpus.clear()
+        if self._xids is not None:
+            self._xids.close()
+        with contextlib.suppress(self._nvml.NVMLError):
+            self._nvml.nvmlShutdown()
+        self._nvml = self._xids = None
+
+
+def survey() -> tuple[str, int, int] | str:
+    """The driver's version, how many GPUs there are, and how many of them have GPM; or why NVML does not tell."""
+    import pynvml as nvml
+
+    try:
+        nvml.nvmlInit()
+        try:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            return _text(nvml.nvmlSystemGetDriverVersion()), len(handles), sum(_has_gpm(nvml, h) for h in handles)
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        return str(error)
+
+
+def _has_gpm(nvml: Any, handle: Any) -> bool:
+    try:
+        return bool(nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice)
+    except nvml.NVMLError:
+        return False
+
+
+class _Gpu:
+    """One GPU, while the driver has it."""
+
+    def __init__(self, nvml: Any, uuid: str, note: Callable[[str], None]) -> None:
+        """Raises NVMLError where NVML does not know it."""
+        self._nvml = nvml
+        self._uuid = uuid
+        self._note = note
+        self.handle = _handle(nvml, uuid)
+        self._getters = Getters(nvml, self.handle)
+        self._fast = Fields(nvml, self.handle, FAST_FIELDS)
+        self._slow = [Fields(nvml, self.handle, SLOW_FIELDS), nvlink_fields(nvml, self.handle)]
+        self._slow_values: dict[str, float] = {}
+        self._slow_due_ns = self._gpm_due_ns = 0
+        self._gpm: Gpm | None = None
+        self.tells_xids = False
+        ask = self._getters.ask
+        pci = ask("PciInfo")
+        self.facts = GpuFacts(ask("Name"), _text(pci.busId) if pci is not None else None)
+        self._max_clock_hz = _hertz(ask("MaxClockInfo", nvml.NVML_CLOCK_SM))
+
+    def sample(
+        self, before: GpuSample | None, monotonic_ns: int, unix_ns: int, xids: int | None, last_xid: int | None
+    ) -> GpuSample:
+        """All that can be read now; slow fields are at most ten seconds old. Raises NVMLError where it is gone."""
+        nvml, ask = self._nvml, self._getters.ask
+        values: dict[str, Any] = {**self._read_slow(monotonic_ns), **self._fast.read(), **self._activity(monotonic_ns)}
+        if "power_w" not in values:
+            milliwatts = ask("PowerUsage")
+            values["power_w"] = milliwatts / 1e3 if milliwatts is not None else None
+        if "busy" not in values:
+            percents = ask("UtilizationRates")
+            values["busy"] = percents.gpu / 100 if percents is not None else None
+        memory = ask("MemoryInfo", nvml.nvmlMemory_v2)
+        if memory is not None:
+            values.update(memory_used_bytes=memory.used, memory_total_bytes=memory.total)
+        temperature = ask("TemperatureV", nvml.NVML_TEMPERATURE_GPU)
+        if temperature is None:  # of a driver before 570
+            temperature = ask("Temperature", nvml.NVML_TEMPERATURE_GPU)
+        values.update(
+            sm_clock_hz=_hertz(ask("ClockInfo", nvml.NVML_CLOCK_SM)),
+            sm_clock_max_hz=self._max_clock_hz,
+            memory_clock_hz=_hertz(ask("ClockInfo", nvml.NVML_CLOCK_MEM)),
+            clock_reasons=ask("CurrentClocksEventReasons"),
+            temperature_c=temperature,
+            xids=xids,
+            last_xid=last_xid,
+        )
+        for name in ("remapping_pending", "remapping_failed"):
+            if name in values:
+                values[name] = bool(values[name])
+        known = vars(before) if before is not None else None
+        return GpuSample(
+            uuid=self._uuid,
+            monotonic_ns=monotonic_ns,
+            unix_ns=unix_ns,
+            interval_ns=monotonic_ns - before.monotonic_ns if before is not None else None,
+            grown=growth(known, values, GPU_COUNTERS),
+            **values,
+        )
+
+    def _read_slow(self, now_ns: int) -> dict[str, float]:
+        if now_ns >= self._slow_due_ns:
+            self._slow_due_ns = now_ns + _SLOW_FIELDS_NS
+            for fields in self._slow:
+                self._slow_values.update(fields.read())
+        return self._slow_values
+
+    def _activity(self, now_ns: int) -> dict[str, float]:
+        """By GPM, if the GPU has it and nobody else is using it."""
+        try:
+            if self._gpm is not None:
+                return self._gpm.read()
+            if now_ns >= self._gpm_due_ns:
+                self._gpm_due_ns = now_ns + _GPM_AGAIN_NS
+                self._gpm = Gpm(self._nvml, self.handle)
+        except self._nvml.NVMLError as error:
+            if error.value in GONE:
+                raise
+            if error.value in NEVER:
+                self._gpm_due_ns = 1 << 62
+            if error.value not in NEVER or error.value == self._nvml.NVML_ERROR_NO_PERMISSION:
+                self._note(f"{self._uuid}: activity of SMs, tensor cores and memory is not measured: GPM says {error}")
+            self.close()
+        return {}
+
+    def close(self) -> None:
+        """Frees what NVML has allocated for us."""
+        if self._gpm is not None:
+            self._gpm.close()
+            self._gpm = None
+
+
+class _Wait:
+    """Until when something that failed is left alone: a second, two, four, up to a minute."""
+
+    def __init__(self) -> None:
+        self.until_ns = 0
+        self._next_ns = _SECOND_NS
+
+    def failed(self, now_ns: int) -> None:
+        self.until_ns = now_ns + self._next_ns
+        self._next_ns = min(_LONGEST_WAIT_NS, 2 * self._next_ns)
+
+    def ended(self) -> None:
+        self._next_ns = _SECOND_NS
+
+
+def _handle(nvml: Any, uuid: str) -> Any:
+    """torch does not tell whether a UUID is that of a whole GPU or of a MIG instance."""
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError as error:
+        if error.value != nvml.NVML_ERROR_NOT_FOUND or not uuid.startswith(_GPU):
+            raise
+        return nvml.nvmlDeviceGetHandleByUUID(_MIG + uuid.removeprefix(_GPU))
+
+
+def _hertz(megahertz: int | None) -> int | None:
+    return megahertz * 1_000_000 if megahertz is not None else None
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,93 @@
+"""Counters of InfiniBand and RoCE ports, as the kernel shows them in /sys/class/infiniband. No library, no rights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from torchlens_perf.analysis.statistics.hardware import LINK_COUNTERS, LinkSample, growth
+from torchlens_perf.run.processes import text_of
+
+ROOT = Path("/sys/class/infiniband")
+_WORD_BYTES = 4  # the data counters count words of four bytes
+_LOOK_AGAIN_NS = 60_000_000_000
+
+# A sample's field, the file below the port's folder that has it, and what one of it is.
+_COUNTERS = (
+    ("transmitted_bytes", "counters/port_xmit_data", _WORD_BYTES),
+    ("received_bytes", "counters/port_rcv_data", _WORD_BYTES),
+    ("transmitted_packets", "counters/port_xmit_packets", 1),
+    ("received_packets", "counters/port_rcv_packets", 1),
+    ("transmit_wait_ticks", "counters/port_xmit_wait", 1),
+    ("symbol_errors", "counters/symbol_error", 1),
+    ("link_recoveries", "counters/link_error_recovery", 1),
+    ("link_downs", "counters/link_downed", 1),
+    ("receive_errors", "counters/port_rcv_errors", 1),
+    ("transmit_discards", "counters/port_xmit_discards", 1),
+    ("integrity_errors", "counters/local_link_integrity_errors", 1),
+    ("out_of_sequence", "hw_counters/out_of_sequence", 1),
+    ("sequence_errors", "hw_counters/packet_seq_err", 1),
+    ("ack_timeouts", "hw_counters/local_ack_timeout_err", 1),
+    ("rnr_retries", "hw_counters/rnr_nak_retry_err", 1),
+    ("retries_exceeded", "hw_counters/req_transport_retries_exceeded", 1),
+    ("congestion_notifications", "hw_counters/np_cnp_sent", 1),
+)
+
+
+class LinkTelemetry:
+    """Samples all ports of the node."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
+        self._ports: list[Path] = []
+        self._look_ns = 0
+        self._absent: set[Path] = set()
+        self._before: dict[Path, LinkSample] = {}
+
+    def sample(self, monotonic_ns: int, unix_ns: int) -> dict[str, LinkSample]:
+        """A sample of each port, by its name. The times are now."""
+        if monotonic_ns >= self._look_ns:
+            self._look_ns = monotonic_ns + _LOOK_AGAIN_NS
+            self._ports = ports(self._root)
+        samples = {}
+        for port in self._ports:
+            state = text_of(port / "state")
+            if not state:  # its driver was unloaded
+                continue
+            values = {name: self._count(port / file, unit) for name, file, unit in _COUNTERS}
+            before = self._before.get(port)
+            sample = LinkSample(
+                device=port.parent.parent.name,
+                port=int(port.name),
+                monotonic_ns=monotonic_ns,
+                unix_ns=unix_ns,
+                interval_ns=monotonic_ns - before.monotonic_ns if before is not None else None,
+                layer=text_of(port / "link_layer") or None,
+                active="ACTIVE" in state,
+                rate_bits=_rate_bits(text_of(port / "rate")),
+                grown=growth(vars(before) if before is not None else None, values, LINK_COUNTERS),
+                **values,
+            )
+            samples[sample.name] = self._before[port] = sample
+        return samples
+
+    def _count(self, file: Path, unit: int) -> int | None:
+        """None where this adapter has no such counter, or has it only by name ("N/A")."""
+        if file in self._absent:
+            return None
+        text = text_of(file)
+        if not text.isdigit():
+            self._absent.add(file)
+            return None
+        return int(text) * unit
+
+
+def ports(root: Path = ROOT) -> list[Path]:
+    """The folders of the node's ports, by adapter and number."""
+    return sorted(path for path in root.glob("*/ports/*") if path.name.isdigit())
+
+
+def _rate_bits(text: str) -> int | None:
+    """Of a text such as "400 Gb/sec (4X NDR)"."""
+    found = re.match(r"([0-9.]+) Gb/sec", text)
+    return round(float(found.group(1)) * 1e9) if found is not None else None

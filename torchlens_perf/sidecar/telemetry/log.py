@@ -1,0 +1,224 @@
+"""A node's hardware while its ranks compute: sampled by the sidecar, kept for verdicts, report and export.
+
+A sample is taken between two rounds of the sidecar, on its only thread. For a verdict on a stretch of time, ask for its
+samples(), and telemetry.gpu_signals() for what they say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchlens_perf.analysis.statistics.hardware import (
+    GpuSample,
+    GpuTotals,
+    Hardware,
+    LinkSample,
+    LinkTotals,
+    Sample,
+    Telemetry,
+)
+from torchlens_perf.run.clock import Anchor, HostClock
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.rings.bounded_files import BoundedFiles
+from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
+from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
+
+_SECOND_NS = 1_000_000_000
+_GPU_PERIOD_NS = _SECOND_NS
+_LINK_PERIOD_NS = 5 * _SECOND_NS  # a counter of a port is a question to its firmware
+_MIN_REST = 20  # times what a round has taken
+_MAX_SAMPLES = 900  # of a GPU, or a port, in memory
+_MAX_UNWRITTEN = 20_000  # while the run directory cannot be written
+_FIRST_FILE_NS, _LAST_FILE_NS = 10 * _SECOND_NS, 120 * _SECOND_NS  # between files, in a young and in an old run
+_SHARE_OF_DISK = 16  # of disk_bytes, telemetry takes at most one part in so many
+GPUS, LINKS = "gpus", "links"
+_TIMES = ("monotonic_ns", "unix_ns")
+_LEFT_OUT = ("grown", *_TIMES)
+_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
+
+_T = TypeVar("_T", GpuSample, LinkSample)
+
+
+class TelemetryLog:
+    """Takes samples when they are due, and keeps what they say. Belongs to the sidecar's thread."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        host: str,
+        saved: Telemetry,
+        gpus: GpuTelemetry | None = None,
+        links: LinkTelemetry | None = None,
+        now: Callable[[], Anchor] | None = None,
+    ) -> None:
+        """saved: what an earlier sidecar's totals() returned. gpus, links, now: None for the real ones."""
+        self._gpus = gpus if gpus is not None else GpuTelemetry()
+        self._links = links if links is not None else LinkTelemetry()
+        self._now = now if now is not None else HostClock().anchor
+        self._writer = TelemetryWriter(run, host)
+        self._gpu_due_ns = self._link_due_ns = 0
+        self._begun_ns: int | None = None
+        self._written_ns = 0
+        self._recent: dict[str, deque[GpuSample]] = {}
+        self._recent_links: dict[str, deque[LinkSample]] = {}
+        self._unwritten: list[Sample] = []
+        self._gpu_totals, self._link_totals, self._facts = saved.gpus, saved.links, saved.facts
+        self._losses, self._slow = Counter(saved.losses), Counter(saved.slow_samples)  # by earlier sidecars
+        self._lost, self._dropped = saved.lost_samples, saved.dropped_files
+
+    def sample(self, uuids: Collection[str]) -> Hardware | None:
+        """Samples these GPUs, and all ports, if it is time to; None if it is not, or nothing is there."""
+        now = self._now()
+        gpus: dict[str, GpuSample] = {}
+        links: dict[str, LinkSample] = {}
+        if uuids and now.monotonic_ns >= self._gpu_due_ns:
+            self._gpu_due_ns = now.monotonic_ns + _GPU_PERIOD_NS
+            gpus = self._gpus.sample(uuids, now.monotonic_ns, now.unix_ns)
+        if now.monotonic_ns >= self._link_due_ns:
+            links = self._links.sample(now.monotonic_ns, now.unix_ns)
+            took_ns = self._now().monotonic_ns - now.monotonic_ns
+            self._link_due_ns = now.monotonic_ns + max(_LINK_PERIOD_NS, _MIN_REST * took_ns)
+        if not gpus and not links:
+            return None
+        self._keep(now, gpus, links)
+        names = {uuid: name for uuid in gpus if (name := self._facts[uuid].name)}
+        return Hardware(tuple(gpus.values()), tuple(links.values()), names)
+
+    def _keep(self, now: Anchor, gpus: Mapping[str, GpuSample], links: Mapping[str, LinkSample]) -> None:
+        for uuid, gpu in gpus.items():
+            self._gpu_totals.setdefault(uuid, GpuTotals()).add(gpu)
+            self._recent.setdefault(uuid, deque(maxlen=_MAX_SAMPLES)).append(gpu)
+            self._facts[uuid] = self._gpus.facts[uuid]
+        for name, link in links.items():
+            self._link_totals.setdefault(name, LinkTotals()).add(link)
+            self._recent_links.setdefault(name, deque(maxlen=_MAX_SAMPLES)).append(link)
+        self._unwritten += [*gpus.values(), *links.values()]
+        over = len(self._unwritten) - _MAX_UNWRITTEN
+        if over > 0:
+            del self._unwritten[:over]
+            self._lost += over
+        if self._begun_ns is None:
+            self._begun_ns = self._written_ns = now.monotonic_ns
+
+    def samples(self, uuid: str, since_ns: int, until_ns: int) -> list[GpuSample]:
+        """Those of a GPU within a stretch of CLOCK_MONOTONIC, of the last quarter of an hour."""
+        return _within(self._recent.get(uuid, ()), since_ns, until_ns)
+
+    def link_samples(self, name: str, since_ns: int, until_ns: int) -> list[LinkSample]:
+        """Those of a port, as "mlx5_0/1", likewise, of the last hour."""
+        return _within(self._recent_links.get(name, ()), since_ns, until_ns)
+
+    def pci_bus_id(self, uuid: str) -> str:
+        """Where a GPU is in its machine, as "00000000:18:00.0"; "" if that is not known."""
+        known = self._facts.get(uuid)
+        return (known.pci_bus_id if known is not None else None) or ""
+
+    @property
+    def links(self) -> list[str]:
+        """The ports that there are samples of."""
+        return list(self._recent_links)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not measured, and why."""
+        return self._gpus.notes
+
+    def write(self, disk_bytes: int, *, final: bool = False) -> None:
+        """Writes what is new, if it is time to or the run is over. Raises OSError on a full disk."""
+        if not self._unwritten or self._begun_ns is None:
+            return
+        now_ns = self._now().monotonic_ns
+        period_ns = min(_LAST_FILE_NS, max(_FIRST_FILE_NS, (now_ns - self._begun_ns) // 20))
+        if not final and now_ns - self._written_ns < period_ns:
+            return
+        self._written_ns = now_ns
+        gpus = [sample for sample in self._unwritten if isinstance(sample, GpuSample)]
+        links = [sample for sample in self._unwritten if isinstance(sample, LinkSample)]
+        self._writer.write(gpus, links, telemetry_bytes(disk_bytes))
+        self._unwritten.clear()
+
+    def totals(self) -> Telemetry:
+        """What all samples of the run say, for the node's state. Its totals are not copied."""
+        return Telemetry(
+            gpus=self._gpu_totals,
+            facts=self._facts,
+            losses=dict(self._losses + self._gpus.losses),
+            slow_samples=dict(self._slow + self._gpus.slow_samples),
+            links=self._link_totals,
+            lost_samples=self._lost,
+            dropped_files=self._dropped + self._writer.dropped_files,
+        )
+
+    def close(self) -> None:
+        self._gpus.close()
+
+
+def _within(samples: Collection[_T], since_ns: int, until_ns: int) -> list[_T]:
+    return [sample for sample in samples if since_ns <= sample.monotonic_ns <= until_ns]
+
+
+# -- on disk: Parquet files beside those of steps and spans, bounded like them
+
+
+def telemetry_bytes(disk_bytes: int) -> int:
+    """How much of a node's disk_bytes telemetry may take."""
+    return disk_bytes // _SHARE_OF_DISK
+
+
+def _schema(kind: type[Sample]) -> pa.Schema:
+    """The columns of all files of a kind: whether or not this node's hardware tells them."""
+    fields = [field for field in dataclasses.fields(kind) if field.name not in _LEFT_OUT]
+    columns = [(field.name, _TYPES[str(field.type).removesuffix(" | None")]) for field in fields]
+    times = [("time", pa.timestamp("ns", tz="UTC")), ("monotonic_ns", pa.int64())]
+    return pa.schema([("host", pa.string()), *columns[:1], *times, *columns[1:]])
+
+
+_SCHEMAS = {GPUS: _schema(GpuSample), LINKS: _schema(LinkSample)}
+
+
+class TelemetryWriter:
+    """Writes one node's samples and keeps their total below a cap, the newest kept."""
+
+    def __init__(self, run: RunDirectory, host: str) -> None:
+        self._run = run
+        self._host = host
+        self._files = BoundedFiles([run.path / GPUS, run.path / LINKS], host)
+
+    @property
+    def dropped_files(self) -> int:
+        """How many had to go for newer ones."""
+        return self._files.removed_files
+
+    def write(self, gpus: Sequence[GpuSample], links: Sequence[LinkSample], cap_bytes: int) -> None:
+        """A file for each kind that there are samples of. Raises OSError on a full disk."""
+        tables = {
+            self._run.path / kind: _table(kind, self._host, samples)
+            for kind, samples in ((GPUS, gpus), (LINKS, links))
+            if samples
+        }
+        if tables:
+            self._files.write({folder: functools.partial(_write, table) for folder, table in tables.items()}, cap_bytes)
+
+
+def _write(table: pa.Table, path: Path) -> None:
+    pq.write_table(table, path, compression="zstd", compression_level=1)
+
+
+def _table(kind: str, host: str, samples: Sequence[Sample]) -> pa.Table:
+    schema = _SCHEMAS[kind]
+    columns = {
+        "host": pa.array([host] * len(samples), pa.string()),
+        "time": pa.array([sample.unix_ns for sample in samples], pa.int64()).cast(schema.field("time").type),
+    }
+    for field in schema:
+        if field.name not in columns:
+            columns[field.name] = pa.array([getattr(sample, field.name) for sample in samples], field.type)
+    return pa.table(columns).select(schema.names).cast(schema)

@@ -1,0 +1,312 @@
+"""Simulated training: the steps of every rank of a job of any size, with faults planted where the caller says.
+
+What varies by chance is cut out of recorded runs (recorded_noise.npz) and laid together anew, in excerpts of a block,
+so that heavy tails and neighbouring steps stay as they were. Steps come in blocks; a block depends on the seed and its
+number alone, so a run can be made a piece at a time, and twice. Pure: no clock, no file but that one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.stragglers.window import BinBatch
+from torchlens_perf.errors import ConfigError
+from torchlens_perf.run.records import OWN_PARTS
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+BLOCK = 32  # steps
+_MIN_STEP_NS, _LONGEST_STEP_NS = 1_000_000, 600_000_000_000
+_MIN_PART = 0.2  # of its usual time: noise makes no part shorter
+_TRANSFER_SHARE = 0.03  # of the usual work: how long the gradients travel once all have arrived
+_TENSOR_TRANSFER_SHARE = 0.02  # the same for the activations of tensor-parallel neighbours, in forward and backward
+_LAST_STAGE = 0.05  # the last pipeline stage has the head and the loss, and so much more work than the others
+_MICRO_BATCHES = 4  # for each pipeline stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Ranks as Megatron numbers them: tensor-parallel neighbours first, then data parallel, then pipeline stages."""
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    node_size: int = 8
+    """Ranks of one host."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ConfigError(f"{field.name} must be 1 or more, got {getattr(self, field.name)}")
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is in each dimension."""
+        return {"tp": rank % self.tp, "dp": rank // self.tp % self.dp, "pp": rank // (self.tp * self.dp)}
+
+    def group(self, dimension: str, rank: int) -> list[int]:
+        """The ranks that share all of this rank's coordinates but the one of `dimension`, in order."""
+        grid = np.arange(self.ranks).reshape(self.pp, self.dp, self.tp)
+        at = self.coordinates(rank)
+        where = [slice(None) if name == dimension else at[name] for name in ("pp", "dp", "tp")]
+        found: list[int] = grid[tuple(where)].tolist()
+        return found
+
+    def node(self, rank: int) -> int:
+        """Index of the rank's host."""
+        return rank // self.node_size
+
+    def host(self, rank: int) -> str:
+        return f"node-{self.node(rank):04d}"
+
+    def place(self, rank: int) -> Placement:
+        """What a judge must know of the rank: stages do different work, and are not compared."""
+        at = self.coordinates(rank)
+        return Placement(self.host(rank), f"pp{at['pp']}" if self.pp > 1 else "", at)
+
+
+@dataclasses.dataclass
+class Draft:
+    """Consecutive steps of all ranks in the making: what a fault may change. Times in ns."""
+
+    topology: Topology
+    first_step: int
+    usual_ns: float
+    """A rank's usual work in a step; what faults are shares of."""
+    parts_ns: npt.NDArray[np.float32]
+    """Own work, shape [ranks, steps, len(OWN_PARTS)]."""
+    transfer_ns: npt.NDArray[np.float32]
+    """How long the gradients of the rank's data-parallel group travel, shape [ranks, steps]."""
+    tensor_transfer_ns: npt.NDArray[np.float32]
+    """How long the activations of its tensor-parallel group do, in forward and backward together, shaped alike."""
+    workload: npt.NDArray[np.int64]
+    """Shape [ranks, steps]; -1 where the job does not report it."""
+    flags: npt.NDArray[np.int64]
+    random: np.random.Generator
+
+    @property
+    def step(self) -> npt.NDArray[np.int64]:
+        return np.arange(self.first_step, self.first_step + self.parts_ns.shape[1])
+
+
+class Fault(Protocol):
+    """Something that makes ranks slow, or only looks as if."""
+
+    def check(self, topology: Topology) -> None:
+        """Raises ConfigError where it cannot be planted in such a job."""
+
+    def plant(self, draft: Draft) -> None:
+        """Changes the draft. Draws from its generator only, so that the same seed gives the same run."""
+
+    def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
+        """The ranks that are at fault in a step: those that a judge ought to name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Finished steps of all ranks. Times in ns; work as float32, whose 24 bits are ten microseconds in minutes."""
+
+    topology: Topology
+    first_step: int
+    duration_ns: npt.NDArray[np.float64]
+    """Shape [steps]: all ranks end a step together."""
+    parts_ns: npt.NDArray[np.float32]
+    """Own work, shape [ranks, steps, len(OWN_PARTS)]."""
+    tensor_wait_ns: npt.NDArray[np.float64]
+    """Waiting for tensor-parallel neighbours, and the transfer, in forward and in backward; [ranks, steps, 2]."""
+    transfer_ns: npt.NDArray[np.float32]
+    """Shape [ranks, steps]: how long the gradients of the rank's data-parallel group travel."""
+    workload: npt.NDArray[np.int64]
+    flags: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.duration_ns)
+
+    def head(self, count: int) -> Steps:
+        columns = ("parts_ns", "tensor_wait_ns", "transfer_ns", "workload", "flags")
+        cut = {name: getattr(self, name)[:, :count] for name in columns}
+        return dataclasses.replace(self, duration_ns=self.duration_ns[:count], **cut)
+
+    def blocks(self, width: int) -> Iterator[tuple[str, BinBatch]]:
+        """What a judge gets of all ranks: rows of `width` steps, by population. What fills no row is left out."""
+        topology, count = self.topology, len(self) // width
+        if not count:
+            return
+        work_ns, flags = self.parts_ns.sum(axis=2), self.flags[:, : count * width].reshape(-1, count, width)
+        workload = np.where(self.workload >= 0, self.workload, np.nan)
+        stage_ranks = topology.tp * topology.dp
+        for first in range(0, topology.ranks, stage_ranks):
+            ranks = np.arange(first, first + stage_ranks)
+            shape = (stage_ranks, count)
+            duration_ns = np.broadcast_to(_means(self.duration_ns[None], width), shape)
+            yield (
+                topology.place(first).population,
+                BinBatch(
+                    width=width,
+                    ranks=ranks,
+                    key=np.broadcast_to(self.first_step // width + np.arange(count), shape),
+                    flags=np.bitwise_or.reduce(flags[ranks], axis=2),
+                    duration_ns=duration_ns,
+                    wait_ns=duration_ns - _means(work_ns[ranks], width),
+                    ready_ns=np.full(shape, np.nan),
+                    workload=_means(workload[ranks], width),
+                    parts_ns=_means(self.parts_ns[ranks], width),
+                ),
+            )
+
+
+class Simulation:
+    """A job. Each call of block() computes; nothing is kept."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        faults: Sequence[Fault] = (),
+        seed: int = 0,
+        noise: float = 0.1,
+        spread: float = 0.003,
+        work_ns: float = 200e6,
+    ) -> None:
+        """noise: times the recorded runs' noise. spread: standard deviation of the ranks' lasting differences, as a
+        share of their work. work_ns: a rank's usual own work in a step. Raises ConfigError for what cannot be."""
+        if seed < 0:
+            raise ConfigError(f"seed must be 0 or more, got {seed}")
+        if not 0 <= noise <= 4:
+            raise ConfigError(f"noise must be 0 to 4 times what was recorded, got {noise:g}")
+        if not 0 <= spread <= 0.2:
+            raise ConfigError(f"spread must be 0 to 0.2 of the work, got {spread:g}")
+        if not _MIN_STEP_NS <= work_ns <= _LONGEST_STEP_NS:
+            raise ConfigError(f"a step's work must be 1 ms to 10 min, got {work_ns / 1e6:g} ms")
+        for fault in faults:
+            fault.check(topology)
+        self.topology = topology
+        self.faults = tuple(faults)
+        self.seed = seed
+        self.noise = noise
+        self.work_ns = work_ns
+        self._tensor_share = _TENSOR_TRANSFER_SHARE if topology.tp > 1 else 0.0
+        lasting = np.random.default_rng([seed, 1]).standard_normal(topology.ranks).astype(np.float32)
+        stage = np.arange(topology.ranks) // (topology.tp * topology.dp)
+        last = (stage == topology.pp - 1) & (topology.pp > 1)
+        self._usual = (1 + spread * lasting.clip(-4, 4)) * np.where(last, 1 + _LAST_STAGE, 1).astype(np.float32)
+
+    def block(self, number: int) -> Steps:
+        """Steps [number * BLOCK, (number + 1) * BLOCK)."""
+        topology = self.topology
+        random = np.random.default_rng([self.seed, 2, number])
+        shape = (topology.ranks, BLOCK)
+        usual = recorded_noise().profile * np.float32(self.work_ns)
+        parts = self._usual[:, None, None] * usual + np.float32(self.noise * self.work_ns) * self._chance(random)
+        np.maximum(parts, _MIN_PART * usual, out=parts)
+        draft = Draft(
+            topology=topology,
+            first_step=number * BLOCK,
+            usual_ns=self.work_ns,
+            parts_ns=parts,
+            transfer_ns=np.full(shape, _TRANSFER_SHARE * self.work_ns, np.float32),
+            tensor_transfer_ns=np.full(shape, self._tensor_share * self.work_ns, np.float32),
+            workload=np.full(shape, -1, np.int64),
+            flags=np.zeros(shape, np.int64),
+            random=random,
+        )
+        for fault in self.faults:
+            fault.plant(draft)
+        return _finished(draft)
+
+    def steps(self, count: int) -> Iterator[Steps]:
+        """The first `count` steps, in blocks; the last one may be shorter."""
+        for number in range(-(-count // BLOCK)):
+            yield self.block(number).head(count - number * BLOCK)
+
+    def slow_ranks(self, step: int) -> frozenset[int]:
+        return frozenset().union(*(fault.slow_ranks(step, self.topology) for fault in self.faults))
+
+    def _chance(self, random: np.random.Generator) -> npt.NDArray[np.float32]:
+        """[ranks, BLOCK, own parts]: each rank's own excerpt, and one of what the recorded ranks had in common."""
+        recorded = recorded_noise()
+        streams, length, _ = recorded.individual.shape
+        ranks = self.topology.ranks
+        stream = random.integers(streams, size=ranks)
+        begin = random.integers(length - BLOCK + 1, size=ranks)
+        run, first = random.integers(len(recorded.common)), random.integers(length - BLOCK + 1)
+        alone = recorded.individual[stream[:, None], begin[:, None] + np.arange(BLOCK)]
+        chance = alone + recorded.common[run, first : first + BLOCK]
+        widened: npt.NDArray[np.float32] = np.zeros((ranks, BLOCK, len(OWN_PARTS)), np.float32)
+        widened[:, :, recorded.parts] = chance
+        return widened
+
+
+def _finished(draft: Draft) -> Steps:
+    """Lets the ranks wait: tensor-parallel neighbours for each other at the end of forward and of backward, pipeline
+    stages for the longest stage, all for the last gradients, and at the step's end for the longest optimizer."""
+    topology, parts = draft.topology, draft.parts_ns
+    grid = (topology.pp, topology.dp, topology.tp, parts.shape[1])
+    at = {part: parts[:, :, OWN_PARTS.index(part)].astype(np.float64) for part in OWN_PARTS}
+    halves = (at["data"] + at["forward"], at["recompute"] + at["backward"])
+    travel = draft.tensor_transfer_ns.reshape(grid).max(axis=2, keepdims=True) / 2
+    paces = [half.reshape(grid).max(axis=2, keepdims=True) + travel for half in halves]
+    waits = [(pace - half.reshape(grid)).reshape(half.shape) for pace, half in zip(paces, halves, strict=True)]
+    stage_ns = (paces[0] + paces[1])[:, :, 0]
+    after_ns = (at["optimizer"] + at["host"]).max(axis=0)
+    # A pipeline of p stages does m micro-batches in the time of m + p - 1 of the longest stage.
+    filled = 1 + (topology.pp - 1) / (_MICRO_BATCHES * topology.pp)
+    duration_ns = filled * stage_ns.max(axis=(0, 1)) + draft.transfer_ns.max(axis=0) + after_ns
+    return Steps(
+        topology, draft.first_step, duration_ns, parts, np.stack(waits, axis=2), draft.transfer_ns, draft.workload,
+        draft.flags,
+    )  # fmt: skip
+
+
+def _means(values: npt.NDArray[Any], width: int) -> npt.NDArray[np.floating[Any]]:
+    """[ranks, steps, ...]: means over `width` steps; what is left over at the end is left out."""
+    if width == 1:
+        return values
+    ranks, steps = values.shape[:2]
+    whole = values[:, : steps // width * width].reshape(ranks, -1, width, *values.shape[2:])
+    means: npt.NDArray[np.floating[Any]] = whole.mean(axis=2)
+    return means
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedNoise:
+    """Deviations in recorded runs, as shares of a rank's usual work."""
+
+    profile: npt.NDArray[np.float32]
+    """Each own part's share of the work; sums to 1."""
+    parts: npt.NDArray[np.int64]
+    """Which own parts the deviations are of."""
+    individual: npt.NDArray[np.float32]
+    """Shape [ranks of all runs, steps, parts]: a rank's own, beyond what all ranks of its run had in common."""
+    common: npt.NDArray[np.float32]
+    """Shape [runs, steps, parts]: that."""
+
+    @property
+    def deviation(self) -> tuple[float, float]:
+        """Standard deviation of a rank's work from step to step, and the same by 1.48 median absolute deviations."""
+        total = self.individual.sum(axis=2, dtype=np.float64)
+        return float(total.std()), 1.4826 * float(np.median(np.abs(total - np.median(total))))
+
+
+@functools.cache
+def recorded_noise() -> RecordedNoise:
+    """The noise that ships with the package. docs/accuracy.md says where it was recorded."""
+    noise = resources.files("torchlens_perf.simulate").joinpath("recorded_noise.npz")
+    with noise.open("rb") as file, np.load(file) as data:
+        return RecordedNoise(
+            profile=data["profile"].astype(np.float32),
+            parts=np.array([OWN_PARTS.index(part) for part in data["parts"].tolist()]),
+            individual=data["individual"].astype(np.float32),
+            common=data["common"].astype(np.float32),
+        )

@@ -1,0 +1,27 @@
+"""`torchrun --logs-specs torchlens_perf`: switches recording on in the workers. Runs in torchrun's own process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+
+from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
+from torchlens_perf.config import SWITCH
+
+
+class LogsSpecs(DefaultLogsSpecs):  # type: ignore[misc] # torch is not followed
+    """torchrun's own log handling, unchanged; made before the workers are, which inherit the environment."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if is_autoload_off(os.environ):
+            print(
+                f"torchlens_perf is off: {AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} keeps it out of the workers; "
+                "unset it, or use `torchrun -m torchlens_perf run SCRIPT`",
+                file=sys.stderr,
+            )
+        elif SWITCH not in os.environ:
+            os.environ[SWITCH] = "1"
