@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from torchlens_perf.errors import swallowed
 from torchlens_perf.watch import running
 
-pytest_plugins = ["tests.support.device.fixtures", "tests.support.recorded_run"]
+pytest_plugins = ["tests.support.device.fixtures", "tests.support.ranks", "tests.support.recorded_run"]
 
 # Threads that wait for one another take the processors from the other tests that run now.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

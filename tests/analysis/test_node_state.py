@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.report.test_device_table import Gpu
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.sidecar.telemetry.test_log import FIRST, Rig
 from tests.support.findings import PLACES, episode, findings, hang
-from tests.support.ranks import HOST, run_without_traces
+from tests.support.ranks import HOST
 from tests.support.tables import MS
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.alerts.log import AlertLog
@@ -36,12 +35,6 @@ from torchlens_perf.sidecar.node import Sidecar
 
 WHY = Diagnosis((Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),), ("GPUs",), (), {"gc_share": 0.5})
 LINKS = {"class": "slow_communication", "links": [{"group": "0", "ranks": [0, 1]}], "shared_ranks": []}
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    with run_without_traces(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.scripts.elastic_ranks import BEFORE, SMALLEST, STEPS
-from tests.support.processes import SCRIPTS, report, run_warm, runs, torchrun
+from tests.support.processes import SCRIPTS, clean_environ, report, run_warm, runs, torchrun
 from tests.support.recording import Recording
 from tests.support.warm_python import WarmPython
 from torchlens_perf.run.directory import RunDirectory
@@ -105,8 +104,7 @@ class Agents:
 
     def __init__(self, folder: Path, port: int, **environment: str) -> None:
         self.folder = folder
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
-        environ.update({"OMP_NUM_THREADS": "1", "TORCHLENS_PERF_RUN_ID": "shrinks", **OWN_STORE, **environment})
+        environ = clean_environ({"TORCHLENS_PERF_RUN_ID": "shrinks", **OWN_STORE, **environment})
         self.processes = []
         for node in range(2):
             meeting = f"last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=2,is_host={1 - node}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from tests.support.device.fake_nvml import HOPPER, UUIDS, FakeNvml, compile_nvml
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.otlp_receiver import ReceivedPoint, Receiver, wait_for
-from tests.support.ranks import HOST, Rank, run_without_traces
+from tests.support.ranks import HOST, Rank
 from tests.support.recorded_run import environment
 from tests.support.telemetry import read_gpus
 from torchlens_perf.analysis import node_state
@@ -25,12 +24,6 @@ from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 
 FIRST, SECOND = UUIDS[:2]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    with run_without_traces(tmp_path) as made:
-        yield made
 
 
 def values(points: list[ReceivedPoint], metric: str, gpu: str, attributes: dict[str, str]) -> list[float]:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.sidecar.test_node import WORK
 from tests.support.processes import report, wait_for_sidecar
-from tests.support.ranks import HOST, Rank, run_without_traces
+from tests.support.ranks import HOST, Rank
 from torchlens_perf.recorder.sidecar import ensure
 from torchlens_perf.run import sidecar_status
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log
@@ -40,12 +40,6 @@ HEAVY = {
 }  # fmt: skip
 # Of what is installed here, no sidecar of a job on one node without an endpoint and GPUs has a use for these.
 NEVER = {"argparse", "asyncio", "grpc", "opentelemetry", "pandas", "pynvml", "requests", "torch", "nvtx"}
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    with run_without_traces(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture

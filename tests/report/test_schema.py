@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.report.test_report import WORK, report_on
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.sidecar.telemetry.test_log import FIRST, SECOND_GPU, Rig
 from tests.support.collectives import Issued, joined
-from tests.support.ranks import HOST, Rank, run_without_traces
+from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
 from tests.support.simulations import simulation
 from tests.support.tables import MS
@@ -31,12 +30,6 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.simulate.simulation import Topology
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    with run_without_traces(tmp_path) as made:
-        yield made
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:

@@ -449,6 +449,28 @@ def test_a_hang_outlives_the_sidecar(run: RunDirectory) -> None:
         rank.close()
 
 
+def test_a_hang_is_saved_at_once(run: RunDirectory) -> None:
+    """One that has begun, blames others or has ended is news to a report; one that merely lasts is not."""
+    ranks = two_ranks(run)
+    made, _ = sidecar(run)
+    for rank in ranks:
+        rank.steps(10, **WORK)
+    looked(made)
+    news = []
+    began, lasts = hang(step=10), hang(step=10, since_s=20.0)
+    for found in (None, began, lasts, hang(step=10, ranks=(1, 2)), hang(step=10, kind="silent"), None):
+        made.conclusions.job.hang = found
+        made.judge(0.1)
+        news.append(made.has_unsaved_hang())
+        made.save()
+        assert not made.has_unsaved_hang()
+    made.close()
+    for rank in ranks:
+        rank.close()
+
+    assert news == [False, True, False, True, True, True]
+
+
 def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory) -> None:
     """Nodes came or went: ranks begin anew in the same attempt, and one is slow like its predecessor."""
     exporter, attempts = MemoryExporter(), []
@@ -593,6 +615,14 @@ class TestPacing:
         assert schedule.save_due(5.3, 0.01)
         assert not schedule.save_due(25.0, 0.05)
         assert schedule.save_due(25.4, 0.05)
+
+    def test_news_is_saved_at_once(self) -> None:
+        """What somebody waits for does not wait for the state's turn, and does not bring that forward."""
+        schedule = Schedule(0.0)
+        assert schedule.save_due(0.2, 0.0)
+        assert schedule.save_due(0.3, 0.05, news=True)
+        assert not schedule.save_due(20.2, 0.05)
+        assert schedule.save_due(20.4, 0.05)
 
     def test_counting_takes_a_bounded_share(self) -> None:
         """Counting that takes long comes more rarely, but every 5 s; one that is quick, once a second."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.support.processes import SCRIPTS
+from tests.support.processes import SCRIPTS, clean_environ
 from tests.support.warm_python import WarmPython
 from torchlens_perf.analysis import node_state
 from torchlens_perf.report.build import build
@@ -44,12 +44,12 @@ class LiveRanks:
         self._pids: dict[int, int] = {}  # by rank, where this process has started them
 
     def __enter__(self) -> LiveRanks:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
+        environ = clean_environ()
         share = self._count // max(1, len(self._nodes))
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         environ |= {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
             "WORLD_SIZE": str(self._count), "LOCAL_WORLD_SIZE": str(share), "STEPS": "0",
             "TORCHLENS_PERF_RUN_ID": self.run_id,
         }  # fmt: skip

@@ -28,7 +28,7 @@ def run(
     command: list[str], folder: Path, timeout_s: float = 90, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command in `folder`, with one thread per process and what is given of the environment added."""
-    environ = _environ(environment)
+    environ = clean_environ(environment)
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s)
 
 
@@ -36,12 +36,13 @@ def run_warm(
     command: list[str], folder: Path, timeout_s: float = 90, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """The same of a Python program, torchrun too, that has torch loaded already: where it is not about the start."""
-    return warm_python.run(command, timeout_s, cwd=folder, env=_environ(environment))
+    return warm_python.run(command, timeout_s, cwd=folder, env=clean_environ(environment))
 
 
-def _environ(added: Mapping[str, str]) -> dict[str, str]:
+def clean_environ(added: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Ours without settings of ours and of OpenTelemetry, with one OpenMP thread, and what is added."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
-    return {**inherited, "OMP_NUM_THREADS": "1", **added}
+    return {**inherited, "OMP_NUM_THREADS": "1", **(added or {})}
 
 
 def slowdown() -> float:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.recorders import FakeClock
 from tests.support.tables import MS
 from torchlens_perf.config import Config
@@ -88,6 +90,13 @@ def run_without_traces(folder: Path) -> Iterator[RunDirectory]:
         for path in local.iterdir():
             path.unlink()
         local.rmdir()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    """An empty run directory."""
+    with run_without_traces(tmp_path) as made:
+        yield made
 
 
 def make_run(folder: Path, name: str = "") -> RunDirectory:

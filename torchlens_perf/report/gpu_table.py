@@ -18,7 +18,7 @@ _MEANS = (
     "sm_clock_hz", "memory_clock_hz", "power_w", "temperature_c", "busy", "sm_active", "sm_occupancy", "tensor_active",
     "dram_active",
 )  # fmt: skip
-_MOST = (
+_MAXIMA = (
     "sm_clock_max_hz", "power_limit_w", "memory_temperature_c", "memory_used_bytes", "memory_total_bytes",
 )  # fmt: skip
 _GROWN = (
@@ -47,7 +47,7 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
                 "losses": telemetry.losses.get(uuid, 0),
                 "slow_samples": telemetry.slow_samples.get(uuid, 0),
                 **{name: totals.mean(name) for name in _MEANS},
-                **{name: totals.most.get(name) for name in _MOST},
+                **{name: totals.most.get(name) for name in _MAXIMA},
                 "temperature_max_c": totals.most.get("temperature_c"),
                 "power_max_w": totals.most.get("power_w"),
                 "throttled": totals.throttled(),

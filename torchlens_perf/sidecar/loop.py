@@ -52,9 +52,10 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
             unkept = sidecar.unkept_records(), sidecar.sources.max_unkept_share()
             if not more or schedule.keep_due(now_s, *unkept, failing=sidecar.disk_failed):
                 sidecar.keep()
-            elif schedule.save_due(now_s, save_took_s):
+            elif schedule.save_due(now_s, save_took_s, news=sidecar.has_unsaved_hang()):
+                began_s = time.monotonic()
                 sidecar.save()
-                save_took_s = time.monotonic() - now_s
+                save_took_s = time.monotonic() - began_s
         if not more:
             break
         _rest(sidecar.sources, schedule.poll_s)

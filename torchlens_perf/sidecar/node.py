@@ -72,6 +72,7 @@ class Sidecar:
         self._write_report = report
         self._tap = TapForNextRun(builds=False) if tap is None else tap
         self.state = node_state.load_or_new(run, host)
+        self._saved_hang = self.state.hang
         self.telemetry = TelemetryLog(run, host, self.state.telemetry)
         generations = Generations()
         for process in self.state.processes.values():
@@ -178,6 +179,14 @@ class Sidecar:
             self.state.tap_outlook = self._tap.outlook(next(filter(None, missed), ""), wanted=wanted)
         self.state.sidecar_cpu_s = times.user + times.system
         self.state.save(self.run)
+        self._saved_hang = self.state.hang
+
+    def has_unsaved_hang(self) -> bool:
+        """Whether a hang has begun, become another or ended since the state was saved: a report does not show that."""
+        hang, saved = self.state.hang, self._saved_hang
+        if hang is None or saved is None:
+            return hang is not saved
+        return (hang.kind, hang.step, hang.ranks) != (saved.kind, saved.step, saved.ranks)
 
     def unkept_records(self) -> int:
         return sum(len(chunk.records) for chunk in self._unkept)

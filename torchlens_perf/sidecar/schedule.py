@@ -53,9 +53,9 @@ class Schedule:
             self._done_s["keep"] = self._done_s["save"] = now_s
         return due
 
-    def save_due(self, now_s: float, took_s: float) -> bool:
-        """The state every 5 s; later where writing it took long."""
-        return self._due("save", now_s, max(_SAVE_S, took_s / _SHARE))
+    def save_due(self, now_s: float, took_s: float, *, news: bool = False) -> bool:
+        """The state every 5 s; later where writing it took long. news: there is what somebody waits for: at once."""
+        return self._due("save", now_s, 0.0 if news else max(_SAVE_S, took_s / _SHARE))
 
     def _due(self, what: str, now_s: float, period_s: float) -> bool:
         due = now_s - self._done_s[what] >= period_s

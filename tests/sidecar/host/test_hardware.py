@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.sidecar.telemetry.test_log import FIRST, SECOND, SECOND_GPU, Rig
-from tests.support.ranks import HOST, Rank, run_without_traces
+from tests.support.ranks import HOST, Rank
 from torchlens_perf.analysis.causes.metrics import METRICS
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
@@ -23,12 +22,6 @@ HEALTHY: dict[str, Any] = {
     "throttle_hw_power_brake_ns": 0, "ecc_uncorrected": 3, "remapped_rows": 0, "xids": 0, "pcie_replays": 7,
     "nvlink_errors": 0,
 }  # fmt: skip
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    with run_without_traces(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.sidecar.test_node import WORK, dead_process
-from tests.support.ranks import HOST, Rank, run_without_traces
+from tests.support.ranks import HOST, Rank
 from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory, local_folders
 from torchlens_perf.sidecar import priority
@@ -19,12 +18,6 @@ from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.rings import waiting
 from torchlens_perf.sidecar.rings.waiting import FULL
 from torchlens_perf.sidecar.start.wait import FILLING, LOOK_S, PRELOAD_AFTER_S, SHORT_RUN_S, STARVED_S, wait
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    with run_without_traces(tmp_path) as made:
-        yield made
 
 
 def registrations(run: RunDirectory) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.support.memory_exporter import MemoryExporter
-from tests.support.ranks import HOST, Rank, run_without_traces
+from tests.support.ranks import HOST, Rank
 from tests.support.saved import saved
 from tests.support.telemetry import read_gpus, read_links
 from torchlens_perf.analysis import node_state
@@ -84,12 +84,6 @@ class Rig:
         for _ in range(4 * count):
             self.log.sample(uuids)
             self.now_ns += SECOND // 4
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    with run_without_traces(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture

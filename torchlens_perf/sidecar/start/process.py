@@ -134,7 +134,6 @@ def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
     """Writes report.txt as rank 0's terminal wants it, and hands it to rank 0 where that waits."""
     from torchlens_perf.report.run_report import run_report
     from torchlens_perf.report.terminal import render
-    from torchlens_perf.run.report_mailbox import deliver
 
     text = render(run_report(run), str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
     deliver(asked.get("mailbox", ""), text)  # first: the disk of the run directory may be slow
