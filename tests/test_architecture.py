@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -116,7 +117,10 @@ def assigned(path: Path) -> set[str]:
     return found
 
 
-MODULES = {module_name(path): imports(path) for path in PACKAGE.rglob("*.py")}
+@functools.cache
+def modules() -> dict[str, set[str]]:
+    """What each file of the package imports. Not read before a test asks: each worker collects this file."""
+    return {module_name(path): imports(path) for path in PACKAGE.rglob("*.py")}
 
 
 def ours(names: set[str]) -> set[str]:
@@ -124,7 +128,9 @@ def ours(names: set[str]) -> set[str]:
     inside = {name.removeprefix("torchlens_perf").lstrip(".") for name in names if name.startswith("torchlens_perf")}
     inside.discard("_native")  # the extension: no file in Python
     return {
-        max((m for m in MODULES if f"{name}.".startswith(f"{m}.") or m == name), key=len, default="") for name in inside
+        max((m for m in modules() if m == name or f"{name}.".startswith(f"{m}.")), key=len, default="")
+        for name in inside
+        for name in inside
     }
 
 
@@ -139,18 +145,20 @@ def package_of(module: str) -> str:
     return module.rpartition(".")[0] or module
 
 
-ARROWS = {(module, other) for module, names in MODULES.items() for other in ours(names) if other != module}
+@functools.cache
+def arrows() -> set[tuple[str, str]]:
+    return {(module, other) for module, names in modules().items() for other in ours(names) if other != module}
 
 
 def test_every_file_is_in_a_package_of_the_list() -> None:
-    assert {package_of(module) for module in MODULES} - set(RANKS) == set()
+    assert {package_of(module) for module in modules()} - set(RANKS) == set()
 
 
 def test_nothing_is_imported_upward() -> None:
     """Neither at once, nor in a function, nor for the type checker."""
     upward = {
         (module, other)
-        for module, other in ARROWS
+        for module, other in arrows()
         if _ORDER.index(package_of(other)) > _ORDER.index(package_of(module))
     }
     assert upward == set()
@@ -158,7 +166,7 @@ def test_nothing_is_imported_upward() -> None:
 
 def test_the_two_processes_share_what_both_need_only() -> None:
     """What runs in the training process, and the sidecar, know nothing of one another."""
-    for module, other in ARROWS:
+    for module, other in arrows():
         first, second = (_ORDER.index(package_of(each)) for each in (module, other))
         if _FIRST_OF_SIDECAR <= first < _FIRST_OF_BOTH:
             assert not _FIRST_OF_TRAINING <= second < _FIRST_OF_SIDECAR, f"{module} imports {other}"
@@ -167,7 +175,7 @@ def test_the_two_processes_share_what_both_need_only() -> None:
 def test_no_cycles() -> None:
     """Not between files either, whatever their packages."""
     below: dict[str, set[str]] = defaultdict(set)
-    for module, other in ARROWS:
+    for module, other in arrows():
         below[module].add(other)
     done: set[str] = set()
 
@@ -178,7 +186,7 @@ def test_no_cycles() -> None:
                 visit(other, (*path, module))
             done.add(module)
 
-    for module in MODULES:
+    for module in modules():
         visit(module, ())
 
 
@@ -198,16 +206,16 @@ def test_sizes() -> None:
 
 def test_pure_parts_are_pure() -> None:
     """The parts that compute import no file, process, clock or thread."""
-    pure = {*PURE, *(module for module in MODULES if package_of(module) in PURE_PACKAGES)}
+    pure = {*PURE, *(module for module in modules() if package_of(module) in PURE_PACKAGES)}
     for module in pure:
-        roots = {name.partition(".")[0] for name in MODULES[module]}
+        roots = {name.partition(".")[0] for name in modules()[module]}
         assert roots & IMPURE == set(), module
-        assert {each for each in ours(MODULES[module]) if each == "run.directory"} == set()
+        assert {each for each in ours(modules()[module]) if each == "run.directory"} == set()
 
 
 def test_third_parties_stay_in_their_places() -> None:
     """Each library is imported in the few files that are about it."""
-    for module, names in MODULES.items():
+    for module, names in modules().items():
         for name in names:
             places = THIRD_PARTY.get(name.partition(".")[0])
             assert places is None or belongs(module, places), f"{module} imports {name}"
@@ -272,7 +280,7 @@ def test_startup_imports_nothing_before_the_script() -> None:
 def test_public_names() -> None:
     """The public names are few, sorted, and all of them there."""
     public = {name for name in vars(perf) if not name.startswith("_")} - {
-        module.partition(".")[0] for module in MODULES
+        module.partition(".")[0] for module in modules()
     }
 
     assert perf.__all__ == sorted(perf.__all__)
