@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -15,7 +15,9 @@ from torchlens_perf.analysis.causes.straggler_groups import NOBODY, StragglerSum
 from torchlens_perf.analysis.collectives.join import CollectiveJoin, JoinState
 from torchlens_perf.analysis.statistics.hardware import Telemetry
 from torchlens_perf.analysis.statistics.rank import RankStatistics, WindowHistory, Windows
-from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
+from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings, place_of
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, JudgedSteps
+from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words.hang import OpenHang
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.clock import Anchor
@@ -24,7 +26,12 @@ from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.sketch import Sketch
 
-SCHEMA = 7
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.run.records import StepTable
+
+SCHEMA = 8
 
 _T = TypeVar("_T")
 
@@ -51,6 +58,8 @@ class ProcessState:
     deeper_modules: bool = False
     """Whether its models have modules below those that are timed."""
     device: DeviceClock = dataclasses.field(default_factory=DeviceClock)
+    judged_by: str = ""
+    """Whose clock its steps are judged by, "host" or "device"; "" until that is decided, see judged_steps.py."""
     notes: list[str] = dataclasses.field(default_factory=list)
     unbalanced: int = 0
     too_deep: int = 0
@@ -70,6 +79,31 @@ class ProcessState:
     """The file of the native tap on collectives that it has not found; "" if it had it, or had no other ranks."""
     out_of_memory: OutOfMemory | None = None
     """The newest table that it wrote when its device's memory ran out, see hooks/on_device/out_of_memory.py."""
+
+    @property
+    def on_device(self) -> bool | None:
+        """Whether it computes on a device other than the CPU; None where that is not known."""
+        if self.device:
+            return True
+        return None if not self.compute_device else self.compute_device != "cpu"
+
+    def judge_by(
+        self, judged: JudgedSteps, records: npt.NDArray[np.void] | None = None, steps: StepTable | None = None
+    ) -> StepTable | None:
+        """The steps to judge the rank by that are known with these records; without any, what was held back."""
+        if records is None or steps is None:
+            newly = judged.rest()
+        else:
+            newly = judged.add(records, steps, on_device=self.on_device)
+        self.judged_by = judged.by
+        if newly is not None and judged.by == DEVICE:
+            self.statistics.device.add_steps(newly)
+        return newly
+
+    @property
+    def place(self) -> Placement:
+        """Where the rank is, and whom it is compared with."""
+        return place_of(self.identity, self.model, self.groups, self.judged_by)
 
 
 @dataclasses.dataclass

@@ -14,7 +14,6 @@ from torchlens_perf.analysis.collectives.slow_link import LinkFindings, slow_lin
 from torchlens_perf.analysis.collectives.statistics import merged_operations
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
-from torchlens_perf.analysis.stragglers.detector import place_of
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words import verdict
 from torchlens_perf.analysis.words.oom import out_of_memory_note
@@ -119,7 +118,7 @@ def _counted_steps(processes: dict[int, ProcessState]) -> int:
 
 
 def _places(processes: dict[int, ProcessState]) -> dict[int, Placement]:
-    return {rank: place_of(each.identity, each.model, each.groups) for rank, each in processes.items()}
+    return {rank: each.place for rank, each in processes.items()}
 
 
 def _latest_attempt(nodes: list[NodeState]) -> dict[int, ProcessState]:

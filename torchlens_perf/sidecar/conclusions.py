@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.causes.straggler_groups import NOBODY, name
 from torchlens_perf.analysis.collectives.hang import Progress, sole_operations
-from torchlens_perf.analysis.stragglers.detector import NOTHING, place_of
+from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.analysis.stragglers.resume import Continuation
 from torchlens_perf.errors import guard, swallowed
 from torchlens_perf.exporters import Assessment
@@ -26,12 +26,14 @@ from torchlens_perf.sidecar.rank_metrics import RankMetrics
 from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from torchlens_perf.analysis.causes.rules import Diagnosis
     from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
     from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.analysis.statistics.restarts import Generations
     from torchlens_perf.analysis.stragglers.detector import Findings
-    from torchlens_perf.analysis.stragglers.placement import Placement
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTable, Verdict
@@ -78,18 +80,26 @@ class Conclusions:
         with self.going_on(_SIGNALS):
             self.signals.update(sources, now_s)
 
-    def add_steps(self, source: RingSource, steps: StepTable) -> None:
-        """Finished steps of one of the newest processes."""
-        source.durations_ns.extend(steps.duration_ns[-USUAL_STEPS:].tolist())
-        with self.going_on(_SIGNALS):
-            self.signals.add_steps(source, steps)
+    def add_steps(self, source: RingSource, records: npt.NDArray[np.void], steps: StepTable, *, newest: bool) -> None:
+        """Finished steps of a process, which these records make. newest: no other process has replaced it."""
         with self.going_on(_JUDGING):
-            self.job.add_steps(source.state.identity, _place(source), steps, source.job_store)
+            judged = source.state.judge_by(source.judged, records, steps)
+            if newest:
+                self._judge(source, judged)
+        if newest:
+            source.durations_ns.extend(steps.duration_ns[-USUAL_STEPS:].tolist())
+            with self.going_on(_SIGNALS):
+                self.signals.add_steps(source, steps)
 
     def end(self, source: RingSource) -> None:
         """One of the newest processes has ended, and all of it is counted."""
         with self.going_on(_JUDGING):
+            self._judge(source, source.state.judge_by(source.judged))
             self.job.end(source.state.identity)
+
+    def _judge(self, source: RingSource, judged: StepTable | None) -> None:
+        if judged is not None:
+            self.job.add_steps(source.state.identity, source.state.place, judged, source.job_store)
 
     def update(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
         """Judges the ranks, exchanges windows with other nodes, and looks for hangs."""
@@ -97,7 +107,7 @@ class Conclusions:
             for source in sources.newest():
                 identity, groups, now = source.state.identity, source.state.groups, self._progress(source, now_s)
                 modules_ns = source.state.statistics.modules_ns()
-                self.job.progress(identity, _place(source), now, groups, source.stack_file, modules_ns)
+                self.job.progress(identity, source.state.place, now, groups, source.stack_file, modules_ns)
         with self.going_on(_SIGNALS):
             sampled = self.signals.sample(sources.newest(), now_s)
             self.job.add_signals(sampled, now_s)
@@ -202,7 +212,3 @@ class Conclusions:
             since_mark_s=now_s - source.mark_s,
             all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS and len(issued) == len(numbers),
         )
-
-
-def _place(source: RingSource) -> Placement:
-    return place_of(source.state.identity, source.state.model, source.state.groups)

@@ -250,8 +250,7 @@ class Sidecar:
         last = source.reader.cursor - 1 if source.read_to_end else int(sequences[-1])
         lost = source.count_up_to(last, len(counted))
         statistics.add(counted, steps, names, lost)
-        if self.sources.is_newest(source):  # else the last steps of a process that another has replaced
-            self.conclusions.add_steps(source, steps)
+        self.conclusions.add_steps(source, counted, steps, newest=self.sources.is_newest(source))
         self._join_collectives(source, counted, names)
         if self._exporter is not None:
             self._unexported.append(export_batch(state, counted, names, steps, source.later_records()))

@@ -14,7 +14,8 @@ from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import Generations
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.analysis.stragglers.detector import JobDetector, place_of
+from torchlens_perf.analysis.stragglers.detector import JobDetector
+from torchlens_perf.analysis.stragglers.judged_steps import JudgedSteps
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch
 from torchlens_perf.report.build import slow_link_verdict
@@ -53,6 +54,7 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
     steps = records = 0
     sending = _Sending(exporter) if exporter is not None else None
     judge, rebuilt_states, saved_states = JobDetector(), [], []
+    judged_steps: dict[str, JudgedSteps] = {}
     for host in segments.hosts(run):
         saved = node_state.load_or_new(run, host)
         saved_states.append(saved)
@@ -64,13 +66,18 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
                 process = rebuilt.processes[origin.key] = _process(run, origin, saved, trace_every)
             table = assemble_steps(kept)
             process.statistics.add(kept, table, names, lost)
-            if origin.key not in replaced:
-                model = process.model or model_digest(process.statistics.modules)
-                place = place_of(process.identity, model, process.groups)
-                judge.add_steps(origin.attempt, origin.rank, place, table)
+            process.model = process.model or model_digest(process.statistics.modules)
+            judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
+            newly = process.judge_by(judged, kept, table)
+            if newly is not None and origin.key not in replaced:
+                judge.add_steps(origin.attempt, origin.rank, process.place, newly)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
                 sending.send(export_batch(process, kept, names, table))
+        for key, process in rebuilt.processes.items():
+            rest = process.judge_by(judged_steps[key])
+            if rest is not None and key not in replaced:
+                judge.add_steps(process.identity.attempt, process.identity.rank, process.place, rest)
         if not saved.processes:
             rebuilt.notes.append("rebuilt from the records that are kept")
             rebuilt_states.append(rebuilt)

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
+from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import MERGED_RANK_SHIFT, UNKNOWN_NS, Kind, name_of
 from torchlens_perf.run.sketch import Sketch, from_records
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from torchlens_perf.run.records import StepTable
 
 # A device that ends a phase within so much of the host's end of it had no work left: an event on an idle stream takes
 # some microseconds, the last kernels of a phase some tens of them.
@@ -41,6 +45,12 @@ class DeviceStatistics:
     phases: dict[str, Sketch] = dataclasses.field(default_factory=dict)
     modules: dict[str, Sketch] = dataclasses.field(default_factory=dict)
     sections: dict[str, Sketch] = dataclasses.field(default_factory=dict)
+    judged: Sketch = dataclasses.field(default_factory=Sketch)
+    """Training steps of which all is known that the device did."""
+    work: Sketch = dataclasses.field(default_factory=Sketch)
+    """Those without the stalls of the device's compute stream."""
+    parts: dict[str, Sketch] = dataclasses.field(default_factory=dict)
+    """Their parts, see device_steps.py; only of steps from the first on that has the part."""
     behind: Sketch = dataclasses.field(default_factory=Sketch)
     """How long after the host the device ended a forward or backward pass."""
     caught_up: int = 0
@@ -79,6 +89,15 @@ class DeviceStatistics:
         behind_ns = behind_ns[behind_ns != UNKNOWN_NS]
         self.behind.add(behind_ns)
         self.caught_up += int((behind_ns < CAUGHT_UP_NS).sum())
+
+    def add_steps(self, steps: StepTable) -> None:
+        """Counts steps by the device's clock, see device_steps.py; without those that do other work than training."""
+        steps = steps.where((steps.flags & OTHER_WORK) == 0)
+        for part, durations_ns in zip(PARTS, steps.parts_ns.T, strict=True):
+            if durations_ns.any():
+                self.parts.setdefault(part, Sketch()).add(durations_ns)
+        self.judged.add(steps.duration_ns)
+        self.work.add(steps.own_ns)
 
     @property
     def steps(self) -> int:

@@ -71,7 +71,7 @@ class StepBinMaker:
         complete = steps // self.width < (int(steps[-1]) + 1) // self.width
         if not complete.any():
             return None
-        merged = _concatenate(self._tables)
+        merged = concatenate(self._tables)
         self._tables = [merged.where(~complete)] if not complete.all() else []
         return _rows(merged.where(complete), self.width)
 
@@ -79,7 +79,7 @@ class StepBinMaker:
         """The last row, of the steps that do not fill one; when the run has ended."""
         if not self._tables:
             return None
-        merged = _concatenate(self._tables)
+        merged = concatenate(self._tables)
         self._tables = []
         return _rows(merged, self.width or row_width(float(np.median(merged.duration_ns)), self._min_row_ns))
 
@@ -92,7 +92,8 @@ def row_width(step_ns: float, min_row_ns: float = MIN_ROW_NS) -> int:
     return width
 
 
-def _concatenate(tables: list[StepTable]) -> StepTable:
+def concatenate(tables: list[StepTable]) -> StepTable:
+    """One below the other; at least one."""
     fields = [field.name for field in dataclasses.fields(StepTable)]
     return StepTable(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in fields})
 

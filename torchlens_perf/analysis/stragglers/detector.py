@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinMaker, StepBins
 from torchlens_perf.analysis.stragglers.episodes import Episode
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.stragglers.placement import STAGES, Placement, groups_of
 from torchlens_perf.analysis.stragglers.population import Population
 from torchlens_perf.analysis.stragglers.window import BinBatch
@@ -136,15 +137,19 @@ def dimension(description: str) -> str:
     return "" if description in _NOT_DIMENSIONS else description.removeprefix("mesh_")
 
 
-def place_of(identity: Identity, model: str, groups: Mapping[str, ProcessGroup]) -> Placement:
-    """Where a rank is: its host, what it computes (identity.model_digest), its position in the groups that it uses."""
+def place_of(identity: Identity, model: str, groups: Mapping[str, ProcessGroup], judged_by: str = "") -> Placement:
+    """Where a rank is: its host, what it computes (identity.model_digest), its position in the groups that it uses.
+
+    judged_by: whose clock its steps are judged by. Host and device times are not compared with one another.
+    """
     coordinates = {}
     for group in groups.values():
         name, members = dimension(group["description"]), parse_ranges(group["ranks"])
         if name and identity.rank in members:
             coordinates[name] = members.index(identity.rank)
     stage = "".join(f"/{name}{coordinates[name]}" for name in STAGES if name in coordinates)
-    return Placement(identity.host, model + stage, coordinates, location(identity.attributes))
+    population = f"{model}{stage} by device" if judged_by == DEVICE else f"{model}{stage}"
+    return Placement(identity.host, population, coordinates, location(identity.attributes))
 
 
 class JobDetector:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.analysis.node_state import ProcessState
+    from torchlens_perf.analysis.stragglers.judged_steps import JudgedSteps
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
 
 HOLD_S = 2.0  # for so long a step of a timed device waits for the device's times
@@ -35,6 +36,7 @@ class RingSource:
     settings: dict[str, Any]
     kept: int  # sequence number of the last record in a segment
     generation: int  # of the node's processes, see analysis/statistics/restarts.py
+    judged: JudgedSteps
     waiting: list[tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]] = dataclasses.field(default_factory=list)
     # Read to its end, after which nothing more comes. Never taken from the saved state: it says that the process
     # has ended, but what an earlier sidecar had read of it was lost with that sidecar.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
+from torchlens_perf.analysis.stragglers.judged_steps import JudgedSteps
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
@@ -190,7 +191,9 @@ class RingSources:
         kept = self._kept_before.get(identity.key, -1)
         reader.cursor = min(kept, state.counted) + 1
         logger.info("reading %s from record %d", path, reader.cursor)
-        source = RingSource(path, reader, state, dict(metadata["settings"]), kept, generation)
+        source = RingSource(
+            path, reader, state, dict(metadata["settings"]), kept, generation, JudgedSteps(state.judged_by)
+        )
         if str(path) in self._waiting:
             source.waited(self._waiting[str(path)])
         return source

@@ -1,0 +1,171 @@
+"""Steps by the device's clock: made of the device's spans, and of what the host did where the device had no work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.tables import MS
+from torchlens_perf.analysis.statistics.device_steps import MAX_BEHIND_STEPS, DeviceSteps
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.run.records import PARTS, StepTable
+from torchlens_perf.run.ring import Flag, Kind, record_dtype
+
+Row = tuple[Kind, int, float, float] | tuple[Kind, int, float, float, Kind]
+
+
+def records(*rows: Row, flags: int = 0) -> np.ndarray:
+    """Records from (kind, step, start in ms, duration in ms), and for DEVICE the kind of its span."""
+    made = np.zeros(len(rows), record_dtype())
+    for record, row in zip(made, rows, strict=True):
+        record["kind"], record["step"] = row[0], row[1]
+        record["start_ns"], record["duration_ns"] = round(row[2] * MS), round(row[3] * MS)
+        if len(row) == 5:
+            record["value0"] = row[4]
+        if row[0] == Kind.STEP:
+            record["flags"] = flags
+    return made
+
+
+def device(step: int, kind: Kind, start_ms: float, duration_ms: float) -> Row:
+    return Kind.DEVICE, step, start_ms, duration_ms, kind
+
+
+def joined(made: np.ndarray, joiner: DeviceSteps | None = None) -> StepTable:
+    return (joiner or DeviceSteps()).add(made, assemble_steps(made))
+
+
+def parts_ms(table: StepTable, row: int = 0) -> dict[str, float]:
+    return {part: ns / MS for part, ns in zip(PARTS, table.parts_ns[row].tolist(), strict=True) if ns}
+
+
+def test_parts_are_the_devices() -> None:
+    """Phases without the stalls inside of them; recomputation is no part of the backward pass around it."""
+    table = joined(
+        records(
+            (Kind.FORWARD, 0, 0, 1), (Kind.BACKWARD, 0, 1, 1), (Kind.STEP, 0, 0, 3),
+            device(0, Kind.FORWARD, 10, 20), device(0, Kind.WAIT, 12, 4), device(0, Kind.RECOMPUTE, 40, 8),
+            device(0, Kind.WAIT, 41, 3), device(0, Kind.WAIT, 55, 5), device(0, Kind.BACKWARD, 30, 30),
+            device(0, Kind.OPTIMIZER, 60, 5), device(0, Kind.STEP, 10, 57), flags=int(Flag.CHECKPOINT),
+        )
+    )  # fmt: skip
+
+    assert parts_ms(table) == {
+        "forward": 16, "recompute": 5, "backward": 30 - 8 - 5, "optimizer": 5, "communication": 12, "host": 2
+    }  # fmt: skip
+    assert (table.duration_ns[0], table.own_ns[0], table.flags[0]) == (57 * MS, 45 * MS, Flag.CHECKPOINT)
+
+
+def test_the_gap_is_split_by_what_the_host_did() -> None:
+    """A device without work waits for the loader, or for the host's blocking collective; the rest is the host's."""
+    host = ((Kind.DATA, 0, 100, 30), (Kind.FORWARD, 0, 131, 1), (Kind.WAIT, 0, 140, 6), (Kind.STEP, 0, 100, 60))
+    spans = (device(0, Kind.FORWARD, 131, 9), device(0, Kind.BACKWARD, 150, 10), device(0, Kind.STEP, 100, 60))
+    table = joined(records(*host, *spans))
+
+    assert parts_ms(table) == {"data": 30, "forward": 9, "communication": 6, "backward": 10, "host": 5}
+
+
+def test_a_device_with_work_does_not_wait_for_the_loader() -> None:
+    """The host is ahead: its loader ran while the device was busy with the step before, and costs the job nothing."""
+    table = joined(
+        records(
+            (Kind.DATA, 0, 0, 30), (Kind.FORWARD, 0, 30, 1), (Kind.STEP, 0, 0, 31),
+            device(0, Kind.FORWARD, 100, 40), device(0, Kind.STEP, 98, 42),
+        )
+    )  # fmt: skip
+
+    assert parts_ms(table) == {"forward": 40, "host": 2}
+
+
+def test_a_wait_that_overlaps_a_phase_counts_in_the_gap_only() -> None:
+    """What the host waited while the device was inside of a phase is in the phase already."""
+    table = joined(
+        records(
+            (Kind.WAIT, 0, 5, 20), (Kind.STEP, 0, 0, 30), device(0, Kind.BACKWARD, 0, 20), device(0, Kind.STEP, 0, 30)
+        )
+    )
+
+    assert parts_ms(table) == {"backward": 20, "communication": 5, "host": 5}
+
+
+def test_device_times_that_come_late() -> None:
+    """The device is some steps behind: a step is known with its STEP, the others wait, whatever the pieces are."""
+    steps = [
+        (
+            (Kind.DATA, n, 10 * n, 2), (Kind.STEP, n, 10 * n, 10),
+            device(n - 3, Kind.FORWARD, 10 * n, 4), device(n - 3, Kind.STEP, 10 * n, 10),
+        )
+        for n in range(3, 20)
+    ]  # fmt: skip
+    first = [(Kind.STEP, n, 10 * n, 10) for n in range(3)]
+    whole = records(*first, *(row for step in steps for row in step))
+    at_once, joiner = joined(whole), DeviceSteps()
+    pieces = [joined(whole[first : first + 7], joiner) for first in range(0, len(whole), 7)]
+
+    assert at_once.step.tolist() == list(range(17))
+    assert [step for piece in pieces for step in piece.step.tolist()] == at_once.step.tolist()
+    assert np.concatenate([piece.parts_ns for piece in pieces]).tolist() == at_once.parts_ns.tolist()
+    assert not joined(whole[:0], joiner).step.tolist()
+
+
+def test_a_step_without_device_times_is_left_out() -> None:
+    """It was captured, or its marks were skipped: nothing is known of it, and nothing waits for it without end."""
+    joiner = DeviceSteps()
+    for n in range(3 * MAX_BEHIND_STEPS):
+        joined(records((Kind.DATA, n, 10 * n, 2), (Kind.STEP, n, 10 * n, 10)), joiner)
+    assert sum(map(len, joiner._hosts)) <= MAX_BEHIND_STEPS
+    assert len(joiner._waits.step) <= MAX_BEHIND_STEPS
+    last = 3 * MAX_BEHIND_STEPS
+    table = joined(records((Kind.STEP, last, 0, 10), device(last, Kind.STEP, 0, 9)), joiner)
+
+    assert (table.step.tolist(), parts_ms(table)) == ([last], {"host": 9})
+
+
+def test_lack_of_a_cpu_counts_where_the_device_had_no_work() -> None:
+    """In the gap it held up the device; while that had work it held up nothing."""
+    made = records((Kind.STEP, 0, 0, 10), device(0, Kind.FORWARD, 0, 6), device(0, Kind.STEP, 0, 10))
+    host = assemble_steps(made)
+    host.ready_ns[:] = 3 * MS
+    table = DeviceSteps().add(made, host)
+
+    ready_ms = dict(zip(PARTS, (table.ready_ns[0] / MS).tolist(), strict=True))
+    assert {part: ms for part, ms in ready_ms.items() if ms} == {"data": 3, "host": 3}
+
+
+SPAN = st.tuples(st.sampled_from([Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER]), st.integers(0, 20), st.integers(0, 20))
+
+
+@given(st.lists(st.tuples(st.lists(SPAN, max_size=4), st.lists(st.tuples(st.integers(0, 99), st.integers(1, 40))))))
+def test_parts_add_up(steps: list[tuple[list[tuple[Kind, int, int]], list[tuple[int, int]]]]) -> None:
+    """Whatever phases, stalls and waits there are, a step's parts are its duration, and none is negative."""
+    rows: list[Row] = []
+    for number, (spans, waits) in enumerate(steps):
+        at = begin = 1000 * number
+        rows += [(Kind.DATA, number, begin + start, duration) for start, duration in waits]
+        rows.append((Kind.STEP, number, begin, 100))
+        for kind, gap, duration in spans:
+            at += gap
+            if duration > 2:
+                rows.append(device(number, Kind.WAIT, at + 1, duration // 2))
+            rows.append(device(number, kind, at, duration))
+            at += duration
+        rows.append(device(number, Kind.STEP, begin, at - begin + 5))
+    table = joined(records(*rows))
+
+    assert table.step.tolist() == list(range(len(steps)))
+    assert (table.parts_ns >= 0).all()
+    assert table.parts_ns.sum(axis=1).tolist() == table.duration_ns.tolist()
+
+
+@pytest.mark.parametrize("rounding", [-1, 0, 1])
+def test_marks_that_two_spans_share(rounding: int) -> None:
+    """A stall ends with the backward pass: the same mark, but for a rounding of a nanosecond."""
+    made = records(
+        (Kind.STEP, 0, 0, 40), device(0, Kind.WAIT, 20, 10), device(0, Kind.BACKWARD, 10, 20),
+        device(0, Kind.STEP, 0, 40),
+    )  # fmt: skip
+    made["duration_ns"][1] += rounding
+
+    assert parts_ms(joined(made)) == pytest.approx({"communication": 10, "backward": 10, "host": 20}, abs=1e-5)
