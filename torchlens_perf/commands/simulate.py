@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.stragglers.episodes import Episode
     from torchlens_perf.analysis.stragglers.placement import Placement
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.simulate.rings import SimulatedDevice
     from torchlens_perf.simulate.simulation import Simulation, Topology
 
 _MAX_LINES = 16
@@ -53,6 +54,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--noise", type=float, default=0.1, help="times what was recorded; default 0.1: 2 %% of a step")
     parser.add_argument("--spread", type=float, default=0.003, help="lasting differences between ranks; default 0.003")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", action="store_true", help="the work is on a device, and judged by its clock")
+    parser.add_argument("--late-steps", type=int, default=1, help="after how many steps a device tells its times")
+    parser.add_argument("--missing", type=float, default=0.0, help="share of steps of which a device tells nothing")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run directory to make")
     parser.add_argument("--rows", action="store_true", help="judge only: any number of ranks, no files")
     parser.set_defaults(command=simulate)
@@ -73,6 +77,10 @@ def simulate(options: argparse.Namespace) -> int:
         spread=options.spread,
         work_ns=options.step_ms * 1e6,
     )
+    if options.late_steps < 0 or not 0 <= options.missing < 1:
+        raise ConfigError("--late-steps must be 0 or more, --missing 0 or more and below 1")
+    if options.rows and options.device:
+        raise ConfigError("--rows has no devices: leave out --rows or --device")
     if options.rows:
         return _rows(simulation, options.steps)
     return _rings(simulation, options)
@@ -99,7 +107,7 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
     from torchlens_perf.report.run_report import run_report
     from torchlens_perf.report.terminal import show
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.simulate.rings import MAX_RANKS
+    from torchlens_perf.simulate.rings import MAX_RANKS, SimulatedDevice
 
     if simulation.topology.ranks > MAX_RANKS:
         raise ConfigError(f"ring files are for {MAX_RANKS} ranks at most, not {simulation.topology.ranks}: use --rows")
@@ -110,12 +118,15 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
         raise RunStoreError(f"{run.path} is a run directory already")
     run.create()
     note = f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed {options.seed}"
-    record(simulation, options.steps, run, note)
+    device = SimulatedDevice(options.late_steps, options.missing) if options.device else None
+    record(simulation, options.steps, run, note, device)
     show(run_report(run), sys.stdout, str(run.path))
     return 0
 
 
-def record(simulation: Simulation, steps: int, run: RunDirectory, note: str) -> None:
+def record(
+    simulation: Simulation, steps: int, run: RunDirectory, note: str, device: SimulatedDevice | None = None
+) -> None:
     """Writes the run's ring files and has the ordinary sidecar read them, a block after the other.
 
     One sidecar reads the ranks of all hosts, as if they were of one. note: what the report says of the run's origin.
@@ -136,7 +147,7 @@ def record(simulation: Simulation, steps: int, run: RunDirectory, note: str) -> 
     begin_unix_ns = time.time_ns() - math.ceil(1.5 * steps * simulation.work_ns)
     ranks = [
         # A sidecar's ranks share one monotonic clock: it shows the sidecar which records can be of one collective.
-        SimulatedRank(run, host, topology, rank, Anchor(10**12, begin_unix_ns, 0), note)
+        SimulatedRank(run, host, topology, rank, Anchor(10**12, begin_unix_ns, 0), note, device)
         for rank in range(topology.ranks)
     ]
     sidecar = Sidecar(run, host, exporter, write_report)

@@ -3,12 +3,16 @@
 Everything downstream is as in a real run: the same recorder, the same files, the ordinary sidecar. A rank's step is
 data, forward, backward, the gradients' all-reduce, the optimizer with an all-reduce of the gradients' norm over all
 ranks, and host code; tensor-parallel neighbours wait for each other at the end of forward and of backward.
+
+On a device, the host issues a step's work in little time and waits for the device at the step's end, as for a loss;
+what the device did is told some steps later.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +22,7 @@ import numpy as np
 from torchlens_perf.config import Config
 from torchlens_perf.recorder.session import Session
 from torchlens_perf.run.directory import create_ring
-from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.identity import DeviceClock, Identity
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind
@@ -35,6 +39,8 @@ _WORLD = "0"
 _LAYERS = 4  # of each pipeline stage
 _BYTES = {"dp": 1 << 28, "tp": 1 << 25, "world": 4}  # gradients, activations, and their norm
 _RING_RECORDS = 4096  # a block of steps has some 600
+_ISSUING = 0.05  # of a phase's time on the device: what issuing it takes the host
+_CLOCK: DeviceClock = {"clock": "simulated events", "error_ns": 0, "captured": 0, "skipped": 0, "unread": 0}
 _PHASES = {
     "data": (Kind.DATA, "data"),
     "forward": (Kind.FORWARD, "forward Transformer"),
@@ -52,6 +58,16 @@ class HandClock:
 
     def __call__(self) -> int:
         return self.now_ns
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedDevice:
+    """How the ranks' devices tell their times."""
+
+    late_steps: int = 1
+    """After how many steps a step's times are told."""
+    missing: float = 0.0
+    """Share of the steps of which nothing is told, as of captured ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +102,24 @@ class Timeline:
 class SimulatedRank:
     """One rank: its ring file and its recorder. One thread; close() ends both."""
 
-    def __init__(self, run: RunDirectory, sidecar_host: str, topology: Topology, rank: int, begin: Anchor, note: str):
-        """sidecar_host: the host whose sidecar reads it. begin: when its first step begins, by its host's clock."""
+    def __init__(
+        self,
+        run: RunDirectory,
+        sidecar_host: str,
+        topology: Topology,
+        rank: int,
+        begin: Anchor,
+        note: str,
+        device: SimulatedDevice | None = None,
+    ) -> None:
+        """sidecar_host: the host whose sidecar reads it. begin: when its first step begins, by its host's clock.
+
+        device: that its work is on; None: it computes on the CPU.
+        """
         self.rank = rank
+        self._device = device
+        self._untold: deque[tuple[int, ...]] = deque()  # DEVICE records of steps that are told later
+        self._random = np.random.default_rng(rank)
         self.clock = HandClock(begin.monotonic_ns)
         self.identity = identity_of(run, topology, rank)
         config = Config(ring_records=_RING_RECORDS, telemetry=False, capture="off", build_tap=False, exchange=False)
@@ -110,16 +141,20 @@ class SimulatedRank:
         self._group_of = {group.dimension: name for name, group in groups.items()}
         for name, group in groups.items():
             self._session.add_group(name, group.members, group.description)
-        self._session.modules_timed(modules, device="cpu", all_levels=True)
+        self._session.modules_timed(modules, device="cpu" if device is None else "cuda", all_levels=True)
+        if device is not None:
+            self._session.publish(device=_CLOCK)
         self._session.note(note)
         run.register_ring(sidecar_host, ring.path)
 
     def record(self, timeline: Timeline) -> None:
         """Writes a block of steps. The sidecar has read what was written before, or it is lost."""
+        step = self._step if self._device is None else self._step_on_device
         for index in range(len(timeline.steps)):
-            self._step(timeline, index)
+            step(timeline, index)
 
     def close(self) -> None:
+        self._tell_device_times(self._recorder.step)
         self._session.close({})
 
     def _step(self, timeline: Timeline, index: int) -> None:
@@ -141,6 +176,56 @@ class SimulatedRank:
         with self._phase("optimizer"):
             self._wait("world", int(timeline.norm_ns[self.rank, index]))
             self.clock.now_ns += own["optimizer"]
+        self._end_step(timeline, index, end_ns)
+
+    def _step_on_device(self, timeline: Timeline, index: int) -> None:
+        begin_ns, end_ns = self.clock.now_ns, self.clock.now_ns + int(timeline.duration_ns[index])
+        own = dict(zip(OWN_PARTS, timeline.parts_ns[self.rank, index].tolist(), strict=True))
+        in_forward_ns, in_backward_ns = timeline.tensor_wait_ns[self.rank, index].tolist()
+        gradients_ns, norm_ns = (int(each[self.rank, index]) for each in (timeline.gradients_ns, timeline.norm_ns))
+        # By phase, in the device's order: work, what the stream waits for, and then work again.
+        phases = {
+            "forward": [(Kind.FORWARD, own["forward"]), ("tp", in_forward_ns)],
+            "backward": [
+                (Kind.RECOMPUTE, own["recompute"]), (Kind.BACKWARD, own["backward"]), ("tp", in_backward_ns),
+                ("dp", gradients_ns),
+            ],
+            "optimizer": [("world", norm_ns), (Kind.OPTIMIZER, own["optimizer"])],
+        }  # fmt: skip
+        told = self._device is not None and self._random.random() >= self._device.missing
+        with self._phase("data"):
+            self.clock.now_ns += own["data"]
+        at_ns = self.clock.now_ns  # the device had no work until here
+        for part, pieces in phases.items():
+            phase_ns = at_ns
+            with self._phase(part):
+                self.clock.now_ns += round(_ISSUING * sum(duration_ns for _, duration_ns in pieces))
+            for what, duration_ns in pieces:
+                if isinstance(what, Kind):
+                    if what == Kind.RECOMPUTE and duration_ns:
+                        self._on_device(Kind.RECOMPUTE, at_ns, duration_ns, told=told)
+                elif what in self._group_of:
+                    self._collective(what, at_ns, duration_ns, Flag.COMPLETED | Flag.DEVICE)
+                    self._on_device(Kind.WAIT, at_ns, duration_ns, told=told)
+                at_ns += duration_ns
+            self._on_device(_PHASES[part][0], phase_ns, at_ns - phase_ns, told=told)
+        self._on_device(Kind.STEP, begin_ns, end_ns - begin_ns, told=told)
+        step = self._recorder.step
+        self._end_step(timeline, index, end_ns)
+        self._tell_device_times(step - (self._device.late_steps if self._device else 0))
+
+    def _on_device(self, kind: Kind, start_ns: int, duration_ns: int, *, told: bool) -> None:
+        """A span by the device's clock, which is told later, or never."""
+        behind_ns = max(0, start_ns + duration_ns - self.clock.now_ns)
+        if told:
+            row = (int(Kind.DEVICE), self._wait_id, self._recorder.step, start_ns, duration_ns, 0, int(kind), behind_ns)
+            self._untold.append(row)
+
+    def _tell_device_times(self, until_step: int) -> None:
+        while self._untold and self._untold[0][2] <= until_step:
+            self._recorder.record_completed(*self._untold.popleft())
+
+    def _end_step(self, timeline: Timeline, index: int, end_ns: int) -> None:
         self.clock.now_ns = end_ns  # the rest is the host's
         workload, flags = int(timeline.steps.workload[self.rank, index]), int(timeline.steps.flags[self.rank, index])
         self._recorder.next_step(flags, 0, 1 | (workload + 1) << WORKLOAD_SHIFT)
@@ -160,17 +245,19 @@ class SimulatedRank:
 
     def _wait(self, dimension: str, wait_ns: int) -> None:
         """A collective over a group, and the waiting for it."""
-        group = self._group_of.get(dimension)
-        if group is None:
+        if dimension not in self._group_of:
             return
-        name_id = self._intern(f"allreduce group={group} dtype=bfloat16")
-        sequence = self._sequences[group] = self._sequences.get(group, -1) + 1
         start_ns = self.clock.now_ns
         self._recorder.begin(Kind.WAIT, self._wait_id)
         self.clock.now_ns += wait_ns
         self._recorder.end(Kind.WAIT, self._wait_id)
-        size = _BYTES[dimension]
-        self._recorder.record_span(Kind.COLLECTIVE, name_id, start_ns, wait_ns, int(Flag.COMPLETED), size, sequence)
+        self._collective(dimension, start_ns, wait_ns, Flag.COMPLETED)
+
+    def _collective(self, dimension: str, start_ns: int, duration_ns: int, flags: Flag) -> None:
+        group, size = self._group_of[dimension], _BYTES[dimension]
+        name_id = self._intern(f"allreduce group={group} dtype=bfloat16")
+        sequence = self._sequences[group] = self._sequences.get(group, -1) + 1
+        self._recorder.record_span(Kind.COLLECTIVE, name_id, start_ns, duration_ns, int(flags), size, sequence)
 
 
 def identity_of(run: RunDirectory, topology: Topology, rank: int) -> Identity:
