@@ -1,0 +1,85 @@
+"""Simulated ranks whose work is on a device: judged by the device's clock, which tells its times late or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.simulate.test_simulated_runs import verdicts
+from tests.support.ranks import make_run
+from tests.support.simulations import judged, simulation
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.stragglers.detector import Findings
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST
+from torchlens_perf.commands.simulate import record
+from torchlens_perf.report.build import build
+from torchlens_perf.sidecar.replay import replay
+from torchlens_perf.simulate.rings import SimulatedDevice
+
+STEPS = 160
+FAULTS = [
+    "constant:rank=3,share=0.1,phase=forward,since=64", "constant:rank=2,share=0.1,phase=data",
+    "constant:rank=1,share=0.1,phase=backward", "constant:rank=6,share=0.1,phase=optimizer",
+    "constant:rank=4,share=0.1,phase=host", "moving:ranks=1+4,share=0.1,every=70", "",
+]  # fmt: skip
+
+
+def recorded(folder: Path, fault: str, device: SimulatedDevice | None) -> Findings:
+    """What the sidecar finds in a run of such ranks."""
+    run = make_run(folder)
+    made = simulation(*([fault] if fault else []), noise=0.05)
+    record(made, STEPS, run, "note", device)
+    (state,) = node_state.load_all(run)
+    by = {process.judged_by for process in state.processes.values()}
+    assert by == {HOST if device is None else DEVICE}
+    return state.findings
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_judged_as_by_the_host_where_that_shows_it(fault: str, tmp_path: Path) -> None:
+    """The same faults on a device, of which the host's times show nothing, lead to the verdicts of a CPU's run."""
+    found = recorded(tmp_path, fault, SimulatedDevice())
+    expected = judged(simulation(*([fault] if fault else []), noise=0.05), STEPS)
+
+    assert verdicts(found) == verdicts(expected)
+    assert bool(found.episodes) == bool(fault)
+
+
+@pytest.mark.parametrize("late_steps", [0, 7, 64])
+def test_device_times_that_come_late_or_never(late_steps: int, tmp_path: Path) -> None:
+    """The device is up to 64 steps behind, and tells nothing of one step in twenty, another one on each rank."""
+    found = recorded(tmp_path, FAULTS[1], SimulatedDevice(late_steps, missing=0.05))
+
+    assert [(each.rank, each.phase) for each in found.episodes] == [(2, "data")]
+    assert found.compared == 8
+
+
+def test_the_hosts_times_show_nothing(tmp_path: Path) -> None:
+    """A device that tells nothing: nobody is named, and the report does not say that nobody stands out."""
+    run = make_run(tmp_path)
+    record(simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(missing=1.0))
+    report = build(run.run_id, node_state.load_all(run))
+    kinds = [verdict["kind"] for verdict in report["verdicts"]]
+
+    assert "straggler" not in kinds
+    assert kinds[0] == "not_compared"
+
+
+def test_a_replay_says_the_same(tmp_path: Path) -> None:
+    """What is rebuilt from the kept records is judged by the device's clock too."""
+    run = make_run(tmp_path)
+    record(simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(3, 0.05))
+    (live,) = node_state.load_all(run)
+    (path,) = run.nodes.glob("*.json")
+    path.unlink()
+    replay(run, None)
+    (again,) = node_state.load_all(run)
+
+    assert verdicts(again.findings) == verdicts(live.findings)
+    assert {process.judged_by for process in again.processes.values()} == {DEVICE}
+    work_ns = [
+        {key: process.statistics.device.work.sum_ns for key, process in each.processes.items()}
+        for each in (live, again)
+    ]
+    assert work_ns[0] == work_ns[1]
