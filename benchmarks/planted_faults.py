@@ -70,7 +70,7 @@ def _run_group(truths: list[Truth], out: Path) -> str:
         command = [sys.executable, "-m", "benchmarks.planted_training", "--out", str(out)]
         command += ["--store", f"{folder}/store", *(f"{truth.kind}:{truth.seed}" for truth in truths)]
         with started(command, RANKS, out) as ranks:
-            return _wait(ranks, time.monotonic() + RUN_TIMEOUT_S * len(truths))
+            return wait(ranks, time.monotonic() + RUN_TIMEOUT_S * len(truths))
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def started(command: list[str], ranks: int, out: Path) -> Iterator[list[subproce
             process.wait()
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> str:
+def wait(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> str:
     """Waits until all have ended, or the first one failed: the others would wait for it."""
     while time.monotonic() < deadline_s:
         codes = [process.poll() for process in ranks]

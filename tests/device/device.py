@@ -8,7 +8,6 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys

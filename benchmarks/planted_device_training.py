@@ -1,0 +1,237 @@
+"""What each rank of the campaign on devices runs: a small model on an asynchronous device, with a fault.
+
+A loop as a user writes it: a DataLoader, forward, loss, backward, AdamW, under `perf.watch` with its live sidecar. Its
+parallelism is DistributedDataParallel, fully_shard, or a tensor-parallel plan. One group of processes does a list of
+runs, each with a fresh model, a fresh watch and a folder of its own. Started by planted_devices.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import torchlens_perf as perf
+from benchmarks.planted_device_truth import KERNEL_MS, plant
+from benchmarks.planted_training import Planted, wait_for_sidecar
+from benchmarks.planted_truth import Truth
+from tests.device import device
+
+WIDTH, BLOCKS, BATCH, BUCKET_MIB = 32, 4, 8, 0.02
+GROUP_TIMEOUT_S = 120
+
+
+class SpinInBackward(torch.autograd.Function):
+    """The identity, in whose backward pass a kernel takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        device.spin(ctx.seconds)
+        return gradients[0], None
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Random batches; the loader of a slow rank waits."""
+
+    def __init__(self, truth: Truth, rank: int, planted: Planted, micro_steps: int) -> None:
+        self._count, self._planted, self._micro_steps = truth.steps * micro_steps, planted, micro_steps
+        self._generator = torch.Generator().manual_seed(truth.seed * 64 + rank)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        fault = self._planted.now("data")
+        if fault is not None and fault.ms is not None and index % self._micro_steps == 0:
+            time.sleep(fault.ms / 1e3)
+        x = torch.randn(BATCH, WIDTH, generator=self._generator)
+        return x, x.roll(1, 0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Blocks; what is planted in forward and backward lies in the middle. On two streams, the head runs on another."""
+
+    def __init__(self, planted: Planted, two_streams: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.side, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self._planted = planted
+        self._stream = torch.Stream(device.NAME) if two_streams else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: shape [batch, WIDTH]. Returns the same shape."""
+        side: Tensor | None = None
+        if self._stream is not None:
+            main = torch.accelerator.current_stream()
+            self._stream.wait_stream(main)
+            with self._stream:
+                side = self.side(x)
+        for index, block in enumerate(self.blocks):
+            if index == BLOCKS // 2:
+                x = self._pause(x)
+            x = block(x)
+        if side is not None and self._stream is not None:
+            torch.accelerator.current_stream().wait_stream(self._stream)
+        else:
+            side = self.side(x)
+        return self.head(x) + side
+
+    def _pause(self, x: Tensor) -> Tensor:
+        fault = self._planted.now("forward")
+        if fault is not None and fault.ms is not None:
+            device.spin(fault.ms / 1e3)
+        fault = self._planted.now("backward")
+        if fault is not None and fault.ms is not None:
+            x = SpinInBackward.apply(x, fault.ms / 1e3)
+        return x
+
+
+class Loop:
+    """A fresh model, optimizer and loader with this rank's faults in them. Collective: all ranks make one together."""
+
+    def __init__(self, truth: Truth, rank: int) -> None:
+        torch.manual_seed(truth.seed)
+        self.way, _, self.what = truth.kind.partition("-")
+        self.micro_steps = 2 if "accumulation" in self.what else 1
+        self.planted = Planted(truth, rank)
+        model = Model(self.planted, self.what == "two_streams").to(device.NAME)
+        mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
+        self.model: Any = model
+        if self.way == "ddp":
+            self.model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB)
+        elif self.way == "fsdp":
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        else:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            for block in model.blocks:
+                parallelize_module(block, mesh, plan)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.optimizer.register_step_pre_hook(lambda *_: self._spin("optimizer"))
+        # Of a tensor-parallel group all ranks compute on the same batch.
+        seen_by = 0 if self.way == "tensor" else rank
+        self.loader = DataLoader(Samples(truth, seen_by, self.planted, self.micro_steps), batch_size=None)
+
+    def train(self) -> list[float]:
+        """The user's loop. Returns each step's seconds on the host."""
+        seconds, begin_s = [], time.perf_counter()
+        slow = self.planted.now("compute")
+        for index, (x, y) in enumerate(self.loader):
+            last = (index + 1) % self.micro_steps == 0
+            with self._syncs(last):
+                loss = F.mse_loss(self.model(x.to(device.NAME)), y.to(device.NAME))
+                loss.backward()
+            if not last:
+                continue
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if "item" in self.what:
+                loss.item()
+            self.planted.step += 1
+            fault = self.planted.now("host")
+            if fault is not None and fault.ms is not None:
+                time.sleep(fault.ms / 1e3)
+            if slow is None:
+                slow = self.planted.now("compute")
+                if slow is not None and slow.share is not None:
+                    device.set_slowness(1 + slow.share)
+            now_s = time.perf_counter()
+            seconds.append(now_s - begin_s)
+            begin_s = now_s
+        device.set_slowness(1.0)
+        torch.accelerator.synchronize()
+        return seconds
+
+    def _syncs(self, last: bool) -> AbstractContextManager[Any]:
+        if self.way == "ddp" and not last:
+            return self.model.no_sync()  # type: ignore[no-any-return]
+        if self.way == "fsdp":
+            self.model.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+
+    def _spin(self, phase: str) -> None:
+        fault = self.planted.now(phase)
+        if fault is not None and fault.ms is not None:
+            device.spin(fault.ms / 1e3)
+
+
+def record(truth: Truth, out: Path, rank: int) -> str:
+    """One run under perf.watch, in its own folder; the truth is written last. Returns a line on how it went."""
+    folder = out / truth.name
+    if rank == 0 and folder.exists():
+        shutil.rmtree(folder)  # broken off
+    loop = Loop(truth, rank)
+    dist.barrier()
+    with perf.watch(loop.model, loop.optimizer, dir=str(folder)) as watch:
+        seconds = loop.train()
+    if rank == 0 and watch.run_dir is not None:
+        wait_for_sidecar(watch.run_dir)
+        partial = folder / "truth.partial"
+        partial.write_text(json.dumps({**truth.to_json(), "run": watch.run_dir.name}, indent=1))
+        partial.rename(folder / "truth.json")
+    dist.barrier()
+    return f"step {1e3 * statistics.median(seconds):.1f} ms"
+
+
+def main(done: Callable[[Truth, str], None] = lambda truth, how: print(f"{truth.name}  {how}", flush=True)) -> None:
+    """One rank, of the group that planted_devices.py starts (RANK, WORLD_SIZE, and a file to meet at)."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="KIND:SEED")
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--store", type=Path, required=True, help="file that the ranks meet at")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    device.load()
+    device.set_kernel_time(KERNEL_MS / 1e3)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, timeout = dist.FileStore(str(asked.store), ranks), datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group(device.NAME, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    for each in asked.runs:
+        kind, _, seed = each.partition(":")
+        truth = plant(kind, int(seed), ranks, **({"steps": asked.steps} if asked.steps else {}))
+        how = record(truth, asked.out, rank)
+        gc.collect()  # the model and its buckets, before the next one
+        if rank == 0:
+            done(truth, how)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

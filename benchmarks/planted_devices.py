@@ -1,0 +1,107 @@
+"""The campaign on devices: real runs on asynchronous devices with a fault planted in one of them, and who is named.
+
+    python -m benchmarks.planted_devices record --ways ddp fsdp --seeds 0-5 --out FOLDER
+    python -m benchmarks.planted_devices judge --out FOLDER
+
+The device is the tests' own (tests/device): streams are threads, the host only issues work, collectives are ordered in
+streams as NCCL's. `record` leaves FOLDER/KIND-SEED/ with the run directory and truth.json; it goes on where it was
+broken off. `judge` prints what the live sidecars have said, and beside it who is named by the same runs' host times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.measure import Table
+from benchmarks.planted_device_truth import CLEAN, FAULTS, KINDS, RANKS, WAYS, plant
+from benchmarks.planted_faults import RUN_TIMEOUT_S, seeds, started, wait
+from benchmarks.planted_truth import Truth
+from benchmarks.planted_verdicts import Score, StragglerSummary, judged_again, run_directory, score, slowest_step
+from torchlens_perf.analysis import node_state
+
+RUNS_PER_GROUP = 15  # then fresh processes
+JUDGES = {
+    "torchlens_perf": lambda folder: live(folder),
+    "by host times": judged_again,
+    "slowest step": slowest_step,
+}
+
+
+def live(folder: Path) -> StragglerSummary | None:
+    """What the live sidecar has said at the end: the costliest of those that are slow."""
+    states = node_state.load_all(run_directory(folder))
+    findings = max((state.findings for state in states), key=lambda each: each.compared)
+    return StragglerSummary(findings.episodes[0].rank, findings.episodes[0].phase) if findings.episodes else None
+
+
+def record(truths: list[Truth], out: Path, ranks: int) -> int:
+    """Records the runs that `out` does not hold yet. Returns the exit code: 1 where ranks fail twice in a row."""
+    out.mkdir(parents=True, exist_ok=True)
+    fruitless = 0
+    while missing := [truth for truth in truths if not (out / truth.name / "truth.json").exists()]:
+        print(f"{len(truths) - len(missing)} of {len(truths)} recorded", flush=True)
+        group = missing[:RUNS_PER_GROUP]
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "benchmarks.planted_device_training", "--out", str(out)]
+            command += ["--store", f"{folder}/store", *(f"{truth.kind}:{truth.seed}" for truth in group)]
+            with started(command, ranks, out) as processes:
+                failed = wait(processes, time.monotonic() + RUN_TIMEOUT_S * len(group))
+        if failed:
+            print(f"the group ended: {failed}; see {out / 'rank*.log'}", file=sys.stderr, flush=True)
+        fruitless = fruitless + 1 if not (out / group[0].name / "truth.json").exists() else 0
+        if fruitless == 2:
+            return 1
+    return 0
+
+
+def print_judgement(out: Path, truths: list[Truth], each: bool) -> int:
+    """Prints a table of faults and judges. Returns 1 if nothing is recorded."""
+    there = [(out / truth.name, truth) for truth in truths if (out / truth.name / "truth.json").exists()]
+    found: dict[tuple[str, str], list[Score]] = {}
+    for folder, truth in there:
+        answers = {name: judge(folder) for name, judge in JUDGES.items()}
+        way, _, what = truth.kind.partition("-")
+        for name, answer in answers.items():
+            for group in (what, f"all of {way}", "all" if truth.faults else "all clean"):
+                if not group.startswith("all of") or truth.faults:
+                    found.setdefault((group, name), []).append(score(truth, answer))
+        if each:
+            planted = ", ".join(f"rank {fault.rank} {fault.phase} {fault.ms or ''}" for fault in truth.faults)
+            said = (f"{name}: {f'{one.rank} {one.phase}' if one else 'none'}" for name, one in answers.items())
+            print(f"{truth.name}: planted {planted or 'nothing'}; {'; '.join(said)}")
+    table = Table("what", "runs", *(f"{name}: {what}" for name in JUDGES for what in ("rank", "phase", "named")))
+    for group in dict.fromkeys(group for group, _ in found):
+        cells = []
+        for name in JUDGES:
+            scores = found[group, name]
+            for field in ("right_rank", "right_phase", "named"):
+                cells.append(f"{sum(getattr(one, field) for one in scores)}/{len(scores)}")
+        table.row(group, len(found[group, next(iter(JUDGES))]), *cells)
+    return 0 if there else 1
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("record", "judge"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--faults", nargs="+", choices=(*FAULTS, *CLEAN), default=[*FAULTS, *CLEAN])
+    parser.add_argument("--seeds", type=seeds, default=seeds("0-1"), help="like 0-19 or 3,5")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--each", action="store_true", help="a line for every run")
+    asked = parser.parse_args()
+    kinds = [kind for kind in KINDS if kind.partition("-")[0] in asked.ways and kind.partition("-")[2] in asked.faults]
+    truths = [plant(kind, seed, asked.ranks) for seed in asked.seeds for kind in kinds]
+    out: Path = asked.out.absolute()
+    if asked.command == "judge":
+        return print_judgement(out, truths, asked.each)
+    return record(truths, out, asked.ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
