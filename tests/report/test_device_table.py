@@ -47,14 +47,22 @@ class Gpu(Rank):
         for _ in range(count):
             step = self.session.recorder.step
             self.steps(1, **HOST)
-            for kind, duration_ns in DEVICE.items():
-                self.late(kind, kind.name.lower(), step, round(scale * duration_ns), behind_ns)
+            self.device_step(step, behind_ns, scale)
 
-    def late(self, kind: Kind, name: str, step: int, duration_ns: int, behind_ns: int) -> None:
-        """A span by the device."""
+    def device_step(self, step: int, behind_ns: int, scale: float = 1.0, step_ns: int = DEVICE[Kind.STEP]) -> None:
+        """The phases of a step one after the other, and the step around them, which begins with its host's end."""
+        after_ns = 0
+        for kind, usual_ns in DEVICE.items():
+            duration_ns = round(scale * (step_ns if kind == Kind.STEP else usual_ns))
+            start_ns = 0 if kind == Kind.STEP else after_ns
+            self.late(kind, kind.name.lower(), step, duration_ns, behind_ns, start_ns)
+            after_ns += duration_ns
+
+    def late(self, kind: Kind, name: str, step: int, duration_ns: int, behind_ns: int, start_ns: int = 0) -> None:
+        """A span by the device. start_ns: after now."""
         name_id = self.session.intern(name)
         self.session.recorder.record_completed(
-            int(Kind.DEVICE), name_id, step, self.clock.now_ns, duration_ns, 0, int(kind), behind_ns
+            int(Kind.DEVICE), name_id, step, self.clock.now_ns + start_ns, duration_ns, 0, int(kind), behind_ns
         )
 
     def stamped(self, name: str, durations_ns: list[int], lost: int = 0) -> None:
@@ -229,8 +237,7 @@ def test_a_device_that_is_behind_is_what_limits_the_step(run: RunDirectory) -> N
     for _ in range(40):
         step = rank.session.recorder.step
         rank.steps(1, **HOST, host=30.0)
-        for kind, duration_ns in DEVICE.items():
-            rank.late(kind, kind.name.lower(), step, duration_ns, 28 * MS)
+        rank.device_step(step, 28 * MS)
     verdict = report_on(run, [rank])["verdicts"][-1]
     assert verdict["kind"] == "compute_bound"
     assert verdict["text"].startswith(

@@ -14,7 +14,7 @@ from torchlens_perf.analysis.alerts.log import OpenAlerts
 from torchlens_perf.analysis.causes.straggler_groups import NOBODY, StragglerSummary
 from torchlens_perf.analysis.collectives.join import CollectiveJoin, JoinState
 from torchlens_perf.analysis.statistics.hardware import Telemetry
-from torchlens_perf.analysis.statistics.rank import RankStatistics, WindowHistory, Windows
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics, WindowHistory, Windows
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings, place_of
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, JudgedSteps
 from torchlens_perf.analysis.stragglers.placement import Placement
@@ -97,8 +97,15 @@ class ProcessState:
             newly = judged.add(records, steps, on_device=self.on_device)
         self.judged_by = judged.by
         if newly is not None and judged.by == DEVICE:
-            self.statistics.device.add_steps(newly)
+            warm = newly.step >= (self.statistics.first_step or 0) + WARM_UP_STEPS
+            self.statistics.device.add_steps(newly.where(warm))
+            self.statistics.device_history.add(newly)
         return newly
+
+    def judged_windows(self) -> Windows:
+        """The history of the steps that it is judged by."""
+        of = self.statistics
+        return (of.device_history if self.judged_by == DEVICE else of.history).windows()
 
     @property
     def place(self) -> Placement:

@@ -62,7 +62,9 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         "run": _run(run_id, nodes, processes),
         "steps": _steps(processes, windows),
         "ranks": [_rank(rank, processes[rank]) for rank in sorted(processes)],
-        "heat": heat(windows, judging.findings, _places(processes)),
+        "heat": heat(
+            {rank: each.judged_windows() for rank, each in processes.items()}, judging.findings, _places(processes)
+        ),
         "modules": module_rows(processes),
         "sections": section_rows(processes),
         "device_sections": device_sections(processes),
@@ -157,8 +159,8 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
 def _device(processes: dict[int, ProcessState]) -> str | None:
     """What the ranks compute on, if that is another device than the CPU: "GPU", or torch's name of its kind."""
     kinds = {process.compute_device for process in processes.values()} - {"", "cpu"}
-    if any(process.statistics.device.steps for process in processes.values()):
-        kinds.add("cuda")  # also where no model was found
+    if not kinds and any(process.statistics.device.steps for process in processes.values()):
+        kinds.add("cuda")  # no model was found
     kind = min(kinds, default=None)
     return "GPU" if kind == "cuda" else kind
 

@@ -14,11 +14,22 @@ from torchlens_perf.report.tables import Column, FittingTable, in_bytes, note_on
 from torchlens_perf.run.sketch import merged
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import DeviceMemory, DeviceSection, DeviceTimes, Memory, Rank, Retries
+    from torchlens_perf.analysis.words.report import (
+        DeviceMemory,
+        DeviceSection,
+        DeviceTimes,
+        Distribution,
+        Memory,
+        Rank,
+        Retries,
+    )
     from torchlens_perf.run.oom_table import OutOfMemory
 
 _MAX_RANKS = 16
 _PHASES = ("forward", "recompute", "backward", "optimizer")
+_PARTS = ("data", *_PHASES, "communication", "host")
+_WORK, _WAIT = "work", "wait"
+_HEADERS = {"communication": _WAIT, "recompute": "recomp."}
 _BEHIND, _CAUGHT_UP = "behind", "caught up"
 _MAX_PLACES = 5
 _FRAGMENTED = "fragm."
@@ -48,6 +59,8 @@ def device_times(process: ProcessState) -> DeviceTimes | None:
             for phase, sketch in device.phases.items()
             if phase != "step"
         },
+        "work_s": distribution(device.work) if device.judged.count else None,
+        "parts": {part: sketch.sum_ns / 1e9 / device.judged.count for part, sketch in device.parts.items()},
         "behind_s": distribution(device.behind),
         "caught_up": device.caught_up_share,
     }
@@ -125,12 +138,13 @@ def device_table(ranks: Sequence[Rank]) -> FittingTable:
         Column("rank", [str(rank) for rank, _ in shown], left=True),
         Column("step", [duration_or_dash(device["step_s"]["p50_s"]) for device in devices]),
     ]
-    for phase in _PHASES:
-        times = [device["phases"].get(phase) for device in devices]
+    judged = any(device["parts"] for device in devices)
+    if judged:
+        columns.append(Column(_WORK, [_median(device["work_s"]) for device in devices], 0.95))
+    for part in _PARTS if judged else _PHASES:
+        times = [device["parts"].get(part) if judged else _phase_s(device, part) for device in devices]
         if any(times):
-            columns.append(
-                Column(phase, [or_dash(each, lambda each: duration(each["s_per_step"])) for each in times], 0.5)
-            )
+            columns.append(Column(_HEADERS.get(part, part), [or_dash(each, duration) for each in times], 0.5))
     behind = [duration_or_dash(device["behind_s"]["p50_s"]) for device in devices]
     columns.append(Column(_BEHIND, behind, 0.7))
     columns.append(Column(_CAUGHT_UP, [or_dash(device["caught_up"], percent) for device in devices], 0.8))
@@ -138,6 +152,10 @@ def device_table(ranks: Sequence[Rank]) -> FittingTable:
     def notes(headers: Sequence[str]) -> list[str]:
         lines = note_on_rest(shown, timed, "ranks whose devices take longest")
         lines.append(f"by {' and '.join(sorted({str(device['clock']) for device in devices}))}; phases: a step")
+        if _WORK in headers:
+            lines.append(f"{_WORK}: without {_WAIT}, which is what the device waited for other ranks")
+        if {"data", "host"} & set(headers):
+            lines.append("data, host: between the phases, where the device waited for the loader or other host code")
         if _BEHIND in headers:
             lines.append("behind: how long after the host the device ended a forward or backward pass, p50")
         if _CAUGHT_UP in headers:
@@ -145,6 +163,15 @@ def device_table(ranks: Sequence[Rank]) -> FittingTable:
         return lines
 
     return FittingTable("device time per step and rank", columns, notes)
+
+
+def _median(distribution: Distribution | None) -> str:
+    return "-" if distribution is None else duration_or_dash(distribution["p50_s"])
+
+
+def _phase_s(device: DeviceTimes, phase: str) -> float | None:
+    found = device["phases"].get(phase)
+    return None if found is None else found["s_per_step"]
 
 
 def memory_table(ranks: Sequence[Rank]) -> FittingTable:

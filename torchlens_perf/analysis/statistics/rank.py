@@ -226,6 +226,8 @@ class RankStatistics:
     micro_steps: int = 1
     flags_seen: int = 0
     history: WindowHistory = field(default_factory=WindowHistory)
+    device_history: WindowHistory = field(default_factory=WindowHistory)
+    """The same of its steps by the device's clock, where it is judged by that."""
     device: DeviceStatistics = field(default_factory=DeviceStatistics)
     memory: MemoryStatistics = field(default_factory=MemoryStatistics)
 

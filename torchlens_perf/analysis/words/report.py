@@ -157,6 +157,11 @@ class DeviceTimes(TypedDict):
     steps: int
     step_s: Distribution
     phases: dict[str, DevicePhase]
+    work_s: Distribution | None
+    """Of training steps: without what the compute stream waited for other ranks. None where not judged by device."""
+    parts: dict[str, float]
+    """What those steps are made of, in seconds a step; communication is that waiting, data and host what the device
+    waited for without work. Empty where the rank is not judged by its device."""
     behind_s: Distribution
     caught_up: float | None
 
