@@ -55,6 +55,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     """
     processes = _latest_attempt(nodes)
     windows = {rank: process.statistics.history.windows() for rank, process in processes.items()}
+    judged_windows = {rank: process.judged_windows() for rank, process in processes.items()}
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
     links = _links(nodes, processes)
     facts: Facts = {
