@@ -1,0 +1,1 @@
+"""An asynchronous device for tests."""
