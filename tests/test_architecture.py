@@ -79,7 +79,7 @@ THIRD_PARTY = {
     "pynvml": {"sidecar.telemetry.gpu"},
     "torch": {
         "commands.doctor", "commands.tap_build",
-        "cuda.aggregate", "cuda.events",
+        "cuda.aggregate",
         "hooks",
         "recorder",
         "sidecar.nodes.client",
