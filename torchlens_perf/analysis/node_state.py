@@ -24,7 +24,7 @@ from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.sketch import Sketch
 
-SCHEMA = 7
+SCHEMA = 8
 
 _T = TypeVar("_T")
 
