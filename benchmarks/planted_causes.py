@@ -20,6 +20,7 @@ from benchmarks.measure import Table
 from benchmarks.planted_cause_rank import STEPS
 from benchmarks.planted_faults import seeds, started
 from torchlens_perf.analysis.node_state import load_all
+from torchlens_perf.analysis.words.evidence import PastStragglerEvidence, StragglerEvidence
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 
@@ -44,9 +45,11 @@ def judge(folder: Path) -> tuple[int, int | None, list[str], str]:
     suspect, _, path = (folder / "truth").read_text().partition(" ")
     run = RunDirectory(Path(path))
     verdict = build(run.run_id, load_all(run))["verdicts"][0]
-    diagnosis = verdict["evidence"].get("diagnosis") or {"causes": []}
+    evidence = verdict["evidence"]
+    diagnosis = evidence.diagnosis if isinstance(evidence, StragglerEvidence | PastStragglerEvidence) else None
+    causes = () if diagnosis is None else diagnosis.causes
     named = verdict["rank"] if verdict["kind"] == "straggler" else None
-    return int(suspect), named, [cause["kind"] for cause in diagnosis["causes"]], verdict["text"]
+    return int(suspect), named, [cause.kind for cause in causes], verdict["text"]
 
 
 def main() -> int:

@@ -64,14 +64,16 @@ SHORT = {  # and why
 # Files of these compute on values: they know no file, no process and no clock.
 PURE_PACKAGES = {"analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes"}
 PURE = {
-    "analysis.alerts.alert", "analysis.alerts.log", "analysis.words.hang",
+    "analysis.alerts.alert", "analysis.alerts.log", "analysis.words.evidence", "analysis.words.hang",
     "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction", "recorder.sampling", "recorder.steps",
     "run.fitting", "run.memory_readings", "run.oom_table", "run.rank_ranges", "run.records", "run.sketch",
     "sidecar.nodes.messages", "sidecar.nodes.summary", "sidecar.schedule",
 }  # fmt: skip
 THIRD_PARTY = {
     "cupy": {"cuda.kernels"},
-    "msgspec": {"analysis.node_state", "commands.cli"},
+    "msgspec": {
+        "analysis.collectives.slow_link", "analysis.node_state", "analysis.words.evidence", "report.report_json",
+    },
     "nvtx": {"hooks.nvtx", "commands.doctor"},
     "opentelemetry": {"exporters"},
     "rich": {"report.heat_map", "report.rank_table", "report.tables", "report.terminal"},

@@ -15,7 +15,7 @@ from tests.report.test_device_table import HOST as PARTS_MS
 from tests.report.test_device_table import Gpu
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.sidecar.telemetry.test_log import FIRST, Rig
-from tests.support.findings import PLACES, episode, findings, hang
+from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.ranks import HOST
 from tests.support.tables import MS
 from torchlens_perf.analysis import node_state
@@ -29,12 +29,12 @@ from torchlens_perf.analysis.words.hang import RankStack
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.records import Verdict
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
 
-WHY = Diagnosis((Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),), ("GPUs",), (), {"gc_share": 0.5})
-LINKS = {"class": "slow_communication", "links": [{"group": "0", "ranks": [0, 1]}], "shared_ranks": []}
+WHY = Diagnosis(
+    (Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),), ("GPUs",), (), {"gc_share": 0.5}, {}
+)
 
 
 @pytest.fixture
@@ -73,8 +73,7 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
     slow = findings(episode(3), episode(5, until=180, cost_ns=1 / 3), usual=(Usual("a", "0-7", 5e6, 1e6),))
     named = name(slow, PLACES, diagnosed=lambda group: WHY)
     log = AlertLog("run")
-    links = Verdict("slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow.", LINKS)
-    log.changes(0, slow, None, PLACES, 0, verdicts=[links])
+    log.changes(0, slow, None, PLACES, 0, verdicts=[slow_links((0, 1))])
     return dataclasses.replace(
         sidecar.state, dropped_segments=2, unwritten_records=3, notes=["one"], passing_notes=["two"], findings=slow,
         named=dataclasses.replace(

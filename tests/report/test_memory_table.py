@@ -170,7 +170,6 @@ def test_a_rank_that_ran_out_of_memory_comes_first(run: RunDirectory) -> None:
         "42.9 GB  96 blocks, 96 of them new  Net > Block > Mlp"
     ]
     assert "            train.py:40 main" in lines
-    json.dumps(report, allow_nan=False)
 
 
 def test_memory_that_runs_out_in_the_first_step(run: RunDirectory) -> None:

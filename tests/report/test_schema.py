@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.analysis.words.test_bottleneck import BASE, state_of
 from tests.report import test_device_table as device
 from tests.report import test_memory_table as memory
 from tests.report.test_report import WORK, report_on
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.sidecar.telemetry.test_log import FIRST, SECOND_GPU, Rig
 from tests.support.collectives import Issued, joined
+from tests.support.findings import episode, findings
 from tests.support.ranks import HOST, Rank
-from tests.support.reports import checked
+from tests.support.reports import as_json, checked, problem
 from tests.support.simulations import simulation
 from tests.support.tables import MS
 from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
+from torchlens_perf.analysis.causes.straggler_groups import StageImbalance, StragglerGroup, StragglerSummary
 from torchlens_perf.analysis.node_state import NodeState
-from torchlens_perf.analysis.words.hang import OpenHang
+from torchlens_perf.analysis.stragglers.episodes import Episode
+from torchlens_perf.analysis.words import evidence
+from torchlens_perf.analysis.words.hang import HangEvidence, OpenHang, RankStack
 from torchlens_perf.commands.cli import main
 from torchlens_perf.commands.simulate import record
+from torchlens_perf.report import report_json
 from torchlens_perf.report.build import build
 from torchlens_perf.report.captures import captures
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.ring import Kind
+from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.simulate.simulation import Topology
 
@@ -43,6 +54,9 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert top["properties"]["ranks"]["items"] == {"$ref": "#/$defs/Rank"}
     assert schema["$defs"]["Rank"]["properties"]["step_s"] == {"$ref": "#/$defs/Distribution"}
     assert {"type": "null"} in schema["$defs"]["Distribution"]["properties"]["p50_s"]["anyOf"]
+    assert {each["properties"]["kind"]["const"] for each in schema["$defs"]["VerdictRow"]["anyOf"]} == set(
+        evidence.EVIDENCE
+    )
 
 
 def test_a_check_that_can_fail() -> None:
@@ -51,8 +65,118 @@ def test_a_check_that_can_fail() -> None:
     wrong_type = {**report, "steps": {**report["steps"], "count": "0"}}
     wrong = [{**report, "more": 1}, {key: report[key] for key in report if key != "links"}, wrong_type]
     for each in wrong:
-        with pytest.raises((AssertionError, ValueError)):
+        with pytest.raises(AssertionError):
             checked(each)
+
+
+def node(parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, **changed: Any) -> NodeState:
+    """A node whose ranks make steps of these parts, in ms. changed: fields of the node, and of its processes.
+
+    device_ms: by phase, and "step", what its devices took. caught_up: of 10 passes.
+    """
+    of_node = {each.name: changed.pop(each.name) for each in dataclasses.fields(NodeState) if each.name in changed}
+    device_ms, caught_up = changed.pop("device_ms", {}), changed.pop("caught_up", 0)
+    states = [state_of(rank, ranks, [{**BASE, **(parts or {})} for _ in range(steps)]) for rank in range(ranks)]
+    for state in states:
+        for phase, each_ms in device_ms.items():
+            sketch = state.statistics.device.phases[phase] = Sketch()
+            sketch.add(np.full(10, each_ms * MS, np.int64))
+        state.statistics.device.behind.add(np.full(10, MS, np.int64))
+        state.statistics.device.caught_up = caught_up
+    processes = {state.identity.key: dataclasses.replace(state, **changed) for state in states}
+    return NodeState(HOST, processes, **of_node)
+
+
+def judged(slow: Episode) -> NodeState:
+    """A node that has found a slow rank, and why it is, or was, slow."""
+    why = Diagnosis((Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),), ("GPUs",), (), {"x": 1.0}, {})
+    named = StragglerSummary((), past=((slow.key, why),))
+    if slow.until_step is None:
+        named = StragglerSummary((StragglerGroup("rank", "", (slow.rank,), slow, diagnosis=why),))
+    return node(ranks=2, findings=findings(slow), named=named)
+
+
+def linked(run: RunDirectory) -> NodeState:
+    """A node that has found a slow link."""
+    record(simulation("link:rank=3,share=0.2", topology=Topology(4, 4)), 96, run, "note")
+    (state,) = node_state.load_all(run)
+    return state
+
+
+BETWEEN = {"step": 40.0, "forward": 4.0}
+ONE_LONG = [*[dict(BASE)] * 50, {**BASE, "host": 901.0, "flags": Flag.EVALUATION}]
+HANG = OpenHang("dead", 90.0, 10, (0,), (1,), {1: RankStack(("train.py:3",), "")}, text="It hangs.")
+IMBALANCE = StragglerSummary((), StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2))
+# For each kind of verdict, and each evidence that it may have, a node's state of which the report has such a verdict.
+STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
+    ("straggler", evidence.StragglerEvidence): lambda run: judged(episode(1)),
+    ("straggler_transient", evidence.PastStragglerEvidence): lambda run: judged(episode(1, until=110)),
+    ("straggler_ended", evidence.PastStragglerEvidence): lambda run: judged(episode(1, until=180)),
+    ("imbalance", evidence.ImbalanceEvidence): lambda run: node(findings=findings(), named=IMBALANCE),
+    ("slow_link", evidence.SlowLinkEvidence): linked,
+    ("hang", HangEvidence): lambda run: node(ended="", hang=HANG),
+    ("out_of_memory", evidence.OutOfMemoryEvidence): lambda run: node(out_of_memory=memory.oom(step=99, file="f")),
+    ("compute_bound", evidence.TypicalStepEvidence): lambda run: node(),
+    ("compute_bound", evidence.DeviceStepEvidence): lambda run: node(device_ms={"step": 20.0, "backward": 19.0}),
+    ("data_bound", evidence.TypicalStepEvidence): lambda run: node({"data": 30.0}),
+    ("data_bound", evidence.DeviceStepEvidence): lambda run: node({"data": 30.0}, device_ms=BETWEEN),
+    ("communication_bound", evidence.TypicalStepEvidence): lambda run: node({"communication": 30.0}),
+    ("communication_bound", evidence.DeviceStepEvidence): (
+        lambda run: node({"communication": 30.0}, device_ms=BETWEEN)
+    ),
+    ("host_bound", evidence.TypicalStepEvidence): lambda run: node({"host": 30.0}),
+    ("host_bound", evidence.DeviceStepEvidence): lambda run: node({"host": 30.0}, device_ms=BETWEEN),
+    ("host_bound", evidence.CaughtUpEvidence): lambda run: node(device_ms=BETWEEN, caught_up=10),
+    ("lack_of_cpu", evidence.TypicalStepEvidence): lambda run: node({"forward": 40.0, "cpu": 30.0}),
+    ("lack_of_cpu", evidence.DeviceStepEvidence): (lambda run: node({"forward": 40.0, "cpu": 30.0}, device_ms=BETWEEN)),
+    ("lack_of_cpu", evidence.SampledEvidence): lambda run: node(cpu_wait=[12.0, 20.0]),
+    ("long_steps", evidence.LongSteps): lambda run: NodeState(HOST, {"0": state_of(0, 1, ONE_LONG)}),
+    ("not_known", evidence.NotKnownEvidence): lambda run: node(compute_device="xpu"),
+    ("none", evidence.NobodySlowEvidence): lambda run: node(ranks=2, findings=findings()),
+    ("none", evidence.NotComparedEvidence): lambda run: node(ranks=2, steps=12),
+    ("none", evidence.WarmUpEvidence): lambda run: node(steps=2),
+    ("not_compared", evidence.NotComparedEvidence): lambda run: node(ranks=2),
+    ("no_steps", evidence.NoStepsEvidence): lambda run: node(steps=0),
+}
+
+
+def test_all_kinds_of_verdicts_are_here() -> None:
+    assert set(STATES) == {(kind, of) for kind, each in evidence.EVIDENCE.items() for of in each}
+
+
+@pytest.mark.parametrize(("kind", "of"), STATES)
+def test_each_kind_of_verdict(run: RunDirectory, kind: str, of: Any) -> None:
+    """Its row is as the schema says, with each field of its evidence and no other, and not with another kind's."""
+    report = checked(build("run", [STATES[kind, of](run)]))
+    place = next(place for place, row in enumerate(report["verdicts"]) if row["kind"] == kind)
+    found, value = report["verdicts"][place]["evidence"], as_json(report)
+    row = value["verdicts"][place]
+    optional = getattr(of, "__optional_keys__", frozenset())
+
+    assert isinstance(found, dict if issubclass(of, dict) else of)
+    needed = set(row["evidence"]) - optional
+    less = [{key: row["evidence"][key] for key in row["evidence"] if key != without} for without in needed]
+    wrong = [
+        *({**row, "evidence": each} for each in less),
+        {**row, "evidence": {**row["evidence"], "more": 1}},
+        {**row, "kind": "no_such_kind"},
+        {**row, "kind": "no_steps" if kind == "hang" else "hang"},
+    ]
+    for each in wrong:
+        value["verdicts"][place] = each
+        only_warm_up = (kind, each["evidence"]) == ("none", {})  # which is another evidence of that kind
+        assert problem(value) or only_warm_up, each
+
+
+def test_every_field_of_the_report_is_always_there() -> None:
+    """But for what tables of earlier recorders lack."""
+    definitions = report_json.schema()["$defs"]
+    lacking = {name: set(each["properties"]) - set(each["required"]) for name, each in definitions.items()}
+    optional = {"device_bytes", "caught", "earlier", "file"}
+
+    assert {name: each for name, each in lacking.items() if each} == {
+        "OutOfMemory": optional, "OutOfMemoryEvidence": optional,
+    }  # fmt: skip
 
 
 def test_an_empty_run(run: RunDirectory) -> None:
@@ -204,7 +328,7 @@ def test_a_live_run_that_hangs(run: RunDirectory) -> None:
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     sidecar.poll()
     sidecar.account()
-    sidecar.state.hang = OpenHang("It hangs.", "dead", 90.0, 10, (0,))
+    sidecar.state.hang = OpenHang("dead", 90.0, 10, (0,), (), {}, text="It hangs.")
     report = checked(build(run.run_id, [sidecar.state]))
     rank.close()
     sidecar.close()

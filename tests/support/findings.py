@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from torchlens_perf.analysis.collectives.slow_link import SlowLink
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.words.evidence import SlowLinkEvidence, Verdict
 from torchlens_perf.analysis.words.hang import OpenHang
 
 MS = 1e6
@@ -32,7 +34,17 @@ def findings(*episodes: Episode, **changed: Any) -> Findings:
     return dataclasses.replace(NOTHING, episodes=episodes, **values)
 
 
+def slow_links(*groups: tuple[int, ...]) -> Verdict:
+    """On slow links between the ranks of these groups, the costliest first."""
+    links = tuple(
+        SlowLink(str(group), "", group, False, "allreduce", "float32", 1e6, 50, 2e6, 1e6, 1e9, 2e9, 3, 1e6, 5e7, False)
+        for group in groups
+    )
+    evidence = SlowLinkEvidence(links, (), (), len(links), "")
+    return Verdict("slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow. Next: see.", evidence)
+
+
 def hang(step: int = 57, kind: str = "missing", ranks: tuple[int, ...] = (2,), since_s: float = 12.0) -> OpenHang:
     """A hang as the node's state has it."""
     text = f"No step for {since_s:.0f} s. Rank 2 did not enter it. Next: look at it."
-    return OpenHang(text, kind, since_s, step, ranks, waiting=(0, 1))
+    return OpenHang(kind, since_s, step, ranks, waiting=(0, 1), stacks={}, text=text)

@@ -6,7 +6,6 @@ Everything is ended by its pid when the context is left, also what a test has st
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.support.processes import SCRIPTS, clean_environ
+from tests.support.reports import as_json
 from tests.support.warm_python import WarmPython
 from torchlens_perf.analysis import node_state
 from torchlens_perf.report.build import build
@@ -85,9 +85,7 @@ class LiveRanks:
 
     def report(self, node: str = "") -> dict[str, Any]:
         """What `torchlens-perf report --json` shows there just now."""
-        value: dict[str, Any] = json.loads(
-            json.dumps(build(self.run_id, node_state.load_all(self.run_directory(node))))
-        )
+        value: dict[str, Any] = as_json(build(self.run_id, node_state.load_all(self.run_directory(node))))
         return value
 
     def compared(self, node: str = "") -> int:

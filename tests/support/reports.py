@@ -1,20 +1,71 @@
-"""Reports that are held against their schema."""
+"""Reports that are held against their schema, as `torchlens-perf report --schema` prints it."""
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 from typing import Any
 
-import msgspec
+from torchlens_perf.report import report_json
 
-from torchlens_perf.analysis.words.report import Report
+_TYPES: dict[str, tuple[type, ...]] = {
+    "null": (type(None),), "boolean": (bool,), "integer": (int,), "number": (int, float), "string": (str,),
+    "array": (list,), "object": (dict,),
+}  # fmt: skip
+_KEYWORDS = {
+    "title", "description", "$ref", "type", "const", "enum", "anyOf", "properties", "required", "additionalProperties",
+    "items",
+}  # fmt: skip
+
+
+def as_json(report: Any) -> Any:
+    """What `torchlens-perf report --json` prints of it, read again."""
+    file = io.StringIO()
+    report_json.write(report, file)
+    return json.loads(file.getvalue())
 
 
 def checked(report: Any) -> Any:
-    """The same report, once its JSON is known to be as the schema says: each field, no other, and of the right type.
-
-    What is converted lacks the fields that the schema lacks, so it would not be equal.
-    """
-    value = json.loads(json.dumps(report, allow_nan=False))
-    assert msgspec.convert(value, Report, strict=True) == value
+    """The same report, once its JSON is known to be as the schema says."""
+    found = problem(as_json(report))
+    assert not found, found
     return report
+
+
+def problem(value: Any) -> str:
+    """Where this is not as the schema says: a field that is missing, one too many, another type. "" for nowhere."""
+    return _problem(value, {"$ref": _schema()["$ref"]}, "report")
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    return report_json.schema()
+
+
+def _problem(value: Any, schema: dict[str, Any], at: str, *, closed: bool = False) -> str:
+    """closed: there is nothing but its properties. JSON schemas allow more; ours name all that a class has."""
+    assert set(schema) <= _KEYWORDS, f"{at}: not looked at: {set(schema) - _KEYWORDS}"
+    if "$ref" in schema:
+        return _problem(value, _schema()["$defs"][schema["$ref"].removeprefix("#/$defs/")], at, closed=True)
+    allowed = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else [value]
+    types = _TYPES[schema["type"]] if "type" in schema else (object,)
+    if value not in allowed or not isinstance(value, types) or (isinstance(value, bool) and int in types):
+        return f"{at} is {value!r}"
+    found = [_problem(value, each, at) for each in schema.get("anyOf", ())]
+    if found and all(found):
+        return " or ".join(found)
+    if isinstance(value, list):
+        inside = [_problem(each, schema.get("items", {}), f"{at}[{index}]") for index, each in enumerate(value)]
+        return next(filter(None, inside), "")
+    if not isinstance(value, dict):
+        return ""
+    fields, more = schema.get("properties", {}), schema.get("additionalProperties", not closed)
+    for name in [*schema.get("required", ()), *value]:
+        if name not in value or (name not in fields and more is False):
+            return f"{at}.{name} is {'not in the schema' if name in value else 'missing'}"
+        of = fields.get(name, more)
+        inner = "" if of is True else _problem(value[name], of, f"{at}.{name}")
+        if inner:
+            return inner
+    return ""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.records import StepTable
 
-SCHEMA = 8
+SCHEMA = 9
 
 _T = TypeVar("_T")
 

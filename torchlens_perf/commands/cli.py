@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import sys
@@ -70,8 +69,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from torchlens_perf.report import report_json
+
     if options.schema:
-        _show_schema()
+        report_json.write(report_json.schema(), sys.stdout)
         return 0
     from torchlens_perf.report.run_report import run_report
     from torchlens_perf.report.terminal import show
@@ -79,20 +80,10 @@ def _report(options: argparse.Namespace) -> int:
     run = RunDirectory(options.run_dir or _newest_run())
     value = run_report(run)
     if options.json:
-        json.dump(value, sys.stdout, indent=1, allow_nan=False)
-        print()
+        report_json.write(value, sys.stdout)
     else:
         show(value, sys.stdout, str(run.path))
     return 0
-
-
-def _show_schema() -> None:
-    import msgspec
-
-    from torchlens_perf.analysis.words.report import Report
-
-    json.dump(msgspec.json.schema(Report), sys.stdout, indent=1)
-    print()
 
 
 def _newest_run() -> Path:

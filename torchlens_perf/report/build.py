@@ -1,11 +1,10 @@
-"""The report as one JSON value, made from the nodes' state files. Everything that shows a report starts here.
+"""The report as one value, made from the nodes' state files. Everything that shows a report starts here.
 
 The top level is stable: `schema` counts up when a field changes its meaning or goes away.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -16,6 +15,7 @@ from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words import verdict
+from torchlens_perf.analysis.words.evidence import Verdict
 from torchlens_perf.analysis.words.oom import out_of_memory_note
 from torchlens_perf.analysis.words.stragglers import SlowRankContext
 from torchlens_perf.report.collective_table import collective_rows, newest_joins, python_tap_notes
@@ -25,7 +25,6 @@ from torchlens_perf.report.gpu_table import gpu_rows, link_rows, telemetry_notes
 from torchlens_perf.report.heat_map import heat
 from torchlens_perf.report.module_rows import module_rows, section_rows
 from torchlens_perf.report.step_classes import phases, sampled_lack_of_cpu, step_classes, typical_step
-from torchlens_perf.run.records import Verdict
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.run.sketch import merged
 
@@ -72,7 +71,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         "gpus": gpu_rows(nodes, processes),
         "links": link_rows(nodes),
         "collectives": collective_rows([node.join for node in nodes]),
-        "slow_links": dataclasses.asdict(links),
+        "slow_links": links,
         "captures": list(captures),
         "quality": _quality(nodes, processes),
     }
@@ -80,7 +79,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         facts["quality"]["notes"] += [*memory_notes(rank), *filter(None, [out_of_memory_note(rank)])]
     hang = next((node.hang for node in nodes if node.hang is not None and facts["run"]["live"]), None)
     found = verdict.verdicts(facts, judging.findings, judging.named, hang, links)
-    rows = [{**dataclasses.asdict(each), "where": _where(each, processes)} for each in found]
+    rows = [{**vars(each), "where": _where(each, processes)} for each in found]
     return {**facts, "verdicts": cast("list[VerdictRow]", rows)}
 
 

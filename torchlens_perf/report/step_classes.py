@@ -11,7 +11,8 @@ from torchlens_perf.analysis.statistics.step_mix import classify
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import AlikeAndLong, LongSteps, Phase, TypicalStep
+    from torchlens_perf.analysis.words.evidence import LongSteps
+    from torchlens_perf.analysis.words.report import AlikeAndLong, Phase, TypicalStep
 
 
 def step_classes(processes: Iterable[ProcessState]) -> AlikeAndLong:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from typing import IO, TYPE_CHECKING, Literal, cast
+from typing import IO, TYPE_CHECKING, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, printable
+from torchlens_perf.analysis.words.hang import HangEvidence
 from torchlens_perf.report.captures import capture_lines
 from torchlens_perf.report.collective_table import collective_table
 from torchlens_perf.report.device_table import device_table, memory_table, oom_table
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         Steps,
         VerdictRow,
     )
-    from torchlens_perf.run.oom_table import OutOfMemory
 
 _MAX_MODULES, _MAX_SECTIONS = 8, 8
 _STYLES = {
@@ -73,8 +73,9 @@ def layout(report: Report, run_dir: str) -> RenderableType:
     parts: list[RenderableType] = [_title(report), Text("")]
     for verdict in report["verdicts"]:
         parts.append(_verdict(verdict))
-        if verdict["kind"] == "out_of_memory" and verdict["evidence"]["table"] is not None:
-            parts += [oom_table(cast("OutOfMemory", verdict["evidence"])), Text("")]
+        evidence = verdict["evidence"]
+        if isinstance(evidence, dict) and "table" in evidence and evidence["table"] is not None:
+            parts += [oom_table(evidence), Text("")]
     captured = capture_lines(report, run_dir)
     if captured:
         parts.append(Padding(Text("\n".join(captured)), (0, 0, 1, 2)))
@@ -117,10 +118,10 @@ def _verdict(verdict: VerdictRow) -> RenderableType:
     if action:
         text.append("\nNext: ", style="bold")
         text.append(printable(action), style="default not bold")
-    for rank, stack in verdict["evidence"].get("stacks", {}).items():
-        lines = stack["lines"] or [f"none: {stack['reason']}"]
+    evidence = verdict["evidence"]
+    for rank, stack in evidence.stacks.items() if isinstance(evidence, HangEvidence) else ():
         text.append(f"\nPython stack of rank {rank}, innermost first:", style="bold")
-        for line in lines:
+        for line in stack.lines or [f"none: {stack.reason}"]:
             text.append("\n  " + printable(line), style="default not bold")
     return Padding(text, (0, 0, 1, 2))
 

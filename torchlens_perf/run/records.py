@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,20 +73,3 @@ class StepTrace:
     duration_ns: int
     flags: int
     spans: tuple[Span, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What is wrong, or that nothing is; one row of the report's `verdicts`."""
-
-    kind: str
-    """straggler, out_of_memory, none, data_bound, host_bound, communication_bound, compute_bound, or no_steps."""
-    rank: int | None
-    phase: str | None
-    cost_s_per_step: float | None
-    """Seconds that each step of the job would be shorter without it; None where that is not known."""
-    cost_share: float | None
-    since_step: int | None
-    confidence: float
-    text: str
-    evidence: dict[str, Any]

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.analysis.stragglers.detector import Findings
     from torchlens_perf.analysis.stragglers.placement import Placement
+    from torchlens_perf.analysis.words.evidence import Verdict
     from torchlens_perf.analysis.words.hang import OpenHang
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
-    from torchlens_perf.run.records import Verdict
 
 _PERIOD_S = 10.0  # between two looks for slow links, which are judged by the whole run
 _MIN_REST = 20.0  # times what a look has taken

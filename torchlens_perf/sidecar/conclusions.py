@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.analysis.statistics.restarts import Generations
     from torchlens_perf.analysis.stragglers.detector import Findings
+    from torchlens_perf.analysis.words.evidence import Verdict
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
-    from torchlens_perf.run.records import StepTable, Verdict
+    from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
 

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from tests.support.findings import PLACES, episode, findings, hang
+from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.saved import saved
 from tests.support.simulations import simulation
 from torchlens_perf.analysis.alerts.alert import Alert
@@ -15,9 +15,9 @@ from torchlens_perf.analysis.alerts.log import AlertLog, stragglers_by_class
 from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings, StragglerDetector, Usual
 from torchlens_perf.analysis.stragglers.resume import Continuation
+from torchlens_perf.analysis.words.evidence import ImbalanceEvidence, Verdict
 from torchlens_perf.analysis.words.hang import OpenHang
 from torchlens_perf.analysis.words.stragglers import SlowRankContext
-from torchlens_perf.run.records import Verdict
 
 NOW_NS = 1_700_000_000_000_000_000
 
@@ -52,7 +52,7 @@ def test_a_straggler_is_told_of_once_and_ends_once() -> None:
 def test_why_it_is_slow() -> None:
     """An alert says why, in words and for machines; who is called needs not look it up."""
     cause = Cause("gc", "it collects garbage", "call gc.freeze().", 0.9, {})
-    because = Diagnosis((cause,), (), ())
+    because = Diagnosis((cause,), (), (), {}, {})
     (started,) = AlertLog("run").changes(0, findings(episode()), None, PLACES, NOW_NS, diagnosed=lambda group: because)
     (unknown,) = told(AlertLog("run"), findings(episode()))
 
@@ -319,17 +319,15 @@ def test_new_processes_of_an_attempt_have_alerts_of_their_own() -> None:
     assert again.changes(0, findings(episode()), None, PLACES, NOW_NS, generation=1) == ()
 
 
-def slow_links(*groups: tuple[int, ...]) -> Verdict:
-    """A verdict on slow links, the costliest first."""
-    links = [{"group": f"{group}", "ranks": group} for group in groups]
-    evidence = {"class": "slow_communication", "links": links, "shared_ranks": ()}
-    return Verdict("slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow. Next: see.", evidence)
-
-
 def test_another_slow_link_updates_the_alert() -> None:
     """Slow links are one alert, whichever costs most by now; one that was not told of before is news."""
     log, raised = AlertLog("run"), []
-    for verdict in (slow_links((0, 1)), slow_links((2, 3), (0, 1)), slow_links((0, 1), (2, 3)), slow_links((0, 1))):
+    for verdict in (
+        slow_links((0, 1)),
+        slow_links((2, 3), (0, 1)),
+        slow_links((0, 1), (2, 3)),
+        slow_links((0, 1)),
+    ):
         raised.append(log.changes(0, NOTHING, None, PLACES, NOW_NS, verdicts=[verdict]))
         log = AlertLog("run", 0, saved=saved(log.open()))
     (started,), (updated,), *others = raised
@@ -345,7 +343,13 @@ def test_a_verdict_that_is_missed_for_moments_stands() -> None:
     log, second = AlertLog("run"), 10**9
     changes = [
         [each.change for each in log.changes(0, NOTHING, None, PLACES, NOW_NS + at * second, verdicts=verdicts)]
-        for at, verdicts in ((0, [slow_links((0, 1))]), (50, []), (55, [slow_links((0, 1))]), (110, []), (115, []))
+        for at, verdicts in (
+            (0, [slow_links((0, 1))]),
+            (50, []),
+            (55, [slow_links((0, 1))]),
+            (110, []),
+            (115, []),
+        )
     ]
     assert changes == [["started"], [], [], [], ["ended"]]
 
@@ -353,10 +357,9 @@ def test_a_verdict_that_is_missed_for_moments_stands() -> None:
 def test_other_verdicts_come_and_go() -> None:
     """A verdict that stands is told of once, however its numbers change, and once more when it is gone."""
     log = AlertLog("run")
-    verdict = Verdict(
-        "slow_link", 6, "communication", 0.01, 0.1, 40, 0.9, "The link is slow. Next: see.", {"ranks": [6, 7]}
-    )
-    changed = dataclasses.replace(verdict, cost_s_per_step=0.02, text="The link is slower. Next: see.")
+    evidence = ImbalanceEvidence("imbalance", "stage", (6, 7))
+    verdict = Verdict("imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow. Next: see.", evidence)
+    changed = dataclasses.replace(verdict, cost_s_per_step=0.02, text="The stage is slower. Next: see.")
     raised = [
         [(alert.kind, alert.change, alert.ranks, alert.text) for alert in alerts]
         for alerts in (
@@ -366,9 +369,9 @@ def test_other_verdicts_come_and_go() -> None:
     ]
 
     assert raised == [
-        [("slow_link", "started", (6, 7), verdict.text)],
+        [("imbalance", "started", (6, 7), verdict.text)],
         [],
-        [("slow_link", "ended", (6, 7), "No longer: The link is slower.")],
+        [("imbalance", "ended", (6, 7), "No longer: The stage is slower.")],
         [],
     ]
 

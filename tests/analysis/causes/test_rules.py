@@ -228,8 +228,8 @@ def test_in_words() -> None:
     assert "since step 100. Because Python's garbage collector runs in it for 20% of the time" in told.text
     assert "(which explains 100% of it). Seen on it alone: its GPU has NVLink errors: 1 a second" in told.text
     assert "Next: call gc.freeze()" in told.text
-    assert [cause["kind"] for cause in told.evidence["diagnosis"]["causes"]] == ["gc", "nvlink"]
-    assert told.evidence["diagnosis"]["signals"]["gc_share"] == pytest.approx(0.2, rel=0.01)
+    assert [cause.kind for cause in told.evidence.diagnosis.causes] == ["gc", "nvlink"]
+    assert told.evidence.diagnosis.signals["gc_share"] == pytest.approx(0.2, rel=0.01)
 
 
 def test_what_is_only_seen_is_no_because() -> None:

@@ -168,7 +168,7 @@ def test_only_who_is_slow_now() -> None:
 
 def test_why_a_rank_was_slow_is_kept() -> None:
     """When it is over, who looks back still learns why; until it is known no more that it was."""
-    slow, why = episode(1), Diagnosis((), ("garbage collection",), ())
+    slow, why = episode(1), Diagnosis((), ("garbage collection",), (), {}, {})
     now = name(findings(slow), places(8), diagnosed=lambda group: why)
     assert now.diagnosis(slow.key) is why
     over = name(findings(dataclasses.replace(slow, until_step=120)), places(8), before=now)

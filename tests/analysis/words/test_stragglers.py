@@ -18,6 +18,7 @@ from torchlens_perf.analysis.causes.straggler_groups import (
 )
 from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.analysis.stragglers.episodes import Episode
+from torchlens_perf.analysis.words.evidence import NobodySlowEvidence, Verdict
 from torchlens_perf.analysis.words.stragglers import (
     SlowRankContext,
     cause_class,
@@ -25,7 +26,7 @@ from torchlens_perf.analysis.words.stragglers import (
     phase_name,
     straggler_verdicts,
 )
-from torchlens_perf.run.records import OWN_PARTS, Verdict
+from torchlens_perf.run.records import OWN_PARTS
 
 MS = 1e6
 REPORT: dict[str, Any] = {"run": {"device": None}, "steps": {"count": 200}, "ranks": []}
@@ -57,8 +58,8 @@ def test_a_slow_rank() -> None:
     )
     assert (verdict.kind, verdict.rank, verdict.phase, verdict.since_step) == ("straggler", 3, "backward", 100)
     assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.015, 0.15))
-    assert verdict.evidence["excess_s"] == pytest.approx(0.02)
-    assert (verdict.evidence["scope"], verdict.evidence["ranks"]) == ("rank", [3])
+    assert verdict.evidence.excess_s == pytest.approx(0.02)
+    assert (verdict.evidence.scope, verdict.evidence.ranks) == ("rank", (3,))
 
 
 def test_where_its_machine_is() -> None:
@@ -101,7 +102,7 @@ def test_every_phase(phase: str, words: str, next_words: str, cause: str) -> Non
 
     assert words in verdict.text
     assert next_words in verdict.text.partition(" Next: ")[2]
-    assert verdict.evidence["class"] == cause_class(episode(phase=phase)) == cause
+    assert verdict.evidence.cause == cause_class(episode(phase=phase)) == cause
 
 
 def test_no_phase_without_words() -> None:
@@ -131,7 +132,7 @@ def test_more_to_do() -> None:
 
     assert "; it has 42% more to do than they." in verdict.text
     assert "Next: balance the batches: rank 3 gets longer sequences" in verdict.text
-    assert verdict.evidence["class"] == "more_work"
+    assert verdict.evidence.cause == "more_work"
     assert "more to do" not in verdict_on(episode(more_workload=0.04)).text
 
 
@@ -151,8 +152,8 @@ class TestModules:
 
         assert ", most of it in block (+15.0 ms a step). " in verdict.text
         assert "Next: compare block on rank 3" in verdict.text
-        assert verdict.evidence["modules"] == ["block"]
-        assert verdict.evidence["module_excess_s"] == pytest.approx(0.015)
+        assert verdict.evidence.modules == ("block",)
+        assert verdict.evidence.module_excess_s == pytest.approx(0.015)
 
     def test_no_figure_that_is_larger_than_the_excess(self) -> None:
         """Modules' times hold the lack of a CPU, and are of the whole run: 49 ms is no part of an excess of 18 ms."""
@@ -171,16 +172,16 @@ class TestModules:
         )
         verdict = verdict_on(episode(phase="compute"), context)
 
-        assert verdict.evidence["modules"] == ["b", "a"]
-        assert verdict.evidence["module_excess_s"] == pytest.approx(0.014)
-        assert verdict_on(episode(phase="backward"), context).evidence["modules"] == []
+        assert verdict.evidence.modules == ("b", "a")
+        assert verdict.evidence.module_excess_s == pytest.approx(0.014)
+        assert verdict_on(episode(phase="backward"), context).evidence.modules == ()
 
     def test_none_explains_it(self) -> None:
         """Modules that explain little are not named, and what has no modules has none."""
         context = self.context(module("a", {"3": 0.012, "1": 0.010}))
 
-        assert verdict_on(episode(phase="forward"), context).evidence["modules"] == []
-        assert verdict_on(episode(phase="data"), context).evidence["modules"] == []
+        assert verdict_on(episode(phase="forward"), context).evidence.modules == ()
+        assert verdict_on(episode(phase="data"), context).evidence.modules == ()
 
 
 def test_a_node_and_a_position() -> None:
@@ -194,10 +195,10 @@ def test_a_node_and_a_position() -> None:
 
     assert node.text.startswith("Node node-1 is slow (ranks 4-7), most of all rank 7, in the backward pass: ")
     assert "Next: look at node-1: clocks, temperature, power cap, other jobs; then run without it." in node.text
-    assert (node.evidence["scope"], node.evidence["ranks"]) == ("node", [4, 5, 6, 7])
+    assert (node.evidence.scope, node.evidence.ranks) == ("node", (4, 5, 6, 7))
     assert position.text.startswith("The ranks at ep 2 are slow (2,6), most of all rank 2,")
     assert "Next: compare what the ranks at ep 2 are given: tokens per expert" in position.text
-    assert position.evidence["class"] == "imbalance"
+    assert position.evidence.cause == "imbalance"
 
 
 def test_what_a_node_costs() -> None:
@@ -233,7 +234,7 @@ def test_modules_of_a_rank_of_another_node() -> None:
 
     assert "most of it in layers.7 (+15.0 ms a step)" in verdicts[0].text
     assert "Next: compare layers.7 on rank 3" in verdicts[0].text
-    assert [verdict.evidence["modules"] for verdict in verdicts] == [["layers.7"], ["layers.2"], []]
+    assert [verdict.evidence.modules for verdict in verdicts] == [("layers.7",), ("layers.2",), ()]
 
 
 def test_an_imbalance() -> None:
@@ -262,7 +263,7 @@ def test_who_was_slow() -> None:
         "a step (15%). It is over."
     )
     assert "from the start to step 69" in before[2].text
-    assert before[0].evidence["until_step"] == 110
+    assert before[0].evidence.until_step == 110
 
 
 def test_the_first_few() -> None:
@@ -299,7 +300,7 @@ class TestNobody:
         assert verdict.text == (
             "No rank stands out over 200 steps. One with 3.00 ms more work a step (3.0%) would have been named."
         )
-        assert verdict.evidence == {"rows": 64, "detectable_s": 0.003, "compared": 8}
+        assert verdict.evidence == NobodySlowEvidence(rows=64, detectable_s=0.003, compared=8)
         assert verdict.kind == "none"
 
     def test_too_few_steps(self) -> None:

@@ -125,9 +125,9 @@ def test_a_throttled_gpu_is_the_cause(run: RunDirectory, rig: Rig) -> None:
     sidecar.close()
 
     assert (verdict["kind"], verdict["rank"]) == ("straggler", 1)
-    (cause,) = verdict["evidence"]["diagnosis"]["causes"]
-    assert cause["kind"] == "gpu_throttled"
-    assert cause["explains"] == pytest.approx(1.0, abs=0.1)
+    (cause,) = verdict["evidence"].diagnosis.causes
+    assert cause.kind == "gpu_throttled"
+    assert cause.explains == pytest.approx(1.0, abs=0.1)
     assert "Because GPU 00000000:1B:00.0 (NVIDIA H200)'s SM clock is 1.2" in verdict["text"]
     assert "below the usual; it was throttled for 77% of the time, for temperature at 9" in verdict["text"]
     assert "Next: look at the cooling of that GPU" in verdict["text"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.causes.straggler_groups import NOBODY, StragglerGroup, StragglerSummary
 from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.words.evidence import SLOW_COMMUNICATION, ImbalanceEvidence, SlowLinkEvidence, Verdict
 from torchlens_perf.analysis.words.stragglers import SlowRankContext, cause_class, phase_name, straggler_verdicts
 from torchlens_perf.run.rank_ranges import ranges
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.causes.rules import Diagnosis
     from torchlens_perf.analysis.stragglers.episodes import Episode
     from torchlens_perf.analysis.words.hang import OpenHang
-    from torchlens_perf.run.records import Verdict
 
 STARTED, UPDATED, ENDED = "started", "updated", "ended"
 
@@ -107,7 +107,9 @@ class Moment:
             straggler = dataclasses.replace(straggler, diagnosis=self.diagnosed(straggler))
         findings = dataclasses.replace(self.findings, episodes=())
         (verdict,), _ = straggler_verdicts(self.context(), findings, StragglerSummary((straggler,)))
-        return self._straggler(slow, straggler.lead, change, verdict, verdict.text, *parts, ranks=straggler.ranks)
+        alert = self._straggler(slow, straggler.lead, change, verdict, verdict.text, *parts, ranks=straggler.ranks)
+        causes = straggler.diagnosis.causes if straggler.diagnosis is not None else ()
+        return dataclasses.replace(alert, because=tuple(cause.kind for cause in causes))
 
     def ended(self, slow: Slow) -> Alert:
         """slow: of episodes with their until_step."""
@@ -146,7 +148,6 @@ class Moment:
             self._alert("straggler", about, change, text, parts, ranks, episode.rank, episode.since_step),
             phase=episode.phase,
             cause=cause_class(episode),
-            because=tuple(cause["kind"] for cause in (verdict.evidence.get("diagnosis") or {"causes": ()})["causes"]),
             scope=slow.kind,
             cost_s=verdict.cost_s_per_step,
             cost_share=verdict.cost_share,
@@ -178,20 +179,34 @@ class Moment:
         text = f"The hang in step {hang.step} is over: steps are made again, or the processes have ended."
         return self.hang(hang, ENDED, text)
 
-    def verdict_over(self, verdict: Verdict, key: tuple[object, ...]) -> Alert:
-        """verdict: as it stood last."""
-        return self.verdict(verdict, key, ENDED, f"No longer: {verdict.text.partition(' Next: ')[0]}")
+    def verdict(self, verdict: Verdict, change: str = STARTED, *parts: object) -> Alert:
+        """verdict: one that is not about a slow rank, nor a hang.
 
-    def verdict(self, verdict: Verdict, key: tuple[object, ...], change: str, text: str, *parts: object) -> Alert:
-        ranks = _suspects(verdict)
+        Slow links are one thing, for which of them costs most changes: one that was not reported before updates the
+        alert.
+        """
+        evidence, cause, scope = verdict.evidence, "", ""
+        ranks: tuple[int, ...] = ()
+        about = ""
+        if isinstance(evidence, ImbalanceEvidence):
+            ranks, cause, scope = evidence.ranks, evidence.cause, evidence.scope
+            about = ranges(sorted(ranks))
+        elif isinstance(evidence, SlowLinkEvidence):  # the ranks that all of them have; else those of the worst
+            ranks, cause = evidence.shared_ranks or evidence.links[0].ranks, SLOW_COMMUNICATION
+        key = verdict.kind, verdict.rank, verdict.phase, verdict.since_step, about
         return dataclasses.replace(
-            self._alert(verdict.kind, key, change, text, parts, ranks, verdict.rank, verdict.since_step),
+            self._alert(verdict.kind, key, change, verdict.text, parts, ranks, verdict.rank, verdict.since_step),
             phase=verdict.phase,
-            cause=verdict.evidence.get("class", ""),
-            scope=verdict.evidence.get("scope", ""),
+            cause=cause,
+            scope=scope,
             cost_s=verdict.cost_s_per_step,
             cost_share=verdict.cost_share,
         )
+
+    def verdict_over(self, last: Alert) -> Alert:
+        """last: verdict() of it as it stood last."""
+        text = f"No longer: {last.text.partition(' Next: ')[0]}"
+        return dataclasses.replace(last, id=_hash(last.about, ENDED), change=ENDED, text=text, unix_ns=self.unix_ns)
 
 
 def _who(slow: Slow) -> str:
@@ -204,13 +219,6 @@ def _who(slow: Slow) -> str:
 
 def no_modules() -> SlowRankContext:
     return SlowRankContext(None, ())
-
-
-def _suspects(verdict: Verdict) -> tuple[int, ...]:
-    """Of slow links, the ranks that all of them have; else those of the worst."""
-    of = verdict.evidence
-    links = of.get("links", ())
-    return tuple(of.get("ranks", ()) or of.get("shared_ranks", ()) or (links[0]["ranks"] if links else ()))
 
 
 def _hash(*parts: object) -> str:

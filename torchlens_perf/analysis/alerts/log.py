@@ -22,9 +22,9 @@ from torchlens_perf.analysis.alerts.alert import STARTED, UPDATED, Alert, Moment
 from torchlens_perf.analysis.causes.straggler_groups import straggler_groups
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.words.evidence import SlowLinkEvidence, Verdict
 from torchlens_perf.analysis.words.stragglers import SlowRankContext, cause_class
 from torchlens_perf.run.rank_ranges import ranges
-from torchlens_perf.run.records import Verdict
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.causes.rules import Diagnosis
@@ -41,7 +41,8 @@ _OVER_NS = 60_000_000_000
 class OpenVerdict:
     """Another verdict's alert that is open."""
 
-    verdict: Verdict
+    alert: Alert
+    """As it would begin now, by the verdict as it stood last."""
     subjects: list[str]
     """All that it has reported, sorted."""
     seen_ns: int = 0
@@ -89,7 +90,7 @@ class AlertLog:
         self._attempt, self._generation = attempt, generation
         self._alerted = {episode.key for episode in findings.episodes}
         self._open: list[Slow] = []
-        self._standing: dict[tuple[object, ...], OpenVerdict] = {}
+        self._standing: dict[str, OpenVerdict] = {}  # by Alert.about
         self._hang = hang
         self._hang_is_saved = hang is not None
         episodes = {episode.key: episode for episode in findings.episodes}
@@ -99,7 +100,7 @@ class AlertLog:
                 if of:
                     self._open.append(Slow(slow.about, slow.kind, slow.name, of))
             # They may have to be found anew.
-            self._standing = {_key(each.verdict): dataclasses.replace(each, seen_ns=0) for each in saved.verdicts}
+            self._standing = {each.alert.about: dataclasses.replace(each, seen_ns=0) for each in saved.verdicts}
         left = [episode for episode in episodes.values() if episode.until_step is None]
         self._open += [Slow(episode.key, "rank", "", {episode.key: episode}) for episode in left]
 
@@ -152,8 +153,8 @@ class AlertLog:
                 yield before.resolved(slow, why)
             if self._hang is not None:
                 yield before.hang_over(self._hang)
-            for key, each in self._standing.items():
-                yield before.verdict_over(each.verdict, key)
+            for each in self._standing.values():
+                yield before.verdict_over(each.alert)
         self._attempt, self._generation, self._hang = moment.attempt, moment.generation, None
         for known in (self._open, self._alerted, self._standing):
             known.clear()
@@ -222,26 +223,27 @@ class AlertLog:
             yield moment.hang(self._hang, UPDATED, hang.text)
 
     def _others(self, moment: Moment, verdicts: Sequence[Verdict]) -> Iterator[Alert]:
-        now = {_key(verdict): verdict for verdict in verdicts}
-        for key, verdict in now.items():
-            # The slow links, of a verdict about such.
-            links = verdict.evidence.get("links", ())
-            subjects = {f"{link['group']} {ranges(sorted(link['ranks']))}" for link in links}
-            known = self._standing.get(key)
+        now = set()
+        for verdict in verdicts:
+            alert, evidence = moment.verdict(verdict), verdict.evidence
+            now.add(alert.about)
+            links = evidence.links if isinstance(evidence, SlowLinkEvidence) else ()
+            subjects = {f"{link.group} {ranges(sorted(link.ranks))}" for link in links}
+            known = self._standing.get(alert.about)
             if known is None:
-                self._standing[key] = OpenVerdict(verdict, sorted(subjects), moment.unix_ns)
-                yield moment.verdict(verdict, key, STARTED, verdict.text)
+                self._standing[alert.about] = OpenVerdict(alert, sorted(subjects), moment.unix_ns)
+                yield alert
                 continue
-            known.verdict, known.seen_ns = verdict, moment.unix_ns
+            known.alert, known.seen_ns = alert, moment.unix_ns
             if not subjects.issubset(known.subjects):
                 known.subjects = sorted(subjects.union(known.subjects))
-                yield moment.verdict(verdict, key, UPDATED, verdict.text, *known.subjects)
-        for key in [key for key in self._standing if key not in now]:
-            each = self._standing[key]
+                yield moment.verdict(verdict, UPDATED, *known.subjects)
+        for about in [about for about in self._standing if about not in now]:
+            each = self._standing[about]
             each.seen_ns = each.seen_ns or moment.unix_ns  # one that was saved may have to be found anew
             if moment.unix_ns - each.seen_ns >= _OVER_NS:
-                del self._standing[key]
-                yield moment.verdict_over(each.verdict, key)
+                del self._standing[about]
+                yield moment.verdict_over(each.alert)
 
 
 def stragglers_by_class(findings: Findings) -> dict[str, int]:
@@ -251,12 +253,3 @@ def stragglers_by_class(findings: Findings) -> dict[str, int]:
         if episode.until_step is None:
             counts[cause_class(episode)] += 1
     return counts
-
-
-def _key(verdict: Verdict) -> tuple[object, ...]:
-    """What it is about, however its numbers change.
-
-    Slow links are one thing, for which of them costs most changes: one that was not reported before updates the alert.
-    """
-    of = verdict.evidence
-    return verdict.kind, verdict.rank, verdict.phase, verdict.since_step, ranges(sorted(of.get("ranks", ())))

@@ -53,9 +53,9 @@ class Diagnosis:
     looked_at: tuple[str, ...]
     """What was measured, in words: where there are no causes, these were ruled out."""
     not_measured: tuple[str, ...]
-    signals: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    signals: Mapping[str, float]
     """All that is measured of the rank, as means over the steps in which it is slow."""
-    others_signals: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    others_signals: Mapping[str, float]
     """Medians of the other ranks'."""
 
 
@@ -128,7 +128,7 @@ def diagnose(
     """
     rank = episode.rank
     if rank not in during:
-        return Diagnosis((), (), tuple(subject for subject, _ in _SUBJECTS))
+        return Diagnosis((), (), tuple(subject for subject, _ in _SUBJECTS), {}, {})
     mine = named(during[rank])
     others = _median([values for other, values in during.items() if other != rank and other not in together])
     usual = dict(others)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from msgspec import Struct
 
 from torchlens_perf.analysis.collectives.semantics import OperationKey, Waits, semantics_of
 from torchlens_perf.analysis.collectives.statistics import OperationStatistics, SizeStatistics
@@ -63,8 +64,7 @@ class SlowLink:
     """Whether the operation was asynchronous, so that some of that was hidden."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LinkFindings:
+class LinkFindings(Struct, frozen=True):
     """The slow links, the costliest first, and what they have in common."""
 
     links: tuple[SlowLink, ...]

@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU
+from torchlens_perf.analysis.words.evidence import (
+    CaughtUpEvidence,
+    DeviceStepEvidence,
+    LongSteps,
+    NotKnownEvidence,
+    SampledEvidence,
+    TypicalStepEvidence,
+    Verdict,
+)
 from torchlens_perf.analysis.words.stragglers import phase_name
-from torchlens_perf.run.records import Verdict
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Facts, LongSteps, TypicalStep
+    from torchlens_perf.analysis.words.report import Facts, TypicalStep
 
 # Shares of a typical step, or of all steps' time, from which something is worth naming.
 _WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
@@ -69,7 +77,8 @@ def _typical(report: Facts) -> Verdict:
             f"Waiting for a CPU takes {percent(sampled)} of the time, by samples of one second: "
             f"steps are too short to say where. Next: {_CPU_ACTION}"
         )
-        return Verdict("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, {"sampled": sampled})
+        evidence = SampledEvidence(sampled)
+        return Verdict("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, evidence)
     first = waits[0] if waits[0].seconds >= min(_WASTE_FIRST * step_s, computing.seconds) else computing
     worth = [each for each in waits if each is not first and each.seconds >= _WORTH_NAMING * step_s]
     beside = [*worth, computing] if first is not computing and computing.seconds else worth
@@ -77,9 +86,9 @@ def _typical(report: Facts) -> Verdict:
     following = worth[0] if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s else first
     waste_s = sum(each.seconds for each in (first, *worth) if each is not computing)
     text = f"{first.what} takes {_of(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
-    evidence = {"typical_step_s": step_s, "uses_s": {use.kind: use.seconds for use in (computing, *waits)}}
     text += f" Next: {following.action}"
-    return Verdict(first.kind, None, first.phase, waste_s, waste_s / step_s, None, 0.9, text, evidence)
+    spent = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *waits)})
+    return Verdict(first.kind, None, first.phase, waste_s, waste_s / step_s, None, 0.9, text, spent)
 
 
 def _of(seconds: float, step_s: float) -> str:
@@ -167,14 +176,14 @@ def _on_a_device(report: Facts, device: str) -> Verdict:
             "larger batch, fused optimizers."
         )
         # What the job would gain is not known: how long a device idled between two kernels is not measured.
-        return Verdict("host_bound", None, "host", None, None, None, 0.8, text, {"caught_up": share})
+        return Verdict("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share))
     step_s = sum(each["step_s"]["p50_s"] or 0.0 for each in timed) / len(timed)  # each has timed a step
     phases = {
         phase: sum(each["phases"].get(phase, {"s_per_step": 0.0})["s_per_step"] for each in timed) / len(timed)
         for phase in _COMPUTE
     }
     between_s = max(0.0, step_s - sum(phases.values()))
-    evidence = {"device_step_s": step_s, "device_phases_s": phases, "between_s": between_s}
+    evidence = DeviceStepEvidence(step_s, phases, between_s)
     if between_s >= _BETWEEN_PHASES * step_s:
         use = _uses(report)[1][0]
         text = (
@@ -203,7 +212,7 @@ def _not_known(report: Facts, device: str) -> Verdict:
         'the device. Next: record device times (device_times="on"), or look at a trace of some steps: '
         "torchlens-perf capture."
     )
-    return Verdict("not_known", None, None, None, None, None, 0.0, text, {"device": device})
+    return Verdict("not_known", None, None, None, None, None, 0.0, text, NotKnownEvidence(device))
 
 
 def _lower(text: str) -> str:
@@ -227,7 +236,7 @@ def _long(report: Facts, long: LongSteps) -> Verdict:
         f"{percent(long['share'])} of the time of all steps. Next: {_long_action(long)}"
     )
     cost_s = long["total_s"] / max(1, steps["count"])
-    return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, dict(long))
+    return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
 
 
 _WHERE = {

@@ -22,24 +22,30 @@ class RankStack:
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenHang:
-    """A hang in progress, as the node's state, alerts and the report have it. Hang says what the fields mean."""
+class HangEvidence:
+    """A hang in progress, as the report has it. Hang says what the fields mean."""
 
-    text: str
     kind: str
     since_s: float
     step: int
     ranks: tuple[int, ...]
     """Those that the others wait for."""
-    waiting: tuple[int, ...] = ()
-    stacks: Mapping[int, RankStack] = dataclasses.field(default_factory=dict)
+    waiting: tuple[int, ...]
+    stacks: Mapping[int, RankStack]
     """By rank, of a few of those that are worth a look."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenHang(HangEvidence):
+    """A hang in progress with its sentence, as the node's state and alerts have it."""
+
+    text: str
 
 
 def described(hang: Hang, stacks: Mapping[int, RankStack]) -> OpenHang:
     """The hang in words, without what only they are made from."""
     ranks = tuple(each.progress.rank for each in hang.blocking)
-    return OpenHang(text(hang), hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks)
+    return OpenHang(hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks, text=text(hang))
 
 
 def text(hang: Hang) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, percent
+from torchlens_perf.analysis.words.evidence import OutOfMemoryEvidence, Verdict
 from torchlens_perf.run.oom_table import LiveRow, OutOfMemory
-from torchlens_perf.run.records import Verdict
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.memory import Growth
@@ -71,7 +71,7 @@ def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> Verdict:
         f"Rank {rank['rank']} ({rank['host']}) ran out of device memory in step {oom['step']}{inside}: {_asked(oom)}. "
         f"{held}{others} Next: {next_action(oom, rank['memory']['growth'])}"
     )
-    evidence = {**oom, "ranks": [rank["rank"], *also]}
+    evidence: OutOfMemoryEvidence = {**oom, "ranks": [rank["rank"], *also]}
     return Verdict("out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, evidence)
 
 

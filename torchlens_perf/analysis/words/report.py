@@ -7,9 +7,11 @@ Keys of `by_rank` are ranks as text, as JSON wants them.
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import TypedDict
 
+from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.analysis.statistics.memory import Growth
+from torchlens_perf.analysis.words.evidence import Evidence, LongSteps
 from torchlens_perf.analysis.words.report_hardware import Gpu, Link
 from torchlens_perf.run.oom_table import OutOfMemory
 
@@ -48,20 +50,6 @@ class Trend(TypedDict):
     first_third_p50_s: float
     last_third_p50_s: float
     change: float
-
-
-class LongSteps(TypedDict):
-    """A class of steps that take longer than the others."""
-
-    kinds: list[str]
-    part: str
-    """Which part of the step takes longer."""
-    count: int
-    steps: list[int]
-    period: int | None
-    more_s: float
-    total_s: float
-    share: float
 
 
 class AlikeAndLong(TypedDict):
@@ -300,8 +288,8 @@ class Capture(TypedDict):
     left_out: dict[str, str]
 
 
-class VerdictRow(TypedDict):
-    """A verdict; evidence has the numbers behind its sentence, by kind."""
+class VerdictFacts(TypedDict):
+    """A verdict without its evidence."""
 
     kind: str
     rank: int | None
@@ -311,8 +299,14 @@ class VerdictRow(TypedDict):
     since_step: int | None
     confidence: float
     text: str
-    evidence: dict[str, Any]
     where: dict[str, str] | None
+    """Who knows the rank by which name: host, scheduler, container, cloud."""
+
+
+class VerdictRow(VerdictFacts):
+    """A verdict; evidence has the numbers behind its sentence, by kind."""
+
+    evidence: Evidence
 
 
 class Quality(TypedDict):
@@ -340,7 +334,7 @@ class Facts(TypedDict):
     gpus: list[Gpu]
     links: list[Link]
     collectives: list[Collective]
-    slow_links: dict[str, Any]
+    slow_links: LinkFindings
     captures: list[Capture]
     quality: Quality
 

@@ -16,8 +16,15 @@ from torchlens_perf.analysis.causes.straggler_groups import (
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.episodes import Episode
+from torchlens_perf.analysis.words.evidence import (
+    ImbalanceEvidence,
+    NobodySlowEvidence,
+    NotComparedEvidence,
+    PastStragglerEvidence,
+    StragglerEvidence,
+    Verdict,
+)
 from torchlens_perf.run.rank_ranges import ranges
-from torchlens_perf.run.records import Verdict
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Facts, Module
@@ -109,23 +116,23 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         f"{cost}, {since}. {_because(straggler)}"
         f"Next: {causes[0].action if causes else _next_action(episode, modules, straggler)}"
     )
-    evidence = {
-        "class": cause_class(episode) if straggler.kind != "position" else "imbalance",
-        "scope": straggler.kind,
-        "ranks": list(straggler.ranks),
-        "work_s": episode.work_ns / 1e9,
-        "others_work_s": episode.others_work_ns / 1e9,
-        "excess_s": episode.excess_ns / 1e9,
-        "phase_excess_s": episode.phase_excess_ns / 1e9,
-        "share_of_steps": episode.slow_share,
-        "excess_when_slow_s": episode.slow_excess_ns / 1e9,
-        "standard_errors": episode.z_score,
-        "named_at_step": episode.named_step,
-        "more_workload": episode.more_workload,
-        "modules": modules,
-        "module_excess_s": module_excess_s,
-        "diagnosis": straggler.diagnosis and dataclasses.asdict(straggler.diagnosis),
-    }
+    evidence = StragglerEvidence(
+        cause=cause_class(episode) if straggler.kind != "position" else "imbalance",
+        scope=straggler.kind,
+        ranks=straggler.ranks,
+        work_s=episode.work_ns / 1e9,
+        others_work_s=episode.others_work_ns / 1e9,
+        excess_s=episode.excess_ns / 1e9,
+        phase_excess_s=episode.phase_excess_ns / 1e9,
+        share_of_steps=episode.slow_share,
+        excess_when_slow_s=episode.slow_excess_ns / 1e9,
+        standard_errors=episode.z_score,
+        named_at_step=episode.named_step,
+        more_workload=episode.more_workload,
+        modules=tuple(modules),
+        module_excess_s=module_excess_s,
+        diagnosis=straggler.diagnosis,
+    )
     confidence, since_step = _confidence(episode), 0 if episode.from_start else episode.since_step
     return Verdict("straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence)
 
@@ -239,8 +246,7 @@ def _was_slow(episode: Episode, diagnosis: Diagnosis | None) -> Verdict:
     )
     if diagnosis is not None and diagnosis.causes:
         text += f" Seen meanwhile: {diagnosis.causes[0].text}."
-    evidence = {"class": cause_class(episode), "until_step": episode.until_step, "excess_s": episode.excess_ns / 1e9}
-    evidence["diagnosis"] = diagnosis and dataclasses.asdict(diagnosis)
+    evidence = PastStragglerEvidence(cause_class(episode), episode.until_step, episode.excess_ns / 1e9, diagnosis)
     return Verdict(
         f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step, _confidence(episode), text,
         evidence,
@@ -254,13 +260,13 @@ def _imbalance(found: StageImbalance, findings: Findings) -> Verdict:
         f"{duration(found.work_ns / 1e9)} of work a step, the other stages {duration(found.others_work_ns / 1e9)}. "
         f"Next: move layers out of {found.stage}."
     )
-    evidence = {"class": "imbalance", "scope": "stage", "ranks": list(found.ranks)}
+    evidence = ImbalanceEvidence("imbalance", "stage", found.ranks)
     return Verdict("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)
 
 
 def no_straggler(report: Facts, findings: Findings) -> Verdict:
     """Nobody is slow, and what would have been seen; or that it is not known."""
-    count = report["steps"]["count"]
+    count, not_compared = report["steps"]["count"], NotComparedEvidence(findings.rows)
     if report["run"]["device"] is not None:
         timed = any(rank["device"] for rank in report["ranks"])
         recorded = "only host time is compared so far" if timed else "only host time was recorded"
@@ -269,7 +275,7 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
             f"The ranks were not compared: their work is on a device ({report['run']['device']}), and {recorded}. "
             f"Next: compare {look_at}."
         )
-        return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, {"rows": findings.rows})
+        return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
     if not findings.compared or findings.detectable_ns is None:
         text = (
             f"Too few steps to compare the ranks ({count}): a slow rank cannot be distinguished from noise yet. "
@@ -277,13 +283,13 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
         )
         if not findings.compared and count >= 40:
             text = "The ranks were not compared: each does other work than the others, or they were not seen together."
-            return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, {"rows": findings.rows})
-        return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, {"rows": findings.rows})
+            return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
+        return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
     seen_s = findings.detectable_ns / 1e9
     share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
     text = (
         f"No rank stands out over {count} steps. One with {duration(seen_s)} more work a step ({percent(share)}) would "
         "have been named."
     )
-    evidence = {"rows": findings.rows, "detectable_s": seen_s, "compared": findings.compared}
+    evidence = NobodySlowEvidence(findings.rows, seen_s, findings.compared)
     return Verdict("none", None, None, 0.0, 0.0, None, 0.9, text, evidence)

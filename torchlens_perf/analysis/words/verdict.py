@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.causes.straggler_groups import StragglerSummary
@@ -10,11 +9,11 @@ from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
 from torchlens_perf.analysis.statistics.quantities import amount, duration, printable
 from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.words.bottleneck import bottlenecks, lack_of_cpu
-from torchlens_perf.analysis.words.hang import OpenHang
+from torchlens_perf.analysis.words.evidence import NoStepsEvidence, SlowLinkEvidence, Verdict, WarmUpEvidence
+from torchlens_perf.analysis.words.hang import HangEvidence, OpenHang
 from torchlens_perf.analysis.words.oom import out_of_memory_verdicts
 from torchlens_perf.analysis.words.stragglers import SlowRankContext, no_straggler, straggler_verdicts
 from torchlens_perf.run.rank_ranges import ranges
-from torchlens_perf.run.records import Verdict
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Facts
@@ -60,14 +59,14 @@ def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> Verdict:
     text = f"{slow_link_text(links)} Next: {action}"
     cost_s = worst.cost_ns / 1e9 / max(1, steps)
     share = cost_s / mean_s if mean_s else 0.0
-    evidence = {"class": "slow_communication", **dataclasses.asdict(links)}
+    evidence = SlowLinkEvidence(links.links, links.shared_ranks, links.shared_nodes, links.compared, links.undecided)
     return Verdict("slow_link", None, "communication", cost_s, share, None, 0.8, text, evidence)
 
 
 def _hang(hang: OpenHang) -> Verdict:
     rank = hang.ranks[0] if hang.ranks else None
-    evidence = dataclasses.asdict(hang)
-    return Verdict("hang", rank, None, 0.0, 0.0, hang.step, 0.9, evidence.pop("text"), evidence)
+    evidence = HangEvidence(hang.kind, hang.since_s, hang.step, hang.ranks, hang.waiting, hang.stacks)
+    return Verdict("hang", rank, None, 0.0, 0.0, hang.step, 0.9, hang.text, evidence)
 
 
 def _no_steps(report: Facts) -> Verdict:
@@ -75,12 +74,13 @@ def _no_steps(report: Facts) -> Verdict:
         "No step was seen. A step ends with an optimizer's step, a forward pass without gradients of the watched "
         "model, or w.step(). Next: pass the model to watch(), or call w.step() at the end of your loop."
     )
-    return Verdict("no_steps", None, None, 0.0, 0.0, None, 1.0, text, {"records": report["quality"]["records"]})
+    evidence = NoStepsEvidence(report["quality"]["records"])
+    return Verdict("no_steps", None, None, 0.0, 0.0, None, 1.0, text, evidence)
 
 
 def _only_warm_up(report: Facts) -> Verdict:
     text = f"Only {report['steps']['count']} steps so far, all of them warm-up. Next: run at least 40 steps."
-    return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, {})
+    return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, WarmUpEvidence())
 
 
 def slow_link_text(findings: LinkFindings) -> str:

@@ -1,0 +1,213 @@
+"""A verdict, and the numbers behind its sentence: a type for each kind of evidence, as `report --json` has it.
+
+Names end in their units: `_s` seconds, `_bytes`. A share is between 0 and 1. A Struct is used where JSON has a field
+`class`, which no dataclass can have, and so for all that are made here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypedDict, final
+
+from msgspec import Struct, field
+
+from torchlens_perf.analysis.causes.rules import Diagnosis
+from torchlens_perf.analysis.collectives.slow_link import LinkFindings
+from torchlens_perf.analysis.words.hang import HangEvidence
+from torchlens_perf.run.oom_table import OutOfMemory
+
+SLOW_COMMUNICATION = "slow_communication"
+
+
+class StragglerEvidence(Struct, frozen=True):
+    """Of ranks that are slow now. Seconds are those of a step of the slowest one."""
+
+    cause: str = field(name="class")
+    """slow_compute, slow_data, slow_host, more_work, or imbalance for a position in the mesh."""
+    scope: str
+    """rank, node or position."""
+    ranks: tuple[int, ...]
+    work_s: float
+    others_work_s: float
+    excess_s: float
+    phase_excess_s: float
+    share_of_steps: float
+    """In how many of the steps it is slow."""
+    excess_when_slow_s: float
+    standard_errors: float
+    """How far the excess is beyond what chance gives."""
+    named_at_step: int
+    more_workload: float
+    """Share that it has more to do than the others."""
+    modules: tuple[str, ...]
+    """Those that explain most of the phase's excess."""
+    module_excess_s: float
+    diagnosis: Diagnosis | None
+
+
+class PastStragglerEvidence(Struct, frozen=True):
+    """Of a rank that was slow, and no longer is."""
+
+    cause: str = field(name="class")
+    until_step: int
+    excess_s: float
+    diagnosis: Diagnosis | None
+
+
+class ImbalanceEvidence(Struct, frozen=True):
+    """Of a pipeline stage that has more work than the others."""
+
+    cause: str = field(name="class")
+    scope: str
+    ranks: tuple[int, ...]
+
+
+class SlowLinkEvidence(LinkFindings, frozen=True, tag_field="class", tag=SLOW_COMMUNICATION):
+    """Of slow links, the costliest first."""
+
+
+@final
+class OutOfMemoryEvidence(OutOfMemory):
+    """Of the rank that was first to run out of its device's memory."""
+
+    ranks: list[int]
+    """That one, and then the others that ran out."""
+
+
+@final
+class LongSteps(TypedDict):
+    """A class of steps that take longer than the others."""
+
+    kinds: list[str]
+    part: str
+    """Which part of the step takes longer."""
+    count: int
+    steps: list[int]
+    period: int | None
+    more_s: float
+    total_s: float
+    share: float
+
+
+class TypicalStepEvidence(Struct, frozen=True):
+    """What a typical step is spent on, by the hosts' clocks: the mean over the ranks."""
+
+    typical_step_s: float
+    uses_s: dict[str, float]
+    """By the kind of verdict that it would be."""
+
+
+class DeviceStepEvidence(Struct, frozen=True):
+    """What a step is spent on, by the devices' clocks: the mean over the ranks."""
+
+    device_step_s: float
+    device_phases_s: dict[str, float]
+    between_s: float
+    """Outside of all phases."""
+
+
+class CaughtUpEvidence(Struct, frozen=True):
+    """Of devices that wait for the host."""
+
+    caught_up: float
+    """Share of the forward and backward passes at whose end a device had no work left."""
+
+
+class SampledEvidence(Struct, frozen=True):
+    """Of a lack of CPUs that the sidecar has seen, where steps are too short to record it."""
+
+    sampled: float
+    """Share of the samples in which a main thread was ready and had no CPU."""
+
+
+class NotKnownEvidence(Struct, frozen=True):
+    """Of work on a device, of which only host time was recorded."""
+
+    device: str
+
+
+class NobodySlowEvidence(Struct, frozen=True):
+    """Of ranks of which none stands out."""
+
+    rows: int
+    """Windows of steps that were compared."""
+    detectable_s: float
+    """What a rank would have needed more a step to be named."""
+    compared: int
+    """Ranks that were compared."""
+
+
+class NotComparedEvidence(Struct, frozen=True):
+    """Of ranks that were not compared, or not yet."""
+
+    rows: int
+
+
+class NoStepsEvidence(Struct, frozen=True):
+    """Of a run without steps."""
+
+    records: int
+
+
+class WarmUpEvidence(Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a run whose steps were all warm-up: there is none."""
+
+
+Evidence = (
+    StragglerEvidence
+    | PastStragglerEvidence
+    | ImbalanceEvidence
+    | SlowLinkEvidence
+    | HangEvidence
+    | OutOfMemoryEvidence
+    | LongSteps
+    | TypicalStepEvidence
+    | DeviceStepEvidence
+    | CaughtUpEvidence
+    | SampledEvidence
+    | NotKnownEvidence
+    | NobodySlowEvidence
+    | NotComparedEvidence
+    | NoStepsEvidence
+    | WarmUpEvidence
+)
+
+_BY_STEP = (TypicalStepEvidence, DeviceStepEvidence)
+# All kinds of verdicts, and which evidence each may have. The JSON schema is made from it.
+EVIDENCE: Mapping[str, tuple[type, ...]] = {
+    "straggler": (StragglerEvidence,),
+    "straggler_transient": (PastStragglerEvidence,),
+    "straggler_ended": (PastStragglerEvidence,),
+    "imbalance": (ImbalanceEvidence,),
+    "slow_link": (SlowLinkEvidence,),
+    "hang": (HangEvidence,),
+    "out_of_memory": (OutOfMemoryEvidence,),
+    "compute_bound": _BY_STEP,
+    "data_bound": _BY_STEP,
+    "communication_bound": _BY_STEP,
+    "host_bound": (*_BY_STEP, CaughtUpEvidence),
+    "lack_of_cpu": (*_BY_STEP, SampledEvidence),
+    "long_steps": (LongSteps,),
+    "not_known": (NotKnownEvidence,),
+    "none": (NobodySlowEvidence, NotComparedEvidence, WarmUpEvidence),
+    "not_compared": (NotComparedEvidence,),
+    "no_steps": (NoStepsEvidence,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What is wrong, or that nothing is; one row of the report's `verdicts`."""
+
+    kind: str
+    """One of EVIDENCE."""
+    rank: int | None
+    phase: str | None
+    cost_s_per_step: float | None
+    """Seconds that each step of the job would be shorter without it; None where that is not known."""
+    cost_share: float | None
+    since_step: int | None
+    confidence: float
+    text: str
+    evidence: Evidence
