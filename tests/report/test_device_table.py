@@ -49,13 +49,26 @@ class Gpu(Rank):
             self.steps(1, **HOST)
             self.device_step(step, behind_ns, scale)
 
-    def device_step(self, step: int, behind_ns: int, scale: float = 1.0, step_ns: int = DEVICE[Kind.STEP]) -> None:
-        """The phases of a step one after the other, and the step around them, which begins with its host's end."""
-        after_ns = 0
+    def device_step(
+        self,
+        step: int,
+        behind_ns: int,
+        scale: float = 1.0,
+        *,
+        began_ns: int | None = None,
+        idle_ns: int = 0,
+        step_ns: int = DEVICE[Kind.STEP],
+    ) -> None:
+        """The phases of a step one after the other, after some idle time, and the step around them.
+
+        began_ns: when the step began on the device; by default when the host had ended it.
+        """
+        later_ns = 0 if began_ns is None else began_ns - self.clock.now_ns
+        after_ns = idle_ns
         for kind, usual_ns in DEVICE.items():
             duration_ns = round(scale * (step_ns if kind == Kind.STEP else usual_ns))
             start_ns = 0 if kind == Kind.STEP else after_ns
-            self.late(kind, kind.name.lower(), step, duration_ns, behind_ns, start_ns)
+            self.late(kind, kind.name.lower(), step, duration_ns, behind_ns, later_ns + start_ns)
             after_ns += duration_ns
 
     def late(self, kind: Kind, name: str, step: int, duration_ns: int, behind_ns: int, start_ns: int = 0) -> None:
@@ -247,30 +260,48 @@ def test_a_device_that_is_behind_is_what_limits_the_step(run: RunDirectory) -> N
 
 
 def test_a_device_with_nothing_to_do_between_its_phases(run: RunDirectory) -> None:
-    """What the host does meanwhile is named, with both times."""
+    """What the host did meanwhile is named, by how long the device waited for that, and not how long it took."""
     rank = Gpu(run, 0, world_size=1)
     for _ in range(40):
         step = rank.session.recorder.step
+        began_ns = rank.clock.now_ns
         rank.steps(1, **HOST, data=60.0)
-        for kind, duration_ns in {**DEVICE, Kind.STEP: 64 * MS}.items():
-            rank.late(kind, kind.name.lower(), step, duration_ns, 20 * MS)
+        idle_ns = 30 * MS  # the device comes to the end of the step before in the midst of the loader's time
+        rank.device_step(step, 20 * MS, began_ns=began_ns + 30 * MS, idle_ns=idle_ns, step_ns=64 * MS)
     verdict = report_on(run, [rank])["verdicts"][-1]
     assert verdict["kind"] == "data_bound"
     assert verdict["text"].startswith(
-        "50% of a step on the GPU (32.0 ms of 64.0 ms) is outside of the forward and backward passes and the "
-        "optimizer. On the host, waiting for data takes 60.0 ms of a typical step. Next: raise the DataLoader's "
+        "Waiting for data takes 47% (30.0 ms) of a step on the GPU (64.0 ms); computing 50% (32.0 ms). Next: raise "
     )
 
 
-def test_ranks_on_devices_were_not_compared(run: RunDirectory) -> None:
-    """Their host times equalise: nobody is said to stand out, and nobody not to."""
+def test_ranks_are_compared_by_their_devices(run: RunDirectory) -> None:
+    """Their host times are the same: the slow one is named by what its device did."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
-        rank.timed_steps(80, 30 * MS, scale)
+        rank.timed_steps(200, 30 * MS, scale)
+    report = report_on(run, ranks)
+    verdict = report["verdicts"][0]
+    assert (verdict["kind"], verdict["rank"], verdict["phase"]) == ("straggler", 1, "compute")
+    assert "host time" not in verdict["text"]
+    assert report["run"]["judged_by"] == "device"
+
+
+@pytest.mark.parametrize("timed", [(), (0,)])
+def test_ranks_on_devices_that_tell_no_times(run: RunDirectory, timed: tuple[int, ...]) -> None:
+    """Host times equalise, and are not compared with a device's: nobody is said to stand out, and nobody not to."""
+    ranks = [Gpu(run, rank) for rank in range(2)]
+    for number, rank in enumerate(ranks):
+        rank.session.modules_timed(["layer"], device="cuda", all_levels=True)
+        if number in timed:
+            rank.timed_steps(80, 30 * MS)
+        else:
+            rank.steps(80, **HOST)
     verdict = report_on(run, ranks)["verdicts"][0]
+    why = "device times are missing of rank 1" if timed else "only host time is known"
     assert verdict["kind"] == "not_compared"
     assert verdict["text"].startswith(
-        "The ranks were not compared: their work is on a device (GPU), and only host time"
+        f"The ranks were not compared: their work is on a device (GPU), and {why}. Next: "
     )
 
 

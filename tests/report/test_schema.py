@@ -28,6 +28,7 @@ from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
 from torchlens_perf.analysis.causes.straggler_groups import StageImbalance, StragglerGroup, StragglerSummary
 from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.analysis.stragglers.episodes import Episode
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.words import evidence
 from torchlens_perf.analysis.words.hang import HangEvidence, OpenHang, RankStack
 from torchlens_perf.commands.cli import main
@@ -72,15 +73,21 @@ def test_a_check_that_can_fail() -> None:
 def node(parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, **changed: Any) -> NodeState:
     """A node whose ranks make steps of these parts, in ms. changed: fields of the node, and of its processes.
 
-    device_ms: by phase, and "step", what its devices took. caught_up: of 10 passes.
+    device_ms: by part, what its devices took for a step. caught_up: of 10 passes.
     """
     of_node = {each.name: changed.pop(each.name) for each in dataclasses.fields(NodeState) if each.name in changed}
     device_ms, caught_up = changed.pop("device_ms", {}), changed.pop("caught_up", 0)
     states = [state_of(rank, ranks, [{**BASE, **(parts or {})} for _ in range(steps)]) for rank in range(ranks)]
     for state in states:
-        for phase, each_ms in device_ms.items():
-            sketch = state.statistics.device.phases[phase] = Sketch()
+        for part, each_ms in device_ms.items():
+            sketch = state.statistics.device.parts[part] = Sketch()
             sketch.add(np.full(10, each_ms * MS, np.int64))
+        if device_ms:
+            step_ns = np.full(10, sum(device_ms.values()) * MS, np.int64)
+            for sketch in (state.statistics.device.judged, state.statistics.device.work):
+                sketch.add(step_ns)
+            state.statistics.device.phases["step"] = state.statistics.device.judged
+            state.judged_by = DEVICE
         state.statistics.device.behind.add(np.full(10, MS, np.int64))
         state.statistics.device.caught_up = caught_up
     processes = {state.identity.key: dataclasses.replace(state, **changed) for state in states}
@@ -103,7 +110,7 @@ def linked(run: RunDirectory) -> NodeState:
     return state
 
 
-BETWEEN = {"step": 40.0, "forward": 4.0}
+CPU = {"host": 40.0, "cpu": 30.0, "cpu_in": "host"}
 ONE_LONG = [*[dict(BASE)] * 50, {**BASE, "host": 901.0, "flags": Flag.EVALUATION}]
 HANG = OpenHang("dead", 90.0, 10, (0,), (1,), {1: RankStack(("train.py:3",), "")}, text="It hangs.")
 IMBALANCE = StragglerSummary((), StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2))
@@ -117,18 +124,18 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("hang", HangEvidence): lambda run: node(ended="", hang=HANG),
     ("out_of_memory", evidence.OutOfMemoryEvidence): lambda run: node(out_of_memory=memory.oom(step=99, file="f")),
     ("compute_bound", evidence.TypicalStepEvidence): lambda run: node(),
-    ("compute_bound", evidence.DeviceStepEvidence): lambda run: node(device_ms={"step": 20.0, "backward": 19.0}),
+    ("compute_bound", evidence.DeviceStepEvidence): lambda run: node(device_ms={"backward": 19.0, "host": 1.0}),
     ("data_bound", evidence.TypicalStepEvidence): lambda run: node({"data": 30.0}),
-    ("data_bound", evidence.DeviceStepEvidence): lambda run: node({"data": 30.0}, device_ms=BETWEEN),
+    ("data_bound", evidence.DeviceStepEvidence): lambda run: node(device_ms={"forward": 4.0, "data": 30.0}),
     ("communication_bound", evidence.TypicalStepEvidence): lambda run: node({"communication": 30.0}),
     ("communication_bound", evidence.DeviceStepEvidence): (
-        lambda run: node({"communication": 30.0}, device_ms=BETWEEN)
+        lambda run: node(device_ms={"forward": 4.0, "communication": 30.0})
     ),
     ("host_bound", evidence.TypicalStepEvidence): lambda run: node({"host": 30.0}),
-    ("host_bound", evidence.DeviceStepEvidence): lambda run: node({"host": 30.0}, device_ms=BETWEEN),
-    ("host_bound", evidence.CaughtUpEvidence): lambda run: node(device_ms=BETWEEN, caught_up=10),
+    ("host_bound", evidence.DeviceStepEvidence): lambda run: node(device_ms={"forward": 4.0, "host": 30.0}),
+    ("host_bound", evidence.CaughtUpEvidence): lambda run: node(device_ms={"forward": 4.0}, caught_up=10),
     ("lack_of_cpu", evidence.TypicalStepEvidence): lambda run: node({"forward": 40.0, "cpu": 30.0}),
-    ("lack_of_cpu", evidence.DeviceStepEvidence): (lambda run: node({"forward": 40.0, "cpu": 30.0}, device_ms=BETWEEN)),
+    ("lack_of_cpu", evidence.DeviceStepEvidence): lambda run: node(CPU, device_ms={"forward": 4.0, "host": 40.0}),
     ("lack_of_cpu", evidence.SampledEvidence): lambda run: node(cpu_wait=[12.0, 20.0]),
     ("long_steps", evidence.LongSteps): lambda run: NodeState(HOST, {"0": state_of(0, 1, ONE_LONG)}),
     ("not_known", evidence.NotKnownEvidence): lambda run: node(compute_device="xpu"),

@@ -35,7 +35,8 @@ def step_table(parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags:
 
 
 def mixed_table(steps: Sequence[dict[str, Any]], first_step: int = 0, noise: float = 0.0) -> StepTable:
-    """Steps that differ: parts in ms, "flags", and "cpu" for the lack of a CPU, which is in their forward part.
+    """Steps that differ: parts in ms, "flags", and "cpu" for the lack of a CPU, which is in their forward part,
+    or in the part that "cpu_in" names.
 
     noise: standard deviation of the logarithm of a step's duration.
     """
@@ -48,7 +49,7 @@ def mixed_table(steps: Sequence[dict[str, Any]], first_step: int = 0, noise: flo
     for row, step in enumerate(steps):
         if "cpu" in step:
             ready_ns[row] = 0
-            ready_ns[row, PARTS.index("forward")] = step["cpu"] * MS
+            ready_ns[row, PARTS.index(step.get("cpu_in", "forward"))] = step["cpu"] * MS
     flags = np.array([int(step.get("flags", 0)) for step in steps], np.int64)
     return dataclasses.replace(made, flags=flags, ready_ns=ready_ns)
 

@@ -13,6 +13,7 @@ from torchlens_perf.analysis.collectives.slow_link import LinkFindings, slow_lin
 from torchlens_perf.analysis.collectives.statistics import merged_operations
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
+from torchlens_perf.analysis.stragglers.judged_steps import UNDECIDED
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words import verdict
 from torchlens_perf.analysis.words.evidence import Verdict
@@ -62,9 +63,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         "run": _run(run_id, nodes, processes),
         "steps": _steps(processes, windows),
         "ranks": [_rank(rank, processes[rank]) for rank in sorted(processes)],
-        "heat": heat(
-            {rank: each.judged_windows() for rank, each in processes.items()}, judging.findings, _places(processes)
-        ),
+        "heat": heat(judged_windows, judging.findings, _places(processes)),
         "modules": module_rows(processes),
         "sections": section_rows(processes),
         "device_sections": device_sections(processes),
@@ -105,7 +104,7 @@ def slow_link_verdict(nodes: list[NodeState]) -> Verdict | None:
 def for_alerts(nodes: list[NodeState]) -> SlowRankContext:
     """What sentences on slow ranks take from the report, which alerts need no other part of."""
     processes = _latest_attempt(nodes)
-    return SlowRankContext(_device(processes), module_rows(processes))
+    return SlowRankContext(module_rows(processes), _device(processes), _judged_by(processes))
 
 
 def _links(nodes: list[NodeState], processes: dict[int, ProcessState]) -> LinkFindings:
@@ -152,6 +151,7 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
         "last_step_at": _time(max(ended)) if ended else None,
         "live": live,
         "device": _device(processes),
+        "judged_by": _judged_by(processes),
         "deeper_modules": any(process.deeper_modules for process in processes.values()),
     }
 
@@ -163,6 +163,11 @@ def _device(processes: dict[int, ProcessState]) -> str | None:
         kinds.add("cuda")  # no model was found
     kind = min(kinds, default=None)
     return "GPU" if kind == "cuda" else kind
+
+
+def _judged_by(processes: dict[int, ProcessState]) -> str | None:
+    clocks = {process.judged_by for process in processes.values()} - {UNDECIDED}
+    return " and ".join(sorted(clocks, reverse=True)) or None
 
 
 def _unix_ns(process: ProcessState, monotonic_ns: int) -> int:

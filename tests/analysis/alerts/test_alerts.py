@@ -380,7 +380,7 @@ def test_modules_are_in_the_sentence_where_there_is_a_report() -> None:
     """With the report's modules the alert names the slow one, as the report's verdict does."""
     module = {"name": "blocks.3", "by_rank": {}, "backward_by_rank": {"3": 0.030, "1": 0.012, "2": 0.012}}
     (alert,) = AlertLog("run").changes(
-        0, findings(episode()), None, PLACES, NOW_NS, context=lambda: SlowRankContext(None, [module])
+        0, findings(episode()), None, PLACES, NOW_NS, context=lambda: SlowRankContext([module])
     )
     assert "most of it in blocks.3" in alert.text
 

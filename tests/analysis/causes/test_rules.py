@@ -217,7 +217,7 @@ def test_several() -> None:
 def verdict(found: Diagnosis, **changed: Any) -> Any:
     slow = episode(SLOW, phase="host", **changed)
     named = StragglerSummary((StragglerGroup("rank", "", (SLOW,), slow, "node-0", diagnosis=found),))
-    (now,), _ = straggler_verdicts(SlowRankContext(None, ()), findings(slow), named)
+    (now,), _ = straggler_verdicts(SlowRankContext(()), findings(slow), named)
     return now
 
 

@@ -260,6 +260,6 @@ class TestOnADevice:
 
         assert verdict["kind"] == "not_compared"
         assert verdict["text"].startswith(
-            "The ranks were not compared: their work is on a device (GPU), and only host time was recorded."
+            "The ranks were not compared: their work is on a device (GPU), and only host time is known."
         )
         assert "stands out" not in verdict["text"]

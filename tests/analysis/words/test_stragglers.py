@@ -29,8 +29,8 @@ from torchlens_perf.analysis.words.stragglers import (
 from torchlens_perf.run.records import OWN_PARTS
 
 MS = 1e6
-REPORT: dict[str, Any] = {"run": {"device": None}, "steps": {"count": 200}, "ranks": []}
-CONTEXT = SlowRankContext(None, ())
+REPORT: dict[str, Any] = {"run": {"device": None, "judged_by": "host"}, "steps": {"count": 200}, "ranks": []}
+CONTEXT = SlowRankContext(())
 AT = places(8, node_size=4)
 
 
@@ -138,7 +138,7 @@ def test_more_to_do() -> None:
 
 class TestModules:
     def context(self, *modules: dict[str, Any]) -> SlowRankContext:
-        return SlowRankContext(None, modules)
+        return SlowRankContext(modules)
 
     def test_the_one_that_explains_it(self) -> None:
         """The module that explains most of the phase's excess is named, with its part of it."""
@@ -225,8 +225,8 @@ def test_modules_of_a_rank_of_another_node() -> None:
     first; only where they explain the excess."""
     slow = findings(episode(phase="forward"))
     told = name(slow, AT, lambda rank: {"layers.7": 15 * MS, "head": 2 * MS})
-    elsewhere = SlowRankContext(None, [module("layers.7", {"0": 0.01, "1": 0.01})])
-    here = SlowRankContext(None, [module("layers.2", {"3": 0.03, "0": 0.01, "1": 0.01})])
+    elsewhere = SlowRankContext([module("layers.7", {"0": 0.01, "1": 0.01})])
+    here = SlowRankContext([module("layers.2", {"3": 0.03, "0": 0.01, "1": 0.01})])
     little = name(slow, AT, lambda rank: {"layers.7": 5 * MS})
     verdicts = [straggler_verdicts(*given)[0][0] for given in (
         (elsewhere, slow, told), (here, slow, told), (elsewhere, slow, little),

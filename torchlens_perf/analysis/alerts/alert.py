@@ -218,7 +218,7 @@ def _who(slow: Slow) -> str:
 
 
 def no_modules() -> SlowRankContext:
-    return SlowRankContext(None, ())
+    return SlowRankContext(())
 
 
 def _hash(*parts: object) -> str:

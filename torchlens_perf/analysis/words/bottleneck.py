@@ -8,6 +8,7 @@ says what limits the step; without that, only what the host did is said.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
@@ -22,6 +23,7 @@ from torchlens_perf.analysis.words.evidence import (
     Verdict,
 )
 from torchlens_perf.analysis.words.stragglers import phase_name
+from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Facts, TypicalStep
@@ -32,10 +34,10 @@ _LONG_WORTH_NAMING = 0.05
 _SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
 _MAX_LONG = 2
 _MAX_NUMBERS = 4  # of steps that come irregularly
+_GAP = ("data", "host")
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
 # Of forward and backward passes that a device ended as soon as the host had issued the last of them.
 _LAUNCH_BOUND, _CAUGHT_UP = 0.8, 0.5
-_BETWEEN_PHASES = 0.25  # of a device's step, from which on what lies between its phases is what matters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +124,14 @@ def _uses(report: Facts) -> tuple[_Use, list[_Use], float]:
     parts = sorted(computing.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for part, seconds in parts)
     what = f"Computing ({shown})" if shown and not taken_out else "Computing"
-    uses = [
-        _Use("lack_of_cpu", "cpu", lack_s * taken_out, "Waiting for a CPU", _CPU_ACTION),
+    uses = [_Use("lack_of_cpu", "cpu", lack_s * taken_out, "Waiting for a CPU", _CPU_ACTION), *_waits(mean_s)]
+    uses.sort(key=lambda use: -use.seconds)
+    return _Use("compute_bound", largest, sum(computing.values()), what, _look_at(report)), uses, step_s
+
+
+def _waits(mean_s: Callable[[str], float]) -> list[_Use]:
+    """What a step is spent on besides computing, by the seconds of its parts."""
+    return [
         _Use("data_bound", "data", mean_s("data"), "Waiting for data", _DATA_ACTION),
         _Use(
             "communication_bound", "communication", mean_s("communication"), "Waiting in communication",
@@ -131,8 +139,6 @@ def _uses(report: Facts) -> tuple[_Use, list[_Use], float]:
         ),
         _Use("host_bound", "host", mean_s("host"), "Host code outside of the phases", _HOST_ACTION),
     ]  # fmt: skip
-    uses.sort(key=lambda use: -use.seconds)
-    return _Use("compute_bound", largest, sum(computing.values()), what, _look_at(report)), uses, step_s
 
 
 _CPU_ACTION = (
@@ -164,11 +170,34 @@ def _look_at(report: Facts) -> str:
 
 def _on_a_device(report: Facts, device: str) -> Verdict:
     """What limits the step is said by the device's clock, or not at all."""
-    timed = [rank["device"] for rank in report["ranks"] if rank["typical"] is not None and rank["device"] is not None]
+    timed = [rank["device"] for rank in report["ranks"] if rank["device"] is not None and rank["device"]["parts"]]
     if not timed:
         return _not_known(report, device)
+    parts = {part: sum(each["parts"].get(part, 0.0) for each in timed) / len(timed) for part in PARTS}
+    step_s, evidence = sum(parts.values()), DeviceStepEvidence({part: s for part, s in parts.items() if s})
+    computing_s = sum(parts[part] for part in _COMPUTE)
+    # Between the phases a device waits for the host, and so for a CPU where that has none.
+    lacks = [typical["lack_of_cpu"] or {} for typical in _typical_steps(report)]
+    lack = {part: min(parts[part], sum(each.get(part, 0.0) for each in lacks) / len(lacks)) for part in _GAP}
+    lack_s = sum(lack.values())
+    if lack_s < _WORTH_NAMING * step_s:
+        lack, lack_s = {}, 0.0
+    waits = [_Use("lack_of_cpu", "cpu", lack_s, "Waiting for a CPU", _CPU_ACTION)]
+    waits += _waits(lambda part: parts[part] - lack.get(part, 0.0))
+    waits.sort(key=lambda use: -use.seconds)
     caught_up = [each["caught_up"] for each in timed if each["caught_up"] is not None]
     share = sum(caught_up) / len(caught_up) if caught_up else 0.0
+    worth = [each for each in waits if each.seconds >= _WORTH_NAMING * step_s]
+    if waits[0].seconds >= min(_WASTE_FIRST * step_s, computing_s):
+        first, *rest = worth or waits[:1]
+        also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in rest)
+        computes = f"; computing {_of(computing_s, step_s)}" if computing_s else ""
+        text = (
+            f"{first.what} takes {_of(first.seconds, step_s)} of a step on the {device} ({duration(step_s)}){also}"
+            f"{computes}. Next: {first.action}"
+        )
+        waste_s = sum(each.seconds for each in worth)
+        return Verdict(first.kind, None, first.phase, waste_s, waste_s / step_s, None, 0.8, text, evidence)
     if share >= _LAUNCH_BOUND:
         text = (
             f"The {device} waits for the host: it had no work left at the end of {percent(share)} of the forward and "
@@ -177,30 +206,17 @@ def _on_a_device(report: Facts, device: str) -> Verdict:
         )
         # What the job would gain is not known: how long a device idled between two kernels is not measured.
         return Verdict("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share))
-    step_s = sum(each["step_s"]["p50_s"] or 0.0 for each in timed) / len(timed)  # each has timed a step
-    phases = {
-        phase: sum(each["phases"].get(phase, {"s_per_step": 0.0})["s_per_step"] for each in timed) / len(timed)
-        for phase in _COMPUTE
-    }
-    between_s = max(0.0, step_s - sum(phases.values()))
-    evidence = DeviceStepEvidence(step_s, phases, between_s)
-    if between_s >= _BETWEEN_PHASES * step_s:
-        use = _uses(report)[1][0]
-        text = (
-            f"{percent(between_s / step_s)} of a step on the {device} ({duration(between_s)} of {duration(step_s)}) is "
-            f"outside of the forward and backward passes and the optimizer. On the host, {_lower(use.what)} takes "
-            f"{duration(use.seconds)} of a typical step. Next: {use.action}"
-        )
-        waste = min(use.seconds, between_s)
-        return Verdict(use.kind, None, use.phase, waste, waste / step_s, None, 0.7, text, evidence)
-    found = sorted(((seconds, phase) for phase, seconds in phases.items() if seconds), reverse=True)
-    shown = ", ".join(f"{phase_name(phase)} {duration(seconds)}" for seconds, phase in found)
+    found = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
+    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in found)
+    also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth)
     ahead = f" The host is ahead, and waits for the {device}." if share < _CAUGHT_UP else ""
+    action = worth[0].action if worth and worth[0].seconds >= _WORTH_DOING * step_s else _look_at(report)
     text = (
-        f"Computing takes {percent(1 - between_s / step_s)} of a step on the {device} ({duration(step_s)}: {shown})."
-        f"{ahead} Next: {_look_at(report)}"
+        f"Computing takes {percent(computing_s / step_s)} of a step on the {device} ({duration(step_s)}: {shown})"
+        f"{also}.{ahead} Next: {action}"
     )
-    return Verdict("compute_bound", None, found[0][1], 0.0, 0.0, None, 0.8, text, evidence)
+    waste_s = sum(each.seconds for each in worth)
+    return Verdict("compute_bound", None, found[0][1], waste_s, waste_s / step_s, None, 0.8, text, evidence)
 
 
 def _not_known(report: Facts, device: str) -> Verdict:

@@ -101,10 +101,9 @@ class TypicalStepEvidence(Struct, frozen=True):
 class DeviceStepEvidence(Struct, frozen=True):
     """What a step is spent on, by the devices' clocks: the mean over the ranks."""
 
-    device_step_s: float
-    device_phases_s: dict[str, float]
-    between_s: float
-    """Outside of all phases."""
+    device_parts_s: dict[str, float]
+    """They add up to the step: phases; communication, that the compute stream waited for; data and host, that the
+    device waited for between the phases."""
 
 
 class CaughtUpEvidence(Struct, frozen=True):

@@ -39,6 +39,8 @@ class Run(TypedDict):
     last_step_at: str | None
     live: bool
     device: str | None
+    judged_by: str | None
+    """Whose clock the ranks are judged by: host, device, "host and device"; None while that is not decided."""
     """"GPU", or torch's name of another kind; None for a CPU."""
     deeper_modules: bool
     """There are modules below those that are timed."""

@@ -16,6 +16,7 @@ from torchlens_perf.analysis.causes.straggler_groups import (
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.episodes import Episode
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.words.evidence import (
     ImbalanceEvidence,
     NobodySlowEvidence,
@@ -33,6 +34,7 @@ _MAX_NAMED = 4
 _SHORT_STEPS = 30  # an episode that was over so soon is transient
 _NOW_AND_THEN = 0.6  # share of slow steps below which the slowness comes and goes
 _MORE_WORK = 0.05
+_BY_DEVICES = ", by the devices' clocks"
 # Modules' times are those of typical steps of the run, with lack of a CPU. The excess is that of the time when the rank
 # was slow, without lack of a CPU: where they differ, only the modules' names are said.
 _ALL_OF_IT = 1.1
@@ -45,9 +47,11 @@ _BY_RANK: dict[str, tuple[Literal["by_rank", "backward_by_rank"], ...]] = {
 class SlowRankContext(NamedTuple):
     """What sentences on slow ranks take from the report, besides what was found of the ranks."""
 
-    device: str | None
-    """As the report's `run` has it."""
     modules: Sequence[Module]
+    device: str | None = None
+    """As the report's `run` has it."""
+    judged_by: str | None = None
+    """As there: whose clock the ranks are judged by."""
 
 
 def straggler_verdicts(
@@ -56,7 +60,7 @@ def straggler_verdicts(
     """Who is slow now, the costliest first, and who was before."""
     before = [episode for episode in findings.episodes if episode.until_step is not None]
     now = [_slow(context, straggler, findings) for straggler in named.groups[:_MAX_NAMED]]
-    if context.device is not None:
+    if context.device is not None and context.judged_by != DEVICE:
         now = [_by_host_time(each) for each in now]
     if named.imbalance is not None:
         now.append(_imbalance(named.imbalance, findings))
@@ -267,13 +271,14 @@ def _imbalance(found: StageImbalance, findings: Findings) -> Verdict:
 def no_straggler(report: Facts, findings: Findings) -> Verdict:
     """Nobody is slow, and what would have been seen; or that it is not known."""
     count, not_compared = report["steps"]["count"], NotComparedEvidence(findings.rows)
-    if report["run"]["device"] is not None:
-        timed = any(rank["device"] for rank in report["ranks"])
-        recorded = "only host time is compared so far" if timed else "only host time was recorded"
-        look_at = "the ranks' device times below" if timed else "traces of some ranks (torchlens-perf capture)"
+    by_device = report["run"]["judged_by"] == DEVICE
+    if report["run"]["device"] is not None and not by_device:
+        untimed = [rank["rank"] for rank in report["ranks"] if not (rank["device"] and rank["device"]["parts"])]
+        some = len(untimed) < len(report["ranks"])
+        recorded = f"device times are missing of rank{'s' * (len(untimed) > 1)} {ranges(untimed)}" if some else "only host time is known"
         text = (
             f"The ranks were not compared: their work is on a device ({report['run']['device']}), and {recorded}. "
-            f"Next: compare {look_at}."
+            "Next: see `torchlens-perf doctor` for why, or compare traces of some ranks (torchlens-perf capture)."
         )
         return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
     if not findings.compared or findings.detectable_ns is None:
@@ -288,8 +293,8 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
     seen_s = findings.detectable_ns / 1e9
     share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
     text = (
-        f"No rank stands out over {count} steps. One with {duration(seen_s)} more work a step ({percent(share)}) would "
-        "have been named."
+        f"No rank stands out over {count} steps{_BY_DEVICES if by_device else ''}. One with {duration(seen_s)} more "
+        f"work a step ({percent(share)}) would have been named."
     )
     evidence = NobodySlowEvidence(findings.rows, seen_s, findings.compared)
     return Verdict("none", None, None, 0.0, 0.0, None, 0.9, text, evidence)

@@ -34,7 +34,7 @@ def verdicts(
         return out_of_memory or [_no_steps(report)]
     if report["steps"]["p50_s"] is None:
         return [*out_of_memory, _only_warm_up(report)]
-    context = SlowRankContext(report["run"]["device"], report["modules"])
+    context = SlowRankContext(report["modules"], report["run"]["device"], report["run"]["judged_by"])
     now, before = straggler_verdicts(context, findings, named)
     if links.links:
         now.append(slow_link(report["steps"]["count"], report["steps"]["mean_s"], links))
