@@ -24,14 +24,8 @@ NAME = "asyncdev"
 _FOLDER = Path(__file__).parent
 _BUILD = _FOLDER / "build"  # git ignores it
 _MODULE = "_asyncdev"
-_SOURCES = (
-    "process_group",
-    "operators",
-    "bindings",
-    "memory",
-    "transport",
-    "streams",
-)  # what takes longest to compile first
+# What takes longest to compile comes first.
+_SOURCES = ("process_group", "operators", "bindings", "memory", "transport", "streams")
 _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden", f"-DMODULE_NAME={_MODULE}"]
 _TIMEOUT_S = 600
 _AT_A_TIME = 2  # compilers

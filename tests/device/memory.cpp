@@ -130,7 +130,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     {
         return c10::Stream(c10::Stream::UNSAFE, DEVICE, exchange_current_stream(to.id()));
     }
-    void *getStreamNativeHandle(const c10::Stream which) const override { return &stream(which.id()); }
+    void *getStreamNativeHandle(const c10::Stream which) const { return &stream(which.id()); } // not in older torch
     bool queryStream(const c10::Stream &which) const override { return stream(which.id()).idle(); }
     void synchronizeStream(const c10::Stream &which) const override
     {

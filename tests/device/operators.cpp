@@ -18,7 +18,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
-#include <set>
+#include <unordered_map>
 
 namespace device {
 
@@ -28,8 +28,7 @@ using c10::DispatchKey;
 using c10::IValue;
 using Stack = torch::jit::Stack;
 
-std::mutex unknown_mutex;
-std::set<std::string> unknown_to_meta; // operators that compute at once, with a wait for the stream
+constexpr size_t MAX_KNOWN = 10'000;
 
 bool on_device(const at::Tensor &tensor) { return tensor.defined() && tensor.device().type() == TYPE; }
 
@@ -191,15 +190,20 @@ void adopt_shapes(const c10::FunctionSchema &schema, const Stack &arguments, con
     }
 }
 
+// Whether the meta device is asked at all; remembered, and so is a no of its.
+std::mutex judged_mutex;
+std::unordered_map<c10::OperatorName, bool> judged;
+
 bool has_meta(const c10::OperatorHandle &op)
 {
-    if (!tells_shapes_only(op.schema()) || op.operator_name().name.compare(0, 6, "aten::") != 0)
-        return false;
+    std::lock_guard<std::mutex> lock(judged_mutex);
+    const auto found = judged.find(op.operator_name());
+    if (found != judged.end())
+        return found->second;
+    bool has = tells_shapes_only(op.schema()) && op.operator_name().name.compare(0, 6, "aten::") == 0;
     for (const c10::Argument &each : op.schema().returns())
-        if (each.type()->kind() == c10::TypeKind::ListType && each.alias_info() != nullptr)
-            return false;
-    std::lock_guard<std::mutex> lock(unknown_mutex);
-    return unknown_to_meta.count(c10::toString(op.operator_name())) == 0;
+        has = has && (each.type()->kind() != c10::TypeKind::ListType || each.alias_info() == nullptr);
+    return judged.emplace(op.operator_name(), has).first->second;
 }
 
 void synchronize_for(std::atomic<int64_t> &counter)
@@ -235,6 +239,99 @@ void compute_at_once(const c10::OperatorHandle &op, Stack *stack, const Stack &a
     stack->insert(stack->end(), answer.begin(), answer.end());
 }
 
+// What shapes depend on, written down; false where something else is among the arguments.
+bool describe(const IValue &value, std::string &key)
+{
+    const auto add = [&key](const void *what, size_t bytes) { key.append(static_cast<const char *>(what), bytes); };
+    const auto add_tensor = [&](const at::Tensor &tensor) {
+        key += '/';
+        if (!tensor.defined())
+            return;
+        const auto type = tensor.scalar_type();
+        const auto device = tensor.device().type();
+        const bool wrapped = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+        const int64_t dim = tensor.dim();
+        add(&type, sizeof type), add(&device, sizeof device), add(&wrapped, 1), add(&dim, sizeof dim);
+        add(tensor.sizes().data(), dim * sizeof dim), add(tensor.strides().data(), dim * sizeof dim);
+    };
+    key += ' ';
+    if (value.isTensor()) {
+        add_tensor(value.toTensor());
+    } else if (value.isTensorList()) {
+        for (const at::Tensor &each : value.toTensorVector())
+            add_tensor(each);
+    } else if (value.isNone()) {
+        key += '-';
+    } else if (value.isInt() || value.isBool() || value.isDouble()) {
+        const double number = value.isDouble() ? value.toDouble() : double(value.isInt() ? value.toInt() : value.toBool());
+        key += value.isInt() ? 'i' : value.isBool() ? 'b' : 'd';
+        add(&number, sizeof number);
+    } else if (value.isIntList()) {
+        for (const int64_t each : value.toIntVector())
+            add(&each, sizeof each);
+    } else if (value.isBoolList()) {
+        for (const bool each : value.toBoolList())
+            key += each ? '1' : '0';
+    } else {
+        return false;
+    }
+    return true;
+}
+
+// What the meta device says of outputs; it may take a millisecond of Python, so it is asked once for the same shapes.
+// False where it does not know.
+bool shapes_of(const c10::OperatorHandle &op, const Stack &arguments, Stack &shaped, Stack &results)
+{
+    static std::mutex known_mutex;
+    static auto *known = new std::unordered_map<std::string, Stack>();
+    std::string key = c10::toString(op.operator_name());
+    bool lasting = true;
+    for (size_t i = 0; lasting && i < arguments.size(); ++i)
+        lasting = op.schema().arguments()[i].alias_info() == nullptr && describe(arguments[i], key);
+    if (lasting) {
+        std::lock_guard<std::mutex> lock(known_mutex);
+        const auto found = known->find(key);
+        if (found != known->end()) {
+            results = found->second;
+            return true;
+        }
+    }
+    for (const IValue &each : arguments)
+        shaped.push_back(converted(each, c10::Device(c10::DeviceType::Meta), meta_of));
+    results = shaped;
+    try {
+        op.callBoxed(&results);
+    } catch (const c10::NotImplementedError &) {
+        std::lock_guard<std::mutex> lock(judged_mutex);
+        judged[op.operator_name()] = false;
+        return false;
+    } catch (const std::exception &) {
+        return false; // the CPU will say what is wrong, or take it
+    }
+    if (lasting) {
+        std::lock_guard<std::mutex> lock(known_mutex);
+        if (known->size() >= MAX_KNOWN)
+            known->clear();
+        known->emplace(std::move(key), results);
+    }
+    return true;
+}
+
+// Whether an operator only fills tensors that it is given, whose shapes are right: torch has made them for it.
+bool only_fills(const c10::FunctionSchema &schema, const Stack &arguments)
+{
+    size_t place;
+    for (const c10::Argument &each : schema.returns()) {
+        const c10::Argument *source = aliased(schema, each, place);
+        if (source == nullptr || !writes(*source))
+            return false;
+        // One of no elements may be there to be resized.
+        if (source->is_out() && arguments[place].isTensor() && arguments[place].toTensor().numel() == 0)
+            return false;
+    }
+    return true;
+}
+
 void fallback(const c10::OperatorHandle &op, Stack *stack)
 {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -242,23 +339,14 @@ void fallback(const c10::OperatorHandle &op, Stack *stack)
     const Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
     if (!has_meta(op))
         return compute_at_once(op, stack, arguments);
-    const c10::Device meta(c10::DeviceType::Meta), cpu(c10::DeviceType::CPU);
-    Stack shaped;
-    for (const IValue &each : arguments)
-        shaped.push_back(converted(each, meta, meta_of));
-    Stack results = shaped;
-    try {
-        op.callBoxed(&results);
-    } catch (const c10::NotImplementedError &) {
-        {
-            std::lock_guard<std::mutex> lock(unknown_mutex);
-            unknown_to_meta.insert(c10::toString(op.operator_name()));
-        }
-        return compute_at_once(op, stack, arguments);
-    } catch (const std::exception &) {
-        return compute_at_once(op, stack, arguments); // the CPU says what is wrong, or takes it
+    const c10::Device cpu(c10::DeviceType::CPU);
+    Stack shaped, results(schema.returns().size());
+    if (!only_fills(schema, arguments)) {
+        if (!shapes_of(op, arguments, shaped, results))
+            return compute_at_once(op, stack, arguments);
+        if (!shaped.empty())
+            adopt_shapes(schema, arguments, shaped);
     }
-    adopt_shapes(schema, arguments, shaped);
     std::vector<at::Tensor> made;
     Stack answer = returned(schema, arguments, results, [&made](const at::Tensor &result) {
         made.push_back(made_like(result));

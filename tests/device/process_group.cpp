@@ -353,7 +353,10 @@ private:
         Operation operation{
             [here, moved, sends, peer]() -> std::vector<Part> {
                 *moved = sends ? here->contiguous() : at::empty(here->sizes(), here->options());
-                return {sends ? part(peer, *moved, Tensor()) : part(peer, Tensor(), *moved)};
+                Part only = sends ? part(peer, *moved, Tensor()) : part(peer, Tensor(), *moved);
+                only.sends = sends;
+                only.receives = !sends;
+                return {only};
             },
             [here, moved, sends] {
                 if (!sends)
@@ -402,8 +405,9 @@ private:
             on.wait(last_); // a group's collectives keep their order, whatever streams they are on
         Tensors results;
         size_t bytes = 0;
-        for (const Operation &each : operations) {
+        for (Operation &each : operations) {
             results.insert(results.end(), each.results.begin(), each.results.end());
+            each.results.clear(); // a stream's thread must not be the last to hold what Python has seen
             bytes += each.bytes;
         }
         const Ns takes_ns = latency_ns + Ns(double(bytes) / bytes_per_second * 1e9);

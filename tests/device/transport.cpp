@@ -109,8 +109,16 @@ Ns Transport::exchange(const std::vector<Part> &parts, int64_t what, Ns arrived_
     for (const Part &part : parts) {
         auto *from = static_cast<char *>(const_cast<void *>(part.out));
         Peer &peer = peers[part.peer];
-        peer.out.push_back({{what, arrived_ns, int64_t(part.out_bytes)}, from, part.out_bytes});
-        peer.in.push_back({{}, static_cast<char *>(part.in), part.in_bytes});
+        if (part.sends)
+            peer.out.push_back({{what, arrived_ns, int64_t(part.out_bytes)}, from, part.out_bytes});
+        if (part.receives)
+            peer.in.push_back({{}, static_cast<char *>(part.in), part.in_bytes});
+    }
+    for (auto &[rank, peer] : peers) { // both sides learn when the other one has come
+        if (peer.out.empty())
+            peer.out.push_back({{what, arrived_ns, 0}, nullptr, 0});
+        if (peer.in.empty())
+            peer.in.push_back({{}, nullptr, 0});
     }
     Ns last_ns = arrived_ns;
     const Ns until = now() + timeout_ns;

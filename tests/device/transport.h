@@ -9,13 +9,14 @@
 
 namespace device {
 
-// What goes to a peer and comes from it, in one collective. Either may be nothing; the peer is told all the same.
+// What goes to a peer and comes from it, in one collective. Either may be of no bytes; the peer is told all the same.
 struct Part {
     int peer;
     const void *out;
     size_t out_bytes;
     void *in;
     size_t in_bytes;
+    bool sends = true, receives = true; // a point-to-point operation does one of both
 };
 
 class Transport {
