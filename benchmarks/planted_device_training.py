@@ -151,7 +151,7 @@ class Loop:
     def train(self) -> list[float]:
         """The user's loop. Returns each step's seconds on the host."""
         seconds, begin_s = [], time.perf_counter()
-        slow = self.planted.now("compute")
+        slow = self.planted.now("device")
         for index, (x, y) in enumerate(self.loader):
             last = (index + 1) % self.micro_steps == 0
             with self._syncs(last):
@@ -168,7 +168,7 @@ class Loop:
             if fault is not None and fault.ms is not None:
                 time.sleep(fault.ms / 1e3)
             if slow is None:
-                slow = self.planted.now("compute")
+                slow = self.planted.now("device")
                 if slow is not None and slow.share is not None:
                     device.set_slowness(1 + slow.share)
             now_s = time.perf_counter()

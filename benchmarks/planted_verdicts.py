@@ -20,7 +20,7 @@ from torchlens_perf.sidecar.rings import segments
 
 WARM_UP_STEPS = 3
 # Phases that are right for a planted one. Compute is forward and backward both: either has it.
-_RIGHT = {"compute": ("compute", "forward", "backward")}
+_RIGHT = {"compute": ("compute", "forward", "backward"), "device": ("compute", "forward", "backward", "optimizer")}
 _TRACEML_PHASES = {"INPUT_STRAGGLER": "data", "COMPUTE_STRAGGLER": "forward", "H2D_STRAGGLER": "h2d", "STRAGGLER": None}
 
 

@@ -116,7 +116,7 @@ def test_a_step_without_device_times_is_left_out() -> None:
     for n in range(3 * MAX_BEHIND_STEPS):
         joined(records((Kind.DATA, n, 10 * n, 2), (Kind.STEP, n, 10 * n, 10)), joiner)
     assert sum(map(len, joiner._hosts)) <= MAX_BEHIND_STEPS
-    assert len(joiner._waits.step) <= MAX_BEHIND_STEPS
+    assert len(joiner._on_host.step) <= MAX_BEHIND_STEPS
     last = 3 * MAX_BEHIND_STEPS
     table = joined(records((Kind.STEP, last, 0, 10), device(last, Kind.STEP, 0, 9)), joiner)
 
@@ -124,14 +124,23 @@ def test_a_step_without_device_times_is_left_out() -> None:
 
 
 def test_lack_of_a_cpu_counts_where_the_device_had_no_work() -> None:
-    """In the gap it held up the device; while that had work it held up nothing."""
-    made = records((Kind.STEP, 0, 0, 10), device(0, Kind.FORWARD, 0, 6), device(0, Kind.STEP, 0, 10))
+    """In the gap, and in a phase that the host began 1 ms before the device; not where the host was far ahead."""
+    made = records(
+        (Kind.FORWARD, 0, 9, 2), (Kind.BACKWARD, 0, 11, 2), (Kind.STEP, 0, 0, 30),
+        device(0, Kind.FORWARD, 10, 6), device(0, Kind.BACKWARD, 16, 6), device(0, Kind.STEP, 0, 30),
+    )  # fmt: skip
     host = assemble_steps(made)
     host.ready_ns[:] = 3 * MS
     table = DeviceSteps().add(made, host)
 
     ready_ms = dict(zip(PARTS, (table.ready_ns[0] / MS).tolist(), strict=True))
-    assert {part: ms for part, ms in ready_ms.items() if ms} == {"data": 3, "host": 3}
+    assert {part: ms for part, ms in ready_ms.items() if ms} == {"data": 3, "host": 3, "forward": 2}
+
+
+def test_lack_of_a_cpu_that_was_not_measured() -> None:
+    made = records((Kind.STEP, 0, 0, 30), device(0, Kind.FORWARD, 10, 6), device(0, Kind.STEP, 0, 30))
+
+    assert (joined(made).ready_ns == -1).all()
 
 
 SPAN = st.tuples(st.sampled_from([Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER]), st.integers(0, 20), st.integers(0, 20))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     Integers = npt.NDArray[np.int64]
 
+_LONG_NS = np.int64(1) << 62
 MAX_BEHIND_STEPS = 512  # after so many steps, the device's time of one is not waited for any more
 _STALL = PARTS.index("communication")
 _PART_OF_SPAN = {
@@ -35,6 +36,7 @@ _STEP = int(Kind.STEP)
 _SPANS = (_STEP, *_PART_OF_SPAN)
 _DATA, _HOST = PARTS.index("data"), PARTS.index("host")
 _IN_GAP = np.isin(np.arange(len(PARTS)), (_DATA, _HOST))
+_PHASES = (int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.OPTIMIZER))
 _PART_OF_GAP = {int(Kind.DATA): _DATA, int(Kind.WAIT): _STALL}
 
 
@@ -66,7 +68,7 @@ class DeviceSteps:
 
     def __init__(self) -> None:
         self._hosts: list[StepTable] = []  # steps whose device time has not come
-        self._waits = _NONE  # the host's waits in those
+        self._on_host = _NONE  # the host's waits and phases in those
         self._device = _NONE  # the device's spans of steps that are not whole
 
     def add(self, records: npt.NDArray[np.void], steps: StepTable) -> StepTable:
@@ -76,25 +78,26 @@ class DeviceSteps:
         """
         on_device = records[records["kind"] == Kind.DEVICE]
         on_device = on_device[np.isin(on_device["value0"], _SPANS)]
-        waits = records[np.isin(records["kind"], list(_PART_OF_GAP)) & ((records["flags"] & Flag.OTHER_THREAD) == 0)]
+        on_host = np.isin(records["kind"], (*_PART_OF_GAP, *_PHASES)) & ((records["flags"] & Flag.OTHER_THREAD) == 0)
         self._hosts.append(steps)
-        self._waits = self._waits.and_then(_spans(waits, waits["kind"]))
+        self._on_host = self._on_host.and_then(_spans(records[on_host], records["kind"][on_host]))
         self._device = self._device.and_then(_spans(on_device, on_device["value0"]))
         host = concatenate(self._hosts)
         whole = self._device.step[self._device.kind == _STEP]
         known = np.isin(host.step, whole)
         late = host.step > host.step.max(initial=0) - MAX_BEHIND_STEPS
         done, newest = host.where(known), host.step[known].max(initial=-1)
-        table = device_table(done, self._device, self._waits)
+        table = device_table(done, self._device, self._on_host)
         self._hosts = [host.where(~known & late)]
         # Times come in the order of steps: of a step before a known one nothing more is to come.
         self._device = self._device.where(self._device.step > newest)
-        self._waits = self._waits.where(np.isin(self._waits.step, self._hosts[0].step) & (self._waits.step > newest))
+        waiting = np.isin(self._on_host.step, self._hosts[0].step) & (self._on_host.step > newest)
+        self._on_host = self._on_host.where(waiting)
         return table
 
 
-def device_table(host: StepTable, device: _Spans, waits: _Spans) -> StepTable:
-    """The steps of `host` by the device's clock, which has told all of their spans. waits: the host's."""
+def device_table(host: StepTable, device: _Spans, on_host: _Spans) -> StepTable:
+    """The steps of `host` by the device's clock, which has told all of their spans. on_host: its waits and phases."""
     order = np.argsort(host.step, kind="stable")
     numbers = host.step[order]
 
@@ -118,7 +121,8 @@ def device_table(host: StepTable, device: _Spans, waits: _Spans) -> StepTable:
     np.subtract.at(gap_ns, outer_rows, outer.duration_ns)
     gap_ns = np.maximum(gap_ns, 0)
 
-    waits, rows = row_of(waits)
+    ahead_ns = _ahead_ns((spans, rows), row_of(on_host), len(host))
+    waits, rows = row_of(on_host.where(np.isin(on_host.kind, list(_PART_OF_GAP))))
     ends = waits.start_ns + waits.duration_ns
     in_gap_ns = np.minimum(ends, (start_ns + duration_ns)[rows]) - np.maximum(waits.start_ns, start_ns[rows])
     in_gap_ns = np.maximum(in_gap_ns, 0)
@@ -133,9 +137,28 @@ def device_table(host: StepTable, device: _Spans, waits: _Spans) -> StepTable:
         parts_ns[:, part] += taken_ns
         gap_ns -= taken_ns
     parts_ns[:, _HOST] = gap_ns
-    # Lack of a CPU holds up the device where it has nothing to do: in the gap.
-    ready_ns = np.where(host.ready_ns >= 0, np.where(_IN_GAP, host.ready_ns, 0), -1)
+    # Lack of a CPU holds up the device where that has nothing to do: in the gap, and in a phase in which the host was
+    # not as far ahead.
+    ready_ns = np.where(host.ready_ns >= 0, np.maximum(host.ready_ns - ahead_ns, 0), -1)
     return dataclasses.replace(host, start_ns=start_ns, duration_ns=duration_ns, parts_ns=parts_ns, ready_ns=ready_ns)
+
+
+def _ahead_ns(
+    on_device: tuple[_Spans, Integers], on_host: tuple[_Spans, Integers], count: int
+) -> npt.NDArray[np.int64]:
+    """Shape [steps, parts]: how long before the device the host began each phase. 0 in the gap; where a phase is not
+    known, so long that the host cannot have been late.
+    """
+    ahead_ns = np.where(_IN_GAP, 0, np.full((count, len(PARTS)), _LONG_NS))
+    for kind in _PHASES:
+        begins = []
+        for spans, rows in (on_device, on_host):
+            first_ns = np.full(count, _LONG_NS)
+            np.minimum.at(first_ns, rows[spans.kind == kind], spans.start_ns[spans.kind == kind])
+            begins.append(first_ns)
+        known = np.maximum(*begins) < _LONG_NS
+        ahead_ns[known, _PART_OF_SPAN[kind]] = np.maximum(begins[0] - begins[1], 0)[known]
+    return ahead_ns
 
 
 def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Integers]:

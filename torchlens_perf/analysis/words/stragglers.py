@@ -275,7 +275,8 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
     if report["run"]["device"] is not None and not by_device:
         untimed = [rank["rank"] for rank in report["ranks"] if not (rank["device"] and rank["device"]["parts"])]
         some = len(untimed) < len(report["ranks"])
-        recorded = f"device times are missing of rank{'s' * (len(untimed) > 1)} {ranges(untimed)}" if some else "only host time is known"
+        missing = f"device times are missing of rank{'s' * (len(untimed) > 1)} {ranges(untimed)}"
+        recorded = missing if some else "only host time is known"
         text = (
             f"The ranks were not compared: their work is on a device ({report['run']['device']}), and {recorded}. "
             "Next: see `torchlens-perf doctor` for why, or compare traces of some ranks (torchlens-perf capture)."
