@@ -20,8 +20,8 @@ PYBIND11_MODULE(MODULE_NAME, m)
         device::bytes_per_second = bytes_per_second;
     });
     m.def(
-        "create_process_group", &device::create_process_group, py::call_guard<py::gil_scoped_release>(), py::arg("store"),
-        py::arg("rank"), py::arg("size"), py::arg("timeout_s"));
+        "create_process_group", &device::create_process_group, py::call_guard<py::gil_scoped_release>(),
+        py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"));
     m.def("shut_down", &device::shut_down, py::call_guard<py::gil_scoped_release>());
     m.def("counters", [] {
         py::dict all;

@@ -5,9 +5,8 @@
 // begins when the last rank has come to it, on all ranks at the same time, and takes a latency and its bytes' time.
 #include "process_group.h"
 
+#include "collectives.h"
 #include "memory.h"
-#include "operators.h"
-#include "transport.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -20,19 +19,7 @@ std::atomic<double> bytes_per_second{10e9};
 
 namespace {
 
-using at::Tensor;
-using c10d::OpType;
-using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-// One operation, as its task will run it: on tensors of the CPU over the device's memory.
-struct Operation {
-    std::function<std::vector<Part>()> prepare;
-    std::function<void()> finish;
-    size_t bytes;
-    OpType type;
-    Tensors results;
-};
 
 class AsyncWork final : public c10d::Work {
 public:
@@ -69,57 +56,11 @@ private:
     c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-Part part(int peer, const Tensor &out, const Tensor &in)
-{
-    return {
-        peer, out.defined() ? out.data_ptr() : nullptr, out.defined() ? out.nbytes() : 0,
-        in.defined() ? in.data_ptr() : nullptr, in.defined() ? in.nbytes() : 0};
-}
-
-Tensors all_on_cpu(const Tensors &tensors)
-{
-    Tensors result;
-    for (const Tensor &each : tensors)
-        result.push_back(on_cpu(each));
-    return result;
-}
-
-size_t bytes_of(const Tensors &tensors)
-{
-    size_t sum = 0;
-    for (const Tensor &each : tensors)
-        sum += each.nbytes();
-    return sum;
-}
-
-// In the order of the ranks, so that all have the same result.
-Tensor reduced(const Tensors &values, const c10d::ReduceOp &op)
-{
-    Tensor sum = values[0].clone();
-    for (size_t i = 1; i < values.size(); ++i) {
-        switch (op.op_) {
-        case c10d::ReduceOp::SUM:
-        case c10d::ReduceOp::AVG:
-        case c10d::ReduceOp::PREMUL_SUM: sum.add_(values[i]); break;
-        case c10d::ReduceOp::PRODUCT: sum.mul_(values[i]); break;
-        case c10d::ReduceOp::MIN: sum = at::minimum(sum, values[i]); break;
-        case c10d::ReduceOp::MAX: sum = at::maximum(sum, values[i]); break;
-        default: TORCH_CHECK(false, "the device does not know this reduction");
-        }
-    }
-    if (op.op_ == c10d::ReduceOp::AVG)
-        sum.div_(int64_t(values.size()));
-    if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
-        const auto *factor = static_cast<const c10d::PreMulSumSupplement *>(op.supplement_.get());
-        factor->tensor_factor.defined() ? sum.mul_(factor->tensor_factor.cpu()) : sum.mul_(factor->double_factor);
-    }
-    return sum;
-}
-
 class Group final : public c10d::Backend {
 public:
     Group(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, Ns timeout_ns)
-        : Backend(rank, size), state_(std::make_shared<State>(rank, size, timeout_ns)), stream_(new_stream()),
+        : Backend(rank, size), make_{rank, size}, state_(std::make_shared<State>(rank, size, timeout_ns)),
+          stream_(new_stream()),
           options_(c10::make_intrusive<Options>("asyncdev", std::chrono::milliseconds(timeout_ns / 1'000'000)))
     {
         store->set("address" + std::to_string(rank), state_->transport.address());
@@ -145,18 +86,20 @@ public:
 
     WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &opts) override
     {
-        return all(tensors, opts.asyncOp, OpType::ALLREDUCE, [&](Tensor &each) { return allreduced(each, opts.reduceOp); });
+        return all(tensors, opts.asyncOp, OpType::ALLREDUCE, [&](Tensor &each) {
+            return make_.allreduced(each, opts.reduceOp);
+        });
     }
     WorkPtr allreduce_coalesced(Tensors &tensors, const c10d::AllreduceCoalescedOptions &opts) override
     {
         return all(
             tensors, opts.asyncOp, OpType::ALLREDUCE_COALESCED,
-            [&](Tensor &each) { return allreduced(each, opts.reduceOp); });
+            [&](Tensor &each) { return make_.allreduced(each, opts.reduceOp); });
     }
     WorkPtr reduce(Tensors &tensors, const c10d::ReduceOptions &opts) override
     {
         return all(tensors, opts.asyncOp, OpType::REDUCE, [&](Tensor &each) {
-            Operation operation = allreduced(each, opts.reduceOp);
+            Operation operation = make_.allreduced(each, opts.reduceOp);
             if (rank_ != opts.rootRank)
                 operation.finish = [] {};
             operation.type = OpType::REDUCE;
@@ -167,7 +110,7 @@ public:
     {
         return all(tensors, opts.asyncOp, OpType::BROADCAST, [&](Tensor &each) {
             const bool root = rank_ == opts.rootRank;
-            return operation(
+            return make_.operation(
                 OpType::BROADCAST, {each}, root ? Tensors{each} : Tensors{}, {each}, each.nbytes(),
                 [root](int, const Tensors &in) { return root ? in[0] : Tensor(); },
                 [from = opts.rootRank](int peer, const Tensors &out) { return peer == from ? out[0] : Tensor(); },
@@ -181,28 +124,30 @@ public:
     WorkPtr allgather(
         std::vector<Tensors> &outputs, Tensors &inputs, const c10d::AllgatherOptions &opts) override
     {
-        return single(gathered(outputs[0], inputs[0], OpType::ALLGATHER), opts.asyncOp);
+        return single(make_.gathered(outputs[0], inputs[0], OpType::ALLGATHER), opts.asyncOp);
     }
     WorkPtr _allgather_base(Tensor &output, Tensor &input, const c10d::AllgatherOptions &opts) override
     {
-        return single(gathered(chunks(output), input, OpType::_ALLGATHER_BASE, {output}), opts.asyncOp);
+        return single(make_.gathered(make_.chunks(output), input, OpType::_ALLGATHER_BASE, {output}), opts.asyncOp);
     }
     WorkPtr allgather_into_tensor_coalesced(
         Tensors &outputs, Tensors &inputs, const c10d::AllgatherOptions &opts) override
     {
         std::vector<Operation> operations;
         for (size_t i = 0; i < outputs.size(); ++i)
-            operations.push_back(gathered(chunks(outputs[i]), inputs[i], OpType::_ALLGATHER_BASE, {outputs[i]}));
+            operations.push_back(
+                make_.gathered(make_.chunks(outputs[i]), inputs[i], OpType::_ALLGATHER_BASE, {outputs[i]}));
         return issue(std::move(operations), OpType::COALESCED, opts.asyncOp);
     }
     WorkPtr reduce_scatter(
         Tensors &outputs, std::vector<Tensors> &inputs, const c10d::ReduceScatterOptions &opts) override
     {
-        return single(scattered(outputs[0], inputs[0], opts.reduceOp, OpType::REDUCE_SCATTER), opts.asyncOp);
+        return single(make_.scattered(outputs[0], inputs[0], opts.reduceOp, OpType::REDUCE_SCATTER), opts.asyncOp);
     }
     WorkPtr _reduce_scatter_base(Tensor &output, Tensor &input, const c10d::ReduceScatterOptions &opts) override
     {
-        return single(scattered(output, chunks(input), opts.reduceOp, OpType::_REDUCE_SCATTER_BASE), opts.asyncOp);
+        return single(
+            make_.scattered(output, make_.chunks(input), opts.reduceOp, OpType::_REDUCE_SCATTER_BASE), opts.asyncOp);
     }
     WorkPtr reduce_scatter_tensor_coalesced(
         Tensors &outputs, Tensors &inputs, const c10d::ReduceScatterOptions &opts) override
@@ -210,15 +155,16 @@ public:
         std::vector<Operation> operations;
         for (size_t i = 0; i < outputs.size(); ++i)
             operations.push_back(
-                scattered(outputs[i], chunks(inputs[i]), opts.reduceOp, OpType::_REDUCE_SCATTER_BASE));
+                make_.scattered(outputs[i], make_.chunks(inputs[i]), opts.reduceOp, OpType::_REDUCE_SCATTER_BASE));
         return issue(std::move(operations), OpType::COALESCED, opts.asyncOp);
     }
     WorkPtr gather(std::vector<Tensors> &outputs, Tensors &inputs, const c10d::GatherOptions &opts) override
     {
         const bool root = rank_ == opts.rootRank;
         return single(
-            operation(
-                OpType::GATHER, root ? outputs[0] : Tensors{}, inputs, root ? outputs[0] : Tensors{}, inputs[0].nbytes(),
+            make_.operation(
+                OpType::GATHER, root ? outputs[0] : Tensors{}, inputs, root ? outputs[0] : Tensors{},
+                inputs[0].nbytes(),
                 [root, to = opts.rootRank](int peer, const Tensors &in) { return peer == to ? in[0] : Tensor(); },
                 [root](int peer, const Tensors &out) { return root ? out[peer] : Tensor(); },
                 [root, rank = rank_](const Tensors &in, Tensors &out, const Tensors &come) {
@@ -231,7 +177,7 @@ public:
     {
         const bool root = rank_ == opts.rootRank;
         return single(
-            operation(
+            make_.operation(
                 OpType::SCATTER, outputs, root ? inputs[0] : Tensors{}, outputs, outputs[0].nbytes(),
                 [root](int peer, const Tensors &in) { return root ? in[peer] : Tensor(); },
                 [from = opts.rootRank](int peer, const Tensors &out) { return peer == from ? out[0] : Tensor(); },
@@ -242,7 +188,7 @@ public:
     }
     WorkPtr alltoall(Tensors &outputs, Tensors &inputs, const c10d::AllToAllOptions &opts) override
     {
-        return single(exchanged(outputs, inputs, OpType::ALLTOALL), opts.asyncOp);
+        return single(make_.exchanged(outputs, inputs, OpType::ALLTOALL), opts.asyncOp);
     }
     WorkPtr alltoall_base(
         Tensor &output, Tensor &input, std::vector<int64_t> &output_splits, std::vector<int64_t> &input_splits,
@@ -252,15 +198,22 @@ public:
             return sizes.empty() ? tensor.chunk(size_) : tensor.split_with_sizes(sizes);
         };
         return single(
-            exchanged(split(output, output_splits), split(input, input_splits), OpType::ALLTOALL_BASE), opts.asyncOp);
+            make_.exchanged(split(output, output_splits), split(input, input_splits), OpType::ALLTOALL_BASE),
+            opts.asyncOp);
     }
-    WorkPtr send(Tensors &tensors, int to, int) override { return point_to_point(tensors[0], to, OpType::SEND); }
-    WorkPtr recv(Tensors &tensors, int from, int) override { return point_to_point(tensors[0], from, OpType::RECV); }
+    WorkPtr send(Tensors &tensors, int to, int) override
+    {
+        return single(make_.point_to_point(tensors[0], to, true), true);
+    }
+    WorkPtr recv(Tensors &tensors, int from, int) override
+    {
+        return single(make_.point_to_point(tensors[0], from, false), true);
+    }
     WorkPtr barrier(const c10d::BarrierOptions &opts) override
     {
         const auto nothing = [](int, const Tensors &) { return Tensor(); };
         std::vector<Operation> operations{
-            operation(OpType::BARRIER, {}, {}, {}, 0, nothing, nothing, [](const Tensors &, Tensors &, const Tensors &) {})};
+            make_.operation(OpType::BARRIER, {}, {}, {}, 0, nothing, nothing, [](auto &&...) {})};
         WorkPtr work = issue(std::move(operations), OpType::BARRIER, opts.asyncOp);
         if (!opts.asyncOp) {
             ++counters.stream_synchronizations;
@@ -279,101 +232,6 @@ private:
         bool broken = false;
     };
 
-    // What goes to each peer of the inputs, where what comes from it belongs, and what is done when all has come.
-    template <typename Out, typename In, typename Finish>
-    Operation operation(
-        OpType type, Tensors outputs, Tensors inputs, Tensors results, size_t bytes, Out out, In in, Finish finish)
-    {
-        struct Buffers {
-            Tensors inputs, outputs, come;
-        };
-        auto buffers = std::make_shared<Buffers>(Buffers{all_on_cpu(inputs), all_on_cpu(outputs), Tensors(size_)});
-        return {
-            [buffers, out, in, rank = rank_, size = size_] {
-                std::vector<Part> parts;
-                for (Tensor &each : buffers->inputs)
-                    each = each.contiguous();
-                for (int peer = 0; peer < size; ++peer) {
-                    if (peer == rank)
-                        continue;
-                    const Tensor place = in(peer, buffers->outputs);
-                    if (place.defined())
-                        buffers->come[peer] = at::empty(place.sizes(), place.options());
-                    parts.push_back(part(peer, out(peer, buffers->inputs), buffers->come[peer]));
-                }
-                return parts;
-            },
-            [buffers, finish] { finish(buffers->inputs, buffers->outputs, buffers->come); }, bytes, type, results};
-    }
-
-    Operation allreduced(const Tensor &tensor, const c10d::ReduceOp &op)
-    {
-        return operation(
-            OpType::ALLREDUCE, {tensor}, {tensor}, {tensor}, tensor.nbytes(),
-            [](int, const Tensors &in) { return in[0]; }, [](int, const Tensors &out) { return out[0]; },
-            [op, rank = rank_](const Tensors &in, Tensors &out, Tensors come) {
-                come[rank] = in[0];
-                out[0].copy_(reduced(come, op));
-            });
-    }
-    Operation gathered(const Tensors &outputs, const Tensor &input, OpType type, Tensors results = {})
-    {
-        return operation(
-            type, outputs, {input}, results.empty() ? outputs : results, bytes_of(outputs),
-            [](int, const Tensors &in) { return in[0]; }, [](int peer, const Tensors &out) { return out[peer]; },
-            [rank = rank_](const Tensors &in, Tensors &out, const Tensors &come) {
-                for (size_t i = 0; i < out.size(); ++i)
-                    out[i].copy_((int(i) == rank ? in[0] : come[i]).view(out[i].sizes()));
-            });
-    }
-    Operation scattered(const Tensor &output, const Tensors &inputs, const c10d::ReduceOp &op, OpType type)
-    {
-        return operation(
-            type, {output}, inputs, {output}, bytes_of(inputs), [](int peer, const Tensors &in) { return in[peer]; },
-            [](int, const Tensors &out) { return out[0]; },
-            [op, rank = rank_](const Tensors &in, Tensors &out, Tensors come) {
-                come[rank] = in[rank].view(out[0].sizes());
-                out[0].copy_(reduced(come, op));
-            });
-    }
-    Operation exchanged(const Tensors &outputs, const Tensors &inputs, OpType type)
-    {
-        return operation(
-            type, outputs, inputs, outputs, bytes_of(inputs), [](int peer, const Tensors &in) { return in[peer]; },
-            [](int peer, const Tensors &out) { return out[peer]; },
-            [rank = rank_](const Tensors &in, Tensors &out, const Tensors &come) {
-                for (size_t i = 0; i < out.size(); ++i)
-                    out[i].copy_(int(i) == rank ? in[i] : come[i]);
-            });
-    }
-    WorkPtr point_to_point(const Tensor &tensor, int peer, OpType type)
-    {
-        auto here = std::make_shared<Tensor>(on_cpu(tensor)), moved = std::make_shared<Tensor>();
-        const bool sends = type == OpType::SEND;
-        Operation operation{
-            [here, moved, sends, peer]() -> std::vector<Part> {
-                *moved = sends ? here->contiguous() : at::empty(here->sizes(), here->options());
-                Part only = sends ? part(peer, *moved, Tensor()) : part(peer, Tensor(), *moved);
-                only.sends = sends;
-                only.receives = !sends;
-                return {only};
-            },
-            [here, moved, sends] {
-                if (!sends)
-                    here->copy_(*moved);
-            },
-            tensor.nbytes(), OpType::SEND, {tensor}};
-        return single(std::move(operation), true);
-    }
-
-    Tensors chunks(const Tensor &tensor)
-    {
-        Tensors result;
-        const Tensor flat = tensor.view({size_, -1});
-        for (int i = 0; i < size_; ++i)
-            result.push_back(flat[i]);
-        return result;
-    }
     template <typename Make> WorkPtr all(Tensors &tensors, bool async, OpType type, Make make)
     {
         std::vector<Operation> operations;
@@ -448,6 +306,7 @@ private:
         }
     }
 
+    const Operations make_;
     std::shared_ptr<State> state_;
     Stream &stream_;
     c10::intrusive_ptr<Options> options_;

@@ -102,7 +102,6 @@ void Stream::start()
 void Stream::push(Task task)
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    start();
     if (issued_ >= QUEUE_DEPTH) {
         const size_t before = issued_ - QUEUE_DEPTH;
         const auto full = [&] { return done_ <= before; };
@@ -119,25 +118,40 @@ void Stream::push(Task task)
         counters.full_queues += waited;
     }
     task.issued_ns = now();
+    if (!task.body && done_ == issued_ && (!task.awaited || task.awaited->known())) {
+        pass(task); // nothing to compute, and nothing before it: no thread has to wake up for it
+        ++issued_;
+        return;
+    }
+    start();
     tasks_.push_back(std::move(task));
     ++issued_;
     lock.unlock();
     changed_.notify_all();
 }
 
-void Stream::enqueue(std::function<void(Stream &)> body, Ns takes_ns) { push({0, takes_ns, std::move(body), nullptr}); }
+// The task has been computed. Its caller has the lock.
+void Stream::pass(Task &task)
+{
+    line = std::max(line, task.issued_ns);
+    if (task.awaited)
+        line = std::max(line, task.awaited->time());
+    line += task.takes_ns;
+    if (task.recorded)
+        task.recorded->pass(line);
+    ends_[done_++ % QUEUE_DEPTH] = line;
+}
+
+void Stream::enqueue(std::function<void(Stream &)> body, Ns takes_ns) { push({takes_ns, std::move(body)}); }
 
 std::shared_ptr<Moment> Stream::record()
 {
     auto moment = std::make_shared<Moment>();
-    push({0, 0, nullptr, moment});
+    push({.recorded = moment});
     return moment;
 }
 
-void Stream::wait(std::shared_ptr<Moment> moment)
-{
-    enqueue([moment](Stream &self) { self.line = std::max(self.line, moment->await()); }, 0);
-}
+void Stream::wait(std::shared_ptr<Moment> moment) { push({.awaited = std::move(moment)}); }
 
 void Stream::run()
 {
@@ -157,12 +171,11 @@ void Stream::run()
         } catch (const std::exception &error) {
             fail(error.what());
         }
-        line += task.takes_ns;
-        if (task.recorded)
-            task.recorded->pass(line);
-        task = Task(); // what it held is freed before the host sees it done
+        task.body = nullptr; // what it held is freed before the host sees it done
+        if (task.awaited)
+            task.awaited->await();
         lock.lock();
-        ends_[done_++ % QUEUE_DEPTH] = line;
+        pass(task);
         changed_.notify_all();
     }
     ended_ = true;
@@ -244,7 +257,7 @@ int64_t never()
         nevers[id = ++next_never] = released;
     }
     ++counters.kernels;
-    current_stream().enqueue([released](Stream &self) { self.line = std::max(self.line, released->await()); }, 0);
+    current_stream().wait(released);
     return id;
 }
 

@@ -1,8 +1,8 @@
 // The device's streams, events and clock: threads and numbers, nothing of torch.
 //
-// The device's line is virtual. A task's time is its nominal one: it begins when its stream is free, not before the host
-// has issued it, and ends that much later. What the processor takes to compute it is not in it. A stream's thread may
-// therefore be ahead of that line, and a host that waits sleeps until real time has come to it: an event has been
+// The device's line is virtual. A task's time is its nominal one: it begins when its stream is free, not before the
+// host has issued it, and ends that much later. What the processor takes to compute it is not in it. A stream's thread
+// may therefore be ahead of that line, and a host that waits sleeps until real time has come to it: an event has been
 // reached when its task has been computed and its time has passed.
 #pragma once
 
@@ -43,7 +43,8 @@ void sleep_until(Ns time);
 class Moment {
 public:
     void pass(Ns time);    // by the stream's thread
-    bool reached() const;  // computed, and its time has come
+    bool known() const { return time_ != UNKNOWN; } // computed
+    bool reached() const;  // and its time has come
     Ns await();            // until computed; by threads of streams, and hosts. Returns its time
     void await_reached();  // by hosts
     Ns time() const { return time_.load(); }
@@ -64,16 +65,18 @@ public:
     bool idle();
     void synchronize(); // the host waits
 
-    Ns line = 0; // of the device's clock: up to where this stream has come; its thread's own
+    Ns line = 0; // of the device's clock: up to where this stream has come; its thread's, and of who finds it idle
     int id = 0;
 
 private:
     struct Task {
-        Ns issued_ns, takes_ns;
+        Ns takes_ns = 0;
         std::function<void(Stream &)> body;
-        std::shared_ptr<Moment> recorded;
+        std::shared_ptr<Moment> awaited, recorded;
+        Ns issued_ns = 0;
     };
     void push(Task task);
+    void pass(Task &task);
     void run();
     void start();
 
@@ -93,7 +96,7 @@ int64_t exchange_current_stream(int64_t id);
 void synchronize_all();
 
 void spin(Ns takes_ns);   // a kernel on the current stream
-int64_t never();          // one that ends when it is released
+int64_t never();        // one that ends when it is released
 void release(int64_t never);
 
 void fail(const std::string &what);         // what a task has met; raised where the host waits next

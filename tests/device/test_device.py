@@ -553,7 +553,7 @@ def test_collectives(two: list[dict[str, Any]]) -> None:
 
 
 def test_who_comes_last_holds_the_others(two: list[dict[str, Any]]) -> None:
-    """On the devices alone: the hosts go on. The others' time is the lateness, to what is known of the hosts' clocks."""
+    """On the devices alone: the hosts go on. The others wait for it, as exactly as their hosts' clocks tell."""
     first, last = (rank["late"] for rank in two)
     assert last["device ms"] == pytest.approx(105, abs=EXACT_MS)
     assert 105 + (last["before"] - first["after"]) / 1e6 - EXACT_MS < first["device ms"]

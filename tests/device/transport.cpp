@@ -28,8 +28,9 @@ struct Passage {
     size_t bytes, done = 0;
 
     bool complete() const { return done == sizeof header + bytes; }
-    char *place() { return done < sizeof header ? reinterpret_cast<char *>(&header) + done : data + done - sizeof header; }
-    size_t rest() const { return done < sizeof header ? sizeof header - done : sizeof header + bytes - done; }
+    bool begins() const { return done < sizeof header; }
+    char *place() { return begins() ? reinterpret_cast<char *>(&header) + done : data + done - sizeof header; }
+    size_t rest() const { return (begins() ? 0 : bytes) + sizeof header - done; }
 };
 
 [[noreturn]] void give_up(const std::string &what) { throw std::runtime_error("collective: " + what); }

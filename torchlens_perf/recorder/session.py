@@ -217,6 +217,7 @@ class Session:
 
     def stop_work(self, work: Callable[[], object]) -> None:
         self._at_step.pop(work, None)
+        self._throttled.pop(work, None)
 
     @contextmanager
     def throttled(self, name: str, work: Callable[[], object]) -> Iterator[None]:

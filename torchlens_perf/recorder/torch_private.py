@@ -25,6 +25,9 @@ PROFILER = "torch.autograd.profiler._enable_profiler"
 FLIGHT_RECORDER = "torch._C._distributed_c10d._dump_fr_trace_json"
 SNAPSHOT = "torch._C._cuda_memorySnapshot"
 WAIT_TENSOR = "_c10d_functional::wait_tensor"
+FSDP2 = "torch.distributed.fsdp._fully_shard"
+FSDP2_BEFORE_WAIT = "FSDP::post_backward_reshard"  # the profiler's range after which FSDP2 waits for a reduce-scatter
+DDP_BUFFERS = "torch.nn.parallel.DistributedDataParallel._sync_buffers"
 STREAM_HANDLE = "torch._C._cuda_getCurrentRawStream"
 RECOMPUTATION = "torch.utils.checkpoint._recomputation_hook"
 
@@ -185,6 +188,26 @@ def _profiler() -> bool:
     return all(map(callable, calls)) and not is_prepared(unused) and profiler._is_profiler_enabled in (True, False)
 
 
+def _fsdp2() -> bool:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+    group = _fsdp_param_group.FSDPParamGroup
+    used, unshard = (inspect.unwrap(each).__code__ for each in (group.post_backward, group.wait_for_unshard))
+    return (
+        {"record_function", "reduce_grads", "foreach_reduce"} <= set(used.co_names)
+        and any(FSDP2_BEFORE_WAIT in str(each) for each in used.co_consts)
+        and "foreach_all_gather_copy_out" in unshard.co_names
+        and "all_gather_event" in _fsdp_collectives.AllGatherResult._fields
+        and callable(group.finalize_backward)
+    )
+
+
+def _ddp_buffers() -> bool:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return callable(DistributedDataParallel._sync_buffers)
+
+
 def _flight_recorder() -> bool:
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
@@ -233,6 +256,8 @@ PRIVATE_NAMES = (
         _skip_code,
         "torch.compile compiles our hooks where it meets them, and modules are not timed where hooks are needed",
     ),
+    PrivateName(FSDP2, _fsdp2, "what a device waits for in FSDP2 counts as its own work"),
+    PrivateName(DDP_BUFFERS, _ddp_buffers, "a device's waiting for DDP's buffers counts as its own work"),
     PrivateName(
         STREAM_HANDLE,
         _in_cuda_build("_cuda_getCurrentRawStream"),

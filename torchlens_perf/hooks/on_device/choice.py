@@ -52,6 +52,10 @@ def device_hooks(config: Config) -> list[Hook]:
         from torchlens_perf.hooks.on_device.sections import DeviceHook
 
         hooks.append(DeviceHook(asked_for=config.device_times == "on", kind=there))
+        if config.collectives:
+            from torchlens_perf.hooks.on_device.data_parallel import DataParallelHook
+
+            hooks.append(DataParallelHook())
     if there and config.collectives:  # before a hook that makes communicators
         from torchlens_perf.hooks.on_device.nccl import NcclHook
 

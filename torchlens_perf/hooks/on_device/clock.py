@@ -97,6 +97,8 @@ class EventClock:
         self._pool: list[Event] = []
         self._made = 0
         self._next_mark = itertools.count(1).__next__  # atomic: autograd's threads mark too
+        self.marked = 0
+        """The newest mark; so many were made."""
         self._streams: dict[Hashable, _Stream] = {}
         self._times: dict[int, tuple[int, DeviceAnchor]] = {}  # on the device's line, and by which anchor
         self._behind = False
@@ -149,7 +151,7 @@ class EventClock:
             self.skipped += 1
             return None
         self._events.record(event, stream)
-        mark = self._next_mark()
+        self.marked = mark = self._next_mark()
         queue = self._streams.get(stream)
         if queue is None:
             queue = self._streams.setdefault(stream, _Stream())
