@@ -1,6 +1,6 @@
 """What each rank of the campaign on devices runs: a small model on an asynchronous device, with a fault.
 
-A loop as a user writes it: a DataLoader, forward, loss, backward, AdamW, under `perf.watch` with its live sidecar. Its
+A loop as a user writes it: a DataLoader, forward, loss, backward, SGD, under `perf.watch` with its live sidecar. Its
 parallelism is DistributedDataParallel, fully_shard, or a tensor-parallel plan. One group of processes does a list of
 runs, each with a fresh model, a fresh watch and a folder of its own. Started by planted_devices.py.
 """
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -142,7 +143,11 @@ class Loop:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             for block in model.blocks:
                 parallelize_module(block, mesh, plan)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        sharded = [each for each in model.parameters() if isinstance(each, DTensor)]
+        whole = [each for each in model.parameters() if not isinstance(each, DTensor)]
+        # In groups of their own: an operator over several tensors takes none of another type.
+        groups = [{"params": each} for each in (sharded, whole) if each]
+        self.optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
         self.optimizer.register_step_pre_hook(lambda *_: self._spin("optimizer"))
         # Of a tensor-parallel group all ranks compute on the same batch.
         seen_by = 0 if self.way == "tensor" else rank
