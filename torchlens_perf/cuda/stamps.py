@@ -34,7 +34,7 @@ NO_SLOT = -1
 
 
 class DeviceRing:
-    """The rings of SLOTS sections in device memory, 1.1 MB, and the reduction of what they hold."""
+    """The rings of SLOTS sections in device memory, 1.6 MB, and the reduction of what they hold."""
 
     def __init__(self, driver: Driver, functions: Mapping[str, int], slots: int = SLOTS, places: int = PLACES) -> None:
         """functions: the kernels' handles by name. places: of each slot's ring, a power of two, 4096 at most, as a

@@ -196,6 +196,7 @@ class FakeTorchDevice:
     def __init__(self, device: FakeDevice, slots: int = 4, places: int = 64) -> None:
         self.device, self.current_stream, self.slots, self.places = device, 0, slots, places
         self.index = 0
+        self.used = True  # torch has memory there
         self.made: DeviceRing | None = None
         self.missing = ""
 
@@ -207,6 +208,9 @@ class FakeTorchDevice:
 
     def capturing(self) -> bool:
         return self.device.driver.is_capturing(self.current_stream)
+
+    def in_use(self) -> bool:
+        return self.used
 
     def ring(self) -> DeviceRing:
         if self.missing:
