@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,18 @@ SLOTS = 64
 PLACES = 1024  # of a slot's ring, between two reductions; the surplus is counted as lost
 REDUCE_THREADS = 256
 NO_SLOT = -1
+
+
+class Leftover(NamedTuple):
+    """What a watch that merged over ranks has had, for the next one."""
+
+    size: int
+    host: int
+    """Page-locked memory, of so many bytes."""
+    arrived: int
+    """The event after which nothing is copied there."""
+    rows_read: int
+    """Another one."""
 
 
 class DeviceRing:
@@ -47,6 +59,8 @@ class DeviceRing:
         self.slots, self._places = slots, places
         self._names: dict[str, int] = {}
         self._on_the_way = False  # a reduction whose result has not been collected
+        self.leftovers: list[Leftover] = []
+        """Of merges over ranks by earlier watches; cuda/aggregate.py has them."""
         self._readers: int | None = None  # the event after which nobody else reads the rows
         sizes = {
             "opened": 8 * slots,

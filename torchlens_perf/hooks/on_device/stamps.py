@@ -26,6 +26,9 @@ REDUCE_EVERY_NS = 1_000_000_000
 MERGE_STEPS = 64  # from one merge of all ranks' windows to the next, where they are merged on the device
 _LAST_PATIENCE_NS = 5_000_000  # that the end of a watch asks for the last result
 _rings: dict[int, DeviceRing] = {}  # by device, for the life of the process: captured graphs stamp into them
+_asides: dict[
+    int, Any
+] = {}  # streams for merges, by device: torch's allocator keeps memory by stream, so none is destroyed
 
 
 class Device:
@@ -80,10 +83,12 @@ class Device:
             if os.environ.get(variable) == "1":
                 raise DeviceError(f"with {variable}=1 the job would wait for the merge")
         kernels.allow_ranks(self.current(), dist.get_world_size(group))
-        driver = Driver()
-        # Not one of torch's, which other code draws from too: what waits there for other ranks would be in its way.
-        self._aside = torch.cuda.ExternalStream(driver.new_stream())
-        return DeviceAggregate(self, driver, kernels.load(self.current()), ring, group)
+        driver, device = Driver(), self.current()
+        if device not in _asides:
+            # Not one of torch's, which other code draws from too: what waits there for other ranks would be in its way.
+            _asides[device] = torch.cuda.ExternalStream(driver.new_stream())
+        self._aside = _asides[device]
+        return DeviceAggregate(self, driver, kernels.load(device), ring, group)
 
     def all_agree(self, group: Any, *, able: bool) -> bool:
         """Whether all ranks are able. Waits for them, and makes the communicator; at a watch's beginning only."""
@@ -173,7 +178,7 @@ class SessionStamper:
         self._on_device = -1  # where the ring lies
         self._reduced_ns = 0
         self._merge: DeviceAggregate | None = None
-        self._merged_at = 0  # after so many training steps
+        self._merges = 0  # that this rank has enqueued
 
     def merge_on_device(self) -> bool:
         """From here on, if all ranks are able: they agree on it. Where they are not, that is noted."""
@@ -189,6 +194,8 @@ class SessionStamper:
         except RuntimeError as error:
             agreed, problem = False, problem or str(error)
         if not agreed:
+            if self._merge is not None:
+                self._merge.release()
             self._merge = None
             self._session.note(f"aggregate='device' is off: {problem or 'another rank is not able to'}")
         return agreed
@@ -243,17 +250,21 @@ class SessionStamper:
                 self._reduced_ns = now_ns
 
     def _merge_windows(self, ring: DeviceRing, merge: DeviceAggregate) -> None:
-        """After the same training steps on all ranks, whatever this one has and whatever fails: they must meet."""
-        due = self._session.training_steps % MERGE_STEPS == 0 and self._session.training_steps != self._merged_at
-        window = False
-        if not self._device.capturing():
-            with guard("the device sections of all ranks"):
-                self._collect(ring)
-                self._record_merged(merge)
-                window = due and ring.reduce(self._device.stream())
-        if due:
-            self._merged_at = self._session.training_steps
+        """One merge for every MERGE_STEPS training steps on all ranks, whatever this one has and whatever fails: they
+        must meet. What falls due in a capture is made at the next step's end outside: in it, the merge's stream would
+        be forked from the captured one and never joined, and torch allows no collective beside a capture, as NCCL's
+        watchdog would ask the device about it."""
+        if self._device.capturing():
+            return
+        due, window = self._session.training_steps // MERGE_STEPS - self._merges, False
+        with guard("the device sections of all ranks"):
+            self._collect(ring)
+            self._record_merged(merge)
+            window = due > 0 and ring.reduce(self._device.stream())
+        for _ in range(due):
+            self._merges += 1
             merge.merge(window=window)
+            window = False
 
     def _record_merged(self, merge: DeviceAggregate) -> None:
         """times, sum_ns, the ranks' median and MAD; p50 and p99 in two words, with the slowest rank plus 1 above the
@@ -272,15 +283,25 @@ class SessionStamper:
 
     def end(self) -> None:
         """The rest: asks for some milliseconds; a device that is busy for longer is not waited for."""
-        ring = self._ring
+        ring, merge = self._ring, self._merge
         if self._session.recorder.closed:
             return
         if not self._gone:
             self._tell_untimed()
-        if ring is None or self._device.capturing():
-            return
+        if ring is not None and not self._device.capturing():
+            self._end(ring, merge)
+        elif merge is not None and self._session.training_steps // MERGE_STEPS > self._merges:
+            self._session.note(
+                "device sections: the watch ended in a capture, where this rank could not merge: others wait"
+            )
+        if merge is not None:
+            merge.release()
+
+    def _end(self, ring: DeviceRing, merge: DeviceAggregate | None) -> None:
+        if merge is not None:
+            self._merge_windows(ring, merge)  # what fell due in a capture
         until_ns = self._now_ns() + _LAST_PATIENCE_NS
-        asked, merge = False, self._merge
+        asked = False
         while self._now_ns() < until_ns:
             if merge is not None:
                 self._record_merged(merge)
@@ -295,7 +316,7 @@ class SessionStamper:
         self._session.note("device sections: the last second of them was not known when the watch ended")
 
     def _tell_unmerged(self, merge: DeviceAggregate) -> None:
-        if not self._merged_at:
+        if not self._merges:
             self._session.note(f"device sections: no window of all ranks, as there were fewer than {MERGE_STEPS} steps")
         missing = merge.uncollected + merge.on_the_way
         if missing:
