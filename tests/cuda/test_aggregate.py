@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 import torchlens_perf as perf
+from tests.support.device.fake_device import FakeDevice, FakeTorchDevice
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.long import long
 from tests.support.processes import ROOT, run_warm, torchrun
@@ -70,6 +72,16 @@ def test_windows_of_all_ranks(
     assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS] * RANKS, "each rank keeps its own"
 
 
+def test_a_window_that_falls_due_in_a_capture(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
+    """It is merged when the capture is over, the last one when the watch ends: nothing is forked from the capture, and
+    all ranks meet as often as each other."""
+    ranks = ranks_of(driver_library, shim_library, tmp_path, "--captures")
+    assert ranks[0]["windows"] == {"attention": WINDOWS, "mlp": WINDOWS}
+    assert ranks[0]["last"]["mlp"]["slowest"] == SLOW
+    assert all(rank["notes"] == [] for rank in ranks)
+    assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS] * RANKS
+
+
 @pytest.mark.long
 def test_slots_that_are_not_the_same_section(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
     """One rank enters its sections in another order: they are not merged, rather than mixed."""
@@ -90,6 +102,42 @@ def test_a_rank_that_is_not_able(how: str, driver_library: Path, shim_library: P
     assert all("aggregate='device' is off: another rank is not able to" in rank["notes"] for rank in others)
     assert all(rank["windows"] == {"attention": 0, "mlp": 0} for rank in ranks)
     assert all(rank["own"]["mlp"] == WINDOWS * MERGE_STEPS for rank in others)
+
+
+def test_a_watch_leaves_what_it_had_to_the_next_one(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stream, event or page-locked memory more with each watch that merges; none is freed, as that may wait."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Done())
+    torch_device = FakeTorchDevice(device)
+    ring = torch_device.ring()
+    made = ("cuStreamCreate", "cuEventCreate", "cuMemAllocHost_v2")
+    counts, hosts = [], []
+    for watch in range(5):
+        merge = torch_device.merge(ring, None)
+        if watch == 2:  # it ends while its copy is on its way
+            device.spin(60_000_000_000, torch_device.aside_stream)
+        merge.merge(window=ring.reduce(0))
+        if watch != 2:
+            device.advance(100_000_000_000)
+            assert merge.collect() == []
+            ring.collect()
+        calls = [device.calls(name) for name in (*made, "cuEventQuery", "cuCtxSynchronize", "cuMemFreeHost")]
+        merge.release()
+        assert calls == [device.calls(name) for name in (*made, "cuEventQuery", "cuCtxSynchronize", "cuMemFreeHost")]
+        counts.append([device.calls(name) for name in made])
+        hosts.append(merge._host)
+    assert counts[0] == counts[1] == counts[2]
+    assert hosts[0] == hosts[1] == hosts[2] != hosts[3], "what arrives late would arrive in the next watch's memory"
+    assert counts[3] == counts[4]
+    assert device.calls("cuMemFreeHost") == 0
+
+
+class Done:
+    """A collective that is over."""
+
+    def wait(self) -> None:
+        pass
 
 
 def test_it_takes_a_gpu(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from torchlens_perf.cuda.driver import Arguments, Driver
 from torchlens_perf.cuda.reduction import ROW_WIDTHS, SUM_ROW, Exact, Largest, Sum, tables_in
+from torchlens_perf.cuda.stamps import Leftover
 from torchlens_perf.run.sketch import BUCKETS, bucket_bounds
 
 if TYPE_CHECKING:
@@ -94,13 +95,27 @@ class DeviceAggregate:
             self._digests = device.zeros(2 * slots).view(slots, 2)
             self._digests.fill_(_NO_NAME)
         self._digested = 0  # names whose digests are there
-        self._host = driver.allocate_host(8 * len(self._small))
-        self._arrived, self._rows_read = driver.new_event(), driver.new_event()
+        self._things = self._take(8 * len(self._small))
+        self._host, self._arrived, self._rows_read = self._things.host, self._things.arrived, self._things.rows_read
         self._merging: list[str] | None = None  # names of the merge that is on its way
         self.uncollected = 0
         """Merges whose results were not copied, because those before had not been read."""
         self.disagreed: set[str] = set()
         """Sections that were not merged, because some rank has entered its sections in another order."""
+
+    def _take(self, size: int) -> Leftover:
+        """What an earlier watch has left, if nothing arrives in it any more; else something new."""
+        for each in self._ring.leftovers:
+            if each.size == size and self._driver.happened(each.arrived):
+                self._ring.leftovers.remove(each)
+                return each
+        return Leftover(size, self._driver.allocate_host(size), self._driver.new_event(), self._driver.new_event())
+
+    def release(self) -> None:
+        """The watch has ended. Page-locked memory is not freed: that may wait for all that the device has to do, and
+        training goes on. The next watch takes it, and the events, which the ring may still wait for. Asks nothing of
+        the device. Not in a forked child, which has no device."""
+        self._ring.leftovers.append(self._things)
 
     def merge(self, *, window: bool) -> None:
         """Enqueues a merge; every rank must call it in the same step.

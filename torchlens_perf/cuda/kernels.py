@@ -14,6 +14,7 @@ NAMES = ("stamp", "reduce_window", "merged_quantiles", "rank_scores")
 OPTIONS = ("--std=c++17", "--fmad=false")
 
 _loaded: dict[int, tuple[dict[str, int], Any]] = {}  # by device; CuPy unloads what nobody holds
+_broken = ""  # why CuPy could not be imported: it is not tried again, as that may take seconds each time
 
 
 def has_cupy() -> bool:
@@ -24,13 +25,10 @@ def has_cupy() -> bool:
 def load(device: int) -> dict[str, int]:
     """The kernels' handles for cuLaunchKernel, by name; compiled at the first call for the device, in about a second.
 
-    Raises DeviceError where CuPy is missing or cannot compile them.
+    Raises DeviceError where CuPy is missing, broken or cannot compile them.
     """
     if device not in _loaded:
-        if not has_cupy():
-            raise DeviceError("CuPy is missing: pip install 'torchlens-perf[cuda13]', or [cuda12]")
-        import cupy
-
+        cupy = _import_cupy()
         try:
             with cupy.cuda.Device(device):
                 module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
@@ -42,14 +40,30 @@ def load(device: int) -> dict[str, int]:
     return _loaded[device][0]
 
 
+def _import_cupy() -> Any:
+    """Raises DeviceError; of a broken CuPy always the same, which was found at the first call."""
+    global _broken
+    if _broken:
+        raise DeviceError(_broken)
+    try:
+        if not has_cupy():
+            raise DeviceError("CuPy is missing: pip install 'torchlens-perf[cuda13]', or [cuda12]")
+        import cupy
+    except DeviceError:
+        raise
+    except Exception as error:  # of another CUDA, of NumPy's ABI, of a half-removed package: anything may come out
+        _broken = f"CuPy cannot be imported: {type(error).__name__}: {error}"
+        raise DeviceError(_broken) from None
+    return cupy
+
+
 def allow_ranks(device: int, ranks: int) -> None:
     """Lets rank_scores compare so many, each by four bytes of shared memory: more than a kernel has unasked.
 
     Raises DeviceError where the device has no such memory (a T4 has it for some 14000 ranks).
     """
     load(device)
-    import cupy
-
+    cupy = _import_cupy()
     _, functions = _loaded[device][1]
     try:
         with cupy.cuda.Device(device):

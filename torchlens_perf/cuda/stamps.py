@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,20 @@ REDUCE_THREADS = 256
 NO_SLOT = -1
 
 
+class Leftover(NamedTuple):
+    """What a watch that merged over ranks has had, for the next one."""
+
+    size: int
+    host: int
+    """Page-locked memory, of so many bytes."""
+    arrived: int
+    """The event after which nothing is copied there."""
+    rows_read: int
+    """Another one."""
+
+
 class DeviceRing:
-    """The rings of SLOTS sections in device memory, 1.1 MB, and the reduction of what they hold."""
+    """The rings of SLOTS sections in device memory, 1.6 MB, and the reduction of what they hold."""
 
     def __init__(self, driver: Driver, functions: Mapping[str, int], slots: int = SLOTS, places: int = PLACES) -> None:
         """functions: the kernels' handles by name. places: of each slot's ring, a power of two, 4096 at most, as a
@@ -47,6 +59,8 @@ class DeviceRing:
         self.slots, self._places = slots, places
         self._names: dict[str, int] = {}
         self._on_the_way = False  # a reduction whose result has not been collected
+        self.leftovers: list[Leftover] = []
+        """Of merges over ranks by earlier watches; cuda/aggregate.py has them."""
         self._readers: int | None = None  # the event after which nobody else reads the rows
         sizes = {
             "opened": 8 * slots,

@@ -25,12 +25,18 @@ class Stamper(Protocol):
 
 
 _stamper: Stamper | None = None
+_wanted = False
 
 
 def set_stamper(stamper: Stamper | None) -> None:
     """Whom sections tell from now on; None: nobody."""
     global _stamper
     _stamper = stamper
+
+
+def wanted() -> bool:
+    """Whether this process has made a section: one that decorates a function, before a watch begins."""
+    return _wanted
 
 
 class DeviceSection:
@@ -73,11 +79,14 @@ def device_section(name: str) -> DeviceSection:
             with perf.device_section("decode"):
                 logits = model(tokens)
 
-    Inside a capture it becomes part of the graph, and each replay adds a time. Enter it once outside of a capture
-    before, as the warm-up does that CUDA graphs need anyhow. Costs two launches of a kernel of one thread. At most 64
-    names. Without a watch, an NVIDIA GPU or CuPy it does nothing; the report says what is missing. Any thread that
-    holds the GIL. Raises TypeError for a name that is no string.
+    Inside a capture it becomes part of the graph, and each replay adds a time. The memory for the times is made when
+    the watch begins, if there is a section by then and a model on the device; else at the end of the first step that
+    enters one. What is entered or captured before that is not timed, and counted in the report's notes. Costs two
+    launches of a kernel of one thread. At most 64 names. Without a watch, an NVIDIA GPU or CuPy it does nothing; the
+    report says what is missing. Any thread that holds the GIL. Raises TypeError for a name that is no string.
     """
     if not isinstance(name, str):
         raise TypeError(f"device_section() takes a name, got {type(name).__name__}")
+    global _wanted
+    _wanted = True
     return DeviceSection(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.recording import Recording, recorded, records_of
 from tests.support.saved import saved
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
+from torchlens_perf.cuda.stamps import DeviceRing
 from torchlens_perf.hooks.on_device.stamps import StampHook
+from torchlens_perf.recorder import device_sections
 from torchlens_perf.run.ring import Kind
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
@@ -26,8 +29,16 @@ def torch_device(device: FakeDevice) -> FakeTorchDevice:
     return FakeTorchDevice(device)
 
 
-def attach(recording: Recording, torch_device: FakeTorchDevice) -> None:
-    """What a watch does where torch has a device."""
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which no section has been made."""
+    monkeypatch.setattr(device_sections, "_wanted", False)
+
+
+def attach(recording: Recording, torch_device: FakeTorchDevice, *, decorated: bool = True) -> None:
+    """What a watch does where torch has a device. decorated: a function has been, before it begins."""
+    if decorated:
+        perf.device_section("a decorator")
     assert recording.watch is not None
     session = recording.watch._session
     assert session is not None
@@ -129,16 +140,113 @@ def test_what_the_ring_cannot_hold_is_lost_and_counted(
     assert found.stamped_lost == 37
 
 
+def test_the_ring_is_made_when_the_watch_begins(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
+    """Where a function was decorated and the device is in use: the first step may capture at once."""
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device)
+        made = device.calls("cuMemAlloc_v2"), device.synchronizations
+        assert made[0] > 0
+        stream = torch_device.current_stream = device.new_stream()
+        device.begin_capture(stream)
+        timed(device, "decode", MILLISECOND, stream)
+        graph = device.end_capture(stream)
+        torch_device.current_stream = 0
+        device.replay(graph)
+        device.advance(100 * MILLISECOND)
+        recording.watch.step()
+        assert (device.calls("cuMemAlloc_v2"), device.synchronizations) == made
+    assert statistics(recording).stamped["decode"].count == 1
+    assert recording.notes == []
+
+
+def test_nothing_is_made_inside_a_step(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """Without a section before the watch: at the end of the step that enters one. What was entered is counted."""
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device, decorated=False)
+        recording.watch.step()
+        assert device.calls("cuMemAlloc_v2") == 0, "nobody has asked for sections"
+        synchronizations = device.synchronizations
+        for _ in range(3):
+            timed(device, "decode", MILLISECOND)
+        with perf.device_section("whole"):
+            assert device.calls("cuMemAlloc_v2") == 0
+            assert device.synchronizations == synchronizations
+            recording.watch.step()  # open across the ring's making: no time, and none that is wrong
+            assert device.calls("cuMemAlloc_v2") > 0
+        for _ in range(2):
+            timed(device, "decode", MILLISECOND)
+        device.advance(100 * MILLISECOND)
+        recording.watch.step()
+    found = statistics(recording)
+    assert found.stamped["decode"].count == 2
+    assert "whole" not in found.stamped
+    (note,) = recording.notes
+    assert note.startswith("device sections: entered 4 times (decode, whole) before there was memory for their times")
+
+
+def test_a_device_that_comes_into_use_later(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """The model is moved there after the watch has begun: at the end of the first such step that enters a section."""
+    torch_device.used = False
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device)
+        timed(device, "decode", MILLISECOND)
+        recording.watch.step()
+        assert device.calls("cuMemAlloc_v2") == 0
+        torch_device.used = True
+        timed(device, "decode", MILLISECOND)
+        recording.watch.step()
+        timed(device, "decode", MILLISECOND)
+        device.advance(100 * MILLISECOND)
+    assert statistics(recording).stamped["decode"].count == 1
+    assert any("entered 2 times (decode)" in note for note in recording.notes)
+
+
+def test_a_device_that_never_comes_into_use(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """What was entered is counted at the end."""
+    torch_device.used = False
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device)
+        for _ in range(3):
+            timed(device, "decode", MILLISECOND)
+            recording.watch.step()
+    assert any("entered 3 times (decode)" in note for note in recording.notes)
+
+
+def test_the_step_that_makes_the_ring_is_charged(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling takes a second: that is ours, and not the step's."""
+
+    def slow_ring() -> DeviceRing:
+        time.sleep(0.05)
+        return FakeTorchDevice.ring(torch_device)
+
+    monkeypatch.setattr(torch_device, "ring", slow_ring)
+    with recorded(tmp_path) as recording:
+        attach(recording, torch_device, decorated=False)
+        charged: list[int] = []
+        session = recording.watch._session
+        monkeypatch.setattr(session, "add_overhead", charged.append)
+        timed(device, "decode", MILLISECOND)
+        recording.watch.step()
+    assert max(charged) >= 50 * MILLISECOND
+
+
 def test_first_entered_in_a_capture(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
     """No memory can be allocated there: not timed, and said how to have it timed."""
     with recorded(tmp_path) as recording:
-        attach(recording, torch_device)
+        attach(recording, torch_device, decorated=False)
         torch_device.current_stream = device.new_stream()
         device.begin_capture(torch_device.current_stream)
         timed(device, "decode", MILLISECOND, torch_device.current_stream)
+        recording.watch.step()  # inside of it, too
+        assert device.calls("cuMemAlloc_v2") == 0
         device.end_capture(torch_device.current_stream)
     assert device.calls("cuMemAlloc_v2") == 0
-    assert any("enter it once before" in note for note in recording.notes)
+    assert any("was captured before there was memory for its times" in note for note in recording.notes)
+    assert any("entered 1 times (decode)" in note for note in recording.notes)
 
 
 def test_more_names_than_slots(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
@@ -203,6 +311,7 @@ def test_without_cupy(device: FakeDevice, torch_device: FakeTorchDevice, tmp_pat
         attach(recording, torch_device)
         for _ in range(3):
             timed(device, "decode", MILLISECOND)
+            recording.watch.step()
     assert recording.notes == ["device sections are not timed: CuPy is missing: pip install it"]
 
 

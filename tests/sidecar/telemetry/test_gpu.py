@@ -128,6 +128,36 @@ def test_what_a_generation_lacks_is_absent_and_not_asked_again(rig: Rig) -> None
     assert rig.telemetry.notes == []
 
 
+@pytest.mark.parametrize(
+    ("driver", "first_id"),
+    [
+        ("610.43.02", 269), ("580.82.07", 269), ("580.76.05", 251), ("580.65.06", 251), ("575.51.02", 251),
+        ("570.211.01", None), ("535.54.03", None), ("r.unknown", None),
+    ],
+)  # fmt: skip
+def test_times_throttled_by_the_ids_of_the_driver(rig: Rig, driver: str, first_id: int | None) -> None:
+    """The ids were given to settings of power smoothing, and back: those are no times, and are not asked for."""
+    power_smoothing = {f"field {number}": 7 for number in (*range(251, 255), *range(256, 275))}
+    theirs = {} if first_id is None else {f"field {first_id + place}": 1000 + place for place in range(3)}
+    rig.nvml.gpus = [HOPPER | power_smoothing | theirs]
+    rig.nvml.write(f"driver {driver}")
+    sample = rig.one()
+    expected = (None, None, None) if first_id is None else (1000, 1001, 1002)
+    assert (
+        sample.throttle_sw_thermal_ns,
+        sample.throttle_hw_thermal_ns,
+        sample.throttle_hw_power_brake_ns,
+    ) == expected
+    assert (sample.throttle_power_ns, sample.pcie_replays) == (0, 0), "what has not moved is asked for with any driver"
+
+
+def test_a_driver_that_does_not_tell_its_version(rig: Rig) -> None:
+    """Then its ids are not known either."""
+    rig.nvml.write("fail nvmlSystemGetDriverVersion 999")
+    sample = rig.one()
+    assert (sample.throttle_hw_thermal_ns, sample.throttle_power_ns) == (None, 0)
+
+
 def test_a_sample_is_one_batch_of_fields(rig: Rig) -> None:
     """Between slow readings a sample asks for all fields in one call; memory errors come with every tenth second."""
     rig.one()
@@ -360,7 +390,7 @@ def test_survey(rig: Rig) -> None:
     """What doctor tells: the driver, and how many GPUs have GPM; or why there is none of it."""
     rig.nvml.gpus = [dict(HOPPER), dict(AMPERE)]
     rig.nvml.write()
-    assert survey() == ("580.00-fake", 2, 1)
+    assert survey() == ("580.126.09", 2, 1)
     rig.nvml.write(f"fail nvmlInitWithFlags {DRIVER_NOT_LOADED}")
     assert survey() == "Driver Not Loaded"
 
@@ -373,7 +403,7 @@ def test_doctor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.nvml.write("fail nvmlInitWithFlags 12")
     without, _ = map(str, doctor.telemetry())
 
-    assert line == "ok      GPU telemetry: NVML, driver 580.00-fake; activity of SMs and memory: GPM on 1 of 1 GPUs"
+    assert line == "ok      GPU telemetry: NVML, driver 580.126.09; activity of SMs and memory: GPM on 1 of 1 GPUs"
     assert without.startswith(
         "worse   GPU telemetry: none: NVML says NVML Shared Library Not Found; install the driver's"
     )

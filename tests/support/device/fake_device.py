@@ -198,6 +198,8 @@ class FakeTorchDevice:
     def __init__(self, device: FakeDevice, slots: int = 4, places: int = 64) -> None:
         self.device, self.current_stream, self.slots, self.places = device, 0, slots, places
         self.index = 0
+        self.aside_stream = 0
+        self.used = True  # torch has memory there
         self.made: DeviceRing | None = None
         self.missing = ""
 
@@ -209,6 +211,9 @@ class FakeTorchDevice:
 
     def capturing(self) -> bool:
         return self.device.driver.is_capturing(self.current_stream)
+
+    def in_use(self) -> bool:
+        return self.used
 
     def ring(self) -> DeviceRing:
         if self.missing:
@@ -232,7 +237,7 @@ class FakeTorchDevice:
 
     def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
         functions = self.device.functions("merged_quantiles", "rank_scores")
-        self.aside_stream = self.device.new_stream()
+        self.aside_stream = self.aside_stream or self.device.driver.new_stream()
         return DeviceAggregate(self, self.device.driver, functions, ring, group)
 
     def all_agree(self, group: Any, *, able: bool) -> bool:
@@ -242,7 +247,9 @@ class FakeTorchDevice:
 
     @contextmanager
     def aside(self) -> Iterator[int]:
-        """gloo does not wait for streams: what is enqueued is done before."""
+        """gloo does not wait for streams: what is enqueued is done before. In a capture, wait_stream() would make the
+        other stream a part of it."""
+        assert not self.capturing(), "forked from a capture, and never joined"
         self.device.advance(10_000_000_000)
         yield self.aside_stream
 

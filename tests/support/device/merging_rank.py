@@ -1,7 +1,8 @@
 """A rank whose device sections are merged with the others': merging_rank.py DRIVER KERNELS FOLDER [OPTION]
 
 --other-order: rank 1 enters its sections in another order. --unable: rank 1 has no CuPy. --off: rank 1 does not record.
---evaluates: rank 0 has made five forward passes before it trains.
+--evaluates: rank 0 has made five forward passes before it trains. --captures: rank 1 captures where a window falls due,
+the last time at the end of the run's last step.
 
 Writes, as JSON into FOLDER, the durations that it planted in each window, what is merged in its recording, and how
 often somebody waited for the device.
@@ -63,7 +64,14 @@ def main() -> None:
                     device.spin(duration_ns)
                 planted[-1].setdefault(name, []).append(duration_ns)
             device.advance(1000 * MICROSECOND)
+            capture = "--captures" in options and rank == 1 and (step + 1) % MERGE_STEPS == 0
+            if capture:
+                torch_device.current_stream = device.new_stream()
+                device.begin_capture(torch_device.current_stream)
             recording.watch.step()
+            if capture:
+                device.end_capture(torch_device.current_stream)
+                torch_device.current_stream = 0
         waited = device.synchronizations - synchronizations
     statistics = DeviceStatistics()
     statistics.add(records_of(recording), recording.interned)

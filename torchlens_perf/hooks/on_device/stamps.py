@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.cuda import kernels
 from torchlens_perf.cuda.aggregate import DeviceAggregate
 from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.reduction import Reduced, to_records
-from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing
+from torchlens_perf.cuda.stamps import NO_SLOT, SLOTS, DeviceRing
 from torchlens_perf.errors import DeviceError, guard
 from torchlens_perf.recorder import device_sections
 from torchlens_perf.recorder.devices import CONNECTIONS, device_in_use
@@ -25,6 +26,9 @@ REDUCE_EVERY_NS = 1_000_000_000
 MERGE_STEPS = 64  # from one merge of all ranks' windows to the next, where they are merged on the device
 _LAST_PATIENCE_NS = 5_000_000  # that the end of a watch asks for the last result
 _rings: dict[int, DeviceRing] = {}  # by device, for the life of the process: captured graphs stamp into them
+_asides: dict[
+    int, Any
+] = {}  # streams for merges, by device: torch's allocator keeps memory by stream, so none is destroyed
 
 
 class Device:
@@ -40,7 +44,11 @@ class Device:
         """Whether the current stream is being captured."""
         import torch
 
-        return bool(torch.cuda.is_current_stream_capturing())
+        return torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
+
+    def in_use(self) -> bool:
+        """Whether torch has memory on a device. Makes no context. Raises DeviceError where it has on several."""
+        return device_in_use() is not None
 
     def current(self) -> int:
         """Its index."""
@@ -49,7 +57,8 @@ class Device:
         return int(torch.cuda.current_device())
 
     def ring(self) -> DeviceRing:
-        """The process's ring on this device, made at the first call. Raises DeviceError."""
+        """The process's ring on this device, made at the first call: kernels are compiled and loaded, memory is
+        allocated and cleared, which may wait for the device. Raises DeviceError."""
         device = self.current()
         if device not in _rings:
             if device_in_use() not in (device, None):
@@ -74,10 +83,12 @@ class Device:
             if os.environ.get(variable) == "1":
                 raise DeviceError(f"with {variable}=1 the job would wait for the merge")
         kernels.allow_ranks(self.current(), dist.get_world_size(group))
-        driver = Driver()
-        # Not one of torch's, which other code draws from too: what waits there for other ranks would be in its way.
-        self._aside = torch.cuda.ExternalStream(driver.new_stream())
-        return DeviceAggregate(self, driver, kernels.load(self.current()), ring, group)
+        driver, device = Driver(), self.current()
+        if device not in _asides:
+            # Not one of torch's, which other code draws from too: what waits there for other ranks would be in its way.
+            _asides[device] = torch.cuda.ExternalStream(driver.new_stream())
+        self._aside = _asides[device]
+        return DeviceAggregate(self, driver, kernels.load(device), ring, group)
 
     def all_agree(self, group: Any, *, able: bool) -> bool:
         """Whether all ranks are able. Waits for them, and makes the communicator; at a watch's beginning only."""
@@ -137,8 +148,8 @@ class StampHook:
     def attach(self, session: Session) -> Iterator[None]:
         stamper = SessionStamper(session, self._device, self._now_ns)
         if not self._aggregate or not stamper.merge_on_device():
-            with guard("the device sections of an earlier watch"):
-                stamper.begin_with_earlier()
+            with guard("beginning with device sections"):
+                stamper.begin()
         device_sections.set_stamper(stamper)
         try:
             with session.each_step(self.name, stamper.step_ended):
@@ -163,10 +174,11 @@ class SessionStamper:
         self._now_ns = now_ns
         self._ring: DeviceRing | None = None
         self._gone = False  # there can be no ring
+        self._untimed: Counter[str] = Counter()  # entered while there was no ring
         self._on_device = -1  # where the ring lies
         self._reduced_ns = 0
         self._merge: DeviceAggregate | None = None
-        self._merged_at = 0  # after so many training steps
+        self._merges = 0  # that this rank has enqueued
 
     def merge_on_device(self) -> bool:
         """From here on, if all ranks are able: they agree on it. Where they are not, that is noted."""
@@ -182,20 +194,29 @@ class SessionStamper:
         except RuntimeError as error:
             agreed, problem = False, problem or str(error)
         if not agreed:
+            if self._merge is not None:
+                self._merge.release()
             self._merge = None
             self._session.note(f"aggregate='device' is off: {problem or 'another rank is not able to'}")
         return agreed
 
-    def begin_with_earlier(self) -> None:
-        """Graphs of an earlier watch may stamp from the first replay on, without a section being entered."""
+    def begin(self) -> None:
+        """Makes the ring before any step, if there are sections and the device is in use; else a step's end will.
+
+        Graphs of an earlier watch may stamp into its ring from the first replay on, without a section being entered.
+        """
         earlier = self._device.earlier_ring()
         if earlier is not None and not self._device.capturing():
             self._begin_with(earlier)
+        elif device_sections.wanted():
+            with suppress(DeviceError):  # the current device may become another one until the first step's end
+                self._make_ring()
 
     @guard("a device section")
     def open(self, name: str) -> None:
-        ring = self._ring or self._find_ring(name)
+        ring = self._ring
         if ring is None:
+            self._missed(name)
             return
         slot = ring.slot(name)
         if slot == NO_SLOT:
@@ -214,9 +235,11 @@ class SessionStamper:
             ring.stamp(slot, NO_SLOT, self._device.stream())
 
     def step_ended(self) -> None:
-        """Takes a result that has arrived, and once a second asks for the next one. Waits for nothing."""
+        """Takes a result that has arrived, and once a second asks for the next one. Waits for nothing, but where it
+        makes the ring."""
         ring = self._ring
         if ring is None:
+            self._try_to_make_ring()
             return
         if self._merge is not None:
             self._merge_windows(ring, self._merge)
@@ -227,17 +250,21 @@ class SessionStamper:
                 self._reduced_ns = now_ns
 
     def _merge_windows(self, ring: DeviceRing, merge: DeviceAggregate) -> None:
-        """After the same training steps on all ranks, whatever this one has and whatever fails: they must meet."""
-        due = self._session.training_steps % MERGE_STEPS == 0 and self._session.training_steps != self._merged_at
-        window = False
-        if not self._device.capturing():
-            with guard("the device sections of all ranks"):
-                self._collect(ring)
-                self._record_merged(merge)
-                window = due and ring.reduce(self._device.stream())
-        if due:
-            self._merged_at = self._session.training_steps
+        """One merge for every MERGE_STEPS training steps on all ranks, whatever this one has and whatever fails: they
+        must meet. What falls due in a capture is made at the next step's end outside: in it, the merge's stream would
+        be forked from the captured one and never joined, and torch allows no collective beside a capture, as NCCL's
+        watchdog would ask the device about it."""
+        if self._device.capturing():
+            return
+        due, window = self._session.training_steps // MERGE_STEPS - self._merges, False
+        with guard("the device sections of all ranks"):
+            self._collect(ring)
+            self._record_merged(merge)
+            window = due > 0 and ring.reduce(self._device.stream())
+        for _ in range(due):
+            self._merges += 1
             merge.merge(window=window)
+            window = False
 
     def _record_merged(self, merge: DeviceAggregate) -> None:
         """times, sum_ns, the ranks' median and MAD; p50 and p99 in two words, with the slowest rank plus 1 above the
@@ -256,11 +283,25 @@ class SessionStamper:
 
     def end(self) -> None:
         """The rest: asks for some milliseconds; a device that is busy for longer is not waited for."""
-        ring = self._ring
-        if ring is None or self._session.recorder.closed or self._device.capturing():
+        ring, merge = self._ring, self._merge
+        if self._session.recorder.closed:
             return
+        if not self._gone:
+            self._tell_untimed()
+        if ring is not None and not self._device.capturing():
+            self._end(ring, merge)
+        elif merge is not None and self._session.training_steps // MERGE_STEPS > self._merges:
+            self._session.note(
+                "device sections: the watch ended in a capture, where this rank could not merge: others wait"
+            )
+        if merge is not None:
+            merge.release()
+
+    def _end(self, ring: DeviceRing, merge: DeviceAggregate | None) -> None:
+        if merge is not None:
+            self._merge_windows(ring, merge)  # what fell due in a capture
         until_ns = self._now_ns() + _LAST_PATIENCE_NS
-        asked, merge = False, self._merge
+        asked = False
         while self._now_ns() < until_ns:
             if merge is not None:
                 self._record_merged(merge)
@@ -275,28 +316,54 @@ class SessionStamper:
         self._session.note("device sections: the last second of them was not known when the watch ended")
 
     def _tell_unmerged(self, merge: DeviceAggregate) -> None:
-        if not self._merged_at:
+        if not self._merges:
             self._session.note(f"device sections: no window of all ranks, as there were fewer than {MERGE_STEPS} steps")
         missing = merge.uncollected + merge.on_the_way
         if missing:
             self._session.note(f"device sections: {missing} windows of all ranks were merged and could not be read")
 
-    def _find_ring(self, name: str) -> DeviceRing | None:
+    def _missed(self, name: str) -> None:
+        """Nothing is made inside of a step: it would take a second of the user's, and end a capture."""
         if self._gone:
-            return None
+            return
+        if name in self._untimed or len(self._untimed) < SLOTS:
+            self._untimed[name] += 1
         if self._device.capturing():
             self._session.note(
-                f"device_section {name[:40]!r}: first entered in a capture, not timed: enter it once before"
+                f"device_section {name[:40]!r} was captured before there was memory for its times: the graph's replays "
+                "are not timed; decorate a function with it before the watch begins, or end a step that enters it first"
             )
-            return None
+
+    def _try_to_make_ring(self) -> None:
+        """At a step's end, whose step is charged with it."""
+        step = self._session.recorder.step
+        if self._gone or not device_sections.wanted() or (not self._untimed and step & (step + 1)):
+            return
+        begun_ns = self._session.recorder.now_ns()
         try:
-            ring = self._device.ring()
+            self._make_ring()
         except DeviceError as error:
             self._gone = True
             self._session.note(f"device sections are not timed: {error}")
-            return None
-        self._begin_with(ring)
-        return ring
+        else:
+            if self._ring is not None:
+                self._tell_untimed()
+        self._session.add_overhead(self._session.recorder.now_ns() - begun_ns)
+
+    def _make_ring(self) -> None:
+        """If that can be now. Raises DeviceError where it never can."""
+        if self._device.in_use() and not self._device.capturing():
+            self._begin_with(self._device.ring())
+
+    def _tell_untimed(self) -> None:
+        """What was entered without a ring is counted, in words."""
+        if self._untimed:
+            times, names = self._untimed.total(), ", ".join(name[:40] for name in list(self._untimed)[:4])
+            self._session.note(
+                f"device sections: entered {times} times ({names}) before there was memory for their times, which is "
+                "made when the watch begins or at a step's end: not timed"
+            )
+            self._untimed.clear()
 
     def _begin_with(self, ring: DeviceRing) -> None:
         """What was stamped before is another watch's, or nobody's."""

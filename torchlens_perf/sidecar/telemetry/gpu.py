@@ -14,7 +14,6 @@ from typing import Any
 
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GpuFacts, GpuSample, growth
 from torchlens_perf.sidecar.telemetry.nvml import (
-    FAST_FIELDS,
     GONE,
     NEVER,
     SLOW_FIELDS,
@@ -24,6 +23,7 @@ from torchlens_perf.sidecar.telemetry.nvml import (
     Gpm,
     Xids,
     address,
+    fast_fields,
     nvlink_fields,
 )
 
@@ -44,6 +44,7 @@ class GpuTelemetry:
         """clock_ns: for how long calls take."""
         self._clock_ns = clock_ns
         self._nvml: Any = None  # pynvml, while the library is initialised
+        self._driver = ""  # its version
         self._xids: Xids | None = None
         self._gpus: dict[str, _Gpu] = {}
         self._before: dict[str, GpuSample] = {}
@@ -90,7 +91,7 @@ class GpuTelemetry:
             gpu = self._gpus.get(uuid)
             opened = gpu is not None
             if gpu is None:
-                gpu = self._gpus[uuid] = _Gpu(nvml, uuid, self._note)
+                gpu = self._gpus[uuid] = _Gpu(nvml, uuid, self._driver, self._note)
                 self.facts[uuid] = gpu.facts
                 gpu.tells_xids = self._xids is not None and self._xids.add(gpu.handle)
             xids = (self._xid_counts[uuid] if gpu.tells_xids else None, self._last_xids.get(uuid))
@@ -142,6 +143,9 @@ class GpuTelemetry:
             self._note(f"GPU telemetry is not measured: {error}{remedy}")
             return False
         self._nvml, self._xids = pynvml, Xids(pynvml)
+        self._driver = ""
+        with contextlib.suppress(pynvml.NVMLError):
+            self._driver = _text(pynvml.nvmlSystemGetDriverVersion())
         return True
 
     def _lose(self, uuid: str, error: Exception) -> None:
@@ -206,14 +210,14 @@ def _has_gpm(nvml: Any, handle: Any) -> bool:
 class _Gpu:
     """One GPU, while the driver has it."""
 
-    def __init__(self, nvml: Any, uuid: str, note: Callable[[str], None]) -> None:
+    def __init__(self, nvml: Any, uuid: str, driver: str, note: Callable[[str], None]) -> None:
         """Raises NVMLError where NVML does not know it."""
         self._nvml = nvml
         self._uuid = uuid
         self._note = note
         self.handle = _handle(nvml, uuid)
         self._getters = Getters(nvml, self.handle)
-        self._fast = Fields(nvml, self.handle, FAST_FIELDS)
+        self._fast = Fields(nvml, self.handle, fast_fields(driver))
         self._slow = [Fields(nvml, self.handle, SLOW_FIELDS), nvlink_fields(nvml, self.handle)]
         self._slow_values: dict[str, float] = {}
         self._slow_due_ns = self._gpm_due_ns = 0

@@ -46,15 +46,17 @@ FAST_FIELDS = (
     Field("throttle_board_limit_ns", 77),
     Field("throttle_low_utilization_ns", 78),
     Field("throttle_reliability_ns", 79),
-    Field("throttle_sw_thermal_ns", 269),
-    Field("throttle_hw_thermal_ns", 270),
-    Field("throttle_hw_power_brake_ns", 271),
     Field("pcie_replays", 94),
     Field("pcie_transmitted_bytes", 197),
     Field("pcie_received_bytes", 198),
     Field("nvlink_transmitted_bytes", 138, 1024, _ALL_LINKS),
     Field("nvlink_received_bytes", 139, 1024, _ALL_LINKS),
 )
+# NVIDIA has renumbered these, to the ids of settings of power smoothing and back: by src/nvml.h of
+# github.com/NVIDIA/nvidia-settings, whose tags are drivers' versions, 251 to 253 from 575.51.02 to 580.76.05, and 269
+# to 271 from 580.82.07 to 610.43.02; none before.
+_THROTTLE_TIMES = ("throttle_sw_thermal_ns", "throttle_hw_thermal_ns", "throttle_hw_power_brake_ns")
+_FIRST_THROTTLE_TIMES = (((580, 82), 269), ((575, 51), 251))  # the driver, and the first id; the newest driver first
 SLOW_FIELDS = (
     Field("ecc_corrected", 3),
     Field("ecc_uncorrected", 4),
@@ -85,6 +87,17 @@ NVLINK_FIELDS = (
 
 # GPM's metrics, in percent.
 _ACTIVITY = {1: "busy", 2: "sm_active", 3: "sm_occupancy", 5: "tensor_active", 10: "dram_active"}
+
+
+def fast_fields(driver: str) -> tuple[Field, ...]:
+    """What is asked for each second. driver: its version, as "580.82.07"; where it is not known, only what has the same
+    id in all drivers."""
+    numbers = driver.split(".")
+    version = tuple(int(each) for each in numbers[:2]) if all(each.isdigit() for each in numbers[:2]) else (0,)
+    first_id = next((number for since, number in _FIRST_THROTTLE_TIMES if version >= since), None)
+    if first_id is None:
+        return FAST_FIELDS
+    return FAST_FIELDS + tuple(Field(name, first_id + place) for place, name in enumerate(_THROTTLE_TIMES))
 
 
 class Fields:

@@ -1,0 +1,40 @@
+"""A CuPy that is there and cannot be used."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchlens_perf.cuda import kernels
+from torchlens_perf.errors import DeviceError
+
+
+@pytest.mark.parametrize("line", ["raise RuntimeError('built for CUDA 11')", "import no_such_library_of_cupy"])
+def test_a_broken_cupy_is_imported_once(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its import raises: said as a DeviceError, the same each time, and not tried again."""
+    (tmp_path / "cupy.py").write_text(
+        f"with open({str(tmp_path / 'imports')!r}, 'a') as file:\n    file.write('x')\n{line}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(kernels, "_broken", "")
+    said = set()
+    for _ in range(3):
+        with pytest.raises(DeviceError, match="CuPy cannot be imported: ") as caught:
+            kernels.load(0)
+        said.add(str(caught.value))
+    with pytest.raises(DeviceError, match="CuPy cannot be imported: "):
+        kernels.allow_ranks(0, 8)
+    assert len(said) == 1
+    assert (tmp_path / "imports").read_text() == "x"
+
+
+def test_a_missing_cupy_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook installs it: asking is cheap, and goes on."""
+    monkeypatch.setattr(kernels, "has_cupy", lambda: False)
+    monkeypatch.setattr(kernels, "_broken", "")
+    with pytest.raises(DeviceError, match="CuPy is missing"):
+        kernels.load(0)
+    assert kernels._broken == ""
