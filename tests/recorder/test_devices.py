@@ -69,7 +69,9 @@ def test_nothing_is_asked_before_it_is_initialized(monkeypatch: pytest.MonkeyPat
     assert accelerator.asked == []
 
 
-@pytest.mark.parametrize(("found", "sees", "kind"), [(None, False, ""), ("cuda", False, ""), ("cuda", True, "cuda"), ("xpu", False, "xpu")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "sees", "kind"), [(None, False, ""), ("cuda", False, ""), ("cuda", True, "cuda"), ("xpu", False, "xpu")]
+)
 def test_kind(monkeypatch: pytest.MonkeyPatch, found: str | None, sees: bool, kind: str) -> None:
     """A CUDA build without a GPU has none."""
     current = None if found is None else types.SimpleNamespace(type=found)

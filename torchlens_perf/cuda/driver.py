@@ -46,8 +46,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuLaunchKernel": (_HANDLE, *(_UNSIGNED,) * 7, _HANDLE, _HANDLE, _HANDLE),
 }
 
-# Questions, which never wait: the GIL stays, for another thread that takes it may keep it for milliseconds. A launch or a
-# record waits where the device's queue is full, and what it waits for may need the GIL.
+# Questions, which never wait: the GIL stays, for another thread that takes it may keep it for milliseconds. A launch or
+# a record waits where the device's queue is full, and what it waits for may need the GIL.
 _QUICK = {"cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuEventQuery"}
 
 
