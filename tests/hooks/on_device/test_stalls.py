@@ -118,9 +118,10 @@ def test_tail_ends_with_the_backward_pass(loop: Loop) -> None:
     assert [end for *_, end in loop.spans] == [mark]
     assert loop.device_clock.marked == 2
     loop.stalls.begin_tail(TAIL)
+    loop.device.spin(2 * MILLISECOND)
     loop.stalls.end_tail()  # the backward pass had no mark: not the one before's
     loop.blocked()
-    assert loop.durations_ms() == [5.0, 0.0, 1.0]
+    assert loop.durations_ms() == [5.0, 2.0, 1.0]
 
 
 def test_what_does_not_end(loop: Loop) -> None:
