@@ -10,8 +10,8 @@ PYBIND11_MODULE(MODULE_NAME, m)
 {
     m.def("now_ns", &device::now);
     m.def("clock_offset_ns", &device::clock_offset);
-    m.def("spin_ns", &device::spin);
-    m.def("never", &device::never);
+    m.def("spin_ns", &device::spin, py::call_guard<py::gil_scoped_release>()); // the queue may be full
+    m.def("never", &device::never, py::call_guard<py::gil_scoped_release>());
     m.def("release", &device::release);
     m.def("set_kernel_ns", [](device::Ns takes) { device::kernel_ns = takes; });
     m.def("set_slowness", [](double factor) { device::slowness = factor; });

@@ -1,7 +1,8 @@
-"""Two ranks on the asynchronous device, of which one works longer: the other's stream stalls, and its work does not grow."""
+"""Two ranks on the asynchronous device, of which one works longer: the other's stream stalls; its work stays."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -217,7 +218,7 @@ def in_order(trained: Trained, step: int) -> None:
     assert all(index <= boundary for index, _ in spans)
     stalls = sorted((each.start_ns, each.end_ns) for _, each in spans if each.value0 == Kind.WAIT)
     assert stalls
-    assert all(end <= begin + 1000 for (_, end), (begin, _) in zip(stalls, stalls[1:], strict=False))
+    assert all(end <= begin + 1000 for (_, end), (begin, _) in itertools.pairwise(stalls))
 
 
 def names(trained: Trained) -> dict[str, float]:
@@ -229,7 +230,7 @@ def names(trained: Trained) -> dict[str, float]:
 def test_ddp(tmp_path: Path) -> None:
     """The other rank waits at the end of its backward pass, and for buffers before its forward pass."""
     ranks = run_ranks(ddp_ranks, tmp_path)
-    fast, slow = check(ranks)
+    fast, _ = check(ranks)
     for trained, alone in ranks:
         assert names(trained) == {"backward tail": 1, "ddp buffers": 1}
         assert trained.marks == 10, "a boundary, three phases, a tail that ends with one, and the buffers"

@@ -61,8 +61,8 @@ def begin(folder: Path) -> None:
 
 
 def train(
-    folder: Path, make: Callable[[], tuple[Any, Any]], step: Callable[[Any, Any, int], torch.Tensor], *, steps: int = 24,
-    watched: bool = True, **settings: Any,
+    folder: Path, make: Callable[[], tuple[Any, Any]], step: Callable[[Any, Any, int], torch.Tensor],
+    *, steps: int = 24, watched: bool = True, **settings: Any,
 ) -> Trained:  # fmt: skip
     """Trains for some steps, watched or not, and waits for the device every eighth one, as scripts do that print.
 

@@ -367,7 +367,7 @@ def test_communicators_are_made_after_it_is_offered(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(device, "has_devices", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     names = [type(hook).__name__ for hook in device_hooks(Config(aggregate="device"))]
-    assert names == ["DeviceHook", "NcclHook", "GpuHook", "StampHook"]
+    assert names == ["DeviceHook", "DataParallelHook", "NcclHook", "GpuHook", "StampHook"]
 
 
 def test_capture_that_does_not_begin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Where torch's own data parallelism makes the compute stream wait, and no tap sees it: FSDP2, and DDP's buffers.
 
 FSDP2 waits by `Stream.wait_event`: for the parameters of each module before it computes (unshard), for the previous
-module's reduce-scatter before it issues the next one, and for the last ones at the end of the backward pass. DDP waits in
-C++ for the buffers that it broadcasts before a forward pass.
+module's reduce-scatter before it issues the next one, and for the last ones at the end of the backward pass. DDP waits
+in C++ for the buffers that it broadcasts before a forward pass.
 """
 
 from __future__ import annotations

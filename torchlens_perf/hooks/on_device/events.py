@@ -71,7 +71,7 @@ class AcceleratorEvents:
 
 
 class CudaEvents(AcceleratorEvents):
-    """The same with a current stream that is looked up by its handle, and not during a capture. HIP's in ROCm."""
+    """torch.cuda's own, with a current stream that is looked up by its handle; none during a capture. HIP's in ROCm."""
 
     def __init__(self, index: int, driver: Driver | None = None) -> None:
         """driver: of CUDA, not of HIP."""
@@ -79,6 +79,8 @@ class CudaEvents(AcceleratorEvents):
 
         super().__init__("cuda", index)
         self.name = "CUDA events"
+        self._stream: Callable[[int], Any] = torch.cuda.current_stream
+        self._timed = torch.cuda.Event
         self._driver = driver
         self._captures: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self._handle = torch_private.current_stream_handle()
@@ -89,6 +91,9 @@ class CudaEvents(AcceleratorEvents):
         import torch
 
         return torch.cuda.Stream(self._index, priority=-1)
+
+    def new(self) -> Any:
+        return self._timed(enable_timing=True)
 
     def current(self) -> Hashable | None:
         if self._captures():

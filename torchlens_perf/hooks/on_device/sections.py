@@ -144,12 +144,10 @@ class DeviceHook:
             device = accelerator_in_use(self._kind, computes_there=session.computes_on(self._kind))
             if device is None or _is_capturing(self._kind):
                 return  # looking for an anchor would end a capture
-            events = events_of(device)
+            self.start(session, events_of(device))
         except (DeviceError, RuntimeError, NotImplementedError) as error:
             self._gone = True
             session.note(f"device times are not taken: {error}")
-            return
-        self.start(session, events)
 
     def _record(self, session: Session, clock: EventClock, step: int) -> tuple[int, int]:
         """Writes the spans that the device has reported by now, in the order in which they ended on the host. How many,
