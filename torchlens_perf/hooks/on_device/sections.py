@@ -99,14 +99,14 @@ class DeviceHook:
         mark, span = guard("marking the device")(clock.mark), guard("marking the device")(span_ended)
         recorder.set_device_clock(mark, span, stalls.begin_wait, stalls.end)
         session.use_clock(clock, stalls)
-        _time_collectives(stalls.begin_collective)
+        time_collectives(stalls.begin_collective)
 
     def _stop(self, session: Session) -> None:
         """Marks nothing more."""
         if not session.recorder.closed:
             session.recorder.set_device_clock(None, None)
         session.use_clock(None)
-        _time_collectives(None)
+        time_collectives(None)
 
     def _step_ended(self, session: Session) -> None:
         worked = False
@@ -219,7 +219,7 @@ def _is_capturing(kind: str) -> bool:
     return kind == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _time_collectives(timer: Callable[[], Callable[[], None] | None] | None) -> None:
+def time_collectives(timer: Callable[[], Callable[[], None] | None] | None) -> None:
     """What the native tap calls before synchronous collectives on a device from here on; None: nothing."""
     native = native_tap.load()
     if native is not None:
