@@ -21,7 +21,7 @@ from torchlens_perf.run.ring import MAX_GROUPS, MICRO_STEPS_MASK, WORKLOAD_SHIFT
 
 if TYPE_CHECKING:
     from torchlens_perf.config import Config
-    from torchlens_perf.run.clock import Anchor
+    from torchlens_perf.run.clock import Anchor, DeviceMark
     from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
 
 logger = logging.getLogger("torchlens_perf")
@@ -231,6 +231,11 @@ class Session:
             yield
         finally:
             self.stop_work(work)
+
+    def set_device_mark(self, mark: DeviceMark) -> None:
+        """How far the device is. Training thread, at steps' ends."""
+        if not self.recorder.closed:
+            self._ring.set_device_mark(mark.words())
 
     def inside(self) -> list[str]:
         """What the training thread is inside of, outermost first."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.events import BEHIND_STEPS, EventClock, Events, TorchEvents
 from torchlens_perf.errors import DeviceError, HookUnavailable, guard
+from torchlens_perf.hooks.on_device.progress import DeviceProgress
 from torchlens_perf.recorder.devices import CONNECTIONS, device_in_use
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind
 
@@ -54,6 +55,7 @@ class DeviceHook:
         self._given_up = 0  # spans whose times the device has not reported
         self._missing = (0, 0, 0)
         self._is_known = False  # to the sidecar
+        self._progress = DeviceProgress()
         self._gone = False  # there is no device to time
 
     @contextmanager
@@ -109,6 +111,7 @@ class DeviceHook:
             self._pending.append(_Pending(_STEP, 0, step, self._boundary, boundary, clock.now_ns()))
         self._boundary = boundary
         clock.drain()
+        self._progress.step_ended(session, clock, boundary, self._pending)
         self._record(session, clock, step)
         self._tell(session, clock)
 
