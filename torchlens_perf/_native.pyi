@@ -58,7 +58,12 @@ class Recorder:
     def abandon(self) -> None: ...
     def close(self) -> None: ...
     def set_device_clock(
-        self, mark: Callable[[], int | None] | None, span: Callable[[int, int, int], object] | None, /
+        self,
+        mark: Callable[[], int | None] | None,
+        span: Callable[[int, int, int], object] | None,
+        wait_began: Callable[[], object] | None = None,
+        wait_ended: Callable[[], object] | None = None,
+        /,
     ) -> None: ...
     def record_completed(
         self,

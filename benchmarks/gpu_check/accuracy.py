@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_check.checks import Checks, Spin, launch, new_ring, occupy, stream
-from torchlens_perf.cuda.events import EventClock, TorchEvents
 from torchlens_perf.cuda.reduction import Exact, Sum
 from torchlens_perf.cuda.stamps import NO_SLOT
+from torchlens_perf.hooks.on_device.clock import EventClock
+from torchlens_perf.hooks.on_device.events import CudaEvents
 
 SPINS_NS = (10_000, 50_000, 200_000, 1_000_000, 10_000_000)
 REPEATS = 40
@@ -22,7 +23,7 @@ def clock(checks: Checks) -> None:
     steps = np.diff(times.cpu().numpy())
     checks.bar("clock", "globaltimer never steps back", f"{int(steps.min())} ns", ">= 0", bool(steps.min() >= 0))
     checks.value("clock", "globaltimer's smallest step", f"{int(steps[steps > 0].min())} ns")
-    errors = [EventClock(TorchEvents(torch.cuda.current_device())).error_ns for _ in range(20)]
+    errors = [EventClock(CudaEvents(torch.cuda.current_device())).error_ns for _ in range(20)]
     known = [error for error in errors if error is not None]
     median = float(np.median(known)) if known else float("nan")
     met = len(known) == len(errors) and median <= 50_000
@@ -55,7 +56,7 @@ def accuracy(checks: Checks) -> None:
 
 def _by_events(work) -> float:
     """The median of REPEATS, through the clock that training uses."""
-    clock = EventClock(TorchEvents(torch.cuda.current_device()))
+    clock = EventClock(CudaEvents(torch.cuda.current_device()))
     pairs = []
     occupy()
     for _ in range(REPEATS):

@@ -17,7 +17,7 @@ from tests.support.long import long
 from tests.support.recording import Recording, recorded
 from torchlens_perf.commands import tap_build
 from torchlens_perf.hooks.collective import Groups
-from torchlens_perf.recorder import native_tap, torch_private
+from torchlens_perf.recorder import native_tap, torch_groups
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -61,7 +61,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
                 dist.gather(OnDevice(), dst=0, group=group)
         results[order] = recording
     name = group.group_name
-    results["backends"] = [torch_private.backend_of_group(name, device) for device in ("cpu", DEVICE, "cuda")]
+    results["backends"] = [torch_groups.backend_of_group(name, device) for device in ("cpu", DEVICE, "cuda")]
     results["name"] = group.name()
     with recorded(folder / "described") as recording:
         groups = Groups(recording.watch._session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchlens_perf.recorder.sampling import SamplingSchedule
+from torchlens_perf.recorder.sampling import Boundary, SamplingSchedule
 
 MS = 1_000_000
 
@@ -62,3 +62,17 @@ def test_a_slow_first_sample_does_not_rule_for_long() -> None:
     assert schedule.period == 128
     schedule.sampled(cost_ns=0.04 * MS, step_ns=3 * MS)
     assert schedule.period == 16
+
+
+def test_what_a_sample_costs_later_counts() -> None:
+    """A device's times of a sampled step are read in the steps after it."""
+    cheap, dear = SamplingSchedule(16), SamplingSchedule(16)
+    for schedule in (cheap, dear):
+        schedule.recording_begins(Boundary(0, 0, 0))
+        for round_ in range(4):
+            begin, later = 8 + 16 * round_, 9 + 16 * round_
+            schedule.step_begins(Boundary(begin, begin * MS, 0))
+            schedule.step_ended(Boundary(later, later * MS, 0))
+            if schedule is dear:
+                schedule.add_cost(0.06 * MS)
+    assert (cheap.period, dear.period) == (16, 64)

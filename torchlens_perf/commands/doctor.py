@@ -121,7 +121,7 @@ def _torch() -> Iterator[Check]:
     except ImportError as error:
         yield Check(BROKEN, "torch", f"cannot be imported: {error}", "pip install torch")
         return
-    from torchlens_perf.recorder import torch_private
+    from torchlens_perf.recorder import devices, torch_private
 
     version = torch_private.torch_version(torch.__version__)
     supported = version >= torch_private.OLDEST_TORCH
@@ -131,13 +131,29 @@ def _torch() -> Iterator[Check]:
         works = torch_private.works(entry.name)
         finding = "works" if works else f"missing: {entry.without}"
         yield Check(OK if works else WORSE, entry.name, finding, "look for a newer torchlens-perf")
-    if torch.cuda.is_available():
-        yield from _device(torch.cuda.get_device_name(), nvidia=torch.version.cuda is not None)
-    else:
+    kind = devices.accelerator()
+    if not kind:
         yield Check(OK, "device", "CPU: host times are the device's times")
+        return
+    yield from _abilities(kind)
+    if kind == "cuda":
+        yield from _cuda(torch.cuda.get_device_name(), nvidia=torch.version.cuda is not None)
 
 
-def _device(name: str, *, nvidia: bool) -> Iterator[Check]:
+def _abilities(kind: str) -> Iterator[Check]:
+    import torch
+
+    from torchlens_perf.recorder.device_abilities import ABILITIES, problem
+
+    for ability in ABILITIES:
+        found = problem(ability, torch.device(kind))
+        finding = f"missing ({found}): {ability.without}" if found else "works"
+        yield Check(
+            WORSE if found else OK, f"{kind}: {ability.name}", finding, "look for a newer torch for this device"
+        )
+
+
+def _cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
     from torchlens_perf.cuda import driver, kernels
     from torchlens_perf.recorder.devices import CONNECTIONS
 

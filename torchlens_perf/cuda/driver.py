@@ -46,6 +46,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuLaunchKernel": (_HANDLE, *(_UNSIGNED,) * 7, _HANDLE, _HANDLE, _HANDLE),
 }
 
+# Questions, which never wait: the GIL stays, for another thread that takes it may keep it for milliseconds. A launch or
+# a record waits where the device's queue is full, and what it waits for may need the GIL.
+_QUICK = {"cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuEventQuery"}
+
 
 class Arguments:
     """A kernel's arguments, in the form that a launch takes them; made once, used for many launches."""
@@ -65,18 +69,20 @@ class Driver:
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
-            self._library = ctypes.CDLL(library)
+            self._library, quick = ctypes.CDLL(library), ctypes.PyDLL(library)
         except OSError as error:
             raise DeviceError(f"the CUDA driver cannot be loaded: {error}") from None
+        self._functions: dict[str, Any] = {}
         for name, signature in _SIGNATURES.items():
-            function = getattr(self._library, name)
+            function = getattr(quick if name in _QUICK else self._library, name)
             function.argtypes, function.restype = signature, _INT
-        self._launch = self._library.cuLaunchKernel
+            self._functions[name] = function
+        self._launch = self._functions["cuLaunchKernel"]
         self._capturing = ctypes.c_int()
         self._capturing_at = ctypes.addressof(self._capturing)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._library, name)(*arguments)
+        status = self._functions[name](*arguments)
         if status:
             raise DeviceError(f"{name} failed with CUDA error {status}")
 
@@ -160,7 +166,7 @@ class Driver:
     def happened(self, event: int) -> bool:
         """Whether the event's newest record has been reached. Not during a capture of this thread's."""
         with self.relaxed_captures():
-            status = self._library.cuEventQuery(event)
+            status = self._functions["cuEventQuery"](event)
         if status not in (0, NOT_READY):
             raise DeviceError(f"cuEventQuery failed with CUDA error {status}")
         return bool(status == 0)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _BACKWARD, _WAIT, _MODULE_BACKWARD = int(Kind.BACKWARD), int(Kind.WAIT), int(Kind.MODULE_BACKWARD)
 _EXCEPTION, _TAIL, _DEVICE = int(Flag.EXCEPTION), int(Flag.TAIL), int(Flag.DEVICE)
+_TAIL_NAME = "backward tail"
 _UNREAD_STEPS = 256  # a time that the device has not reported after so many steps is given up
 
 
@@ -119,7 +120,7 @@ class BackwardHook:
         import torch.autograd
 
         recorder = session.recorder
-        name_id, tail_id = session.intern("backward"), session.intern("backward tail")
+        name_id, tail_id = session.intern("backward"), session.intern(_TAIL_NAME)
         run_backward = torch.autograd._engine_run_backward
         tracing = torch_private.tracing_context()
 
@@ -146,6 +147,8 @@ class BackwardHook:
                             each.end = tail.mark
                     self._record_tail(session, tail, tail_id)
                 recorder.end(_BACKWARD, name_id, flags)
+                if session.stalls is not None:
+                    session.stalls.end_tail(raised=flags != 0)
                 if not recorder.backwards:  # else it was inside another one: reentrant checkpointing
                     self._loop.backward_ended()
 
@@ -206,7 +209,7 @@ class BackwardHook:
         can_queue = torch_private.works("torch.autograd.Variable._execution_engine.queue_callback")
         out_of_sight = torch_private.out_of_sight()
         recorder, communicates = session.recorder, session.communicates()
-        identity, is_root = id(watched.module), watched.is_root
+        identity, is_root, tail_id = id(watched.module), watched.is_root, session.intern(_TAIL_NAME)
 
         @_gradient_hook("gradient hook of the model")
         def first_gradient(_: Tensor) -> None:
@@ -221,7 +224,10 @@ class BackwardHook:
             def computed() -> None:
                 recorder.own_work_paused()
                 tail.start_ns, tail.waited_before_ns = session.recorder.now_ns(), session.recorder.waited_ns
-                tail.mark = session.clock.mark() if self._passes else None
+                if communicates and session.stalls is not None:
+                    tail.mark = session.stalls.begin_tail(tail_id)
+                if tail.mark is None and self._passes:
+                    tail.mark = session.clock.mark()
                 torch_private.queue_callback(finished)
 
             @guard("backward callback")

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
-from torchlens_perf.recorder import native_tap, torch_private
+from torchlens_perf.recorder import native_tap, torch_groups, torch_private
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import End, timed_wait
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
@@ -143,7 +143,7 @@ class Groups:
             on_cpu = device == "cpu"
             if not on_cpu:
                 self._session.add_device_group(group, device)
-            calls_back = on_cpu and torch_private.backend_of_group(group, device) in _FUTURE_IS_COMPLETION
+            calls_back = on_cpu and torch_groups.backend_of_group(group, device) in _FUTURE_IS_COMPLETION
             name_id, slot = self.describe(operator, group, _DTYPES.get(dtype, dtype.lower()), peer)
             return name_id, slot, max(0, backend_sequence), calls_back, on_cpu
         return 0, 1 << 16, 0, False, False
@@ -157,7 +157,7 @@ class Groups:
             text += f" {'peer' if point_to_point else 'root'}={peer}"
         slot = self._session.group_slot(f"{operation} group={group} peer={peer}" if point_to_point else group)
         if group not in self._session.groups:
-            self._session.add_group(group, *torch_private.members_of_group(group))
+            self._session.add_group(group, *torch_groups.members_of_group(group))
         return self._session.intern(text), slot
 
     def next_sequence(self, key: str, backend_sequence: int) -> int:
@@ -204,7 +204,7 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
             name_id, slot = groups.describe(operator, name, str(dtype).removeprefix("torch.") if dtype else "", peer)
             known[key] = name_id, slot, f"{operator}/{name}/{peer}" if point_to_point else name
         name_id, slot, counter = known[key]
-        backend_sequence = 0 if point_to_point else torch_private.sequence_of_group(group)
+        backend_sequence = 0 if point_to_point else torch_groups.sequence_of_group(group)
         sequence = groups.next_sequence(counter, backend_sequence)
         is_async = async_at is None or len(args) <= async_at or bool(args[async_at])
         # Who gathers nothing has tensors in the second argument alone.
@@ -220,8 +220,8 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
             return issued, int(end), None
         if (name, device) not in session.device_groups:
             session.add_device_group(name, device)
-        timer = None if is_async else session.collective_timer
-        return issued, int(end), None if timer is None else timer()
+        stalls = None if is_async else session.stalls
+        return issued, int(end), None if stalls is None else stalls.begin_collective()
 
     @guard("collective tap")
     def returned(issued: tuple[Any, int, Callable[[], None] | None], raised: bool) -> None:

@@ -12,7 +12,7 @@
 /* Recursive: NVTX's functions are called inside it, and what they set free may come back here. */
 static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static Recorder *collecting; /* changed with the GIL and the lock; read with either */
-static _Atomic int wants_gil; /* whether it calls Python, for NVTX ranges; changed with the lock */
+static _Atomic int wants_gil; /* whether it calls Python, for NVTX ranges or marks on a device; changed with the lock */
 static uint32_t wait_name_id;
 
 /* Operations that have not ended. The surplus is recorded without an end. */
@@ -264,6 +264,19 @@ static int waits(const Stack *stack)
     return innermost->kind == KIND_WAIT && innermost->name_id == wait_name_id;
 }
 
+/* Marks a wait on the device, between two looks at the recorder: Python may set the GIL free, so the lock is not held
+ * meanwhile. Returns whether the recorder still records. */
+static int mark_on_device(Recorder *recorder, PyObject *function)
+{
+    Py_INCREF(recorder);
+    pthread_mutex_unlock(&lock);
+    device_stall(function);
+    collective_lock();
+    int records = collecting == recorder && recorder->header != NULL;
+    Py_DECREF(recorder);
+    return records;
+}
+
 /* A wait inside of one is a part of it: of a Work that waits for others, or of an earlier watch's wait, which another
  * tool has wrapped. */
 static int wait_began(void)
@@ -271,11 +284,10 @@ static int wait_began(void)
     PyGILState_STATE state = PyGILState_UNLOCKED;
     int gil = enter(&state), records = 0;
     Recorder *recorder = collecting;
-    if (recorder != NULL && recorder->header != NULL) {
-        Stack *stack = open_spans(recorder);
-        if (!waits(stack)) {
-            span_open(recorder, stack, KIND_WAIT, wait_name_id);
-            records = 1;
+    if (recorder != NULL && recorder->header != NULL && !waits(open_spans(recorder))) {
+        records = recorder->device_wait_began == NULL || mark_on_device(recorder, recorder->device_wait_began);
+        if (records) {
+            span_open(recorder, open_spans(recorder), KIND_WAIT, wait_name_id);
         }
     }
     leave(gil, state);
@@ -296,6 +308,9 @@ static void wait_ended(int raised)
         }
         span_close_named(recorder, KIND_WAIT, wait_name_id, end_ns, raised ? FLAG_EXCEPTION : 0, 0, 0);
         flush_waited_for(end_ns, raised ? FLAG_EXCEPTION : FLAG_COMPLETED);
+        if (recorder->device_wait_ended != NULL) {
+            mark_on_device(recorder, recorder->device_wait_ended);
+        }
     }
     leave(gil, state);
 }
@@ -329,7 +344,7 @@ PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id)
     wait_name_id = (uint32_t)value;
     if (self->header != NULL) {
         collecting = self;
-        wants_gil = self->nvtx_push != NULL;
+        wants_gil = self->nvtx_push != NULL || self->device_wait_began != NULL;
         self->shared = 1;
         ordinals.step = 0;
         ordinals.count = 0;
@@ -339,12 +354,13 @@ PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id)
     Py_RETURN_NONE;
 }
 
-/* Before the recorder gets Python functions to call. Whoever is in a mark without the GIL has left it on return. */
-void collective_with_gil(Recorder *self)
+/* Before the recorder gets Python functions to call in a wait, and after it has none. Whoever is in a mark without the
+ * GIL has left it on return. */
+void collective_calls_python(Recorder *self, int calls)
 {
     collective_lock();
     if (collecting == self) {
-        wants_gil = 1;
+        wants_gil = calls;
     }
     pthread_mutex_unlock(&lock);
 }

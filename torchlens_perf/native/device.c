@@ -47,12 +47,11 @@ static void pass_on(PyObject *function)
     PyErr_WriteUnraisable(function);
 }
 
-/* Calls a function of hooks/on_device/sections.py, which guards itself, and keeps its time out of the spans around it. A pending
- * exception of the user's stays: spans also close on the way out of a raising module. */
-static PyObject *call(Recorder *self, PyObject *function, PyObject *const *args, size_t count)
+/* Calls a function of hooks/on_device, which guards itself. A pending exception of the user's stays: spans also close
+ * on the way out of a raising module. */
+static PyObject *call_kept(PyObject *function, PyObject *const *args, size_t count)
 {
     PyObject *error_type, *error, *traceback;
-    int64_t start_ns = recorder_now(self);
     PyErr_Fetch(&error_type, &error, &traceback);
     Py_INCREF(function);
     PyObject *result = PyObject_Vectorcall(function, args, count, NULL);
@@ -61,10 +60,27 @@ static PyObject *call(Recorder *self, PyObject *function, PyObject *const *args,
     }
     Py_DECREF(function);
     PyErr_Restore(error_type, error, traceback);
+    return result;
+}
+
+/* The same, with its time kept out of the spans around it. */
+static PyObject *call(Recorder *self, PyObject *function, PyObject *const *args, size_t count)
+{
+    int64_t start_ns = recorder_now(self);
+    PyObject *result = call_kept(function, args, count);
     if (self->header != NULL) {
         add_overhead(self, recorder_now(self) - start_ns);
     }
     return result;
+}
+
+/* Around a wait, on any thread, with the GIL: hooks/on_device/stalls.py says whether it is one of the device's stream,
+ * and accounts for its own time. */
+void device_stall(PyObject *function)
+{
+    if (function != NULL) {
+        Py_XDECREF(call_kept(function, NULL, 0));
+    }
 }
 
 /* The owner's spans only. */
@@ -98,25 +114,35 @@ void device_close(Recorder *self, const Frame *frame, uint64_t depth)
     }
 }
 
-/* set_device_clock(mark, span): mark() marks the device and returns a number, or None; span(kind, name_id, mark) marks
- * the end of what began there. None, None: no longer. */
+static void replace(PyObject **slot, PyObject *value)
+{
+    PyObject *kept = value == Py_None ? NULL : value;
+    Py_XINCREF(kept);
+    Py_XSETREF(*slot, kept);
+}
+
+/* set_device_clock(mark, span, wait_began=None, wait_ended=None): mark() marks the device and returns a number, or
+ * None; span(kind, name_id, mark) marks the end of what began there; the others are called around waits for
+ * collectives. None, None: no longer. */
 PyObject *recorder_set_device_clock(Recorder *self, PyObject *args)
 {
-    PyObject *mark, *span;
-    if (!PyArg_ParseTuple(args, "OO", &mark, &span)) {
+    PyObject *mark, *span, *wait_began = Py_None, *wait_ended = Py_None;
+    if (!PyArg_ParseTuple(args, "OO|OO", &mark, &span, &wait_began, &wait_ended)) {
         return NULL;
     }
     for (int depth = 0; depth < MAX_FRAMES; depth++) {
         self->device_marks[depth] = NO_DEVICE_MARK;
     }
-    if (mark == Py_None) {
-        Py_CLEAR(self->device_mark);
-        Py_CLEAR(self->device_span);
-    } else {
-        Py_INCREF(span);
-        Py_XSETREF(self->device_span, span);
-        Py_INCREF(mark);
-        Py_XSETREF(self->device_mark, mark);
+    replace(&self->device_span, span);
+    replace(&self->device_mark, mark);
+    int waits = wait_began != Py_None && wait_ended != Py_None;
+    if (waits) {
+        collective_calls_python(self, 1); /* first: a wait without the GIL must not see them */
+    }
+    replace(&self->device_wait_began, wait_began);
+    replace(&self->device_wait_ended, wait_ended);
+    if (!waits) {
+        collective_calls_python(self, self->nvtx_push != NULL);
     }
     Py_RETURN_NONE;
 }

@@ -217,6 +217,8 @@ static int recorder_traverse(Recorder *self, visitproc visit, void *arg)
     Py_VISIT(self->nvtx_attributes);
     Py_VISIT(self->device_mark);
     Py_VISIT(self->device_span);
+    Py_VISIT(self->device_wait_began);
+    Py_VISIT(self->device_wait_ended);
     return 0;
 }
 
@@ -229,6 +231,8 @@ static int recorder_clear(Recorder *self)
     Py_CLEAR(self->nvtx_attributes);
     Py_CLEAR(self->device_mark);
     Py_CLEAR(self->device_span);
+    Py_CLEAR(self->device_wait_began);
+    Py_CLEAR(self->device_wait_ended);
     return 0;
 }
 
@@ -509,7 +513,7 @@ static PyObject *recorder_set_nvtx(Recorder *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "the attributes of name 0 are missing");
         return NULL;
     }
-    collective_with_gil(self);
+    collective_calls_python(self, 1); /* first */
     Py_INCREF(push);
     Py_XSETREF(self->nvtx_push, push);
     Py_INCREF(pop);

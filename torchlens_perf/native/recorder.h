@@ -43,6 +43,7 @@ typedef struct {
     PyObject *clock; /* NULL: CLOCK_MONOTONIC */
     PyObject *nvtx_push, *nvtx_pop, *nvtx_attributes;
     PyObject *device_mark, *device_span;  /* NULL: no device's clock, see device.c */
+    PyObject *device_wait_began, *device_wait_ended;
     int64_t device_marks[MAX_FRAMES]; /* where the owner's open spans began on the device */
     int shared;        /* not 0: records are also written without the GIL, see collective.c */
     ThreadTime thread_time;
@@ -58,6 +59,7 @@ Stack *other_thread_spans(Recorder *self);
 int64_t injected_clock_ns(Recorder *self);
 void nvtx_open(Recorder *self, uint32_t name_id);
 void device_open(Recorder *self, uint32_t kind, uint64_t depth);
+void device_stall(PyObject *function);
 void device_close(Recorder *self, const Frame *frame, uint64_t depth);
 PyObject *recorder_set_device_clock(Recorder *self, PyObject *args);
 PyObject *recorder_record_completed(Recorder *self, PyObject *const *args, Py_ssize_t count);
@@ -99,7 +101,7 @@ int parts_over(uint64_t ticket, uint32_t parts, enum part_time time, int64_t sta
 PyObject *recorder_claim(Recorder *self, PyObject *unused);
 PyObject *recorder_part_over(Recorder *self, PyObject *const *args, Py_ssize_t count);
 PyObject *recorder_lost_ends(Recorder *self, void *unused);
-void collective_with_gil(Recorder *self);
+void collective_calls_python(Recorder *self, int calls);
 void collective_release(Recorder *self, int forked);
 PyObject *section_lookup(PyObject *module, PyObject *name);
 PyObject *section_set_decorator(PyObject *module, PyObject *function);

@@ -1,4 +1,4 @@
-// Device times of a tapped operation from Python (hooks/on_device/nccl.py), if nothing else reports them.
+// Marks around a tapped operation on a device, from Python (hooks/on_device/stalls.py).
 #ifndef TORCHLENS_PERF_NATIVE_TAP_TIMING_H
 #define TORCHLENS_PERF_NATIVE_TAP_TIMING_H
 
@@ -9,7 +9,7 @@
 namespace {
 
 // Asked before an operation that a device runs in the order of the current stream; gives what to call after it, or None.
-// NULL: the device's times come from elsewhere.
+// NULL: no device's clock runs.
 PyObject *begin_timing;
 std::atomic<bool> times{false};
 
@@ -26,7 +26,7 @@ PyObject *call(PyObject *function)
     return result;
 }
 
-// Around an operation whose device time is taken from Python.
+// Around an operation that is marked from Python.
 class Timing {
   public:
     void begin()
@@ -46,14 +46,8 @@ class Timing {
         }
     }
 
-    ~Timing()
-    {
-        if (end_timing != nullptr) { // the operation raised
-            PyGILState_STATE state = PyGILState_Ensure();
-            Py_CLEAR(end_timing);
-            PyGILState_Release(state);
-        }
-    }
+    // Where the operation has raised, its end is marked here.
+    ~Timing() { end(); }
 
   private:
     PyObject *end_timing = nullptr;

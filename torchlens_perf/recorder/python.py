@@ -102,6 +102,7 @@ class Recorder:
         self._marks_elsewhere = False  # spans are NVTX ranges too, or the device's
         self._device_mark: Callable[[], int | None] | None = None
         self._device_span: Callable[[int, int, int], object] = lambda kind, name_id, mark: None
+        self._device_waits: tuple[Any, Any] = (None, None)  # called around waits for collectives
         self._device_marks: dict[int, int] = {}  # where the owner's open spans began on the device, by depth
         self._open(self._frames, _STEP, 0)
 
@@ -176,14 +177,11 @@ class Recorder:
             frame = [start_ns, nested_ns, phase_ns, name_id, kind]
             self._write(frame, 1, duration_ns, flags, value0 & _WORD, value1 & _WORD, step)
 
-    def set_device_clock(
-        self, mark: Callable[[], int | None] | None, span: Callable[[int, int, int], object] | None
-    ) -> None:
-        self._device_mark = mark
+    def set_device_clock(self, mark: Any, span: Any, wait_began: Any = None, wait_ended: Any = None) -> None:
+        self._device_mark, self._device_span = mark, span or self._device_span
+        self._device_waits = wait_began, wait_ended
         self._marks_elsewhere = mark is not None or self._nvtx_push is not None
         self._device_marks.clear()
-        if span is not None:
-            self._device_span = span
 
     def _open_on_device(self, kind: int, depth: int) -> None:
         self._device_marks.pop(depth, None)
@@ -274,6 +272,8 @@ class Recorder:
         frames = self._open_spans()
         if _waits(frames):
             return False
+        if self._device_waits[0] is not None:
+            self._device_waits[0]()
         self._open(frames, _WAIT, _wait_name_id)
         return True
 
@@ -285,6 +285,8 @@ class Recorder:
             self.waited_ns += self.now_ns() - frames[-1][_START]
         self.end(_WAIT, _wait_name_id, _EXCEPTION if raised else 0)
         self._end_waited_for(_EXCEPTION if raised else _COMPLETED)
+        if self._device_waits[1] is not None:
+            self._device_waits[1]()
 
     def _end_waited_for(self, flags: int) -> None:
         issued = self._waited_for.pop(id(getattr(self._threads, "waited_for", None)), None)

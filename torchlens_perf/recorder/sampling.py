@@ -29,6 +29,7 @@ class SamplingSchedule:
         """every: 0 for no sampled steps."""
         self._every = every
         self._ended = self._begun = Boundary(0, 0, 0)  # of the last sampled step, and of the one in progress
+        self._later_ns = 0.0  # what the sampled steps before have cost after their end
         self.period = every
         """Steps from one sampled step to the next."""
 
@@ -42,6 +43,10 @@ class SamplingSchedule:
         """A sampled step begins."""
         self._begun = now
 
+    def add_cost(self, duration_ns: int) -> None:
+        """A sampled step costs that much more, after its end."""
+        self._later_ns += duration_ns
+
     def step_ended(self, now: Boundary) -> None:
         """A sampled step has ended: takes into account what it has cost more than those before it."""
         before, begun = self._ended, self._begun
@@ -49,7 +54,8 @@ class SamplingSchedule:
         if others > 0:
             more_ns = now.tool_ns - begun.tool_ns - (begun.tool_ns - before.tool_ns) / others
             # The gradient hooks' time is part of the backward pass. They take about as long as hanging them up.
-            self.sampled(2 * max(0.0, more_ns), (begun.time_ns - before.time_ns) / others)
+            later_ns, self._later_ns = self._later_ns, 0.0
+            self.sampled(2 * max(0.0, more_ns) + later_ns, (begun.time_ns - before.time_ns) / others)
         self._ended = now
 
     def sampled(self, cost_ns: float, step_ns: float) -> None:

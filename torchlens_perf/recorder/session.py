@@ -21,20 +21,14 @@ from torchlens_perf.run.ring import MAX_GROUPS, MICRO_STEPS_MASK, WORKLOAD_SHIFT
 
 if TYPE_CHECKING:
     from torchlens_perf.config import Config
-    from torchlens_perf.run.clock import Anchor, DeviceMark
+    from torchlens_perf.run.clock import Anchor, DeviceMark, Stalls
     from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
 
 logger = logging.getLogger("torchlens_perf")
 
 _AT_STEP = guard("work at a step's end")
 _THROTTLE_NS = 50_000_000
-_SIDECAR_SETTINGS = (
-    "disk_bytes",
-    "trace_every",
-    "telemetry",
-    "capture",
-    "build_tap",
-)  # settings that are the sidecar's to follow
+_SIDECAR_SETTINGS = ("disk_bytes", "trace_every", "telemetry", "capture", "build_tap")  # that the sidecar follows
 _MAX_NOTES = 24  # they share 8 KB with all else that the sidecar must know
 _SAMPLED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.SAMPLED, Flag.MANUAL, Flag.INFERENCE))
 
@@ -48,9 +42,8 @@ class Hook(Protocol):
         """Attached while the context is entered; leaves nothing behind."""
 
 
-CollectiveTimer = Callable[[], Callable[[], None] | None]
-"""Takes the device time of a collective that nothing else reports. Called before it, on the thread that issues; returns
-what to call after it, if the device can be marked."""
+CollectiveListener = Callable[[int, int], None]
+"""Called with the device clock's marks around a collective that ran in its caller's stream, on its thread."""
 
 
 class StepContent(NamedTuple):
@@ -89,10 +82,11 @@ class Session:
         self.recorder = Recorder(ring.buffer, self.intern, now_ns)
         self.host_clock = HostClock()
         self.clock: Clock = self.host_clock  # of marks that may be read later; a device's, once there is one
+        self.stalls: Stalls | None = None  # while that is a device's
         self.training_steps = 0  # that have ended: the same on all ranks, also where one of them has evaluated before
         self.groups: dict[str, ProcessGroup] = {}  # that were used
         self.device_groups: set[tuple[str, str]] = set()  # process groups with tensors on a device, and which kind
-        self.collective_timer: CollectiveTimer | None = None  # times those that nothing else reports
+        self.collective_listener: CollectiveListener | None = None  # takes the times that nothing else reports
         self.own_memory_history = False  # a history of device memory is recorded, and is ours and so bounded
 
         self._memory_bytes = 0
@@ -189,13 +183,17 @@ class Session:
         """What the records of this step and of later ones have as memory; 0: not known. Training thread."""
         self._memory_bytes = memory_bytes
 
-    def use_clock(self, clock: Clock | None) -> None:
+    def use_clock(self, clock: Clock | None, stalls: Stalls | None = None) -> None:
         """Marks are taken by a device's clock from here on; None: by the host's. Training thread."""
-        self.clock = clock or self.host_clock
+        self.clock, self.stalls = clock or self.host_clock, stalls
 
-    def time_collectives(self, timer: CollectiveTimer | None) -> None:
-        """Who times collectives on a device from here on; None: nobody. Training thread."""
-        self.collective_timer = timer
+    def computes_on(self, device: str) -> bool:
+        """Whether the watched models, or a process group's tensors, are on a device of that kind."""
+        return self._compute_device == device or any(kind == device for _, kind in self.device_groups)
+
+    def hear_collectives(self, listener: CollectiveListener | None) -> None:
+        """Who hears of synchronous collectives on a device from here on; None: nobody. Training thread."""
+        self.collective_listener = listener
 
     def set_own_memory_history(self, on: bool) -> None:
         """Whether a history of device memory is recorded that is ours. Any thread: the job may replace it."""
@@ -213,6 +211,7 @@ class Session:
 
     def stop_work(self, work: Callable[[], object]) -> None:
         self._at_step.pop(work, None)
+        self._throttled.pop(work, None)
 
     @contextmanager
     def throttled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
@@ -248,6 +247,11 @@ class Session:
         """Work of ours that is no part of what every step costs: the step in which it is done is charged with it."""
         self._overhead_ns += duration_ns
         self.recorder.add_overhead(duration_ns)
+
+    def add_probe_cost(self, duration_ns: int) -> None:
+        """Work of ours for an earlier step that was sampled."""
+        self.add_overhead(duration_ns)
+        self._sampling.add_cost(duration_ns)
 
     def communicates(self) -> bool:
         """Whether there are other ranks to wait for."""

@@ -25,6 +25,10 @@ PROFILER = "torch.autograd.profiler._enable_profiler"
 FLIGHT_RECORDER = "torch._C._distributed_c10d._dump_fr_trace_json"
 SNAPSHOT = "torch._C._cuda_memorySnapshot"
 WAIT_TENSOR = "_c10d_functional::wait_tensor"
+FSDP2 = "torch.distributed.fsdp._fully_shard"
+FSDP2_BEFORE_WAIT = "FSDP::post_backward_reshard"  # the profiler's range after which FSDP2 waits for a reduce-scatter
+DDP_BUFFERS = "torch.nn.parallel.DistributedDataParallel._sync_buffers"
+STREAM_HANDLE = "torch._C._cuda_getCurrentRawStream"
 RECOMPUTATION = "torch.utils.checkpoint._recomputation_hook"
 
 
@@ -184,6 +188,26 @@ def _profiler() -> bool:
     return all(map(callable, calls)) and not is_prepared(unused) and profiler._is_profiler_enabled in (True, False)
 
 
+def _fsdp2() -> bool:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+    group = _fsdp_param_group.FSDPParamGroup
+    used, unshard = (inspect.unwrap(each).__code__ for each in (group.post_backward, group.wait_for_unshard))
+    return (
+        {"record_function", "reduce_grads", "foreach_reduce"} <= set(used.co_names)
+        and any(FSDP2_BEFORE_WAIT in str(each) for each in used.co_consts)
+        and "foreach_all_gather_copy_out" in unshard.co_names
+        and "all_gather_event" in _fsdp_collectives.AllGatherResult._fields
+        and callable(group.finalize_backward)
+    )
+
+
+def _ddp_buffers() -> bool:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return callable(DistributedDataParallel._sync_buffers)
+
+
 def _flight_recorder() -> bool:
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
@@ -231,6 +255,13 @@ PRIVATE_NAMES = (
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         _skip_code,
         "torch.compile compiles our hooks where it meets them, and modules are not timed where hooks are needed",
+    ),
+    PrivateName(FSDP2, _fsdp2, "what a device waits for in FSDP2 counts as its own work"),
+    PrivateName(DDP_BUFFERS, _ddp_buffers, "a device's waiting for DDP's buffers counts as its own work"),
+    PrivateName(
+        STREAM_HANDLE,
+        _in_cuda_build("_cuda_getCurrentRawStream"),
+        "each mark on the device costs the host about a microsecond more",
     ),
     PrivateName(
         "torch._C._cuda_attach_out_of_memory_observer",
@@ -299,6 +330,16 @@ def rest_of_dispatch() -> torch._C.DispatchKeySet:
     return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
+def current_stream_handle() -> Callable[[int], int] | None:
+    """What gives the handle of a CUDA device's current stream; None without it."""
+    if not works(STREAM_HANDLE):
+        return None
+    import torch
+
+    handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return handle
+
+
 def has_tap(operator: str) -> bool:
     """Whether somebody else has put a kernel at BackendSelect for this operator: the last one would win."""
     import torch
@@ -310,38 +351,6 @@ def compiled_autograd() -> bool:
     """Whether backward passes are compiled too: a gradient hook would become a part of their graphs."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "compiled_autograd_enabled", False))
-
-
-def members_of_group(name: str) -> tuple[list[int], str]:
-    """The global ranks of a process group, and its description: "mesh_tp" for a DeviceMesh's dimension "tp"."""
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import _resolve_process_group
-
-    group = _resolve_process_group(name)
-    return dist.get_process_group_ranks(group), group.group_desc
-
-
-def backend_of_group(name: str, device: str) -> str:
-    """The name of a group's backend for tensors on that kind of device: "gloo"; "" if it has none.
-
-    A group may have several, "cpu:gloo,cuda:nccl"; its own name is that of its default one, or "undefined".
-    """
-    import torch
-    from torch._C._distributed_c10d import _resolve_process_group
-
-    group = _resolve_process_group(name)
-    try:
-        return str(group._get_backend(torch.device(device)).name())
-    except RuntimeError:
-        return ""
-
-
-def sequence_of_group(group: Any) -> int:
-    """How many operations the backend says it has issued on a group; -1 if it does not count."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:
-        return -1
 
 
 def break_in_compiled_code(function: Any) -> Any:

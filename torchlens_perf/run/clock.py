@@ -4,6 +4,7 @@ is, as the training process writes it into the ring's header."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchlens_perf.run.ring import DEVICE_MARK, name_of
@@ -36,6 +37,25 @@ class Clock(Protocol):
 
         None until the device has reported both marks.
         """
+
+
+class Stalls(Protocol):
+    """Marks for how long the device waits for communication, where a device's clock runs."""
+
+    def begin(self, name_id: int) -> int | None:
+        """Before a wait of the calling thread; end() follows. The mark, if a stall begins here."""
+
+    def end(self) -> int | None:
+        """After the wait. The mark, if it ended a stall."""
+
+    def begin_collective(self) -> Callable[[], None] | None:
+        """Before an operation that runs in the current stream's order; what to call after it, if that is marked."""
+
+    def begin_tail(self, name_id: int) -> int | None:
+        """When a backward pass has computed its last gradient, on whichever thread. The mark, if a stall begins."""
+
+    def end_tail(self, *, raised: bool = False) -> None:
+        """When a backward pass has ended, on the thread that called it."""
 
 
 class HostClock:

@@ -59,8 +59,7 @@ OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's
 # Header fields that change while the job runs: 64-bit words, by their index.
 HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS = 8, 9, 10, 11, 12, 13, 14
 NAMES_USED, NAMES_LOST, METADATA_REVISION, METADATA_USED, INTERNAL_ERRORS = 16, 17, 18, 19, 20
-DEPTH, FRAMES = 24, 25
-DEVICE_MARK = (15, 21, 22, 23)
+DEPTH, FRAMES, DEVICE_MARK = 24, 25, (15, 21, 22, 23)
 GROUPS_USED, GROUPS = 281, 282
 _FIXED = struct.Struct("<8sIIQQQQQQ")  # magic, version, record_bytes, capacity, then offset and size of each area
 
@@ -83,7 +82,11 @@ class Kind(IntEnum):
     THREAD_TIME = 20  # of a step's own work: CPU time, and time ready without a CPU
     MERGED = 23  # a device section over all ranks, in one window, see hooks/on_device/stamps.py
     SKETCH = 22  # a part of the statistics of a window, see sketch.py
-    DEVICE = 21  # a span as the device's clock has it; value0: its kind, value1: how long after the host it ended there
+    # A span as the device's clock has it; value0: its kind, value1: how long after the host it ended there. Of the kind
+    # WAIT: a stall, for which the compute stream waited for communication, with what it waited in as its name; a step's
+    # do not overlap. A step's stalls and phases lie before its record of the kind STEP, which completes it: without that
+    # record, some may be missing.
+    DEVICE = 21
     MEMORY = 28  # one number of the device's allocator, see memory_readings.py
 
 
@@ -196,7 +199,7 @@ class RingFile:
             return slot
 
     def set_device_mark(self, words: Sequence[int]) -> None:
-        """How far the device is; device_mark.py knows the words."""
+        """How far the device is; clock.py knows the words."""
         for index, word in zip(DEVICE_MARK, words, strict=True):
             self._words[index] = word
 
@@ -257,8 +260,7 @@ class GroupProgress(NamedTuple):
     """Sequence number of the last operation that it issued, plus 1."""
     ended: int
     """The same of the last one that is known to have ended, or whose end the backend does not tell."""
-    began: int = 0
-    """The same of the last one whose kernel has begun on the device; 0: nobody tells."""
+    began: int = 0  # the same of the last one whose kernel has begun on the device; 0: nobody tells
 
 
 def name_of(names: list[str], name_id: int) -> str:

@@ -13,11 +13,11 @@ from tests.support.collective_rig import CollectiveRig, sequence
 from tests.support.device.fake_device import FakeDevice, FakeEvents
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.recorders import IDS, IMPLEMENTATIONS
-from torchlens_perf.cuda.events import MAX_EVENTS, EventClock
+from torchlens_perf.hooks.on_device.clock import MAX_EVENTS, EventClock
 from torchlens_perf.hooks.on_device.nccl import CollectiveEvents
+from torchlens_perf.hooks.on_device.stalls import Stalls
 from torchlens_perf.recorder.recorder import End
-from torchlens_perf.run.clock import HostClock
-from torchlens_perf.run.ring import Flag
+from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER),
@@ -33,16 +33,19 @@ class Loop(CollectiveRig):
     def __init__(self, device: FakeDevice, folder: Path) -> None:
         self.device, self.fake = device, FakeEvents(device)
         super().__init__(IMPLEMENTATIONS[0], folder, clock=self.fake.now_ns)
-        self.host_clock: Any = HostClock()
         self.clock_of_device = EventClock(self.fake, self.fake.now_ns)
-        self.session: Any = type("Session", (), {"clock": self.clock_of_device, "host_clock": self.host_clock})()
+        self.session: Any = type("Session", (), {"clock": self.clock_of_device, "intern": self.ring.intern})()
         self.session.recorder = self.recorder
         self.events = CollectiveEvents(self.session)
+        self.session.collective_listener = self.events.marked
+        self.spans: list[tuple[int, ...]] = []
+        self.stalls = Stalls(self.session, self.clock_of_device, lambda *span: self.spans.append(span))
+        self.stalls.stream = self.fake.stream
 
     def collective(self, number: int, *, raises: bool = False) -> None:
         """As a tap has it."""
         issued = self.issue(number)
-        end = self.events.begin()
+        end = self.stalls.begin_collective()
         self.device.spin(KERNEL_NS, self.fake.stream)
         if not raises and end is not None:
             end()
@@ -86,17 +89,31 @@ def test_capture(loop: Loop) -> None:
     """Nothing is marked, and the record is as without events."""
     loop.fake.stream = loop.device.new_stream()
     loop.device.begin_capture(loop.fake.stream)
-    assert loop.events.begin() is None
+    assert loop.stalls.begin_collective() is None
     loop.collective(0)
     loop.device.end_capture(loop.fake.stream)
     assert [(sequence(each), each["flags"]) for each in loop.collectives()] == [(0, 0)]
 
 
-def test_without_a_device_clock(loop: Loop) -> None:
-    """Before there is one, or with device_times="off": the record is as without events."""
-    loop.session.clock = loop.host_clock
+def test_on_another_stream(loop: Loop) -> None:
+    """It has its time, and is no stall of the compute stream; on that one it is both, with the same two marks."""
+    loop.fake.stream = loop.device.new_stream()
     loop.collective(0)
-    assert [(sequence(each), each["flags"]) for each in loop.collectives()] == [(0, 0)]
+    assert loop.spans == []
+    loop.fake.stream = 0
+    made = loop.fake.made
+    loop.collective(1)
+    assert len(loop.spans) == 1
+    assert loop.fake.made == made + 2
+    loop.step()
+    loop.device.advance(10 * KERNEL_NS)
+    loop.step()
+    assert [sequence(each) for each in loop.collectives()] == [0, 1]
+    kind, _, begin, end = loop.spans[0]
+    times = loop.clock_of_device.span(begin, end)
+    assert kind == Kind.WAIT
+    assert times is not None
+    assert KERNEL_NS <= times[1] < KERNEL_NS + OVER_NS
 
 
 def test_operation_that_raises(loop: Loop) -> None:

@@ -221,6 +221,68 @@ def test_a_captured_step_has_no_device_times(device: FakeDevice, tmp_path: Path)
     assert recording.metadata["device"]["captured"] > 0
 
 
+def test_a_step_that_lacks_a_mark_is_not_complete(device: FakeDevice, tmp_path: Path) -> None:
+    """Its stalls may be among what is missing: there is no record of the step, and the next ones have theirs."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        for number in range(6):
+            if number == 3:
+                rig.events.stream = device.new_stream()
+                device.begin_capture(rig.events.stream)
+                recording.watch._session.stalls.begin_wait()
+                device.end_capture(rig.events.stream)
+                rig.events.stream = 0
+            rig.step()
+            device.advance(2 * STEP_NS)
+        recording.watch.step()
+        device.advance(STEP_NS)
+        recording.watch.step()
+    assert [span.step for span in device_spans(recording, Kind.STEP)] == [1, 2, 4, 5, 6, 7]
+    assert [span.step for span in device_spans(recording, Kind.FORWARD)] == list(range(6))
+
+
+@pytest.mark.usefixtures("recorder")
+def test_stalls_come_before_their_step(device: FakeDevice, tmp_path: Path) -> None:
+    """As DEVICE records of the kind WAIT, with what was waited in, before the record of the step that they are in."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        session = recording.watch._session
+        for _ in range(5):
+            rig.step()
+            session.stalls.begin_wait()
+            device.spin(4 * MILLISECOND)
+            session.stalls.end()
+            device.advance(2 * STEP_NS)
+        recording.watch.step()
+    stalls = device_spans(recording, Kind.WAIT)
+    assert {(each.name, each.kind) for each in stalls} == {("wait", Kind.DEVICE)}
+    assert all(4 * MILLISECOND <= each.duration_ns < 4 * MILLISECOND + OVER_NS for each in stalls)
+    spans = recording.of(Kind.DEVICE)
+    for stall in stalls[1:]:
+        (step,) = [each for each in spans if each.value0 == Kind.STEP and each.step == stall.step]
+        assert spans.index(stall) < spans.index(step)
+
+
+def test_reading_a_probe_is_charged_to_it(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampled step's marks are read in later steps, at a cost that those would not have."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer, modules="all", backward_every=1) as recording:
+        rig.attach(recording)
+        session = recording.watch._session
+        charged: list[int] = []
+        monkeypatch.setattr(session._sampling, "add_cost", charged.append)
+        for sampled in (0, 0, 1, 0, 0, 0):
+            session.recorder.sampled = sampled
+            rig.step()
+            session.recorder.sampled = 0
+            device.advance(2 * STEP_NS)
+        assert len(charged) == 1
+        assert charged[0] > 0
+        monkeypatch.undo()
+
+
 def test_what_the_device_never_reached_is_counted(device: FakeDevice, tmp_path: Path) -> None:
     """The watch ends while the device is behind: it does not wait."""
     rig = Rig(device)

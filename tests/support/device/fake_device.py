@@ -150,7 +150,9 @@ class FakeEvent:
 
 
 class FakeEvents:
-    """What cuda.events.TorchEvents is on a GPU: a current stream, which tests change, and a stream of our own."""
+    """What events.CudaEvents is on a GPU: a current stream, which tests change, and a stream of our own."""
+
+    name = "CUDA events"
 
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
@@ -169,11 +171,11 @@ class FakeEvents:
 
         return Drifting(self.device)
 
-    def record(self, event: FakeEvent) -> int | None:
-        if self.capturing():
-            return None
-        event.record(self.stream)
-        return self.stream
+    def current(self) -> int | None:
+        return None if self.capturing() else self.stream
+
+    def record(self, event: FakeEvent, stream: int) -> None:
+        event.record(stream)
 
     def record_aside(self, event: FakeEvent) -> None:
         event.record(self.aside)

@@ -41,22 +41,26 @@ def decline(config: Config) -> None:
 
 
 def device_hooks(config: Config) -> list[Hook]:
-    """Nothing of them but the question is imported where torch was built without a device, or sees none."""
+    """Nothing of them but the question is imported where torch has no device, or sees none."""
     import torch
 
-    from torchlens_perf.recorder.devices import has_devices
+    from torchlens_perf.recorder.devices import accelerator
 
-    there = has_devices()
+    there = accelerator()
     hooks: list[Hook] = []
     if there and config.device_times != "off":
         from torchlens_perf.hooks.on_device.sections import DeviceHook
 
-        hooks.append(DeviceHook(asked_for=config.device_times == "on"))
+        hooks.append(DeviceHook(asked_for=config.device_times == "on", kind=there))
+        if config.collectives:
+            from torchlens_perf.hooks.on_device.data_parallel import DataParallelHook
+
+            hooks.append(DataParallelHook())
     if there and config.collectives:  # before a hook that makes communicators
         from torchlens_perf.hooks.on_device.nccl import NcclHook
 
         hooks.append(NcclHook(config.nccl))
-    if there and torch.version.cuda is not None:
+    if there == "cuda" and torch.version.cuda is not None:
         from torchlens_perf.hooks.on_device.stamps import Device, StampHook
 
         hooks.append(GpuHook())

@@ -10,13 +10,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 from torchlens_perf.errors import guard
-from torchlens_perf.recorder import native_tap, nccl_plugin, recorder, torch_private
+from torchlens_perf.recorder import nccl_plugin, recorder, torch_groups
 from torchlens_perf.recorder.nccl_plugin import Cause, Counters, NcclPlugin
 from torchlens_perf.recorder.patch import patched
 
@@ -168,7 +168,7 @@ class NcclHook:
 
 def _runs(session: Session) -> bool:
     """Whether NCCL has run a collective."""
-    return any(torch_private.backend_of_group(*group) == "nccl" for group in session.device_groups)
+    return any(torch_groups.backend_of_group(*group) == "nccl" for group in session.device_groups)
 
 
 def _why(counters: Counters) -> str:
@@ -253,17 +253,12 @@ def _by_events(session: Session) -> Iterator[None]:
         yield
         return
     events = CollectiveEvents(session)
-    native = native_tap.load()
     with session.each_step("device times of collectives", events.read):
-        session.time_collectives(events.begin)
-        if native is not None:
-            native.time_with(events.begin)
+        session.hear_collectives(events.marked)
         try:
             yield
         finally:
-            session.time_collectives(None)
-            if native is not None:
-                native.time_with(None)
+            session.hear_collectives(None)
 
 
 class _Pending(NamedTuple):
@@ -288,20 +283,11 @@ class CollectiveEvents:
         self._pending: deque[_Pending] = deque()
 
     @guard("timing a collective")
-    def begin(self) -> Callable[[], None] | None:
-        """Before the call, on the thread that issues; returns what to call after it, if the device can be marked."""
-        clock = self._session.clock
-        if clock is self._session.host_clock:
-            return None
-        mark = clock.mark()
-        return None if mark is None else partial(self._end, clock, mark)
-
-    @guard("timing a collective")
-    def _end(self, clock: Clock, begin: int) -> None:
-        end = clock.mark()
-        ticket = self._session.recorder.claim() if end is not None else 0
-        if end is not None and ticket:
-            self._pending.append(_Pending(ticket, clock, begin, end, self._session.recorder.step))
+    def marked(self, begin: int, end: int) -> None:
+        """A session's CollectiveListener."""
+        ticket = self._session.recorder.claim()
+        if ticket:
+            self._pending.append(_Pending(ticket, self._session.clock, begin, end, self._session.recorder.step))
 
     def read(self) -> None:
         """At a step's end: reports to the recorder the times that the device's clock has by now."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from torchlens_perf.run.clock import DeviceMark
 
 if TYPE_CHECKING:
-    from torchlens_perf.cuda.events import EventClock
+    from torchlens_perf.hooks.on_device.clock import EventClock
     from torchlens_perf.recorder.session import Session
 
 _MAX_STEPS = 256  # whose ends are remembered

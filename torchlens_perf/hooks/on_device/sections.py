@@ -1,4 +1,4 @@
-"""Device time: where a step's phases begin and end on the device, by CUDA events.
+"""Device time: where a step's phases, and what its stream waits for, begin and end on the device, by events.
 
 The host's times of these phases say when their work was issued, not when the device did it. Both are recorded. What
 the device has done is known some steps later; the records name the step that they are about.
@@ -13,17 +13,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchlens_perf.cuda.driver import Driver
-from torchlens_perf.cuda.events import BEHIND_STEPS, EventClock, Events, TorchEvents
 from torchlens_perf.errors import DeviceError, HookUnavailable, guard
+from torchlens_perf.hooks.on_device.clock import BEHIND_STEPS, EventClock, Events
+from torchlens_perf.hooks.on_device.events import events_of
 from torchlens_perf.hooks.on_device.progress import DeviceProgress
-from torchlens_perf.recorder.devices import CONNECTIONS, device_in_use
+from torchlens_perf.hooks.on_device.stalls import Stalls
+from torchlens_perf.recorder import native_tap
+from torchlens_perf.recorder.devices import CONNECTIONS, accelerator_in_use
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
-_DEVICE, _STEP = int(Kind.DEVICE), int(Kind.STEP)
+_DEVICE, _STEP, _BACKWARD = int(Kind.DEVICE), int(Kind.STEP), int(Kind.BACKWARD)
+_PROBED = (int(Kind.MODULE), int(Kind.SECTION))  # in sampled steps only
 _UNREAD_STEPS = 256  # a time that the device has not reported after so many steps is given up
 WORST_ERROR_NS = 50_000  # of the device's times on the host's line; above it, how far the device is behind is not known
 _never_freed: list[EventClock] = []  # in forked children
@@ -42,16 +45,20 @@ class _Pending(NamedTuple):
 
 
 class DeviceHook:
-    """Marks phases on the device in every step, modules and sections in sampled steps, and the steps themselves."""
+    """Marks phases and stalls on the device in every step, modules and sections in sampled steps, and the steps."""
 
     name = "device times"
 
-    def __init__(self, *, asked_for: bool) -> None:
-        """asked_for: also where one connection to the device makes marks cost the overlap of communication."""
+    def __init__(self, *, asked_for: bool, kind: str = "cuda") -> None:
+        """asked_for: also where one connection to the device makes marks cost the overlap of communication. kind: of
+        device, as torch has it."""
         self._asked_for = asked_for
+        self._kind = kind
         self._pending: deque[_Pending] = deque()
         self._clock: EventClock | None = None
+        self._stalls: Stalls | None = None
         self._boundary: int | None = None  # where the step in progress began on the device
+        self._missing_before = 0  # marks that were not made until then
         self._given_up = 0  # spans whose times the device has not reported
         self._missing = (0, 0, 0)
         self._is_known = False  # to the sidecar
@@ -78,20 +85,29 @@ class DeviceHook:
         clock = self._clock = EventClock(events, now_ns)
         recorder, pending = session.recorder, self._pending
 
+        def span_marked(kind: int, name_id: int, begin: int, end: int) -> None:
+            pending.append(_Pending(kind, name_id, recorder.step, begin, end, now_ns()))
+
+        stalls = self._stalls = Stalls(session, clock, span_marked)
+
         def span_ended(kind: int, name_id: int, begin: int) -> None:
             end = clock.mark()
             if end is not None:
-                pending.append(_Pending(kind, name_id, recorder.step, begin, end, now_ns()))
+                span_marked(kind, name_id, begin, end)
+                if kind == _BACKWARD:
+                    stalls.backward_ended(end)
 
         mark, span = guard("marking the device")(clock.mark), guard("marking the device")(span_ended)
-        recorder.set_device_clock(mark, span)
-        session.use_clock(clock)
+        recorder.set_device_clock(mark, span, stalls.begin_wait, stalls.end)
+        session.use_clock(clock, stalls)
+        _time_collectives(stalls.begin_collective)
 
     def _stop(self, session: Session) -> None:
         """Marks nothing more."""
         if not session.recorder.closed:
             session.recorder.set_device_clock(None, None)
         session.use_clock(None)
+        _time_collectives(None)
 
     def _step_ended(self, session: Session) -> None:
         worked = False
@@ -107,12 +123,19 @@ class DeviceHook:
 
     def _read(self, session: Session, clock: EventClock) -> None:
         step, boundary = session.recorder.step, clock.mark()
-        if boundary is not None and self._boundary is not None:
+        # The step's record completes it: there is none where a stall may be missing.
+        if boundary is not None and self._boundary is not None and clock.missing == self._missing_before:
             self._pending.append(_Pending(_STEP, 0, step, self._boundary, boundary, clock.now_ns()))
-        self._boundary = boundary
+        self._boundary, self._missing_before = boundary, clock.missing
+        if self._stalls is not None:
+            self._stalls.step_ended()
+            self._stalls.stream = clock.current() or self._stalls.stream
+        start_ns = session.recorder.now_ns()
         clock.drain()
         self._progress.step_ended(session, clock, boundary, self._pending)
-        self._record(session, clock, step)
+        recorded, probed = self._record(session, clock, step)
+        if probed:  # what an earlier step was probed for is read in this one
+            session.add_probe_cost((session.recorder.now_ns() - start_ns) * probed // recorded)
         self._tell(session, clock)
 
     def _look_for_a_device(self, session: Session) -> None:
@@ -120,27 +143,27 @@ class DeviceHook:
         step = session.recorder.step
         if self._gone or step & (step + 1):
             return
-        import torch
-
-        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-            return  # looking for an anchor would end a capture
         try:
-            device = device_in_use()
-        except DeviceError as error:
+            device = accelerator_in_use(self._kind, computes_there=session.computes_on(self._kind))
+            if device is None or _is_capturing(self._kind):
+                return  # looking for an anchor would end a capture
+            self.start(session, events_of(device))
+        except (DeviceError, RuntimeError, NotImplementedError) as error:
             self._gone = True
             session.note(f"device times are not taken: {error}")
-            return
-        if device is not None:
-            self.start(session, TorchEvents(device, Driver() if torch.version.cuda is not None else None))
 
-    def _record(self, session: Session, clock: EventClock, step: int) -> None:
-        """Writes the spans that the device has reported by now, in the order in which they ended on the host."""
+    def _record(self, session: Session, clock: EventClock, step: int) -> tuple[int, int]:
+        """Writes the spans that the device has reported by now, in the order in which they ended on the host. How many,
+        and how many of them only sampled steps have."""
         pending, recorder = self._pending, session.recorder
+        recorded = probed = 0
         while pending:
             span = pending[0]
             times = clock.span(span.begin, span.end)
             if times is not None:
                 start_ns, duration_ns = times
+                recorded += 1
+                probed += span.kind in _PROBED
                 behind_ns = max(0, start_ns + duration_ns - span.issued_ns)
                 if clock.error_ns is None or clock.error_ns > WORST_ERROR_NS:
                     behind_ns = UNKNOWN_NS
@@ -148,10 +171,11 @@ class DeviceHook:
                     _DEVICE, span.name_id, span.step, start_ns, duration_ns, 0, span.kind, behind_ns
                 )
             elif step - span.step < _UNREAD_STEPS:
-                return
+                break
             else:
                 self._given_up += 1
             pending.popleft()
+        return recorded, probed
 
     def _tell(self, session: Session, clock: EventClock, *, last: bool = False) -> None:
         """Reports to the sidecar how good the times are, and which are missing: at once where some are for the first
@@ -185,3 +209,16 @@ class DeviceHook:
         self._given_up += len(self._pending)
         self._pending.clear()
         self._tell(session, clock, last=True)
+
+
+def _is_capturing(kind: str) -> bool:
+    import torch
+
+    return kind == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _time_collectives(timer: Callable[[], Callable[[], None] | None] | None) -> None:
+    """What the native tap calls before synchronous collectives on a device from here on; None: nothing."""
+    native = native_tap.load()
+    if native is not None:
+        native.time_with(timer)

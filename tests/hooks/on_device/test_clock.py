@@ -1,4 +1,4 @@
-"""The clock of CUDA events, the real class, with events of the fake driver."""
+"""The clock of a device's events, the real class, with events of the fake driver."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.device.fake_device import FakeDevice, FakeEvents
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
-from torchlens_perf.cuda import events
-from torchlens_perf.cuda.events import EventClock
+from torchlens_perf.hooks.on_device import clock as events
+from torchlens_perf.hooks.on_device.clock import EventClock
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 EVENT_NS, LAUNCH_NS = 500, 1500  # of the fake device

@@ -1,4 +1,4 @@
-"""The clock of a device in eager mode: CUDA events, pooled, and read when the device has long passed them.
+"""The clock of a device in eager mode: timed events, pooled, and read when the device has long passed them.
 
 ::
 
@@ -11,7 +11,7 @@ tells how far they are apart, which costs the host a microsecond.)
 The device's times come onto the host's time line by anchors: an event on a stream that is otherwise idle, whose record
 and whose happening the host brackets by its own clock. An anchor is at most a second old, which also keeps the float32
 milliseconds, in which CUDA tells how far two events are apart, fine enough. Durations are differences on the device's
-line, on which each anchor continues the one before it.
+line, on which each anchor continues the one before it. events.py has the events of real devices.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from torchlens_perf.cuda.driver import Driver
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 MAX_EVENTS = 8192  # that wait to be read, or in the pool; an event is a few hundred bytes of the host
 MAX_TIMES = 2 * MAX_EVENTS  # that are kept for span(), the newest
@@ -37,7 +34,7 @@ _FIRST_PATIENCE_NS = 1_000_000
 
 
 class Event(Protocol):
-    """What a clock needs of torch.cuda.Event."""
+    """What a clock needs of torch.Event(enable_timing=True)."""
 
     def query(self) -> bool:
         """Whether the device has reached it."""
@@ -49,11 +46,17 @@ class Event(Protocol):
 class Events(Protocol):
     """The device's events, on the thread that works."""
 
+    name: str
+    """What the clock is called."""
+
     def new(self) -> Event:
         """One that has not been recorded."""
 
-    def record(self, event: Any) -> int | None:
-        """Records it on the current stream, and says which one that is; None, and does nothing, during a capture."""
+    def current(self) -> Hashable | None:
+        """The calling thread's current stream; None while it is being captured into a graph."""
+
+    def record(self, event: Any, stream: Any) -> None:
+        """Records it on a stream that current() gave."""
 
     def record_aside(self, event: Any) -> None:
         """Records it on a stream of our own, which has nothing else to do."""
@@ -75,39 +78,6 @@ class DeviceAnchor(NamedTuple):
     """On the device's line, which begins at the first anchor."""
 
 
-class TorchEvents:
-    """torch.cuda's, which are HIP's in a ROCm build."""
-
-    def __init__(self, device: int, driver: Driver | None = None) -> None:
-        """device: its index, with a context. Takes one of torch's streams of the highest priority there, so that
-        anchors do not wait. driver: of CUDA, not of HIP."""
-        import torch
-
-        self._cuda = torch.cuda
-        self._device = device
-        self._driver = driver
-        self._aside = torch.cuda.Stream(device, priority=-1)
-
-    def new(self) -> Any:
-        return self._cuda.Event(enable_timing=True)
-
-    def record(self, event: Any) -> int | None:
-        if self._cuda.is_current_stream_capturing():
-            return None
-        stream = self._cuda.current_stream(self._device)
-        event.record(stream)
-        return int(stream.cuda_stream)
-
-    def record_aside(self, event: Any) -> None:
-        event.record(self._aside)
-
-    def capturing(self) -> bool:
-        return bool(self._cuda.is_current_stream_capturing())
-
-    def beside_captures(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._driver is None else self._driver.relaxed_captures()
-
-
 class _Stream:
     """What is marked on one stream and has not been read."""
 
@@ -118,18 +88,19 @@ class _Stream:
 
 
 class EventClock:
-    """A Clock whose marks are CUDA events on the current stream. One device; under the GIL, as autograd marks too."""
-
-    name = "CUDA events"
+    """A Clock whose marks are events on the current stream. One device; under the GIL, as autograd marks too."""
 
     def __init__(self, events: Events, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         """Looks for a first anchor, for some microseconds; now_ns: the host's clock."""
         self._events = events
+        self.name = events.name
         self.now_ns = now_ns
         self._pool: list[Event] = []
         self._made = 0
         self._next_mark = itertools.count(1).__next__  # atomic: autograd's threads mark too
-        self._streams: dict[int, _Stream] = {}
+        self.marked = 0
+        """The newest mark; so many were made."""
+        self._streams: dict[Hashable, _Stream] = {}
         self._times: dict[int, tuple[int, DeviceAnchor]] = {}  # on the device's line, and by which anchor
         self._behind = False
         self.captured = 0
@@ -150,11 +121,27 @@ class EventClock:
         of two times are not affected by it."""
         return None if self._anchor is None else self._anchor.error_ns + self.drift_ns
 
-    def mark(self) -> int | None:
-        """Marks now, on the current stream; None where that cannot be, which is counted."""
+    @property
+    def missing(self) -> int:
+        """Marks that were not made."""
+        return self.captured + self.skipped
+
+    def current(self) -> Hashable | None:
+        """The calling thread's current stream; None while it is being captured."""
+        return self._events.current()
+
+    def mark(self, only_on: Hashable | None = None) -> int | None:
+        """Marks now, on the current stream; None where that cannot be, which is counted. only_on: nothing is marked,
+        and nothing counted, where the current stream is another one."""
         anchor = self._anchor
         if self._behind or anchor is None:
             self.skipped += 1
+            return None
+        stream = self._events.current()
+        if stream is None:
+            self.captured += 1
+            return None
+        if only_on is not None and stream != only_on:
             return None
         if self._pool:
             event = self._pool.pop()
@@ -164,12 +151,8 @@ class EventClock:
         else:
             self.skipped += 1
             return None
-        stream = self._events.record(event)
-        if stream is None:
-            self._pool.append(event)
-            self.captured += 1
-            return None
-        mark = self._next_mark()
+        self._events.record(event, stream)
+        self.marked = mark = self._next_mark()
         queue = self._streams.get(stream)
         if queue is None:
             queue = self._streams.setdefault(stream, _Stream())

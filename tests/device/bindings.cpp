@@ -1,0 +1,43 @@
+// What Python sees of the device.
+#include "process_group.h"
+#include "streams.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(MODULE_NAME, m)
+{
+    m.def("now_ns", &device::now);
+    m.def("clock_offset_ns", &device::clock_offset);
+    m.def("spin_ns", &device::spin, py::call_guard<py::gil_scoped_release>()); // the queue may be full
+    m.def("never", &device::never, py::call_guard<py::gil_scoped_release>());
+    m.def("release", &device::release);
+    m.def("set_kernel_ns", [](device::Ns takes) { device::kernel_ns = takes; });
+    m.def("set_slowness", [](double factor) { device::slowness = factor; });
+    m.def("set_collective", [](device::Ns latency_ns, double bytes_per_second) {
+        device::latency_ns = latency_ns;
+        device::bytes_per_second = bytes_per_second;
+    });
+    m.def(
+        "create_process_group", &device::create_process_group, py::call_guard<py::gil_scoped_release>(),
+        py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"));
+    m.def("shut_down", &device::shut_down, py::call_guard<py::gil_scoped_release>());
+    m.def("counters", [] {
+        py::dict all;
+        device::Counters &c = device::counters;
+        all["stream_synchronizations"] = c.stream_synchronizations.load();
+        all["event_synchronizations"] = c.event_synchronizations.load();
+        all["device_synchronizations"] = c.device_synchronizations.load();
+        all["copy_synchronizations"] = c.copy_synchronizations.load();
+        all["item_synchronizations"] = c.item_synchronizations.load();
+        all["operator_synchronizations"] = c.operator_synchronizations.load();
+        all["full_queues"] = c.full_queues.load();
+        all["event_queries"] = c.event_queries.load();
+        all["events"] = c.events.load();
+        all["streams"] = c.streams.load();
+        all["kernels"] = c.kernels.load();
+        all["collectives"] = c.collectives.load();
+        return all;
+    });
+}

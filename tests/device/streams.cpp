@@ -1,0 +1,306 @@
+#include "streams.h"
+
+#include <time.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <exception>
+#include <map>
+#include <thread>
+#include <utility>
+
+namespace device {
+
+namespace {
+
+constexpr auto LOOK_EVERY = std::chrono::milliseconds(100); // for the process's end
+constexpr auto LAST_PATIENCE = std::chrono::seconds(2);     // for a task that computes as the process ends
+
+const pid_t loaded_in = getpid(); // a forked child has none of the threads
+std::atomic<bool> stopping{false};
+std::mutex failure_mutex;
+std::string failure;
+
+std::mutex streams_mutex;
+Stream *streams[MAX_STREAMS];
+int next_stream = 0;
+thread_local int64_t current = 0;
+
+std::mutex nevers_mutex;
+std::map<int64_t, std::shared_ptr<Moment>> nevers;
+int64_t next_never = 0;
+
+Ns monotonic()
+{
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
+}
+
+} // namespace
+
+Counters counters;
+std::atomic<Ns> kernel_ns{20'000};
+std::atomic<double> slowness{1.0};
+
+Ns clock_offset()
+{
+    // Far from the host's line, and not the same in two ranks.
+    return 1'000'000'000'000'000LL + loaded_in * 1'000'000'007LL;
+}
+
+Ns now() { return monotonic() + clock_offset(); }
+
+void sleep_until(Ns time)
+{
+    const Ns host = time - clock_offset();
+    const timespec until{host / 1'000'000'000, host % 1'000'000'000};
+    if (host > monotonic())
+        while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr) != 0)
+            ;
+}
+
+void Moment::pass(Ns time)
+{
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        time_ = time;
+    }
+    passed_.notify_all();
+}
+
+bool Moment::reached() const
+{
+    const Ns time = time_;
+    return time != UNKNOWN && now() >= time;
+}
+
+Ns Moment::await()
+{
+    if (time_ == UNKNOWN) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (time_ == UNKNOWN && !stopping)
+            passed_.wait_for(lock, LOOK_EVERY);
+    }
+    return time_;
+}
+
+void Moment::await_reached()
+{
+    await();
+    sleep_until(time_);
+}
+
+void Stream::start()
+{
+    if (started_)
+        return;
+    started_ = true;
+    std::thread([this] { run(); }).detach();
+}
+
+void Stream::push(Task task)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (issued_ >= QUEUE_DEPTH) {
+        const size_t before = issued_ - QUEUE_DEPTH;
+        const auto full = [&] { return done_ <= before; };
+        bool waited = full();
+        while (full() && !stopping)
+            changed_.wait_for(lock, LOOK_EVERY);
+        const Ns end = ends_[before % QUEUE_DEPTH];
+        if (end > now() && !stopping) {
+            waited = true;
+            lock.unlock();
+            sleep_until(end);
+            lock.lock();
+        }
+        counters.full_queues += waited;
+    }
+    task.issued_ns = now();
+    if (!task.body && done_ == issued_ && (!task.awaited || task.awaited->known())) {
+        pass(task); // nothing to compute, and nothing before it: no thread has to wake up for it
+        ++issued_;
+        return;
+    }
+    start();
+    tasks_.push_back(std::move(task));
+    ++issued_;
+    lock.unlock();
+    changed_.notify_all();
+}
+
+// The task has been computed. Its caller has the lock.
+void Stream::pass(Task &task)
+{
+    line = std::max(line, task.issued_ns);
+    if (task.awaited)
+        line = std::max(line, task.awaited->time());
+    line += task.takes_ns;
+    if (task.recorded)
+        task.recorded->pass(line);
+    ends_[done_++ % QUEUE_DEPTH] = line;
+}
+
+void Stream::enqueue(std::function<void(Stream &)> body, Ns takes_ns) { push({takes_ns, std::move(body)}); }
+
+std::shared_ptr<Moment> Stream::record()
+{
+    auto moment = std::make_shared<Moment>();
+    push({.recorded = moment});
+    return moment;
+}
+
+void Stream::wait(std::shared_ptr<Moment> moment) { push({.awaited = std::move(moment)}); }
+
+void Stream::run()
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!stopping) {
+        if (tasks_.empty()) {
+            changed_.wait_for(lock, LOOK_EVERY);
+            continue;
+        }
+        Task task = std::move(tasks_.front());
+        tasks_.pop_front();
+        lock.unlock();
+        line = std::max(line, task.issued_ns);
+        try {
+            if (task.body)
+                task.body(*this);
+        } catch (const std::exception &error) {
+            fail(error.what());
+        }
+        task.body = nullptr; // what it held is freed before the host sees it done
+        if (task.awaited)
+            task.awaited->await();
+        lock.lock();
+        pass(task);
+        changed_.notify_all();
+    }
+    ended_ = true;
+    changed_.notify_all();
+}
+
+bool Stream::idle()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return done_ == issued_ && now() >= line;
+}
+
+void Stream::synchronize()
+{
+    Ns until;
+    {
+        std::unique_lock<std::mutex> lock(mutex_);
+        const size_t last = issued_;
+        while (done_ < last && !stopping)
+            changed_.wait_for(lock, LOOK_EVERY);
+        if (last == 0 || stopping)
+            return;
+        until = done_ - last < QUEUE_DEPTH ? ends_[(last - 1) % QUEUE_DEPTH] : 0;
+    }
+    sleep_until(until);
+}
+
+Stream &stream(int64_t id)
+{
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    Stream *&found = streams[id % MAX_STREAMS];
+    if (found == nullptr) {
+        found = new Stream(); // never freed: its thread may outlive all else
+        found->id = id;
+        ++counters.streams;
+    }
+    return *found;
+}
+
+Stream &new_stream()
+{
+    int id;
+    {
+        std::lock_guard<std::mutex> lock(streams_mutex);
+        id = 1 + next_stream++ % (MAX_STREAMS - 1);
+    }
+    return stream(id);
+}
+
+Stream &current_stream() { return stream(current); }
+
+int64_t exchange_current_stream(int64_t id) { return std::exchange(current, id); }
+
+void synchronize_all()
+{
+    for (int id = 0; id < MAX_STREAMS; ++id) {
+        Stream *each;
+        {
+            std::lock_guard<std::mutex> lock(streams_mutex);
+            each = streams[id];
+        }
+        if (each != nullptr)
+            each->synchronize();
+    }
+}
+
+void spin(Ns takes_ns)
+{
+    ++counters.kernels;
+    current_stream().enqueue(nullptr, Ns(takes_ns * slowness));
+}
+
+int64_t never()
+{
+    auto released = std::make_shared<Moment>();
+    int64_t id;
+    {
+        std::lock_guard<std::mutex> lock(nevers_mutex);
+        nevers[id = ++next_never] = released;
+    }
+    ++counters.kernels;
+    current_stream().wait(released);
+    return id;
+}
+
+void release(int64_t never)
+{
+    std::lock_guard<std::mutex> lock(nevers_mutex);
+    auto found = nevers.find(never);
+    if (found == nevers.end())
+        return;
+    found->second->pass(now());
+    nevers.erase(found);
+}
+
+void fail(const std::string &what)
+{
+    std::lock_guard<std::mutex> lock(failure_mutex);
+    if (failure.empty())
+        failure = what;
+}
+
+std::string take_failure()
+{
+    std::lock_guard<std::mutex> lock(failure_mutex);
+    return std::exchange(failure, "");
+}
+
+bool shutting_down() { return stopping; }
+
+void shut_down()
+{
+    if (getpid() != loaded_in || stopping.exchange(true))
+        return;
+    const auto until = std::chrono::steady_clock::now() + LAST_PATIENCE;
+    for (Stream *each : streams) {
+        if (each == nullptr)
+            continue;
+        std::unique_lock<std::mutex> lock(each->mutex_);
+        each->changed_.notify_all();
+        while (each->started_ && !each->ended_ && std::chrono::steady_clock::now() < until)
+            each->changed_.wait_for(lock, LOOK_EVERY);
+        // What is left stays where it is: freeing tensors may need an interpreter that is about to end.
+        new std::deque<Stream::Task>(std::move(each->tasks_));
+    }
+}
+
+} // namespace device

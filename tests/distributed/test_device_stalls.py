@@ -1,0 +1,265 @@
+"""Two ranks on the asynchronous device, of which one works longer: the other's stream stalls; its work stays."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+
+from tests.device import device
+from tests.support.device_ranks import DEVICE, Trained, begin, train
+from tests.support.gloo import run_ranks
+from torchlens_perf.run.ring import Kind
+
+pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
+LATE_FROM, LATE_S, SLOW = 12, 0.02, 1  # from which step on rank 1 works how much longer
+QUIET, STEADY = range(4, LATE_FROM), range(LATE_FROM + 2, 23)
+LATE_MS = LATE_S * 1e3
+OVER_MS = 1.0  # what else there is: transfers, and the device's time for events
+Both = tuple[Trained, Trained]  # watched, and not
+
+
+class _Spin(torch.autograd.Function):
+    """Work in the backward pass."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
+        context.seconds = seconds
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        device.spin(context.seconds)
+        return gradient, None
+
+
+def late_s(number: int) -> float:
+    """How much longer this rank works in a step."""
+    return LATE_S if number >= LATE_FROM and dist.get_rank() == SLOW else 0.0
+
+
+class Block(nn.Module):
+    """Works 10 ms forward and 5 ms backward, and as much more as it is told: the host must be ahead, however busy."""
+
+    late_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(32, 32), nn.BatchNorm1d(32)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        device.spin(0.01)
+        return self.norm(_Spin.apply(self.linear(value), 0.005 + Block.late_s))
+
+
+def model_and_optimizer(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], tuple[Any, Any]]:
+    """Two blocks, as `wrap` makes them parallel."""
+
+    def make() -> tuple[Any, Any]:
+        model = wrap(nn.Sequential(Block(), Block()).to(DEVICE))
+        return model, torch.optim.SGD(model.parameters(), 0.01)
+
+    return make
+
+
+def usual_step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
+    Block.late_s = late_s(number) / 2  # there are two
+    loss: torch.Tensor = model(torch.ones(8, 32, device=DEVICE)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def both(folder: Path, make: Callable[[], tuple[Any, Any]], step: Callable[[Any, Any, int], torch.Tensor]) -> Both:
+    return train(folder, make, step), train(folder, make, step, watched=False)
+
+
+def ddp_ranks(folder: Path) -> Both:
+    begin(folder)
+    return both(folder, model_and_optimizer(nn.parallel.DistributedDataParallel), usual_step)
+
+
+def fsdp_ranks(folder: Path) -> Both:
+    begin(folder)
+    mesh = dist.init_device_mesh(DEVICE, (2,))
+
+    def wrap(model: nn.Module) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    result = both(folder, model_and_optimizer(wrap), usual_step)
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    left = (groups.record_function, groups.foreach_reduce, groups.foreach_all_gather_copy_out)
+    assert not any("torchlens" in function.__code__.co_filename for function in left[1:])
+    assert left[0] is torch.profiler.record_function
+    return result
+
+
+def tensor_parallel_ranks(folder: Path) -> Both:
+    begin(folder)
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = dist.init_device_mesh(DEVICE, (2,))
+
+    def make() -> tuple[Any, Any]:
+        model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).to(DEVICE)
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return model, torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
+        device.spin(0.02 + late_s(number))
+        loss: torch.Tensor = model(torch.ones(8, 32, device=DEVICE)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return both(folder, make, step)
+
+
+def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One operation between the ranks, whose result is used."""
+
+    def of(value: torch.Tensor) -> torch.Tensor:
+        other = 1 - dist.get_rank()
+        if how == "synchronous":
+            dist.all_reduce(value)
+        elif how == "Work.wait":
+            work = dist.all_reduce(value, async_op=True)
+            device.spin(0.001)  # overlaps with it
+            work.wait()
+        elif how == "wait_tensor":
+            return functional.all_reduce(value, "sum", dist.group.WORLD) * 0.5  # which waits for it
+        else:
+            received = torch.empty_like(value)
+            operations = [dist.P2POp(dist.isend, value, other), dist.P2POp(dist.irecv, received, other)]
+            for each in dist.batch_isend_irecv(operations):
+                each.wait()
+            return received
+        return value * 0.5
+
+    return of
+
+
+HOWS = ("synchronous", "Work.wait", "wait_tensor", "pipeline")
+
+
+def exchanging_ranks(folder: Path) -> dict[str, Both]:
+    begin(folder)
+    found = {}
+    for how in HOWS:
+        communicate = exchange(how)
+
+        def make() -> tuple[Any, Any]:
+            model = nn.Linear(32, 32).to(DEVICE)
+            return model, torch.optim.SGD(model.parameters(), 0.01)
+
+        def step(model: Any, optimizer: Any, number: int, communicate: Any = communicate) -> torch.Tensor:
+            device.spin(0.02 + late_s(number))
+            loss: torch.Tensor = model(communicate(torch.ones(8, 32, device=DEVICE))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        (folder / how).mkdir(exist_ok=True)
+        found[how] = both(folder / how, make, step)
+    return found
+
+
+def check(ranks: list[Both]) -> tuple[Trained, Trained]:
+    """What must hold however ranks communicate; the two watched ones."""
+    for watched, alone in ranks:
+        assert watched.loss == alone.loss
+        assert len(watched.loss) == 3
+        assert all(torch.equal(a, b) for a, b in zip(watched.parameters, alone.parameters, strict=True))
+        assert watched.synchronizations == alone.synchronizations, "nobody waits for the device for us"
+        assert watched.metadata["device"]["clock"] == f"{DEVICE} events"
+        assert watched.metadata["device"]["unread"] <= 2, "of the two empty steps at the end"
+        for step in STEADY:
+            in_order(watched, step)
+    fast, slow = ranks[0][0], ranks[1][0]
+    assert steady(slow, STEADY) - steady(slow, QUIET) == pytest.approx(LATE_MS, abs=OVER_MS)
+    assert steady(fast, STEADY) - steady(fast, QUIET) == pytest.approx(0, abs=OVER_MS)
+    assert middle(fast.stalls_ms(step) for step in STEADY) == pytest.approx(LATE_MS, abs=OVER_MS)
+    assert middle(slow.stalls_ms(step) for step in STEADY) < OVER_MS
+    return fast, slow
+
+
+def steady(trained: Trained, steps: range) -> float:
+    """The device's own work in the middle one of these steps."""
+    work = trained.work_ms()
+    return middle(work[step] for step in steps)
+
+
+def middle(values: Iterable[float]) -> float:
+    """On a busy machine some hosts issue their work late."""
+    return statistics.median_low(list(values))
+
+
+def in_order(trained: Trained, step: int) -> None:
+    """A step's records: its stalls do not overlap, and all lie before the step's own record, which completes it."""
+    spans = [(index, each) for index, each in enumerate(trained.spans) if each.step == step]
+    (boundary,) = [index for index, each in spans if each.value0 == Kind.STEP]
+    assert all(index <= boundary for index, _ in spans)
+    stalls = sorted((each.start_ns, each.end_ns) for _, each in spans if each.value0 == Kind.WAIT)
+    assert stalls
+    assert all(end <= begin + 1000 for (_, end), (begin, _) in itertools.pairwise(stalls))
+
+
+def names(trained: Trained) -> dict[str, float]:
+    """How many stalls a step has, by their name."""
+    found = Counter(each.name for each in trained.of(Kind.WAIT) if each.step in STEADY)
+    return {name: count / len(STEADY) for name, count in found.items()}
+
+
+def test_ddp(tmp_path: Path) -> None:
+    """The other rank waits at the end of its backward pass, and for buffers before its forward pass."""
+    ranks = run_ranks(ddp_ranks, tmp_path)
+    fast, _ = check(ranks)
+    for trained, alone in ranks:
+        assert names(trained) == {"backward tail": 1, "ddp buffers": 1}
+        assert trained.marks == 10, "a boundary, three phases, a tail that ends with one, and the buffers"
+        assert trained.events - alone.events < 10.5, "an anchor a second is all that comes to them"
+    assert middle(fast.stalls_ms(step, "backward tail") for step in STEADY) == pytest.approx(LATE_MS, abs=OVER_MS)
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    """It waits by Stream.wait_event, which no tap sees: for each module's parameters, and for its gradients."""
+    ranks = run_ranks(fsdp_ranks, tmp_path)
+    check(ranks)
+    for trained, _ in ranks:
+        assert names(trained) == {
+            "fsdp unshard": 2 + 2, "fsdp reduce-scatter": 1, "fsdp last reduce-scatter": 1, "backward tail": 1,
+        }  # fmt: skip
+
+
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """DTensor waits for functional collectives."""
+    ranks = run_ranks(tensor_parallel_ranks, tmp_path)
+    check(ranks)
+    for trained, _ in ranks:
+        assert set(names(trained)) == {"wait", "backward tail"}
+
+
+def test_waits_of_all_kinds(tmp_path: Path) -> None:
+    """Synchronous collectives in the current stream, Work.wait, wait_tensor, and pipelines' sends and receives."""
+    ranks = run_ranks(exchanging_ranks, tmp_path)
+    for how in HOWS:
+        fast, _ = check([rank[how] for rank in ranks])
+        name = "synchronous collective" if how == "synchronous" else "wait"
+        assert names(fast)[name] == 1, how

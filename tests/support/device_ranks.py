@@ -1,0 +1,124 @@
+"""Ranks that train on the asynchronous device, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.device import device
+from tests.support.recording import Record, Recording, recorded
+from torchlens_perf.hooks.on_device import clock
+from torchlens_perf.run.ring import Kind
+
+DEVICE = device.NAME
+MS = 1_000_000
+
+
+class Trained(NamedTuple):
+    """What one rank has recorded of its device, and what it did to it."""
+
+    spans: list[Record]
+    """DEVICE records."""
+    marks: int
+    """Of ours, in each of the last steps."""
+    events: float
+    """That anybody recorded, in each of the last steps."""
+    synchronizations: int
+    loss: list[float]
+    parameters: list[torch.Tensor]
+    metadata: dict[str, Any]
+
+    def of(self, kind: Kind, name: str | None = None) -> list[Record]:
+        """The spans of what is of that kind."""
+        return [each for each in self.spans if each.value0 == kind and name in (None, each.name)]
+
+    def stalls_ms(self, step: int, name: str | None = None) -> float:
+        """How long the compute stream waited in a step."""
+        return sum(each.duration_ns for each in self.of(Kind.WAIT, name) if each.step == step) / MS
+
+    def work_ms(self) -> dict[int, float]:
+        """The device's own work, by step."""
+        return {each.step: each.duration_ns / MS - self.stalls_ms(each.step) for each in self.of(Kind.STEP)}
+
+
+def begin(folder: Path) -> None:
+    """Makes the device the accelerator of this process, and the default group one for both.
+
+    The clock's first anchor is waited for: on a busy machine the stream's thread may be late by some milliseconds.
+    """
+    clock._FIRST_PATIENCE_NS = 5_000_000_000
+    device.load()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / "device-store"), ranks)
+    dist.init_process_group(f"cpu:gloo,{DEVICE}:{DEVICE}", store=store, rank=rank, world_size=ranks)
+
+
+def train(
+    folder: Path, make: Callable[[], tuple[Any, Any]], step: Callable[[Any, Any, int], torch.Tensor],
+    *, steps: int = 24, watched: bool = True, **settings: Any,
+) -> Trained:  # fmt: skip
+    """Trains for some steps, watched or not, and waits for the device every eighth one, as scripts do that print.
+
+    make: the model and its optimizer. step: one step with them, by its number; returns the loss.
+    """
+    torch.manual_seed(7)
+    model, optimizer = make()
+    loss: list[float] = []
+    counted: dict[str, int] = {}
+
+    def loop() -> None:
+        before_synchronizations = device.synchronizations()
+        printed = 0
+        for number in range(steps):
+            if number == steps // 2:
+                counted["events"], counted["marks"] = device.counters()["events"], marks(recording)
+            result = step(model, optimizer, number)
+            if number % 8 == 7:
+                was = device.synchronizations()
+                loss.append(float(result.detach()))
+                printed += device.synchronizations() - was
+        counted["synchronizations"] = device.synchronizations() - before_synchronizations - printed
+        counted["events"] = device.counters()["events"] - counted["events"]
+        counted["marks"] = marks(recording) - counted["marks"]
+
+    recording = Recording()
+    if watched:
+        settings = {"backward_every": 0, "modules": "all", **settings}
+        with recorded(folder / f"rank-{os.environ['RANK']}", model, optimizer, **settings) as recording:
+            loop()
+            torch.accelerator.synchronize()
+            for _ in range(2):  # what has happened is read at a step's end
+                assert recording.watch is not None
+                recording.watch.step()
+                time.sleep(0.05)
+    else:
+        loop()
+    return Trained(
+        [each for each in recording.records if each.kind == Kind.DEVICE],
+        round(counted["marks"] / (steps - steps // 2)),
+        counted["events"] / (steps - steps // 2),
+        counted["synchronizations"],
+        loss,
+        [parameter_of(each) for each in model.parameters()],
+        recording.metadata,
+    )
+
+
+def parameter_of(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part, on the CPU."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local.detach().cpu()
+
+
+def marks(recording: Recording) -> int:
+    """How many events the clock of the watch has recorded, without its anchors."""
+    if recording.watch is None:
+        return 0
+    return int(getattr(recording.watch._session.clock, "marked", 0))  # type: ignore[union-attr]

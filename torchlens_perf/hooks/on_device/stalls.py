@@ -1,0 +1,148 @@
+"""Stalls: for how long the compute stream waited for communication, between two marks on it.
+
+On a device the host only issues work, so the host's times of all ranks become the same whoever is slow. What a rank's
+device did itself is its step without these waits. A stall counts only on the compute stream, the one that the steps'
+boundaries are marked on: what waits on another stream holds up nobody here. It counts once, at the outermost wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torchlens_perf.errors import guard
+from torchlens_perf.run.ring import Kind
+
+if TYPE_CHECKING:
+    from torchlens_perf.hooks.on_device.clock import EventClock
+    from torchlens_perf.recorder.session import Session
+
+_WAIT = int(Kind.WAIT)
+_NOBODY, _TAIL = 0, -1  # instead of a thread
+_AUTOGRADS_THREAD = "pt_autograd_"  # what their names begin with
+
+SpanMarked = Callable[[int, int, int, int], None]
+"""Called with a kind, a name's id, and the marks of its begin and its end."""
+
+
+class Stalls:
+    """Marks waits of the training thread, and of autograd's thread in a backward pass. Called with the GIL."""
+
+    def __init__(self, session: Session, clock: EventClock, span_marked: SpanMarked) -> None:
+        """On the training thread."""
+        self._session, self._recorder = session, session.recorder
+        self._clock = clock
+        self._span_marked = span_marked
+        self._training_thread = threading.get_ident()
+        self._threads = threading.local()
+        self._wait, self._collective = session.intern("wait"), session.intern("synchronous collective")
+        self._open = threading.Lock()  # never waited for: who has it is inside of a stall
+        self._holder = _NOBODY  # the thread that has it
+        self._depth = 0
+        self._begin = self._name_id = 0
+        self._backward_end: int | None = None
+        self.stream: Hashable | None = None
+        """The compute stream, as of the last step's end."""
+
+    @guard("marking a stall")
+    def begin(self, name_id: int) -> int | None:
+        """Before a wait of the calling thread; end() follows. The mark, if a stall begins here."""
+        start_ns, thread = self._recorder.now_ns(), threading.get_ident()
+        if self._holder == thread:
+            self._depth += 1
+            return None
+        if not self._is_ours(thread) or not self._open.acquire(blocking=False):
+            return None
+        mark = self._clock.mark(self.stream)
+        if mark is None:
+            self._open.release()
+        else:
+            self._begin, self._name_id, self._depth, self._holder = mark, name_id, 1, thread
+        self._recorder.add_overhead(self._recorder.now_ns() - start_ns)
+        return mark
+
+    @guard("marking a stall")
+    def end(self) -> int | None:
+        """After the wait. The mark, if it ended a stall."""
+        if self._holder != threading.get_ident():
+            return None
+        self._depth -= 1
+        if self._depth:
+            return None
+        start_ns = self._recorder.now_ns()
+        mark = self._clock.mark(self.stream)
+        self._close(mark)
+        self._recorder.add_overhead(self._recorder.now_ns() - start_ns)
+        return mark
+
+    def begin_wait(self) -> None:
+        """Before a wait for an operation of c10d, or for a functional one's tensor."""
+        self.begin(self._wait)
+
+    def begin_collective(self) -> Callable[[], None] | None:
+        """A session's CollectiveTimer: before an operation that runs in the current stream's order, which thus waits
+        for the other ranks, and is busy with the transfer."""
+        stall = self.begin(self._collective)
+        heard = self._session.collective_listener is not None  # also on another stream
+        mark = self._clock.mark() if stall is None and heard else stall
+        return None if mark is None else partial(self._end_collective, mark, stall is not None)
+
+    @guard("marking a collective")
+    def _end_collective(self, begin: int, is_stall: bool) -> None:
+        end, listener = self.end() if is_stall else self._clock.mark(), self._session.collective_listener
+        if listener is not None and end is not None:
+            listener(begin, end)
+
+    def begin_tail(self, name_id: int) -> int | None:
+        """When a backward pass has computed its last gradient, on whichever thread. The mark, if a stall begins."""
+        if not self._open.acquire(blocking=False):
+            return None
+        mark = self._clock.mark(self.stream)
+        if mark is None:
+            self._open.release()
+        else:
+            self._begin, self._name_id, self._depth, self._holder = mark, name_id, 1, _TAIL
+            self._backward_end = None
+        return mark
+
+    def backward_ended(self, mark: int) -> None:
+        """The backward pass's own end has been marked: the same as its tail's."""
+        self._backward_end = mark
+
+    @guard("marking the end of a backward pass")
+    def end_tail(self, *, raised: bool = False) -> None:
+        """When a backward pass has ended, on the thread that called it."""
+        if self._holder != _TAIL:
+            return
+        end = self._backward_end
+        self._close(None if raised else self._clock.mark(self.stream) if end is None else end)
+
+    def step_ended(self) -> None:
+        """Nothing is waited for now: what was interrupted between its marks is forgotten."""
+        if self._holder in (_TAIL, self._training_thread) and not self._recorder.backwards:
+            self._close(None)
+
+    def _close(self, mark: int | None) -> None:
+        begin, name_id, self._holder = self._begin, self._name_id, _NOBODY
+        self._open.release()
+        if mark is not None:
+            self._span_marked(_WAIT, name_id, begin, mark)
+
+    def _is_ours(self, thread: int) -> bool:
+        """Another thread of the user's may be blocked while the device computes: no stall."""
+        if thread == self._training_thread:
+            return True
+        return bool(self._recorder.backwards) and self._is_autograds()
+
+    def _is_autograds(self) -> bool:
+        known: bool | None = getattr(self._threads, "is_autograds", None)
+        if known is None:
+            try:
+                with open("/proc/thread-self/comm") as file:
+                    known = file.read().startswith(_AUTOGRADS_THREAD)
+            except OSError:
+                known = False
+            self._threads.is_autograds = known
+        return known

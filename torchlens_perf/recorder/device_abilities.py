@@ -1,0 +1,78 @@
+"""What a device must be able to do, by torch's public names, for its times and stalls to be recorded.
+
+CUDA's, ROCm's and XPU's can. One that is added to torch from outside may lack some: `torchlens-perf doctor` asks each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+_PATIENCE_S = 1.0
+
+
+class Ability(NamedTuple):
+    """One thing: how to find out whether the device can do it, and what is lost without it."""
+
+    name: str
+    works: Callable[[Any], bool]
+    """Called with the device, which gets a context."""
+    without: str
+
+
+def problem(ability: Ability, device: Any) -> str:
+    """Why the device cannot do it; "" if it can. Makes a context, and waits for the device for a second at most."""
+    try:
+        return "" if ability.works(device) else "it gives a wrong answer"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+
+
+def _recorded(device: Any) -> Any:
+    import torch
+
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def _happened(event: Any) -> bool:
+    until = time.monotonic() + _PATIENCE_S
+    while not event.query():
+        if time.monotonic() > until:
+            return False
+    return True
+
+
+def _timed_events(device: Any) -> bool:
+    first, second = _recorded(device), _recorded(device)
+    return _happened(second) and first.elapsed_time(second) >= 0
+
+
+def _query(device: Any) -> bool:
+    return _recorded(device).query() in (True, False)
+
+
+def _streams(device: Any) -> bool:
+    import torch
+
+    other, current = torch.Stream(device), torch.accelerator.current_stream(device)
+    again = torch.accelerator.current_stream(device)
+    return other != current and again == current and hash(again) == hash(current)
+
+
+def _waiting(device: Any) -> bool:
+    import torch
+
+    other, event = torch.Stream(device), _recorded(device)
+    other.wait_event(event)
+    return _happened(other.record_event())
+
+
+ABILITIES = (
+    Ability("timed events", _timed_events, "the device is not timed"),
+    Ability("events that tell whether they were reached", _query, "the device is not timed"),
+    Ability("streams that can be told apart", _streams, "the device is not timed"),
+    Ability("streams that wait for events", _waiting, "what FSDP2 waits for counts as the device's work"),
+)
