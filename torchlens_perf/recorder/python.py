@@ -20,6 +20,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from torchlens_perf.run.clock import LONGEST_MARK_NS
 from torchlens_perf.run.ring import (
     DEPTH,
     FRAMES,
@@ -192,14 +193,14 @@ class Recorder:
             mark = self._device_mark()
             if mark is not None:
                 self._device_marks[depth] = mark
-            self.add_overhead(self.now_ns() - start_ns)
+            self.add_overhead(min(self.now_ns() - start_ns, LONGEST_MARK_NS))
 
     def _close_on_device(self, kind: int, name_id: int, depth: int) -> None:
         mark = self._device_marks.pop(depth, None)
         if mark is not None:
             start_ns = self.now_ns()
             self._device_span(kind, name_id, mark)
-            self.add_overhead(self.now_ns() - start_ns)
+            self.add_overhead(min(self.now_ns() - start_ns, LONGEST_MARK_NS))
 
     def start_thread_time(self) -> bool:
         if self.closed or _get_ident() != self._owner:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 _IS_END = 1 << 8
 _HALF = 32
 
+# A mark on a device takes a microsecond or so of ours. What takes longer waits for room in the device's queue, as the
+# job's next launch would have: that is not ours. The same in native/device.c.
+LONGEST_MARK_NS = 100_000
+
 
 class Anchor(NamedTuple):
     """The same instant on a monotonic clock and on the wall clock, and how far apart the two readings may be."""

@@ -84,8 +84,8 @@ class Kind(IntEnum):
     SKETCH = 22  # a part of the statistics of a window, see sketch.py
     # A span as the device's clock has it; value0: its kind, value1: how long after the host it ended there. Of the kind
     # WAIT: a stall, for which the compute stream waited for communication, with what it waited in as its name. A step's
-    # stalls do not overlap, and lie with its phases before its record of the kind STEP, which completes it: without that
-    # record, some may be missing.
+    # stalls do not overlap, and lie with its phases before its record of the kind STEP, which completes it: without
+    # that record, some may be missing.
     DEVICE = 21
     MEMORY = 28  # one number of the device's allocator, see memory_readings.py
 

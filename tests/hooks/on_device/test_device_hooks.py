@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -280,6 +281,29 @@ def test_reading_a_probe_is_charged_to_it(device: FakeDevice, tmp_path: Path, mo
             device.advance(2 * STEP_NS)
         assert len(charged) == 1
         assert charged[0] > 0
+        monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("recorder")
+def test_a_full_queue_is_not_our_time(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mark waits for room in it, as the job's next launch would have; else the report would blame this tool."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        rig.step()
+        session, record = recording.watch._session, rig.events.record
+
+        def late(event: Any, stream: int) -> None:
+            time.sleep(0.02)
+            record(event, stream)
+
+        monkeypatch.setattr(rig.events, "record", late)
+        before_ns, begun = session.recorder.tool_ns, time.monotonic()
+        rig.step()
+        session.stalls.begin_wait()
+        session.stalls.end()
+        assert time.monotonic() - begun > 9 * 0.02
+        assert session.recorder.tool_ns - before_ns < 20 * MILLISECOND
         monkeypatch.undo()
 
 

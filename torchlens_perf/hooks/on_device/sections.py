@@ -20,6 +20,7 @@ from torchlens_perf.hooks.on_device.progress import DeviceProgress
 from torchlens_perf.hooks.on_device.stalls import Stalls
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.recorder.devices import CONNECTIONS, accelerator_in_use
+from torchlens_perf.run.clock import LONGEST_MARK_NS
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind
 
 if TYPE_CHECKING:
@@ -122,7 +123,11 @@ class DeviceHook:
                 self._stop(session)
 
     def _read(self, session: Session, clock: EventClock) -> None:
-        step, boundary = session.recorder.step, clock.mark()
+        recorder, start_ns = session.recorder, session.recorder.now_ns()
+        step, boundary = recorder.step, clock.mark()
+        waited_ns = recorder.now_ns() - start_ns - LONGEST_MARK_NS
+        if waited_ns > 0:
+            recorder.add_overhead(-waited_ns)  # it counts as ours with all else at a step's end
         # The step's record completes it: there is none where a stall may be missing.
         if boundary is not None and self._boundary is not None and clock.missing == self._missing_before:
             self._pending.append(_Pending(_STEP, 0, step, self._boundary, boundary, clock.now_ns()))

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
+from torchlens_perf.run.clock import LONGEST_MARK_NS
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Stalls:
             self._open.release()
         else:
             self._begin, self._name_id, self._depth, self._holder = mark, name_id, 1, thread
-        self._recorder.add_overhead(self._recorder.now_ns() - start_ns)
+        self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
         return mark
 
     @guard("marking a stall")
@@ -74,7 +75,7 @@ class Stalls:
         start_ns = self._recorder.now_ns()
         mark = self._clock.mark(self.stream)
         self._close(mark)
-        self._recorder.add_overhead(self._recorder.now_ns() - start_ns)
+        self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
         return mark
 
     def begin_wait(self) -> None:
