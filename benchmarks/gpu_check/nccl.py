@@ -70,7 +70,10 @@ def nccl1(checks: Checks) -> None:
 
 
 def _costs(checks: Checks, part: str, told: dict[str, dict[str, Any]]) -> None:
-    """NCCL starts its own progress thread for works that are timed, which asks all the time while there are some."""
+    """Threads and processor time in both arms.
+
+    Not what timing costs one node: over sockets the progress thread is there anyway, and on one rank nothing is timed.
+    """
     for what, field, unit in (("threads", "threads", ""), ("process CPU", "cpu_s", " s")):
         value = " / ".join(f"{told[wish][field]:.4g}{unit}" for wish in ("on", "off"))
         checks.value(part, f"{what} with / without the plugin", value)

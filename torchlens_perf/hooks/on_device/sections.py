@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchlens_perf.errors import DeviceError, HookUnavailable, guard
 from torchlens_perf.hooks.on_device.clock import BEHIND_STEPS, EventClock, Events
 from torchlens_perf.hooks.on_device.events import events_of
+from torchlens_perf.hooks.on_device.progress import DeviceProgress
 from torchlens_perf.hooks.on_device.stalls import Stalls
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.recorder.devices import CONNECTIONS, accelerator_in_use
@@ -62,6 +63,7 @@ class DeviceHook:
         self._given_up = 0  # spans whose times the device has not reported
         self._missing = (0, 0, 0)
         self._is_known = False  # to the sidecar
+        self._progress = DeviceProgress()
         self._gone = False  # there is no device to time
 
     @contextmanager
@@ -135,6 +137,7 @@ class DeviceHook:
             self._stalls.stream = clock.current() or self._stalls.stream
         start_ns = session.recorder.now_ns()
         clock.drain()
+        self._progress.step_ended(session, clock, boundary, self._pending)
         recorded, probed = self._record(session, clock, step)
         if probed:  # what an earlier step was probed for is read in this one
             session.add_probe_cost((session.recorder.now_ns() - start_ns) * probed // recorded)
