@@ -28,13 +28,7 @@ logger = logging.getLogger("torchlens_perf")
 
 _AT_STEP = guard("work at a step's end")
 _THROTTLE_NS = 50_000_000
-_SIDECAR_SETTINGS = (
-    "disk_bytes",
-    "trace_every",
-    "telemetry",
-    "capture",
-    "build_tap",
-)  # settings that are the sidecar's to follow
+_SIDECAR_SETTINGS = ("disk_bytes", "trace_every", "telemetry", "capture", "build_tap")  # that the sidecar follows
 _MAX_NOTES = 24  # they share 8 KB with all else that the sidecar must know
 _SAMPLED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.SAMPLED, Flag.MANUAL, Flag.INFERENCE))
 

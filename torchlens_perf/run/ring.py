@@ -59,8 +59,7 @@ OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's
 # Header fields that change while the job runs: 64-bit words, by their index.
 HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS = 8, 9, 10, 11, 12, 13, 14
 NAMES_USED, NAMES_LOST, METADATA_REVISION, METADATA_USED, INTERNAL_ERRORS = 16, 17, 18, 19, 20
-DEPTH, FRAMES = 24, 25
-DEVICE_MARK = (15, 21, 22, 23)
+DEPTH, FRAMES, DEVICE_MARK = 24, 25, (15, 21, 22, 23)
 GROUPS_USED, GROUPS = 281, 282
 _FIXED = struct.Struct("<8sIIQQQQQQ")  # magic, version, record_bytes, capacity, then offset and size of each area
 
@@ -196,7 +195,7 @@ class RingFile:
             return slot
 
     def set_device_mark(self, words: Sequence[int]) -> None:
-        """How far the device is; device_mark.py knows the words."""
+        """How far the device is; clock.py knows the words."""
         for index, word in zip(DEVICE_MARK, words, strict=True):
             self._words[index] = word
 
@@ -257,8 +256,7 @@ class GroupProgress(NamedTuple):
     """Sequence number of the last operation that it issued, plus 1."""
     ended: int
     """The same of the last one that is known to have ended, or whose end the backend does not tell."""
-    began: int = 0
-    """The same of the last one whose kernel has begun on the device; 0: nobody tells."""
+    began: int = 0  # the same of the last one whose kernel has begun on the device; 0: nobody tells
 
 
 def name_of(names: list[str], name_id: int) -> str:
