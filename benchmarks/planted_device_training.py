@@ -160,7 +160,7 @@ class Loop:
         for index, (x, y) in enumerate(self.loader):
             last = (index + 1) % self.micro_steps == 0
             with self._syncs(last):
-                loss = F.mse_loss(self.model(x.to(device.NAME)), y.to(device.NAME))
+                loss = (self.model(x.to(device.NAME)) - y.to(device.NAME)).square().mean()
                 loss.backward()
             if not last:
                 continue
