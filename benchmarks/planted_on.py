@@ -78,6 +78,20 @@ class AsyncDevice:
         return x
 
 
+class AsyncModules(AsyncDevice):
+    """The same, with short operators and a spin for each module, as on CUDA: it shows what is planted there."""
+
+    slowness = 2.0
+
+    def load(self, kernel_s: float, rank: int) -> None:
+        super().load(kernel_s / 10, rank)
+        self._module_s = OPERATORS * kernel_s
+
+    def work(self, x: Tensor) -> Tensor:
+        made: Tensor = Spins.apply(x, self.spin, self._module_s, self._module_s)
+        return made
+
+
 class CudaDevice:
     """One GPU, on which all ranks are: NCCL takes them for hosts that talk over sockets."""
 
@@ -107,4 +121,8 @@ class CudaDevice:
         return made
 
 
-DEVICES: dict[str, Callable[[], PlantedDevice]] = {"asyncdev": AsyncDevice, "cuda": CudaDevice}
+DEVICES: dict[str, Callable[[], PlantedDevice]] = {
+    "asyncdev": AsyncDevice,
+    "asyncdev_modules": AsyncModules,
+    "cuda": CudaDevice,
+}

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.gpu_check.parts import ASYNC, CUDA, PARTS
+from benchmarks.gpu_check.parts import ASYNC, CUDA, MODULES, PARTS
 from benchmarks.gpu_check.runner import ROOT, Runner
 
 SECONDS = 540
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS))
     parser.add_argument("--out", type=Path, default=Path(), help="folder of gpu-check.md")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="then no further part begins")
-    parser.add_argument("--device", choices=(CUDA, ASYNC), default=CUDA)
+    parser.add_argument("--device", choices=(CUDA, ASYNC, MODULES), default=CUDA)
     asked = parser.parse_args()
     there = {part.name: part for part in PARTS if asked.device in part.devices}
     unknown = [name for name in asked.parts if name not in there]
@@ -46,6 +47,7 @@ def main() -> int:
         return 2
     facts = json.loads(told.stdout)
     print(", ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the part that runs is ended
     runner = Runner(asked.out.absolute(), asked.device, facts, asked.seconds - (time.monotonic() - begin_s))
     return runner.run([there[name] for name in asked.parts] if asked.parts else list(there.values()))
 

@@ -6,10 +6,12 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_check.parts import ASYNC
+from benchmarks.gpu_check.parts import ASYNC, MODULES
 from torchlens_perf.version import VERSION
 
 
@@ -23,16 +25,25 @@ def _cuda() -> dict[str, str] | str:
     import cupy
 
     device = torch.cuda.get_device_properties(0)
-    driver = Path("/proc/driver/nvidia/version")
-    words = driver.read_text().split("\n")[0].partition("Module")[2].split() if driver.is_file() else []
     return {
         "device": f"{device.name}, {device.total_memory >> 30} GiB, one of {torch.cuda.device_count()}",
-        "driver": next((word for word in words if word[0].isdigit()), "not told"),
+        "driver": _driver(),
         "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
         "CuPy": cupy.__version__,
     }
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver. A container may lack either source."""
+    file = Path("/proc/driver/nvidia/version")
+    words = file.read_text().split("\n")[0].partition("Module")[2].split() if file.is_file() else []
+    found = next((word for word in words if word[0].isdigit()), "")
+    if not found and shutil.which("nvidia-smi") is not None:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip().split("\n")[0]
+    return found or "not told"
 
 
 def _asynchronous() -> dict[str, str] | str:
@@ -49,7 +60,7 @@ def _asynchronous() -> dict[str, str] | str:
 
 def main() -> int:
     """The exit code."""
-    found = _asynchronous() if sys.argv[1] == ASYNC else _cuda()
+    found = _asynchronous() if sys.argv[1] in (ASYNC, MODULES) else _cuda()
     if isinstance(found, str):
         print(found, file=sys.stderr)
         return 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 CUDA, ASYNC = "cuda", "asyncdev"
+MODULES = "asyncdev_modules"  # with a spin for each module, as on CUDA
 _HERE = "benchmarks.gpu_check"
 
 
@@ -21,12 +22,12 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("planted", f"{_HERE}.planted:planted", 240, (CUDA, ASYNC)),
+    Part("planted", f"{_HERE}.planted:planted", 240, (CUDA, ASYNC, MODULES)),
     Part("overhead", f"{_HERE}.cost:overhead", 180),
     Part("waits", f"{_HERE}.waits:waits", 60),
     Part("synchronizations", f"{_HERE}.cost:synchronizations", 60),
     Part("beside", f"{_HERE}.beside:beside", 60),
-    Part("nccl2", f"{_HERE}.nccl:nccl2", 90),
+    Part("nccl2", f"{_HERE}.nccl:nccl2", 120),
     Part("nccl1", f"{_HERE}.nccl:nccl1", 60),
     Part("nccl_room", f"{_HERE}.nccl:nccl_room", 180),
     Part("floors", f"{_HERE}.kernel_checks:floors", 60),

@@ -17,7 +17,7 @@ from benchmarks.gpu_check import planted
 from benchmarks.gpu_check.driver_calls import Calls, kind_of
 from benchmarks.gpu_check.lines import FAIL, NOT_RUN, PASS, Checks, Line
 from benchmarks.gpu_check.one_gpu import refusal, small_shared_memory
-from benchmarks.gpu_check.parts import ASYNC, PARTS, Part
+from benchmarks.gpu_check.parts import ASYNC, MODULES, PARTS, Part
 from benchmarks.gpu_check.runner import FILE, Runner
 from tests.device import device
 from tests.support.processes import ROOT
@@ -187,8 +187,20 @@ def test_what_nccl_refuses_is_told_from_what_fails_otherwise() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(device.missing() is not None, reason=f"the device cannot be built: {device.missing()}")
 def test_the_planted_part_on_the_asynchronous_device(tmp_path: Path) -> None:
-    """One fault of those that the part has: the others are the campaign's."""
+    """One fault of those that the part has, planted as on CUDA."""
     lines: list[Line] = []
-    planted.check(Checks(lines.append), ASYNC, faults=("backward",), steps=90)
+    planted.check(Checks(lines.append), MODULES, faults=("backward",), steps=90)
     assert [line.result for line in lines] == [PASS], lines
     assert lines[0].value == "rank 1, backward"
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.skipif(device.missing() is not None, reason=f"the device cannot be built: {device.missing()}")
+@pytest.mark.parametrize("name", [ASYNC, MODULES])
+def test_the_check_on_the_asynchronous_device(tmp_path: Path, name: str) -> None:
+    """All that it can say there, by its command line."""
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", name, "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 FAIL of 6 lines with a bar." in (tmp_path / FILE).read_text()
