@@ -117,8 +117,8 @@ class Runner:
 
     def _add(self, line: Line) -> None:
         self.lines.append(line)
-        print(line.markdown(), flush=True)
         self._save()
+        print(line.markdown(), flush=True)
 
     def _save(self) -> None:
         partial = self._file.with_suffix(".partial")
