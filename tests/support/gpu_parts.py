@@ -41,9 +41,9 @@ def silent(checks: Checks) -> None:
 
 
 def hangs(checks: Checks) -> None:
-    """With a process of its own, whose id it leaves in $HANGING; its signals are blocked as in a call that hangs."""
-    checks.bar("hangs", "before", "1", "1", True)
+    """With a process of its own; leaves both ids in $HANGING. Signals are blocked as in a call that hangs."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    Path(os.environ["HANGING"]).write_text(str(child.pid))
+    Path(os.environ["HANGING"]).write_text(f"{os.getpid()} {child.pid}")
+    checks.bar("hangs", "before", "1", "1", True)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     time.sleep(100)
