@@ -33,6 +33,7 @@ def main() -> int:
         checks = Checks(lambda line: print(line.markdown(), flush=True))
     else:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.set_inheritable(asked.lines, False)  # the part is over when its own process is
         pipe = os.fdopen(asked.lines, "w", buffering=1)
 
         def write(line: Line) -> None:

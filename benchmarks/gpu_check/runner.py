@@ -22,7 +22,7 @@ from benchmarks.gpu_check.parts import Part
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = "gpu-check.md"
-_DYING_S = 5
+_DYING_S = 15
 
 
 class Runner:
@@ -76,24 +76,28 @@ class Runner:
             stdout=sys.stderr, start_new_session=True,
         )  # fmt: skip
         os.close(writing)
-        before = len(self.lines)
+        before, code = len(self.lines), None
         try:
             ended = self._take_lines(reading, time.monotonic() + min(part.limit_s, left_s))
             if ended:
-                process.wait(_DYING_S)
-        except subprocess.TimeoutExpired:
-            pass  # it has told all that it had to tell
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(_DYING_S)
         finally:
             _end(process)
             os.close(reading)
         if not ended and left_s < part.limit_s:
             self._out_of_time(part, "ended in its midst")
         elif not ended:
-            self._add(Line(part.name, "the part itself", f"was ended after {part.limit_s:g} s", "ends", FAIL))
-        elif process.returncode not in (0, -signal.SIGKILL):
-            self._add(Line(part.name, "the part itself", f"exit code {process.returncode}", "0", FAIL))
+            self._itself(part, f"was ended after {part.limit_s:g} s", "ends")
+        elif code is None:
+            self._itself(part, f"did not end within {_DYING_S} s of its last line", "ends")
+        elif code:
+            self._itself(part, f"exit code {code}", "0")
         elif len(self.lines) == before:
-            self._add(Line(part.name, "the part itself", "said nothing", "a line at least", FAIL))
+            self._itself(part, "said nothing", "a line at least")
+
+    def _itself(self, part: Part, value: str, bar: str) -> None:
+        self._add(Line(part.name, "the part itself", value, bar, FAIL))
 
     def _take_lines(self, reading: int, deadline_s: float) -> bool:
         """Until the part closes its end. Returns whether it did so in time."""

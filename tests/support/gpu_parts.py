@@ -36,6 +36,11 @@ def dies(checks: Checks) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def killed(checks: Checks) -> None:
+    """As where memory is short."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def silent(checks: Checks) -> None:
     """Finds nothing."""
 

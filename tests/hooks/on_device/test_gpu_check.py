@@ -61,7 +61,12 @@ def test_without_a_fail_it_exits_with_0(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("raises", "ValueError: planted"), ("dies", "exit code -11"), ("silent", "said nothing")],
+    [
+        ("raises", "ValueError: planted"),
+        ("dies", "exit code -11"),
+        ("killed", "exit code -9"),
+        ("silent", "said nothing"),
+    ],
 )
 def test_a_part_that_breaks_is_a_fail_and_the_next_one_runs(tmp_path: Path, name: str, said: str) -> None:
     code, runner, text = run(tmp_path, part(name), part("passes"))
@@ -69,7 +74,7 @@ def test_a_part_that_breaks_is_a_fail_and_the_next_one_runs(tmp_path: Path, name
     assert runner.failed == 1
     assert said in text
     assert runner.lines[-1].part == "passes"
-    assert (name == "silent") == ("before" not in text)
+    assert (name in ("silent", "killed")) == ("before" not in text)
 
 
 def test_a_part_that_hangs_is_ended_with_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
