@@ -8,6 +8,7 @@ because its memory of the host is pageable; that is seen in the profiler's copie
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -43,12 +44,14 @@ def kind_of(function: str) -> str | None:
 
 
 def library() -> str | None:
-    """CUPTI as torch has loaded it: a second one would see nothing."""
+    """CUPTI as torch has loaded it, or would: another version may not know this driver."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
         if "libcupti" in path:
             return path
-    return None
+    found = importlib.util.find_spec("nvidia")
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    return next((str(path) for folder in folders for path in sorted(Path(folder).rglob("libcupti.so*"))), None)
 
 
 class Calls:
@@ -58,7 +61,7 @@ class Calls:
         """path: of CUPTI's library."""
         path = path or library()
         if path is None:
-            raise RuntimeError("this torch has not loaded CUPTI")
+            raise RuntimeError("there is no CUPTI with this torch")
         self._cupti = ctypes.CDLL(path)
         self._on = False
         self._counts: Counter[str] = Counter()
