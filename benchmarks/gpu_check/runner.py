@@ -51,6 +51,7 @@ class Runner:
 
     def run(self, parts: Sequence[Part]) -> int:
         """Runs them. The exit code: 1 on a FAIL, 3 where parts were left for lack of time, else 0."""
+        self._save()
         print("\n".join(_HEAD), flush=True)
         for part in parts:
             begin_s = time.monotonic()
