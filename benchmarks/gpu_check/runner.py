@@ -40,6 +40,7 @@ class Runner:
         self._seconds = seconds
         self._begin_s = time.monotonic()
         self._took: list[tuple[str, float]] = []
+        self._to_come: list[str] = []  # and the one that runs: what a killed run has not told
         self.lines: list[Line] = []
         self.left: list[str] = []
         """Parts that were not run to their end because the time was over."""
@@ -51,15 +52,18 @@ class Runner:
 
     def run(self, parts: Sequence[Part]) -> int:
         """Runs them. The exit code: 1 on a FAIL, 3 where parts were left for lack of time, else 0."""
+        self._to_come = [part.name for part in parts]
         self._save()
         print("\n".join(_HEAD), flush=True)
         for part in parts:
             begin_s = time.monotonic()
             left_s = self._begin_s + self._seconds - begin_s
             if left_s <= 0:
+                del self._to_come[0]
                 self._out_of_time(part, "not begun")
                 continue
             self._run_part(part, left_s)
+            del self._to_come[0]
             self._took.append((part.name, time.monotonic() - begin_s))
             print(f"{part.name}: {self._took[-1][1]:.0f} s", file=sys.stderr, flush=True)
             self._save()
@@ -145,6 +149,8 @@ class Runner:
             words += f"; {missing} not run"
         if self.left:
             words += f"; left for lack of time: {', '.join(self.left)}"
+        if self._to_come:
+            words += f"; not ended: {', '.join(self._to_come)}"
         return words + "."
 
 

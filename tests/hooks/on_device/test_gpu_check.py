@@ -104,7 +104,7 @@ def test_a_kill_loses_nothing(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from tests.hooks.on_device.test_gpu_check import run, part
-run(Path({str(tmp_path)!r}), part("passes"), part("hangs"))
+run(Path({str(tmp_path)!r}), part("passes"), part("hangs"), part("fails"))
 """
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HANGING": str(tmp_path / "pid")}
     process = subprocess.Popen([sys.executable, "-c", program], env=environ, cwd=ROOT, stdout=subprocess.PIPE)
@@ -117,6 +117,7 @@ run(Path({str(tmp_path)!r}), part("passes"), part("hangs"))
     text = (tmp_path / FILE).read_text()
     assert "| passes | one with a bar | 1 ms | <= 2 ms | PASS |" in text
     assert "| hangs | before | 1 | 1 | PASS |" in text
+    assert "0 FAIL of 2 lines with a bar; 1 not run; not ended: hangs, fails." in text
     part_pid, child_pid = map(int, (tmp_path / "pid").read_text().split())
     deadline_s = time.monotonic() + 10
     while not ended(part_pid) and time.monotonic() < deadline_s:
