@@ -7,7 +7,8 @@ import time
 import numpy as np
 import torch
 
-from benchmarks.gpu_check.checks import Checks, Spin, launch, new_ring, occupy, stream
+from benchmarks.gpu_check.checks import Spin, launch, new_ring, occupy, stream
+from benchmarks.gpu_check.lines import Checks
 from torchlens_perf.cuda.reduction import Exact, Sum
 from torchlens_perf.cuda.stamps import NO_SLOT
 from torchlens_perf.hooks.on_device.clock import EventClock
