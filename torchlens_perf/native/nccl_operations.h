@@ -82,7 +82,7 @@ static inline void part_unreported(uint64_t ticket, uint32_t parts, enum part_ti
     }
 }
 
-/* Of what is under way, begins may not be told any more. */
+/* Of what is under way, begins may not be reported any more. */
 static inline void begins_unknown(void)
 {
     const CollectiveMarks *attached = atomic_load_explicit(&marks, memory_order_acquire);

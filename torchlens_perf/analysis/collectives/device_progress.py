@@ -69,7 +69,7 @@ def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
 
 def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
     """As with what was issued: who is behind in some group and ahead in none. Only groups in which all have issued the
-    same, and where all ranks' begins are told."""
+    same, and where all ranks' begins are reported."""
     behind: dict[int, tuple[str, int]] = {}
     ahead: set[int] = set()
     for group in sorted({group for each in ranks.values() for group in each.began}):
