@@ -111,11 +111,13 @@ def test_parts_of_the_devices_steps(merged: list[dict[str, Any]]) -> None:
 
 def test_a_window_that_falls_due_in_a_capture(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
     """It is merged when the capture is over, the last one when the watch ends: nothing is forked from the capture, and
-    all ranks meet as often as each other."""
-    ranks = ranks_of(driver_library, shim_library, tmp_path, "--captures")
+    all ranks meet as often as each other. Also where one of them fails with its steps: the others' are merged."""
+    ranks = ranks_of(driver_library, shim_library, tmp_path, "--captures", "--broken-steps")
     assert ranks[0]["windows"] == {"attention": WINDOWS, "mlp": WINDOWS}
     assert ranks[0]["last"]["mlp"]["slowest"] == SLOW
     assert all(rank["notes"] == [] for rank in ranks)
+    assert {row["times"] for row in ranks[0]["rows"]} == {(RANKS - 1) * MERGE_STEPS}
+    assert {row["slowest"] for row in ranks[0]["rows"] if row["name"] == "forward work"} == {SLOW}
     assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS] * RANKS
 
 

@@ -2,7 +2,7 @@
 
 --other-order: rank 1 enters its sections in another order. --unable: rank 1 has no CuPy. --off: rank 1 does not record.
 --evaluates: rank 0 has made five forward passes before it trains. --captures: rank 1 captures where a window falls due,
-the last time at the end of the run's last step.
+the last time at the end of the run's last step. --broken-steps: the parts of rank 1's steps cannot be reduced.
 
 Writes, as JSON into FOLDER, the durations that it planted in each window, of sections and of the device's steps, what
 is merged in its recording, and how often somebody waited for the device.
@@ -78,7 +78,7 @@ def main() -> None:
                     device.spin(duration_ns)
                 planted[-1].setdefault(name, []).append(duration_ns)
             forward_ns[-1].append((12 if rank == SLOW else 8) * draw.randrange(990, 1010) * MICROSECOND)
-            known.add(device_step(forward_ns[-1][-1]))
+            known.add([1] if "--broken-steps" in options and rank == 1 else device_step(forward_ns[-1][-1]))
             device.advance(1000 * MICROSECOND)
             capture = "--captures" in options and rank == 1 and (step + 1) % MERGE_STEPS == 0
             if capture:

@@ -59,19 +59,39 @@ def straggler_verdicts(
 ) -> tuple[list[Verdict], list[Verdict]]:
     """Who is slow now, the costliest first, and who was before."""
     before = [episode for episode in findings.episodes if episode.until_step is not None]
-    now = [_slow(context, straggler, findings) for straggler in named.groups[:_MAX_NAMED]]
-    if context.device is not None and context.judged_by != DEVICE:
-        now = [_by_host_time(each) for each in now]
+    now = []
+    for straggler in named.groups[:_MAX_NAMED]:
+        verdict, lead = _slow(context, straggler, findings), straggler.lead
+        if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
+            verdict = _doubted(verdict, "By host time; what the devices did was not compared.")
+        if lead.by_windows:
+            verdict = _with(verdict, "Known from the windows that the devices merged; its own records are not here.")
+        elif lead.disputed:
+            verdict = _doubted(verdict, f"The windows that the devices merged do not show it{_rather(findings)}.")
+        now.append(verdict)
     if named.imbalance is not None:
         now.append(_imbalance(named.imbalance, findings))
     before.sort(key=lambda episode: -episode.since_step)
     return now, [_was_slow(each, named.diagnosis(each.key)) for each in before[:_MAX_NAMED]]
 
 
-def _by_host_time(verdict: Verdict) -> Verdict:
-    """The ranks compute on a device, whose time was not compared: what is said is of the host."""
-    text = verdict.text.replace(" Next: ", " By host time; what the devices did was not compared. Next: ")
-    return dataclasses.replace(verdict, text=text, confidence=verdict.confidence / 2)
+def _with(verdict: Verdict, said: str) -> Verdict:
+    """The verdict, with a sentence more."""
+    return dataclasses.replace(verdict, text=verdict.text.replace(" Next: ", f" {said} Next: "))
+
+
+def _doubted(verdict: Verdict, why: str) -> Verdict:
+    """Where the ranks compute on devices whose time was not compared; or where two ways to know it disagree."""
+    return dataclasses.replace(_with(verdict, why), confidence=verdict.confidence / 2)
+
+
+def _rather(findings: Findings) -> str:
+    """Whom merged windows name and the judgement does not; "" if nobody."""
+    found = sorted(findings.unconfirmed, key=lambda each: -each.excess_ns)[:_MAX_NAMED]
+    each = ", ".join(
+        f"rank {each.rank} (+{duration(each.excess_ns / 1e9)} a step, in {phase_name(each.phase)})" for each in found
+    )
+    return f", but {each}" if each else ""
 
 
 def phase_name(phase: str) -> str:
@@ -85,6 +105,7 @@ def phase_name(phase: str) -> str:
         "host": "host code between the phases",
         "compute": "computing, forward and backward alike",
         "cpu": "getting a CPU",
+        "gap": "the gaps between the phases, in which its device waits for its host",
     }[phase]
 
 
@@ -92,7 +113,9 @@ def cause_class(episode: Episode) -> str:
     """slow_compute, slow_data, slow_host, or more_work where it has more to do than the others."""
     if episode.more_workload > _MORE_WORK:
         return "more_work"
-    return {"data": "slow_data", "host": "slow_host", "cpu": "slow_host"}.get(episode.phase, "slow_compute")
+    return {"data": "slow_data", "host": "slow_host", "gap": "slow_host", "cpu": "slow_host"}.get(
+        episode.phase, "slow_compute"
+    )
 
 
 def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> Verdict:
@@ -203,6 +226,8 @@ def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup
         "optimizer": f"see whether rank {rank} holds more parameters or offloads them.",
         "host": f"look for what only rank {rank} does between the phases: logging, checkpoints, .item(), garbage "
         "collection.",
+        "gap": f"look for what rank {rank} does between the phases: its loader first, then logging, checkpoints and "
+        ".item().",
         "cpu": f"see what else runs on rank {rank}'s CPUs, how many threads it has, and how it is pinned.",
     }
     return actions[episode.phase]
@@ -297,5 +322,8 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
         f"No rank stands out over {count} steps{_BY_DEVICES if by_device else ''}. One with {duration(seen_s)} more "
         f"work a step ({percent(share)}) would have been named."
     )
+    confidence, rather = 0.9, _rather(findings)
+    if rather:
+        confidence, text = confidence / 2, f"{text} The windows that the devices merged say otherwise{rather}."
     evidence = NobodySlowEvidence(findings.rows, seen_s, findings.compared)
-    return Verdict("none", None, None, 0.0, 0.0, None, 0.9, text, evidence)
+    return Verdict("none", None, None, 0.0, 0.0, None, confidence, text, evidence)

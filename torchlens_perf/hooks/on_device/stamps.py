@@ -205,7 +205,7 @@ class SessionStamper:
             asked = asked or ring.reduce(self._device.stream())
         if merge is not None:
             self._tell_unmerged(merge)
-        if asked and not ring.on_the_way:
+        if (asked and not ring.on_the_way) or not ring.names:
             return
         self._session.note("device sections: the last second of them was not known when the watch ended")
 
