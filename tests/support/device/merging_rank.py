@@ -78,7 +78,7 @@ def main() -> None:
                     device.spin(duration_ns)
                 planted[-1].setdefault(name, []).append(duration_ns)
             forward_ns[-1].append((12 if rank == SLOW else 8) * draw.randrange(990, 1010) * MICROSECOND)
-            known.add([1] if "--broken-steps" in options and rank == 1 else device_step(forward_ns[-1][-1]))
+            known.add([1, 2] if "--broken-steps" in options and rank == 1 else device_step(forward_ns[-1][-1]))
             device.advance(1000 * MICROSECOND)
             capture = "--captures" in options and rank == 1 and (step + 1) % MERGE_STEPS == 0
             if capture:
