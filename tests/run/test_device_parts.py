@@ -69,6 +69,10 @@ def test_steps_that_do_not_train_are_left_out() -> None:
     parts.add(int(Kind.BACKWARD), 2, 20, 5)
     parts.add(int(Kind.STEP), 2, 20, 6)
     assert known.steps == [rows_of([(int(Kind.BACKWARD), 20, 5)], 6)]
+    for step in range(3, 3000):
+        parts.add(int(Kind.BACKWARD), step, 20, 5)
+        parts.add(int(Kind.STEP), step, 20, 6)
+    assert len(known.steps) == 2998, "what is left of steps takes no room"
 
 
 def test_a_row_survives_its_record() -> None:

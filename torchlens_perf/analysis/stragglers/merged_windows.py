@@ -252,7 +252,8 @@ def _episode(slow: _Slow) -> Episode:
     above, usual_parts = np.zeros(len(OWN_PARTS)), np.zeros(len(OWN_PARTS))
     for part, row in _ROW_OF_PART.items():
         above[OWN_PARTS.index(part)], usual_parts[OWN_PARTS.index(part)] = excess[row], usual[row]
-    phase, phase_excess_ns = phase_of(above, usual_parts)
+    # Where no part's median is above the others', all of it a little is what the sum shows.
+    phase, phase_excess_ns = phase_of(above, usual_parts) if above.any() else ("compute", 0.0)
     excess_ns = float(excess[Row.WORK])
     assert slow.named_step is not None
     return Episode(
