@@ -38,14 +38,13 @@ class KnownSteps:
 
     def __init__(self) -> None:
         self.steps: deque[list[int]] = deque()
-        self.left_out = 0
-        """That did not fit."""
+        self.merged = 0
+        """That have been taken away for a merge."""
 
     def add(self, rows: list[int]) -> None:
         """rows: of step_parts.rows_of()."""
         if len(self.steps) == PLACES - 1:
             self.steps.popleft()
-            self.left_out += 1
         self.steps.append(rows)
 
 
@@ -85,6 +84,7 @@ class StepReduction:
         self._durations[:, :count] = np.array(known.steps, np.int64).T
         self._heads[:ROWS], self._heads[ROWS:] = count, 0
         known.steps.clear()
+        known.merged += count
         self._driver.copy_to_device(self._block.data_ptr(), self._host, stream)
         self._driver.record(self.things.arrived, stream)
         self._driver.launch(self._reduce, ROWS, REDUCE_THREADS, 8 * PLACES, stream, self._arguments)

@@ -1,4 +1,4 @@
-"""Device sections: their stamps, and once a second what the device has made of them."""
+"""Device sections: their stamps, and once a second what the device has made of them; merged over ranks on request."""
 
 from __future__ import annotations
 
@@ -212,6 +212,13 @@ class SessionStamper:
     def _tell_unmerged(self, merge: DeviceAggregate) -> None:
         if not self._merges:
             self._session.note(f"device sections: no window of all ranks, as there were fewer than {MERGE_STEPS} steps")
+        due = self._merges * MERGE_STEPS
+        left_out = due - self._known.merged
+        if left_out > MERGE_STEPS:  # some are always on their way
+            self._session.note(
+                f"device steps: {left_out} of {due} are in no window of all ranks, as their device times were not known, "
+                "or too late"
+            )
         missing = merge.uncollected + merge.on_the_way
         if missing:
             self._session.note(f"device sections: {missing} windows of all ranks were merged and could not be read")
