@@ -17,6 +17,7 @@ RANKS = {
     "version": "a number",
     "config": "settings, checked where they come in",
     "run": "what both processes share: ring file, run directory, who a rank is",
+    "run.device": "what both must know alike of a device's steps",
     # the training process
     "cuda": "what runs on a GPU, for hooks to use",
     "recorder": "writes marks; holds what hooks share, and knows none of them",
@@ -66,8 +67,9 @@ PURE_PACKAGES = {"analysis.statistics", "analysis.collectives", "analysis.stragg
 PURE = {
     "analysis.alerts.alert", "analysis.alerts.log", "analysis.words.evidence", "analysis.words.hang",
     "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction", "recorder.sampling", "recorder.steps",
-    "run.fitting", "run.memory_readings", "run.oom_table", "run.rank_ranges", "run.records", "run.sketch",
-    "sidecar.nodes.messages", "sidecar.nodes.summary", "sidecar.schedule",
+    "run.device.merged_rows", "run.device.step_parts", "run.fitting", "run.memory_readings", "run.oom_table",
+    "run.rank_ranges", "run.records", "run.sketch", "sidecar.nodes.messages", "sidecar.nodes.summary",
+    "sidecar.schedule",
 }  # fmt: skip
 THIRD_PARTY = {
     "cupy": {"cuda.kernels"},
@@ -231,8 +233,8 @@ def test_no_collective_of_ours() -> None:
     }  # fmt: skip
     allowed = {
         ("cuda.aggregate", "all_reduce"),  # aggregate="device", which is asked for
-        ("hooks.on_device.stamps", "all_reduce"),
-        ("hooks.on_device.stamps", "new_group"),
+        ("hooks.on_device.cuda_device", "all_reduce"),
+        ("hooks.on_device.cuda_device", "new_group"),
         ("run.captures", "loads"),
         ("run.fitting", "loads"),
         ("run.ring", "loads"),

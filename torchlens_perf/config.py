@@ -51,8 +51,9 @@ class Config:
     communicator: where there is no room for that, nothing is timed. A plugin that somebody else has chosen stays."""
 
     aggregate: str = "sidecar"
-    """Who merges device sections over ranks: "sidecar", without any collective; "device", by two all-reduces in a group
-    of our own, once in 64 steps. For the latter all ranks must make the same steps: see docs/gpu.md."""
+    """Who merges device sections over ranks: "sidecar", without any collective; "device", together with the parts of
+    the device's steps, by two all-reduces in a group of our own, once in 64 steps. For the latter all ranks must make
+    the same steps: see docs/gpu.md."""
 
     exchange: bool = True
     """In a job of several nodes: sidecars send windows to node 0's, which judges all ranks together. Without it, each

@@ -19,6 +19,7 @@ from tests.support.recording import recorded
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS
 from torchlens_perf.recorder import devices as device
+from torchlens_perf.run.device.step_parts import ROW_NAMES
 from torchlens_perf.run.sketch import Sketch
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER), pytest.mark.distributed]
@@ -35,6 +36,12 @@ def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[d
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
+@pytest.fixture(scope="module")
+def merged(driver_library: Path, shim_library: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What four ranks have told."""
+    return ranks_of(driver_library, shim_library, tmp_path_factory.mktemp("merged"))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -43,42 +50,76 @@ def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[d
     ],
 )
 def test_windows_of_all_ranks(
-    driver_library: Path, shim_library: Path, tmp_path: Path, options: tuple[str, ...]
+    merged: list[dict[str, Any]], driver_library: Path, shim_library: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     """Rank 0 has count, mean and quantiles of all ranks' times, and the rank that is slow in one section.
 
     The last window is merged in the run's last step, and is there too.
     """
-    ranks = ranks_of(driver_library, shim_library, tmp_path, *options)
+    ranks = ranks_of(driver_library, shim_library, tmp_path, *options) if options else merged
     first = ranks[0]
     assert first["windows"] == {"attention": WINDOWS, "mlp": WINDOWS}
     assert all(rank["last"] == {} for rank in ranks[1:])
     assert all(rank["waited"] == 0 for rank in ranks)
     for name in ("attention", "mlp"):
-        merged = first["last"][name]
+        section = first["last"][name]
         window = [rank["planted"][WINDOWS - 1][name] for rank in ranks]
         every = np.array([each for times in window for each in times], np.int64) + OVER_NS
-        assert merged["count"] == len(every) == RANKS * MERGE_STEPS
-        assert merged["mean_ns"] == pytest.approx(every.mean(), abs=1)
+        assert section["count"] == len(every) == RANKS * MERGE_STEPS
+        assert section["mean_ns"] == pytest.approx(every.mean(), abs=1)
         sketch = Sketch()
         sketch.add(every)
-        assert merged["p50_ns"] == pytest.approx(sketch.quantile_ns(0.5), rel=0.03)
-        assert merged["p99_ns"] == pytest.approx(sketch.quantile_ns(0.99), rel=0.03)
+        assert section["p50_ns"] == pytest.approx(sketch.quantile_ns(0.5), rel=0.03)
+        assert section["p99_ns"] == pytest.approx(sketch.quantile_ns(0.99), rel=0.03)
         medians = sorted(sorted(times)[(MERGE_STEPS - 1) // 2] + OVER_NS for times in window)
-        assert merged["rank_median_ns"] == pytest.approx(medians[(RANKS - 1) // 2], abs=1)
+        assert section["rank_median_ns"] == pytest.approx(medians[(RANKS - 1) // 2], abs=1)
     assert first["last"]["mlp"]["slowest"] == SLOW
     assert first["last"]["mlp"]["score"] > 20
     assert first["last"]["attention"]["slowest"] != SLOW
     assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS] * RANKS, "each rank keeps its own"
 
 
+def test_parts_of_the_devices_steps(merged: list[dict[str, Any]]) -> None:
+    """In each window the ranks' medians of each part are those of what was planted, by hand; the slow rank's excess is
+    in its work and its forward pass, and in no other part."""
+    ranks, windows = merged, [dict[str, list[dict[str, Any]]](), {}, {}]
+    by_step = sorted({row["step"] for row in ranks[0]["rows"]})
+    assert len(by_step) == WINDOWS
+    for row in ranks[0]["rows"]:
+        windows[by_step.index(row["step"])].setdefault(row["name"], []).append(row)
+    for number, window in enumerate(windows):
+        assert set(window) == set(ROW_NAMES)
+        medians = [sorted(rank["forward"][number])[(MERGE_STEPS - 1) // 2] for rank in ranks]
+        usual = sorted(medians)[(RANKS - 1) // 2]
+        forward, work = window["forward work"], window["step work"]
+        for rows, over_ns in ((forward, 0), (work, 3_000_000), (window["whole step"], 5_000_000)):
+            assert rows[0]["slowest"] == SLOW
+            assert rows[0]["times"] == RANKS * MERGE_STEPS
+            assert rows[0]["median_ns"] == pytest.approx(usual + over_ns, abs=10)
+            assert rows[0]["excess_ns"] == pytest.approx(medians[SLOW] - usual, abs=2000)
+        assert {row["outstanding"] for row in work} == {1}
+        for name, ns in (
+            ("backward work", 2_000_000),
+            ("stalls", 2_000_000),
+            ("gap", 1_000_000),
+            ("optimizer work", 0),
+        ):
+            (row,) = window[name]
+            assert (row["median_ns"], row["mad_ns"], row["slowest"], row["outstanding"]) == (ns, 0, -1, 0), name
+    assert all(rank["rows"] == [] for rank in ranks[1:])
+
+
 def test_a_window_that_falls_due_in_a_capture(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
     """It is merged when the capture is over, the last one when the watch ends: nothing is forked from the capture, and
-    all ranks meet as often as each other."""
-    ranks = ranks_of(driver_library, shim_library, tmp_path, "--captures")
+    all ranks meet as often as each other. Also where one of them fails with its steps: the others' are merged."""
+    ranks = ranks_of(driver_library, shim_library, tmp_path, "--captures", "--broken-steps")
     assert ranks[0]["windows"] == {"attention": WINDOWS, "mlp": WINDOWS}
     assert ranks[0]["last"]["mlp"]["slowest"] == SLOW
-    assert all(rank["notes"] == [] for rank in ranks)
+    due = WINDOWS * MERGE_STEPS
+    assert [len(rank["notes"]) for rank in ranks] == [0, 1, 0, 0]
+    assert f"device steps: {due} of {due} are in no window of all ranks" in ranks[1]["notes"][0]
+    assert {row["times"] for row in ranks[0]["rows"]} == {(RANKS - 1) * MERGE_STEPS}
+    assert {row["slowest"] for row in ranks[0]["rows"] if row["name"] == "forward work"} == {SLOW}
     assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS] * RANKS
 
 

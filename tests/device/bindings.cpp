@@ -13,6 +13,17 @@ PYBIND11_MODULE(MODULE_NAME, m)
     m.def("spin_ns", &device::spin, py::call_guard<py::gil_scoped_release>()); // the queue may be full
     m.def("never", &device::never, py::call_guard<py::gil_scoped_release>());
     m.def("release", &device::release);
+    m.def("call", [](int64_t stream, py::object function) {
+        // On the stream's thread, when the stream has come to it; with the time that it has come to. Takes no time.
+        auto held = std::make_shared<py::handle>(function.release());
+        py::gil_scoped_release released; // the queue may be full
+        device::stream(stream).enqueue([held](device::Stream &of) {
+            const device::Ns line = of.line;
+            py::gil_scoped_acquire acquired;
+            const auto called = py::reinterpret_steal<py::object>(*held);
+            called(line);
+        }, 0);
+    });
     m.def("set_kernel_ns", [](device::Ns takes) { device::kernel_ns = takes; });
     m.def("set_slowness", [](double factor) { device::slowness = factor; });
     m.def("set_collective", [](device::Ns latency_ns, double bytes_per_second) {

@@ -172,6 +172,11 @@ def never() -> Callable[[], None]:
     return lambda: load().release(number)
 
 
+def call(stream: int, function: Callable[[int], object]) -> None:
+    """A kernel in Python on a stream, by its id: called with the time, in ns, that the stream has come to there."""
+    load().call(stream, function)
+
+
 def set_kernel_time(seconds: float) -> None:
     """What each operator takes that is issued from now on; 20 us at first."""
     load().set_kernel_ns(round(seconds * 1e9))

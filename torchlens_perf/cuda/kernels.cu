@@ -332,8 +332,8 @@ __device__ u32 select_key(const u32 *keys, u32 count, u32 k, u32 (*counts)[256],
  *
  * times_ns [ranks, slots]: 0 where a rank has no time for the slot; it is then not one of them. middle [slots, 2]:
  * lower median and median absolute deviation in ns, as float. worst [ranks], zeroed before: the highest score's bits,
- * over the slot. A score is (time - median) / max(1.4826 MAD, min_spread * median), where at least three ranks have
- * a time: 1.4826 MAD estimates the standard deviation of normal values.
+ * over the slot. A score is (time - median) / max(1.4826 MAD, min_spread * median), where at least two ranks have
+ * a time (of two, the faster one is the median): 1.4826 MAD estimates the standard deviation of normal values.
  */
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
     rank_scores(const i64 *__restrict__ times_ns, int ranks, int slots, float min_spread, float *__restrict__ middle,
@@ -376,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
         middle[2 * slot] = median;
         middle[2 * slot + 1] = mad;
     }
-    if (present < 3 || !(spread > 0.0f)) {
+    if (present < 2 || !(spread > 0.0f)) {
         return;
     }
     for (u32 rank = threadIdx.x; rank < count; rank += blockDim.x) {

@@ -112,6 +112,11 @@ class DeviceRing:
         return self._memory["rows"], self._rows_size // 8
 
     @property
+    def octaves(self) -> int:
+        """Where reduction.octave_bounds() lie in device memory."""
+        return self._memory["octaves"]
+
+    @property
     def names(self) -> list[str]:
         """The sections, by slot."""
         return list(self._names)

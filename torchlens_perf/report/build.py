@@ -18,7 +18,7 @@ from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words import verdict
 from torchlens_perf.analysis.words.evidence import Verdict
 from torchlens_perf.analysis.words.oom import out_of_memory_note
-from torchlens_perf.analysis.words.stragglers import SlowRankContext
+from torchlens_perf.analysis.words.stragglers import SlowRankContext, came_last
 from torchlens_perf.report.collective_table import collective_rows, newest_joins, python_tap_notes
 from torchlens_perf.report.device_table import device_notes, device_sections, device_times, memory_notes, memory_of
 from torchlens_perf.report.distribution import distribution
@@ -104,7 +104,8 @@ def slow_link_verdict(nodes: list[NodeState]) -> Verdict | None:
 def for_alerts(nodes: list[NodeState]) -> SlowRankContext:
     """What sentences on slow ranks take from the report, which alerts need no other part of."""
     processes = _latest_attempt(nodes)
-    return SlowRankContext(module_rows(processes), _device(processes), _judged_by(processes))
+    last = came_last(collective_rows([node.join for node in nodes]))
+    return SlowRankContext(module_rows(processes), _device(processes), _judged_by(processes), last)
 
 
 def _links(nodes: list[NodeState], processes: dict[int, ProcessState]) -> LinkFindings:

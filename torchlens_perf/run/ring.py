@@ -80,7 +80,7 @@ class Kind(IntEnum):
     SECTION = 18
     COLLECTIVE = 19
     THREAD_TIME = 20  # of a step's own work: CPU time, and time ready without a CPU
-    MERGED = 23  # a device section over all ranks, in one window, see hooks/on_device/stamps.py
+    MERGED = 23  # a device section, or a part of steps, over all ranks in one window, see device/merged_rows.py
     SKETCH = 22  # a part of the statistics of a window, see sketch.py
     # A span as the device's clock has it; value0: its kind, value1: how long after the host it ended there. Of the kind
     # WAIT: a stall, for which the compute stream waited for communication, with what it waited in as its name. A step's

@@ -15,6 +15,7 @@ from torchlens_perf.analysis.causes.straggler_groups import NOBODY, name
 from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.analysis.collectives.semantics import sole_operations
 from torchlens_perf.analysis.stragglers.detector import NOTHING
+from torchlens_perf.analysis.stragglers.merged_windows import MergedWindows, held_against
 from torchlens_perf.analysis.stragglers.resume import Continuation
 from torchlens_perf.analysis.words.hang import device_place
 from torchlens_perf.errors import guard, swallowed
@@ -62,6 +63,7 @@ class Conclusions:
         attempts = [process.identity.attempt for process in state.processes.values()]
         self._earlier_attempt = self._attempt = max(attempts, default=-1)  # that the state's findings and hang are of
         self._continuation = Continuation(state.findings)
+        self._windows = MergedWindows()
         self._links = LinkWatch(run, host)
         self._captures = CaptureRelay(run)
         self._generations = generations
@@ -76,6 +78,7 @@ class Conclusions:
         if identity.attempt == self._attempt:
             self._earlier_attempt = -1
         self._attempt = identity.attempt
+        self._windows = MergedWindows()
         self.job.begin(identity.attempt)
         self._state.findings, self._state.named, self._state.hang, self.job.hang = NOTHING, NOBODY, None, None
 
@@ -90,6 +93,8 @@ class Conclusions:
             judged = source.state.judge_by(source.judged, records, steps)
             if newest:
                 self._judge(source, judged)
+                if source.state.identity.rank == 0:
+                    self._windows.add(records, source.state.identity.world_size)
         if newest:
             source.durations_ns.extend(steps.duration_ns[-USUAL_STEPS:].tolist())
             with self.going_on(_SIGNALS):
@@ -182,6 +187,7 @@ class Conclusions:
             return  # no step of the newest attempt has been made
         if self._attempt == self._earlier_attempt:
             findings = self._continuation.findings(findings)
+        findings = held_against(findings, self._windows, self.job.places)
         if findings.rows or not self._state.findings.rows:
             self._state.findings = findings
             self._state.named = name(

@@ -16,6 +16,7 @@ from torchlens_perf.analysis.statistics.restarts import Generations
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.analysis.stragglers.detector import JobDetector
 from torchlens_perf.analysis.stragglers.judged_steps import JudgedSteps
+from torchlens_perf.analysis.stragglers.merged_windows import MergedWindows, held_against
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch
 from torchlens_perf.report.build import slow_link_verdict
@@ -25,6 +26,7 @@ from torchlens_perf.sidecar.rings import segments
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.causes.rules import Diagnosis
+    from torchlens_perf.analysis.stragglers.detector import Findings
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.records import StepTrace
     from torchlens_perf.sidecar.rings.segments import Origin
@@ -53,7 +55,7 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
     """
     steps = records = 0
     sending = _Sending(exporter) if exporter is not None else None
-    judge, rebuilt_states, saved_states = JobDetector(), [], []
+    judge, windows, rebuilt_states, saved_states = JobDetector(), MergedWindows(), [], []
     judged_steps: dict[str, JudgedSteps] = {}
     for host in segments.hosts(run):
         saved = node_state.load_or_new(run, host)
@@ -71,6 +73,8 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
             newly = process.judge_by(judged, kept, table)
             if newly is not None and origin.key not in replaced:
                 judge.add_steps(origin.attempt, origin.rank, process.place, newly)
+            if origin.rank == 0 and origin.key not in replaced:
+                windows.add(kept, process.identity.world_size)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
                 sending.send(export_batch(process, kept, names, table))
@@ -81,14 +85,14 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
         if not saved.processes:
             rebuilt.notes.append("rebuilt from the records that are kept")
             rebuilt_states.append(rebuilt)
-    findings = judge.judge(final=True)
+    findings = held_against(judge.judge(final=True), windows, judge.places)
     named = name(findings, judge.places)
     for state in rebuilt_states:
         state.findings, state.named = findings, named
         state.save(run)
     if sending is None:
         return Replayed(steps, records, [])
-    sending.assess(run, judge, named, saved_states)
+    sending.assess(run, judge, findings, named, saved_states)
     notes = sending.end()
     if not notes:
         for host in segments.hosts(run):
@@ -137,7 +141,14 @@ class _Sending:
             if not self._exporter.force_flush(_FLUSH_TIMEOUT_S):
                 self._waited_s += time.monotonic() - started_s
 
-    def assess(self, run: RunDirectory, judge: JobDetector, named: StragglerSummary, saved: list[NodeState]) -> None:
+    def assess(
+        self,
+        run: RunDirectory,
+        judge: JobDetector,
+        findings: Findings,
+        named: StragglerSummary,
+        saved: list[NodeState],
+    ) -> None:
         """The alerts of the whole run, with the ids that they had when it was live. saved: the nodes' states."""
         last = self._last
         if last is None:
@@ -145,7 +156,7 @@ class _Sending:
         ended_ns = last.anchor.unix_ns - last.anchor.monotonic_ns
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
         assessment = Assessor(AlertLog(run.run_id)).assess(
-            last.identity, judge.attempt, judge.findings, named, judge.places, saved, ended_ns,
+            last.identity, judge.attempt, findings, named, judge.places, saved, ended_ns,
             generation=_generation(saved, judge.attempt),
             links=slow_link_verdict(saved),
             diagnosed=lambda group: _diagnosed(saved, group),

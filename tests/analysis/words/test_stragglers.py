@@ -21,6 +21,7 @@ from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.words.evidence import NobodySlowEvidence, Verdict
 from torchlens_perf.analysis.words.stragglers import (
     SlowRankContext,
+    came_last,
     cause_class,
     no_straggler,
     phase_name,
@@ -32,6 +33,7 @@ MS = 1e6
 REPORT: dict[str, Any] = {"run": {"device": None, "judged_by": "host"}, "steps": {"count": 200}, "ranks": []}
 CONTEXT = SlowRankContext(())
 AT = places(8, node_size=4)
+OTHERWISE = "The kernels of the collectives say otherwise"
 
 
 def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> Verdict:
@@ -60,6 +62,37 @@ def test_a_slow_rank() -> None:
     assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.015, 0.15))
     assert verdict.evidence.excess_s == pytest.approx(0.02)
     assert (verdict.evidence.scope, verdict.evidence.ranks) == ("rank", (3,))
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ({3: 0.1, 5: 0.8}, f"{OTHERWISE}: rank 5 came last in 80% of them, rank 3 in 10%."),
+        ({3: 0.9, 5: 0.1}, ""), ({3: 0.45, 5: 0.55}, ""), ({}, ""),
+    ],
+)  # fmt: skip
+def test_held_against_the_collectives_kernels(last: dict[int, float], said: str) -> None:
+    """Where another rank comes last to most of them, that is said, and the verdict is less sure. By host time it is no
+    question: the wait is what the host's judgement is made of."""
+    usual = verdict_on(episode())
+    held = verdict_on(episode(), SlowRankContext((), "GPU", "device", last))
+
+    assert held.text == (usual.text.replace(" Next:", f" {said} Next:") if said else usual.text)
+    assert held.confidence == pytest.approx(usual.confidence / (2 if said else 1))
+    assert verdict_on(episode(), SlowRankContext((), None, "host", last)).text == usual.text
+
+
+def test_who_came_last() -> None:
+    """Of collectives that are joined by their kernels' times, on one node, if there are enough of them."""
+
+    def row(joined: int, last: dict[str, int], *, whole: bool = True, by_device: int = 10) -> dict[str, Any]:
+        by_rank = {rank: {"last": count} for rank, count in last.items()}
+        return {"joined": joined, "joined_whole": whole, "by_device": by_device, "ended": 10, "by_rank": by_rank}
+
+    rows: Any = [row(30, {"0": 6, "1": 24}), row(10, {"0": 10}), row(99, {"0": 99}, whole=False)]
+    assert came_last(rows) == pytest.approx({0: 0.4, 1: 0.6})
+    assert came_last([*rows, row(99, {"0": 99}, by_device=0)]) == came_last(rows)
+    assert came_last(rows[1:]) == {}
 
 
 def test_where_its_machine_is() -> None:

@@ -2,10 +2,10 @@
 
 --other-order: rank 1 enters its sections in another order. --unable: rank 1 has no CuPy. --off: rank 1 does not record.
 --evaluates: rank 0 has made five forward passes before it trains. --captures: rank 1 captures where a window falls due,
-the last time at the end of the run's last step.
+the last time at the end of the run's last step. --broken-steps: the parts of rank 1's steps cannot be reduced.
 
-Writes, as JSON into FOLDER, the durations that it planted in each window, what is merged in its recording, and how
-often somebody waited for the device.
+Writes, as JSON into FOLDER, the durations that it planted in each window, of sections and of the device's steps, what
+is merged in its recording, and how often somebody waited for the device.
 """
 
 from __future__ import annotations
@@ -22,11 +22,22 @@ import torchlens_perf as perf
 from tests.support.device.fake_device import FakeDevice, FakeTorchDevice
 from tests.support.recording import recorded, records_of
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
-from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS, StampHook, decline_merging
+from torchlens_perf.cuda.steps import KnownSteps
+from torchlens_perf.hooks.on_device.cuda_device import decline_merging
+from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS, StampHook
+from torchlens_perf.run.device.merged_rows import unpacked
+from torchlens_perf.run.device.step_parts import rows_of
 from torchlens_perf.run.ring import Flag, Kind
 
 MICROSECOND, SLOW = 1000, 2
 WINDOWS = 3
+
+
+def device_step(forward_ns: int) -> list[int]:
+    """A step of 5 ms more than its forward pass, of which it waits 2 ms and has nothing to do for 1 ms."""
+    phases = [(Kind.FORWARD, 0, forward_ns), (Kind.BACKWARD, forward_ns, 4_000_000)]
+    stall = (Kind.WAIT, forward_ns + 1_500_000, 2_000_000)
+    return rows_of([(int(kind), start, duration) for kind, start, duration in (*phases, stall)], forward_ns + 5_000_000)
 
 
 def main() -> None:
@@ -44,12 +55,14 @@ def main() -> None:
     if "--unable" in options and rank == 1:
         torch_device.missing = "CuPy is missing: pip install it"
     planted: list[dict[str, list[int]]] = []
+    known = KnownSteps()
+    forward_ns: list[list[int]] = []
     with recorded(Path(folder) / str(rank)) as recording:
         session = recording.watch._session
         if "--off" in options and rank == 1:
             decline_merging(torch_device)
         else:
-            session.attach([StampHook(torch_device, torch_device.now_ns, aggregate=True)])
+            session.attach([StampHook(torch_device, torch_device.now_ns, aggregate=True, known=known)])
         if "--evaluates" in options and rank == 0:
             for _ in range(5):
                 session.end_step(int(Flag.INFERENCE))  # as a model's forward passes do before it has trained
@@ -57,12 +70,15 @@ def main() -> None:
         for step in range(WINDOWS * MERGE_STEPS):
             if step % MERGE_STEPS == 0:
                 planted.append({})
+                forward_ns.append([])
             for name in order:
                 slow = 2 if rank == SLOW and name == "mlp" else 1
                 duration_ns = slow * draw.randrange(90, 110) * MICROSECOND
                 with perf.device_section(name):
                     device.spin(duration_ns)
                 planted[-1].setdefault(name, []).append(duration_ns)
+            forward_ns[-1].append((12 if rank == SLOW else 8) * draw.randrange(990, 1010) * MICROSECOND)
+            known.add([1, 2] if "--broken-steps" in options and rank == 1 else device_step(forward_ns[-1][-1]))
             device.advance(1000 * MICROSECOND)
             capture = "--captures" in options and rank == 1 and (step + 1) % MERGE_STEPS == 0
             if capture:
@@ -76,7 +92,9 @@ def main() -> None:
     statistics = DeviceStatistics()
     statistics.add(records_of(recording), recording.interned)
     merged = {name: len(recording.of(Kind.MERGED, name)) for name in order}
+    rows = [unpacked(each, recording.interned) for each in records_of(recording) if each["kind"] == Kind.MERGED]
     told = {
+        "forward": forward_ns, "rows": [each._asdict() for each in rows if each.row >= 0],
         "rank": rank, "planted": planted, "windows": merged, "last": statistics.merged, "waited": waited,
         "notes": recording.notes,
         "own": {name: sketch.count for name, sketch in statistics.stamped.items()},

@@ -12,7 +12,7 @@ from torchlens_perf.run.sketch import BUCKETS, bucket_bounds
 
 NO_SMALLEST = -(2**63 - 1)  # of `largest`, where a window is empty
 ROBUST_DEVIATION = np.float32(1.4826)  # times the MAD: the standard deviation, if values are normal
-FEWEST_RANKS = 3  # with a time, for a score
+FEWEST_RANKS = 2  # with a time, for a score
 
 
 class Scores(NamedTuple):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
+from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, unpacked
 from torchlens_perf.run.records import PARTS
-from torchlens_perf.run.ring import MERGED_RANK_SHIFT, UNKNOWN_NS, Kind, name_of
+from torchlens_perf.run.ring import UNKNOWN_NS, Kind, name_of
 from torchlens_perf.run.sketch import Sketch, from_records
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ class DeviceStatistics:
         for name_id, window in windows:
             self.stamped.setdefault(name_of(names, name_id), Sketch()).merge(window.sketch)
         for record in records[records["kind"] == Kind.MERGED]:
-            self.merged[name_of(names, int(record["name_id"]))] = _merged(record)
+            row = unpacked(record, names)
+            if row.row == SECTION:
+                self.merged[row.name] = _over_ranks(row)
         records = records[records["kind"] == Kind.DEVICE]
         if not len(records):
             return
@@ -110,17 +113,15 @@ class DeviceStatistics:
         return self.caught_up / self.behind.count if self.behind.count else None
 
 
-def _merged(record: np.void) -> dict[str, int | float]:
-    """What hooks/on_device/stamps.py has packed into a MERGED record; slowest is -1 where no rank stands out."""
-    value0 = int(record["value0"])
+def _over_ranks(row: MergedRow) -> dict[str, int | float]:
     return {
-        "step": int(record["step"]),
-        "count": int(record["start_ns"]),
-        "mean_ns": int(record["duration_ns"]) / max(1, int(record["start_ns"])),
-        "p50_ns": value0 & ((1 << MERGED_RANK_SHIFT) - 1),
-        "p99_ns": int(record["value1"]),
-        "rank_median_ns": int(record["nested_ns"]),
-        "rank_mad_ns": int(record["phase_ns"]),
-        "slowest": (value0 >> MERGED_RANK_SHIFT) - 1,
-        "score": int(record["flags"]) / 100,
+        "step": row.step,
+        "count": row.times,
+        "mean_ns": row.sum_ns / max(1, row.times),
+        "p50_ns": row.p50_ns,
+        "p99_ns": row.p99_ns,
+        "rank_median_ns": row.median_ns,
+        "rank_mad_ns": row.mad_ns,
+        "slowest": row.slowest,
+        "score": row.score,
     }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import concatenate
+from torchlens_perf.run.device.step_parts import PART_OF_SPAN
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -25,13 +26,7 @@ if TYPE_CHECKING:
 _LONG_NS = np.int64(1) << 62
 MAX_BEHIND_STEPS = 512  # after so many steps, the device's time of one is not waited for any more
 _STALL = PARTS.index("communication")
-_PART_OF_SPAN = {
-    int(Kind.FORWARD): PARTS.index("forward"),
-    int(Kind.RECOMPUTE): PARTS.index("recompute"),
-    int(Kind.BACKWARD): PARTS.index("backward"),
-    int(Kind.OPTIMIZER): PARTS.index("optimizer"),
-    int(Kind.WAIT): _STALL,
-}
+_PART_OF_SPAN = {kind: PARTS.index(part) for kind, part in PART_OF_SPAN.items()}
 _STEP = int(Kind.STEP)
 _SPANS = (_STEP, *_PART_OF_SPAN)
 _DATA, _HOST = PARTS.index("data"), PARTS.index("host")

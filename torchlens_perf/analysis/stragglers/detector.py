@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinMaker, StepBins
 from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
-from torchlens_perf.analysis.stragglers.placement import STAGES, Placement, groups_of
+from torchlens_perf.analysis.stragglers.placement import BY_DEVICE, STAGES, Placement, groups_of
 from torchlens_perf.analysis.stragglers.population import Population
 from torchlens_perf.analysis.stragglers.window import BinBatch
 from torchlens_perf.run.location import location
@@ -61,6 +61,8 @@ class Findings:
     last_step: int
     usual: tuple[Usual, ...] = ()
     """By population."""
+    unconfirmed: tuple[Episode, ...] = ()
+    """Of ranks that windows merged by the devices name, and the judgement does not, see merged_windows.py."""
 
 
 NOTHING = Findings((), 0, 0.0, None, 0, -1)
@@ -148,7 +150,7 @@ def place_of(identity: Identity, model: str, groups: Mapping[str, ProcessGroup],
         if name and identity.rank in members:
             coordinates[name] = members.index(identity.rank)
     stage = "".join(f"/{name}{coordinates[name]}" for name in STAGES if name in coordinates)
-    population = f"{model}{stage} by device" if judged_by == DEVICE else f"{model}{stage}"
+    population = f"{model}{stage}{BY_DEVICE}" if judged_by == DEVICE else f"{model}{stage}"
     return Placement(identity.host, population, coordinates, location(identity.attributes))
 
 

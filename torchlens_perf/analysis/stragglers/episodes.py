@@ -26,7 +26,8 @@ class Episode:
 
     rank: int
     phase: str
-    """An own part, "compute" where forward and backward grew alike, or "cpu" where it lacked a CPU."""
+    """An own part, "compute" where forward and backward grew alike, "cpu" where it lacked a CPU, or merged_windows.GAP
+    where its device waited for its host."""
     since_step: int
     from_start: bool
     """Whether it was slow from the first steps on that were judged."""
@@ -53,6 +54,10 @@ class Episode:
     shared_cost_ns: float | None = None
     """How much sooner the step would have ended without all ranks that are slow together with it, see placement.py: of
     the newest time when they were; None: they never were, or it is not known."""
+    by_windows: bool = False
+    """Known from windows that the devices merged, and not from the rank's own rows, see merged_windows.py."""
+    disputed: bool = False
+    """Those windows would show it, and do not."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 # Names of a mesh's dimension whose positions do different work: they are not compared with each other.
 STAGES = ("pp", "pipeline", "stage")
+BY_DEVICE = " by device"  # ends the population of ranks that are judged by their devices' clocks
 MAX_OF_A_NODE = 0.75  # of its ranks must be slow for the node to be named
 
 

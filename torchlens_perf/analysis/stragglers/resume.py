@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.stragglers.candidates import MIN_ROWS
 from torchlens_perf.analysis.stragglers.excess import self_normalized_threshold, threshold
+from torchlens_perf.analysis.stragglers.merged_windows import without_windows
 from torchlens_perf.run.rank_ranges import parse_ranges
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ class Continuation:
     """
 
     def __init__(self, earlier: Findings) -> None:
-        """earlier: what the sidecar before has saved."""
+        """earlier: what the sidecar before has saved. What it knew from merged windows is found again, or is not."""
+        earlier = without_windows(earlier)
         self._open = {episode.rank: episode for episode in earlier.episodes if episode.until_step is None}
         self._over = [episode for episode in earlier.episodes if episode.until_step is not None]
         self._same: dict[tuple[int, int], Episode] = {}  # by the new detector's key: the one that it goes on with

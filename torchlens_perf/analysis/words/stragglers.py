@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torchlens_perf.analysis.causes.rules import Diagnosis
@@ -28,12 +28,14 @@ from torchlens_perf.analysis.words.evidence import (
 from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Facts, Module
+    from torchlens_perf.analysis.words.report import Collective, Facts, Module
 
 _MAX_NAMED = 4
 _SHORT_STEPS = 30  # an episode that was over so soon is transient
 _NOW_AND_THEN = 0.6  # share of slow steps below which the slowness comes and goes
 _MORE_WORK = 0.05
+_LAST_IN_MOST = 0.6  # of the collectives
+_MIN_JOINED = 20
 _BY_DEVICES = ", by the devices' clocks"
 # Modules' times are those of typical steps of the run, with lack of a CPU. The excess is that of the time when the rank
 # was slow, without lack of a CPU: where they differ, only the modules' names are said.
@@ -52,6 +54,9 @@ class SlowRankContext(NamedTuple):
     """As the report's `run` has it."""
     judged_by: str | None = None
     """As there: whose clock the ranks are judged by."""
+    came_last: Mapping[int, float] = {}
+    """By rank, in which share of the collectives that were joined by their kernels' times it came last; empty where
+    too few were."""
 
 
 def straggler_verdicts(
@@ -59,19 +64,70 @@ def straggler_verdicts(
 ) -> tuple[list[Verdict], list[Verdict]]:
     """Who is slow now, the costliest first, and who was before."""
     before = [episode for episode in findings.episodes if episode.until_step is not None]
-    now = [_slow(context, straggler, findings) for straggler in named.groups[:_MAX_NAMED]]
-    if context.device is not None and context.judged_by != DEVICE:
-        now = [_by_host_time(each) for each in now]
+    now = []
+    for straggler in named.groups[:_MAX_NAMED]:
+        verdict, lead = _slow(context, straggler, findings), straggler.lead
+        if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
+            verdict = _doubted(verdict, "By host time; what the devices did was not compared.")
+        if lead.by_windows:
+            verdict = _with(verdict, "Known from the windows that the devices merged; its own records are not here.")
+        elif lead.disputed:
+            verdict = _doubted(verdict, f"The windows that the devices merged do not show it{_rather(findings)}.")
+        elif context.judged_by == DEVICE and _others_came_last(context, straggler):
+            verdict = _doubted(verdict, _others_came_last(context, straggler))
+        now.append(verdict)
     if named.imbalance is not None:
         now.append(_imbalance(named.imbalance, findings))
     before.sort(key=lambda episode: -episode.since_step)
     return now, [_was_slow(each, named.diagnosis(each.key)) for each in before[:_MAX_NAMED]]
 
 
-def _by_host_time(verdict: Verdict) -> Verdict:
-    """The ranks compute on a device, whose time was not compared: what is said is of the host."""
-    text = verdict.text.replace(" Next: ", " By host time; what the devices did was not compared. Next: ")
-    return dataclasses.replace(verdict, text=text, confidence=verdict.confidence / 2)
+def came_last(rows: Sequence[Collective]) -> dict[int, float]:
+    """By rank, in which share of the collectives it came last that were joined by their kernels' times.
+
+    rows: the report's. Empty where too few were joined; without those whose ranks are on several nodes.
+    """
+    by_kernels = [row for row in rows if row["joined_whole"] and 0 < row["by_device"] == row["ended"]]
+    joined = sum(row["joined"] for row in by_kernels)
+    if joined < _MIN_JOINED:
+        return {}
+    last: dict[int, float] = {}
+    for row in by_kernels:
+        for rank, values in row["by_rank"].items():
+            last[int(rank)] = last.get(int(rank), 0.0) + values["last"] / joined
+    return last
+
+
+def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> str:
+    """A slow rank comes last to most collectives, by their kernels' own times. Where another one does, that is said."""
+    others = {rank: share for rank, share in context.came_last.items() if rank not in straggler.ranks}
+    theirs = sum(share for rank, share in context.came_last.items() if rank in straggler.ranks)
+    latest = max(others, key=lambda rank: others[rank], default=None)
+    if latest is None or others[latest] < _LAST_IN_MOST or theirs >= 1 - _LAST_IN_MOST:
+        return ""
+    return (
+        f"The kernels of the collectives say otherwise: rank {latest} came last in {percent(others[latest])} of them, "
+        f"rank {straggler.lead.rank} in {percent(context.came_last.get(straggler.lead.rank, 0.0))}."
+    )
+
+
+def _with(verdict: Verdict, said: str) -> Verdict:
+    """The verdict, with a sentence more."""
+    return dataclasses.replace(verdict, text=verdict.text.replace(" Next: ", f" {said} Next: "))
+
+
+def _doubted(verdict: Verdict, why: str) -> Verdict:
+    """Where the ranks compute on devices whose time was not compared; or where two ways to know it disagree."""
+    return dataclasses.replace(_with(verdict, why), confidence=verdict.confidence / 2)
+
+
+def _rather(findings: Findings) -> str:
+    """Whom merged windows name and the judgement does not; "" if nobody."""
+    found = sorted(findings.unconfirmed, key=lambda each: -each.excess_ns)[:_MAX_NAMED]
+    each = ", ".join(
+        f"rank {each.rank} (+{duration(each.excess_ns / 1e9)} a step, in {phase_name(each.phase)})" for each in found
+    )
+    return f", but {each}" if each else ""
 
 
 def phase_name(phase: str) -> str:
@@ -85,6 +141,7 @@ def phase_name(phase: str) -> str:
         "host": "host code between the phases",
         "compute": "computing, forward and backward alike",
         "cpu": "getting a CPU",
+        "gap": "the gaps between the phases, in which its device waits for its host",
     }[phase]
 
 
@@ -92,7 +149,9 @@ def cause_class(episode: Episode) -> str:
     """slow_compute, slow_data, slow_host, or more_work where it has more to do than the others."""
     if episode.more_workload > _MORE_WORK:
         return "more_work"
-    return {"data": "slow_data", "host": "slow_host", "cpu": "slow_host"}.get(episode.phase, "slow_compute")
+    return {"data": "slow_data", "host": "slow_host", "gap": "slow_host", "cpu": "slow_host"}.get(
+        episode.phase, "slow_compute"
+    )
 
 
 def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> Verdict:
@@ -203,6 +262,8 @@ def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup
         "optimizer": f"see whether rank {rank} holds more parameters or offloads them.",
         "host": f"look for what only rank {rank} does between the phases: logging, checkpoints, .item(), garbage "
         "collection.",
+        "gap": f"look for what rank {rank} does between the phases: its loader first, then logging, checkpoints and "
+        ".item().",
         "cpu": f"see what else runs on rank {rank}'s CPUs, how many threads it has, and how it is pinned.",
     }
     return actions[episode.phase]
@@ -297,5 +358,8 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
         f"No rank stands out over {count} steps{_BY_DEVICES if by_device else ''}. One with {duration(seen_s)} more "
         f"work a step ({percent(share)}) would have been named."
     )
+    confidence, rather = 0.9, _rather(findings)
+    if rather:
+        confidence, text = confidence / 2, f"{text} The windows that the devices merged say otherwise{rather}."
     evidence = NobodySlowEvidence(findings.rows, seen_s, findings.compared)
-    return Verdict("none", None, None, 0.0, 0.0, None, 0.9, text, evidence)
+    return Verdict("none", None, None, 0.0, 0.0, None, confidence, text, evidence)

@@ -12,7 +12,7 @@ from torchlens_perf.analysis.words.bottleneck import bottlenecks, lack_of_cpu
 from torchlens_perf.analysis.words.evidence import NoStepsEvidence, SlowLinkEvidence, Verdict, WarmUpEvidence
 from torchlens_perf.analysis.words.hang import HangEvidence, OpenHang
 from torchlens_perf.analysis.words.oom import out_of_memory_verdicts
-from torchlens_perf.analysis.words.stragglers import SlowRankContext, no_straggler, straggler_verdicts
+from torchlens_perf.analysis.words.stragglers import SlowRankContext, came_last, no_straggler, straggler_verdicts
 from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ def verdicts(
         return out_of_memory or [_no_steps(report)]
     if report["steps"]["p50_s"] is None:
         return [*out_of_memory, _only_warm_up(report)]
-    context = SlowRankContext(report["modules"], report["run"]["device"], report["run"]["judged_by"])
+    run = report["run"]
+    context = SlowRankContext(report["modules"], run["device"], run["judged_by"], came_last(report["collectives"]))
     now, before = straggler_verdicts(context, findings, named)
     if links.links:
         now.append(slow_link(report["steps"]["count"], report["steps"]["mean_s"], links))

@@ -11,6 +11,7 @@ from torchlens_perf.recorder.devices import devices_in_use
 
 if TYPE_CHECKING:
     from torchlens_perf.config import Config
+    from torchlens_perf.hooks.on_device.cuda_device import Device
     from torchlens_perf.recorder.session import Hook, Session
     from torchlens_perf.run.identity import Gpu
 
@@ -21,12 +22,11 @@ def check(config: Config) -> None:
     """Raises ConfigError where aggregate="device" cannot be: before anything is made, and on all ranks alike."""
     if config.aggregate != "device":
         return
-    import torch
     import torch.distributed as dist
 
-    from torchlens_perf.recorder.devices import has_devices
+    from torchlens_perf.recorder.devices import accelerator
 
-    if not has_devices() or torch.version.cuda is None:
+    if merging_device(accelerator()) is None:
         raise ConfigError("aggregate='device': needs an NVIDIA GPU and a torch with CUDA")
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError("aggregate='device': call init_process_group() before the watch begins")
@@ -35,9 +35,23 @@ def check(config: Config) -> None:
 def decline(config: Config) -> None:
     """This rank does not record. With aggregate="device" the others ask all ranks, and must not wait for this one."""
     if config.aggregate == "device":
-        from torchlens_perf.hooks.on_device.stamps import Device, decline_merging
+        from torchlens_perf.hooks.on_device.cuda_device import decline_merging
+        from torchlens_perf.recorder.devices import accelerator
 
-        decline_merging(Device())
+        device = merging_device(accelerator())
+        if device is not None:
+            decline_merging(device)
+
+
+def merging_device(kind: str) -> Device | None:
+    """The device whose memory is stamped, reduced and merged over ranks; None where the kernels do not run."""
+    import torch
+
+    if kind != "cuda" or torch.version.cuda is None:
+        return None
+    from torchlens_perf.hooks.on_device.cuda_device import Device
+
+    return Device()
 
 
 def device_hooks(config: Config) -> list[Hook]:
@@ -47,11 +61,17 @@ def device_hooks(config: Config) -> list[Hook]:
     from torchlens_perf.recorder.devices import accelerator
 
     there = accelerator()
+    stamped, aggregate = merging_device(there) if there else None, config.aggregate == "device"
+    known = None
+    if stamped is not None and aggregate:
+        from torchlens_perf.cuda.steps import KnownSteps
+
+        known = KnownSteps()
     hooks: list[Hook] = []
     if there and config.device_times != "off":
         from torchlens_perf.hooks.on_device.sections import DeviceHook
 
-        hooks.append(DeviceHook(asked_for=config.device_times == "on", kind=there))
+        hooks.append(DeviceHook(asked_for=config.device_times == "on", kind=there, known=known))
         if config.collectives:
             from torchlens_perf.hooks.on_device.data_parallel import DataParallelHook
 
@@ -61,10 +81,11 @@ def device_hooks(config: Config) -> list[Hook]:
 
         hooks.append(NcclHook(config.nccl))
     if there == "cuda" and torch.version.cuda is not None:
-        from torchlens_perf.hooks.on_device.stamps import Device, StampHook
-
         hooks.append(GpuHook())
-        hooks.append(StampHook(Device(), aggregate=config.aggregate == "device"))
+    if stamped is not None:
+        from torchlens_perf.hooks.on_device.stamps import StampHook
+
+        hooks.append(StampHook(stamped, aggregate=aggregate, known=known))  # behind what makes steps known
     return hooks
 
 

@@ -18,12 +18,14 @@ from torchlens_perf.hooks.on_device.clock import BEHIND_STEPS, EventClock, Event
 from torchlens_perf.hooks.on_device.events import events_of
 from torchlens_perf.hooks.on_device.progress import DeviceProgress
 from torchlens_perf.hooks.on_device.stalls import Stalls
+from torchlens_perf.hooks.on_device.step_parts import StepParts
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.recorder.devices import CONNECTIONS, accelerator_in_use
 from torchlens_perf.run.clock import LONGEST_MARK_NS
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind
 
 if TYPE_CHECKING:
+    from torchlens_perf.cuda.steps import KnownSteps
     from torchlens_perf.recorder.session import Session
 
 _DEVICE, _STEP, _BACKWARD = int(Kind.DEVICE), int(Kind.STEP), int(Kind.BACKWARD)
@@ -50,11 +52,12 @@ class DeviceHook:
 
     name = "device times"
 
-    def __init__(self, *, asked_for: bool, kind: str = "cuda") -> None:
+    def __init__(self, *, asked_for: bool, kind: str = "cuda", known: KnownSteps | None = None) -> None:
         """asked_for: also where one connection to the device makes marks cost the overlap of communication. kind: of
-        device, as torch has it."""
+        device, as torch has it. known: where steps go whose times are known, to be merged over ranks."""
         self._asked_for = asked_for
         self._kind = kind
+        self._parts = None if known is None else StepParts(known)
         self._pending: deque[_Pending] = deque()
         self._clock: EventClock | None = None
         self._stalls: Stalls | None = None
@@ -160,7 +163,7 @@ class DeviceHook:
     def _record(self, session: Session, clock: EventClock, step: int) -> tuple[int, int]:
         """Writes the spans that the device has reported by now, in the order in which they ended on the host. How many,
         and how many of them only sampled steps have."""
-        pending, recorder = self._pending, session.recorder
+        pending, recorder, parts = self._pending, session.recorder, self._parts
         recorded = probed = 0
         while pending:
             span = pending[0]
@@ -175,6 +178,8 @@ class DeviceHook:
                 recorder.record_completed(
                     _DEVICE, span.name_id, span.step, start_ns, duration_ns, 0, span.kind, behind_ns
                 )
+                if parts is not None:
+                    parts.add(span.kind, span.step, start_ns, duration_ns)
             elif step - span.step < _UNREAD_STEPS:
                 break
             else:

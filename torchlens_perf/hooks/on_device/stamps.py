@@ -1,134 +1,29 @@
-"""Device sections: their stamps, and once a second what the device has made of them."""
+"""Device sections: their stamps, and once a second what the device has made of them; merged over ranks on request."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torchlens_perf.cuda import kernels
-from torchlens_perf.cuda.aggregate import DeviceAggregate
-from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.reduction import Reduced, to_records
 from torchlens_perf.cuda.stamps import NO_SLOT, SLOTS, DeviceRing
+from torchlens_perf.cuda.steps import KnownSteps
 from torchlens_perf.errors import DeviceError, guard
 from torchlens_perf.recorder import device_sections
-from torchlens_perf.recorder.devices import CONNECTIONS, device_in_use
-from torchlens_perf.run.ring import MERGED_RANK_SHIFT, Kind
+from torchlens_perf.run.device.merged_rows import packed
+from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
+    from torchlens_perf.cuda.aggregate import DeviceAggregate
+    from torchlens_perf.hooks.on_device.cuda_device import Device
     from torchlens_perf.recorder.session import Session
 
 REDUCE_EVERY_NS = 1_000_000_000
 MERGE_STEPS = 64  # from one merge of all ranks' windows to the next, where they are merged on the device
 _LAST_PATIENCE_NS = 5_000_000  # that the end of a watch asks for the last result
-_rings: dict[int, DeviceRing] = {}  # by device, for the life of the process: captured graphs stamp into them
-_asides: dict[
-    int, Any
-] = {}  # streams for merges, by device: torch's allocator keeps memory by stream, so none is destroyed
-
-
-class Device:
-    """The current device of torch's, as stamps need it. CUDA, not HIP: the kernels read NVIDIA's clock."""
-
-    def stream(self) -> int:
-        """The current stream's handle."""
-        import torch
-
-        return int(torch.cuda.current_stream().cuda_stream)
-
-    def capturing(self) -> bool:
-        """Whether the current stream is being captured."""
-        import torch
-
-        return torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
-
-    def in_use(self) -> bool:
-        """Whether torch has memory on a device. Makes no context. Raises DeviceError where it has on several."""
-        return device_in_use() is not None
-
-    def current(self) -> int:
-        """Its index."""
-        import torch
-
-        return int(torch.cuda.current_device())
-
-    def ring(self) -> DeviceRing:
-        """The process's ring on this device, made at the first call: kernels are compiled and loaded, memory is
-        allocated and cleared, which may wait for the device. Raises DeviceError."""
-        device = self.current()
-        if device not in _rings:
-            if device_in_use() not in (device, None):
-                raise DeviceError(f"the current device is {device}, on which this process has no memory")
-            driver = Driver()
-            with driver.relaxed_captures():  # another thread may be capturing
-                _rings[device] = DeviceRing(driver, kernels.load(device))
-        return _rings[device]
-
-    def group(self) -> Any:
-        """A process group of our own, of all ranks: a collective."""
-        import torch.distributed as dist
-
-        return dist.new_group(backend="nccl", group_desc="torchlens_perf")
-
-    def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
-        """Merges this ring with those of all ranks. Raises DeviceError where this rank cannot."""
-        import torch
-        import torch.distributed as dist
-
-        for variable in (CONNECTIONS, "TORCH_NCCL_BLOCKING_WAIT"):
-            if os.environ.get(variable) == "1":
-                raise DeviceError(f"with {variable}=1 the job would wait for the merge")
-        kernels.allow_ranks(self.current(), dist.get_world_size(group))
-        driver, device = Driver(), self.current()
-        if device not in _asides:
-            # Not one of torch's, which other code draws from too: what waits there for other ranks would be in its way.
-            _asides[device] = torch.cuda.ExternalStream(driver.new_stream())
-        self._aside = _asides[device]
-        return DeviceAggregate(self, driver, kernels.load(device), ring, group)
-
-    def all_agree(self, group: Any, *, able: bool) -> bool:
-        """Whether all ranks are able. Waits for them, and makes the communicator; at a watch's beginning only."""
-        import torch
-        import torch.distributed as dist
-
-        flag = torch.full((1,), int(able), dtype=torch.int64, device="cuda")
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group)
-        return bool(flag.item())
-
-    @contextmanager
-    def aside(self) -> Iterator[int]:
-        import torch
-
-        self._aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._aside):
-            yield int(self._aside.cuda_stream)
-
-    def zeros(self, words: int) -> Any:
-        import torch
-
-        return torch.zeros(words, dtype=torch.int64, device="cuda")
-
-    def words(self, address: int, count: int) -> Any:
-        import torch
-
-        return torch.as_tensor(_DeviceWords(address, count), device="cuda")
-
-    def earlier_ring(self) -> DeviceRing | None:
-        """The ring that an earlier watch has made: graphs may still stamp into it."""
-        return _rings.get(self.current()) if _rings else None
-
-
-class _DeviceWords:
-    """Memory that is ours, shown to torch."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (count,), "typestr": "<i8", "data": (address, False), "version": 3,
-        }  # fmt: skip
 
 
 class StampHook:
@@ -137,16 +32,23 @@ class StampHook:
     name = "device sections"
 
     def __init__(
-        self, device: Device, now_ns: Callable[[], int] = time.monotonic_ns, *, aggregate: bool = False
+        self,
+        device: Device,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        aggregate: bool = False,
+        known: KnownSteps | None = None,
     ) -> None:
-        """aggregate: merge all ranks' windows on the device, by collectives."""
+        """aggregate: merge all ranks' windows on the device, by collectives. known: the device's steps, which are
+        merged with them."""
         self._device = device
         self._now_ns = now_ns
         self._aggregate = aggregate
+        self._known = KnownSteps() if known is None else known
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        stamper = SessionStamper(session, self._device, self._now_ns)
+        stamper = SessionStamper(session, self._device, self._now_ns, self._known)
         if not self._aggregate or not stamper.merge_on_device():
             with guard("beginning with device sections"):
                 stamper.begin()
@@ -160,15 +62,10 @@ class StampHook:
                 stamper.end()
 
 
-def decline_merging(device: Device) -> None:
-    """On a rank that does not record, while the others ask all ranks whether they are able: it is not."""
-    device.all_agree(device.group(), able=False)
-
-
 class SessionStamper:
     """A device_sections.Stamper, on the training thread."""
 
-    def __init__(self, session: Session, device: Device, now_ns: Callable[[], int]) -> None:
+    def __init__(self, session: Session, device: Device, now_ns: Callable[[], int], known: KnownSteps) -> None:
         self._session = session
         self._device = device
         self._now_ns = now_ns
@@ -178,6 +75,7 @@ class SessionStamper:
         self._on_device = -1  # where the ring lies
         self._reduced_ns = 0
         self._merge: DeviceAggregate | None = None
+        self._known = known
         self._merges = 0  # that this rank has enqueued
 
     def merge_on_device(self) -> bool:
@@ -263,23 +161,19 @@ class SessionStamper:
             window = due > 0 and ring.reduce(self._device.stream())
         for _ in range(due):
             self._merges += 1
-            merge.merge(window=window)
+            merge.merge(window=window, known=self._known, step=self._session.recorder.step)
             window = False
 
     def _record_merged(self, merge: DeviceAggregate) -> None:
-        """times, sum_ns, the ranks' median and MAD; p50 and p99 in two words, with the slowest rank plus 1 above the
-        first's 44 bits; the score in hundredths in the flags. On rank 0."""
+        """On rank 0."""
         merged = merge.collect()
         if merge.disagreed:
             self._session.note("device sections: not all ranks entered them in the same order; those are not merged")
         if merged is None or merge.rank != 0:
             return
         for each in merged:
-            self._session.recorder.record_completed(
-                int(Kind.MERGED), self._session.intern(each.name), self._session.recorder.step,
-                each.times, each.sum_ns, min(round(100 * each.score), 0xFFFF),
-                each.p50_ns | (each.slowest + 1) << MERGED_RANK_SHIFT, each.p99_ns, each.median_ns, each.mad_ns,
-            )  # fmt: skip
+            name_id = self._session.intern(each.name)
+            self._session.recorder.record_completed(int(Kind.MERGED), name_id, each.step, *packed(each))
 
     def end(self) -> None:
         """The rest: asks for some milliseconds; a device that is busy for longer is not waited for."""
@@ -311,13 +205,20 @@ class SessionStamper:
             asked = asked or ring.reduce(self._device.stream())
         if merge is not None:
             self._tell_unmerged(merge)
-        if asked and not ring.on_the_way:
+        if (asked and not ring.on_the_way) or not ring.names:
             return
         self._session.note("device sections: the last second of them was not known when the watch ended")
 
     def _tell_unmerged(self, merge: DeviceAggregate) -> None:
         if not self._merges:
             self._session.note(f"device sections: no window of all ranks, as there were fewer than {MERGE_STEPS} steps")
+        due = self._merges * MERGE_STEPS
+        left_out = due - self._known.merged
+        if left_out > MERGE_STEPS:  # some are always on their way
+            self._session.note(
+                f"device steps: {left_out} of {due} are in no window of all ranks, as their device times were not "
+                "known, or too late"
+            )
         missing = merge.uncollected + merge.on_the_way
         if missing:
             self._session.note(f"device sections: {missing} windows of all ranks were merged and could not be read")

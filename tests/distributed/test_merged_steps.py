@@ -1,0 +1,204 @@
+"""aggregate="device" on the asynchronous device: the slow rank is named from what rank 0 was told by the devices alone.
+
+Each rank has a run directory of its own, as if it were a node of its own whose sidecar talks to no other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.device import device
+from tests.support.device.async_device import AsyncDevice, driver
+from tests.support.device_ranks import DEVICE, begin, parameter_of
+from tests.support.gloo import run_ranks
+from tests.support.recording import recorded, records_of, ring_of_this_process
+from tests.support.reports import as_json, checked
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.hooks.on_device import choice, stamps
+from torchlens_perf.report.build import build
+from torchlens_perf.run.device.merged_rows import MergedRow, unpacked
+from torchlens_perf.run.device.step_parts import Row
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.records import PARTS
+from torchlens_perf.run.ring import Kind
+from torchlens_perf.sidecar.node import Sidecar
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(device.missing() is not None, reason=str(device.missing())),
+]
+WINDOW, WINDOWS, SLOW, MS = 16, 6, 1, 1_000_000
+FORWARD_S, BACKWARD_S, LATE_S = 0.012, 0.006, 0.008
+PRINTED = 8  # steps, as scripts do that print their loss: the device is not farther behind
+
+
+class Spin(torch.autograd.Function):
+    """Work in the backward pass."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        device.spin(BACKWARD_S)
+        return gradient
+
+
+class Model(nn.Module):
+    def __init__(self, late_s: float) -> None:
+        super().__init__()
+        self.linear, self.late_s = nn.Linear(16, 16), late_s
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        device.spin(FORWARD_S + self.late_s)
+        return Spin.apply(self.linear(value))
+
+
+def train(late_s: float) -> tuple[list[float], list[torch.Tensor], Callable[[], int]]:
+    """A model and its loop; the losses, the parameters, and how to train."""
+    torch.manual_seed(7)
+    model = nn.parallel.DistributedDataParallel(Model(late_s).to(DEVICE))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    losses: list[float] = []
+
+    def loop() -> int:
+        before = device.synchronizations()
+        for number in range(WINDOW * WINDOWS):
+            loss = model(torch.ones(8, 16, device=DEVICE)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % PRINTED == PRINTED - 1:
+                losses.append(float(loss.detach()))
+        return device.synchronizations() - before
+
+    return losses, [*model.parameters()], loop
+
+
+def one_run(folder: Path, late_s: float, *, watched: bool = True) -> dict[str, Any]:
+    """What one rank has recorded and computed."""
+    losses, parameters, loop = train(late_s)
+    if not watched:
+        synchronizations = loop()
+        return {"losses": losses, "parameters": [*map(parameter_of, parameters)], "waited": synchronizations}
+    own = folder / f"rank-{dist.get_rank()}"
+    with recorded(own, aggregate="device", device_times="on") as recording:
+        launches = driver().launches
+        synchronizations = loop()
+        launches = driver().launches - launches
+        assert recording.watch is not None
+        run_dir = recording.watch.run_dir
+        ring = str(ring_of_this_process(run_dir))
+    records = records_of(recording)
+    merged = [unpacked(each, recording.interned) for each in records if each["kind"] == Kind.MERGED]
+    table = DeviceSteps().add(records, assemble_steps(records))
+    return {
+        "losses": losses, "parameters": [*map(parameter_of, parameters)], "waited": synchronizations,
+        "rows": [each for each in merged if each.row >= 0], "launches": launches, "run": str(run_dir),
+        "ring": ring, "host": recording.metadata["identity"]["host"],
+        "notes": recording.notes, "errors": recording.internal_errors,
+        "steps": table.step, "parts": table.parts_ns, "work": table.own_ns,
+    }  # fmt: skip
+
+
+def ranks_train(folder: Path) -> dict[str, dict[str, Any]]:
+    begin(folder)
+    choice.merging_device = lambda kind: AsyncDevice()  # type: ignore[assignment, return-value]
+    stamps.MERGE_STEPS = WINDOW
+    late_s = LATE_S if dist.get_rank() == SLOW else 0.0
+    return {
+        "slow": one_run(folder / "slow", late_s),
+        "clean": one_run(folder / "clean", 0.0),
+        "alone": one_run(folder / "alone", 0.0, watched=False),
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """By rank and run."""
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    return run_ranks(ranks_train, tmp_path_factory.mktemp("merged"), request.param)
+
+
+def report_of(told: dict[str, Any]) -> dict[str, Any]:
+    """What a sidecar says that has only the records of this rank."""
+    run = RunDirectory(Path(told["run"]))
+    run.register_ring(told["host"], Path(told["ring"]))
+    sidecar = Sidecar(run, told["host"], None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.judge(1e6, final=True)
+    sidecar.keep()
+    sidecar.close()
+    return as_json(checked(build(run.run_id, node_state.load_all(run))))
+
+
+def windows(rows: list[MergedRow]) -> list[dict[str, list[MergedRow]]]:
+    """By name, in the order of the windows."""
+    found: dict[int, dict[str, list[MergedRow]]] = {}
+    for row in rows:
+        found.setdefault(row.step, {}).setdefault(row.name, []).append(row)
+    return [found[step] for step in sorted(found)]
+
+
+def test_nothing_is_waited_for_and_no_bit_changes(told: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in told:
+        for watched in (rank["slow"], rank["clean"]):
+            assert watched["losses"] == rank["alone"]["losses"]
+            for mine, alone in zip(watched["parameters"], rank["alone"]["parameters"], strict=True):
+                assert torch.equal(mine, alone)
+            assert watched["waited"] == rank["alone"]["waited"]
+            assert watched["errors"] == 0
+            assert not any("failed" in note or "is off" in note for note in watched["notes"]), watched["notes"]
+    assert len({each["slow"]["launches"] for each in told}) == 1, "all ranks have met equally often"
+
+
+def test_windows_are_of_the_ranks_parts(told: list[dict[str, dict[str, Any]]]) -> None:
+    """Steps of all ranks, but for those that the device had not passed; medians are those of the ranks' own records."""
+    found = windows(told[0]["slow"]["rows"])
+    assert len(found) >= WINDOWS - 1, "the last one may be on its way"
+    by_hand = {Row.FORWARD: "forward", Row.BACKWARD: "backward", Row.OPTIMIZER: "optimizer"}
+    for window in found[1:]:
+        assert window["step work"][0].times > len(told) * WINDOW / 2
+        for rows in window.values():
+            part = by_hand.get(Row(rows[0].row))
+            if part is not None:
+                of_ranks = [np.median(rank["slow"]["parts"][:, PARTS.index(part)]) for rank in told]
+                assert rows[0].median_ns == pytest.approx(sorted(of_ranks)[(len(told) - 1) // 2], abs=0.3 * MS)
+        for name in ("step work", "forward work"):
+            assert (window[name][0].slowest, window[name][0].outstanding) == (SLOW, 1)
+            assert window[name][0].excess_ns == pytest.approx(LATE_S * 1e9, abs=1.5 * MS)
+        assert window["stalls"][0].slowest != SLOW
+    assert all(rank["slow"]["rows"] == [] for rank in told[1:])
+
+
+def test_the_slow_rank_is_named_from_rank_0_alone(told: list[dict[str, dict[str, Any]]]) -> None:
+    """With its part, its excess, and from where that is known; its sidecar has no record of that rank."""
+    report = report_of(told[0]["slow"])
+    assert [rank["rank"] for rank in report["ranks"]] == [0]
+    verdict = report["verdicts"][0]
+    assert (verdict["kind"], verdict["rank"], verdict["phase"]) == ("straggler", SLOW, "forward")
+    assert verdict["evidence"]["excess_s"] == pytest.approx(LATE_S, abs=0.0015)
+    assert verdict["cost_s_per_step"] == pytest.approx(LATE_S, abs=0.0015)
+    assert "Known from the windows that the devices merged" in verdict["text"]
+
+
+def test_in_a_clean_run_nobody_is_named(told: list[dict[str, dict[str, Any]]]) -> None:
+    """And it is said that all ranks were compared."""
+    report = report_of(told[0]["clean"])
+    (verdict,) = [each for each in report["verdicts"] if each["kind"] in ("none", "not_compared", "straggler")]
+    assert verdict["kind"] == "none"
+    assert verdict["evidence"]["compared"] == len(told)
+    assert "would have been named" in verdict["text"]

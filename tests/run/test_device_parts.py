@@ -1,0 +1,96 @@
+"""The parts of a device's steps are the same in the training process and in the sidecar; rows survive their record."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.hooks.on_device.step_parts import StepParts
+from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, packed, unpacked
+from torchlens_perf.run.device.step_parts import PART_OF_SPAN, ROW_NAMES, Row, rows_of
+from torchlens_perf.run.records import PARTS
+from torchlens_perf.run.ring import Kind, record_dtype
+
+KINDS = [Kind(kind) for kind in PART_OF_SPAN]
+PART_OF_ROW = {
+    Row.FORWARD: "forward", Row.RECOMPUTE: "recompute", Row.BACKWARD: "backward", Row.OPTIMIZER: "optimizer",
+    Row.STALL: "communication", Row.GAP: "host",
+}  # fmt: skip
+# Few values, so that many spans begin, end and last alike, and overlap by a little.
+SPANS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12)), max_size=9)
+
+
+class Known:
+    """Keeps the steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def add(self, rows: list[int]) -> None:
+        self.steps.append(rows)
+
+
+@settings(max_examples=400)
+@given(st.lists(st.tuples(SPANS, st.integers(0, 40)), min_size=1, max_size=3))
+def test_both_make_the_same_parts(steps: list[tuple[list[tuple[Kind, int, int]], int]]) -> None:
+    """Of any spans, nested, overlapping and as long as one another; the host was never in the gap."""
+    known, records = Known(), []
+    parts = StepParts(known)  # type: ignore[arg-type]
+    for number, (spans, step_ns) in enumerate(steps):
+        # A backward pass of no time, apart from all others: without one it is no training step.
+        device = [*spans, (Kind.BACKWARD, 1000, 0), (Kind.STEP, 0, step_ns)]
+        for kind, start_ns, duration_ns in device:
+            parts.add(int(kind), number, start_ns, duration_ns)
+            records.append((Kind.DEVICE, number, start_ns, duration_ns, kind))
+        records.append((Kind.STEP, number, 0, step_ns, 0))
+    made = np.zeros(len(records), record_dtype())
+    for record, values in zip(made, records, strict=True):
+        for field, value in zip(("kind", "step", "start_ns", "duration_ns", "value0"), values, strict=True):
+            record[field] = value
+    table = DeviceSteps().add(made, assemble_steps(made))
+    assert len(table) == len(known.steps) == len(steps)
+    for index, rows in enumerate(known.steps):
+        by_part = {part: rows[row] for row, part in PART_OF_ROW.items()}
+        assert {part: table.parts_ns[index, PARTS.index(part)] for part in by_part} == by_part
+        assert (table.own_ns[index], table.duration_ns[index]) == (rows[Row.WORK], rows[Row.STEP])
+
+
+def test_steps_that_do_not_train_are_left_out() -> None:
+    """And spans of a step whose own record never came are no part of the next one."""
+    known = Known()
+    parts = StepParts(known)  # type: ignore[arg-type]
+    parts.add(int(Kind.FORWARD), 0, 0, 5)
+    parts.add(int(Kind.STEP), 0, 0, 7)
+    parts.add(int(Kind.BACKWARD), 1, 10, 5)
+    parts.add(int(Kind.MODULE), 2, 20, 5)
+    parts.add(int(Kind.BACKWARD), 2, 20, 5)
+    parts.add(int(Kind.STEP), 2, 20, 6)
+    assert known.steps == [rows_of([(int(Kind.BACKWARD), 20, 5)], 6)]
+    for step in range(3, 3000):
+        parts.add(int(Kind.BACKWARD), step, 20, 5)
+        parts.add(int(Kind.STEP), step, 20, 6)
+    assert len(known.steps) == 2998, "what is left of steps takes no room"
+
+
+def test_a_row_survives_its_record() -> None:
+    """Of a section, and of a part; what does not fit is cut, and nothing else is touched by it."""
+    for row in (SECTION, *range(len(Row))):
+        wanted = MergedRow(
+            "attention" if row == SECTION else ROW_NAMES[row], 64 * 16384, 2**50, 2**43, 2**43 + 5, 10**7, 10**4, 16383,
+            12.25, 3_000_000, row, 16384, 640,
+        )  # fmt: skip
+        record = np.zeros(1, record_dtype())[0]
+        fields = ("start_ns", "duration_ns", "flags", "value0", "value1", "nested_ns", "phase_ns")
+        for huge in (False, True):
+            told = wanted._replace(score=9e9, excess_ns=2**60, p50_ns=2**60, p99_ns=2**60) if huge else wanted
+            for field, value in zip(fields, packed(told), strict=True):
+                record[field] = value
+            record["step"], record["name_id"] = 640, 1
+            found = unpacked(record, ["(other)", "attention"])
+            if huge:
+                assert (found.score, found.p50_ns, found.excess_ns) == (655.35, 2**44 - 1, (2**31 - 1) * 1000)
+                found = found._replace(score=12.25, excess_ns=3_000_000, p50_ns=2**43, p99_ns=2**43 + 5)
+            assert found == wanted
