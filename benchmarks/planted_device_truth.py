@@ -13,7 +13,7 @@ from benchmarks.planted_truth import Fault, Truth
 RANKS, STEPS = 4, 170
 KERNEL_MS = 0.3  # so that a step takes some 50 ms; the host is ahead of most of it
 DELAYS_MS = (9, 14)
-HOST_DELAYS_MS = (45, 60)  # more than the host is ahead: what it hides costs nothing, and nobody is to be named for it
+HOST_DELAYS_MS = (90, 120)  # more than the host is ahead: what it hides costs nothing, and nobody is to be named for it
 FIRST_STEPS = (12, 40)
 SLOWNESS = 1.2
 INTERMITTENT_MS, SLOW_STEPS, OF_STEPS = 24, 2, 7
