@@ -216,8 +216,8 @@ class SessionStamper:
         left_out = due - self._known.merged
         if left_out > MERGE_STEPS:  # some are always on their way
             self._session.note(
-                f"device steps: {left_out} of {due} are in no window of all ranks, as their device times were not known, "
-                "or too late"
+                f"device steps: {left_out} of {due} are in no window of all ranks, as their device times were not "
+                "known, or too late"
             )
         missing = merge.uncollected + merge.on_the_way
         if missing:
