@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from benchmarks.gpu_check.checks import Spin
 from benchmarks.gpu_check.lines import Checks
 from benchmarks.gpu_check.runs import device_statistics, last_rings
 from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS
+from torchlens_perf.run.device.merged_rows import MergedRow, unpacked
+from torchlens_perf.run.device.step_parts import Row
+from torchlens_perf.run.ring import Kind, Reader
 
 WINDOWS, SPIN_NS = 3, 50_000
 
@@ -24,14 +28,15 @@ def merging(checks: Checks) -> None:
     dist.init_process_group("nccl")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            spin = Spin()
+            spin, model = Spin(), torch.nn.Linear(64, 64, device="cuda")
             with perf.watch(dir=folder, sidecar=False, report=False, modules="none", aggregate="device") as watch:
                 for _ in range(WINDOWS * MERGE_STEPS):
                     with perf.device_section("planted"):
                         spin(SPIN_NS)
+                    model(torch.ones(1, 64, device="cuda")).sum().backward()
                     watch.step()
                     torch.cuda.synchronize()
-            found = device_statistics(last_rings(folder))
+            found, work = device_statistics(last_rings(folder)), _merged_work(last_rings(folder))
     finally:
         dist.destroy_process_group()
         for variable in environment:
@@ -41,6 +46,19 @@ def merging(checks: Checks) -> None:
     value = f"{window.get('count', 0):.0f} in the last window, {count} of its own in all"
     met = window.get("count") == MERGE_STEPS and count == WINDOWS * MERGE_STEPS
     checks.bar("merging", "times merged by NCCL", value, f"{MERGE_STEPS}, {WINDOWS * MERGE_STEPS}", met)
+    times = work[-1].times if work else 0
+    met = len(work) == WINDOWS and times > MERGE_STEPS // 2
+    value = f"{len(work)} windows, {times} steps in the last one"
+    checks.bar("merging", "the device's steps by part", value, f"{WINDOWS}, most of {MERGE_STEPS}", met)
     p50_ns = window.get("p50_ns", 0.0)
     met = 0 <= p50_ns - SPIN_NS <= 10_000
     checks.bar("merging", "their p50, of spins of 50 us", f"{p50_ns / 1e3:.1f} us", "50 to 60 us", met)
+
+
+def _merged_work(ring: Path) -> list[MergedRow]:
+    """The device's work of a step, by window."""
+    reader = Reader(ring)
+    records = reader.read(final=True).records
+    rows = [unpacked(each, reader.names()) for each in records[records["kind"] == Kind.MERGED]]
+    reader.close()
+    return [row for row in rows if row.row == Row.WORK]

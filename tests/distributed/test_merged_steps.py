@@ -6,6 +6,7 @@ Each rank has a run directory of its own, as if it were a node of its own whose 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.device import device
 from tests.support.device.async_device import AsyncDevice, driver
 from tests.support.device_ranks import DEVICE, begin, parameter_of
 from tests.support.gloo import run_ranks
+from tests.support.ranks import run_without_traces
 from tests.support.recording import recorded, records_of, ring_of_this_process
 from tests.support.reports import as_json, checked
 from torchlens_perf.analysis import node_state
@@ -99,14 +101,14 @@ def one_run(folder: Path, late_s: float, *, watched: bool = True) -> dict[str, A
         synchronizations = loop()
         launches = driver().launches - launches
         assert recording.watch is not None
-        run_dir = recording.watch.run_dir
-        ring = str(ring_of_this_process(run_dir))
+        assert recording.watch.run_dir is not None
+        ring = str(ring_of_this_process(recording.watch.run_dir))
     records = records_of(recording)
     merged = [unpacked(each, recording.interned) for each in records if each["kind"] == Kind.MERGED]
     table = DeviceSteps().add(records, assemble_steps(records))
     return {
         "losses": losses, "parameters": [*map(parameter_of, parameters)], "waited": synchronizations,
-        "rows": [each for each in merged if each.row >= 0], "launches": launches, "run": str(run_dir),
+        "rows": [each for each in merged if each.row >= 0], "launches": launches,
         "ring": ring, "host": recording.metadata["identity"]["host"],
         "notes": recording.notes, "errors": recording.internal_errors,
         "steps": table.step, "parts": table.parts_ns, "work": table.own_ns,
@@ -132,11 +134,17 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return run_ranks(ranks_train, tmp_path_factory.mktemp("merged"), request.param)
 
 
-def report_of(told: dict[str, Any]) -> dict[str, Any]:
-    """What a sidecar says that has only the records of this rank."""
-    run = RunDirectory(Path(told["run"]))
-    run.register_ring(told["host"], Path(told["ring"]))
-    sidecar = Sidecar(run, told["host"], None, lambda run, asked: None)
+def report_of(folder: Path, *told: dict[str, Any]) -> dict[str, Any]:
+    """What the sidecar of rank 0's node says, if it has the records of these ranks, of which rank 0 is the first."""
+    host = told[0]["host"]
+    with run_without_traces(folder) as run:
+        for rank in told:
+            run.register_ring(host, Path(shutil.copy(rank["ring"], folder)))  # it is removed once it is kept
+        return _report_of(run, host)
+
+
+def _report_of(run: RunDirectory, host: str) -> dict[str, Any]:
+    sidecar = Sidecar(run, host, None, lambda run, asked: None)
     sidecar.poll()
     sidecar.account()
     sidecar.judge(1e6, final=True)
@@ -184,9 +192,9 @@ def test_windows_are_of_the_ranks_parts(told: list[dict[str, dict[str, Any]]]) -
     assert all(rank["slow"]["rows"] == [] for rank in told[1:])
 
 
-def test_the_slow_rank_is_named_from_rank_0_alone(told: list[dict[str, dict[str, Any]]]) -> None:
+def test_the_slow_rank_is_named_from_rank_0_alone(told: list[dict[str, dict[str, Any]]], tmp_path: Path) -> None:
     """With its part, its excess, and from where that is known; its sidecar has no record of that rank."""
-    report = report_of(told[0]["slow"])
+    report = report_of(tmp_path, told[0]["slow"])
     assert [rank["rank"] for rank in report["ranks"]] == [0]
     verdict = report["verdicts"][0]
     assert (verdict["kind"], verdict["rank"], verdict["phase"]) == ("straggler", SLOW, "forward")
@@ -195,9 +203,19 @@ def test_the_slow_rank_is_named_from_rank_0_alone(told: list[dict[str, dict[str,
     assert "Known from the windows that the devices merged" in verdict["text"]
 
 
-def test_in_a_clean_run_nobody_is_named(told: list[dict[str, dict[str, Any]]]) -> None:
+def test_where_the_sidecar_has_all_records(told: list[dict[str, dict[str, Any]]], tmp_path: Path) -> None:
+    """The judge names the rank by them, and the windows, which agree, add nothing."""
+    report = report_of(tmp_path, *(rank["slow"] for rank in told))
+    assert [rank["rank"] for rank in report["ranks"]] == list(range(len(told)))
+    (verdict,) = [each for each in report["verdicts"] if each["kind"] == "straggler"]
+    assert (verdict["rank"], verdict["phase"]) == (SLOW, "forward")
+    assert verdict["evidence"]["excess_s"] == pytest.approx(LATE_S, abs=0.0015)
+    assert "windows" not in verdict["text"]
+
+
+def test_in_a_clean_run_nobody_is_named(told: list[dict[str, dict[str, Any]]], tmp_path: Path) -> None:
     """And it is said that all ranks were compared."""
-    report = report_of(told[0]["clean"])
+    report = report_of(tmp_path, told[0]["clean"])
     (verdict,) = [each for each in report["verdicts"] if each["kind"] in ("none", "not_compared", "straggler")]
     assert verdict["kind"] == "none"
     assert verdict["evidence"]["compared"] == len(told)
