@@ -190,8 +190,8 @@ def test_what_nccl_refuses_is_told_from_what_fails_otherwise() -> None:
     assert refusal("ValueError: no") == ""
 
 
+@pytest.mark.long  # it asks for a quiet machine: who is named first may be a rank that lacked a CPU
 @pytest.mark.distributed
-@pytest.mark.slow
 @pytest.mark.skipif(device.missing() is not None, reason=f"the device cannot be built: {device.missing()}")
 def test_the_planted_part_on_the_asynchronous_device(tmp_path: Path) -> None:
     """One fault of those that the part has, planted as on CUDA."""
