@@ -73,10 +73,11 @@ $(FRAMEWORKS)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.
 bench: $(TEST)/tap
 	$(TEST)/bin/python -m benchmarks
 
-# With the caller's Python, which has torch with CUDA and CuPy; installs nothing. PARTS: some of its parts.
+# With the caller's Python, which has torch with CUDA and CuPy; installs nothing. PARTS: some of its parts; OUT: the folder
+# of gpu-check.md.
 gpu-check:
 	$(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) -m benchmarks.gpu_check $(PARTS)
+	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(PARTS)
 
 clean:
 	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) build torchlens_perf/*.so torchlens-perf

@@ -1,8 +1,9 @@
-"""What each rank of the campaign on devices runs: a small model on an asynchronous device, with a fault.
+"""What each rank of the campaign on devices runs: a small model on a device, with a fault.
 
 A loop as a user writes it: a DataLoader, forward, loss, backward, SGD, under `perf.watch` with its live sidecar. Its
 parallelism is DistributedDataParallel, fully_shard, or a tensor-parallel plan. One group of processes does a list of
-runs, each with a fresh model, a fresh watch and a folder of its own. Started by planted_devices.py.
+runs, each with a fresh model, a fresh watch and a folder of its own. Started by planted_devices.py. The device is the
+asynchronous one of the tests, or a GPU (planted_on.py).
 """
 
 from __future__ import annotations
@@ -33,27 +34,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import torchlens_perf as perf
-from benchmarks.planted_device_truth import KERNEL_MS, plant
+from benchmarks.planted_device_truth import HOST_DELAYS_MS, KERNEL_MS, STEPS, plant
+from benchmarks.planted_on import DEVICES, PlantedDevice, Spins
 from benchmarks.planted_training import Planted, wait_for_sidecar
 from benchmarks.planted_truth import Truth
-from tests.device import device
 
 WIDTH, BLOCKS, BATCH, BUCKET_MIB = 32, 4, 8, 0.02
 GROUP_TIMEOUT_S = 120
-
-
-class SpinInBackward(torch.autograd.Function):
-    """The identity, in whose backward pass a kernel takes its time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        device.spin(ctx.seconds)
-        return gradients[0], None
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -75,24 +62,26 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, device: PlantedDevice) -> None:
         super().__init__()
+        self._work = device.work
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        x, before = self._work(self.norm(x)), x
+        return before + self._work(self.down(F.gelu(self._work(self.up(x)))))
 
 
 class Model(nn.Module):
     """Blocks; what is planted in forward and backward lies in the middle. On two streams, the head runs on another."""
 
-    def __init__(self, planted: Planted, two_streams: bool) -> None:
+    def __init__(self, planted: Planted, device: PlantedDevice, two_streams: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(device) for _ in range(BLOCKS))
         self.side, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self._planted = planted
-        self._stream = torch.Stream(device.NAME) if two_streams else None
+        self._planted, self._device = planted, device
+        self._stream = torch.Stream(device.name) if two_streams else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: shape [batch, WIDTH]. Returns the same shape."""
@@ -110,36 +99,38 @@ class Model(nn.Module):
             torch.accelerator.current_stream().wait_stream(self._stream)
         else:
             side = self.side(x)
-        return self.head(x) + side
+        return self._device.work(self.head(x)) + side
 
     def _pause(self, x: Tensor) -> Tensor:
         fault = self._planted.now("forward")
         if fault is not None and fault.ms is not None:
-            device.spin(fault.ms / 1e3)
+            self._device.spin(fault.ms / 1e3)
         fault = self._planted.now("backward")
         if fault is not None and fault.ms is not None:
-            x = SpinInBackward.apply(x, fault.ms / 1e3)
+            x = Spins.apply(x, self._device.spin, 0.0, fault.ms / 1e3)
         return x
 
 
 class Loop:
     """A fresh model, optimizer and loader with this rank's faults in them. Collective: all ranks make one together."""
 
-    def __init__(self, truth: Truth, rank: int) -> None:
+    def __init__(self, truth: Truth, rank: int, device: PlantedDevice) -> None:
         torch.manual_seed(truth.seed)
+        self._device = device
         self.way, _, self.what = truth.kind.partition("-")
         self.micro_steps = 2 if "accumulation" in self.what else 1
         self.planted = Planted(truth, rank)
-        model = Model(self.planted, self.what == "two_streams").to(device.NAME)
-        mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
+        model = Model(self.planted, device, self.what == "two_streams").to(device.name)
         self.model: Any = model
         if self.way == "ddp":
             self.model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB)
         elif self.way == "fsdp":
+            mesh = init_device_mesh(device.name, (dist.get_world_size(),))
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
         else:
+            mesh = init_device_mesh(device.name, (dist.get_world_size(),))
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             for block in model.blocks:
                 parallelize_module(block, mesh, plan)
@@ -160,7 +151,8 @@ class Loop:
         for index, (x, y) in enumerate(self.loader):
             last = (index + 1) % self.micro_steps == 0
             with self._syncs(last):
-                loss = F.mse_loss(self.model(x.to(device.NAME)), y.to(device.NAME))
+                name = self._device.name
+                loss = (self.model(x.to(name)) - y.to(name)).square().mean()
                 loss.backward()
             if not last:
                 continue
@@ -175,11 +167,11 @@ class Loop:
             if slow is None:
                 slow = self.planted.now("device")
                 if slow is not None and slow.share is not None:
-                    device.set_slowness(1 + slow.share)
+                    self._device.set_slowness(1 + slow.share)
             now_s = time.perf_counter()
             seconds.append(now_s - begin_s)
             begin_s = now_s
-        device.set_slowness(1.0)
+        self._device.set_slowness(1.0)
         torch.accelerator.synchronize()
         return seconds
 
@@ -193,15 +185,15 @@ class Loop:
     def _spin(self, phase: str) -> None:
         fault = self.planted.now(phase)
         if fault is not None and fault.ms is not None:
-            device.spin(fault.ms / 1e3)
+            self._device.spin(fault.ms / 1e3)
 
 
-def record(truth: Truth, out: Path, rank: int) -> str:
+def record(truth: Truth, out: Path, rank: int, device: PlantedDevice) -> str:
     """One run under perf.watch, in its own folder; the truth is written last. Returns a line on how it went."""
     folder = out / truth.name
     if rank == 0 and folder.exists():
         shutil.rmtree(folder)  # broken off
-    loop = Loop(truth, rank)
+    loop = Loop(truth, rank, device)
     dist.barrier()
     with perf.watch(loop.model, loop.optimizer, dir=str(folder)) as watch:
         seconds = loop.train()
@@ -221,17 +213,19 @@ def main(done: Callable[[Truth, str], None] = lambda truth, how: print(f"{truth.
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--store", type=Path, required=True, help="file that the ranks meet at")
+    parser.add_argument("--device", choices=DEVICES, default="asyncdev")
+    parser.add_argument("--host-ms", nargs=2, type=int, default=HOST_DELAYS_MS, help="of a slow host: from, to")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    device.load()
-    device.set_kernel_time(KERNEL_MS / 1e3)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, timeout = dist.FileStore(str(asked.store), ranks), datetime.timedelta(seconds=GROUP_TIMEOUT_S)
-    dist.init_process_group(device.NAME, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    device = DEVICES[asked.device]()
+    device.load(KERNEL_MS / 1e3, rank)
+    dist.init_process_group(device.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     for each in asked.runs:
         kind, _, seed = each.partition(":")
-        truth = plant(kind, int(seed), ranks, **({"steps": asked.steps} if asked.steps else {}))
-        how = record(truth, asked.out, rank)
+        truth = plant(kind, int(seed), ranks, asked.steps or STEPS, device.slowness, asked.host_ms)
+        how = record(truth, asked.out, rank, device)
         gc.collect()  # the model and its buckets, before the next one
         if rank == 0:
             done(truth, how)

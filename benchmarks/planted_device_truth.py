@@ -35,8 +35,16 @@ CLEAN = ("clean", "clean_item", "clean_accumulation")
 KINDS = tuple(f"{way}-{fault}" for way in WAYS for fault in (*FAULTS, *CLEAN))
 
 
-def plant(kind: str, seed: int, ranks: int = RANKS, steps: int = STEPS) -> Truth:
-    """Draws a run's fault. Raises ValueError for an unknown kind."""
+def plant(
+    kind: str,
+    seed: int,
+    ranks: int = RANKS,
+    steps: int = STEPS,
+    slowness: float = SLOWNESS,
+    host_delays_ms: tuple[int, int] = HOST_DELAYS_MS,
+) -> Truth:
+    """Draws a run's fault. slowness, host_delays_ms: of a slow device and a slow host. Raises ValueError for an unknown
+    kind."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; there are {', '.join(KINDS)}")
     what = kind.partition("-")[2]
@@ -44,10 +52,10 @@ def plant(kind: str, seed: int, ranks: int = RANKS, steps: int = STEPS) -> Truth
         return Truth(kind, seed, ranks, steps, ())
     draw = random.Random(f"{kind}/{seed}")
     rank, first, phase = draw.randrange(ranks), draw.randint(*FIRST_STEPS), draw.choice(FAULTS[what])
-    delays_ms = HOST_DELAYS_MS if phase in ("data", "host") else DELAYS_MS
+    delays_ms = host_delays_ms if phase in ("data", "host") else DELAYS_MS
     fault = Fault(rank, phase, first, None, draw.randint(*delays_ms), "spin")
     if what == "slow_device":
-        fault = Fault(rank, phase, first, None, None, "slow", share=SLOWNESS - 1)
+        fault = Fault(rank, phase, first, None, None, "slow", share=slowness - 1)
     elif what == "intermittent":
         slots = tuple(sorted(draw.sample(range(OF_STEPS), SLOW_STEPS)))
         fault = Fault(rank, phase, first, None, INTERMITTENT_MS, "spin", slow_of=(OF_STEPS, slots))

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from benchmarks.measure import Table
-from benchmarks.planted_device_truth import CLEAN, FAULTS, KINDS, RANKS, WAYS, plant
+from benchmarks.planted_device_truth import CLEAN, FAULTS, HOST_DELAYS_MS, KINDS, RANKS, WAYS, plant
 from benchmarks.planted_faults import RUN_TIMEOUT_S, seeds, started, wait
 from benchmarks.planted_truth import Truth
 from benchmarks.planted_verdicts import Score, StragglerSummary, judged_again, run_directory, score, slowest_step
@@ -38,6 +38,20 @@ def live(folder: Path) -> StragglerSummary | None:
     return StragglerSummary(findings.episodes[0].rank, findings.episodes[0].phase) if findings.episodes else None
 
 
+def training(
+    truths: list[Truth],
+    out: Path,
+    store: Path,
+    device: str = "asyncdev",
+    host_ms: tuple[int, int] = HOST_DELAYS_MS,
+) -> list[str]:
+    """The command of each rank of a group that does these runs, which are equally long. store: a new file."""
+    command = [sys.executable, "-m", "benchmarks.planted_device_training", "--out", str(out), "--store", str(store)]
+    command += ["--device", device, "--steps", str(truths[0].steps)]
+    command += ["--host-ms", *map(str, host_ms)]
+    return [*command, *(f"{truth.kind}:{truth.seed}" for truth in truths)]
+
+
 def record(truths: list[Truth], out: Path, ranks: int) -> int:
     """Records the runs that `out` does not hold yet. Returns the exit code: 1 where ranks fail twice in a row."""
     out.mkdir(parents=True, exist_ok=True)
@@ -46,8 +60,7 @@ def record(truths: list[Truth], out: Path, ranks: int) -> int:
         print(f"{len(truths) - len(missing)} of {len(truths)} recorded", flush=True)
         group = missing[:RUNS_PER_GROUP]
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.planted_device_training", "--out", str(out)]
-            command += ["--store", f"{folder}/store", *(f"{truth.kind}:{truth.seed}" for truth in group)]
+            command = training(group, out, Path(folder) / "store")
             with started(command, ranks, out) as processes:
                 failed = wait(processes, time.monotonic() + RUN_TIMEOUT_S * len(group))
         if failed:

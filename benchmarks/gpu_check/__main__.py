@@ -1,83 +1,55 @@
-"""Runs the parts that are named, or all of them, prints a line each with PASS or FAIL, and exits with 1 on a FAIL.
+"""Runs the parts that are named, or all of them, the most important first; a line each, with PASS, FAIL or not run.
 
-    python -m benchmarks.gpu_check [PART...]
+    python -m benchmarks.gpu_check [PART...] [--out FOLDER] [--seconds 540] [--device asyncdev]
 
-Without a GPU it exits with 2. Takes less than ten minutes on one like an H200, and no network.
+Writes FOLDER/gpu-check.md, after each line. Exits with 1 on a FAIL, with 2 where nothing can be checked, as without a
+GPU, and with 3 where no line is a FAIL but the time was over before all parts had run.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import signal
+import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from pathlib import Path
 
-import torch
+from benchmarks.gpu_check.parts import ASYNC, CUDA, MODULES, PARTS
+from benchmarks.gpu_check.runner import ROOT, Runner
 
-from benchmarks.gpu_check import (
-    accuracy,
-    allocator,
-    captures,
-    cost,
-    graphs,
-    kernel_checks,
-    merging,
-    nccl,
-    telemetry,
-    tools,
-)
-from benchmarks.gpu_check.checks import Checks
-
-# memory and synchronizations come first: they must see how a process makes its first ring.
-PARTS: dict[str, Callable[[Checks], None]] = {
-    "memory": cost.memory,
-    "synchronizations": cost.synchronizations,
-    "allocator": allocator.allocator,
-    "clock": accuracy.clock,
-    "accuracy": accuracy.accuracy,
-    "kernels": kernel_checks.equality,
-    "floors": kernel_checks.floors,
-    "crossover": kernel_checks.crossover,
-    "graphs": graphs.graphs,
-    "merging": merging.merging,
-    "nccl1": nccl.nccl1,
-    "nccl2": nccl.nccl2,
-    "gaps": cost.gaps,
-    "overhead": cost.overhead,
-    "nvml": telemetry.nvml,
-    "capture": captures.capture,  # after what is timed: CUPTI may stay attached
-    "nvtx": tools.nvtx,
-    "sanitizer": tools.sanitizer,
-}
+SECONDS = 540
 
 
 def main() -> int:
     """The exit code."""
-    names = sys.argv[1:] or list(PARTS)
-    unknown = [name for name in names if name not in PARTS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS))
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of gpu-check.md")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="then no further part begins")
+    parser.add_argument("--device", choices=(CUDA, ASYNC, MODULES), default=CUDA)
+    asked = parser.parse_args()
+    there = {part.name: part for part in PARTS if asked.device in part.devices}
+    unknown = [name for name in asked.parts if name not in there]
     if unknown:
-        print(f"unknown part {unknown[0]}; there are {', '.join(PARTS)}", file=sys.stderr)
+        where = "" if asked.device == CUDA else f" on {asked.device}"
+        print(f"unknown part {unknown[0]}{where}; there are {', '.join(there)}", file=sys.stderr)
         return 2
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        print("no NVIDIA GPU, or a torch without CUDA: nothing was checked", file=sys.stderr)
+    if not asked.out.is_dir():
+        print(f"no folder {asked.out}", file=sys.stderr)
         return 2
-    import cupy
-
-    device = torch.cuda.get_device_properties(0)
-    print(f"{device.name}, torch {torch.__version__}, CuPy {cupy.__version__}, Python {sys.version.split()[0]}\n")
-    print("| part | what | value | bar | |\n| --- | --- | --- | --- | --- |", flush=True)
-    checks = Checks()
-    for name in names:
-        begin = time.monotonic()
-        try:
-            PARTS[name](checks)
-        except Exception as error:  # the other parts still tell something
-            traceback.print_exc()
-            checks.bar(name, "the part itself", f"{type(error).__name__}: {error}"[:200], "runs", False)
-        print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr)
-        checks.save()
-    print(f"\n{checks.failed} FAIL of {len(checks.rows)} lines")
-    return 1 if checks.failed else 0
+    begin_s = time.monotonic()
+    told = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check.facts", asked.device], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    if told.returncode:
+        return 2
+    facts = json.loads(told.stdout)
+    print(", ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the part that runs is ended
+    runner = Runner(asked.out.absolute(), asked.device, facts, asked.seconds - (time.monotonic() - begin_s))
+    return runner.run([there[name] for name in asked.parts] if asked.parts else list(there.values()))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
-from benchmarks.gpu_check.checks import Checks, Spin, launch, new_ring, occupy, stream
+from benchmarks.gpu_check.checks import Spin, launch, new_ring, occupy, stream
+from benchmarks.gpu_check.lines import Checks
 from torchlens_perf.cuda.reduction import Exact, Sum
 from torchlens_perf.cuda.stamps import NO_SLOT
 from torchlens_perf.hooks.on_device.clock import EventClock
@@ -14,6 +17,7 @@ from torchlens_perf.hooks.on_device.events import CudaEvents
 SPINS_NS = (10_000, 50_000, 200_000, 1_000_000, 10_000_000)
 REPEATS = 40
 _READINGS = 20_000
+_MARKS = 100  # fewer than the device's queue has room for
 
 
 def clock(checks: Checks) -> None:
@@ -28,6 +32,17 @@ def clock(checks: Checks) -> None:
     median = float(np.median(known)) if known else float("nan")
     met = len(known) == len(errors) and median <= 50_000
     checks.bar("clock", "anchor of device times on the host's line", f"+- {median / 1e3:.1f} us", "<= 50 us", met)
+    marked = EventClock(CudaEvents(torch.cuda.current_device()))
+    times_ns = []
+    for _ in range(REPEATS):
+        begin_ns = time.perf_counter_ns()
+        for _ in range(_MARKS):
+            marked.mark()
+        times_ns.append((time.perf_counter_ns() - begin_ns) / _MARKS)
+        torch.cuda.synchronize()
+        marked.drain()
+        marked.drain()
+    checks.value("clock", "a mark takes of the host", f"{min(times_ns):.0f} ns")
 
 
 def accuracy(checks: Checks) -> None:

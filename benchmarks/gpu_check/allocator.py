@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import torchlens_perf as perf
-from benchmarks.gpu_check.checks import Checks
+from benchmarks.gpu_check.lines import Checks
 from benchmarks.gpu_check.runs import last_rings
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics, memory_signals
 from torchlens_perf.run.ring import Kind, Reader

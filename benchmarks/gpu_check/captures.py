@@ -14,8 +14,8 @@ import torch
 
 import torchlens_perf as perf
 from benchmarks.capture_cost import STEPS, Asking
-from benchmarks.gpu_check.checks import Checks
 from benchmarks.gpu_check.gpt import trainer
+from benchmarks.gpu_check.lines import Checks
 from torchlens_perf.run.captures import SNAPSHOT
 
 AROUND, TIMES = 40, 3

@@ -1,13 +1,10 @@
-"""The lines of the check, and what its parts share: kernels of its own, and times by the device."""
+"""What the parts share: kernels of their own, and times by the device."""
 
 from __future__ import annotations
 
 import functools
-import json
-import os
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,36 +38,6 @@ extern "C" __global__ void read_clock(unsigned long long *times_ns, int count)
 }
 extern "C" __global__ void nothing(void) {}
 """
-
-
-class Checks:
-    """Collects the lines, and prints each as it comes."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, str]] = []
-        self.failed = 0
-
-    def value(self, part: str, what: str, value: str) -> None:
-        """A figure without a bar."""
-        self._add(part, what, value, "", "")
-
-    def bar(self, part: str, what: str, value: str, bar: str, met: bool) -> None:
-        """A figure with one."""
-        self.failed += not met
-        self._add(part, what, value, bar, "PASS" if met else "FAIL")
-
-    def missing(self, part: str, what: str, reason: str) -> None:
-        """What could not be run; no PASS."""
-        self._add(part, what, f"not run: {reason}", "", "")
-
-    def _add(self, *cells: str) -> None:
-        self.rows.append(dict(zip(("part", "what", "value", "bar", "result"), cells, strict=True)))
-        print("| " + " | ".join(cells) + " |", flush=True)
-
-    def save(self) -> None:
-        """As JSON where OUT names a folder, besides what was printed."""
-        if "OUT" in os.environ:
-            (Path(os.environ["OUT"]) / "gpu_check.json").write_text(json.dumps(self.rows, indent=1))
 
 
 @functools.cache

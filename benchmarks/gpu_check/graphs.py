@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import torchlens_perf as perf
-from benchmarks.gpu_check.checks import Checks
 from benchmarks.gpu_check.gpt import trainer
+from benchmarks.gpu_check.lines import Checks
 from benchmarks.gpu_check.runs import last_rings, stamped
 
 REPLAYS = 40

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import torchlens_perf as perf
-from benchmarks.gpu_check.checks import Checks, Spin
+from benchmarks.gpu_check.checks import Spin
+from benchmarks.gpu_check.lines import Checks
 from benchmarks.gpu_check.runs import device_statistics, last_rings
 from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS
 from torchlens_perf.run.device.merged_rows import MergedRow, unpacked

@@ -1,9 +1,11 @@
-"""NCCL's kernels through the plugin: that it is loaded on one rank, and that two ranks of one GPU name the late one.
+"""NCCL's kernels through the plugin: that it is loaded, that two ranks of one GPU name the late one, what it takes.
 
 Each in processes of its own, for NCCL looks for the plugin at a process's first communicator only. On one rank it
 launches no kernel that it tells of: an all-reduce is a copy, and at a send to itself timing is given up. Two ranks on
-one GPU are not what NCCL is for: each is told that it is another host, and they talk over sockets. Where NCCL refuses,
-that is said and nothing is concluded.
+one GPU are not what NCCL is for: see one_gpu.py. Where NCCL refuses, that is said and nothing is concluded.
+
+As two hosts, NCCL has its progress thread and its pool in shared memory with and without the plugin; what the plugin
+adds in one node is told by the ranks that are on one host, if NCCL lets them.
 """
 
 from __future__ import annotations
@@ -13,31 +15,29 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-import torchlens_perf as perf
-from benchmarks.gpu_check.checks import Checks, Spin
-from benchmarks.gpu_check.runs import last_rings
+from benchmarks.gpu_check.lines import Checks
+from benchmarks.gpu_check.nccl_ranks import STEPS
+from benchmarks.gpu_check.one_gpu import one_host, refusal, small_shared_memory, two_hosts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.recorder import nccl_plugin
-from torchlens_perf.recorder.nccl_plugin import VARIABLE, Cause
+from torchlens_perf.recorder.nccl_plugin import Cause
 from torchlens_perf.report.collective_table import collective_rows
-from torchlens_perf.run.ring import Flag, Kind, Reader
+from torchlens_perf.run.ring import Reader
 
 ROOT = Path(__file__).parent.parent.parent
-STEPS, SPIN_NS, MIN_LAG_NS = 20, 20_000_000, 10_000_000
-_TIMEOUT_S = 120
-_ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29654", "RANK": "0", "WORLD_SIZE": "1"}
-_TWO_HOSTS = {
-    "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2", "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29655", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-}  # fmt: skip
+MIN_LAG_NS = 10_000_000
+_TIMEOUT_S = 40
+_DESTROY_S = 10
+_RANKS = "benchmarks.gpu_check.nccl_ranks"
+_MEETING = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+_ALONE = {**_MEETING, "MASTER_PORT": "29654", "RANK": "0", "WORLD_SIZE": "1"}
+_TWO = {**_MEETING, "MASTER_PORT": "29655", "WORLD_SIZE": "2"}
+_WISHES = ("off", "on")
+Told = dict[str, dict[str, Any]]
 
 
 def nccl1(checks: Checks) -> None:
@@ -48,13 +48,13 @@ def nccl1(checks: Checks) -> None:
         return
     every = nccl_plugin.steps_between(version, asked_for=True)
     checks.value("nccl1", "NCCL; steps between timed ones", f"{version}; {every}")
-    told = {}
-    for wish in ("on", "off"):
+    told: Told = {}
+    for wish in _WISHES:
         with tempfile.TemporaryDirectory() as folder:
-            environ = {**os.environ, **_ALONE, "PYTHONPATH": str(ROOT)}
-            command = [sys.executable, "-m", __name__, "lone", folder, wish]
+            command = [sys.executable, "-m", _RANKS, "lone", folder, wish]
+            environ = {**os.environ, **_ALONE}
             subprocess.run(command, env=environ, check=True, timeout=_TIMEOUT_S, stdout=subprocess.DEVNULL)
-            told[wish] = json.loads((Path(folder) / "told-0.json").read_text())
+            told[wish] = _told(Path(folder))
     found = told["on"]
     made = found["communicators"]
     checks.bar("nccl1", "communicators made with the plugin", str(made), ">= 1", made >= 1)
@@ -66,29 +66,40 @@ def nccl1(checks: Checks) -> None:
     checks.value("nccl1", "of them with a kernel's time", str(found["ended"]))
     cause = Cause(found["given_up"])
     checks.bar("nccl1", "timing given up for", cause.name, "SELF_COPY", cause is Cause.SELF_COPY)
-    _costs(checks, "nccl1", told)
+    _costs(checks, "nccl1", "one rank", told)
 
 
-def _costs(checks: Checks, part: str, told: dict[str, dict[str, Any]]) -> None:
+def _costs(checks: Checks, part: str, where: str, told: Told) -> None:
     """NCCL starts its own progress thread for works that are timed, which asks all the time while there are some."""
-    for what, field, unit in (("threads", "threads", ""), ("process CPU", "cpu_s", " s")):
-        value = " / ".join(f"{told[wish][field]:.4g}{unit}" for wish in ("on", "off"))
-        checks.value(part, f"{what} with / without the plugin", value)
+    for what, field, unit in (
+        ("threads", "threads", ""), ("process CPU", "cpu_s", " s"), ("shared memory", "shared_mib", " MiB")
+    ):  # fmt: skip
+        value = " / ".join(f"{told[wish][field]:.4g}{unit}" for wish in reversed(_WISHES))
+        checks.value(part, f"{where}: {what} with / without the plugin", value)
+    for wish, name in zip(_WISHES, ("without", "with"), strict=True):
+        destroy_s = told[wish]["destroy_s"]
+        value = "did not end" if destroy_s is None else f"{destroy_s:.2f} s"
+        met = destroy_s is not None and destroy_s <= _DESTROY_S
+        what = f"{where}: communicators destroyed {name} the plugin"
+        if wish == "off":
+            checks.value(part, what, value)
+        else:
+            checks.bar(part, what, value, f"<= {_DESTROY_S} s", met)
 
 
 def nccl2(checks: Checks) -> None:
     """Two ranks on one GPU, of which rank 1 has 20 ms of work before each all-reduce."""
     what = "who came last in an all-reduce"
-    told = {}
-    for wish in ("off", "on"):
+    told: Told = {}
+    for wish in _WISHES:
         with tempfile.TemporaryDirectory() as folder:
             problem = _two_ranks(folder, wish)
             if problem:
-                checks.missing("nccl2", what, problem)
+                _not_ended(checks, "nccl2", what, wish, problem)
                 return
-            told[wish] = json.loads((Path(folder) / "told-0.json").read_text())
+            told[wish] = _told(Path(folder))
             row = _joined(Path(folder))
-    _costs(checks, "nccl2", told)
+    _costs(checks, "nccl2", "two hosts", told)
     cause = Cause(told["on"]["given_up"])
     checks.bar("nccl2", "timing given up for", cause.name, "NOT_GIVEN_UP", cause is Cause.NOT_GIVEN_UP)
     if row is None or not row["joined"]:
@@ -103,27 +114,75 @@ def nccl2(checks: Checks) -> None:
     checks.value("nccl2", "the transfer, once both were there", f"{1e3 * row['transfer_s']['p50_s']:.2f} ms")
 
 
-def _two_ranks(folder: str, wish: str) -> str:
-    """Runs both. What went wrong; "" if nothing did."""
-    environ = {**os.environ, **_TWO_HOSTS, "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, "pair", folder, wish],
-            env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"torchlens-perf-{rank}"},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+def nccl_room(checks: Checks) -> None:
+    """What the plugin takes on one host; and two containers with the usual 64 MB of shared memory, a rank in each."""
+    told: Told = {}
+    for wish in _WISHES:
+        with tempfile.TemporaryDirectory() as folder:
+            problem = _two_ranks(folder, wish, same_host=True)
+            if problem:
+                _not_ended(checks, "nccl_room", "one host: what the plugin takes", wish, problem)
+                break
+            told[wish] = _told(Path(folder))
+    else:
+        _costs(checks, "nccl_room", "one host", told)
+    what = "three communicators in 64 MB of shared memory"
+    prefix = small_shared_memory()
+    if isinstance(prefix, str):
+        checks.missing("nccl_room", what, prefix)
+        return
+    for wish in _WISHES:
+        with tempfile.TemporaryDirectory() as folder:
+            problem = _two_ranks(folder, wish, prefix=prefix, groups=3)
+            if wish == "off" and problem:
+                checks.missing("nccl_room", what, f"nor without the plugin: {problem}")
+                return
+            if wish == "on":
+                found = _told(Path(folder)) if not problem else {}
+                value = problem or f"ended; timing given up for {Cause(found['given_up']).name}"
+                met = not problem and found["destroy_s"] is not None
+                checks.bar("nccl_room", what, value, "the ranks end by themselves", met)
+
+
+def _not_ended(checks: Checks, part: str, what: str, wish: str, problem: str) -> None:
+    """What fails without the plugin, too, says nothing of it; what fails with it alone does."""
+    if wish == "off":
+        checks.missing(part, what, problem)
+    else:
+        checks.bar(part, what, f"with the plugin, and not without: {problem}", "the ranks end", False)
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    """What rank 0 has told."""
+    ended = folder / "ended-0.json"
+    destroy_s = json.loads(ended.read_text()) if ended.exists() else None
+    return {**json.loads((folder / "told-0.json").read_text()), "destroy_s": destroy_s}
+
+
+def _two_ranks(folder: str, wish: str, *, prefix: Sequence[str] = (), same_host: bool = False, groups: int = 1) -> str:
+    """Runs both, with `prefix` before each one's command. What went wrong; "" if nothing did."""
+    ranks = []
+    for rank in range(2):
+        settings = one_host() if same_host else two_hosts(rank)
+        local = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        if same_host or not prefix:
+            local = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        command = [*prefix, sys.executable, "-m", _RANKS, "pair", folder, wish, str(groups)]
+        environ = {**os.environ, **_TWO, **settings, **local, "RANK": str(rank)}
+        ranks.append(
+            subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         )
-        for rank in range(2)
-    ]  # fmt: skip
     try:
-        errors = [rank.communicate(timeout=_TIMEOUT_S)[1] for rank in ranks]
+        errors = "\n".join(rank.communicate(timeout=_TIMEOUT_S)[1] for rank in ranks)
     except subprocess.TimeoutExpired:
         return f"two ranks on one GPU did not end within {_TIMEOUT_S} s"
     finally:
         for each in ranks:
             each.kill()
-    if any(rank.returncode for rank in ranks):
-        words = [line for line in "\n".join(errors).splitlines() if "rror" in line]
-        return f"NCCL refused two ranks on one GPU: {words[-1][:120] if words else 'no word'}"
+    codes = [rank.returncode for rank in ranks]
+    if any(codes):
+        refused = refusal(errors)
+        return f"NCCL refused: {refused}" if refused else f"exit codes {codes}: {errors.strip()[-120:]}"
     return ""
 
 
@@ -140,49 +199,3 @@ def _joined(folder: Path) -> dict[str, Any] | None:
     join.join()
     rows = [row for row in collective_rows([join]) if row["operation"] == "allreduce"]
     return rows[0] if rows else None
-
-
-def _tell(folder: str, **found: object) -> None:
-    """What this process used, and what the plugin has counted, for the one that has started it."""
-    plugin = nccl_plugin.load()
-    counters = {} if plugin is None else plugin.counters()._asdict()
-    used = {"threads": len(os.listdir("/proc/self/task")), "cpu_s": time.process_time()}
-    (Path(folder) / f"told-{os.environ['RANK']}.json").write_text(json.dumps({**counters, **used, **found}))
-
-
-def _lone(folder: str, wish: str) -> None:
-    with perf.watch(dir=folder, sidecar=False, report=False, modules="none", nccl=wish) as watch:
-        named = os.environ.get(VARIABLE) == str(nccl_plugin.path())
-        dist.init_process_group("nccl")
-        tensor = torch.ones(1 << 18, device="cuda")
-        for _ in range(STEPS):
-            dist.all_reduce(tensor)
-            dist.all_to_all_single(torch.empty_like(tensor), tensor)
-            watch.step()
-        torch.cuda.synchronize()
-    reader = Reader(last_rings(folder))
-    records = reader.read(final=True).records
-    reader.close()
-    collectives = records[records["kind"] == Kind.COLLECTIVE]
-    ended = int((collectives["flags"] & Flag.COMPLETED != 0).sum())
-    _tell(folder, named=named, left=VARIABLE in os.environ, recorded=len(collectives), ended=ended)
-    dist.destroy_process_group()
-
-
-def _one_of_two(folder: str, wish: str) -> None:
-    torch.cuda.set_device(0)
-    with perf.watch(dir=folder, sidecar=False, report=False, modules="none", nccl=wish) as watch:
-        dist.init_process_group("nccl")
-        rank, tensor, spin = dist.get_rank(), torch.ones(1 << 18, device="cuda"), Spin()
-        for _ in range(STEPS):
-            if rank == 1:
-                spin(SPIN_NS)
-            dist.all_reduce(tensor)
-            torch.cuda.synchronize()
-            watch.step()
-    _tell(folder)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    {"lone": _lone, "pair": _one_of_two}[sys.argv[1]](*sys.argv[2:])

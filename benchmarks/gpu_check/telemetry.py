@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.gpu_check.checks import Checks
+from benchmarks.gpu_check.lines import Checks
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GPU_GAUGES, GpuSample, GpuTotals
 from torchlens_perf.hooks.on_device.choice import facts_of
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.gpu_check.checks import Checks
+from benchmarks.gpu_check.lines import Checks
 
 ROOT = Path(__file__).parent.parent.parent
 NVTX_STEPS = 5
@@ -58,7 +58,7 @@ def sanitizer(checks: Checks) -> None:
         errors = ["--report-api-errors", "no"] if check == "memcheck" else []  # torch makes some on purpose
         command = [tool, "--tool", check, "--error-exitcode", "9", *errors, "--kernel-regex", "kns=reduce_window"]
         command += ["--kernel-regex", "kns=merged_quantiles", "--kernel-regex", "kns=rank_scores"]
-        command += ["--kernel-regex", "kns=stamp", sys.executable, "-m", "benchmarks.gpu_check", "kernels"]
+        command += ["--kernel-regex", "kns=stamp", sys.executable, "-m", "benchmarks.gpu_check.part", "kernels"]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
         summary = [line for line in run.stdout.splitlines() if "SUMMARY" in line]
         if not summary:

@@ -8,7 +8,7 @@
 
 It is a PrivateUse1 backend in C++, compiled at the first use (half a minute of two processors; tests/device/build).
 Memory is the host's. Each operator is issued to the current stream and returns at once: its shapes come from the meta
-device, its values later from the CPU's own kernel, on the stream's thread. So numbers are the CPU's to the last bit, and
+device, its values later from the CPU's own kernel, on the stream's thread. Numbers are the CPU's to the last bit, and
 the host runs ahead. What needs a value waits, as on CUDA: item(), cpu(), nonzero(), blocking copies, a barrier.
 
 Times are planted, and exact on a busy machine. Each stream has a line of its own on the device's clock: a kernel begins

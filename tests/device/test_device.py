@@ -229,6 +229,7 @@ def streams() -> dict[str, Any]:
     main, side = torch.accelerator.current_stream(), torch.Stream(DEVICE)
     x = torch.zeros(8, device=DEVICE)
     torch.accelerator.synchronize()
+    begin = event()
     release = device.never()
     x += 1
     main_passed = event()
@@ -246,6 +247,7 @@ def streams() -> dict[str, Any]:
     release()
     side_passed.synchronize()
     told["value"] = y.cpu().tolist()
+    told["never ms"] = begin.elapsed_time(main_passed)
     told["ordered ms"] = main_passed.elapsed_time(side_passed)
 
     def both() -> None:
@@ -257,7 +259,16 @@ def streams() -> dict[str, Any]:
         device.spin(20 * MS)
         main.wait_event(end)
 
-    told["both ms"] = timed_ms(both)[1]
+    def one_after_the_other() -> None:
+        device.spin(20 * MS)
+        first = event()
+        with side:
+            side.wait_event(first)
+            device.spin(20 * MS)
+            second = event()
+        main.wait_event(second)
+
+    told["both ms"], told["one after the other ms"] = timed_ms(both)[1], timed_ms(one_after_the_other)[1]
 
     seen: list[torch.Stream] = []
 
@@ -472,6 +483,8 @@ def test_streams_and_events_order_work(told: dict[str, Any]) -> None:
     assert streams["value"] == [2.0] * 8
     assert streams["ordered ms"] >= 0.02 - 1e-6  # the side stream's kernel
     assert streams["both ms"] == pytest.approx(20, abs=EXACT_MS)  # side by side
+    assert streams["one after the other ms"] == pytest.approx(40, abs=EXACT_MS)
+    assert streams["never ms"] > 50  # released so much later
     assert streams["current"]
     assert streams["backward"]
 
@@ -626,8 +639,11 @@ def program(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_process_ends_with_work_under_way(built: None) -> None:
-    with program(LEAVES_WORK) as process:
+    process = program(LEAVES_WORK)
+    try:
         output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert (process.returncode, output) == (0, "done\n"), errors
 
 

@@ -18,6 +18,10 @@ from torch import nn
 from tests.device import device
 from tests.support.device_ranks import DEVICE, Trained, begin, train
 from tests.support.gloo import run_ranks
+from tests.support.long import long
+from torchlens_perf.hooks import collective as hooks_collective
+from torchlens_perf.hooks import module as hooks_module
+from torchlens_perf.recorder import native_tap, python, recorder, session
 from torchlens_perf.run.ring import Kind
 
 pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
@@ -155,6 +159,19 @@ def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return of
 
 
+def exchanging_ranks_in_python(folder: Path) -> dict[str, Both]:
+    """With the recorder and the taps in Python."""
+    for module in (session, hooks_module):
+        for name in ("Recorder", "ModuleCall"):
+            if hasattr(module, name):
+                setattr(module, name, getattr(python, name))
+    hooks_collective.timed_wait = python.timed_wait
+    recorder.NATIVE = False
+    native_tap.load.cache_clear()
+    assert native_tap.load() is None
+    return exchanging_ranks(folder)
+
+
 HOWS = ("synchronous", "Work.wait", "wait_tensor", "pipeline")
 
 
@@ -256,9 +273,10 @@ def test_tensor_parallel(tmp_path: Path) -> None:
         assert set(names(trained)) == {"wait", "backward tail"}
 
 
-def test_waits_of_all_kinds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", [exchanging_ranks, *long(exchanging_ranks_in_python)])
+def test_waits_of_all_kinds(tmp_path: Path, function: Callable[[Path], Any]) -> None:
     """Synchronous collectives in the current stream, Work.wait, wait_tensor, and pipelines' sends and receives."""
-    ranks = run_ranks(exchanging_ranks, tmp_path)
+    ranks = run_ranks(function, tmp_path)
     for how in HOWS:
         fast, _ = check([rank[how] for rank in ranks])
         name = "synchronous collective" if how == "synchronous" else "wait"

@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.device import device
 from tests.distributed.test_hang_live import STARTED_S, hang
 from tests.support.live_ranks import LiveRanks
+from tests.support.processes import SCRIPTS
 
 NODES = ("node-a", "node-b")
 RANKS = 4
@@ -62,6 +65,21 @@ def test_slow_rank_of_another_node(tmp_path: Path) -> None:
     assert found["phase"] == "compute"
     assert "rank 3" in found["text"].lower()
     assert "node-b" in found["text"]
+
+
+@pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
+def test_slow_device_of_another_node(tmp_path: Path) -> None:
+    """Ranks on devices: the windows that the nodes exchange are of the devices' time, and so is what node 0 names."""
+    device.build()
+    slow = {"SLOW_RANK": str(SLOW_RANK), "SLOW_FROM": "10", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with LiveRanks(tmp_path, RANKS, NODES, script=str(SCRIPTS / "train_device_ranks.py"), **slow) as job:
+        found = job.wait_for(planted_straggler, 2 * STARTED_S, NODES[0])
+        report = job.report(NODES[0])
+
+    assert found["phase"] == "forward"
+    assert "node-b" in found["text"]
+    assert "host time" not in found["text"]
+    assert (report["run"]["judged_by"], len(report["ranks"])) == ("device", RANKS // 2)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,9 @@ from tests.support.recorders import IDS
 from tests.support.recording import Recording, recorded, records_of
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.commands import tap_build
+from torchlens_perf.hooks.on_device import sections
 from torchlens_perf.hooks.on_device.nccl import NcclHook
+from torchlens_perf.hooks.on_device.stalls import Stalls
 from torchlens_perf.recorder import nccl_plugin
 from torchlens_perf.report.collective_table import collective_rows
 from torchlens_perf.run import tap_requirements
@@ -62,7 +64,7 @@ class PlantedClock:
     def __init__(self) -> None:
         self.base_ns, self.marks = time.monotonic_ns() + 10_000 * MILLISECOND, 0
 
-    def mark(self) -> int:
+    def mark(self, only_on: Any = None) -> int:
         self.marks += 1
         return self.marks
 
@@ -112,7 +114,11 @@ def one_rank(folder: Path) -> dict[str, Any]:
     with recorded(folder / "events") as by_events:
         session = by_events.watch._session
         session._attached.enter_context(NcclHook("auto", nccl=(2, 26, 2)).attach(session))
-        session.use_clock(PlantedClock())
+        clock: Any = PlantedClock()
+        stalls = Stalls(session, clock, lambda *span: None)
+        session.use_clock(clock, stalls)
+        sections.time_collectives(stalls.begin_collective)
+        session._attached.callback(sections.time_collectives, None)
         dist.all_reduce(OnDevice(), group=group)
         dist.all_reduce(OnDevice(), group=group, async_op=True)
         dist.all_reduce(torch.ones(2), group=group)

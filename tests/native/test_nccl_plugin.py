@@ -338,6 +338,29 @@ def test_end_without_a_clock(rig: NcclRig) -> None:
     assert ends(rig) == [(0, Flag.ASYNC)]
 
 
+def test_begun_kernels_show_in_the_ring(rig: NcclRig) -> None:
+    """As soon as NCCL tells of the first channel: who hangs has one that has not begun."""
+
+    def begun() -> list[int]:
+        return [each.began for each in rig.reader.groups()]
+
+    first = rig.collective(7, channels=2)
+    second = rig.collective(8, channels=2)
+    assert begun() == [0]
+    rig.nccl.kernel_began(rig.context, first, 1, rig.device_ns())
+    assert begun() == [8]
+    rig.nccl.kernel_began(rig.context, first, 0, rig.device_ns())
+    rig.nccl.kernel_began(rig.context, second, 0, rig.device_ns())
+    assert begun() == [9]
+    rig.recorder.returned(rig.issue(9), int(End.BY_CALLBACK))  # of which NCCL tells nothing
+    assert begun() == [0], "the last one that is known says nothing of the last one that was issued"
+    third = rig.collective(10)
+    rig.nccl.kernel_began(rig.context, third, 0, rig.device_ns())
+    assert begun() == [11]
+    rig.kernel(rig.collective(11), -1)  # impossible: timing is given up
+    assert begun() == [0]
+
+
 @pytest.mark.parametrize("wrong", ["began before it was issued", "ended before it began"])
 def test_times_of_another_kernel(wrong: str, rig: NcclRig) -> None:
     """NCCL has lost count (nccl#2369): from then on none of its times is believed, and it is asked for none."""

@@ -40,7 +40,7 @@ class _Marks(ctypes.Structure):
 
     _fields_ = [("version", ctypes.c_int)] + [
         (name, ctypes.c_void_p)
-        for name in ("issue", "returned", "completed", "wait_began", "wait_ended", "claim", "part_over")
+        for name in ("issue", "returned", "completed", "wait_began", "wait_ended", "claim", "part_over", "part_began")
     ]
 
 
@@ -143,7 +143,7 @@ def test_wait_that_raised(native: CollectiveRig) -> None:
 
     assert (wait["kind"], wait["duration_ns"], wait["flags"]) == (Kind.WAIT, 30, Flag.EXCEPTION)
     assert (collective["duration_ns"], collective["flags"]) == (5, Flag.EXCEPTION)
-    assert marks.version == 3
+    assert marks.version == 4
 
 
 WAITS_WHILE_WATCHES_COME_AND_GO = """

@@ -15,6 +15,7 @@ import pytest
 from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
+from torchlens_perf.run.clock import DeviceMark, device_mark
 from torchlens_perf.run.ring import Kind, Reader, RingFile, State
 
 native_only = pytest.mark.skipif("native" not in IDS, reason="the package was installed without a C compiler")
@@ -29,6 +30,8 @@ def test_layout_is_the_compilers() -> None:
         "tool_ns": ring.TOOL_NS, "state": ring.STATE, "gc_ns": ring.GC_NS,
         "names_used": ring.NAMES_USED, "names_lost": ring.NAMES_LOST,
         "metadata_revision": ring.METADATA_REVISION, "metadata_used": ring.METADATA_USED,
+        "device_since_ns": ring.DEVICE_MARK[0], "device_step": ring.DEVICE_MARK[1], "device_mark": ring.DEVICE_MARK[2],
+        "device_looked_ns": ring.DEVICE_MARK[3],
         "internal_errors": ring.INTERNAL_ERRORS, "stack": ring.DEPTH, "capacity": 2, "records_offset": 7,
     }  # fmt: skip
 
@@ -40,6 +43,18 @@ def test_layout_is_the_compilers() -> None:
     assert {name: dtype.fields[name][1] for name in fields} == {name: offsets[f"Record.{name}"] for name in fields}
     assert dtype.itemsize == ring.RECORD_BYTES
     assert offsets["Header.stack"] + offsets["Stack.frames"] == 8 * ring.FRAMES
+
+
+def test_how_far_the_device_is(tmp_path: Path) -> None:
+    """As it is written it is read; nothing before."""
+    made = ring.RingFile(tmp_path / "ring", 64)
+    reader = ring.Reader(made.path)
+    assert device_mark(reader) is None
+    mark = DeviceMark(0, 300, int(ring.Kind.MODULE), made.intern("blocks.3"), True, 5, 1 << 60)
+    made.set_device_mark(mark.words())
+    assert device_mark(reader) == (mark, "blocks.3")
+    reader.close()
+    made.close()
 
 
 def test_file_is_private_and_reserved(tmp_path: Path) -> None:

@@ -37,6 +37,20 @@ static struct {
     uint32_t step, count;
 } ordinals;
 
+void collective_began(const Collective *collective, int known)
+{
+    if (collective->group < MAX_GROUPS) {
+        collecting->header->groups[collective->group].began = known ? collective->sequence + 1 : 0;
+    }
+}
+
+void collective_begins_unknown(void)
+{
+    for (int i = 0; collecting != NULL && collecting->header != NULL && i < MAX_GROUPS; i++) {
+        collecting->header->groups[i].began = 0;
+    }
+}
+
 void collective_write(const Collective *collective, int64_t duration_ns, uint32_t flags)
 {
     Record record = {
@@ -310,6 +324,7 @@ CollectiveMarks collective_marks = {
     .wait_ended = wait_ended,
     .claim = parts_claim,
     .part_over = parts_over,
+    .part_began = parts_began,
 };
 
 /* Whether collectives are recorded there. With the GIL. */

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define COLLECTIVE_MARKS_CAPSULE "torchlens_perf._native.collective_marks"
-enum { COLLECTIVE_MARKS_VERSION = 3 };
+enum { COLLECTIVE_MARKS_VERSION = 4 };
 
 /* One operation: what the tap knows of it, and what issue() adds. */
 typedef struct {
@@ -59,6 +59,9 @@ typedef struct {
     uint64_t (*claim)(void);
     /* That many parts of it are over. Returns 0 for times that cannot be this operation's: it had not been issued. */
     int (*part_over)(uint64_t ticket, uint32_t parts, enum part_time time, int64_t start_ns, int64_t end_ns);
+    /* The kernel of one of its parts has begun: so a reader sees whose device has not come to it. A ticket of 0: begins
+     * are not reported any more, and those that were say nothing. */
+    void (*part_began)(uint64_t ticket);
 } CollectiveMarks;
 
 #endif

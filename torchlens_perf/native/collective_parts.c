@@ -98,6 +98,9 @@ int parts_tell(const Collective *collective, enum collective_end end)
     issuing.issues = 0;
     issuing.ticket = 0;
     if (ticket == 0) {
+        if (collective_is_recorded(collective)) {
+            collective_began(collective, 0); /* nobody tells when this one begins */
+        }
         return 0;
     }
     Timed *mine = of_ticket(ticket);
@@ -144,6 +147,18 @@ uint64_t parts_claim(void)
     return ticket;
 }
 
+void parts_began(uint64_t ticket)
+{
+    collective_lock();
+    Timed *mine = of_ticket(ticket);
+    if (ticket == 0) {
+        collective_begins_unknown();
+    } else if (mine != NULL && collective_is_recorded(&mine->collective)) {
+        collective_began(&mine->collective, 1);
+    }
+    collective_unlock();
+}
+
 int parts_over(uint64_t ticket, uint32_t parts, enum part_time time, int64_t start_ns, int64_t end_ns)
 {
     int possible = 1;
@@ -151,6 +166,9 @@ int parts_over(uint64_t ticket, uint32_t parts, enum part_time time, int64_t sta
     Timed *mine = of_ticket(ticket);
     if (mine != NULL && parts <= mine->parts) {
         mine->parts -= parts;
+        if ((time == PART_UNTIMED || time == PART_LOST) && collective_is_recorded(&mine->collective)) {
+            collective_began(&mine->collective, 0);
+        }
         if (time == PART_BY_DEVICE && start_ns < mine->collective.start_ns - CLOCK_SLACK_NS) {
             possible = 0; /* another one's times */
         }

@@ -1,6 +1,8 @@
 /* Spans that a device's clock times too: hooks/on_device/sections.py marks it where one opens and where it closes. */
 #include "recorder.h"
 
+enum { LONGEST_MARK_NS = 100000 }; /* and in run/clock.py */
+
 /* The phases that issue work for the device, in every step; modules and sections in sampled steps, as a mark costs the
  * host microseconds and the device about one. */
 static int is_timed(const Recorder *self, uint32_t kind)
@@ -63,13 +65,15 @@ static PyObject *call_kept(PyObject *function, PyObject *const *args, size_t cou
     return result;
 }
 
-/* The same, with its time kept out of the spans around it. */
+/* The same, with its time kept out of the spans around it. What takes longer than a mark may waits for room in the
+ * device's queue, as the job's next launch would have: that is the span's. */
 static PyObject *call(Recorder *self, PyObject *function, PyObject *const *args, size_t count)
 {
     int64_t start_ns = recorder_now(self);
     PyObject *result = call_kept(function, args, count);
     if (self->header != NULL) {
-        add_overhead(self, recorder_now(self) - start_ns);
+        int64_t took_ns = recorder_now(self) - start_ns;
+        add_overhead(self, took_ns < LONGEST_MARK_NS ? took_ns : LONGEST_MARK_NS);
     }
     return result;
 }

@@ -60,7 +60,7 @@ typedef struct {
 /* How far a process group is, so that a reader sees who is missing in a collective. */
 typedef struct {
     uint32_t name_id;
-    uint32_t reserved;
+    uint32_t began;  /* the last one whose kernel is known to have begun, likewise, its lower bits; 0: nobody tells */
     uint64_t issued; /* sequence number of the last operation issued, plus 1 */
     uint64_t ended;  /* the same of the last one that is known to have ended, or whose end nobody tells */
 } Group;
@@ -81,12 +81,14 @@ typedef struct {
     uint64_t tool_ns; /* time spent in our own Python hooks on the training thread */
     uint64_t state;   /* 0 open, 1 closed by its writer */
     uint64_t gc_ns;   /* time in which Python collected garbage */
-    uint64_t reserved;
+    uint64_t device_since_ns; /* when the device was first seen at the mark that it has reached; the host's clock */
     /* offset 128: names and metadata */
     uint64_t names_used, names_lost;
     uint64_t metadata_revision, metadata_used;
     uint64_t internal_errors;
-    uint64_t padding[3];
+    uint64_t device_step;      /* of that mark: the step plus 1, and above 32 bits which of its marks; 0: not known */
+    uint64_t device_mark;      /* the kind of span, 256 if it is its end, and above 32 bits its name */
+    uint64_t device_looked_ns; /* when the device was last asked */
     /* offset 192: the open spans of the training thread, so that a reader sees where a hung or killed rank is */
     Stack stack;
     uint64_t groups_used;

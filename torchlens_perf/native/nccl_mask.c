@@ -5,6 +5,7 @@
 #include <stddef.h>
 
 #include "nccl_abi.h"
+#include "nccl_operations.h"
 
 enum { MAX_MASKS = 4 };
 
@@ -82,6 +83,7 @@ void give_up(enum cause why)
     if (atomic_compare_exchange_strong_explicit(&given_up_for, &before, why, memory_order_relaxed,
                                                 memory_order_relaxed)) {
         switch_timing(0);
+        begins_unknown();
     }
 }
 

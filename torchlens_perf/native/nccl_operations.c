@@ -25,7 +25,7 @@ typedef struct {
     uint64_t first_device_ns, last_device_ns;
     int64_t first_host_ns; /* only where the device has no clock */
     uint16_t channels, over;
-    uint8_t clockless;
+    uint8_t clockless, begun;
 } __attribute__((aligned(64))) Operation;
 
 _Atomic uint64_t counters[COUNTERS];
@@ -153,7 +153,7 @@ void *operation_launched(Communicator *communicator, uint64_t ticket, uint32_t c
     operation->first_host_ns = 0;
     operation->channels = (uint16_t)channels;
     operation->over = 0;
-    operation->clockless = 0;
+    operation->clockless = operation->begun = 0;
     uint64_t turn = operation->turn;
     unlock(&operation->busy);
     if (lost != 0) {
@@ -180,7 +180,13 @@ void *operation_began(const void *handle, uint64_t device_ns)
     } else if (device_ns < operation->first_device_ns) {
         operation->first_device_ns = device_ns;
     }
+    uint64_t ticket = operation->begun ? 0 : operation->ticket; /* with its first channel */
+    operation->begun = 1;
     unlock(&operation->busy);
+    const CollectiveMarks *attached = atomic_load_explicit(&marks, memory_order_acquire);
+    if (ticket != 0 && attached != NULL) {
+        attached->part_began(ticket);
+    }
     return handle_of(OF_CHANNEL, value_of(handle));
 }
 

@@ -82,4 +82,13 @@ static inline void part_unreported(uint64_t ticket, uint32_t parts, enum part_ti
     }
 }
 
+/* Of what is under way, begins may not be reported any more. */
+static inline void begins_unknown(void)
+{
+    const CollectiveMarks *attached = atomic_load_explicit(&marks, memory_order_acquire);
+    if (attached != NULL) {
+        attached->part_began(0);
+    }
+}
+
 #endif

@@ -87,12 +87,16 @@ int collective_records(const Recorder *recorder);
 void collective_lock(void);
 void collective_unlock(void);
 int collective_is_recorded(const Collective *collective);
+/* With the lock: its kernel has begun; or nobody tells that of it. Of all groups, nobody tells. */
+void collective_began(const Collective *collective, int known);
+void collective_begins_unknown(void);
 void collective_write(const Collective *collective, int64_t duration_ns, uint32_t flags);
 void parts_begin(void);
 void parts_end(void);
 void parts_issued(const Collective *collective);
 int parts_tell(const Collective *collective, enum collective_end end);
 uint64_t parts_claim(void);
+void parts_began(uint64_t ticket);
 int parts_over(uint64_t ticket, uint32_t parts, enum part_time time, int64_t start_ns, int64_t end_ns);
 PyObject *recorder_claim(Recorder *self, PyObject *unused);
 PyObject *recorder_part_over(Recorder *self, PyObject *const *args, Py_ssize_t count);

@@ -73,6 +73,6 @@ def _waiting(device: Any) -> bool:
 ABILITIES = (
     Ability("timed events", _timed_events, "the device is not timed"),
     Ability("events that tell whether they were reached", _query, "the device is not timed"),
-    Ability("streams that can be told apart", _streams, "the device is not timed"),
+    Ability("streams that can be distinguished", _streams, "the device is not timed"),
     Ability("streams that wait for events", _waiting, "what FSDP2 waits for counts as the device's work"),
 )

@@ -57,7 +57,7 @@ def accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None
         reserved = {each: torch.accelerator.memory_reserved(each) for each in range(torch.accelerator.device_count())}
     except (RuntimeError, AttributeError):  # its allocator keeps no numbers; an older torch asks none but CUDA's
         reserved = {}
-    used = _most_used(reserved)
+    used = _used_most(reserved)
     if used:
         return DeviceInUse(kind, _only(used))
     return DeviceInUse(kind, torch.accelerator.current_device_index()) if computes_there else None
@@ -79,10 +79,10 @@ def devices_in_use() -> list[int]:
 
     if not torch.cuda.is_initialized():
         return []
-    return _most_used({index: torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())})
+    return _used_most({index: torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())})
 
 
-def _most_used(reserved: Mapping[int, int]) -> list[int]:
+def _used_most(reserved: Mapping[int, int]) -> list[int]:
     most = max(reserved.values(), default=0)
     return [index for index, size in reserved.items() if size > 0 and size >= _SMALL_SHARE * most]
 

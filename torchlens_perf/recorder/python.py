@@ -20,6 +20,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from torchlens_perf.recorder.autograd_threads import AutogradThreads
+from torchlens_perf.run.clock import LONGEST_MARK_NS
 from torchlens_perf.run.ring import (
     DEPTH,
     FRAMES,
@@ -45,7 +47,6 @@ _MAX_READS, _MIN_STEP_NS = 64, 10_000_000
 _COLLECTIVE, _COMPLETED = int(Kind.COLLECTIVE), int(Flag.COMPLETED)
 _END_BY_WAIT, _END_BY_RETURN = 1, 3  # recorder.End
 _FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.CLOSURE)
-_AUTOGRADS_THREAD = "pt_autograd_"  # what their names begin with
 _CALLS = (_MODULE, _FORWARD, _RECOMPUTE)
 _ALWAYS_ON_DEVICE = (_FORWARD, _BACKWARD, int(Kind.OPTIMIZER), _RECOMPUTE)
 _EXCEPTION, _OTHER_THREAD = int(Flag.EXCEPTION), int(Flag.OTHER_THREAD)
@@ -92,6 +93,7 @@ class Recorder:
         self._owner = _get_ident()
         self._frames: list[Frame] = []
         self._threads = threading.local()
+        self._autograd_threads = AutogradThreads()
         self._waited_for: dict[int, list[int]] = {}  # what issuers wait for next, by the id of the operation
         self.waited_ns = 0
         self._thread_time: ThreadTime | None = None
@@ -192,14 +194,14 @@ class Recorder:
             mark = self._device_mark()
             if mark is not None:
                 self._device_marks[depth] = mark
-            self.add_overhead(self.now_ns() - start_ns)
+            self.add_overhead(min(self.now_ns() - start_ns, LONGEST_MARK_NS))
 
     def _close_on_device(self, kind: int, name_id: int, depth: int) -> None:
         mark = self._device_marks.pop(depth, None)
         if mark is not None:
             start_ns = self.now_ns()
             self._device_span(kind, name_id, mark)
-            self.add_overhead(self.now_ns() - start_ns)
+            self.add_overhead(min(self.now_ns() - start_ns, LONGEST_MARK_NS))
 
     def start_thread_time(self) -> bool:
         if self.closed or _get_ident() != self._owner:
@@ -454,19 +456,8 @@ class Recorder:
         if self._device_marks and frames is self._frames:
             self._close_on_device(kind, frame[_NAME], depth)
 
-    def _is_autograds(self) -> bool:
-        known: bool | None = getattr(self._threads, "is_autograds", None)
-        if known is None:
-            try:
-                with open("/proc/thread-self/comm") as file:
-                    known = file.read().startswith(_AUTOGRADS_THREAD)
-            except OSError:
-                known = False
-            self._threads.is_autograds = known
-        return known
-
     def _attribute_elsewhere(self, frame: Frame, end_ns: int) -> int:
-        if self.backwards == 0 or frame[_KIND] not in (_RECOMPUTE, _WAIT) or not self._is_autograds():
+        if self.backwards == 0 or frame[_KIND] not in (_RECOMPUTE, _WAIT) or not self._autograd_threads.runs_this():
             return _OTHER_THREAD
         phase = next((each for each in reversed(self._frames[1:]) if each[_KIND] < _MODULE), self._frames[0])
         if phase[_KIND] != _BACKWARD or frame[_START] < phase[_START]:

@@ -21,20 +21,14 @@ from torchlens_perf.run.ring import MAX_GROUPS, MICRO_STEPS_MASK, WORKLOAD_SHIFT
 
 if TYPE_CHECKING:
     from torchlens_perf.config import Config
-    from torchlens_perf.run.clock import Anchor, Stalls
+    from torchlens_perf.run.clock import Anchor, DeviceMark, Stalls
     from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
 
 logger = logging.getLogger("torchlens_perf")
 
 _AT_STEP = guard("work at a step's end")
 _THROTTLE_NS = 50_000_000
-_SIDECAR_SETTINGS = (
-    "disk_bytes",
-    "trace_every",
-    "telemetry",
-    "capture",
-    "build_tap",
-)  # settings that are the sidecar's to follow
+_SIDECAR_SETTINGS = ("disk_bytes", "trace_every", "telemetry", "capture", "build_tap")  # that the sidecar follows
 _MAX_NOTES = 24  # they share 8 KB with all else that the sidecar must know
 _SAMPLED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.SAMPLED, Flag.MANUAL, Flag.INFERENCE))
 
@@ -236,6 +230,11 @@ class Session:
             yield
         finally:
             self.stop_work(work)
+
+    def set_device_mark(self, mark: DeviceMark) -> None:
+        """How far the device is. Training thread, at steps' ends."""
+        if not self.recorder.closed:
+            self._ring.set_device_mark(mark.words())
 
     def inside(self) -> list[str]:
         """What the training thread is inside of, outermost first."""

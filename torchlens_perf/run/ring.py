@@ -22,7 +22,7 @@ import os
 import signal
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum, IntFlag
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +40,7 @@ RECORD_BYTES = 64
 MAX_FRAMES = 64
 MAX_GROUPS = 48
 FRAME_BYTES = 32
-GROUP_WORDS = 3  # of a row in the table of groups: its name's id, issued, ended
+GROUP_WORDS = 3  # of a row in the table of groups: its name's id and begun, issued, ended
 METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 NAMES_OFFSET, NAMES_BYTES = 12288, 262144
 RECORDS_OFFSET = 274432
@@ -59,7 +59,7 @@ OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's
 # Header fields that change while the job runs: 64-bit words, by their index.
 HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS = 8, 9, 10, 11, 12, 13, 14
 NAMES_USED, NAMES_LOST, METADATA_REVISION, METADATA_USED, INTERNAL_ERRORS = 16, 17, 18, 19, 20
-DEPTH, FRAMES = 24, 25
+DEPTH, FRAMES, DEVICE_MARK = 24, 25, (15, 21, 22, 23)
 GROUPS_USED, GROUPS = 281, 282
 _FIXED = struct.Struct("<8sIIQQQQQQ")  # magic, version, record_bytes, capacity, then offset and size of each area
 
@@ -82,7 +82,11 @@ class Kind(IntEnum):
     THREAD_TIME = 20  # of a step's own work: CPU time, and time ready without a CPU
     MERGED = 23  # a device section, or a part of steps, over all ranks in one window, see device/merged_rows.py
     SKETCH = 22  # a part of the statistics of a window, see sketch.py
-    DEVICE = 21  # a span as the device's clock has it; value0: its kind, value1: how long after the host it ended there
+    # A span as the device's clock has it; value0: its kind, value1: how long after the host it ended there. Of the kind
+    # WAIT: a stall, for which the compute stream waited for communication, with what it waited in as its name. A step's
+    # stalls do not overlap, and lie with its phases before its record of the kind STEP, which completes it: without
+    # that record, some may be missing.
+    DEVICE = 21
     MEMORY = 28  # one number of the device's allocator, see memory_readings.py
 
 
@@ -194,6 +198,11 @@ class RingFile:
                 self._words[GROUPS_USED] = slot + 1
             return slot
 
+    def set_device_mark(self, words: Sequence[int]) -> None:
+        """How far the device is; clock.py knows the words."""
+        for index, word in zip(DEVICE_MARK, words, strict=True):
+            self._words[index] = word
+
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replaces the metadata. A reader that sees an odd revision tries again.
 
@@ -251,6 +260,7 @@ class GroupProgress(NamedTuple):
     """Sequence number of the last operation that it issued, plus 1."""
     ended: int
     """The same of the last one that is known to have ended, or whose end the backend does not tell."""
+    began: int = 0  # the same of the last one whose kernel has begun on the device; 0: nobody tells
 
 
 def name_of(names: list[str], name_id: int) -> str:
@@ -352,7 +362,7 @@ class Reader:
             row = GROUPS + GROUP_WORDS * i
             name_id, issued, ended = (int(word) for word in self._words[row : row + GROUP_WORDS])
             if name_id & 0xFFFFFFFF < len(names):
-                found.append(GroupProgress(names[name_id & 0xFFFFFFFF], issued, ended))
+                found.append(GroupProgress(names[name_id & 0xFFFFFFFF], issued, ended, name_id >> 32))
         return found
 
     def read(self, *, final: bool = False) -> Batch:

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.causes.straggler_groups import NOBODY, name
-from torchlens_perf.analysis.collectives.hang import Progress, sole_operations
+from torchlens_perf.analysis.collectives.hang import Progress
+from torchlens_perf.analysis.collectives.semantics import sole_operations
 from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.analysis.stragglers.merged_windows import MergedWindows, held_against
 from torchlens_perf.analysis.stragglers.resume import Continuation
+from torchlens_perf.analysis.words.hang import device_place
 from torchlens_perf.errors import guard, swallowed
 from torchlens_perf.exporters import Assessment
 from torchlens_perf.run import ring
+from torchlens_perf.run.clock import device_mark
 from torchlens_perf.sidecar.assessment import Assessor, LinkWatch
 from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.sidecar.host.stacks import process_state
@@ -202,8 +205,10 @@ class Conclusions:
         reader, state = source.reader, source.state
         source.seen(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
         uncomparable = self._state.join.uncomparable()
-        numbers = {group.name: group.issued - 1 for group in reader.groups() if " peer=" not in group.name}
+        groups = [group for group in reader.groups() if " peer=" not in group.name]
+        numbers = {group.name: group.issued - 1 for group in groups}
         issued = {group: number for group, number in numbers.items() if group not in uncomparable}
+        mark = device_mark(reader)
         ended = {"died": "dead", "closed": "closed"}.get(state.ended)
         return Progress(
             rank=state.identity.rank,
@@ -218,4 +223,6 @@ class Conclusions:
             operations=sole_operations(issued, reader.names()),
             since_mark_s=now_s - source.mark_s,
             all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS and len(issued) == len(numbers),
+            began={group.name: group.began - 1 for group in groups if group.began and group.name in issued},
+            device=device_place(*mark) if mark is not None else None,
         )

@@ -5,7 +5,7 @@ data, forward, backward, the gradients' all-reduce, the optimizer with an all-re
 ranks, and host code; tensor-parallel neighbours wait for each other at the end of forward and of backward.
 
 On a device, the host issues a step's work in little time and waits for the device at the step's end, as for a loss;
-what the device did is told some steps later.
+what the device did is reported some steps later.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class SimulatedDevice:
     """How the ranks' devices tell their times."""
 
     late_steps: int = 1
-    """After how many steps a step's times are told."""
+    """After how many steps a step's times are reported."""
     missing: float = 0.0
-    """Share of the steps of which nothing is told, as of captured ones."""
+    """Share of the steps of which nothing is reported, as of captured ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class SimulatedRank:
         """
         self.rank = rank
         self._device = device
-        self._untold: deque[tuple[int, ...]] = deque()  # DEVICE records of steps that are told later
+        self._unreported: deque[tuple[int, ...]] = deque()  # DEVICE records of steps that are reported later
         self._random = np.random.default_rng(rank)
         self.clock = HandClock(begin.monotonic_ns)
         self.identity = identity_of(run, topology, rank)
@@ -154,7 +154,7 @@ class SimulatedRank:
             step(timeline, index)
 
     def close(self) -> None:
-        self._tell_device_times(self._recorder.step)
+        self._report_device_times(self._recorder.step)
         self._session.close({})
 
     def _step(self, timeline: Timeline, index: int) -> None:
@@ -192,7 +192,7 @@ class SimulatedRank:
             ],
             "optimizer": [("world", norm_ns), (Kind.OPTIMIZER, own["optimizer"])],
         }  # fmt: skip
-        told = self._device is not None and self._random.random() >= self._device.missing
+        reported = self._device is not None and self._random.random() >= self._device.missing
         with self._phase("data"):
             self.clock.now_ns += own["data"]
         at_ns = self.clock.now_ns  # the device had no work until here
@@ -203,27 +203,27 @@ class SimulatedRank:
             for what, duration_ns in pieces:
                 if isinstance(what, Kind):
                     if what == Kind.RECOMPUTE and duration_ns:
-                        self._on_device(Kind.RECOMPUTE, at_ns, duration_ns, told=told)
+                        self._on_device(Kind.RECOMPUTE, at_ns, duration_ns, reported=reported)
                 elif what in self._group_of:
                     self._collective(what, at_ns, duration_ns, Flag.COMPLETED | Flag.DEVICE)
-                    self._on_device(Kind.WAIT, at_ns, duration_ns, told=told)
+                    self._on_device(Kind.WAIT, at_ns, duration_ns, reported=reported)
                 at_ns += duration_ns
-            self._on_device(_PHASES[part][0], phase_ns, at_ns - phase_ns, told=told)
-        self._on_device(Kind.STEP, begin_ns, end_ns - begin_ns, told=told)
+            self._on_device(_PHASES[part][0], phase_ns, at_ns - phase_ns, reported=reported)
+        self._on_device(Kind.STEP, begin_ns, end_ns - begin_ns, reported=reported)
         step = self._recorder.step
         self._end_step(timeline, index, end_ns)
-        self._tell_device_times(step - (self._device.late_steps if self._device else 0))
+        self._report_device_times(step - (self._device.late_steps if self._device else 0))
 
-    def _on_device(self, kind: Kind, start_ns: int, duration_ns: int, *, told: bool) -> None:
-        """A span by the device's clock, which is told later, or never."""
+    def _on_device(self, kind: Kind, start_ns: int, duration_ns: int, *, reported: bool) -> None:
+        """A span by the device's clock, which is reported later, or never."""
         behind_ns = max(0, start_ns + duration_ns - self.clock.now_ns)
-        if told:
+        if reported:
             row = (int(Kind.DEVICE), self._wait_id, self._recorder.step, start_ns, duration_ns, 0, int(kind), behind_ns)
-            self._untold.append(row)
+            self._unreported.append(row)
 
-    def _tell_device_times(self, until_step: int) -> None:
-        while self._untold and self._untold[0][2] <= until_step:
-            self._recorder.record_completed(*self._untold.popleft())
+    def _report_device_times(self, until_step: int) -> None:
+        while self._unreported and self._unreported[0][2] <= until_step:
+            self._recorder.record_completed(*self._unreported.popleft())
 
     def _end_step(self, timeline: Timeline, index: int, end_ns: int) -> None:
         self.clock.now_ns = end_ns  # the rest is the host's

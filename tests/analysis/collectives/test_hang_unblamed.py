@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from tests.support.progress import WORLD, behind, every, found, job, named, rank
-from torchlens_perf.analysis.collectives.hang import Collective, Hang, sole_operations
+from torchlens_perf.analysis.collectives.hang import Collective, Hang
+from torchlens_perf.analysis.collectives.semantics import sole_operations
 from torchlens_perf.analysis.words.hang import text
 
 # -- nobody is behind

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +23,8 @@ from torchlens_perf.hooks.on_device.choice import device_hooks
 from torchlens_perf.hooks.on_device.sections import DeviceHook
 from torchlens_perf.recorder import session
 from torchlens_perf.recorder.devices import CONNECTIONS
-from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.run.clock import device_mark
+from torchlens_perf.run.ring import Flag, Kind, Reader
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 MILLISECOND = 1_000_000
@@ -281,6 +284,29 @@ def test_reading_a_probe_is_charged_to_it(device: FakeDevice, tmp_path: Path, mo
         monkeypatch.undo()
 
 
+@pytest.mark.usefixtures("recorder")
+def test_a_full_queue_is_not_our_time(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mark waits for room in it, as the job's next launch would have; else the report would blame this tool."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        rig.step()
+        session, record = recording.watch._session, rig.events.record
+
+        def late(event: Any, stream: int) -> None:
+            time.sleep(0.02)
+            record(event, stream)
+
+        monkeypatch.setattr(rig.events, "record", late)
+        before_ns, begun = session.recorder.tool_ns, time.monotonic()
+        rig.step()
+        session.stalls.begin_wait()
+        session.stalls.end()
+        assert time.monotonic() - begun > 9 * 0.02
+        assert session.recorder.tool_ns - before_ns < 20 * MILLISECOND
+        monkeypatch.undo()
+
+
 def test_what_the_device_never_reached_is_counted(device: FakeDevice, tmp_path: Path) -> None:
     """The watch ends while the device is behind: it does not wait."""
     rig = Rig(device)
@@ -391,3 +417,48 @@ def test_no_hook_on_a_cpu_build() -> None:
     if torch.version.cuda is not None or torch.version.hip is not None:
         pytest.skip("this torch was built for a device")
     assert device_hooks(config.Config(device_times="on")) == []
+
+
+def test_the_last_mark_that_the_device_has_reached(
+    device: FakeDevice, tmp_path: Path, recorder: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each step's end the last mark that it has reached is noted: step, place, span, since when, and when that was
+    seen. Nobody waits for it."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        reader = Reader(recording.watch._session.ring_path)
+        for _ in range(5):
+            rig.step()
+            device.advance(2 * STEP_NS)
+        keeps_up = device_mark(reader)
+        synchronizations = device.synchronizations
+        with monkeypatch.context() as once:
+            once.setattr(sys.modules[__name__], "FORWARD_NS", 1000 * STEP_NS)  # a kernel that does not end
+            rig.step()
+        for _ in range(5):
+            device.advance(3 * STEP_NS)
+            rig.step()
+        stuck = device_mark(reader)
+        reader.close()
+        assert device.synchronizations == synchronizations
+    assert keeps_up is not None
+    assert (keeps_up[0].step, keeps_up[0].place) == (4, 0)
+    assert keeps_up[0].looked_ns == keeps_up[0].since_ns
+    assert stuck is not None
+    mark, name = stuck
+    assert (mark.step, mark.kind, name, mark.is_end) == (5, Kind.FORWARD, recording.names(Kind.FORWARD)[0], False)
+    assert mark.looked_ns - mark.since_ns >= 9 * STEP_NS
+
+
+def test_a_device_that_keeps_up_is_asked_no_more(device: FakeDevice, tmp_path: Path) -> None:
+    """One question a step, for the newest mark of the step before, as without noting how far it is."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        for _ in range(8):
+            rig.step()
+            device.advance(2 * STEP_NS)
+        questions = device.calls("cuEventQuery")
+        rig.step()
+        assert device.calls("cuEventQuery") - questions <= 2

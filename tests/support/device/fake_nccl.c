@@ -446,6 +446,7 @@ typedef struct {
     void (*wait_ended)(int);
     uint64_t (*claim)(void);
     int (*part_over)(uint64_t, uint32_t, int, int64_t, int64_t);
+    void (*part_began)(uint64_t);
 } Marks;
 enum { END_UNKNOWN = 2 };
 
@@ -499,6 +500,13 @@ static uint64_t claim(void)
     claimed++;
     return ticket;
 }
+static _Atomic uint64_t begun;
+
+static void part_began(uint64_t which)
+{
+    begun += which != 0;
+}
+
 static int part_over(uint64_t which, uint32_t parts, int time, int64_t start_ns, int64_t end_ns)
 {
     (void)which, (void)time, (void)start_ns, (void)end_ns;
@@ -548,7 +556,7 @@ static void *issuer(void *argument)
 
 int main(void)
 {
-    static const Marks counting = {.version = 3, .claim = claim, .part_over = part_over};
+    static const Marks counting = {.version = 4, .claim = claim, .part_over = part_over, .part_began = part_began};
     void *library = dlopen(getenv("NCCL_PROFILER_PLUGIN"), RTLD_NOW | RTLD_LOCAL);
     int (*attach)(const Marks *) = (int (*)(const Marks *))dlsym(library, "torchlens_perf_nccl_attach");
     void (*turn)(int) = (void (*)(int))dlsym(library, "torchlens_perf_nccl_switch");

@@ -10,7 +10,8 @@ The rules, in this order:
 4. Else sequence numbers are compared. In a group, all others wait for those that are furthest behind. A rank that is
    behind somewhere and ahead nowhere waits for nobody: it is named. If every rank that is behind is ahead elsewhere,
    they wait for each other in a cycle.
-5. Else everybody has entered everything, and no rank is blamed: network or device, or a pause that all ranks make.
+5. Else everybody has entered everything. Ranks whose devices have not come as far as the others' are named
+   (device_progress.py); else no rank is blamed: network or device, or a pause that all ranks make.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+from torchlens_perf.analysis.collectives.device_progress import DeviceFinding, DevicePlace, compare_devices
 from torchlens_perf.run.ring import CAPTURING
 
 MIN_S = 10.0
@@ -60,6 +62,10 @@ class Progress:
     all_groups: bool = True
     """Whether `issued` holds all groups that it has used; False where the ring's table of groups was full, or the ranks
     count a group's collectives from different places."""
+    began: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """As `issued`, of the last one whose kernel has begun on the device; absent: nobody tells."""
+    device: DevicePlace | None = None
+    """How far its device was at the last look; None: it has none, or it is not timed."""
 
     @property
     def quiet_s(self) -> float:
@@ -82,7 +88,7 @@ class BlockingRank:
 
     progress: Progress
     problem: str
-    """dead, stopped, traced, silent (its node), closed, busy (it leaves marks), or stuck."""
+    """dead, stopped, traced, silent (its node), closed, busy (it leaves marks), device (behind others'), or stuck."""
     missing: Collective | None
     """The first collective that it has not entered and others have; None: it has entered all."""
 
@@ -93,9 +99,10 @@ class Hang:
 
     kind: str
     """dead, stopped, silent (a node), missing (in a collective), busy (missing, but at work), uneven (the missing have
-    ended), mismatch (of order or operations), together (all have entered: network or device), unheard (all ranks that
-    report have entered, and nothing is known of the others), apart (no collective shows who waits for whom), alone (one
-    is stuck, others go on or have ended), or pause (all are in the same place)."""
+    ended), device (not as far as others', where all have entered), mismatch (of order or operations), together (all
+    have entered: network or device), unheard (all ranks that report have entered, and nothing is known of the others),
+    apart (no collective shows who waits for whom), alone (one is stuck, others go on or have ended), or pause (all are
+    in the same place)."""
     since_s: float
     """For so long no rank, but those that are moving, has made a step."""
     usual_s: float
@@ -127,6 +134,9 @@ class Hang:
     """The same for the same finding: report each key once. It changes with every step made. Only a pause or a busy rank
     keeps it, and has a new one whenever it is twice as long: a checkpoint of always 40 s is not reported each time."""
 
+    devices: DeviceFinding | None = None
+    """What the devices tell, where all have entered everything; None: there are none, or they were not asked."""
+
     @property
     def alarm(self) -> bool:
         """Whether somebody must act; else this may well be how the job works."""
@@ -140,19 +150,6 @@ class _Front:
     collective: Collective
     behind: frozenset[int]  # the furthest behind
     ahead: frozenset[int]  # alive: who has ended waits for nobody
-
-
-def sole_operations(issued: Mapping[str, int], names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """`operations` for Progress, of groups that have issued one kind of collective only: the last is of that kind too.
-
-    names: all that the rank's ring has interned, as "allreduce group=0 dtype=float32".
-    """
-    kinds: dict[str, set[str]] = {}
-    for name in names:
-        operation, _, rest = name.partition(" group=")
-        if rest and " peer=" not in rest:
-            kinds.setdefault(rest.partition(" ")[0], set()).add(operation)
-    return {group: {issued[group]: min(kinds[group])} for group in issued if len(kinds.get(group, ())) == 1}
 
 
 def limit_s(progress: Iterable[Progress], factor: float = FACTOR) -> float:
@@ -316,19 +313,31 @@ class _Case:
 
     def _all_entered(self) -> Hang:
         """No collective has been entered by some and not by others."""
-        ranks = list(self.live)
+        ranks, devices = list(self.live), compare_devices(self.live)
+        if devices is not None and devices.ranks:
+            return self._device(devices)
         if len(ranks) == 1 and (self.moving or (len(self.ranks) > 1 and not self.unheard)):
             return self._hang("alone", list(self.live.values()))
         talking = {each.rank for each in self.live.values() if each.inside and each.inside[-1] in _COMMUNICATING}
         if len(talking) == len(ranks) and (len(ranks) > 1 or self.unheard):
             kind = "unheard" if self.unheard else "together"
-            return self._hang(kind, [], ranks, self._last_collective(), look=ranks)
+            return self._hang(kind, [], ranks, self._last_collective(), look=ranks, devices=devices)
+        if devices is not None and devices.kind == "level":  # what they were given to do has not been done
+            return self._hang("together", [], ranks, self._last_collective(), look=ranks, devices=devices)
         if len({each.inside[:1] for each in self.live.values()}) == 1 and not self.unheard:
             return self._hang("pause", [], look=ranks)
         # Who does not wait, and is where fewest are, is looked at first.
         crowd = {place: len(there) for place, there in self._places().items()}
         odd = sorted(self.live.values(), key=lambda each: (each.rank in talking, crowd[_open_where(each)], each.rank))
         return self._hang("apart", [], talking, look=[each.rank for each in odd])
+
+    def _device(self, devices: DeviceFinding) -> Hang:
+        others = [each for rank, each in self.live.items() if rank not in devices.ranks]
+        where = self._last_collective()
+        if devices.kind == "kernel":
+            where = _named(devices.group, devices.sequence, self.live.values())
+        blocking = [self.live[rank] for rank in devices.ranks]
+        return self._hang("device", blocking, [each.rank for each in others], where, devices=devices)
 
     def _last_collective(self) -> Collective | None:
         """The last one of the group that most ranks use."""
@@ -348,10 +357,10 @@ class _Case:
             places.setdefault(_open_where(each), []).append(each.rank)
         return {place: tuple(ranks) for place, ranks in places.items()}
 
-    def _blocking_rank(self, each: Progress) -> BlockingRank:
+    def _blocking_rank(self, each: Progress, problem: str = "") -> BlockingRank:
         mine = (front for front in self.fronts if each.rank in front.behind)
         main = max(mine, key=lambda front: (len(front.ahead), front.collective.group), default=None)
-        return BlockingRank(each, self._problem(each), main.collective if main else None)
+        return BlockingRank(each, problem or self._problem(each), main.collective if main else None)
 
     def _hang(
         self,
@@ -362,6 +371,7 @@ class _Case:
         cycle: tuple[tuple[int, Collective], ...] = (),
         operations: Mapping[str, tuple[int, ...]] | None = None,
         look: Sequence[int] = (),
+        devices: DeviceFinding | None = None,
     ) -> Hang:
         step = max(each.step for each in self.live.values())
         ranks = tuple(each.rank for each in blocking)
@@ -374,7 +384,7 @@ class _Case:
             since_s=self.since_s,
             usual_s=max(each.usual_step_s for each in self.ranks),
             step=step,
-            blocking=tuple(self._blocking_rank(each) for each in blocking),
+            blocking=tuple(self._blocking_rank(each, kind if kind == "device" else "") for each in blocking),
             waiting=tuple(sorted(waiting)),
             collective=collective,
             cycle=cycle,
@@ -386,4 +396,5 @@ class _Case:
             ended=tuple(each.rank for each in self.ranks if each.state in ENDED),
             look_at=tuple(rank for rank in ranks or look if rank in self.live),
             key=key,
+            devices=devices,
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -299,3 +300,16 @@ def cannot_tell(
             "seen, and the transfer at most that"
         )
     return tuple(text for text in found if text)
+
+
+def sole_operations(issued: Mapping[str, int], names: Iterable[str]) -> dict[str, dict[int, str]]:
+    """`operations` for Progress, of groups that have issued one kind of collective only: the last is of that kind too.
+
+    names: all that the rank's ring has interned, as "allreduce group=0 dtype=float32".
+    """
+    kinds: dict[str, set[str]] = {}
+    for name in names:
+        operation, _, rest = name.partition(" group=")
+        if rest and " peer=" not in rest:
+            kinds.setdefault(rest.partition(" ")[0], set()).add(operation)
+    return {group: {issued[group]: min(kinds[group])} for group in issued if len(kinds.get(group, ())) == 1}

@@ -1,7 +1,7 @@
 """Steps by the device's clock: its work in each step, by part, without what its compute stream waited. Pure.
 
 On a device the host only issues work, so its times equalise between ranks and say nothing of who is slow. What the
-device did is told by spans on its own line: the step, its phases, and its stalls (a stall is bracketed by two marks
+device did is known from spans on its own line: the step, its phases, and its stalls (a stall is bracketed by two marks
 around a wait of the compute stream). What lies in no phase and no stall is the gap. The host's phases say what the
 device waited for there: a device that has work is not held up by a slow loader, and then they do not overlap the gap.
 """
@@ -59,7 +59,7 @@ _NONE = _Spans(*(np.zeros(0, np.int64) for _ in _Spans._fields))
 
 
 class DeviceSteps:
-    """Joins what the device's clock told of each step, which comes late, with the host's records of it. One process."""
+    """Joins what the device's clock reports of a step, which comes late, with the host's records of it. One process."""
 
     def __init__(self) -> None:
         self._hosts: list[StepTable] = []  # steps whose device time has not come
@@ -92,7 +92,7 @@ class DeviceSteps:
 
 
 def device_table(host: StepTable, device: _Spans, on_host: _Spans) -> StepTable:
-    """The steps of `host` by the device's clock, which has told all of their spans. on_host: its waits and phases."""
+    """The steps of `host` by the device's clock, which has reported all their spans. on_host: its waits and phases."""
     order = np.argsort(host.step, kind="stable")
     numbers = host.step[order]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 
 HOST, DEVICE, UNDECIDED = "host", "device", ""
-SILENT_AFTER_STEPS = 64  # a device that has told nothing by then is not timed
+SILENT_AFTER_STEPS = 64  # a device that has reported nothing by then is not timed
 _KNOWN_AFTER_STEPS = 8  # what a rank computes on: as many as the width of rows is chosen by
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from torchlens_perf.analysis.collectives.device_progress import DevicePlace
 from torchlens_perf.analysis.collectives.hang import WAIT, BlockingRank, Collective, Hang
 from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.ring import Kind
 
 _MAX_NAMED = 4  # ranks with their hosts, and places
 _MAX_SPANS = 6  # of a place
@@ -136,8 +139,46 @@ def _mismatch(hang: Hang) -> str:
 def _together(hang: Hang) -> str:
     count = "Both" if len(hang.waiting) == 2 else f"All {len(hang.waiting)}"
     if hang.collective is None:
-        return f"{count} ranks wait, and nothing tells for what. {_places(hang)}"
-    return f"{count} ranks have entered {operation(hang.collective)}: none keeps the others waiting. {_places(hang)}"
+        return f"{count} ranks wait, and nothing tells for what. {_level(hang)}{_places(hang)}"
+    entered = f"{count} ranks have entered {operation(hang.collective)}: none keeps the others waiting."
+    return f"{entered} {_level(hang)}{_places(hang)}"
+
+
+def _level(hang: Hang) -> str:
+    """Why no device is named, where there are some."""
+    devices = hang.devices
+    if devices is None:
+        return ""
+    if devices.kind == "level":
+        place = next(iter(devices.places.values()))
+        return f"Their devices stand at the same place, {_device_place(place)}, so none is behind the others. "
+    return "Whose device is behind is not known: the training threads were blocked before they could see it. "
+
+
+def _device(hang: Hang) -> str:
+    devices = hang.devices
+    assert devices is not None
+    live = sorted({rank for ranks in hang.places.values() for rank in ranks})
+    others = [rank for rank in live if rank not in devices.ranks]
+    entered = f"{_sentence(_ranks(live))} have entered all that the others have"
+    if hang.collective:
+        entered = f"{_sentence(_ranks(live))} have entered {operation(hang.collective)}"
+    one = len(devices.ranks) == 1
+    who = f"the {'device' if one else 'devices'} of {_named(hang.blocking)}"
+    if devices.kind == "kernel":
+        begun = f"its kernel has not begun, as it has on {_ranks(others)}"
+        return f"{entered}, but on {who} {begun}: an earlier one does not end there."
+    here = devices.places[devices.ranks[0]]
+    furthest = max((devices.places[rank] for rank in others), key=lambda each: (each.step, each.place))
+    stands = "stands" if one else "stand"
+    return (
+        f"{entered}, but {who} {stands} {_device_place(here)}, while {_ranks(others)} were seen further, "
+        f"{_device_place(furthest)}."
+    )
+
+
+def _device_place(place: DevicePlace) -> str:
+    return f"in step {place.step} after {place.mark or f'mark {place.place}'}"
 
 
 def _unheard(hang: Hang) -> str:
@@ -162,8 +203,8 @@ def _pause(hang: Hang) -> str:
 
 
 _FINDINGS: dict[str, Callable[[Hang], str]] = {
-    "mismatch": _mismatch, "together": _together, "unheard": _unheard, "apart": _apart, "alone": _alone,
-    "pause": _pause,
+    "mismatch": _mismatch, "device": _device, "together": _together, "unheard": _unheard, "apart": _apart,
+    "alone": _alone, "pause": _pause,
 }  # fmt: skip
 
 
@@ -185,6 +226,25 @@ def _asides(hang: Hang) -> str:
     if hang.ended and hang.kind in ("alone", "pause", "apart", "together"):
         asides += f"{_count(len(hang.ended), 'rank has', 'ranks have')} ended. "
     return asides
+
+
+_SPANS: dict[int, str] = {
+    Kind.FORWARD: "the forward pass", Kind.BACKWARD: "the backward pass", Kind.OPTIMIZER: "the optimizer's step",
+    Kind.RECOMPUTE: "a recomputation", Kind.CLOSURE: "a closure",
+}  # fmt: skip
+_NAMED_SPANS: dict[int, str] = {
+    Kind.MODULE: "module", Kind.MODULE_BACKWARD: "the backward pass of module", Kind.SECTION: "section",
+    Kind.COLLECTIVE: "collective",
+}  # fmt: skip
+
+
+def device_place(mark: DeviceMark, name: str) -> DevicePlace:
+    """What a rank's ring says of its device, for a hang and its words. name: of the mark's span."""
+    span = f"{_NAMED_SPANS[mark.kind]} {name}" if mark.kind in _NAMED_SPANS else _SPANS.get(mark.kind, "")
+    words = "its beginning" if mark.place == 0 else ""
+    if span:
+        words = f"the {'end' if mark.is_end else 'beginning'} of {span}"
+    return DevicePlace(mark.step, mark.place, words, max(0, mark.looked_ns - mark.since_ns) / 1e9)
 
 
 # -- what to do
@@ -218,6 +278,11 @@ def _is_grave(blocking: BlockingRank, hang: Hang) -> bool:
 def _action_on(blocking: BlockingRank) -> str:
     each = blocking.progress
     who = f"rank {each.rank} on {each.host}"
+    if blocking.problem == "device":
+        return (
+            f"look for the kernel that does not end on {who}: dmesg (Xid), nvidia-smi, cuda-gdb, and what "
+            "that rank alone was given to compute in this step."
+        )
     if blocking.problem in ("stopped", "traced"):
         held = "detach the debugger from" if blocking.problem == "traced" else "send SIGCONT to"
         return f"{held} {who}, and find out what stopped it: a debugger, a scheduler that suspends jobs, Ctrl-Z."

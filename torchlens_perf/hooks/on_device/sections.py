@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchlens_perf.errors import DeviceError, HookUnavailable, guard
 from torchlens_perf.hooks.on_device.clock import BEHIND_STEPS, EventClock, Events
 from torchlens_perf.hooks.on_device.events import events_of
+from torchlens_perf.hooks.on_device.progress import DeviceProgress
 from torchlens_perf.hooks.on_device.stalls import Stalls
 from torchlens_perf.hooks.on_device.step_parts import StepParts
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.recorder.devices import CONNECTIONS, accelerator_in_use
+from torchlens_perf.run.clock import LONGEST_MARK_NS
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class DeviceHook:
         self._given_up = 0  # spans whose times the device has not reported
         self._missing = (0, 0, 0)
         self._is_known = False  # to the sidecar
+        self._progress = DeviceProgress()
         self._gone = False  # there is no device to time
 
     @contextmanager
@@ -101,14 +104,14 @@ class DeviceHook:
         mark, span = guard("marking the device")(clock.mark), guard("marking the device")(span_ended)
         recorder.set_device_clock(mark, span, stalls.begin_wait, stalls.end)
         session.use_clock(clock, stalls)
-        _time_collectives(stalls.begin_collective)
+        time_collectives(stalls.begin_collective)
 
     def _stop(self, session: Session) -> None:
         """Marks nothing more."""
         if not session.recorder.closed:
             session.recorder.set_device_clock(None, None)
         session.use_clock(None)
-        _time_collectives(None)
+        time_collectives(None)
 
     def _step_ended(self, session: Session) -> None:
         worked = False
@@ -123,7 +126,11 @@ class DeviceHook:
                 self._stop(session)
 
     def _read(self, session: Session, clock: EventClock) -> None:
-        step, boundary = session.recorder.step, clock.mark()
+        recorder, start_ns = session.recorder, session.recorder.now_ns()
+        step, boundary = recorder.step, clock.mark()
+        waited_ns = recorder.now_ns() - start_ns - LONGEST_MARK_NS
+        if waited_ns > 0:
+            recorder.add_overhead(-waited_ns)  # it counts as ours with all else at a step's end
         # The step's record completes it: there is none where a stall may be missing.
         if boundary is not None and self._boundary is not None and clock.missing == self._missing_before:
             self._pending.append(_Pending(_STEP, 0, step, self._boundary, boundary, clock.now_ns()))
@@ -133,6 +140,7 @@ class DeviceHook:
             self._stalls.stream = clock.current() or self._stalls.stream
         start_ns = session.recorder.now_ns()
         clock.drain()
+        self._progress.step_ended(session, clock, boundary, self._pending)
         recorded, probed = self._record(session, clock, step)
         if probed:  # what an earlier step was probed for is read in this one
             session.add_probe_cost((session.recorder.now_ns() - start_ns) * probed // recorded)
@@ -219,7 +227,7 @@ def _is_capturing(kind: str) -> bool:
     return kind == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _time_collectives(timer: Callable[[], Callable[[], None] | None] | None) -> None:
+def time_collectives(timer: Callable[[], Callable[[], None] | None] | None) -> None:
     """What the native tap calls before synchronous collectives on a device from here on; None: nothing."""
     native = native_tap.load()
     if native is not None:

@@ -13,6 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
+from torchlens_perf.recorder.autograd_threads import AutogradThreads
+from torchlens_perf.run.clock import LONGEST_MARK_NS
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
 _WAIT = int(Kind.WAIT)
 _NOBODY, _TAIL = 0, -1  # instead of a thread
-_AUTOGRADS_THREAD = "pt_autograd_"  # what their names begin with
 
 SpanMarked = Callable[[int, int, int, int], None]
 """Called with a kind, a name's id, and the marks of its begin and its end."""
@@ -36,7 +37,7 @@ class Stalls:
         self._clock = clock
         self._span_marked = span_marked
         self._training_thread = threading.get_ident()
-        self._threads = threading.local()
+        self._autograd_threads = AutogradThreads()
         self._wait, self._collective = session.intern("wait"), session.intern("synchronous collective")
         self._open = threading.Lock()  # never waited for: who has it is inside of a stall
         self._holder = _NOBODY  # the thread that has it
@@ -60,7 +61,7 @@ class Stalls:
             self._open.release()
         else:
             self._begin, self._name_id, self._depth, self._holder = mark, name_id, 1, thread
-        self._recorder.add_overhead(self._recorder.now_ns() - start_ns)
+        self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
         return mark
 
     @guard("marking a stall")
@@ -74,7 +75,7 @@ class Stalls:
         start_ns = self._recorder.now_ns()
         mark = self._clock.mark(self.stream)
         self._close(mark)
-        self._recorder.add_overhead(self._recorder.now_ns() - start_ns)
+        self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
         return mark
 
     def begin_wait(self) -> None:
@@ -134,15 +135,4 @@ class Stalls:
         """Another thread of the user's may be blocked while the device computes: no stall."""
         if thread == self._training_thread:
             return True
-        return bool(self._recorder.backwards) and self._is_autograds()
-
-    def _is_autograds(self) -> bool:
-        known: bool | None = getattr(self._threads, "is_autograds", None)
-        if known is None:
-            try:
-                with open("/proc/thread-self/comm") as file:
-                    known = file.read().startswith(_AUTOGRADS_THREAD)
-            except OSError:
-                known = False
-            self._threads.is_autograds = known
-        return known
+        return bool(self._recorder.backwards) and self._autograd_threads.runs_this()

@@ -1,0 +1,74 @@
+"""Who is named in simulated runs whose work is on devices, beside the same runs on CPUs.
+
+    python -m benchmarks.accuracy_devices --runs 10
+
+Each run goes through ring files and the ordinary sidecar. On a device the host only issues work, and what the device
+did is told some steps late; of some steps nothing is told. The faults are those of `accuracy_simulated kinds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.accuracy_simulated import FIRST_FAULTY, KINDS, Job
+from benchmarks.measure import Table
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.stragglers.detector import Findings
+from torchlens_perf.commands.simulate import record
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.simulate.faults import parse_fault
+from torchlens_perf.simulate.rings import SimulatedDevice
+from torchlens_perf.simulate.simulation import Simulation
+
+STEPS = FIRST_FAULTY + 256
+# By column: how the devices tell their times; None: the work is on CPUs.
+DEVICES = {
+    "CPU": None,
+    "device, told after 1 step": SimulatedDevice(1),
+    "64 steps late": SimulatedDevice(64),
+    "8 late, 10 % missing": SimulatedDevice(8, 0.1),
+    "nothing told": SimulatedDevice(missing=1.0),
+}
+
+
+def found(run: Simulation, device: SimulatedDevice | None) -> Findings:
+    """What the sidecar finds in the run's ring files."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = RunDirectory(Path(folder) / "run")
+        directory.create()
+        record(run, STEPS, directory, "", device)
+        return node_state.load_all(directory)[0].findings
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--deviation", type=float, default=0.01)
+    parser.add_argument("--runs", type=int, default=10)
+    asked = parser.parse_args()
+    print("one at fault is named in so many runs (in so many steps, the median); in brackets: somebody else is named")
+    table = Table("fault", *DEVICES)
+    for label, text in {"none": "", **KINDS}.items():
+        cells = []
+        for device in DEVICES.values():
+            named, wrong, delays = 0, 0, []
+            for seed in range(asked.runs):
+                faults = [parse_fault(one) for one in text.split(" ") if one]
+                run = Job(asked.ranks, asked.deviation).simulation(seed, faults)
+                episodes = found(run, device).episodes
+                right = [each for each in episodes if each.rank in run.slow_ranks(each.named_step)]
+                named += bool(right)
+                wrong += len(right) < len(episodes)
+                delays += [min(each.named_step for each in right) + 1 - FIRST_FAULTY] if right else []
+            steps = f" ({sorted(delays)[len(delays) // 2]})" if delays else ""
+            cells.append(f"{named}/{asked.runs}{steps}" + (f" [{wrong}]" if wrong else ""))
+        table.row(label, *cells)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

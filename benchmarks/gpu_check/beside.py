@@ -1,0 +1,93 @@
+"""Captures on another thread while a watch marks: a question to the device, asked in the wrong mode, ends a capture."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+import torchlens_perf as perf
+from benchmarks.gpu_check.gpt import trainer
+from benchmarks.gpu_check.lines import Checks
+
+SECONDS = 6.0  # several anchors and windows, which come once a second
+_OPERATIONS, LEAST = 100, 30  # in a capture, which lasts some milliseconds with them
+
+
+class Capturing(threading.Thread):
+    """Captures a small graph again and again, in the strictest mode, and holds what its replay gives against it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="captures", daemon=True)
+        self.captured = self.wrong = 0
+        self.lost: list[str] = []
+        self.stop = False
+
+    def run(self) -> None:
+        """Until it is stopped."""
+        stream = torch.cuda.Stream()
+        x = torch.ones(1024, device="cuda")
+        while not self.stop:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Not torch.cuda.graph(): it waits for the whole device and empties the cache first.
+                with torch.cuda.stream(stream):
+                    graph.capture_begin(capture_error_mode="global")
+                    y = x
+                    for _ in range(_OPERATIONS):
+                        y = y + 1
+                    graph.capture_end()
+                    graph.replay()
+                stream.synchronize()
+            except RuntimeError as error:
+                self.lost.append(str(error).splitlines()[0])
+                if len(self.lost) > 3:
+                    return
+            else:
+                self.captured += 1
+                self.wrong += y[0].item() != 1 + _OPERATIONS
+            time.sleep(0.002)
+
+
+def beside(checks: Checks) -> None:
+    """Training on this thread, captures on another: without a watch, and with one that has every hook."""
+    model, step = trainer(batch=1, length=128, layers=4)
+    for _ in range(20):
+        step()
+    torch.cuda.synchronize()
+    perf.device_section("step")
+    lost_without = 0
+    for watched in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            watch: AbstractContextManager[object] = nullcontext()
+            if watched:
+                watch = perf.watch(model, dir=folder, sidecar=False, report=False, modules="all")
+            with watch:
+                steps, raised, thread = 0, "", Capturing()
+                thread.start()
+                stop_s = time.monotonic() + SECONDS
+                try:
+                    while time.monotonic() < stop_s and thread.is_alive():
+                        with perf.device_section("step") if watched else nullcontext():
+                            step()
+                        steps += 1
+                except RuntimeError as error:
+                    raised = str(error).splitlines()[0]
+                thread.stop = True
+                thread.join(20)
+                if not raised:
+                    torch.cuda.synchronize()
+        value = f"{thread.captured} captured, {len(thread.lost)} lost, {thread.wrong} wrong, {steps} steps"
+        value += "".join(f"; {words[:100]}" for words in [*thread.lost[:1], raised] if words)
+        if not watched:
+            lost_without = len(thread.lost) + bool(raised)
+            checks.value("beside", "captures on another thread, without a watch", value)
+        elif lost_without:
+            checks.missing("beside", "captures on another thread, with a watch", f"lost without one, too; {value}")
+        else:
+            met = not thread.lost and not raised and not thread.wrong and thread.captured >= LEAST
+            wanted = f"at least {LEAST}, none lost or wrong"
+            checks.bar("beside", "captures on another thread, with a watch", value, wanted, met)

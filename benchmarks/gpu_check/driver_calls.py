@@ -1,0 +1,112 @@
+"""Counts the driver's and the runtime's calls that make the host wait, by CUPTI's callbacks: whoever makes them.
+
+torch.profiler sees the runtime's calls, which torch makes, and few of the driver's, which we and CuPy make. Only the
+functions that are looked for are called back. What it does not see: a copy that is called asynchronous and waits
+because its memory of the host is pageable; that is seen in the profiler's copies (cost.synchronizations).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_DRIVER, _RUNTIME, _RESOURCE = 1, 2, 3  # CUpti_CallbackDomain
+_MODULE_LOADED, _MODULE_UNLOADED = 6, 7  # CUpti_CallbackIdResource
+_MOST_FUNCTIONS = 2000  # more than either API has
+# By kind, the functions' names without their version and without "Async".
+KINDS = {
+    "synchronize": r"cu(da)?(Ctx|Stream|Event|Device|Thread)Synchronize",
+    "device memory": r"cuMem(Alloc(Pitch|Managed)?|Free|Create|Map|Unmap|Release)"
+    r"|cuda(Malloc(Pitch|Array|3D|3DArray|Managed)?|Free(Array)?)",
+    "host memory": r"cuMem(AllocHost|HostAlloc|FreeHost|HostRegister|HostUnregister)"
+    r"|cuda(MallocHost|HostAlloc|FreeHost|HostRegister|HostUnregister)",
+    "module": r"cu(Module(Load\w*|Unload)|Library(Load\w*|Unload)|LinkComplete)|cudaLibrary(Load\w*|Unload)",
+    "blocking copy": r"cu(da)?Memcpy(?!Batch|\w*Async)\w*|cuMemset(?!\w*Async)\w*|cudaMemset(?!\w*Async)\w*",
+}
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+
+
+class CallbackData(ctypes.Structure):
+    """The first fields of CUpti_CallbackData."""
+
+    _fields_ = (("site", ctypes.c_int), ("function_name", ctypes.c_char_p))
+
+
+def kind_of(function: str) -> str | None:
+    """The kind of wait that a function of the driver or the runtime is; None for one that does not wait."""
+    name = re.sub(r"(_v\d+|_ptsz|_ptds)+$", "", function)
+    return next((kind for kind, pattern in KINDS.items() if re.fullmatch(pattern, name)), None)
+
+
+def library() -> str | None:
+    """CUPTI as torch has loaded it, or would: another version may not know this driver."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if "libcupti" in path:
+            return path
+    found = importlib.util.find_spec("nvidia")
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    return next((str(path) for folder in folders for path in sorted(Path(folder).rglob("libcupti.so*"))), None)
+
+
+class Calls:
+    """What is called while it counts. Raises RuntimeError or OSError where CUPTI cannot be had."""
+
+    def __init__(self, path: str | None = None) -> None:
+        """path: of CUPTI's library."""
+        path = path or library()
+        if path is None:
+            raise RuntimeError("there is no CUPTI with this torch")
+        self._cupti = ctypes.CDLL(path)
+        self._on = False
+        self._counts: Counter[str] = Counter()
+        self._callback = _CALLBACK(self._called)  # held: CUPTI keeps its address
+        subscriber = ctypes.c_void_p()
+        self._ask("cuptiSubscribe", ctypes.byref(subscriber), self._callback, None)
+        for domain in (_DRIVER, _RUNTIME):
+            for number in range(1, _MOST_FUNCTIONS):
+                name = self._name(domain, number)
+                if name and kind_of(name):
+                    self._enable(subscriber, domain, number)
+        for number in (_MODULE_LOADED, _MODULE_UNLOADED):
+            self._enable(subscriber, _RESOURCE, number)
+
+    @contextmanager
+    def counted(self) -> Iterator[Counter[str]]:
+        """Inside, calls are counted by "kind: function"."""
+        self._counts = counts = Counter()
+        self._on = True
+        try:
+            yield counts
+        finally:
+            self._on = False
+
+    def _called(self, _: int | None, domain: int, number: int, data: int | None) -> None:
+        """On any thread, inside of the call."""
+        if not self._on:
+            return
+        if domain == _RESOURCE:
+            self._counts["module: loaded" if number == _MODULE_LOADED else "module: unloaded"] += 1
+        elif data:
+            call = CallbackData.from_address(data)
+            if call.site == 0:  # not once more at its end
+                name = (call.function_name or b"").decode()
+                self._counts[f"{kind_of(name)}: {name}"] += 1
+
+    def _name(self, domain: int, number: int) -> str:
+        name = ctypes.c_char_p()
+        status = self._cupti.cuptiGetCallbackName(domain, ctypes.c_uint32(number), ctypes.byref(name))
+        return name.value.decode() if status == 0 and name.value else ""
+
+    def _enable(self, subscriber: ctypes.c_void_p, domain: int, number: int) -> None:
+        self._ask("cuptiEnableCallback", ctypes.c_uint32(1), subscriber, domain, ctypes.c_uint32(number))
+
+    def _ask(self, name: str, *arguments: object) -> None:
+        status = getattr(self._cupti, name)(*arguments)
+        if status:
+            raise RuntimeError(f"{name} failed with CUPTI error {status}")

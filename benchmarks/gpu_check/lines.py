@@ -1,0 +1,43 @@
+"""The lines of the check: what was found, the bar it is held against, and whether it is met. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+PASS, FAIL, NOT_RUN = "PASS", "FAIL", "not run"
+COLUMNS = ("part", "what", "value", "bar", "result")
+
+
+class Line(NamedTuple):
+    """A row of the table."""
+
+    part: str
+    what: str
+    value: str
+    bar: str = ""
+    result: str = ""
+    """PASS, FAIL, NOT_RUN, or "" for a figure without a bar."""
+
+    def markdown(self) -> str:
+        """The row. What a value holds cannot break the table."""
+        return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in self) + " |"
+
+
+class Checks:
+    """Takes a part's lines, and hands each on as it comes."""
+
+    def __init__(self, take: Callable[[Line], None]) -> None:
+        self._take = take
+
+    def value(self, part: str, what: str, value: str) -> None:
+        """A figure without a bar."""
+        self._take(Line(part, what, value))
+
+    def bar(self, part: str, what: str, value: str, bar: str, met: bool) -> None:
+        """A figure with one."""
+        self._take(Line(part, what, value, bar, PASS if met else FAIL))
+
+    def missing(self, part: str, what: str, reason: str) -> None:
+        """What could not be run; no PASS."""
+        self._take(Line(part, what, reason, "", NOT_RUN))

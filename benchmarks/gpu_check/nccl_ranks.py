@@ -1,0 +1,85 @@
+"""The processes of the parts on NCCL: `python -m benchmarks.gpu_check.nccl_ranks lone|pair FOLDER WISH [GROUPS]`.
+
+Each tells what it used and what the plugin counted in FOLDER/told-RANK.json, and in ended-RANK.json how long its
+communicators took to be destroyed: where that never ends, there is no such file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import torchlens_perf as perf
+from benchmarks.gpu_check.checks import Spin
+from benchmarks.gpu_check.runs import last_rings
+from torchlens_perf.recorder import nccl_plugin
+from torchlens_perf.recorder.nccl_plugin import VARIABLE
+from torchlens_perf.run.ring import Flag, Kind, Reader
+
+STEPS, SPIN_NS = 20, 20_000_000
+
+
+def shared_bytes() -> int:
+    """What is taken of /dev/shm."""
+    found = os.statvfs("/dev/shm")
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
+def _tell(folder: str, shared_before: int, **found: object) -> None:
+    """What this process used, and what the plugin has counted, for the one that has started it. Ends NCCL."""
+    plugin = nccl_plugin.load()
+    counters = {} if plugin is None else plugin.counters()._asdict()
+    used = {"threads": len(os.listdir("/proc/self/task")), "cpu_s": time.process_time()}
+    used["shared_mib"] = (shared_bytes() - shared_before) / 2**20
+    rank = os.environ["RANK"]
+    (Path(folder) / f"told-{rank}.json").write_text(json.dumps({**counters, **used, **found}))
+    begin_s = time.monotonic()
+    dist.destroy_process_group()
+    (Path(folder) / f"ended-{rank}.json").write_text(json.dumps(time.monotonic() - begin_s))
+
+
+def _lone(folder: str, wish: str) -> None:
+    before = shared_bytes()
+    with perf.watch(dir=folder, sidecar=False, report=False, modules="none", nccl=wish) as watch:
+        named = os.environ.get(VARIABLE) == str(nccl_plugin.path())
+        dist.init_process_group("nccl")
+        tensor = torch.ones(1 << 18, device="cuda")
+        for _ in range(STEPS):
+            dist.all_reduce(tensor)
+            dist.all_to_all_single(torch.empty_like(tensor), tensor)
+            watch.step()
+        torch.cuda.synchronize()
+    reader = Reader(last_rings(folder))
+    records = reader.read(final=True).records
+    reader.close()
+    collectives = records[records["kind"] == Kind.COLLECTIVE]
+    ended = int((collectives["flags"] & Flag.COMPLETED != 0).sum())
+    _tell(folder, before, named=named, left=VARIABLE in os.environ, recorded=len(collectives), ended=ended)
+
+
+def _one_of_two(folder: str, wish: str, groups: str = "1") -> None:
+    """groups: of both ranks, one communicator each; every step has an all-reduce in each."""
+    torch.cuda.set_device(0)
+    before = shared_bytes()
+    with perf.watch(dir=folder, sidecar=False, report=False, modules="none", nccl=wish) as watch:
+        dist.init_process_group("nccl")
+        all_groups = [None, *(dist.new_group() for _ in range(int(groups) - 1))]
+        rank, tensor, spin = dist.get_rank(), torch.ones(1 << 18, device="cuda"), Spin()
+        for _ in range(STEPS):
+            for group in all_groups:
+                if rank == 1:
+                    spin(SPIN_NS)
+                dist.all_reduce(tensor, group=group)
+                torch.cuda.synchronize()
+            watch.step()
+    _tell(folder, before)
+
+
+if __name__ == "__main__":
+    {"lone": _lone, "pair": _one_of_two}[sys.argv[1]](*sys.argv[2:])

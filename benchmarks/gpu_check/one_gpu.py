@@ -1,0 +1,48 @@
+"""Two ranks of NCCL on one GPU. NCCL is not made for that: each rank is told that it is a host of its own.
+
+They talk over the loopback's sockets, which is not how ranks of one node talk. One process each; the device runs the
+kernels of one process for a while, then the other's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+_SETTINGS = {
+    "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2", "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+}  # fmt: skip
+
+
+def two_hosts(rank: int) -> dict[str, str]:
+    """The environment of a rank, before its first communicator."""
+    return {**_SETTINGS, "NCCL_HOSTID": f"torchlens-perf-{rank}"}
+
+
+def one_host() -> dict[str, str]:
+    """That of ranks which are told to be on one host, and may talk through its shared memory. NCCL may refuse it."""
+    return {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
+
+def refusal(words: str) -> str:
+    """The line in which NCCL says why it fails; "" where it is not NCCL that has failed."""
+    if "nccl" not in words.lower():
+        return ""
+    lines = [line.strip() for line in words.splitlines() if "rror" in line or "uplicate GPU" in line]
+    return lines[-1][:160] if lines else "no word"
+
+
+def small_shared_memory(mib: int = 64) -> list[str] | str:
+    """What goes before a command so that it has so much of /dev/shm, as in a container; or why that cannot be."""
+    if shutil.which("unshare") is None:
+        return "there is no unshare"
+    mount = f'mount -t tmpfs -o size={mib}m tmpfs /dev/shm && exec "$@"'
+    reason = ""
+    for namespace in (["unshare", "-m"], ["unshare", "-rm"]):
+        prefix = [*namespace, "sh", "-c", mount, "sh"]
+        tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=10)
+        if tried.returncode == 0:
+            return prefix
+        reason = tried.stderr.strip().splitlines()[-1] if tried.stderr.strip() else f"exit code {tried.returncode}"
+    return f"a mount of its own is not permitted here: {reason}"

@@ -1,0 +1,54 @@
+"""One part of the check in this process: `python -m benchmarks.gpu_check.part NAME`. The runner starts it.
+
+Lines go as JSON to the file descriptor that is named, or else to stdout as they are printed in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+
+from benchmarks.gpu_check.lines import Checks, Line
+from benchmarks.gpu_check.parts import CUDA, PARTS
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """0, also where a line is a FAIL: the runner counts them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name")
+    parser.add_argument("--target", help="module:function; of a part that is not in the list")
+    parser.add_argument("--device", default=CUDA)
+    parser.add_argument("--lines", type=int, help="file descriptor")
+    asked = parser.parse_args()
+    target = asked.target or {part.name: part.target for part in PARTS}[asked.name]
+    if asked.lines is None:
+        checks = Checks(lambda line: print(line.markdown(), flush=True))
+    else:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.set_inheritable(asked.lines, False)  # the part is over when its own process is
+        pipe = os.fdopen(asked.lines, "w", buffering=1)
+
+        def write(line: Line) -> None:
+            pipe.write(json.dumps(line) + "\n")
+
+        checks = Checks(write)
+    module, _, function = target.partition(":")
+    os.environ["GPU_CHECK_DEVICE"] = asked.device
+    try:
+        getattr(importlib.import_module(module), function)(checks)
+    except Exception as error:  # what it has told so far stays
+        traceback.print_exc()
+        checks.bar(asked.name, "the part itself", f"{type(error).__name__}: {error}"[:200], "runs", False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

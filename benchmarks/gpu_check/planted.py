@@ -1,0 +1,102 @@
+"""Planted stragglers: DDP with two ranks, a fault in one of them, and who is named by the live sidecar.
+
+The same runs as in the campaign on devices (benchmarks/planted_devices.py), on the device that is asked for. On CUDA
+both ranks are on one GPU (one_gpu.py). gloo with tensors on the GPU would be another thing: its collectives hold up the
+host, so that the host's times show who is slow; with NCCL they do not.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu_check.lines import Checks
+from benchmarks.gpu_check.one_gpu import refusal
+from benchmarks.gpu_check.parts import CUDA
+from benchmarks.planted_device_truth import plant
+from benchmarks.planted_devices import live, training
+from benchmarks.planted_faults import started
+from benchmarks.planted_on import DEVICES
+from benchmarks.planted_truth import Truth
+from benchmarks.planted_verdicts import score
+
+FAULTS = {
+    "slow_device": "every module is slower",
+    "data": "a slow loader",
+    "backward": "a spin in one backward",
+    "item": "a fault, and .item() in every step",
+    "clean": "nothing",
+    "clean_item": "nothing, .item() in every step",
+}
+RANKS, STEPS, SEED = 2, 120, 1
+HOST_MS = (120, 160)  # what the host can hide behind the device costs nothing, and nobody is to be named for it
+_RUN_S = 60
+
+
+def planted(checks: Checks) -> None:
+    """Each fault once, by DDP."""
+    check(checks, os.environ["GPU_CHECK_DEVICE"])
+
+
+def check(checks: Checks, device: str, faults: Sequence[str] = tuple(FAULTS), steps: int = STEPS) -> None:
+    """A line for each run as it ends."""
+    on = DEVICES[device]()
+    truths = [plant(f"ddp-{fault}", SEED, RANKS, steps, on.slowness, HOST_MS) for fault in faults]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        with started(training(truths, out, out / "store", device, HOST_MS), RANKS, out) as ranks:
+            for truth in truths:
+                problem = _wait_for(out / truth.name / "truth.json", ranks)
+                if problem:
+                    logs = "".join(path.read_text(errors="replace") for path in out.glob("rank*.log"))
+                    _not_ended(checks, truths[truths.index(truth) :], problem, logs, device)
+                    return
+                _judge(checks, truth, out / truth.name)
+
+
+def _wait_for(file: Path, ranks: list[subprocess.Popen[bytes]]) -> str:
+    """Until it is there. What went wrong, or ""."""
+    deadline_s = time.monotonic() + _RUN_S
+    while time.monotonic() < deadline_s:
+        codes = [rank.poll() for rank in ranks]
+        if file.exists():
+            return ""
+        failed = [rank for rank, code in enumerate(codes) if code is not None]
+        if failed:
+            return f"rank {failed[0]} ended with {codes[failed[0]]}"
+        time.sleep(0.1)
+    return f"not done within {_RUN_S} s"
+
+
+def _judge(checks: Checks, truth: Truth, folder: Path) -> None:
+    answer = live(folder)
+    found = score(truth, answer)
+    value = f"rank {answer.rank}, {answer.phase}" if answer else "nobody"
+    if truth.faults:
+        fault = truth.faults[0]
+        how = f"{fault.ms} ms" if fault.ms is not None else f"{1 + (fault.share or 0):g} times"
+        wanted = f"rank {fault.rank}, {fault.phase} ({how})"
+        if fault.phase == "device":
+            wanted = f"rank {fault.rank}, a phase of its device ({how})"
+        checks.bar("planted", _what(truth), value, wanted, found.right_phase)
+    else:
+        checks.bar("planted", _what(truth), value, "nobody", not found.named)
+
+
+def _what(truth: Truth) -> str:
+    return f"who is named: {FAULTS[truth.kind.partition('-')[2]]}"
+
+
+def _not_ended(checks: Checks, truths: list[Truth], problem: str, logs: str, device: str) -> None:
+    """NCCL may refuse two ranks on one GPU, which says nothing of us. Anything else does."""
+    refused = refusal(logs) if device == CUDA else ""
+    for truth in truths:
+        if refused:
+            checks.missing("planted", _what(truth), f"NCCL, with two ranks on one GPU: {refused}")
+        else:
+            words = logs.strip().splitlines()[-1:] or ["no word"]
+            checks.bar("planted", _what(truth), f"{problem}: {words[0][:120]}", "the run ends", False)

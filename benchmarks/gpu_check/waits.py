@@ -1,0 +1,100 @@
+"""Implicit waits of every kind: calls that a watch adds to training, as CUPTI sees them (driver_calls.py)."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+import torchlens_perf as perf
+from benchmarks.gpu_check.driver_calls import KINDS, Calls
+from benchmarks.gpu_check.gpt import trainer
+from benchmarks.gpu_check.lines import Checks
+
+STEPS, WARM_UP = 300, 40  # the steps are some seconds: windows are reduced, anchors taken, memory read
+_MODULE = 'extern "C" __global__ void of_the_check_{number}(void) {{}}'
+
+
+def waits(checks: Checks) -> None:
+    """First that the counter sees each kind; then steps without a watch, and with one that has every hook."""
+    try:
+        calls = Calls()
+    except (RuntimeError, OSError) as error:
+        checks.missing("waits", "calls that wait", str(error))
+        return
+    blind = _blind(checks, calls)
+    model, step = trainer(batch=2)
+    for _ in range(WARM_UP):
+        step()
+    without = _steps(calls, step)
+    perf.device_section("step")  # before the watch, which then makes its memory as it begins
+
+    def watched_step() -> None:
+        with perf.device_section("step"):
+            step()
+
+    with tempfile.TemporaryDirectory() as folder:
+        with calls.counted() as begun:
+            watch = perf.watch(model, dir=folder, sidecar=False, report=False, modules="all")
+            watch.__enter__()
+        for _ in range(WARM_UP):
+            watched_step()
+        with_watch = _steps(calls, watched_step)
+        with calls.counted() as ended:
+            watch.__exit__(None, None, None)
+    for what, found in (("in steps without a watch", without), ("when it begins", begun), ("when it ends", ended)):
+        checks.value("waits", f"calls that wait, {what}", _words(found))
+    added = with_watch - without
+    for kind in KINDS:
+        what = f"{kind}: calls that a watch adds in {STEPS} steps"
+        if kind in blind:
+            checks.missing("waits", what, "the counter does not see them here")
+            continue
+        found = Counter({name: count for name, count in added.items() if name.startswith(kind)})
+        checks.bar("waits", what, _words(found), "none", not found)
+
+
+def _blind(checks: Checks, calls: Calls) -> set[str]:
+    """Makes each kind of call. The kinds that are not seen."""
+    import cupy
+
+    torch.zeros(1, device="cuda").item()
+    device, host = cupy.cuda.alloc(1 << 20), torch.zeros(1 << 20, dtype=torch.uint8)
+    planted: dict[str, Callable[[], object]] = {
+        "synchronize": torch.cuda.synchronize,
+        "device memory": _allocate,
+        "host memory": lambda: torch.empty(77 << 20, dtype=torch.uint8).pin_memory(),
+        "module": lambda: cupy.RawModule(code=_MODULE.format(number=1)).get_function("of_the_check_1"),
+        "blocking copy": lambda: cupy.cuda.runtime.memcpy(device.ptr, host.data_ptr(), 1 << 20, 1),
+    }
+    blind = set()
+    for kind, call in planted.items():
+        with calls.counted() as found:
+            call()
+        seen = any(name.startswith(kind) for name in found)
+        checks.value("waits", f"a planted one, {kind}", _words(found) if seen else "not seen")
+        if not seen:
+            blind.add(kind)
+    return blind
+
+
+def _allocate() -> None:
+    kept = torch.empty(333 << 20, dtype=torch.uint8, device="cuda")
+    del kept
+    torch.cuda.empty_cache()
+
+
+def _steps(calls: Calls, step: Callable[[], None]) -> Counter[str]:
+    torch.cuda.synchronize()
+    gc.collect()
+    with calls.counted() as found:
+        for _ in range(STEPS):
+            step()
+    return found
+
+
+def _words(found: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(found.items())) or "none"

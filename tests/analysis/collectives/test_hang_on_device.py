@@ -1,0 +1,136 @@
+"""A device that has not come as far as the others', where all hosts have issued everything: what tells it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.progress import USUAL_S, WORLD, every, found, job, named, rank
+from torchlens_perf.analysis.collectives.device_progress import DevicePlace
+from torchlens_perf.analysis.collectives.hang import Collective, Progress
+from torchlens_perf.analysis.words.hang import device_place, text
+from torchlens_perf.run.clock import DeviceMark
+from torchlens_perf.run.ring import Kind
+
+FORWARD, BACKWARD = "the beginning of the forward pass", "the beginning of the backward pass"
+
+
+def at(number: int, place: int, mark: str = "", step: int = 99, stood_s: float = 1.0, **changed: Any) -> Progress:
+    """A rank whose device was seen there."""
+    return rank(number, device=DevicePlace(step, place, mark, stood_s), **changed)
+
+
+def test_a_kernel_that_has_not_begun_names_its_rank() -> None:
+    """All have issued allreduce 57. NCCL has seen its kernel begin on all but rank 3, which is in an earlier one."""
+    ranks = [rank(number, began={WORLD: 57}) for number in range(3)]
+    hang = found(*ranks, rank(3, began={WORLD: 56}))
+    assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("device", [3], (0, 1, 2), True)
+    assert hang.collective == Collective(WORLD, 57, "allreduce")
+    assert (
+        "Ranks 0-3 have entered allreduce 57 of group 0, but on the device of rank 3 (node-b) its kernel has not "
+        "begun, as it has on ranks 0-2: an earlier one does not end there. Next: look for the kernel that does not end "
+        "on rank 3 on node-b: dmesg (Xid)" in text(hang)
+    )
+
+
+def test_who_is_behind_in_one_group_and_ahead_in_none() -> None:
+    """Rank 1 is behind in group b because it waits in group a, whose kernel rank 0 has not begun."""
+    issued = {"a": 5, "b": 8}
+    hang = found(
+        rank(0, issued=issued, began={"a": 4, "b": 8}, operations={}),
+        rank(1, issued=issued, began={"a": 5, "b": 7}, operations={}),
+        count=2,
+    )
+    assert hang.kind == "together", "each waits for the other: not told apart"
+    hang = found(
+        rank(0, issued=issued, began={"a": 4, "b": 8}, operations={}),
+        rank(1, issued=issued, began={"a": 5, "b": 8}, operations={}),
+        count=2,
+    )
+    assert (hang.kind, named(hang), hang.collective) == ("device", [0], Collective("a", 5))
+
+
+@pytest.mark.parametrize("missing", [{}, {"b": 3}], ids=["no plugin", "of another group"])
+def test_kernels_tell_nothing_where_one_rank_does_not_say(missing: dict[str, int]) -> None:
+    """A rank of which no begin is known may be the one: nobody is named."""
+    ranks = [rank(number, began={WORLD: 57}) for number in range(2)]
+    assert found(*ranks, rank(2, began={WORLD: 56}), rank(3, began=missing)).kind == "together"
+
+
+def test_a_device_that_stands_before_the_others() -> None:
+    """Rank 3's was seen after the same mark for a second; the others' had come further when they were last seen."""
+    others = [at(number, 3, BACKWARD, stood_s=0.0) for number in range(3)]
+    hang = found(*others, at(3, 1, FORWARD))
+    assert (hang.kind, named(hang), hang.waiting, hang.look_at) == ("device", [3], (0, 1, 2), (3,))
+    assert (
+        "Ranks 0-3 have entered allreduce 57 of group 0, but the device of rank 3 (node-b) stands in step 99 after the "
+        "beginning of the forward pass, while ranks 0-2 were seen further, in step 99 after the beginning of the "
+        "backward pass. Next: look for the kernel" in text(hang)
+    )
+
+
+def test_an_earlier_step_is_before_all_marks_of_a_later_one() -> None:
+    """By step first."""
+    others = [at(number, 0, step=100) for number in range(2)]
+    assert named(found(*others, at(2, 7, step=99), at(3, 7, step=99))) == [2, 3]
+
+
+def test_a_device_that_was_not_seen_to_stand_may_have_gone_on() -> None:
+    """Looked at once, or for less than two usual steps: the thread was blocked before it could see more."""
+    others = [at(number, 3, stood_s=0.0) for number in range(3)]
+    for stood_s in (0.0, 1.9 * USUAL_S):
+        hang = found(*others, at(3, 1, stood_s=stood_s))
+        assert (hang.kind, named(hang)) == ("together", [])
+        assert "Whose device is behind is not known: the training threads were blocked" in text(hang)
+    assert named(found(*others, at(3, 1, stood_s=2.1 * USUAL_S))) == [3]
+
+
+def test_without_a_usual_step_nothing_stands() -> None:
+    """How long a step takes the device is not known then."""
+    ranks = [at(number, 3, usual_step_s=0.0, since_step_s=400.0, since_mark_s=400.0) for number in range(3)]
+    assert found(*ranks, at(3, 1, usual_step_s=0.0, since_step_s=400.0, since_mark_s=400.0)).kind == "together"
+
+
+def test_a_rank_without_a_place_may_be_the_one() -> None:
+    """Of another node, say."""
+    assert found(*(at(number, 3) for number in range(2)), at(2, 1), rank(3)).kind == "together"
+
+
+def test_all_at_the_same_mark() -> None:
+    """None is behind the others; and no pause, whatever the hosts are in, as work is left undone."""
+    hang = found(*(at(number, 3, BACKWARD) for number in range(4)))
+    assert (hang.kind, named(hang)) == ("together", [])
+    assert "Their devices stand at the same place, in step 99 after the beginning of the backward pass" in text(hang)
+    hosts = [at(number, 3, BACKWARD, inside=()) for number in range(4)]
+    assert found(*hosts).kind == "together"
+    assert job(*every(4, inside=())) is None or not found(*every(4, inside=())).alarm
+
+
+def test_hosts_that_are_blocked_outside_of_all_that_is_timed() -> None:
+    """loss.item() waits for the device outside of any span: not a pause, if a device is behind."""
+    others = [at(number, 3, inside=()) for number in range(3)]
+    hang = found(*others, at(3, 1, inside=()))
+    assert (hang.kind, named(hang), hang.alarm) == ("device", [3], True)
+
+
+def test_without_a_device_nothing_is_said_of_it() -> None:
+    """A job on CPUs."""
+    assert "device is behind" not in text(found())
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "is_end", "words"),
+    [
+        (0, 0, False, "its beginning"),
+        (4, Kind.FORWARD, True, "the end of the forward pass"),
+        (5, Kind.MODULE, False, "the beginning of module blocks.3"),
+        (6, Kind.MODULE_BACKWARD, True, "the end of the backward pass of module blocks.3"),
+        (7, Kind.SECTION, True, "the end of section blocks.3"),
+        (8, 0, False, ""),
+    ],
+)
+def test_marks_in_words(place: int, kind: int, is_end: bool, words: str) -> None:
+    """As the ring has them."""
+    found_place = device_place(DeviceMark(12, place, kind, 3, is_end, 5_000_000_000, 7_500_000_000), "blocks.3")
+    assert found_place == DevicePlace(12, place, words, 2.5)

@@ -1,0 +1,89 @@
+"""Real ranks on the asynchronous device, a fault planted in one: its live sidecar names rank and phase.
+
+The campaign, benchmarks/planted_devices.py, has all faults, ways to train, and clean runs; docs/accuracy.md its result.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.planted_device_training import record
+from benchmarks.planted_device_truth import KERNEL_MS, KINDS, plant
+from benchmarks.planted_truth import Truth
+from benchmarks.planted_verdicts import judged_again, run_directory, score
+from tests.device import device
+from tests.support.gloo import run_ranks
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
+from torchlens_perf.report.build import build
+
+pytestmark = [
+    pytest.mark.distributed, pytest.mark.slow,
+    pytest.mark.skipif(device.missing() is not None, reason=str(device.missing())),
+]  # fmt: skip
+RANKS, STEPS = 2, 120
+FAULTS = {"ddp-forward": 1, "fsdp-backward": 2, "tensor-forward": 0}  # with a seed
+
+
+def truths() -> list[Truth]:
+    return [plant(kind, seed, RANKS, STEPS) for kind, seed in FAULTS.items()]
+
+
+def train(folder: Path) -> None:
+    """One rank of all runs."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    torch.set_num_threads(1)
+    device.load()
+    device.set_kernel_time(KERNEL_MS / 1e3)
+    store = dist.FileStore(str(folder / "device-store"), RANKS)
+    dist.init_process_group(device.NAME, store=store, rank=rank, world_size=RANKS)
+    for truth in truths():
+        record(truth, folder, rank)
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    device.build()
+    run_ranks(train, folder, RANKS)
+    return folder
+
+
+@pytest.mark.parametrize("truth", truths(), ids=lambda truth: truth.kind)
+def test_what_is_slow_on_the_device_is_named(truth: Truth, runs: Path) -> None:
+    """Rank and phase, by the device's clock; another rank that lacked a processor may be named beside it."""
+    (state,) = node_state.load_all(run_directory(runs / truth.name))
+    (fault,) = truth.faults
+    report = build("run", [state])
+
+    assert (fault.rank, fault.phase) in [(each.rank, each.phase) for each in state.findings.episodes]
+    assert {process.judged_by for process in state.processes.values()} == {DEVICE}
+    assert report["run"]["judged_by"] == "device"
+    parts = [rank["device"]["parts"] for rank in report["ranks"] if rank["device"] is not None]
+    others, slow = parts[1 - fault.rank], parts[fault.rank]
+    assert slow[fault.phase] - others[fault.phase] > 0.5e-3 * (fault.ms or 0)
+    assert others["communication"] - slow["communication"] > 0.5e-3 * (fault.ms or 0), "the other one waits for it"
+
+
+def test_the_hosts_times_show_it_to_nobody(runs: Path) -> None:
+    """The campaign scores the same runs by host time beside it: no rank and phase is right."""
+    said = [score(truth, judged_again(runs / truth.name)) for truth in truths()]
+
+    assert not any(each.right_phase for each in said)
+
+
+def test_kinds_and_seeds() -> None:
+    """A kind and a seed plant the same again; clean runs have no fault."""
+    for kind in KINDS:
+        assert plant(kind, 7) == plant(kind, 7)
+        assert bool(plant(kind, 7).faults) != ("clean" in kind)
+    with pytest.raises(ValueError, match="unknown kind"):
+        plant("ddp-nothing", 0)

@@ -1,0 +1,60 @@
+"""CUDA's events without a GPU: which stream is current, on stand-ins for torch.cuda's functions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchlens_perf.hooks.on_device import events
+from torchlens_perf.hooks.on_device.events import CudaEvents
+from torchlens_perf.recorder import torch_private
+
+
+class Cuda:
+    """A current stream, which tests change."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, handles: bool) -> None:
+        """handles: whether torch tells a stream's handle."""
+        self.handle, self.capturing, self.made = 0, False, 0
+        monkeypatch.setattr(torch.cuda, "Stream", lambda index, priority: ("idle", index, priority))
+        monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: SimpleNamespace(timing=enable_timing))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
+        told = (lambda index: self.handle) if handles else None
+        monkeypatch.setattr(torch_private, "current_stream_handle", lambda: told)
+
+    def current_stream(self, index: int) -> Any:
+        """A new object each time."""
+        assert index == 3
+        self.made += 1
+        return ("stream", self.handle)
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_current_stream(monkeypatch: pytest.MonkeyPatch, handles: bool) -> None:
+    """The same one is equal; one object is made for each where its handle is told."""
+    cuda = Cuda(monkeypatch, handles=handles)
+    own = CudaEvents(3)
+    assert own.name == "CUDA events"
+    assert own.new().timing
+    first = own.current()
+    cuda.handle = 7
+    other = own.current()
+    cuda.handle = 0
+    assert first == own.current() != other
+    assert cuda.made == (2 if handles else 3)
+    cuda.capturing = True
+    assert own.current() is None
+    assert own.capturing()
+
+
+def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may make streams without end."""
+    cuda = Cuda(monkeypatch, handles=True)
+    own = CudaEvents(3)
+    for cuda.handle in range(10 * events._MAX_STREAMS):
+        assert own.current() == ("stream", cuda.handle)
+    assert len(own._known) <= events._MAX_STREAMS
