@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.planted_device_training import record
 from benchmarks.planted_device_truth import KERNEL_MS, KINDS, plant
+from benchmarks.planted_on import AsyncDevice
 from benchmarks.planted_truth import Truth
 from benchmarks.planted_verdicts import judged_again, run_directory, score
 from tests.device import device
@@ -39,12 +40,12 @@ def train(folder: Path) -> None:
     rank = dist.get_rank()
     dist.destroy_process_group()
     torch.set_num_threads(1)
-    device.load()
-    device.set_kernel_time(KERNEL_MS / 1e3)
+    on_device = AsyncDevice()
+    on_device.load(KERNEL_MS / 1e3, rank)
     store = dist.FileStore(str(folder / "device-store"), RANKS)
     dist.init_process_group(device.NAME, store=store, rank=rank, world_size=RANKS)
     for truth in truths():
-        record(truth, folder, rank)
+        record(truth, folder, rank, on_device)
         gc.collect()
 
 

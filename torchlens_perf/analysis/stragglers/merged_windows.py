@@ -12,7 +12,7 @@ judge (detector.py), which has every rank's rows:
   median or five deviations of the ranks.
 - Not which ranks do the same work. Where a pipeline is known, or more than a quarter of the ranks stand out, nobody is
   named; of two ranks, the faster one is what is usual.
-- Not what the host did: a gap is the loader's or other host code's, and lack of a CPU is not told from either. Not the
+- Not what the host did: a gap is the loader's or other host code's, and lack of a CPU is not distinguished from either. Not the
   workload. What the job would gain is at most what is said.
 - Nothing of steps before this sidecar began.
 """
@@ -178,7 +178,7 @@ def held_against(findings: Findings, windows: MergedWindows, places: Mapping[int
     """What the judge has found, held against the merged windows. places: of the ranks that it knows.
 
     Where it does not compare all ranks of the job, slow ranks that it does not name are taken over. Where it does, they
-    are told apart, as unconfirmed. What it names and the windows would show, and do not, is disputed.
+    are kept apart, as unconfirmed. What it names and the windows would show, and do not, is disputed.
     """
     if windows.seen < MIN_WINDOWS or _do_different_work(places):
         return findings
@@ -193,11 +193,11 @@ def held_against(findings: Findings, windows: MergedWindows, places: Mapping[int
     ]
     only_here = [each for each in windows.episodes() if each.rank not in now]
     if len(compared) >= windows.ranks:
-        least_ns = findings.detectable_ns
+        min_excess_ns = findings.detectable_ns
         unconfirmed = [
             each
             for each in only_here
-            if each.until_step is None and least_ns is not None and each.excess_ns >= least_ns
+            if each.until_step is None and min_excess_ns is not None and each.excess_ns >= min_excess_ns
         ]
         return dataclasses.replace(findings, episodes=tuple(episodes), unconfirmed=tuple(unconfirmed))
     known = {each.rank for each in findings.episodes}
