@@ -12,8 +12,8 @@ judge (detector.py), which has every rank's rows:
   median or five deviations of the ranks.
 - Not which ranks do the same work. Where a pipeline is known, or more than a quarter of the ranks stand out, nobody is
   named; of two ranks, the faster one is what is usual.
-- Not what the host did: a gap is the loader's or other host code's, and lack of a CPU is not distinguished from either. Not the
-  workload. What the job would gain is at most what is said.
+- Not what the host did: a gap is the loader's or other host code's, and lack of a CPU is not distinguished from
+  either. Not the workload. What the job would gain is at most what is said.
 - Nothing of steps before this sidecar began.
 """
 
