@@ -70,8 +70,9 @@ def test_what_is_slow_on_the_device_is_named(truth: Truth, runs: Path) -> None:
     assert report["run"]["judged_by"] == "device"
     parts = [rank["device"]["parts"] for rank in report["ranks"] if rank["device"] is not None]
     others, slow = parts[1 - fault.rank], parts[fault.rank]
-    assert slow[fault.phase] - others[fault.phase] > 0.5e-3 * (fault.ms or 0)
-    assert others["communication"] - slow["communication"] > 0.5e-3 * (fault.ms or 0), "the other one waits for it"
+    assert fault.ms is not None  # in the steps from the fault's first on, two thirds of all; beside other tests
+    assert slow[fault.phase] - others[fault.phase] > 0.3e-3 * fault.ms
+    assert others["communication"] - slow["communication"] > 0.2e-3 * fault.ms, "the other one waits for it"
 
 
 def test_the_hosts_times_show_it_to_nobody(runs: Path) -> None:
