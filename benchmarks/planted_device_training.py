@@ -207,21 +207,23 @@ def record(truth: Truth, out: Path, rank: int, device: PlantedDevice) -> str:
 
 
 def main(done: Callable[[Truth, str], None] = lambda truth, how: print(f"{truth.name}  {how}", flush=True)) -> None:
-    """One rank, of the group that planted_devices.py starts (RANK, WORLD_SIZE, and a file to meet at)."""
+    """One rank, of the group that planted_devices.py starts (RANK, WORLD_SIZE, and where to meet)."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="KIND:SEED")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--store", type=Path, required=True, help="file that the ranks meet at")
+    parser.add_argument("--store", type=Path, help="file that the ranks meet at; default: the job's store")
     parser.add_argument("--device", choices=DEVICES, default="asyncdev")
     parser.add_argument("--host-ms", nargs=2, type=int, default=HOST_DELAYS_MS, help="of a slow host: from, to")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store, timeout = dist.FileStore(str(asked.store), ranks), datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    where: dict[str, Any] = {"init_method": "env://"}
+    if asked.store:
+        where = {"store": dist.FileStore(str(asked.store), ranks), "rank": rank, "world_size": ranks}
     device = DEVICES[asked.device]()
     device.load(KERNEL_MS / 1e3, rank)
-    dist.init_process_group(device.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group(device.backend, timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S), **where)
     for each in asked.runs:
         kind, _, seed = each.partition(":")
         truth = plant(kind, int(seed), ranks, asked.steps or STEPS, device.slowness, asked.host_ms)

@@ -6,6 +6,7 @@
 The device is the tests' own (tests/device): streams are threads, the host only issues work, collectives are ordered in
 streams as NCCL's. `record` leaves FOLDER/KIND-SEED/ with the run directory and truth.json; it goes on where it was
 broken off. `judge` prints what the live sidecars have said, and beside it who is named by the same runs' host times.
+With `--nodes 2` the ranks are on two nodes (planted_nodes.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from benchmarks.measure import Table
 from benchmarks.planted_device_truth import CLEAN, FAULTS, HOST_DELAYS_MS, KINDS, RANKS, WAYS, plant
 from benchmarks.planted_faults import RUN_TIMEOUT_S, seeds, started, wait
+from benchmarks.planted_nodes import started_on_nodes
 from benchmarks.planted_truth import Truth
 from benchmarks.planted_verdicts import Score, StragglerSummary, judged_again, run_directory, score, slowest_step
 from torchlens_perf.analysis import node_state
@@ -41,18 +43,19 @@ def live(folder: Path) -> StragglerSummary | None:
 def training(
     truths: list[Truth],
     out: Path,
-    store: Path,
+    store: Path | None,
     device: str = "asyncdev",
     host_ms: tuple[int, int] = HOST_DELAYS_MS,
 ) -> list[str]:
-    """The command of each rank of a group that does these runs, which are equally long. store: a new file."""
-    command = [sys.executable, "-m", "benchmarks.planted_device_training", "--out", str(out), "--store", str(store)]
+    """The command of each rank of a group that does these runs, equally long ones. store: a new file, or the job's."""
+    command = [sys.executable, "-m", "benchmarks.planted_device_training", "--out", str(out)]
+    command += [] if store is None else ["--store", str(store)]
     command += ["--device", device, "--steps", str(truths[0].steps)]
     command += ["--host-ms", *map(str, host_ms)]
     return [*command, *(f"{truth.kind}:{truth.seed}" for truth in truths)]
 
 
-def record(truths: list[Truth], out: Path, ranks: int) -> int:
+def record(truths: list[Truth], out: Path, ranks: int, nodes: int = 1) -> int:
     """Records the runs that `out` does not hold yet. Returns the exit code: 1 where ranks fail twice in a row."""
     out.mkdir(parents=True, exist_ok=True)
     fruitless = 0
@@ -60,8 +63,11 @@ def record(truths: list[Truth], out: Path, ranks: int) -> int:
         print(f"{len(truths) - len(missing)} of {len(truths)} recorded", flush=True)
         group = missing[:RUNS_PER_GROUP]
         with tempfile.TemporaryDirectory() as folder:
-            command = training(group, out, Path(folder) / "store")
-            with started(command, ranks, out) as processes:
+            if nodes == 1:
+                running = started(training(group, out, Path(folder) / "store"), ranks, out)
+            else:
+                running = started_on_nodes(training(group, out, None), ranks, nodes, out)
+            with running as processes:
                 failed = wait(processes, time.monotonic() + RUN_TIMEOUT_S * len(group))
         if failed:
             print(f"the group ended: {failed}; see {out / 'rank*.log'}", file=sys.stderr, flush=True)
@@ -106,6 +112,7 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=(*FAULTS, *CLEAN), default=[*FAULTS, *CLEAN])
     parser.add_argument("--seeds", type=seeds, default=seeds("0-1"), help="like 0-19 or 3,5")
     parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--nodes", type=int, default=1, help="for record; 2 takes namespaces, and so root")
     parser.add_argument("--each", action="store_true", help="a line for every run")
     asked = parser.parse_args()
     kinds = [kind for kind in KINDS if kind.partition("-")[0] in asked.ways and kind.partition("-")[2] in asked.faults]
@@ -113,7 +120,7 @@ def main() -> int:
     out: Path = asked.out.absolute()
     if asked.command == "judge":
         return print_judgement(out, truths, asked.each)
-    return record(truths, out, asked.ranks)
+    return record(truths, out, asked.ranks, asked.nodes)
 
 
 if __name__ == "__main__":
