@@ -10,7 +10,7 @@ MAKEFLAGS += --jobs=2
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-frameworks check format bench gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-device check format bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -33,9 +33,13 @@ SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: check $(TEST)/tap $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
-# What `make test` leaves out, to stay short.
+# What `make test` leaves out, to stay short. Figures go into docs/reliability.md. SHARE=0.1: a tenth of the longest.
 test-long: $(TEST)/tap $(RECEIVER)/ready
-	EXAMPLES=400 $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
+	EXAMPLES=400 FIGURES=1 $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
+
+# Under real launchers, on two nodes of this machine: as root, with the packages that docs/launchers.md lists.
+test-launchers: $(TEST)/tap
+	$(TEST)/bin/python -m pytest -m '' tests/jobs/launchers
 
 check: $(TEST)/ready
 	$(TEST)/bin/ruff check .
@@ -69,6 +73,13 @@ $(FRAMEWORKS)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install -q --no-compile -e '.[test,frameworks]'
 	touch $@
+
+# With the caller's Python: its torch, pytest and pytest-timeout, and what the package needs; installs nothing.
+test-device:
+	$(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m torchlens_perf build-tap
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/device tests/hooks/on_device tests/recorder/test_devices.py \
+		$(addprefix tests/distributed/test_, device_stalls.py hang_on_device.py merged_steps.py)
 
 bench: $(TEST)/tap
 	$(TEST)/bin/python -m benchmarks

@@ -2,9 +2,12 @@
 
 Both are optional: without a C compiler the package installs and records through its Python twin, and NCCL's kernels are
 not timed (`torchlens-perf doctor` says so). The plugin is no Python module: NCCL loads it.
+
+For a free-threaded Python none is built: the recorder relies on the GIL, and importing it would switch that on again.
 """
 
 import shutil
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -29,15 +32,19 @@ def extension(name, sources, *warnings):
         sources=sorted(map(str, sources)),
         depends=sorted(map(str, NATIVE.glob("*.h"))),
         # No debugging symbols: they hold the paths of the machine that builds.
-        extra_compile_args=["-std=gnu11", "-fvisibility=hidden", "-g0", *warnings],
+        # Sums of times may wrap: what a caller gives is not checked at each mark.
+        extra_compile_args=["-std=gnu11", "-fvisibility=hidden", "-fwrapv", "-g0", *warnings],
         optional=True,
     )
 
 
 plugin = set(NATIVE.glob("nccl_*.c"))
+free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 setup(
     cmdclass={"build_py": BuildAfresh},
-    ext_modules=[
+    ext_modules=[]
+    if free_threaded
+    else [
         extension("_native", set(NATIVE.glob("*.c")) - plugin, "-Wall"),
         extension("_nccl_profiler", plugin, "-Wall", "-Wextra"),
     ],

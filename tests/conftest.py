@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
-from torchlens_perf.errors import swallowed
+from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.watch import running
 
 pytest_plugins = ["tests.support.device.fixtures", "tests.support.ranks", "tests.support.recorded_run"]
@@ -59,7 +59,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_error_of_ours(monkeypatch: pytest.MonkeyPatch, _clean_environment: None) -> Iterator[None]:
     """Makes guard() raise. What is raised where nobody can catch it, inside the native recorder, is found here."""
     unraisable: list[str] = []
 
@@ -67,7 +67,7 @@ def _no_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         unraisable.append(f"{raised.object!r}: {raised.exc_value!r}")
 
     monkeypatch.setattr(sys, "unraisablehook", remember)
-    monkeypatch.setattr(swallowed, "strict", True)
+    monkeypatch.setenv(RAISE, "1")
     before = swallowed.by_place.copy()
     yield
     left = running()

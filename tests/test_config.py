@@ -71,6 +71,19 @@ def test_optimizer_must_step() -> None:
         perf.watch(None, 3)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"coordinator": "head"}, {"coordinator": "a b:1"}, {"coordinator": "fd00::1:1"}, {"exchange_token": "secret"},
+        {"exchange_tls": "tls"}, {"exchange_tls_name": 1},
+    ],
+)  # fmt: skip
+def test_where_the_nodes_meet(wrong: dict[str, object]) -> None:
+    """A coordinator is host:port, files are named by full paths."""
+    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}="):
+        from_settings(wrong, {})
+
+
 def test_config_error_is_a_value_error() -> None:
     """Callers who know only the built-in errors can catch it."""
     assert issubclass(ConfigError, ValueError)
@@ -101,15 +114,22 @@ def test_every_field_is_a_variable() -> None:
         "TORCHLENS_PERF_CAPTURE": "verdict",
         "TORCHLENS_PERF_NCCL": "on",
         "TORCHLENS_PERF_BUILD_TAP": "0",
+        "TORCHLENS_PERF_SHARE": "group",
+        "TORCHLENS_PERF_COORDINATOR": "head:29400",
+        "TORCHLENS_PERF_EXCHANGE_TOKEN": "/secret",
+        "TORCHLENS_PERF_EXCHANGE_TLS": "/tls",
+        "TORCHLENS_PERF_EXCHANGE_TLS_NAME": "node-0.job",
     }
     config = from_settings({}, from_environment(environ))
 
     assert {"TORCHLENS_PERF_" + field.name.upper() for field in dataclasses.fields(Config)} == set(environ)
     assert config == Config(
         dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False, exchange=False,
+        coordinator="head:29400", exchange_token="/secret", exchange_tls="/tls", exchange_tls_name="node-0.job",
         aggregate="device", build_tap=False, device_times="on", capture="verdict", nccl="on",
         faulthandler=True, memory=False, memory_history=5000, nvtx=False, telemetry=False,
         ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
+        share="group",
     )  # fmt: skip
 
 

@@ -6,16 +6,24 @@ import dataclasses
 import difflib
 import fnmatch
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from torchlens_perf.errors import ConfigError
+from torchlens_perf.errors import RAISE, ConfigError
 
 ENVIRONMENT_PREFIX = "TORCHLENS_PERF_"
 SWITCH = "TORCHLENS_PERF"
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of ours that are not settings.
-_NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID"}
+_NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
+SIDECAR_SETTINGS = (
+    "disk_bytes", "trace_every", "telemetry", "capture", "build_tap",
+    "exchange", "coordinator", "exchange_token", "exchange_tls", "exchange_tls_name",
+)  # fmt: skip
+"""Those that the sidecar follows: it gets them through the ring file."""
+
+_HOST_AND_PORT = re.compile(r"([^\s:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
 
 _T = TypeVar("_T")
 
@@ -58,6 +66,21 @@ class Config:
     exchange: bool = True
     """In a job of several nodes: sidecars send windows to node 0's, which judges all ranks together. Without it, each
     node's sidecar judges its own ranks."""
+
+    coordinator: str = ""
+    """In a job of several nodes: "host:port" where node 0's sidecar listens and the others find it. Without it, node 0
+    takes a free port, and the others look for it in the run directory and in the job's store."""
+
+    exchange_token: str = ""
+    """A file that only this user can read, the same on all nodes: who does not know what it holds is refused by node
+    0's sidecar. It matters with `coordinator`; without, the token is random and published with the address."""
+
+    exchange_tls: str = ""
+    """A folder with ca.crt, tls.crt and tls.key: sidecars of several nodes talk over TLS, and show certificates to each
+    other. Without ca.crt on node 0, the others need none; then they need ca.crt alone."""
+
+    exchange_tls_name: str = ""
+    """The name in node 0's certificate; without it, the host or address that the others connect to."""
 
     build_tap: bool = True
     """Let the sidecar have the native tap on collectives built for the next run, where it is missing and a C++ compiler
@@ -103,6 +126,10 @@ class Config:
     """Who may ask for a deep look at a few steps: "ask", `torchlens-perf capture` alone; "verdict", also the sidecar,
     once when a rank is named, of that one and a healthy one; "off", nobody."""
 
+    share: str = "off"
+    """Who may read a run directory: "off", this user alone, whatever the umask; "group", also the group that the file
+    system gives it."""
+
     trace_every: int = 100
     """Spans of one step of so many are exported over OTLP, besides the first steps; 0 exports none."""
 
@@ -111,9 +138,17 @@ class Config:
         for field in dataclasses.fields(self):
             if field.type == "bool":
                 self._check(field.name, isinstance(getattr(self, field.name), bool), "True or False")
+        for name in ("coordinator", "exchange_token", "exchange_tls", "exchange_tls_name"):
+            self._check(name, isinstance(getattr(self, name), str), "text")
+        for name in ("exchange_token", "exchange_tls"):  # the sidecar has another working directory
+            path = getattr(self, name)
+            self._check(name, not path or (_is_path(path) and os.path.isabs(path)), "a full path")
+        good = not self.coordinator or _HOST_AND_PORT.fullmatch(self.coordinator) is not None
+        self._check("coordinator", good, '"host:port" or "[address]:port"')
         self._check("aggregate", self.aggregate in ("sidecar", "device"), '"sidecar" or "device"')
         self._check("device_times", self.device_times in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check("capture", self.capture in ("ask", "verdict", "off"), '"ask", "verdict" or "off"')
+        self._check("share", self.share in ("off", "group"), '"off" or "group"')
         self._check("nccl", self.nccl in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)
@@ -148,6 +183,11 @@ class Config:
             self._check("modules", value in ("auto", "all", "none"), wanted)
         else:
             self._check("modules", isinstance(value, int) and not isinstance(value, bool) and value >= 1, wanted)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the group may read the run directory."""
+        return self.share == "group"
 
     @property
     def ring_capacity(self) -> int:

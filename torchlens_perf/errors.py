@@ -1,4 +1,4 @@
-"""The error tree, and the one place that keeps our errors out of the training loop.
+"""The error tree, the one place that keeps our errors out of the training loop, and what may be printed.
 
 ::
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -24,6 +25,9 @@ _R = TypeVar("_R")
 
 logger = logging.getLogger("torchlens_perf")
 LOGGED_PER_PLACE = 3
+_NOT_PRINTED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+RAISE = "TORCHLENS_PERF_RAISE"
+"""Set to 1, this variable has our own errors raised: for tests, not for jobs."""
 
 
 class TorchlensPerfError(Exception):
@@ -50,13 +54,39 @@ class DeviceError(TorchlensPerfError):
     """A call to the device that failed, or a library that is needed to reach it and is missing."""
 
 
+def printable(text: str) -> str:
+    """One line, in which nothing drives a terminal or turns letters round; such characters become "?".
+
+    Names of modules, hosts and exceptions may hold anything: escape sequences, lone surrogates, ends of lines.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    import unicodedata  # rarely needed, and a sidecar begins with next to nothing imported
+
+    return "".join("?" if unicodedata.category(c) in _NOT_PRINTED else c for c in text)
+
+
+class Printable:
+    """An object whose str() is that of another one, as printable() has it: made only if it is needed."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __str__(self) -> str:
+        return printable(str(self._value))
+
+
 class Swallowed:
     """Counts the errors that guard() kept from the user, by place. One per process."""
 
     def __init__(self) -> None:
         self.by_place: Counter[str] = Counter()
         self.on_error: Callable[[], None] | None = None
-        self.strict = False  # tests: raise instead
+
+    @property
+    def strict(self) -> bool:
+        """Whether to raise instead."""
+        return os.environ.get(RAISE) == "1"
 
     def add(self, place: str, error: Exception) -> None:
         """Counts, and logs the first few of each place: a broken hook must not flood the job's log."""
@@ -68,7 +98,7 @@ class Swallowed:
                 "torchlens_perf: %s failed and was skipped, training goes on: %s: %s",
                 place,
                 type(error).__name__,
-                error,
+                Printable(error),
                 exc_info=logger.isEnabledFor(logging.DEBUG),
             )
 

@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,10 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import config as configuration
 from torchlens_perf.config import Config
-from torchlens_perf.errors import ConfigError, RunStoreError, guard, switches_off
+from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switches_off
 from torchlens_perf.hooks.on_device import choice as on_device
-from torchlens_perf.recorder import sidecar
+from torchlens_perf.recorder import keep_ring, sidecar
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest
+from torchlens_perf.recorder.recorder import refusal
 from torchlens_perf.run import directory, identity, make_folders
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.report_mailbox import ReportMailbox
@@ -40,10 +42,13 @@ if TYPE_CHECKING:
     from torchlens_perf.hooks.loop.training_loop import TrainingLoop
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.ring import RingFile
 
 logger = logging.getLogger("torchlens_perf")
 
-_FOLDERS_TIMEOUT_S = 2.0  # that a watch waits for its run directory when it begins, at the longest
+# Start: 2 s at the longest, with the children's start and end. End: 1.5 s by default. tests/jobs/test_bounded_waits.py
+_FOLDERS_TIMEOUT_S = 1.8  # that a watch waits for its run directory when it begins
+_MIN_WAIT_S = 0.3  # at the end, after the report, for the sidecar to take over a ring in this process's memory
 
 _running: Watch | None = None
 _watches_so_far = 0
@@ -95,6 +100,7 @@ class Watch:
         self._optimizers = optimizers
         self._enabled = enabled
         self._session: Session | None = None
+        self._ring: RingFile | None = None
         self._loop: TrainingLoop | None = None
         self._joined: Watch | None = None
         self.run_dir: Path | None = None
@@ -157,23 +163,27 @@ class Watch:
         optimizers, self._optimizers = self._optimizers, []
         who: list[Identity] = []
         with switches_off(lambda reason: _say_off(reason, who)), ExitStack() as undo:
+            refused = refusal()
+            if refused is not None:
+                raise RunStoreError(refused)
             from torchlens_perf.hooks import attach
             from torchlens_perf.hooks.loop import first_step
 
             first_step.stop_waiting()
             on_device.check(self._config)
-            run, session = self._begin(undo, who, first_step=int(in_the_middle))
+            run, session, ring = self._begin(undo, who, first_step=int(in_the_middle))
             self._loop = attach.start(
                 session, optimizers, models, in_the_middle=in_the_middle, after_step_of=after_step_of
             )
             del optimizers
             if not self._config.sidecar:
-                run.register_ring(who[0].host, session.ring_path)
+                run.register_ring(who[0].node, session.ring_path)
             undo.pop_all()
             self._session, self.run_dir, _running = session, run.path, self
+            self._ring = ring
         return self._session is not None
 
-    def _begin(self, undo: ExitStack, who: list[Identity], first_step: int) -> tuple[RunDirectory, Session]:
+    def _begin(self, undo: ExitStack, who: list[Identity], first_step: int) -> tuple[RunDirectory, Session, RingFile]:
         """What the machine may refuse. undo: gets what takes it back. who: gets this rank, once it is known."""
         global _watches_so_far
         from torchlens_perf.recorder.session import Session
@@ -183,9 +193,9 @@ class Watch:
         with ExitStack() as leaving:
             leaving.push(functools.partial(_decline, config))
             who.append(identity.detect(os.environ, directory.claim_run_id, earlier))
-            run = RunDirectory(_absolute(config.dir) / who[0].run_id)
+            run = RunDirectory(_absolute(config.dir) / who[0].run_id, shared=config.is_shared)
             undo.callback(run.leave_local)
-            folders = FolderRequest(run.folders) if config.sidecar else None
+            folders = FolderRequest(run.folders, shared=run.shared) if config.sidecar else None
             if folders is None:
                 undo.callback(make_folders.remove, [*run.create(), str(run.rings)])
             else:
@@ -194,6 +204,7 @@ class Watch:
                 run, who[0], config.ring_capacity, first_step=first_step, keep=not config.sidecar
             )
             undo.callback(run.remove_ring, ring.path)
+            undo.callback(ring.let_go)
             session = Session(config, who[0], ring)
             undo.callback(session.close, {})
             session.publish()
@@ -202,13 +213,13 @@ class Watch:
                 if answer not in (MADE, ""):  # where nothing is known, the sidecar goes on trying
                     raise RunStoreError(f"cannot write to {run.path}: {answer}. Choose another folder by dir=")
                 # Before the hooks are attached: that imports for seconds, and we may be killed meanwhile.
-                run.register_ring(who[0].host, ring.path)
+                run.register_ring(who[0].node, ring.path)
                 sidecar.ensure(run, who[0])
                 folders.keep()
                 undo.pop_all()
-                undo.callback(_end_early, session)
+                undo.callback(_end_early, session, ring)
             leaving.pop_all()
-        return run, session
+        return run, session, ring
 
     def close(self) -> None:
         """Detaches everything and, on rank 0, prints the report. Done by leaving the context; again is harmless.
@@ -221,7 +232,8 @@ class Watch:
             return
         if _running is self:
             _running = None
-        run, who, mailbox = RunDirectory(self.run_dir), session.identity, None
+        run = RunDirectory(self.run_dir, shared=self._config.is_shared)
+        who, mailbox, began_s = session.identity, None, time.monotonic()
         reports = self._config.report and who.rank == 0
         with guard("asking for the report"):
             if reports and self._config.sidecar:
@@ -233,11 +245,27 @@ class Watch:
                     sidecar.ensure(run, who)  # if it was killed, another one finishes its work
             if reports:
                 with guard("the report at the end"):
-                    _print_report(run, self._config, who.host, mailbox)
+                    _print_report(run, self._config, who.node, mailbox)
         finally:
             if mailbox is not None:
                 with guard("asking for the report"):
                     mailbox.close()
+            with guard("keeping the ring"):
+                left_s = max(_MIN_WAIT_S, self._config.exit_timeout_s - (time.monotonic() - began_s))
+                self._leave_ring(run, who, left_s)
+
+    def _leave_ring(self, run: RunDirectory, who: Identity, timeout_s: float) -> None:
+        """Where the ring is in this process's memory, waits until another has it, at most so long."""
+        ring, self._ring, problem = self._ring, None, ""
+        if ring is None:
+            return
+        if not self._config.sidecar:
+            problem = keep_ring.keep(run, who.host, ring, timeout_s)
+            ring.let_go()
+        elif not ring.let_go(timeout_s):
+            problem = "the sidecar did not take it over"
+        if problem:
+            logger.warning("torchlens_perf: rank %d's ring: %s", who.rank, problem)
 
     def abandon(self) -> None:
         """In a forked child: forgets the session, which is the parent's. The child may start one of its own."""
@@ -254,11 +282,12 @@ def running() -> Watch | None:
     return _running
 
 
-def _end_early(session: Session) -> None:
+def _end_early(session: Session, ring: RingFile) -> None:
     """The hooks could not be attached, or Ctrl-C came. The sidecar, which lives already, removes the ring."""
     with guard("noting that recording is off"):
         session.note("recording was switched off when it began: see the job's log")
     session.close({})
+    ring.let_go()
 
 
 def _absolute(folder: str) -> Path:
@@ -287,7 +316,7 @@ def _say_off(reason: str, who: list[Identity]) -> None:
         for each in who:
             origin = each.launcher_pid if each.world_size > 1 else each.pid
             first = directory.is_first(f"{each.run_id}.{each.attempt}", origin)
-    logger.log(logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", reason)
+    logger.log(logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", printable(reason))
 
 
 def _terminal(mailbox: ReportMailbox | None) -> dict[str, Any]:
@@ -300,14 +329,14 @@ def _terminal(mailbox: ReportMailbox | None) -> dict[str, Any]:
     }
 
 
-def _print_report(run: RunDirectory, config: Config, host: str, mailbox: ReportMailbox | None) -> None:
+def _print_report(run: RunDirectory, config: Config, node: str, mailbox: ReportMailbox | None) -> None:
     """Waits for the sidecar's report and prints it on stderr: stdout is the job's."""
     if not config.sidecar:
-        print(f"torchlens_perf: recorded. Next: torchlens-perf sidecar {run.path}", file=sys.stderr)
+        print(f"torchlens_perf: recorded. Next: torchlens-perf sidecar {printable(str(run.path))}", file=sys.stderr)
         return
-    late = sidecar.LateReport(run, host)
+    late = sidecar.LateReport(run, node)
     text = None if mailbox is None else mailbox.wait(config.exit_timeout_s)
-    print(text or f"torchlens_perf: {late.line()}\n", end="", file=sys.stderr, flush=True)
+    print(text or f"torchlens_perf: {printable(late.line())}\n", end="", file=sys.stderr, flush=True)
 
 
 def forked_while_recording() -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.gpu_check.checks import Spin, launch, new_ring, occupy, stream
 from benchmarks.gpu_check.lines import Checks
+from torchlens_perf.cuda.driver import Driver
 from torchlens_perf.cuda.reduction import Exact, Sum
 from torchlens_perf.cuda.stamps import NO_SLOT
 from torchlens_perf.hooks.on_device.clock import EventClock
@@ -43,6 +44,28 @@ def clock(checks: Checks) -> None:
         marked.drain()
         marked.drain()
     checks.value("clock", "a mark takes of the host", f"{min(times_ns):.0f} ns")
+    _parts_of_a_mark(checks)
+
+
+def _parts_of_a_mark(checks: Checks) -> None:
+    """What a mark cannot be had without: the rest is what marking from C could save at the most."""
+    events, driver = CudaEvents(torch.cuda.current_device()), Driver()
+    event, current = events.new(), events.current()
+    events.record(event, current)  # torch makes the event when it first records it
+    handles = event.cuda_event, torch.cuda.current_stream().cuda_stream
+    for name, function in (
+        ("torch's record", lambda: events.record(event, current)),
+        ("cuEventRecord, called through ctypes", lambda: driver.record(*handles)),
+        ("the current stream, and whether it is captured", events.current),
+    ):
+        times_ns = []
+        for _ in range(REPEATS):
+            begin_ns = time.perf_counter_ns()
+            for _ in range(_MARKS):
+                function()
+            times_ns.append((time.perf_counter_ns() - begin_ns) / _MARKS)
+            torch.cuda.synchronize()
+        checks.value("clock", f"of it, {name}", f"{min(times_ns):.0f} ns")
 
 
 def accuracy(checks: Checks) -> None:

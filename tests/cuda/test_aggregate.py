@@ -16,7 +16,7 @@ from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.long import long
 from tests.support.processes import ROOT, run_warm, torchrun
 from tests.support.recording import recorded
-from torchlens_perf.errors import ConfigError
+from torchlens_perf.errors import RAISE, ConfigError
 from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS
 from torchlens_perf.recorder import devices as device
 from torchlens_perf.run.device.step_parts import ROW_NAMES
@@ -31,7 +31,8 @@ OVER_NS = 4000  # two launches and a stamp of the fake device
 def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
     """What each rank has told, by rank."""
     command = torchrun(RANK, str(driver), str(kernels), str(folder), *options, ranks=RANKS)
-    done = run_warm(command, folder, PYTHONPATH=str(ROOT))
+    broken = {RAISE: "0"} if "--broken-steps" in options else {}
+    done = run_warm(command, folder, PYTHONPATH=str(ROOT), **broken)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 

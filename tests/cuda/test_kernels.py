@@ -83,14 +83,14 @@ def some_durations(shape: tuple[int, int], seed: int) -> Durations:
 
 def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sketch:
     """A row of sums and one of largest values, of one window or merged, as a sketch of statistics."""
-    sketch = Sketch()
-    if sums[Sum.COUNT]:
-        sketch.counts[:] = sums[len(Sum) :]
-        sketch.sum_ns = int(sums[Sum.NS])
-        squares = (int(sums[limb]) for limb in (Sum.SQUARES_0, Sum.SQUARES_1, Sum.SQUARES_2))
-        sketch.sum_squares = sum(limb << (32 * place) for place, limb in enumerate(squares))
-        sketch.min_ns, sketch.max_ns = -int(largest[Largest.MINUS_SMALLEST]), int(largest[Largest.NS])
-    return sketch
+    if not sums[Sum.COUNT]:
+        return Sketch()
+    limbs = (int(sums[limb]) for limb in (Sum.SQUARES_0, Sum.SQUARES_1, Sum.SQUARES_2))
+    squares = sum(limb << (32 * place) for place, limb in enumerate(limbs))
+    extremes = -int(largest[Largest.MINUS_SMALLEST]), int(largest[Largest.NS])
+    counts = sums[len(Sum) :]
+    first, *_, last = np.flatnonzero(counts).repeat(2).tolist()
+    return Sketch.of_numbers([int(sums[Sum.NS]), squares, *extremes, first, *counts[first : last + 1].tolist()])
 
 
 def test_constants_are_those_of_the_twin() -> None:

@@ -23,7 +23,7 @@ What it cannot show:
 - Kernels of two streams do not slow one another down, nor do collectives, and there is no bandwidth of memory.
 - Blocks of memory are not reused before they have been used (no caching allocator, no retries, no fragmentation), so
   a missing record_stream() does no harm.
-- One device for each process; no graphs, captures, autocast, torch.compile, or NCCL: neither its plugin nor its
+- One device for each process; no graphs, captures, autocast, Inductor, or NCCL: neither its plugin nor its
   watchdog. All collectives wait for all ranks, broadcasts too.
 - A wrong argument of an in-place operator may be told at the next wait, not by the call.
 - Names of kernels: nothing like CUPTI or kineto sees them.

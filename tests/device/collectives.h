@@ -66,7 +66,8 @@ Tensor reduced(const Tensors &values, const c10d::ReduceOp &op)
     if (op.op_ == c10d::ReduceOp::AVG)
         sum.div_(int64_t(values.size()));
     if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
-        const auto *factor = static_cast<const c10d::PreMulSumSupplement *>(op.supplement_.get());
+        // The one name that torch 2.11 has, which 2.13 keeps beside a new one.
+        const auto *factor = static_cast<const c10d::NCCLPreMulSumSupplement *>(op.supplement_.get());
         factor->tensor_factor.defined() ? sum.mul_(factor->tensor_factor.cpu()) : sum.mul_(factor->double_factor);
     }
     return sum;

@@ -41,6 +41,9 @@ def missing() -> str | None:
 
     if not (Path(torch.__file__).parent / "include" / "torch" / "library.h").is_file():
         return "torch came without its headers"
+    added = torch._C._get_privateuse1_backend_name()
+    if added not in ("privateuseone", NAME):
+        return f"torch can have one added device, and has {added}"
     return None
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.device import device
 from tests.support.device_ranks import DEVICE, Trained, begin, train
@@ -91,6 +92,74 @@ def both(folder: Path, make: Callable[[], tuple[Any, Any]], step: Callable[[Any,
 def ddp_ranks(folder: Path) -> Both:
     begin(folder)
     return both(folder, model_and_optimizer(nn.parallel.DistributedDataParallel), usual_step)
+
+
+class Result:
+    """A model's, in which nobody looks for tensors."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+class Returning(nn.Module):
+    """Two blocks, and results of which the loss does not use the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, Result]:
+        value = self.first(value)
+        return value.square(), Result(self.second(value))
+
+
+class Recomputing(Returning):
+    """Its last gradients are those of a checkpoint, in which the engine runs again."""
+
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, Result]:
+        value = checkpoint(self.first, value.requires_grad_(), use_reentrant=True)
+        return value.square(), Result(self.second(value))
+
+
+FORMS = (Returning, Recomputing)
+
+
+def ddp_forms_ranks(folder: Path) -> dict[str, Both]:
+    begin(folder)
+
+    def step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
+        return usual_step(lambda value: model(value)[1].logits, optimizer, number)
+
+    found = {}
+    for form in FORMS:
+
+        def make(form: type[nn.Module] = form) -> tuple[Any, Any]:
+            model = nn.parallel.DistributedDataParallel(form().to(DEVICE))
+            return model, torch.optim.SGD(model.parameters(), 0.01)
+
+        (folder / form.__name__).mkdir(exist_ok=True)
+        found[form.__name__] = both(folder / form.__name__, make, step)
+    return found
+
+
+def side_stream_ranks(folder: Path) -> dict[str, Trained]:
+    """Forward and backward on a stream of their own, which the optimizer's waits for."""
+    begin(folder)
+
+    def step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
+        main = torch.accelerator.current_stream()
+        own = streams.setdefault("own", torch.Stream(device=DEVICE))
+        own.wait_stream(main)
+        with own:
+            loss: torch.Tensor = model(torch.ones(8, 32, device=DEVICE)).square().mean()
+            loss.backward()
+        main.wait_stream(own)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    streams: dict[str, Any] = {}
+    return {"ddp": train(folder, model_and_optimizer(nn.parallel.DistributedDataParallel), step, steps=12)}
 
 
 def fsdp_ranks(folder: Path) -> Both:
@@ -255,11 +324,31 @@ def test_ddp(tmp_path: Path) -> None:
     assert middle(fast.stalls_ms(step, "backward tail") for step in STEADY) == pytest.approx(LATE_MS, abs=OVER_MS)
 
 
+def test_ddp_whatever_the_model_returns(tmp_path: Path) -> None:
+    """The tail is where the engine has computed the last gradient, also inside of a checkpoint."""
+    ranks = run_ranks(ddp_forms_ranks, tmp_path)
+    for form in FORMS:
+        check([rank[form.__name__] for rank in ranks])
+        for rank in ranks:
+            stalls = names(rank[form.__name__][0])
+            assert stalls == {"backward tail": 1 + (form is Recomputing), "ddp buffers": 1}
+
+
+def test_a_side_stream_is_not_judged(tmp_path: Path) -> None:
+    """Its stalls are on no line that the steps are on: none of these steps is said to be whole."""
+    for rank in run_ranks(side_stream_ranks, tmp_path):
+        trained = rank["ddp"]
+        assert len(trained.of(Kind.FORWARD)) > 10
+        assert len(trained.of(Kind.STEP)) <= 2, "the two empty steps at the end"
+        assert trained.metadata["device"]["aside"] >= 10
+
+
 def test_fsdp2(tmp_path: Path) -> None:
     """It waits by Stream.wait_event, which no tap sees: for each module's parameters, and for its gradients."""
     ranks = run_ranks(fsdp_ranks, tmp_path)
     check(ranks)
     for trained, _ in ranks:
+        assert trained.metadata["device"]["aside"] == 0, "what its own streams wait for"
         assert names(trained) == {
             "fsdp unshard": 2 + 2, "fsdp reduce-scatter": 1, "fsdp last reduce-scatter": 1, "backward tail": 1,
         }  # fmt: skip

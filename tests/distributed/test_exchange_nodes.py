@@ -22,14 +22,16 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.support.processes import SCRIPTS, run_warm, torchrun
-from torchlens_perf.sidecar.nodes.client import connect
-from torchlens_perf.sidecar.nodes.exchange import Timing
 from torchlens_perf.sidecar.nodes.rendezvous import Address, exchange_key
+from torchlens_perf.sidecar.nodes.timing import Timing
 
 pytestmark = pytest.mark.distributed
 
-TIMING = Timing(operation_s=2.0, connect_s=2.0, beat_s=0.5, look_s=0.1, first_retry_s=0.1, last_retry_s=1.0)
-KEY = exchange_key("run", 0)
+TIMING = Timing(
+    operation_s=2.0, connect_s=2.0, beat_s=0.5, look_s=0.1, first_retry_s=0.1, last_retry_s=1.0,
+    store_after_s=0.0, store_child_s=30.0, store_again_s=2.0,
+)  # fmt: skip
+KEY = exchange_key(0)
 SCRIPT = SCRIPTS / "exchange_node.py"
 CLOSE_S = 30.0
 BLOCKED_S = 0.6 * TIMING.operation_s  # a call that waited for an operation would have taken longer
@@ -200,7 +202,8 @@ class TestLinks:
         # It posted ten times a second, eight of which were kept: those are here, the others are counted.
         gap = max(b - a for a, b in zip(numbers[2], numbers[2][1:], strict=False)) - 1
         assert back["missed"] - missed[2] == gap > 20
-        assert 8 * 0.1 <= oldest_s < 4.0
+        # What was on its way when the link was cut may still come when it is up again, as old as it is by then.
+        assert 6 * 0.1 <= oldest_s < LONG_S / 2
         assert all(end["in_time"] and end["longest_s"] < BLOCKED_S for end in ends)
 
     @pytest.mark.long
@@ -233,7 +236,7 @@ class TestProcesses:
 
     @pytest.mark.long
     def test_node_0_is_killed_and_started_again(self, stack: ExitStack) -> None:
-        """With node 0's sidecar killed the others go on, and find the next one, with its own store, by themselves."""
+        """With node 0's sidecar killed the others go on, and find the next one, which has another port and token."""
         _, port = host_a_store(stack)
         job_store = ("127.0.0.1", port)
         first, other = Node(stack, job_store, 0, []), Node(stack, job_store, 1, [])
@@ -304,11 +307,8 @@ class TestProcesses:
 
 
 def address(job_store: tuple[str, int]) -> Address:
-    store = connect(*job_store, 1.0)
-    try:
-        return Address.decode(store.get_all([KEY])[0])
-    finally:
-        store.close()
+    store = TCPStore(*job_store, None, False, timedelta(seconds=20), wait_for_workers=False)
+    return Address.decode(bytes(store.get(KEY)))
 
 
 class TestJob:

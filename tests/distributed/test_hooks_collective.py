@@ -32,6 +32,9 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 3
 FLOATS = 1024
+# torch 2.11 has them by other names, which 2.13 warns of.
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 LATE_NS = 150_000_000  # longer than other programs hold up the punctual rank
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {}
@@ -108,7 +111,7 @@ def forms(folder: Path) -> Recording:
         dist.all_reduce(tensor, group=subgroup, async_op=True).wait()
         dist.broadcast(tensor, 0)
         dist.all_gather([torch.empty(FLOATS) for _ in range(2)], tensor)
-        dist.reduce_scatter_single(torch.empty(FLOATS // 2), tensor)
+        REDUCE_SCATTER(torch.empty(FLOATS // 2), tensor)
         sending = dist.isend(tensor.half(), other)
         dist.recv(torch.empty(FLOATS, dtype=torch.half), other)
         sending.wait()
@@ -370,7 +373,7 @@ def test_other_thread_does_not_block_the_step(results: dict[str, list[Recording]
 def raising(folder: Path) -> tuple[Recording, str, str]:
     def message() -> str:
         with pytest.raises(RuntimeError) as caught:
-            dist.all_gather_single(torch.empty(3), torch.ones(2))  # it takes four to hold two of each rank
+            ALL_GATHER(torch.empty(3), torch.ones(2))  # it takes four to hold two of each rank
         return str(caught.value)
 
     with recorded(folder) as recording:
@@ -441,7 +444,7 @@ def test_another_tools_tap_is_left_to_it(results: dict[str, list[Any]]) -> None:
 @scenario
 def detached(folder: Path) -> dict[str, Any]:
     wait = Work.wait
-    had = [name for name in operators() if torch_private.has_tap(name)]
+    had = [name for name in operators() if native_tap.another_has_tapped(name)]
     with recorded(folder) as recording:
         inside_watch = [name for name in operators() if not torch_private.has_tap(name)]
         assert Work.wait is not wait
@@ -450,14 +453,14 @@ def detached(folder: Path) -> dict[str, Any]:
     tensor = torch.full((4,), float(dist.get_rank()))
     dist.all_reduce(tensor)
     with watch(dir=str(folder), sidecar=False, report=False, collectives=False):
-        off = [name for name in operators() if torch_private.has_tap(name)]
+        off = [name for name in operators() if native_tap.another_has_tapped(name)]
         off_wait = Work.wait is wait
     return {
         "taps before": had,
         "not tapped inside": inside_watch,
-        "taps after": [name for name in operators() if torch_private.has_tap(name)],
+        "taps after": [name for name in operators() if native_tap.another_has_tapped(name)],
         "taps with collectives=False": off,
-        "functional after": torch_private.has_tap("_c10d_functional::wait_tensor"),
+        "functional after": native_tap.another_has_tapped("_c10d_functional::wait_tensor"),
         "wait is back": Work.wait is wait and off_wait,
         "sum": tensor.tolist(),
         "recording": recording,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +13,50 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.sidecar.test_node import finish
+from tests.support.figures import note, share
 from tests.support.long import long
 from tests.support.processes import SCRIPTS, TRAIN, report, run, run_warm, runs, torchrun, wait_for_sidecar
 from tests.support.warm_python import WarmPython
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.place.node import node_name
 
 pytestmark = pytest.mark.distributed
+
+
+KILLS = 1000
+
+
+@pytest.mark.parametrize("kills", [10, *long(KILLS)])
+@pytest.mark.timeout(3600)
+def test_killed_at_any_instant(kills: int, tmp_path: Path) -> None:
+    """Many SIGKILLs, each in the first moments of a run whose ring nobody reads yet: all finished steps are in it."""
+    script, seed = str(SCRIPTS / "train_until_killed.py"), 12
+    began_s, number = time.monotonic(), kills if kills < KILLS else share(KILLS)
+    done = run_warm([sys.executable, script, str(tmp_path), str(number), str(seed), "alone"], tmp_path, timeout_s=3000)
+    assert done.returncode == 0, done.stderr
+    finished, lost = [tuple(map(int, line.split())) for line in done.stdout.splitlines()], 0
+    for each, steps in finished:
+        (path,) = [path.parent for path in (tmp_path / str(each)).glob("*/nodes")]
+        made = RunDirectory(path)
+        finish(made, node_name())
+        (rank,) = report(made)["ranks"]
+        assert (rank["state"], rank["lost"]) == ("died", 0)
+        assert rank["steps"] - steps <= 1
+        lost += max(0, steps - rank["steps"])
+        shutil.rmtree(tmp_path / str(each))
+
+    assert (len(finished), lost) == (number, 0)
+    if kills == KILLS:
+        total = sum(steps for _, steps in finished)
+        note(
+            "SIGKILL of training",
+            number,
+            KILLS,
+            f"{lost} of {total:,} finished steps lost",
+            time.monotonic() - began_s,
+            seed,
+        )
 
 
 @pytest.mark.parametrize("kills", [5, *long(20)])

@@ -82,6 +82,25 @@ def test_slow_device_of_another_node(tmp_path: Path) -> None:
     assert (report["run"]["judged_by"], len(report["ranks"])) == ("device", RANKS // 2)
 
 
+def hang_of_a_device(value: dict[str, Any]) -> dict[str, Any] | None:
+    """Until another node's second look has come, the ranks only wait together."""
+    found: dict[str, Any] | None = hang(value)
+    return found if found is not None and found["evidence"]["kind"] == "device" else None
+
+
+@pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
+def test_hang_on_a_device_of_another_node(tmp_path: Path) -> None:
+    """A kernel of rank 2 does not end: node 0, which has no ring of it, names it, its node, the step and the mark."""
+    device.build()
+    stuck = {"HANG_RANK": "2", "HANG_AT": "60", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with LiveRanks(tmp_path, RANKS, NODES, script=str(SCRIPTS / "hang_device_ranks.py"), **stuck) as job:
+        found = job.wait_for(hang_of_a_device, 2 * STARTED_S, NODES[0])
+
+    assert found["evidence"]["ranks"] == [2]
+    assert "but the device of rank 2 (node-b) stands in step 60 after the beginning of" in found["text"]
+    assert "while ranks 0-1,3 were seen further" in found["text"]
+
+
 @pytest.fixture(scope="module")
 def silence(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The verdict of node 0 after all ranks of the other node, and their sidecar, have stopped; they go on at last."""

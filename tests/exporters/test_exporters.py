@@ -28,7 +28,7 @@ from torchlens_perf.analysis.alerts.log import AlertLog, stragglers_by_class
 from torchlens_perf.analysis.causes.straggler_groups import straggler_groups
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.config import Config
-from torchlens_perf.errors import swallowed
+from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, semantics
 from torchlens_perf.exporters.otlp_alerts import AlertSender
 from torchlens_perf.exporters.otlp_environment import OtlpExporter
@@ -334,7 +334,7 @@ def test_error_of_the_sdk_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPat
 
     exporter = OtlpExporter(Broken(InMemorySpanExporter()), None)
     with monkeypatch.context() as lenient:
-        lenient.setattr(swallowed, "strict", False)
+        lenient.setenv(RAISE, "0")
         lenient.setattr(swallowed, "by_place", Counter[str]())
         exporter.export(batch_of(identity(), [0]))
         assert dict(swallowed.by_place) == {"exporting steps over OTLP": 1}

@@ -22,7 +22,7 @@ from tests.support.otlp_receiver import ReceivedEvent, Receiver, wait_for
 from tests.support.processes import ROOT
 from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.stragglers.detector import Findings
-from torchlens_perf.errors import swallowed
+from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import Assessment, Exporter, semantics
 from torchlens_perf.exporters.otlp_environment import exporter_from_environment
 from torchlens_perf.exporters.otlp_spans import span_id, trace_id
@@ -219,7 +219,7 @@ def test_wrong_queue_size_costs_only_the_alerts(
 ) -> None:
     """A value of OTEL_BLRP_* that the SDK refuses leaves alerts off; traces and metrics go on."""
     with monkeypatch.context() as lenient:
-        lenient.setattr(swallowed, "strict", False)
+        lenient.setenv(RAISE, "0")
         lenient.setattr(swallowed, "by_place", Counter[str]())
         sender = exporter(**{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_MAX_QUEUE_SIZE": value})
         assert dict(swallowed.by_place) == {"exporting logs over OTLP": 1}

@@ -20,6 +20,7 @@ from torchlens_perf.analysis import node_state
 from torchlens_perf.exporters import semantics, traced_steps
 from torchlens_perf.exporters.otlp_spans import trace_id
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.place.node import node_name
 
 pytestmark = pytest.mark.distributed
 
@@ -325,7 +326,7 @@ def test_replay_without_the_nodes_state(sidecar: Callable[..., Sidecar], receive
     run = sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint).run
     whole = {(span.trace_id, span.span_id) for span in receiver.spans()}
     receiver.clear()
-    run.node_state(socket.gethostname()).unlink()
+    run.node_state(node_name()).unlink()
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)
     assert whole == {(span.trace_id, span.span_id) for span in receiver.spans()}
     assert {len(RANKS)} == {span.resource[semantics.WORLD_SIZE] for span in receiver.spans()}
@@ -335,5 +336,5 @@ def test_replay_without_the_nodes_state(sidecar: Callable[..., Sidecar], receive
 def test_nothing_is_missing_in_the_report(exported: Exported) -> None:
     """Where everything was delivered, the report says nothing of OTLP, and the log has no warning."""
     assert "OTLP" not in exported.run.report.read_text()
-    log = exported.run.node_log(socket.gethostname()).read_text()
+    log = exported.run.node_log(node_name()).read_text()
     assert [line for line in log.splitlines() if "WARNING" in line or "ERROR" in line] == []

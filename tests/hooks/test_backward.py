@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import statistics
-import time
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.support.recording import EVERYTHING, Record, Recording, recorded
-from torchlens_perf.errors import swallowed
+from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.hooks.backward import BackwardHook, tensors
 from torchlens_perf.hooks.loop.trained_models import living
 from torchlens_perf.recorder.sampling import SamplingSchedule
@@ -256,7 +255,7 @@ def test_cost_of_a_sampled_step_is_what_the_other_steps_do_not_have(
 
 def test_module_hooks_that_failed_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be recorded once is not collected from then on."""
-    monkeypatch.setattr(swallowed, "strict", False)
+    monkeypatch.setenv(RAISE, "0")
     monkeypatch.setattr(swallowed, "by_place", Counter())
     with recorded(tmp_path, model := Model(), **EVERYTHING) as recording:
         session = recording.watch._session
@@ -335,47 +334,6 @@ def test_module_that_raised_leaves_nothing_for_the_next_call(tmp_path: Path) -> 
 
     assert recording.names(Kind.MODULE_BACKWARD).count("1") == 3
     assert len([each for each in recording.of(Kind.MODULE_BACKWARD, "1") if inside(each, last)]) == 1
-
-
-# -- the tail
-
-
-def busy(nanoseconds: int) -> tuple[int, int]:
-    begin_ns = time.monotonic_ns()
-    while (now_ns := time.monotonic_ns()) < begin_ns + nanoseconds:
-        pass
-    return begin_ns, now_ns
-
-
-def test_tail_is_what_the_engine_waits_for_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What DDP does: a callback, queued at the last gradient, that waits. It counts as waiting, and not as backward."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    model = Model()
-    waited = []
-
-    def last_gradient(_: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: waited.append(busy(2_000_000)))
-
-    model.first.weight.register_hook(last_gradient)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recorded(tmp_path, model) as recording:
-        for _ in range(3):
-            model(torch.randn(2, 4)).sum().backward()
-            optimizer.step()
-
-    assert len(waited) == 3
-    tails = recording.of(Kind.WAIT)
-    assert [(each.name, each.flags) for each in tails] == [("backward tail", Flag.TAIL)] * 3
-    for tail, whole, (begin_ns, end_ns) in zip(tails, recording.of(Kind.BACKWARD), waited, strict=True):
-        assert tail.start_ns <= begin_ns
-        assert end_ns <= tail.end_ns
-        assert inside(tail, whole)
-        assert whole.phase_ns >= tail.duration_ns
-
-
-def test_a_single_process_has_no_tail(tmp_path: Path) -> None:
-    """There is nobody to wait for."""
-    assert train(Model(), tmp_path).of(Kind.WAIT) == []
 
 
 # -- nothing is left

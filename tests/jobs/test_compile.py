@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchlens_perf as perf
 from tests.support.recording import EVERYTHING, Recording, recorded
-from torchlens_perf.recorder import torch_private
+from torchlens_perf.hooks import module as hooks_module
+from torchlens_perf.recorder import python, session, torch_private
 from torchlens_perf.run.ring import Kind
 
 STEPS = 4
@@ -33,7 +34,11 @@ def _forget_graphs() -> Iterator[None]:
 
 @pytest.fixture(params=["slot", "hooks"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Modules timed through their slot, and through public hooks as where torch has no such slot."""
+    """Modules timed through their slot, by the recorder in Python too, and through public hooks as where torch has no
+    such slot."""
+    if request.param == "python":
+        monkeypatch.setattr(session, "Recorder", python.Recorder)
+        monkeypatch.setattr(hooks_module, "ModuleCall", python.ModuleCall)
     if request.param == "hooks":
         works = torch_private.works
         monkeypatch.setattr(torch_private, "works", lambda name: "compiled_call_impl" not in name and works(name))
@@ -118,6 +123,13 @@ def loop(model: Model, optimizer: torch.optim.Optimizer, call: Callable[[Tensor]
 
 def whole_model(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
     loop(model, optimizer, torch.compile(model, backend=backend, fullgraph=True))
+
+
+def with_hooks(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    """Modules inside the graph have hooks, as DTensor's have: Dynamo goes through their calls, and meets the slot."""
+    model.blocks[0].register_forward_pre_hook(lambda module, arguments: (arguments[0] * 2,))
+    model.head.register_forward_hook(lambda module, arguments, result: result + 1)
+    whole_model(model, optimizer, backend)
 
 
 def module_compile(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
@@ -237,15 +249,17 @@ def scaler_update(model: Model, optimizer: torch.optim.Optimizer, backend: Any) 
 
 
 WAYS = (
-    whole_model, module_compile, function_around, function_with_break, regional, new_shapes, evaluation_between,
-    optimizer_step, training_step, gradient_of_input, traced_autograd, loader_loop, compiled_autograd, scaler_update,
+    whole_model, with_hooks, module_compile, function_around, function_with_break, regional, new_shapes,
+    evaluation_between, optimizer_step, training_step, gradient_of_input, traced_autograd, loader_loop,
+    compiled_autograd, scaler_update,
 )  # fmt: skip
 
 
 USUAL = (
-    whole_model, function_with_break, regional, new_shapes, training_step, traced_autograd, compiled_autograd,
+    whole_model, with_hooks, function_with_break, regional, new_shapes, training_step, traced_autograd,
+    compiled_autograd,
 )  # fmt: skip
-BY_HOOKS_TOO = (whole_model, new_shapes)
+BY_HOOKS_TOO = (whole_model, with_hooks, new_shapes)
 """The others are left to make test-long."""
 
 
@@ -253,8 +267,8 @@ BY_HOOKS_TOO = (whole_model, new_shapes)
     ("run", "way"),
     [
         pytest.param(run, way, id=f"{way}-{run.__name__}", marks=[] if run in usual else [pytest.mark.long])
-        for way, usual in (("slot", USUAL), ("hooks", BY_HOOKS_TOO))
-        for run in WAYS
+        for way, usual, runs in (("slot", USUAL, WAYS), ("hooks", BY_HOOKS_TOO, WAYS), ("python", (), (with_hooks,)))
+        for run in runs
     ],
     indirect=["way"],
 )
@@ -300,6 +314,24 @@ def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
     assert recording.names(Kind.FORWARD) == ["forward Model", "forward Other"] * 2
     assert again.names(Kind.FORWARD) == ["forward Model", "forward Other"]
     assert recording.of(Kind.MODULE) + again.of(Kind.MODULE) == []
+
+
+def test_watch_of_modules_with_hooks_compiles_once_more(tmp_path: Path) -> None:
+    """Where a module inside the graph has hooks, Dynamo guards on its slot: one graph with a watch, and one without,
+    whichever comes first and however many watches there are."""
+    counter = CompileCounter()
+    model = Model()
+    model.blocks[0].register_forward_pre_hook(lambda module, arguments: (arguments[0] * 2,))
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    batch = torch.randn(4, 8)
+    for number in range(2):
+        compiled(batch)
+        with recorded(tmp_path / str(number), compiled, **EVERYTHING) as recording:
+            compiled(batch)
+        assert recording.names(Kind.FORWARD) == ["forward Model"]
+    compiled(batch)
+
+    assert counter.frame_count == 2
 
 
 def test_compiled_module_is_timed_at_its_boundary(tmp_path: Path, way: str) -> None:

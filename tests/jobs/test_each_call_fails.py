@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import pytest
 
 from tests.support import warm_python
 from tests.support.failing_calls import library
+from tests.support.figures import note, share
 from tests.support.long import long
 from tests.support.processes import ROOT, SCRIPTS
+from torchlens_perf.errors import RAISE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 USUAL = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENAMETOOLONG, errno.EIO, errno.ESTALE,
     errno.ENOMEM, errno.ENFILE, errno.EPERM,
 )  # fmt: skip
+STARTS = 1000
 MISLEADING = (errno.ENOENT, errno.EAGAIN, errno.EEXIST)  # these mean something else to some of our code
 
 
@@ -29,15 +33,17 @@ def unavoidable(call: str) -> bool:
     return call.startswith(("unlink", "rmdir")) or call.endswith("sidecar.lock")
 
 
-def cases(folder: Path, sidecar: str, phase: str, errors: tuple[int, ...]) -> tuple[list[dict[str, Any]], Any]:
+def cases(
+    folder: Path, sidecar: str, phase: str, errors: tuple[int, ...], timeout_s: float = 550, **environment: str
+) -> tuple[list[dict[str, Any]], Any]:
     """What came of each, and of a watch afterwards in which nothing fails."""
     (folder / "tmp").mkdir()
     environ = {
         **os.environ, "LD_PRELOAD": str(library()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(folder / "tmp"),
+        "TMPDIR": str(folder / "tmp"), RAISE: "0", **environment,
     }  # fmt: skip
     script = [sys.executable, str(SCRIPTS / "each_call_fails.py"), str(folder / "runs"), sidecar, phase]
-    done = warm_python.run([*script, *map(str, errors)], 550, env=environ)
+    done = warm_python.run([*script, *map(str, errors)], timeout_s, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     *found, last = map(json.loads, done.stdout.splitlines())
     return found, last
@@ -69,6 +75,22 @@ def test_at_the_start(sidecar: str, errors: tuple[int, ...], tmp_path: Path) -> 
         assert part in calls, f"{part} did not fail where it matters"
     assert len(off) > 10
     assert len(off) < len(found), "some calls do not matter"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_thousand_faulty_starts(tmp_path: Path) -> None:
+    """Each call with one error after the other: the job trains to its end, to the same bits, and ends with 0."""
+    began_s, number = time.monotonic(), share(STARTS)
+    found, last = cases(tmp_path, "sidecar", "start", USUAL, timeout_s=3000, CASES=str(number))
+    off = sum(not case["recording"] for case in found)
+
+    assert last["afterwards"]["recording"]
+    for case in found:
+        assert case.keys() <= {"nth", "errno", "call", "count", "recording", "lines", "left"}, case
+        assert case["recording"] or len(case["lines"]) == 1, case
+    counted = f"0 exits and 0 parameters changed, {off:,} not recorded, each said so in one line"
+    note("faulty starts", len(found), STARTS, counted, time.monotonic() - began_s)
 
 
 def test_at_the_end(tmp_path: Path) -> None:

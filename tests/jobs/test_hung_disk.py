@@ -17,7 +17,7 @@ import pytest
 
 from tests.support import warm_python
 from tests.support.failing_calls import everything_ended, library
-from tests.support.leftovers import eventually
+from tests.support.leftovers import eventually, remove_local
 from tests.support.long import long
 from tests.support.processes import SCRIPTS, TRAIN, report, torchrun, wait_for_sidecar
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest, problem_with
@@ -28,11 +28,16 @@ WATCHED = str(SCRIPTS / "train_watched.py")
 ENDS_WITHIN_S = 150  # what hangs does not end at all
 
 
+_said: list[str] = []
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Path]:
     """The folder of run directories, on the disk that does not answer."""
     with everything_ended(str(tmp_path)):
         yield tmp_path / "disk" / "runs"
+    while _said:
+        remove_local(_said.pop())
 
 
 def train(command: list[str], runs: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +46,9 @@ def train(command: list[str], runs: Path, **environment: str) -> subprocess.Comp
         **os.environ, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library()), "FAILING_PATHS": str(runs.parent),
         **environment,
     }  # fmt: skip
-    return warm_python.run(command, ENDS_WITHIN_S, cwd=runs.parent.parent, env=environ)
+    done = warm_python.run(command, ENDS_WITHIN_S, cwd=runs.parent.parent, env=environ)
+    _said.append(done.stdout + done.stderr)
+    return done
 
 
 def run_of(done: subprocess.CompletedProcess[str]) -> RunDirectory:

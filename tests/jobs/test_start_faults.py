@@ -23,7 +23,7 @@ from tests.support.interruptions import failing, functions_called
 from tests.support.leftovers import end_sidecars, left_behind, places, remove
 from tests.support.long import long_but
 from tests.support.processes import wait_for_sidecar
-from torchlens_perf.errors import swallowed
+from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.run import directory
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.sidecar_lock import SidecarLock
@@ -35,7 +35,7 @@ PACKAGE = str(Path(perf.__file__).parent)
 @pytest.fixture(autouse=True)
 def _lenient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As in a user's process: our own mistakes are not raised."""
-    monkeypatch.setattr(swallowed, "strict", False)
+    monkeypatch.setenv(RAISE, "0")
     monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
     yield
     swallowed.by_place.clear()

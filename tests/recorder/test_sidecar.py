@@ -30,9 +30,10 @@ FIRST_SECOND_S = 0.4  # of processor time, where an interpreter starts in BARE_S
 BARE_S = 0.05
 # Of the package, what is imported before anything is read; of all else, some of what must not be.
 WAITING = {
-    "torchlens_perf", "torchlens_perf.run", "torchlens_perf.run.processes", "torchlens_perf.run.sidecar_status",
-    "torchlens_perf.sidecar", "torchlens_perf.sidecar.priority", "torchlens_perf.sidecar.rings",
-    "torchlens_perf.sidecar.rings.waiting", "torchlens_perf.sidecar.start", "torchlens_perf.sidecar.start.wait",
+    "torchlens_perf", "torchlens_perf.run", "torchlens_perf.run.processes", "torchlens_perf.run.rings",
+    "torchlens_perf.run.rings.memory", "torchlens_perf.run.sidecar_status", "torchlens_perf.sidecar",
+    "torchlens_perf.sidecar.priority", "torchlens_perf.sidecar.rings", "torchlens_perf.sidecar.rings.waiting",
+    "torchlens_perf.sidecar.start", "torchlens_perf.sidecar.start.wait", "torchlens_perf.sidecar.termination",
 }  # fmt: skip
 HEAVY = {
     "argparse", "ctypes", "dataclasses", "inspect", "json", "logging", "numpy", "pyarrow", "rich", "socket", "ssl",
@@ -177,7 +178,7 @@ def test_an_idle_thread_that_gets_no_processor_holds_nothing_up(run: RunDirector
     rank.close(columns=0, color=False)
     commands = set()
     while process_stat(pid)[0] not in ("", "Z"):
-        commands.add(Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").rpartition(b"\0")[2].decode())
+        commands.update(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0"))
         time.sleep(0.01)
     wait_for_sidecar(run)
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from tests.support.collectives import US, Issued, add, joined, world
+from tests.support.ranks import identity_of
 from tests.support.saved import saved
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
-from torchlens_perf.report.collective_table import collective_rows, collective_table
+from torchlens_perf.analysis.node_state import NodeState, ProcessState
+from torchlens_perf.analysis.statistics.rank import RankStatistics
+from torchlens_perf.report.collective_table import collective_rows, collective_table, newest_joins
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
 
 NAME = "allreduce group=0 dtype=float32"
@@ -73,7 +79,11 @@ def test_nodes_and_attempts() -> None:
         half = CollectiveJoin()
         add(half, {rank: [Issued(NAME, 0, 10 + rank)] for rank in ranks}, world(4), attempt=1)
         halves.append(saved(half))
-    (row,) = collective_rows([*halves, saved(late(0))])
+    nodes = [NodeState(f"node-{number}", join=join) for number, join in enumerate([*halves, saved(late(0))])]
+    for node, attempt in zip(nodes, (1, 1, 0), strict=True):
+        who = identity_of(RunDirectory(Path("run")), 0, 4, attempt=attempt)
+        node.processes[who.key] = ProcessState(who, Anchor(0, 0, 0), RankStatistics())
+    (row,) = collective_rows(newest_joins(nodes))
 
     assert (row["count"], row["joined"], row["ranks_seen"]) == (4, 1, "0-3")
     assert row["groups_operations"]["joined"] == 2  # what each node has joined

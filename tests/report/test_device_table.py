@@ -23,6 +23,7 @@ from torchlens_perf.exporters.otlp_spans import _details, nest
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.identity import DeviceClock
 from torchlens_perf.run.records import Span
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
 from torchlens_perf.run.sketch import Sketch, WindowSketch, to_records
@@ -112,7 +113,9 @@ def test_device_times_of_each_rank(run: RunDirectory) -> None:
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
         rank.session.publish(
-            device={"clock": "CUDA events", "error_ns": 4000, "captured": 3, "skipped": 0, "unread": 2}
+            device=DeviceClock(
+                clock="CUDA events", error_ns=4000, captured=3, skipped=0, crowded=5, aside=6, open_ended=7, unread=2
+            )
         )
         rank.timed_steps(40, behind_ns=30 * MS, scale=scale)
     report = report_on(run, ranks)
@@ -128,12 +131,36 @@ def test_device_times_of_each_rank(run: RunDirectory) -> None:
     notes = " ".join(report["quality"]["notes"])
     assert "3 marks on the device were left out while a CUDA graph was captured" in notes
     assert "2 device times were not known" in notes
+    assert "5 marks on the device were left out, as too many before them" in notes
+    assert "6 steps are not judged by the device, as their forward or backward pass ran on another stream" in notes
+    assert "7 stalls of the device are not known" in notes
     assert "too far behind" not in notes
     text = text_of(report)
     assert "device time per step and rank" in text
     assert "20.0 ms" in text
     assert "30.0 ms" in text
     assert "by CUDA events" in text
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["device times", "no device times"])
+def test_a_loss_that_is_printed_now_and_then(told: bool, run: RunDirectory) -> None:
+    """The host issues nine steps at once, and waits for all of them in the tenth: no step is long on the device, which
+    is what the times and classes of steps are of. Without its times, nothing is said of long steps."""
+    rank = Gpu(run, 0, 1)
+    rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000} if told else {})
+    rank.session.modules_timed(["0"], device="cuda", all_levels=True)
+    for step in range(200):
+        waits = step % 10 == 9
+        rank.steps(1, **HOST, host=300.0 if waits else 0.0)
+        if told:
+            rank.device_step(step, 30 * MS)
+    report = report_on(run, [rank])
+    text = text_of(report)
+
+    assert report["steps"]["by"] == ("device" if told else "host")
+    assert [verdict["kind"] for verdict in report["verdicts"] if verdict["kind"] == "long_steps"] == []
+    (line,) = [line for line in text.splitlines() if "200 steps" in line and "p50" in line]
+    assert ("33.0 ms" in line, "on the device" in line) == (told, told)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
 from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.hooks.on_device import step_parts
 from torchlens_perf.hooks.on_device.step_parts import StepParts
 from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, packed, unpacked
 from torchlens_perf.run.device.step_parts import PART_OF_SPAN, ROW_NAMES, Row, rows_of
@@ -33,10 +37,37 @@ class Known:
         self.steps.append(rows)
 
 
+Steps = list[tuple[list[tuple[Kind, int, int]], int]]
+
+
 @settings(max_examples=400)
 @given(st.lists(st.tuples(SPANS, st.integers(0, 40)), min_size=1, max_size=3))
-def test_both_make_the_same_parts(steps: list[tuple[list[tuple[Kind, int, int]], int]]) -> None:
+def test_both_make_the_same_parts(steps: Steps) -> None:
     """Of any spans, nested, overlapping and as long as one another; the host was never in the gap."""
+    both_agree(steps)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(1100, 3000), st.integers(1, 20)), min_size=2, max_size=3), st.integers(0, 999))
+def test_both_make_the_same_parts_of_thousands_of_spans(shapes: list[tuple[int, int]], seed: int) -> None:
+    """As FSDP2 has them: each micro-step's phases, and stalls inside and between them."""
+    steps: Steps = []
+    random = Random(seed)
+    for count, phases in shapes:
+        spans, now_ns = [], 0
+        for _ in range(phases):
+            begin_ns = now_ns
+            for _ in range(count // phases):
+                stall_ns = random.randrange(50)
+                spans.append((Kind.WAIT, now_ns + random.randrange(3), stall_ns))
+                now_ns += stall_ns + random.randrange(60)
+            spans.append((random.choice(KINDS), begin_ns, now_ns - begin_ns - random.randrange(2)))
+            now_ns += random.randrange(100)
+        steps.append((spans, now_ns))
+    both_agree(steps)
+
+
+def both_agree(steps: Steps) -> None:
     known, records = Known(), []
     parts = StepParts(known)  # type: ignore[arg-type]
     for number, (spans, step_ns) in enumerate(steps):
@@ -73,6 +104,22 @@ def test_steps_that_do_not_train_are_left_out() -> None:
         parts.add(int(Kind.BACKWARD), step, 20, 5)
         parts.add(int(Kind.STEP), step, 20, 6)
     assert len(known.steps) == 2998, "what is left of steps takes no room"
+
+
+def test_a_step_with_more_spans_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is left out as a whole: its stalls would be its work. The next one is whole again."""
+    monkeypatch.setattr(step_parts, "MAX_EVENTS", 10)
+    known = Known()
+    parts = StepParts(known)  # type: ignore[arg-type]
+    for step, stalls in ((0, 9), (1, 10), (2, 3)):
+        parts.add(int(Kind.BACKWARD), step, 0, 100)
+        for each in range(stalls):
+            parts.add(int(Kind.WAIT), step, each * 10, 5)
+        parts.add(int(Kind.STEP), step, 0, 100)
+    assert [rows[Row.STALL] for rows in known.steps] == [45, 15]
+    for step in range(3, 1000):  # steps that are never whole leave nothing behind
+        parts.add(int(Kind.WAIT), step, 0, 5)
+    assert len(parts._spans) == 1
 
 
 def test_a_row_survives_its_record() -> None:

@@ -25,7 +25,10 @@ SLURM = {
 
 
 def detect(environ: dict[str, str], nth_watch: int = 0) -> identity.Identity:
-    return identity.detect(environ, lambda digest, origin: f"claimed-{digest}", nth_watch)
+    def claim(digest: str, origin: int, *, proposal: str = "", member: int | None = None) -> str:
+        return proposal or f"claimed-{digest}"
+
+    return identity.detect(environ, claim, nth_watch)
 
 
 def test_torchrun() -> None:
@@ -38,10 +41,11 @@ def test_torchrun() -> None:
 
 
 def test_slurm() -> None:
-    """Under srun, Slurm's variables serve where torchrun's are missing."""
+    """Under srun, Slurm's variables serve where torchrun's are missing; how many ranks its nodes have is not said."""
     found = detect(SLURM)
 
-    assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (3, 1, 4, 4)
+    assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (3, 1, 4, None)
+    assert (found.on_one_node, found.run_id) == (None, "slurm-991.0")
     assert (
         found.attributes.items() >= {"slurm.job.id": "991", "slurm.step.id": "0", "slurm.job.name": "pretrain"}.items()
     )
@@ -85,10 +89,17 @@ def test_run_id_is_the_launchers_on_one_node() -> None:
     assert detect({}).run_id != first.run_id
 
 
-def test_run_id_over_several_nodes_is_told() -> None:
-    """Over several nodes only what all of them are told can name the run: torchrun's or Slurm's id."""
-    assert detect({**TORCHRUN, "TORCHELASTIC_RUN_ID": "job/7 a"}).run_id == "job_7_a"
-    assert detect({**SLURM, "LOCAL_WORLD_SIZE": "2"}).run_id == "slurm-991.0"
+def test_run_id_over_several_nodes() -> None:
+    """Over several nodes only what all of them know, and no other job, can name the run: else each claims its own."""
+    c10d = {
+        **TORCHRUN, "TORCHELASTIC_RUN_ID": "job/7 a", "MASTER_ADDR": "node-a", "MASTER_PORT": "42901",
+        "PET_RDZV_BACKEND": "c10d",
+    }  # fmt: skip
+
+    assert detect(c10d).run_id == detect({**c10d, "RANK": "0"}).run_id
+    assert detect(c10d).run_id.startswith("job_7_a-")
+    assert detect({**c10d, "MASTER_PORT": "42902"}).run_id != detect(c10d).run_id
+    assert detect({**c10d, "PET_RDZV_BACKEND": "static"}).run_id.startswith("claimed-")  # a user has written it down
     assert detect(TORCHRUN).run_id.startswith("claimed-")
     assert detect({"TORCHLENS_PERF_RUN_ID": "../mine"}).run_id == "_mine"
 
@@ -136,12 +147,45 @@ def test_claims_of_dead_launchers_are_forgotten(local: Path) -> None:
     claim_run_id("dead", child.pid)
     claim_run_id("alive", os.getppid())
     folder = next(directory.local_folders(""))
-    (folder / f".run-1-{child.pid}-5-elsewhere").symlink_to("run:x")
+    (folder / ".run-1-elsewhere.0").symlink_to(f"{child.pid}-5:x")
     child.kill()
     child.wait()
     claim_run_id("new", os.getppid())
 
-    assert sorted(path.name.rpartition("-")[2] for path in folder.iterdir()) == ["alive", "elsewhere", "new"]
+    assert sorted(path.name.rpartition("-")[2] for path in folder.iterdir()) == ["alive.0", "elsewhere.0", "new.0"]
+
+
+def test_launcher_that_starts_the_same_ranks_again(local: Path) -> None:
+    """A script that spawns its ranks twice makes two runs; ranks of one claim the same, though one has ended."""
+    launcher = os.getppid()
+
+    def run_ids(*ranks: int) -> set[str]:
+        program = (
+            "import sys; from pathlib import Path; from torchlens_perf.run import directory\n"
+            "directory._SHARED_MEMORY = Path(sys.argv[1])\n"
+            "print(directory.claim_run_id('abc', int(sys.argv[2]), proposal=sys.argv[4], member=int(sys.argv[3])))\n"
+            "sys.stdout.flush(); input()"
+        )
+        children = []
+        for rank in ranks:
+            command = [
+                sys.executable,
+                "-c",
+                program,
+                str(local),
+                str(launcher),
+                str(rank),
+                f"of-{rank}-in-{len(ranks)}",
+            ]
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            children.append((child, child.stdout.readline()))
+        for child, _ in children:
+            child.communicate("end\n")
+        return {claimed for _, claimed in children}
+
+    assert run_ids(0, 1) == {"of-0-in-2\n"}
+    assert run_ids(1, 0) == {"of-1-in-2\n"}  # rank 1 comes again
+    assert run_ids(2, 0, 1) == {"of-2-in-3\n"}  # rank 2 is new, and all others have ended
 
 
 def test_many_processes_claim_at_once(local: Path) -> None:
@@ -174,3 +218,94 @@ def test_kubernetes() -> None:
     found = detect({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-0", "K8S_NAMESPACE": "ml"})
 
     assert found.attributes == {"k8s.pod.name": "train-0", "k8s.namespace.name": "ml"}
+
+
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "182255617",
+}  # fmt: skip
+STEP = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "3,1",
+}  # fmt: skip
+DEEPSPEED = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2",
+    "MASTER_ADDR": "node-a", "MASTER_PORT": "29500",
+}  # fmt: skip
+RAY = {
+    "RAY_JOB_ID": "01000000", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "35001",
+}  # fmt: skip
+PYTORCHJOB = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "local_rank", "local_world_size", "run_id"),
+    [
+        (HYDRA, "Hydra", 1, 2, "claimed-"),
+        (OPEN_MPI, "Open MPI", 1, 2, "mpi-"),
+        (STEP, "srun", 0, 1, "slurm-7.2"),
+        (DEEPSPEED, "DeepSpeed", 1, 2, "claimed-"),
+        (RAY, "Ray Train", 1, 2, "claimed-"),
+        (PYTORCHJOB, "environment", None, None, "claimed-"),
+    ],
+)
+def test_launchers(
+    environ: dict[str, str], launcher: str, local_rank: int | None, local_world_size: int | None, run_id: str
+) -> None:
+    """As they set their variables for the last of four ranks on two nodes."""
+    found = detect(environ)
+    assert (found.rank, found.world_size, found.launcher) == (3, 4, launcher)
+    assert (found.local_rank, found.local_world_size) == (local_rank, local_world_size)
+    assert found.run_id.startswith(run_id)
+    assert found.on_one_node is not True
+
+
+@pytest.mark.parametrize(
+    "around", [STEP, {name: value for name, value in STEP.items() if "STEP" not in name}, OPEN_MPI, HYDRA]
+)
+def test_one_launcher_inside_of_another(around: dict[str, str]) -> None:
+    """torchrun under srun or mpirun, or in a batch script: a row that is not about this process does not count."""
+    inside = {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    assert detect({**around, **inside}).launcher == "torchrun"
+    loop = detect({**around, "RANK": "1", "WORLD_SIZE": "2"})
+    assert (loop.rank, loop.world_size, loop.launcher) == (1, 2, "environment")
+
+
+def test_batch_script_is_no_rank() -> None:
+    """A batch script of Slurm has SLURM_PROCID=0 and the job's SLURM_NTASKS, and is one process."""
+    batch = {name: value for name, value in {**STEP, "SLURM_PROCID": "0"}.items() if "STEP" not in name}
+    assert (detect(batch).rank, detect(batch).world_size) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "node", "ranks"),
+    [
+        ("2(x3),1", "3", 1),
+        ("2(x3),1", "0", 2),
+        ("4", "0", 4),
+        ("x", "0", None),
+        ("2(x3),1", "9", None),
+        ("2(x2)", "", 2),
+    ],
+)
+def test_tasks_per_node(per_node: str, node: str, ranks: int | None) -> None:
+    """As Slurm writes it."""
+    step = {**STEP, "SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node, "SLURM_STEP_NUM_TASKS": "7",
+            "SLURM_STEP_NUM_NODES": "4"}  # fmt: skip
+    assert detect(step).local_world_size == ranks
+
+
+def test_restart_in_a_smaller_world(local: Path) -> None:
+    """What torchrun's agent has called the run, it goes on to be called: with another port, on one node at last."""
+    before = {
+        **TORCHRUN, "TORCHELASTIC_RUN_ID": "job", "MASTER_ADDR": "a", "MASTER_PORT": "1", "PET_RDZV_BACKEND": "c10d",
+        "GROUP_WORLD_SIZE": "2",
+    }  # fmt: skip
+    first = identity.detect(before, claim_run_id)
+    other = identity.detect({**before, "MASTER_PORT": "2"}, claim_run_id)
+    alone = {**before, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
+
+    assert first.run_id.startswith("job-")
+    assert other.run_id == first.run_id == identity.detect(alone, claim_run_id).run_id

@@ -282,5 +282,5 @@ def test_no_torn_record_from_a_running_writer(kind: str, tmp_path: Path) -> None
     reader.close()
 
     assert seen + lost == count
-    assert batches > 20  # it did read while the writer wrote
+    assert batches > 5  # it did read while the writer wrote, also where other programs keep the processors busy
     assert lost > 0  # and the writer did lap it

@@ -90,3 +90,21 @@ def test_extremes_stay_in_the_table() -> None:
 
     assert (sketch.counts[0], sketch.counts[BUCKETS - 1]) == (2, 1)
     assert sketch.quantile_ns(1.0) <= sketch.max_ns == 1 << 60
+
+
+def test_takes_the_space_of_what_is_in_it() -> None:
+    """A sketch of durations that are alike is small, in whatever order they come, and holds the same as a whole one."""
+    sketch = sketch_of([1_000_000, 900_000, 1_100_000])
+    sketch.merge(sketch_of([800_000]))
+
+    assert len(sketch.numbers()) < 30
+    assert sketch.counts.shape == (BUCKETS,)
+    assert sketch.counts.sum() == sketch.count == 4
+    assert Sketch.of_numbers(sketch.numbers()).numbers() == sketch.numbers()
+
+
+@pytest.mark.parametrize("first", [-1, BUCKETS])
+def test_buckets_that_there_are_not(first: int) -> None:
+    """A damaged file's numbers are refused."""
+    with pytest.raises(ValueError, match=f"there are {BUCKETS}"):
+        Sketch.of_numbers([1, 1, 1, 1, first, 1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,11 @@ def main() -> None:
         case(calls, model, expected, 0, 0)
     gc.freeze()  # to collect among all that torch has made would take half of the test's time
     count = case(calls, model, expected, 0, 0)["count"]
-    for nth in range(1, count + 1):
-        error = int(errors[nth % len(errors)])
+    for each in range(
+        int(os.environ.get("CASES", count))
+    ):  # beyond the calls there are: each again, with another error
+        nth = each % count + 1
+        error = int(errors[(nth + each // count) % len(errors)])
         print(json.dumps({"nth": nth, "errno": error, **case(calls, model, expected, nth, error)}), flush=True)
     print(json.dumps({"calls": count, "afterwards": case(calls, model, expected, 0, 0)}))
 

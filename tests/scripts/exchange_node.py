@@ -8,15 +8,18 @@ import threading
 import time
 from typing import Any
 
-from torchlens_perf.sidecar.nodes.exchange import Exchange, Timing
+from torchlens_perf.sidecar.nodes.exchange import Exchange
+from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.timing import Timing
 
 
 def main(settings: dict[str, Any]) -> None:
     stop = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
     host, port = settings["job_store"]
+    places = Places((host, port))
     exchange = Exchange(
-        (host, port), settings["key"], settings["node"], settings["merges"], timing=Timing(**settings["timing"])
+        places, settings["key"], settings["node"], settings["merges"], timing=Timing(**settings["timing"])
     )
     number, longest_s = 0, 0.0
     while not stop.wait(0.1):

@@ -1,6 +1,7 @@
 """Forks one training process after another; each writes how many steps it has finished, until the test kills it.
 
-usage: train_until_killed.py FOLDER COUNT SEED. One line a process on stdout: its number and its finished steps.
+usage: train_until_killed.py FOLDER COUNT SEED [alone]. alone: without sidecars, which take more time than the rest.
+One line a process on stdout: its number and its finished steps.
 """
 
 import mmap
@@ -17,12 +18,12 @@ from torch import nn
 import torchlens_perf as perf
 
 
-def train(folder, finished):
+def train(folder, finished, alone):
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.ones(8, 16)
-    with perf.watch(model, optimizer, dir=folder, report=False):
+    with perf.watch(model, optimizer, dir=folder, report=False, sidecar=not alone):
         step = 0
         while True:
             with perf.section("part"):
@@ -35,15 +36,16 @@ def train(folder, finished):
 
 def main():
     folder, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    alone = "alone" in sys.argv[4:]
     draw = random.Random(seed)
     for number in range(count):
         finished = mmap.mmap(-1, 8)
         child = os.fork()
         if child == 0:
-            train(f"{folder}/{number}", finished)
+            train(f"{folder}/{number}", finished, alone)
         while struct.unpack_from("<Q", finished)[0] < 5:
             time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.4))
+        time.sleep(draw.uniform(0, 0.05 if alone else 0.4))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         print(number, struct.unpack_from("<Q", finished)[0], flush=True)

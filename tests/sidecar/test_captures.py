@@ -255,7 +255,7 @@ def test_request_that_cannot_be_read(node: Node, wrong: dict[str, Any]) -> None:
     assert node.asked() == [0]
     assert [request.id for request in capture_files.read_requests(node.run.captures)[0]] == ["one"]
     (note,) = node.relay.notes
-    assert note.startswith("a request for a capture cannot be read: bad.request.json: ")
+    assert note.startswith("a request for a capture cannot be used: bad.request.json: ")
     assert captures(node.run) == []
     assert sorted(os.listdir(node.run.captures)) == ["bad.request.json", "one", "one.request.json"]
 

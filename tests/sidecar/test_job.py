@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.support import progress
 from tests.support.findings import episode
@@ -17,12 +20,17 @@ from tests.support.ranks import identity_of, make_run
 from tests.support.simulations import table_of
 from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
 from torchlens_perf.analysis.words.hang import OpenHang, RankStack
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity
-from torchlens_perf.sidecar import job
+from torchlens_perf.sidecar import hang_watch
 from torchlens_perf.sidecar.host.stacks import Stack
 from torchlens_perf.sidecar.job import JobView
+from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.messages import Collected, Received
+from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.simulate.simulation import Simulation, Topology
+
+MEETING = Places(("127.0.0.1", 1))
 
 
 class Wire:
@@ -30,8 +38,9 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[Received] = []
+        self.word = b""
 
-    def open(self, store: tuple[str, int], key: str, node: str, merges: bool) -> Any:
+    def open(self, places: Places, key: str, node: str, merges: bool) -> Any:
         return End(self, node)
 
 
@@ -46,6 +55,12 @@ class End:
         received, self._wire.sent = self._wire.sent, []
         return Collected({number: (each,) for number, each in enumerate(received)}, {})
 
+    def set_reply(self, reply: bytes) -> None:
+        self._wire.word = reply
+
+    def reply(self) -> bytes:
+        return self._wire.word
+
     def notes(self) -> list[str]:
         return []
 
@@ -57,11 +72,13 @@ def test_modules_of_a_rank_of_another_node(tmp_path: Path) -> None:
     """Node 0 learns which module is slow on a rank of another node, with its name; not of a rank that has others."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
     nodes = [JobView(f"node-{number}", wire.open) for number in range(2)]
+    for number, view in enumerate(nodes):
+        view.begin(0, _identity(run, 2 * number))
     times_ns = [{"a": 1e6, "b": 4e6}, {"a": 1e6, "b": 4e6}, {"a": 1e6, "b": 7e6}, {"a": 1e6}]
     steps = next(Simulation(Topology(4)).steps(20))
     for rank in (2, 3, 0, 1):
         view, identity = nodes[rank // 2], _identity(run, rank)
-        view.add_steps(identity, at[rank], table_of(steps, rank), ("127.0.0.1", 1))
+        view.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
         view.progress(identity, at[rank], progress.rank(rank, state="running"), {}, modules_ns=times_ns[rank])
     nodes[1].update(1.0)
     nodes[0].update(1.0)
@@ -74,12 +91,14 @@ def test_why_a_rank_of_another_node_is_slow(tmp_path: Path) -> None:
     """Its signals arrive with its windows, and are held against those of all ranks."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
     nodes = [JobView(f"node-{number}", wire.open) for number in range(2)]
+    for number, view in enumerate(nodes):
+        view.begin(0, _identity(run, 2 * number))
     steps = next(Simulation(Topology(4)).steps(20))
     for second in range(8):
         for rank in (2, 3, 0, 1):
             view, identity = nodes[rank // 2], _identity(run, rank)
             if second == 0:
-                view.add_steps(identity, at[rank], table_of(steps, rank), ("127.0.0.1", 1))
+                view.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
             now = progress.rank(rank, step=100 + 10 * second, state="running")
             view.progress(identity, at[rank], now, {})
             view.add_signals({rank: {"gc_share": 0.25 * (rank == 2), "cpu_wait_share": 0.0}}, float(second))
@@ -94,16 +113,24 @@ def test_why_a_rank_of_another_node_is_slow(tmp_path: Path) -> None:
     assert nobody.looked_at == ("garbage collection", "waits for a CPU")
 
 
-def test_a_node_of_another_version(tmp_path: Path) -> None:
-    """What it sends cannot be read: it is told and left out, and the other nodes are judged as ever."""
+def two_nodes(tmp_path: Path) -> tuple[Wire, list[JobView]]:
+    """Of two ranks each, which have made steps; the second one has posted."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
     nodes = [JobView(f"node-{number}", wire.open) for number in range(2)]
+    for number, view in enumerate(nodes):
+        view.begin(0, _identity(run, 2 * number))
     steps = next(Simulation(Topology(4)).steps(20))
     for rank in (2, 3, 0, 1):
         view, identity = nodes[rank // 2], _identity(run, rank)
-        view.add_steps(identity, at[rank], table_of(steps, rank), ("127.0.0.1", 1))
+        view.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
         view.progress(identity, at[rank], progress.rank(rank, state="running"), {})
     nodes[1].update(1.0)
+    return wire, nodes
+
+
+def test_a_node_of_another_version(tmp_path: Path) -> None:
+    """What it sends cannot be read: it is told and left out, and the other nodes are judged as ever."""
+    wire, nodes = two_nodes(tmp_path)
     wire.sent += [Received(b"of another version", 0.0, "node-2/4", 1)]
     nodes[0].update(1.0)
 
@@ -113,8 +140,51 @@ def test_a_node_of_another_version(tmp_path: Path) -> None:
     assert nodes[0].notes() == []
 
 
-def _identity(run: Any, rank: int) -> Identity:
-    return identity_of(run, rank, 4, local_rank=rank % 2, local_world_size=2, host=f"node-{rank // 2}")
+@given(data=st.data())
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_corrupt_window_costs_its_own_node_only(tmp_path: Path, data: st.DataObject) -> None:
+    """Whatever bytes come of one node, nothing is raised, and what another node sent with them is taken over."""
+    wire, run, at = Wire(), RunDirectory(tmp_path), places(6, node_size=2)
+    nodes = [JobView(f"node-{number}", wire.open) for number in range(3)]
+    for number, view in enumerate(nodes):
+        view.begin(0, _identity(run, 2 * number, 6))
+    steps = next(Simulation(Topology(6)).steps(20))
+    for rank in (2, 3, 4, 5, 0, 1):
+        view, identity = nodes[rank // 2], _identity(run, rank, 6)
+        view.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+        now = progress.rank(rank, state="running", since_step_s=0.1, since_mark_s=0.1)
+        view.progress(identity, at[rank], now, {}, modules_ns={"a": 1e6 + 1e6 * rank})
+    nodes[1].update(1.0)
+    nodes[2].update(1.0)
+    at_first = wire.sent[0]
+    payload = bytearray(at_first.payload)
+    first = data.draw(st.integers(1, len(payload) - 1))
+    noise = data.draw(st.binary(min_size=1, max_size=len(payload) - first))
+    payload[first : first + len(noise)] = noise
+    wire.sent[0] = replace(at_first, payload=bytes(payload))
+    nodes[0]._join()
+    nodes[0]._receive(1.0)
+
+    assert {4, 5} <= set(nodes[0].places)
+    assert nodes[0].module_times.excess_ns(5).keys() == {"a"}
+
+
+def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
+    """A state, a text or a time that is none: its window is left out and counted, by its node."""
+    wire, nodes = two_nodes(tmp_path)
+    good = wire.sent[0]
+    for field, value in (("state", 200), ("population", b"\xff"), ("since_step_s", np.nan), ("world_size", 0)):
+        values = np.frombuffer(good.payload, summary.LAYOUT).copy()
+        values[field] = value
+        wire.sent.append(replace(good, payload=values.tobytes()))
+    nodes[0].update(1.0)
+
+    assert nodes[0].notes() == ["4 windows of node node-1 were corrupt: left out"]
+    assert set(nodes[0].places) == {0, 1, 2, 3}
+
+
+def _identity(run: Any, rank: int, world_size: int = 4) -> Identity:
+    return identity_of(run, rank, world_size, local_rank=rank % 2, local_world_size=2, host=f"node-{rank // 2}")
 
 
 def test_a_hang_grows_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +195,7 @@ def test_a_hang_grows_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(pid)
         return Stack((f"frame {len(asked)}",), "")
 
-    monkeypatch.setattr(job, "python_stack", stack)
+    monkeypatch.setattr(hang_watch, "python_stack", stack)
     view, run, at = JobView("node-0"), make_run(tmp_path), places(3)
 
     def look(since_s: float, **changed: Any) -> OpenHang:

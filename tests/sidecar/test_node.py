@@ -18,7 +18,7 @@ from tests.support.findings import hang
 from tests.support.memory_exporter import MemoryExporter
 from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.analysis import node_state
-from torchlens_perf.errors import swallowed
+from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, traced_steps
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory, local_folders, sidecar_lock
@@ -42,15 +42,17 @@ def run(tmp_path: Path, request: pytest.FixtureRequest):
         folder.rmdir()
 
 
-def sidecar(run: RunDirectory, exporter: MemoryExporter | None = None) -> tuple[Sidecar, list[dict[str, Any]]]:
+def sidecar(
+    run: RunDirectory, exporter: MemoryExporter | None = None, host: str = HOST
+) -> tuple[Sidecar, list[dict[str, Any]]]:
     """A sidecar, and what it was asked to report."""
     asked: list[dict[str, Any]] = []
-    return Sidecar(run, HOST, exporter, lambda run, settings: asked.append(settings)), asked
+    return Sidecar(run, host, exporter, lambda run, settings: asked.append(settings)), asked
 
 
-def finish(run: RunDirectory, exporter: MemoryExporter | None = None) -> list[dict[str, Any]]:
+def finish(run: RunDirectory, host: str = HOST, exporter: MemoryExporter | None = None) -> list[dict[str, Any]]:
     """Runs a sidecar to its end."""
-    made, asked = sidecar(run, exporter)
+    made, asked = sidecar(run, exporter, host)
     lock = SidecarLock(sidecar_lock(run.run_id))
     assert lock.acquire()
     assert not run_sidecar(made, lock, exporter)
@@ -223,7 +225,7 @@ def test_replay_sends_the_same_again(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(30, **WORK)
     rank.close()
-    finish(run, live)
+    finish(run, exporter=live)
     state = run.node_state(HOST).read_text()
     done = replay(run, again)
 
@@ -384,7 +386,7 @@ def test_a_hang_of_another_attempt_is_over(run: RunDirectory) -> None:
     for rank in before:
         rank.steps(10, **WORK)
     looked(made)
-    made.conclusions.job.hang = hang()
+    made.conclusions.job._hangs.hang = hang()
     made.judge(0.1)
     made.export()
     after = two_ranks(run, 1)
@@ -432,7 +434,7 @@ def test_a_hang_outlives_the_sidecar(run: RunDirectory) -> None:
         exporter = MemoryExporter()
         made, _ = sidecar(run, exporter)
         looked(made)
-        made.conclusions.job.hang = found
+        made.conclusions.job._hangs.hang = found
         made.judge(0.1)
         made.export()
         made.keep()
@@ -459,7 +461,7 @@ def test_a_hang_is_saved_at_once(run: RunDirectory) -> None:
     news = []
     began, lasts = hang(step=10), hang(step=10, since_s=20.0)
     for found in (None, began, lasts, hang(step=10, ranks=(1, 2)), hang(step=10, kind="silent"), None):
-        made.conclusions.job.hang = found
+        made.conclusions.job._hangs.hang = found
         made.judge(0.1)
         news.append(made.has_unsaved_hang())
         made.save()
@@ -490,7 +492,8 @@ def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory)
 
     assert attempts == [[("started", 1)], [("started", 1), ("ended", 1), ("started", 1)]]
     first, ended, second = exporter.alerts
-    assert (first.since_step, first.attempt, ended.about) == (second.since_step, second.attempt, first.about)
+    assert (first.since_step, ended.about) == (second.since_step, first.about)
+    assert (first.attempt, second.attempt) == (0, 1)
     assert first.id != second.id
     assert [each.id for each in again.alerts] == [second.id]
 
@@ -503,7 +506,7 @@ def test_an_error_of_the_judgement_ends_nothing(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever is concluded from them, records are read, counted and kept; the report and the log say what failed."""
-    monkeypatch.setattr(swallowed, "strict", False)
+    monkeypatch.setenv(RAISE, "0")
     for rank in two_ranks(run):
         rank.steps(50, **WORK)
         rank.close()
@@ -513,7 +516,7 @@ def test_an_error_of_the_judgement_ends_nothing(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise ValueError("not enough values to unpack")
 
-    made.conclusions._earlier_attempt = 0  # as if started again
+    made.conclusions._earlier = 0  # as if started again
     owner, _, name = broken.partition(".")
     monkeypatch.setattr(getattr(made.conclusions, owner), name, fails)
     lock = SidecarLock(sidecar_lock(run.run_id))

@@ -13,6 +13,7 @@ import pytest
 
 from tests.sidecar.test_node import WORK, dead_process, finish, report, sidecar
 from tests.support.ranks import HOST, Rank, identity_of, make_run
+from torchlens_perf.analysis import node_state
 from torchlens_perf.recorder.recorder import End
 from torchlens_perf.run.directory import RunDirectory, create_ring, local_folders, sidecar_lock
 from torchlens_perf.run.processes import process_started
@@ -214,6 +215,9 @@ class TroubledExchange:
     def collect(self) -> Collected:
         return Collected({}, {})
 
+    def reply(self) -> bytes:
+        return b""
+
     def notes(self) -> list[str]:
         return ["closed already"] if self.closed else ["3 windows could not be sent to node 0's sidecar"]
 
@@ -225,7 +229,7 @@ def test_notes_of_the_exchange_are_told(run: RunDirectory) -> None:
     """While the run goes on, as they hold then; and those that held at its end."""
     rank = Rank(run, 1, 4, identity={"local_rank": 0, "local_world_size": 1})
     made, _ = sidecar(run)
-    made.conclusions.job._open_exchange = TroubledExchange  # type: ignore[assignment]
+    made.conclusions.job._meeting._open = TroubledExchange  # type: ignore[assignment]
     rank.steps(20, **WORK)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("torchlens_perf.recorder.session.job_store", lambda environ: ("127.0.0.1", 1))
@@ -438,3 +442,41 @@ def test_stack_file_of_a_killed_process_is_removed(run: RunDirectory) -> None:
     assert not stack.exists()
     assert not rank.ring_path.parent.exists()
     rank.session.recorder.abandon()
+
+
+# -- a job that is restarted again and again
+
+
+def test_early_restarts_are_forgotten(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state does not grow with each of them; the segments have all of their steps."""
+    monkeypatch.setattr("torchlens_perf.sidecar.rings.sources._MAX_GENERATIONS", 2)
+    for attempt in range(5):
+        rank = Rank(run, 0, 1, identity={"attempt": attempt})
+        rank.steps(10, **WORK)
+        rank.close()
+        made, _ = sidecar(run)
+        made.poll()
+        made.account()
+        made.keep()
+        made.close()
+    known = node_state.load(run.node_state(HOST)).processes.values()
+
+    assert [process.identity.attempt for process in known] == [3, 4]
+    assert len(pd.read_parquet(run.steps)) == 50
+
+
+def test_a_launchers_number_that_another_process_has(run: RunDirectory) -> None:
+    """The sidecar of an elastic job does not wait for one that began after the rank: it has not started that."""
+    dead = {**dead_process(), "process_started": (process_started(os.getpid()) or 0) - 1}
+    rank = Rank(run, 0, 1, identity={"elastic": True, "launcher_pid": 1, **dead})
+    rank.steps(10, **WORK)
+    made, _ = sidecar(run)
+    made.sources.read()
+    (source,) = made.sources
+    assert source.state.ended == "died"
+    waits = made.sources.has_more_to_come(1000.0)
+    object.__setattr__(source.state.identity, "launcher_pid", os.getpid())
+
+    assert (waits, made.sources.has_more_to_come(1000.0)) == (True, False)
+    made.close()
+    rank.close()

@@ -18,6 +18,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/vfs.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -199,6 +200,7 @@ AT_CALL(int, fstatat, -1, (int descriptor, const char *path, struct stat *found,
         (descriptor, path, found, flags))
 AT_CALL(int, fstatat64, -1, (int descriptor, const char *path, struct stat64 *found, int flags),
         (descriptor, path, found, flags))
+PATH_CALL(int, statfs, -1, (const char *path, struct statfs *found), (path, found))
 PATH_CALL(int, statvfs, -1, (const char *path, struct statvfs *found), (path, found))
 PATH_CALL(int, statvfs64, -1, (const char *path, struct statvfs64 *found), (path, found))
 PATH_CALL(ssize_t, readlink, -1, (const char *path, char *text, size_t size), (path, text, size))
@@ -272,6 +274,17 @@ char *getcwd(char *text, size_t size)
 int gethostname(char *text, size_t size)
 {
     return fails("gethostname", "gethostname") ? -1 : REAL(gethostname)(text, size);
+}
+
+int memfd_create(const char *name, unsigned flags)
+{
+    return fails("memfd_create", "memfd_create") ? -1 : REAL(memfd_create)(name, flags);
+}
+
+int fsync(int descriptor)
+{
+    BUFFER;
+    return fails("fsync", AT(descriptor, "")) ? -1 : REAL(fsync)(descriptor);
 }
 
 int pipe2(int ends[2], int flags)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.warm_python import WarmPython
-from torchlens_perf.errors import swallowed
+from torchlens_perf.errors import RAISE, swallowed
 
 LONGEST_S = 250.0  # below what a test may take; on a busy machine a pair took 100 s
 
@@ -47,7 +47,7 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     unraisable: list[str] = []
     sys.unraisablehook = lambda raised: unraisable.append(f"{raised.object!r}: {raised.exc_value!r}")
-    swallowed.strict = True
+    os.environ[RAISE] = "1"
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -46,6 +47,21 @@ def remove(runs: Path) -> None:
         for place in found:
             shutil.rmtree(place, ignore_errors=True)
     assert not found, found
+
+
+def remove_local(said: str) -> None:
+    """Of the runs whose directories, DIR/runs/ID, a text names: what they have in this node's memory.
+
+    For processes that were killed with their sidecar, which would have removed it.
+    """
+    for run_id in set(re.findall(r"/runs/([\w.-]*\w)", said)):
+        for parent in ("/dev/shm", tempfile.gettempdir()):
+            local = Path(parent) / f"torchlens-perf-{os.getuid()}"
+            for place in local.glob(f"{run_id}*"):
+                if place.is_symlink():
+                    place.unlink(missing_ok=True)
+                else:
+                    shutil.rmtree(place, ignore_errors=True)
 
 
 def end_sidecars() -> None:

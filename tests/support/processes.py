@@ -13,6 +13,7 @@ from typing import Any
 from tests.support import warm_python
 from tests.support.reports import checked
 from torchlens_perf.analysis import node_state
+from torchlens_perf.errors import RAISE
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory, sidecar_lock
 from torchlens_perf.run.sidecar_lock import SidecarLock
@@ -40,9 +41,10 @@ def run_warm(
 
 
 def clean_environ(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Ours without settings of ours and of OpenTelemetry, with one OpenMP thread, and what is added."""
+    """Ours without settings of ours and of OpenTelemetry, with one OpenMP thread, and what is added. Our errors are
+    raised."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
-    return {**inherited, "OMP_NUM_THREADS": "1", **(added or {})}
+    return {**inherited, "OMP_NUM_THREADS": "1", RAISE: "1", **(added or {})}
 
 
 def slowdown() -> float:
@@ -60,7 +62,11 @@ def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
 
 def runs(folder: Path) -> list[RunDirectory]:
     """The run directories that were made in `folder`, oldest first, once their sidecars have ended."""
-    found = [RunDirectory(path.parent) for path in sorted((folder / "torchlens-perf").glob("*/nodes"))]
+    found = [
+        RunDirectory(path.parent)
+        for path in sorted((folder / "torchlens-perf").glob("*/nodes"))
+        if not path.parent.is_symlink()
+    ]
     for each in found:
         wait_for_sidecar(each)
     return found

@@ -33,7 +33,7 @@ def identity_of(run: RunDirectory, rank: int, world_size: int = 2, **changed: An
         "run_id": run.run_id, "rank": rank, "local_rank": rank, "world_size": world_size,
         "local_world_size": world_size, "attempt": 0, "host": HOST, "pid": os.getpid(),
         "process_started": process_started(os.getpid()), "launcher_pid": os.getppid(), "elastic": False,
-        "program": "train.py", "traceparent": "", "attributes": {},
+        "program": "train.py", "traceparent": "", "attributes": {}, "node": changed.get("host", HOST),
     }  # fmt: skip
     return Identity(**{**values, **changed})
 

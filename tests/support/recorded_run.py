@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from tests.support.otlp_receiver import MISSING, PROGRAM, Receiver, wait_for
 from tests.support.processes import SCRIPTS
 from torchlens_perf.exporters import traced_steps
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.place.node import node_name
 
 STEPS = 12
 """Optimizer steps of a recorded run. The first is not measured, because recording begins with it."""
@@ -58,7 +58,7 @@ def spans_of(run: RunDirectory, every: int) -> int:
 def wait_for_sidecar(run: RunDirectory, timeout_s: float) -> float:
     """Waits until no sidecar works on the run any more, and returns for how long."""
     started_s = time.monotonic()
-    assert wait_for(lambda: not _sidecars(run), timeout_s), run.node_log(socket.gethostname()).read_text()
+    assert wait_for(lambda: not _sidecars(run), timeout_s), run.node_log(node_name()).read_text()
     return time.monotonic() - started_s
 
 
@@ -127,7 +127,7 @@ def recorded(_recorded: RunDirectory, tmp_path: Path) -> RunDirectory:
     """A run of two ranks that have ended; nobody has read their ring files. All its steps are to be traced."""
     run = RunDirectory(tmp_path / "runs" / _recorded.run_id)
     shutil.copytree(_recorded.path, run.path)
-    rings = run.node_rings(socket.gethostname())
+    rings = run.node_rings(node_name())
     rings.write_text(rings.read_text().replace(str(_recorded.path), str(run.path)))
     return run
 

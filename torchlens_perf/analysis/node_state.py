@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
@@ -20,6 +21,7 @@ from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, JudgedSteps
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words.hang import OpenHang
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
@@ -97,8 +99,9 @@ class ProcessState:
             newly = judged.add(records, steps, on_device=self.on_device)
         self.judged_by = judged.by
         if newly is not None and judged.by == DEVICE:
-            warm = newly.step >= (self.statistics.first_step or 0) + WARM_UP_STEPS
-            self.statistics.device.add_steps(newly.where(warm))
+            warm = newly.where(newly.step >= (self.statistics.first_step or 0) + WARM_UP_STEPS)
+            self.statistics.device.add_steps(warm)
+            self.statistics.device_mix.add(warm)
             self.statistics.device_history.add(newly)
         return newly
 
@@ -139,11 +142,15 @@ class NodeState:
     """What becomes of the native tap that its ranks have missed, see TapForNextRun.outlook()."""
     schema: int = SCHEMA
 
-    def save(self, run: RunDirectory) -> None:
-        """Replaces the node's file. Raises OSError on a full disk."""
+    def save(self, run: RunDirectory, *, durably: bool = False) -> None:
+        """Replaces the node's file. durably: so that the machine may lose its power then. Raises OSError on a full
+        disk."""
         path = run.node_state(self.host)
         partial = path.with_suffix(".partial")
-        partial.write_bytes(encode(self))
+        with open(ownership.create(partial), "wb", buffering=0) as file:
+            file.write(encode(self))
+            if durably:
+                os.fsync(file.fileno())
         os.replace(partial, path)
 
 
@@ -152,30 +159,71 @@ class _Schema:
     schema: int
 
 
+class DamagedStateError(RunStoreError):
+    """A file of a node's state that can be read and is none of this version's."""
+
+
 def load(path: Path) -> NodeState:
-    """The state that save() wrote. Raises RunStoreError if it cannot be read."""
+    """The state that save() wrote. Raises RunStoreError if it cannot be read, DamagedStateError if it is none."""
     try:
-        text = path.read_bytes()
+        text = ownership.read_bytes(path)
+    except ownership.NotRegularFileError as error:
+        raise DamagedStateError(str(error)) from None
+    except OSError as error:
+        raise RunStoreError(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
         schema = decode(text, _Schema).schema
         if schema == SCHEMA:
             return decode(text, NodeState)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise RunStoreError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
-    raise RunStoreError(f"{path} has schema {schema}, this version reads {SCHEMA}")
+    except Exception as error:  # whatever somebody has put there
+        raise DamagedStateError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    raise DamagedStateError(f"{path} has schema {schema}, this version reads {SCHEMA}")
 
 
 def load_or_new(run: RunDirectory, host: str) -> NodeState:
-    """What the node's sidecar has saved, if anything. Raises as load()."""
+    """What the node's sidecar has saved, if anything. What is no state is set aside, which the new one notes.
+
+    Raises RunStoreError where the disk does not let it be read: then it may be read later.
+    """
     path = run.node_state(host)
-    return load(path) if path.exists() else NodeState(host)
+    try:
+        return load(path) if path.exists() else NodeState(host)
+    except DamagedStateError as error:
+        return NodeState(host, notes=[f"{error}. {_set_aside(path)}; what only that file had is missing here"])
+    except OSError as error:
+        raise RunStoreError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def load_all(run: RunDirectory) -> list[NodeState]:
-    """All nodes of the run, by host. Raises RunStoreError if there are none."""
+def _set_aside(path: Path) -> str:
+    """Renames what cannot be used: it is neither lost nor in the way. Says where it is. Raises RunStoreError."""
+    for number in itertools.count(1):
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+        if not aside.exists():
+            break
+    try:
+        os.replace(path, aside)
+    except OSError as error:
+        raise RunStoreError(f"{path} cannot be set aside: {error.strerror or error}") from None
+    return f"It is kept as {aside.name}"
+
+
+def load_all(run: RunDirectory, unusable: list[str] | None = None) -> list[NodeState]:
+    """All nodes of the run, by host. unusable: gets a line for each file that cannot be read; None: that is an error.
+
+    Raises RunStoreError if there are none, or none can be read.
+    """
     paths = sorted(run.nodes.glob("*.json"))
     if not paths:
         raise RunStoreError(f"{run.path} is not a run directory, or its sidecar has not written anything yet")
-    return [load(path) for path in paths]
+    states = []
+    for path in paths:
+        try:
+            states.append(load(path))
+        except RunStoreError as error:
+            if unusable is None or (path is paths[-1] and not states):
+                raise
+            unusable.append(str(error))
+    return states
 
 
 # -- as JSON and back, by the types: msgspec does it, but for the few types in here

@@ -6,14 +6,16 @@ The request goes through the run directory to the sidecars, and from them to the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.errors import ConfigError, RunStoreError
+from torchlens_perf.errors import ConfigError, RunStoreError, printable
 from torchlens_perf.run import captures as capture_files
-from torchlens_perf.run.captures import BY_USER, MAX_STEPS, TRACE, Request
+from torchlens_perf.run import ownership
+from torchlens_perf.run.captures import BY_USER, MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS, TRACE, Request
 from torchlens_perf.run.rank_ranges import parse_ranges, ranges
 
 if TYPE_CHECKING:
@@ -38,6 +40,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--steps", type=int, default=3, help=f"how many, at most {MAX_STEPS}; default 3")
     parser.add_argument("--python", action="store_true", help="Python frames and modules in the trace; costs more")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="longest wait; default 120 s")
+    parser.add_argument(
+        "--force", action="store_true",
+        help=f"also more than {MAX_RANKS} ranks, and where there are {MAX_KEPT_BYTES >> 30} GiB of captures already",
+    )  # fmt: skip
     parser.add_argument("--no-wait", action="store_true", help="only ask")
     parser.set_defaults(command=capture)
 
@@ -48,8 +54,15 @@ def capture(options: argparse.Namespace) -> int:
 
     run = RunDirectory(options.run_dir.absolute())
     request = _request(run, _ranks(options.rank), options.steps, options.python)
+    request = dataclasses.replace(request, forced=options.force)
     try:
-        capture_files.ask(run.captures, request)
+        if not ownership.may_ask(run.captures if run.captures.exists() else run.nodes, run.path):
+            raise RunStoreError(f"{run.captures} is another user's")
+        refusal = capture_files.refusal(run.captures, request)
+        if refusal:
+            raise ConfigError(refusal)
+        with ownership.as_private_as(run.nodes):
+            capture_files.ask(run.captures, request)
     except OSError as error:
         raise RunStoreError(f"cannot write to {run.captures}: {error.strerror or error}") from None
     print(f"asked: ranks {ranges(request.ranks)}, {request.steps} steps from step {request.from_step} on")
@@ -114,7 +127,8 @@ def _wait(run: RunDirectory, request: Request, timeout_s: float) -> int:
     while len(received) < len(request.ranks):
         if time.monotonic() > deadline_s:
             left = [rank for rank in request.ranks if rank not in received]
-            print(f"not yet: ranks {ranges(left)}. Next: torchlens-perf report {run.path}, or nodes/*.log there")
+            path = printable(str(run.path))
+            print(f"not yet: ranks {ranges(left)}. Next: torchlens-perf report {path}, or nodes/*.log there")
             return 1
         time.sleep(_POLL_S)
         for row in captures(run):
@@ -125,10 +139,10 @@ def _wait(run: RunDirectory, request: Request, timeout_s: float) -> int:
 
 
 def _tell(row: Capture, line: str, run_dir: str) -> None:
-    print(line)
+    print(printable(line))
     for file in row["files"].values():
-        print(f"  {run_dir}/{file['path']}  {file['bytes']} bytes")
+        print(printable(f"  {run_dir}/{file['path']}  {file['bytes']} bytes"))
     for name, reason in row["left_out"].items():
-        print(f"  no {name}: {reason}")
+        print(printable(f"  no {name}: {reason}"))
     if row["first_step"] is not None:
         print(f"  training paused for {row['paused_s']:.2f} s", flush=True)

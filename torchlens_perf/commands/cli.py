@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from torchlens_perf.commands import capture, simulate
 from torchlens_perf.commands import run as run_command
-from torchlens_perf.errors import TorchlensPerfError
+from torchlens_perf.errors import TorchlensPerfError, printable
 from torchlens_perf.run.directory import RunDirectory
 
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result: int = options.command(options)
         return result
     except TorchlensPerfError as error:
-        print(f"torchlens-perf: {error}", file=sys.stderr)
+        print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # `torchlens-perf report | head`: nobody reads on. Python would complain again when it flushes stdout.
@@ -33,8 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its subparsers are of the same class."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchlens-perf", description="Where each training step's time goes.")
+    parser = _Parser(prog="torchlens-perf", description="Where each training step's time goes.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run_command.describe(commands)
@@ -47,7 +54,11 @@ def _parser() -> argparse.ArgumentParser:
 
     sidecar = commands.add_parser("sidecar", help="read, keep and export a run; replay a finished one")
     sidecar.add_argument("run_dir", type=Path)
-    sidecar.add_argument("--host", default=socket.gethostname(), help="the node whose ring files are read")
+    sidecar.add_argument(
+        "--host",
+        default=None,
+        help="the node whose ring files are read: its name, as in nodes/NAME.json, or its host's; default: this one",
+    )
     sidecar.set_defaults(command=_sidecar)
 
     capture.add_command(commands)
@@ -91,7 +102,7 @@ def _newest_run() -> Path:
     from torchlens_perf.errors import RunStoreError
 
     folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
-    runs = [path for path in folder.glob("*/nodes") if path.is_dir()]
+    runs = [path for path in folder.glob("*/nodes") if path.is_dir() and not path.parent.is_symlink()]
     if not runs:
         raise RunStoreError(f"no run directory in {folder}: name one, torchlens-perf report RUN_DIR")
     return max(runs, key=lambda path: path.stat().st_mtime).parent
@@ -108,10 +119,10 @@ def _build_tap(options: argparse.Namespace) -> int:
     from torchlens_perf.sidecar import tap_for_next_run
 
     if options.in_background is None:
-        print(tap_build.build())
+        print(printable(str(tap_build.build())))
     else:
         tap_for_next_run.give_way()
-        print(tap_build.build_in_background(options.in_background))
+        print(printable(str(tap_build.build_in_background(options.in_background))))
     return 0
 
 
@@ -120,6 +131,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
     worst = 0
     for check in examine():
-        print(check)
+        print(printable(str(check)))
         worst = max(worst, check.severity)
     return 1 if worst > 1 else 0

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from torchlens_perf import config
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import directory
+from torchlens_perf.run.rings import memory
 
 OK, WORSE, BROKEN = 0, 1, 2
 _WORDS = {OK: "ok     ", WORSE: "worse  ", BROKEN: "broken "}
@@ -55,16 +57,25 @@ def _platform() -> Iterator[Check]:
 
 
 def _native() -> Iterator[Check]:
-    from torchlens_perf.recorder.recorder import NATIVE
+    from torchlens_perf.recorder.recorder import LOADING_PROBLEM, NATIVE, refusal
 
+    refused = refusal()
+    if refused is not None:
+        yield Check(BROKEN, "recorder", f"nothing is recorded: {refused}")
+        return
     if NATIVE:
         yield Check(OK, "recorder", "native")
+        return
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        finding = "the Python implementation: a free-threaded Python has no native one"
+        yield Check(WORSE, "recorder", finding, "the usual build of Python has it")
         return
     compiler = shutil.which("cc") or shutil.which("gcc")
     remedy = "reinstall: pip install --force-reinstall --no-deps torchlens-perf"
     if compiler is None:
         remedy = "install a C compiler and Python's headers, then " + remedy
-    yield Check(WORSE, "recorder", "the Python implementation: marks cost about ten times more", remedy)
+    finding = LOADING_PROBLEM or "the Python implementation: marks cost about ten times more"
+    yield Check(WORSE, "recorder", finding, remedy)
 
 
 def _tap() -> Iterator[Check]:
@@ -72,6 +83,10 @@ def _tap() -> Iterator[Check]:
     from torchlens_perf.recorder.recorder import NATIVE
     from torchlens_perf.run import tap_requirements
 
+    cache = os.environ.get("XDG_CACHE_HOME")
+    if cache is not None and not os.path.isabs(cache):
+        finding = f"XDG_CACHE_HOME={cache} is no absolute path, and not used"
+        yield Check(WORSE, "cache of native code", finding, "unset it, or set an absolute one")
     if native_tap.load() is not None:
         yield Check(OK, "tap on collectives", "native")
         return
@@ -103,7 +118,10 @@ def _nccl() -> Iterator[Check]:
     without = "asynchronous collectives have no end"
     other = None if file is None else nccl_plugin.other_plugin(os.environ, file)
     if nccl_plugin.load() is None:
-        yield Check(WORSE, subject, f"the plugin was not built: {without}", "install a C compiler and reinstall")
+        problem = nccl_plugin.problem() or "the native recorder is missing"
+        yield Check(
+            WORSE, subject, f"{problem}: {without}", "install a C compiler and reinstall where nobody else writes"
+        )
     elif every[True] == 0:
         yield Check(WORSE, subject, f"not timed: {without}", "NCCL 2.28 to 2.30 tell when they ran")
     elif other is not None:
@@ -224,17 +242,21 @@ def _settings() -> Iterator[Check]:
 def _ring_place() -> Iterator[Check]:
     name = f"doctor-{os.getpid()}"
     folders = list(directory.local_folders(name))
+    kinds = [memory.lies_on(folder, memory.IN_MEMORY) for folder in folders]
     for folder in folders:
         folder.rmdir()
     if not folders:
-        finding = f"neither /dev/shm nor {tempfile.gettempdir()} can hold a ring file of this user"
+        finding = f"neither /dev/shm nor {tempfile.gettempdir()} can be written, where ranks and sidecar meet"
         yield Check(BROKEN, "ring files", finding, "make one of them writable, or set TMPDIR")
         return
     place = folders[0].parent
     free = shutil.disk_usage(place).free
-    in_memory = place.is_relative_to("/dev/shm")
-    remedy = "a larger /dev/shm (docker run --shm-size) would spare marks the disk's write-back"
-    yield Check(OK if in_memory else WORSE, "ring files", f"in {place}, {free >> 20} MB free", remedy)
+    if kinds[0]:
+        finding = f"in {place}, {free >> 20} MB free; in memory without a name where that is too small"
+    else:
+        finding = f"in memory without a name, linked from {place}"
+    remedy = "rings in a /dev/shm that is a tmpfs (docker run --shm-size) outlive rank and sidecar, if both are killed"
+    yield Check(OK if kinds[0] else WORSE, "ring files", finding, remedy)
 
 
 def _run_directory() -> Iterator[Check]:

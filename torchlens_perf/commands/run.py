@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from torchlens_perf import config
 from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
-from torchlens_perf.errors import ConfigError
+from torchlens_perf.errors import ConfigError, printable
 from torchlens_perf.startup import sitecustomize
 
 # One argument with short options: letters, then perhaps one that takes all that follows, or else the next argument.
@@ -127,4 +127,4 @@ def _switch_on(environment: dict[str, str], options: Sequence[str]) -> None:
 
 def _say_off(environment: Mapping[str, str], reason: str) -> None:
     if environment.get("LOCAL_RANK", "0") == "0":  # one line a node, not one a rank
-        print(f"torchlens_perf is off: {reason}", file=sys.stderr, flush=True)
+        print(f"torchlens_perf is off: {printable(reason)}", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import ConfigError, RunStoreError
+from torchlens_perf.run import ownership
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.stragglers.detector import Findings
@@ -119,7 +120,8 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
     run.create()
     note = f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed {options.seed}"
     device = SimulatedDevice(options.late_steps, options.missing) if options.device else None
-    record(simulation, options.steps, run, note, device)
+    with ownership.as_private_as(run.nodes):
+        record(simulation, options.steps, run, note, device)
     show(run_report(run), sys.stdout, str(run.path))
     return 0
 

@@ -6,8 +6,30 @@ from typing import Any
 
 import requests
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from requests.auth import HTTPBasicAuth
+from requests.utils import get_auth_from_url
 
 _PROTOBUF = "application/x-protobuf"
+
+
+def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """With it, requests does not look into ~/.netrc, which would replace the header that the user has set.
+
+    Credentials in the endpoint's address are sent as without it, where there is no header. Proxies and certificates
+    stay the environment's.
+    """
+    user, password = get_auth_from_url(request.url or "")
+    if user and "Authorization" not in request.headers:
+        request = HTTPBasicAuth(user, password)(request)
+    return request
+
+
+class _Session(requests.Session):
+    """One whose own certificate, OTEL_EXPORTER_OTLP_CERTIFICATE, goes before a machine's REQUESTS_CA_BUNDLE."""
+
+    def merge_environment_settings(self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any) -> Any:
+        own = self.verify if isinstance(self.verify, str) and verify is None else verify
+        return super().merge_environment_settings(url, proxies, stream, own, cert)
 
 
 class ResponseChecker:
@@ -17,9 +39,10 @@ class ResponseChecker:
         self.rejected = 0
 
     def session(self) -> requests.Session:
-        session = requests.Session()
-        session.hooks["response"].append(self._check)
-        return session
+        http = _Session()
+        http.hooks["response"].append(self._check)
+        http.auth = _authorize
+        return http
 
     def _check(self, response: requests.Response, **options: Any) -> None:
         """Raises where the endpoint has not taken the request, which the SDK then counts as failed."""

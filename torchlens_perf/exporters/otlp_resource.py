@@ -18,9 +18,10 @@ def rank_resource(identity: Identity) -> Resource:
         **_run(identity),
         "service.instance.id": f"{identity.host}/{identity.key}",
         semantics.RANK: identity.rank,
-        semantics.LOCAL_RANK: identity.local_rank,
         semantics.RESTART_COUNT: identity.attempt,
     }
+    if identity.local_rank is not None:
+        known[semantics.LOCAL_RANK] = identity.local_rank
     if identity.pid:  # a replay of records without their node's state does not know it
         known["process.pid"] = identity.pid
     return _resource(known)
@@ -28,7 +29,7 @@ def rank_resource(identity: Identity) -> Resource:
 
 def node_resource(identity: Identity) -> Resource:
     """The resource of all ranks of the identity's node, over its restarts."""
-    return _resource({**_run(identity), "service.instance.id": f"{identity.host}/node"})
+    return _resource({**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"})
 
 
 def _run(identity: Identity) -> dict[str, Any]:

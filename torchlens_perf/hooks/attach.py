@@ -22,6 +22,7 @@ from torchlens_perf.hooks.recompute import RecomputeHook
 from torchlens_perf.hooks.section import SectionHook
 from torchlens_perf.hooks.stack import StackHook
 from torchlens_perf.hooks.tags import TagHook
+from torchlens_perf.recorder.devices import accelerator
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -49,8 +50,9 @@ def start(
     recompute = RecomputeHook()
     backward = BackwardHook(loop, recompute)
     watched = _WatchedModels(session, backward)
-    session.prepare()
-    session.attach(default_hooks(session.config, loop, backward, recompute))
+    hooks = default_hooks(session.config, loop, backward, recompute)
+    session.prepare()  # when all modules of ours with hooks in them have been imported
+    session.attach(hooks)
     if models is not None:
         loop.models_given(models)
     if in_the_middle and after_step_of is None:
@@ -95,9 +97,10 @@ class _WatchedModels:
             selection = select(model, self._session.config, MAX_MODULES // len(models))
             modules = [each for each in selection.modules if not self._watches(each.module)]
             self._known.update((id(each.module), weakref.ref(each.module)) for each in modules)
-            self._session.modules_timed(
-                (each.name for each in modules), device=device_of(model.module), all_levels=selection.all_levels
-            )
+            device = device_of(model.module)
+            if device == "cpu" and accelerator():
+                device = ""  # it may be moved yet, or FSDP keeps its parameters there: the device's clock will tell
+            self._session.modules_timed((each.name for each in modules), device=device, all_levels=selection.all_levels)
             self._session.attach([ModuleHook(modules, self._backward)])
 
     def _watches(self, module: Module) -> bool:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ from torchlens_perf.run.ring import Flag, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
+    from torch.utils.hooks import RemovableHandle
 
     from torchlens_perf.hooks.loop.selection import WatchedModule
     from torchlens_perf.hooks.loop.training_loop import TrainingLoop
@@ -31,15 +35,72 @@ _TAIL_NAME = "backward tail"
 _UNREAD_STEPS = 256  # a time that the device has not reported after so many steps is given up
 
 
-@dataclasses.dataclass(slots=True)
 class _Tail:
-    """What lies behind the last computed gradient: DDP and FSDP wait there for their communication."""
+    """What lies behind the last computed gradient of one call of the engine: DDP and FSDP wait there for their
+    communication."""
 
-    start_ns: int = 0
-    mark: int | None = None  # the same instant on the clock of the modules' passes, where there are any
-    end_ns: int = 0
-    waited_before_ns: int = 0
-    waited_after_ns: int = 0
+    def __init__(self, session: Session, name_id: int, *, is_outermost: bool) -> None:
+        """is_outermost: not the engine's call inside of a backward pass, as reentrant checkpointing has it."""
+        self._session = session
+        self._name_id = name_id
+        self._is_outermost = is_outermost
+        self._queued = 0
+        self.start_ns = 0
+        self.mark: int | None = None  # the same instant on the clock of the modules' passes, where there are any
+        self.end_ns = 0
+        self.waited_before_ns = 0
+        self.waited_after_ns = 0
+
+    @guard("hooks on the roots of a backward pass")
+    def hang_on(self, roots: Sequence[Any], handles: list[RemovableHandle]) -> bool:
+        """Puts a hook on the nodes that the pass begins at, not on the user's tensors. Whichever runs first, all that
+        computes gradients comes after it. A leaf has nothing behind it."""
+        from torch import Tensor
+
+        for root in roots:
+            node = root.grad_fn if isinstance(root, Tensor) else root.node  # else a GradientEdge
+            if node is not None:
+                handles.append(node.register_prehook(self._first_gradient))
+        return True
+
+    @guard("hook of a backward pass")
+    def _first_gradient(self, _: object) -> None:
+        if not self._queued and not self.start_ns:
+            self.queue()
+
+    def queue(self) -> None:
+        """Callbacks run in the order of their queueing: `_computed` before those that DDP queues at its last bucket,
+        `_finished`, queued while they run, after them. Queued again, `_computed` is behind what came between."""
+        self._queued += 1
+        torch_private.queue_callback(self._computed)
+
+    @guard("backward callback")
+    def _computed(self) -> None:
+        self._queued -= 1
+        if self._queued:
+            return
+        session, recorder = self._session, self._session.recorder
+        recorder.own_work_paused()
+        torch_private.queue_callback(self._finished)
+        self.start_ns, self.waited_before_ns = recorder.now_ns(), recorder.waited_ns
+        if session.stalls is not None and session.communicates():
+            self.mark = session.stalls.begin_tail(self._name_id)
+        if self.mark is None and recorder.sampled and self._is_outermost:
+            self.mark = session.clock.mark()
+
+    @guard("backward callback")
+    def _finished(self) -> None:
+        recorder = self._session.recorder
+        recorder.own_work_resumed()
+        self.end_ns, self.waited_after_ns = recorder.now_ns(), recorder.waited_ns
+
+    def record(self) -> None:
+        """When the engine has returned."""
+        # What Work.wait has counted inside the tail (FSDP waits in Python) is in spans of its own.
+        already_ns = self.waited_after_ns - self.waited_before_ns
+        waited_ns = self.end_ns - self.start_ns - already_ns
+        if self._session.communicates() and waited_ns > 0:
+            self._session.recorder.record_span(_WAIT, self._name_id, self.start_ns, waited_ns, _TAIL)
 
 
 def _gradient_hook(place: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -101,15 +162,20 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from tensors(part, depth + 1)
 
 
+def _holds_fsdp2(model: Module | None) -> bool:
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # it takes a second to import
+    return kind is not None and model is not None and any(isinstance(each, kind) for each in model.modules())
+
+
 class BackwardHook:
-    """Wraps the call of the autograd engine, and hangs tensor hooks on the results of watched modules."""
+    """Wraps the call of the autograd engine, and hangs tensor hooks on the results of modules in sampled steps."""
 
     name = "backward"
 
     def __init__(self, loop: TrainingLoop, recompute: RecomputeHook) -> None:
         self._loop = loop
         self._recompute = recompute
-        self._tail: _Tail | None = None
+        self._tail: _Tail | None = None  # of the engine's innermost call
         self._passes: list[_ModulePass] = []
         self._record: Callable[[], None] | None = None  # once attached
         self._unreported = 0  # passes whose times a device's clock did not report
@@ -122,33 +188,44 @@ class BackwardHook:
         recorder = session.recorder
         name_id, tail_id = session.intern("backward"), session.intern(_TAIL_NAME)
         run_backward = torch.autograd._engine_run_backward
-        tracing = torch_private.tracing_context()
+        tracing, out_of_sight = torch_private.tracing_context(), torch_private.out_of_sight()
+        can_queue = torch_private.works("torch.autograd.Variable._execution_engine.queue_callback")
+        communicates = session.communicates()
 
         def timed_backward(*args: Any, **kwargs: Any) -> Any:
             if recorder.closed or tracing() is not None:
                 return run_backward(*args, **kwargs)
-            outer, self._tail = self._tail, None
-            flags = _EXCEPTION
-            if not recorder.backwards:
+            outermost, flags = not recorder.backwards, _EXCEPTION
+            tail, hung, outer = None, None, self._tail
+            handles: list[RemovableHandle] = []
+            if outermost:
                 self._loop.backward_begins()
             elif not self._recompute.running:
                 self._loop.backward_inside_backward()
             recorder.begin(_BACKWARD, name_id)
             try:
+                # The end of the computation: without other ranks to wait for, only the modules' passes need it.
+                wanted = communicates or (recorder.sampled and outermost)
+                if wanted and can_queue and not torch_private.compiled_autograd():
+                    tail = self._tail = _Tail(session, tail_id, is_outermost=outermost)
+                    with out_of_sight():
+                        hung = tail.hang_on(args[0], handles)
                 result = run_backward(*args, **kwargs)
                 flags = 0
                 return result
             finally:
-                tail, self._tail = self._tail, outer
+                self._tail = outer
+                for handle in handles:
+                    handle.remove()
                 if tail is not None and tail.end_ns:
-                    for each in self._passes:
-                        # Modules whose inputs need no gradient have no end of their own: they end with the computation.
-                        if each.start is not None and each.end is None:
-                            each.end = tail.mark
-                    self._record_tail(session, tail, tail_id)
+                    if outermost:
+                        self._computed(tail.mark)
+                    tail.record()
                 recorder.end(_BACKWARD, name_id, flags)
-                if session.stalls is not None:
-                    session.stalls.end_tail(raised=flags != 0)
+                if session.stalls is not None and communicates:
+                    is_known = tail is not None and (tail.start_ns > 0 or (hung and not handles))
+                    sends = kwargs.get("accumulate_grad", True)  # autograd.grad's gradients nobody hears of
+                    session.stalls.end_tail(raised=flags != 0, is_known=is_known or not sends)
                 if not recorder.backwards:  # else it was inside another one: reentrant checkpointing
                     self._loop.backward_ended()
 
@@ -161,12 +238,11 @@ class BackwardHook:
                 with guard("the last backward passes of modules"):
                     self._record_last(session)
 
-    def _record_tail(self, session: Session, tail: _Tail, name_id: int) -> None:
-        # What Work.wait has counted inside the tail (FSDP waits in Python) is in spans of its own.
-        already_ns = tail.waited_after_ns - tail.waited_before_ns
-        waited_ns = tail.end_ns - tail.start_ns - already_ns
-        if session.communicates() and waited_ns > 0:
-            session.recorder.record_span(_WAIT, name_id, tail.start_ns, waited_ns, _TAIL)
+    def _computed(self, mark: int | None) -> None:
+        """Modules whose inputs need no gradient have no end of their own: they end with the computation."""
+        for each in self._passes:
+            if each.start is not None and each.end is None:
+                each.end = mark
 
     def _record_passes(self, session: Session) -> None:
         """At the end of a step: marks that the clock can read by now become records; a device's may take longer."""
@@ -203,47 +279,27 @@ class BackwardHook:
 
     def of_forward(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
         """What sees each result of a forward pass, a call by no other watched module: it distinguishes steps from
-        evaluations, and finds the end of the backward computation."""
+        evaluations."""
         import torch
 
-        can_queue = torch_private.works("torch.autograd.Variable._execution_engine.queue_callback")
-        out_of_sight = torch_private.out_of_sight()
-        recorder, communicates = session.recorder, session.communicates()
-        identity, is_root, tail_id = id(watched.module), watched.is_root, session.intern(_TAIL_NAME)
+        identity, is_root, out_of_sight = id(watched.module), watched.is_root, torch_private.out_of_sight()
+        communicates, module, holds_fsdp2 = session.communicates(), weakref.ref(watched.module), None
 
         @_gradient_hook("gradient hook of the model")
         def first_gradient(_: Tensor) -> None:
-            if self._tail is None and torch._C._current_graph_task_id() != -1:
-                self._tail = tail = _Tail()
-                # Callbacks run in the order of their queueing: `computed` before those that DDP queues at its last
-                # bucket, `finished`, queued while they run, after them.
-                torch_private.queue_callback(guarded_computed(tail))
-
-        def guarded_computed(tail: _Tail) -> Callable[[], None]:
-            @guard("backward callback")
-            def computed() -> None:
-                recorder.own_work_paused()
-                tail.start_ns, tail.waited_before_ns = session.recorder.now_ns(), session.recorder.waited_ns
-                if communicates and session.stalls is not None:
-                    tail.mark = session.stalls.begin_tail(tail_id)
-                if tail.mark is None and self._passes:
-                    tail.mark = session.clock.mark()
-                torch_private.queue_callback(finished)
-
-            @guard("backward callback")
-            def finished() -> None:
-                recorder.own_work_resumed()
-                tail.end_ns, tail.waited_after_ns = session.recorder.now_ns(), session.recorder.waited_ns
-
-            return computed
+            if self._tail is not None:
+                self._tail.queue()
 
         def seen(result: Any) -> None:
+            nonlocal holds_fsdp2
             with_gradient = torch.is_grad_enabled()
             self._loop.forward_ended(with_gradient, identity, is_root)
-            # The end of the computation: without other ranks to wait for, only the modules' passes need it.
-            if not with_gradient or not can_queue or not (communicates or recorder.sampled):
+            if not with_gradient or not communicates:
                 return
-            if torch_private.compiled_autograd():
+            if holds_fsdp2 is None:
+                holds_fsdp2 = _holds_fsdp2(module())
+            # FSDP2 queues a callback at the first gradient of its result, and what it computes there is no waiting.
+            if not holds_fsdp2 or torch_private.compiled_autograd():
                 return
             for tensor in tensors(result):
                 with out_of_sight():

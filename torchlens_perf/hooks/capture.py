@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from torchlens_perf.hooks.capture_trace import Trace, another_profiler, python_i
 from torchlens_perf.recorder import torch_instruments, torch_private
 from torchlens_perf.recorder.folder_request import problem_with
 from torchlens_perf.run import captures as capture_files
+from torchlens_perf.run import ownership
 from torchlens_perf.run.captures import (
     FLIGHT_RECORDER,
     LONGEST_S,
@@ -233,6 +235,7 @@ class _Capture:
             return
         try:
             make(path)
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o640)  # the profiler's is as the umask has it
             size = path.stat().st_size
         except (OSError, RuntimeError) as error:
             self._left_out[name] = f"it could not be written: {error}"
@@ -259,7 +262,7 @@ class _Capture:
         if isinstance(dump, str):
             self._left_out[name] = dump
         else:
-            self._keep(name, name, lambda path: path.write_bytes(dump), MAX_SNAPSHOT_BYTES)
+            self._keep(name, name, lambda path: ownership.write(path, dump), MAX_SNAPSHOT_BYTES)
 
     def _answer(self, ended: str) -> None:
         import torch

@@ -117,7 +117,7 @@ class CollectiveHook:
 
 
 def _left_to_another(operator: str, session: Session) -> bool:
-    if torch_private.has_tap(operator):
+    if native_tap.another_has_tapped(operator):
         session.note(f"{operator} is tapped by another tool and was left to it: not recorded")
         return True
     return False

@@ -34,8 +34,10 @@ copyreg.pickle(ModuleCall, lambda call: _NONE)
 class ModuleHook:
     """Times each selected module's calls through its `_compiled_call_impl` slot.
 
-    Dynamo does not look at that slot, so compiled code keeps its graphs: a compiled module is timed where eager code
-    calls it, and the modules inside its graph are not timed. Pickles and copies of a module leave the slot out.
+    Compiled code keeps its graphs: a compiled module is timed where eager code calls it, and the modules inside its
+    graph are not timed. Dynamo does not look at that slot, unless the module has hooks, as DTensor's have: then it sees
+    the call that ours stands for, and guards on the slot, so that a graph made before the watch is made once more.
+    Pickles and copies of a module leave the slot out.
 
     Nothing here holds a module: one that the user deletes inside the watch is freed at once.
     """

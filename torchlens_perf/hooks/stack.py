@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import HookUnavailable
+from torchlens_perf.run import ownership
 from torchlens_perf.run.processes import is_in
 from torchlens_perf.run.ring import STACK_SIGNAL as SIGNAL
 
@@ -39,7 +40,7 @@ class StackHook:
             if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
                 path.unlink(missing_ok=True)
 
-        with open(path, "wb") as file, session.throttled("faulthandler", remove_if_replaced):
+        with open(ownership.create(path), "wb") as file, session.throttled("faulthandler", remove_if_replaced):
             faulthandler.register(SIGNAL, file=file, all_threads=False)
             session.publish(stack_file=str(path))
             try:

@@ -11,7 +11,7 @@
 
 /* Recursive: NVTX's functions are called inside it, and what they set free may come back here. */
 static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
-static Recorder *collecting; /* changed with the GIL and the lock; read with either */
+static Recorder *collecting; /* a reference; changed with the GIL and the lock, read with either */
 static _Atomic int wants_gil; /* whether it calls Python, for NVTX ranges or marks on a device; changed with the lock */
 static uint32_t wait_name_id;
 
@@ -228,9 +228,10 @@ static void completed(const Collective *collective)
     pthread_mutex_unlock(&lock);
 }
 
-/* Takes the lock; before it the GIL if NVTX ranges are pushed, which is done in Python. The recorder is
- * not looked at without the lock: it may be closed and freed meanwhile. Returns whether the GIL was taken. */
-static int enter(PyGILState_STATE *state)
+/* Takes the lock; before it the GIL if NVTX ranges are pushed, which is done in Python. The recorder is not looked at
+ * without the lock: it may be closed and freed meanwhile. What is called in Python may close it on this thread, so with
+ * the GIL there is a reference to it until leave(). Returns whether the GIL was taken. */
+static int enter(PyGILState_STATE *state, Recorder **recorder)
 {
     int gil = wants_gil;
     for (;;) {
@@ -239,6 +240,10 @@ static int enter(PyGILState_STATE *state)
         }
         collective_lock();
         if (gil || !wants_gil) {
+            *recorder = collecting;
+            if (gil) {
+                Py_XINCREF(*recorder);
+            }
             return gil;
         }
         pthread_mutex_unlock(&lock); /* another recorder has come */
@@ -246,10 +251,11 @@ static int enter(PyGILState_STATE *state)
     }
 }
 
-static void leave(int gil, PyGILState_STATE state)
+static void leave(int gil, PyGILState_STATE state, Recorder *recorder)
 {
     pthread_mutex_unlock(&lock);
     if (gil) {
+        Py_XDECREF(recorder);
         PyGILState_Release(state);
     }
 }
@@ -268,13 +274,10 @@ static int waits(const Stack *stack)
  * meanwhile. Returns whether the recorder still records. */
 static int mark_on_device(Recorder *recorder, PyObject *function)
 {
-    Py_INCREF(recorder);
     pthread_mutex_unlock(&lock);
     device_stall(function);
     collective_lock();
-    int records = collecting == recorder && recorder->header != NULL;
-    Py_DECREF(recorder);
-    return records;
+    return collecting == recorder && recorder->header != NULL;
 }
 
 /* A wait inside of one is a part of it: of a Work that waits for others, or of an earlier watch's wait, which another
@@ -282,15 +285,15 @@ static int mark_on_device(Recorder *recorder, PyObject *function)
 static int wait_began(void)
 {
     PyGILState_STATE state = PyGILState_UNLOCKED;
-    int gil = enter(&state), records = 0;
-    Recorder *recorder = collecting;
+    Recorder *recorder;
+    int gil = enter(&state, &recorder), records = 0;
     if (recorder != NULL && recorder->header != NULL && !waits(open_spans(recorder))) {
         records = recorder->device_wait_began == NULL || mark_on_device(recorder, recorder->device_wait_began);
         if (records) {
             span_open(recorder, open_spans(recorder), KIND_WAIT, wait_name_id);
         }
     }
-    leave(gil, state);
+    leave(gil, state, recorder);
     return records;
 }
 
@@ -298,8 +301,8 @@ static int wait_began(void)
 static void wait_ended(int raised)
 {
     PyGILState_STATE state = PyGILState_UNLOCKED;
-    int gil = enter(&state);
-    Recorder *recorder = collecting;
+    Recorder *recorder;
+    int gil = enter(&state, &recorder);
     if (recorder != NULL && recorder->header != NULL) {
         int64_t end_ns = recorder_now(recorder);
         Stack *stack = open_spans(recorder);
@@ -308,11 +311,11 @@ static void wait_ended(int raised)
         }
         span_close_named(recorder, KIND_WAIT, wait_name_id, end_ns, raised ? FLAG_EXCEPTION : 0, 0, 0);
         flush_waited_for(end_ns, raised ? FLAG_EXCEPTION : FLAG_COMPLETED);
-        if (recorder->device_wait_ended != NULL) {
+        if (recorder->header != NULL && recorder->device_wait_ended != NULL) {
             mark_on_device(recorder, recorder->device_wait_ended);
         }
     }
-    leave(gil, state);
+    leave(gil, state, recorder);
 }
 
 CollectiveMarks collective_marks = {
@@ -325,6 +328,7 @@ CollectiveMarks collective_marks = {
     .claim = parts_claim,
     .part_over = parts_over,
     .part_began = parts_began,
+    .pass_on = pass_on,
 };
 
 /* Whether collectives are recorded there. With the GIL. */
@@ -340,9 +344,12 @@ PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id)
     if (value == (unsigned long)-1 && PyErr_Occurred()) {
         return NULL;
     }
+    Recorder *before = NULL;
     collective_lock();
     wait_name_id = (uint32_t)value;
     if (self->header != NULL) {
+        before = collecting;
+        Py_INCREF(self);
         collecting = self;
         wants_gil = self->nvtx_push != NULL || self->device_wait_began != NULL;
         self->shared = 1;
@@ -351,6 +358,7 @@ PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id)
         parts_begin();
     }
     pthread_mutex_unlock(&lock);
+    Py_XDECREF(before); /* not with the lock: it may be freed */
     Py_RETURN_NONE;
 }
 
@@ -373,7 +381,8 @@ void collective_release(Recorder *self, int forked)
         lock = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
     }
     collective_lock();
-    if (collecting == self) {
+    int collects = collecting == self;
+    if (collects) {
         if (self->header != NULL && !forked) {
             write_without_end(waited_for, MAX_WAITED_FOR);
             write_without_end(pending, MAX_PENDING);
@@ -384,4 +393,7 @@ void collective_release(Recorder *self, int forked)
     }
     self->header = NULL;
     pthread_mutex_unlock(&lock);
+    if (collects) {
+        Py_DECREF(self); /* its caller has one too */
+    }
 }

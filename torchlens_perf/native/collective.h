@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define COLLECTIVE_MARKS_CAPSULE "torchlens_perf._native.collective_marks"
-enum { COLLECTIVE_MARKS_VERSION = 4 };
+enum { COLLECTIVE_MARKS_VERSION = 5 };
 
 /* One operation: what the tap knows of it, and what issue() adds. */
 typedef struct {
@@ -62,6 +62,9 @@ typedef struct {
     /* The kernel of one of its parts has begun: so a reader sees whose device has not come to it. A ticket of 0: begins
      * are not reported any more, and those that were say nothing. */
     void (*part_began)(uint64_t ticket);
+    /* With the GIL and an exception set, which it takes: out of the PyObject `function`. A signal handler's comes to the
+     * user's loop; others are written to the log. Returns whether it was a signal handler's. */
+    int (*pass_on)(void *function);
 } CollectiveMarks;
 
 #endif

@@ -21,52 +21,8 @@ static int is_timed(const Recorder *self, uint32_t kind)
     }
 }
 
-/* Raises what interrupted a mark, in the user's code: a pending call runs where the interpreter looks for signals. */
-static int raise_interruption(void *interruption)
-{
-    PyErr_SetObject((PyObject *)Py_TYPE((PyObject *)interruption), interruption);
-    Py_DECREF((PyObject *)interruption);
-    return -1;
-}
-
-/* An error of ours is guarded in Python. What still comes out of a mark is a signal handler's, a KeyboardInterrupt or a
- * SystemExit, as handlers run inside of Python code: it is for the user's loop, to which a mark cannot return it. */
-static void pass_on(PyObject *function)
-{
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    if (traceback != NULL) {
-        PyException_SetTraceback(value, traceback);
-    }
-    int interrupts = value != NULL && !PyErr_GivenExceptionMatches(value, PyExc_Exception);
-    if (interrupts && Py_AddPendingCall(raise_interruption, value) == 0) {
-        Py_XDECREF(type);
-        Py_XDECREF(traceback);
-        return;
-    }
-    PyErr_Restore(type, value, traceback);
-    PyErr_WriteUnraisable(function);
-}
-
-/* Calls a function of hooks/on_device, which guards itself. A pending exception of the user's stays: spans also close
- * on the way out of a raising module. */
-static PyObject *call_kept(PyObject *function, PyObject *const *args, size_t count)
-{
-    PyObject *error_type, *error, *traceback;
-    PyErr_Fetch(&error_type, &error, &traceback);
-    Py_INCREF(function);
-    PyObject *result = PyObject_Vectorcall(function, args, count, NULL);
-    if (result == NULL) {
-        pass_on(function);
-    }
-    Py_DECREF(function);
-    PyErr_Restore(error_type, error, traceback);
-    return result;
-}
-
-/* The same, with its time kept out of the spans around it. What takes longer than a mark may waits for room in the
- * device's queue, as the job's next launch would have: that is the span's. */
+/* Calls a function of hooks/on_device, which guards itself, with its time kept out of the spans around it. What takes
+ * longer than a mark may waits for room in the device's queue, as the job's next launch would have: that is the span's. */
 static PyObject *call(Recorder *self, PyObject *function, PyObject *const *args, size_t count)
 {
     int64_t start_ns = recorder_now(self);
@@ -96,7 +52,12 @@ void device_open(Recorder *self, uint32_t kind, uint64_t depth)
     }
     PyObject *mark = call(self, self->device_mark, NULL, 0);
     if (mark != NULL && PyLong_Check(mark)) { /* None: it cannot be marked now */
-        self->device_marks[depth] = PyLong_AsLongLong(mark);
+        int64_t number = PyLong_AsLongLong(mark);
+        if (number == -1 && PyErr_Occurred()) {
+            pass_on(self->device_mark);
+            number = NO_DEVICE_MARK;
+        }
+        self->device_marks[depth] = number;
     }
     Py_XDECREF(mark);
 }
@@ -108,6 +69,9 @@ void device_close(Recorder *self, const Frame *frame, uint64_t depth)
         return;
     }
     self->device_marks[depth] = NO_DEVICE_MARK;
+    if (self->device_span == NULL) {
+        return;
+    }
     PyObject *args[3] = {PyLong_FromUnsignedLong(frame->kind), PyLong_FromUnsignedLong(frame->name_id),
                          PyLong_FromLongLong(mark)};
     if (args[0] != NULL && args[1] != NULL && args[2] != NULL) {

@@ -34,14 +34,31 @@ static int observe(ModuleCall *self, PyObject *observer, PyObject *const *args, 
     return ignored == NULL ? -1 : 0;
 }
 
-static PyObject *call_with_module(ModuleCall *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+/* What a weak reference is of; NULL, without an error: it is gone. PyWeakref_GetObject() leaves Python with 3.15. */
+static PyObject *referent(PyObject *reference)
 {
-    PyObject *module = PyWeakref_GetObject(self->module);
-    if (module == Py_None) {
-        PyErr_SetString(PyExc_ReferenceError, "the watched module no longer exists");
+    PyObject *object = NULL;
+#if PY_VERSION_HEX >= 0x030d0000
+    PyWeakref_GetRef(reference, &object);
+#else
+    object = PyWeakref_GetObject(reference);
+    if (object == Py_None) {
         return NULL;
     }
-    Py_INCREF(module);
+    Py_XINCREF(object);
+#endif
+    return object;
+}
+
+static PyObject *call_with_module(ModuleCall *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    PyObject *module = referent(self->module);
+    if (module == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_ReferenceError, "the watched module no longer exists");
+        }
+        return NULL;
+    }
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
     Py_ssize_t total = count + (kwnames != NULL ? PyTuple_GET_SIZE(kwnames) : 0);
     PyObject *few[8];
@@ -181,6 +198,7 @@ static void module_call_dealloc(ModuleCall *self)
 
 static PyMemberDef module_call_members[] = {
     {"function", T_OBJECT, offsetof(ModuleCall, function), READONLY, NULL},
+    {"module", T_OBJECT, offsetof(ModuleCall, module), READONLY, NULL},
     {NULL},
 };
 
@@ -199,3 +217,13 @@ PyTypeObject ModuleCallType = {
     .tp_vectorcall_offset = offsetof(ModuleCall, vectorcall),
     .tp_weaklistoffset = offsetof(ModuleCall, weak_references),
 };
+
+/* Dynamo inlines a type's `__call__` where it is a function in Python. Who calls a ModuleCall gets its vectorcall. */
+PyObject *module_call_set_traced(PyObject *module, PyObject *function)
+{
+    if (PyDict_SetItemString(ModuleCallType.tp_dict, "__call__", function) < 0) {
+        return NULL;
+    }
+    PyType_Modified(&ModuleCallType);
+    Py_RETURN_NONE;
+}

@@ -10,6 +10,7 @@ static uint64_t generations;
 static __thread struct {
     uint64_t generation;
     Stack stack;
+    uintptr_t contexts[MAX_FRAMES];
     enum { NOT_KNOWN, AUTOGRADS, ANOTHERS } whose;
 } thread_spans;
 
@@ -23,37 +24,22 @@ Stack *other_thread_spans(Recorder *self)
     return &thread_spans.stack;
 }
 
-int64_t injected_clock_ns(Recorder *self)
+/* Where the contexts of the thread's open sections are. */
+uintptr_t *section_contexts(Recorder *self, const Stack *stack)
 {
-    PyObject *error_type, *error, *traceback;
-    PyErr_Fetch(&error_type, &error, &traceback);
-    PyObject *value = PyObject_CallNoArgs(self->clock);
-    int64_t now = value != NULL ? PyLong_AsLongLong(value) : 0;
-    Py_XDECREF(value);
-    if (PyErr_Occurred()) {
-        PyErr_WriteUnraisable(self->clock);
-    }
-    PyErr_Restore(error_type, error, traceback);
-    return now;
-}
-
-/* Keeps a pending exception of the user's: spans also close on the way out of a raising module. */
-static void nvtx_call(PyObject *function, PyObject *argument)
-{
-    PyObject *error_type, *error, *traceback;
-    PyErr_Fetch(&error_type, &error, &traceback);
-    PyObject *result = PyObject_Vectorcall(function, &argument, argument != NULL, NULL);
-    if (result == NULL) {
-        PyErr_WriteUnraisable(function);
-    }
-    Py_XDECREF(result);
-    PyErr_Restore(error_type, error, traceback);
+    return stack == &self->header->stack ? self->contexts : thread_spans.contexts;
 }
 
 void nvtx_open(Recorder *self, uint32_t name_id)
 {
     int known = (Py_ssize_t)name_id < PyList_GET_SIZE(self->nvtx_attributes);
-    nvtx_call(self->nvtx_push, PyList_GET_ITEM(self->nvtx_attributes, known ? name_id : 0));
+    if (!known && PyList_GET_SIZE(self->nvtx_attributes) == 0) {
+        return; /* who gave the list has emptied it */
+    }
+    PyObject *attributes = PyList_GET_ITEM(self->nvtx_attributes, known ? name_id : 0);
+    Py_INCREF(attributes);
+    Py_XDECREF(call_kept(self->nvtx_push, &attributes, 1));
+    Py_DECREF(attributes);
 }
 
 /* Whether the running thread is one of autograd's device threads: they have names of their own, others have the
@@ -98,7 +84,8 @@ uint32_t attribute_elsewhere(Recorder *self, Frame *frame, int64_t end_ns)
     return FLAG_OTHER_THREAD;
 }
 
-/* Takes the spans from `depth` up off the stack, without a record. */
+/* Takes the spans from `depth` up off the stack, without a record. The watch may end meanwhile: then the stack may be
+ * gone, and only self->header says so. */
 void spans_drop(Recorder *self, Stack *stack, uint64_t depth)
 {
     while (stack->depth > depth) {
@@ -108,7 +95,10 @@ void spans_drop(Recorder *self, Stack *stack, uint64_t depth)
         uint32_t kind = stack->frames[stack->depth].kind;
         self->backwards -= kind == KIND_BACKWARD;
         if (self->nvtx_pop != NULL) {
-            nvtx_call(self->nvtx_pop, NULL);
+            Py_XDECREF(call_kept(self->nvtx_pop, NULL, 0));
+            if (self->header == NULL) {
+                return;
+            }
         }
     }
 }
@@ -175,6 +165,7 @@ static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs)
     uint64_t length = (uint64_t)self->buffer.len;
     if (length < sizeof(Header) || header->record_bytes != sizeof(Record) || header->capacity == 0 ||
         (header->capacity & (header->capacity - 1)) != 0 || header->records_offset > length ||
+        header->records_offset < sizeof(Header) || header->records_offset % sizeof(uint64_t) != 0 ||
         header->capacity > (length - header->records_offset) / sizeof(Record)) {
         PyBuffer_Release(&self->buffer);
         PyErr_SetString(PyExc_ValueError, "the buffer does not hold a ring file of this layout");
@@ -279,8 +270,9 @@ static PyObject *recorder_end(Recorder *self, PyObject *const *args, Py_ssize_t 
     if (read_integers("end", args, count, 2, 5, values) < 0) {
         return NULL;
     }
+    int64_t end_ns = recorder_now(self);
     if (self->header != NULL) {
-        span_close_named(self, (uint32_t)values[0], (uint32_t)values[1], recorder_now(self), (uint32_t)values[2],
+        span_close_named(self, (uint32_t)values[0], (uint32_t)values[1], end_ns, (uint32_t)values[2],
                          (uint64_t)values[3], (uint64_t)values[4]);
     }
     Py_RETURN_NONE;
@@ -327,6 +319,7 @@ static PyObject *recorder_end_module(Recorder *self, PyObject *const *args, Py_s
     if (read_integers("end_module", args, count, 1, 2, values) < 0) {
         return NULL;
     }
+    int64_t end_ns = recorder_now(self);
     if (self->header == NULL) {
         Py_RETURN_FALSE;
     }
@@ -336,7 +329,7 @@ static PyObject *recorder_end_module(Recorder *self, PyObject *const *args, Py_s
         Frame *frame = &stack->frames[depth];
         if (frame->name_id == (uint32_t)values[0] && (frame->kind == KIND_MODULE || is_forward(frame->kind))) {
             uint32_t kind = frame->kind;
-            span_close(self, stack, depth, recorder_now(self), (uint32_t)values[1], 0, 0);
+            span_close(self, stack, depth, end_ns, (uint32_t)values[1], 0, 0);
             return PyBool_FromLong(kind == KIND_FORWARD);
         }
     }
@@ -400,10 +393,10 @@ static PyObject *recorder_next_step(Recorder *self, PyObject *const *args, Py_ss
     if (read_integers("next_step", args, count, 0, 3, values) < 0) {
         return NULL;
     }
+    int64_t end_ns = recorder_now(self);
     if (self->header == NULL) {
         return PyLong_FromLong(0);
     }
-    int64_t end_ns = recorder_now(self);
     Frame *frame = &self->header->stack.frames[0];
     write_thread_time(self, frame->start_ns, end_ns - frame->start_ns);
     Record record = {
@@ -470,6 +463,10 @@ static PyObject *recorder_now_ns(Recorder *self, PyObject *unused)
 
 static PyObject *recorder_intern(Recorder *self, PyObject *name)
 {
+    if (self->intern == NULL) {
+        PyErr_SetString(PyExc_TypeError, "the Recorder is not initialised");
+        return NULL;
+    }
     return PyObject_CallOneArg(self->intern, name);
 }
 

@@ -1,6 +1,6 @@
 /* The recorder and its marks.
  *
- * recorder/recorder.py holds the same in Python; tests/recorder/test_recorder.py runs every test over both. Everything here runs with the
+ * recorder/python.py holds the same in Python; tests/recorder/test_recorder.py runs every test over both. Everything here runs with the
  * GIL held, which is the only lock: a mark takes no other, allocates nothing and makes no system call but the clock's
  * vDSO read.
  */
@@ -15,6 +15,10 @@
 
 #include "collective.h"
 #include "layout.h"
+
+#ifdef Py_GIL_DISABLED
+#error "the GIL is the only lock of marks: setup.py builds nothing for a free-threaded Python"
+#endif
 
 #define NO_DEVICE_MARK (-1)
 #define FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
@@ -45,6 +49,7 @@ typedef struct {
     PyObject *device_mark, *device_span;  /* NULL: no device's clock, see device.c */
     PyObject *device_wait_began, *device_wait_ended;
     int64_t device_marks[MAX_FRAMES]; /* where the owner's open spans began on the device */
+    uintptr_t contexts[MAX_FRAMES];   /* in which its open sections were entered, see section.c */
     int shared;        /* not 0: records are also written without the GIL, see collective.c */
     ThreadTime thread_time;
     int64_t waited_ns; /* how long the owner was blocked in collectives, in total */
@@ -56,6 +61,9 @@ extern Recorder *active_recorder; /* what sections write to; NULL: they do nothi
 extern PyTypeObject RecorderType, SectionType, ModuleCallType;
 
 Stack *other_thread_spans(Recorder *self);
+uintptr_t *section_contexts(Recorder *self, const Stack *stack);
+int pass_on(void *function);
+PyObject *call_kept(PyObject *function, PyObject *const *args, size_t count);
 int64_t injected_clock_ns(Recorder *self);
 void nvtx_open(Recorder *self, uint32_t name_id);
 void device_open(Recorder *self, uint32_t kind, uint64_t depth);
@@ -105,6 +113,7 @@ void collective_calls_python(Recorder *self, int calls);
 void collective_release(Recorder *self, int forked);
 PyObject *section_lookup(PyObject *module, PyObject *name);
 PyObject *section_set_decorator(PyObject *module, PyObject *function);
+PyObject *module_call_set_traced(PyObject *module, PyObject *function);
 int section_setup(PyObject *module);
 
 static inline int64_t recorder_now(Recorder *self)
@@ -195,7 +204,11 @@ static inline uint32_t current_phase(const Stack *stack)
     return KIND_STEP;
 }
 
-/* Returns the depth of the new span. The clock is read last, so that the span does not hold our own work. */
+/* Returns the depth of the new span. The clock is read last, so that the span does not hold our own work.
+ *
+ * Where a span is an NVTX range or the device's clock times it, opening and closing call Python, and so another thread,
+ * or what is called, may end the watch meanwhile: self->header is NULL then and the stack gone. So the caller has a
+ * reference to the recorder, and looks at self->header before it goes on. */
 static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, uint32_t name_id)
 {
     uint64_t depth = stack->depth++;
@@ -204,11 +217,14 @@ static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, ui
     }
     if (self->nvtx_push != NULL) {
         nvtx_open(self, name_id);
+        if (self->header == NULL) {
+            return depth;
+        }
     }
     if (self->device_mark != NULL && stack == &self->header->stack) {
         stack->depth = depth; /* what it costs is the span's around it */
         device_open(self, kind, depth);
-        if (self->header == NULL) { /* another thread ended the watch meanwhile */
+        if (self->header == NULL) {
             return depth;
         }
         stack->depth = depth + 1;
@@ -259,6 +275,9 @@ static inline void span_close(Recorder *self, Stack *stack, uint64_t depth, int6
         stack->depth = depth;
     } else {
         spans_drop(self, stack, depth);
+        if (self->header == NULL) {
+            return;
+        }
     }
     int64_t duration_ns = end_ns - frame.start_ns;
     if (is_phase(frame.kind) && self->thread_time.measured && stack == &self->header->stack) {

@@ -34,16 +34,37 @@ static struct recent {
 } recents[RECENTS];
 static PyObject *decorator; /* (section, function) -> wrapped function; recorder/recorder.py's */
 
+/* Asks Python for the name's id, once a section and recorder. A name that cannot be had is one of "(other)", and counted.
+ * Another thread may end the watch meanwhile, and begin another one. Returns -1 where a signal's handler has raised. */
 static int section_resolve(Section *self, Recorder *recorder)
 {
     PyObject *value = PyObject_CallOneArg(recorder->intern, self->name);
-    if (value == NULL) {
+    long name_id = value != NULL && PyLong_Check(value) ? PyLong_AsLong(value) : -1;
+    Py_XDECREF(value);
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
         return -1;
     }
-    self->name_id = (uint32_t)PyLong_AsLong(value);
+    if (recorder->header == NULL) {
+        PyErr_Clear(); /* names cannot be had of a watch that has ended: that is no error */
+        return 0;
+    }
+    if (name_id < 0 || PyErr_Occurred()) {
+        atomic_fetch_add_explicit((_Atomic uint64_t *)&recorder->header->internal_errors, 1, memory_order_relaxed);
+        name_id = 0;
+        if (PyErr_Occurred()) {
+            PyErr_WriteUnraisable(recorder->intern); /* runs Python too */
+        }
+    }
+    self->name_id = (uint32_t)name_id;
     self->generation = recorder->generation;
-    Py_DECREF(value);
-    return PyErr_Occurred() ? -1 : 0;
+    return 0;
+}
+
+/* Names what runs, of what takes turns on one thread: each task of asyncio has a context of its own. 0: there is none
+ * yet, which is made when a context variable is first set. */
+static uintptr_t running_context(void)
+{
+    return (uintptr_t)PyThreadState_Get()->context;
 }
 
 static PyObject *section_enter(SectionMark *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
@@ -51,13 +72,40 @@ static PyObject *section_enter(SectionMark *self, PyObject *const *args, size_t 
     Section *section = self->section;
     Recorder *recorder = active_recorder;
     if (recorder != NULL) {
+        Py_INCREF(recorder);
         if (section->generation != recorder->generation && section_resolve(section, recorder) < 0) {
+            Py_DECREF(recorder);
             return NULL;
         }
-        span_open(recorder, open_spans(recorder), KIND_SECTION, section->name_id);
+        if (recorder->header != NULL && section->generation == recorder->generation) {
+            Stack *stack = open_spans(recorder);
+            uint64_t depth = span_open(recorder, stack, KIND_SECTION, section->name_id);
+            if (depth < MAX_FRAMES && recorder->header != NULL) {
+                section_contexts(recorder, stack)[depth] = running_context();
+            }
+        }
+        Py_DECREF(recorder);
     }
     Py_INCREF(section);
     return (PyObject *)section;
+}
+
+/* The depth of the innermost open span of this section that was entered where this code runs. Another task's is another
+ * one, under the same name: its duration would be exchanged with this one's. MAX_FRAMES: there is none, it was dropped,
+ * and counted, when a span around it closed first, or it was entered before recording began. */
+static uint64_t section_depth(Recorder *recorder, const Stack *stack, uint32_t name_id)
+{
+    const uintptr_t *contexts = section_contexts(recorder, stack);
+    uintptr_t context = running_context();
+    uint64_t depth = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
+    while (depth-- > 0) {
+        const Frame *frame = &stack->frames[depth];
+        if (frame->name_id == name_id && frame->kind == KIND_SECTION &&
+            (contexts[depth] == context || contexts[depth] == 0)) {
+            return depth;
+        }
+    }
+    return MAX_FRAMES;
 }
 
 static PyObject *section_exit(SectionMark *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
@@ -67,14 +115,17 @@ static PyObject *section_exit(SectionMark *self, PyObject *const *args, size_t n
     if (recorder != NULL && section->generation == recorder->generation) {
         uint32_t flags = PyVectorcall_NARGS(nargsf) > 0 && args[0] != Py_None ? FLAG_EXCEPTION : 0;
         int64_t end_ns = recorder_now(recorder);
+        Py_INCREF(recorder);
         Stack *stack = open_spans(recorder);
-        uint64_t depth = stack->depth - 1;
-        Frame *innermost = &stack->frames[depth];
-        if (depth < MAX_FRAMES && innermost->name_id == section->name_id && innermost->kind == KIND_SECTION) {
-            span_close(recorder, stack, depth, end_ns, flags, 0, 0);
+        if (stack->depth > MAX_FRAMES) { /* not kept; taken to be the innermost */
+            span_close(recorder, stack, stack->depth - 1, end_ns, flags, 0, 0);
         } else {
-            span_close_named(recorder, KIND_SECTION, section->name_id, end_ns, flags, 0, 0);
+            uint64_t depth = section_depth(recorder, stack, section->name_id);
+            if (depth < MAX_FRAMES) {
+                span_close(recorder, stack, depth, end_ns, flags, 0, 0);
+            }
         }
+        Py_DECREF(recorder);
     }
     Py_RETURN_NONE;
 }

@@ -3,12 +3,18 @@
 // A kernel at BackendSelect sees every collective and point-to-point operation, also those that DDP's reducer, FSDP2,
 // DTensor and compiled graphs issue from C++, and sends it on unchanged. hooks/collective.py does the same in Python
 // where this is not built, at some 50 us an operation.
+//
+// Once attached it stays, and passes everything on at once where no watch is on. The dispatcher lets nobody take a kernel
+// away safely while another thread dispatches: that thread's operation then raises "fallthrough_kernel was executed", in
+// the job, or runs a kernel that is freed; and in a forked child the dispatcher's mutex may be held for ever.
 #include <Python.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 #include <torch/library.h>
+
+#include <pthread.h>
 
 #include <atomic>
 #include <exception>
@@ -18,22 +24,20 @@
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
-#include <vector>
 
-extern "C" {
-#include "collective.h"
-}
 #include "tap_timing.h"
 
 namespace {
 
 constexpr uint32_t FLAG_EXCEPTION = 1, FLAG_ASYNC = 2;
 
-const CollectiveMarks *marks;
 // (operator, group, dtype, peer, device, backend's sequence)
 // -> (name_id, slot, first sequence, called back, waited for)
 PyObject *describe;
-std::vector<std::unique_ptr<torch::Library>> libraries;
+std::atomic<bool> on{false}; // a watch is
+// By operator; with the GIL. Not destroyed at the process's end either.
+auto &libraries = *new std::unordered_map<std::string, std::unique_ptr<torch::Library>>;
+constexpr char OWNER[] = "torchlens_perf's native tap"; // so torch_private.has_other_tap() knows it
 
 const c10::DispatchKeySet below_tap(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
 
@@ -162,11 +166,13 @@ const at::Tensor *first_tensor(const c10::IValue &value)
 void fill(Calls &calls, const Key &key, int64_t backend_sequence)
 {
     PyGILState_STATE state = PyGILState_Ensure();
-    if (describe != nullptr) {
+    PyObject *function = describe; // another watch may replace it meanwhile
+    if (function != nullptr) {
+        Py_INCREF(function);
         const Operator &called = *key.called;
         const std::string group(key.group);
         const char *dtype = key.dtype == c10::ScalarType::Undefined ? "" : c10::toString(key.dtype);
-        PyObject *result = PyObject_CallFunction(describe, "sssLsL", called.name.c_str(), group.c_str(), dtype,
+        PyObject *result = PyObject_CallFunction(function, "sssLsL", called.name.c_str(), group.c_str(), dtype,
                                                  static_cast<long long>(key.peer),
                                                  c10::DeviceTypeName(key.device, true).c_str(),
                                                  static_cast<long long>(backend_sequence));
@@ -190,10 +196,11 @@ void fill(Calls &calls, const Key &key, int64_t backend_sequence)
                 counter.next = first;
             }
             calls.next_sequence = &counter.next;
-        } else {
-            PyErr_WriteUnraisable(describe);
+        } else if (marks->pass_on(function)) {
+            calls.watch--; // the next operation asks again
         }
         Py_XDECREF(result);
+        Py_DECREF(function);
     }
     PyGILState_Release(state);
 }
@@ -235,6 +242,10 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(const c10::IValue &result, Cal
 
 void tapped(const Operator &called, const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack)
 {
+    if (!on.load(std::memory_order_acquire)) {
+        op.redispatchBoxed(keys & below_tap, stack);
+        return;
+    }
     const c10::IValue *given = stack->data() + (stack->size() - called.arguments);
     const at::Tensor *tensor = first_tensor(given[0]);
     // Who gathers nothing has tensors in the second argument alone.
@@ -311,7 +322,7 @@ class Tap : public c10::OperatorKernel {
 
     void operator()(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack)
     {
-        tapped(called, op, keys, stack); // `this` is gone after it, if the watch has ended meanwhile
+        tapped(called, op, keys, stack);
     }
 
   private:
@@ -321,7 +332,7 @@ class Tap : public c10::OperatorKernel {
 void wait_tap(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack)
 {
     const c10::IValue &given = stack->back();
-    bool records = !(given.isTensor() && given.toTensor().is_meta()) && marks->wait_began();
+    bool records = on.load(std::memory_order_acquire) && !(given.isTensor() && given.toTensor().is_meta()) && marks->wait_began();
     struct Ending {
         bool records;
         int raising = std::uncaught_exceptions();
@@ -335,7 +346,7 @@ void wait_tap(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::ji
     op.redispatchBoxed(keys & below_tap, stack);
 }
 
-// attach(marks, operators, wait_operators, describe)
+// attach(marks, operators, wait_operators, describe): what an earlier watch has attached is there.
 PyObject *attach(PyObject *, PyObject *args)
 {
     PyObject *capsule, *operators, *wait_operators, *function;
@@ -360,13 +371,15 @@ PyObject *attach(PyObject *, PyObject *args)
             for (Py_ssize_t i = 0; i < PyList_GET_SIZE(names); i++) {
                 const char *text = PyUnicode_AsUTF8(PyList_GET_ITEM(names, i));
                 if (text == nullptr) {
-                    libraries.clear();
                     return nullptr;
                 }
                 std::string name(text);
+                if (libraries.count(name) != 0) {
+                    continue;
+                }
                 size_t colons = name.find("::");
                 auto library = std::make_unique<torch::Library>(torch::Library::IMPL, name.substr(0, colons),
-                                                                c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
+                                                                c10::DispatchKey::BackendSelect, OWNER, 0);
                 const std::string in_namespace = name.substr(colons + 2);
                 if (names == operators) {
                     auto tap = std::make_unique<Tap>(known_operator(name));
@@ -374,20 +387,21 @@ PyObject *attach(PyObject *, PyObject *args)
                 } else {
                     library->impl(in_namespace.c_str(), torch::CppFunction::makeFromBoxedFunction<&wait_tap>());
                 }
-                libraries.push_back(std::move(library));
+                libraries.emplace(std::move(name), std::move(library));
             }
         }
     } catch (const std::exception &error) {
-        libraries.clear();
         PyErr_SetString(PyExc_RuntimeError, error.what());
         return nullptr;
     }
+    on.store(true, std::memory_order_release);
     Py_RETURN_NONE;
 }
 
+// From here on everything is passed on at once. Takes no lock: it may be a forked child's.
 PyObject *detach(PyObject *, PyObject *)
 {
-    libraries.clear();
+    on.store(false, std::memory_order_release);
     Py_CLEAR(describe);
     Py_RETURN_NONE;
 }
@@ -406,5 +420,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_torchlens_perf_tap", nullptr,
 
 PyMODINIT_FUNC PyInit__torchlens_perf_tap()
 {
+    // A forked child must not find it held by a thread that it does not have.
+    pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { lock.unlock(); });
     return PyModule_Create(&definition);
 }

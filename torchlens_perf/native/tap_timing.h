@@ -6,6 +6,10 @@
 
 #include <atomic>
 
+extern "C" {
+#include "collective.h"
+}
+
 namespace {
 
 // Asked before an operation that a device runs in the order of the current stream; gives what to call after it, or None.
@@ -13,13 +17,20 @@ namespace {
 PyObject *begin_timing;
 std::atomic<bool> times{false};
 
+const CollectiveMarks *marks;
+
 // Calls a function of ours in Python, and returns what it gave; with the GIL. NULL: nothing.
 PyObject *call(PyObject *function)
 {
-    PyObject *result = function != nullptr ? PyObject_CallNoArgs(function) : nullptr;
-    if (result == nullptr && function != nullptr) {
-        PyErr_WriteUnraisable(function);
+    if (function == nullptr) {
+        return nullptr;
     }
+    Py_INCREF(function); // it may be replaced meanwhile
+    PyObject *result = PyObject_CallNoArgs(function);
+    if (result == nullptr) {
+        marks->pass_on(function);
+    }
+    Py_DECREF(function);
     if (result == Py_None) {
         Py_CLEAR(result);
     }

@@ -26,14 +26,18 @@ _unended: list[subprocess.Popen[bytes]] = []
 class FolderRequest:
     """Asks at once; answer() tells. Whatever is not kept is taken away again. One thread."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, folders: Sequence[Path], *, shared: bool = False) -> None:
         """folders: absolute; they must be writable, and are made where they are missing, with their parents.
+
+        shared: what is made can be read by its group.
 
         Raises RunStoreError where no process can be started.
         """
         self._text = b""
         _unended[:] = [process for process in _unended if process.poll() is None]
-        self._process: subprocess.Popen[bytes] | None = _child([str(folder) for folder in folders])
+        self._process: subprocess.Popen[bytes] | None = _child(
+            [make_folders.SHARED if shared else make_folders.PRIVATE, *(str(folder) for folder in folders)]
+        )
 
     def answer(self, timeout_s: float) -> str:
         """MADE, or why not, in the system's words; "" if nothing is known after this time."""
@@ -73,12 +77,12 @@ class FolderRequest:
             _unended.append(process)
 
 
-def _child(folders: list[str]) -> subprocess.Popen[bytes]:
+def _child(arguments: list[str]) -> subprocess.Popen[bytes]:
     if not sys.executable:
         raise RunStoreError("no process can be started: Python does not know its own program (sys.executable is empty)")
     try:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", make_folders.__file__, *folders],
+            [sys.executable, "-I", "-S", make_folders.__file__, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -90,9 +94,9 @@ def _child(folders: list[str]) -> subprocess.Popen[bytes]:
         raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
 
 
-def problem_with(folder: Path, timeout_s: float = 1.0) -> str:
+def problem_with(folder: Path, timeout_s: float = 1.0, *, shared: bool = False) -> str:
     """Why a folder cannot be written just now, also after having been made; "" if it can. Raises RunStoreError."""
-    request = FolderRequest([folder])
+    request = FolderRequest([folder], shared=shared)
     answer = request.answer(timeout_s)
     request.keep()
     return "" if answer == MADE else answer or f"its disk did not answer within {timeout_s:g} s"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchlens_perf.recorder import recorder
+from torchlens_perf.run import ownership
 
 VARIABLE = "NCCL_PROFILER_PLUGIN"
 OLDEST_NCCL = (2, 27)
@@ -107,9 +108,24 @@ class NcclPlugin:
 
 
 def path() -> Path | None:
-    """The plugin's file; None if it was not built, or if its path is too long for NCCL."""
-    found = Path(__file__).parents[1] / f"{_MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    return found if found.is_file() and len(os.fsencode(found)) <= _LONGEST_PATH else None
+    """The plugin's file; None where problem() says why it is not used."""
+    return None if problem() else _file()
+
+
+def problem() -> str:
+    """Why there is no plugin for NCCL to load; "" if there is one."""
+    found = _file()
+    try:
+        refused = ownership.others_can_change(found)
+    except OSError:
+        return "the plugin was not built"
+    if refused is not None:
+        return f"the plugin is not used: {refused}"
+    return "" if len(os.fsencode(found)) <= _LONGEST_PATH else "the plugin's path is too long for NCCL"
+
+
+def _file() -> Path:
+    return Path(__file__).absolute().parents[1] / f"{_MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 @functools.cache

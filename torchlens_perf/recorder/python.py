@@ -3,8 +3,8 @@
 In use where the package was installed without a C compiler. native/recorder.h, section.c and module_call.c say why
 each thing is done; tests/recorder/test_recorder.py runs every test over both.
 
-One difference: the ring file's stack of open spans holds phases only, because mirroring every span there would double
-the cost of a section.
+Two differences: the ring file's stack of open spans holds phases only, because mirroring every span there would double
+the cost of a section; and sections of one name that tasks of asyncio interleave are not distinguished.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from torchlens_perf.errors import guard
 from torchlens_perf.recorder.autograd_threads import AutogradThreads
 from torchlens_perf.run.clock import LONGEST_MARK_NS
 from torchlens_perf.run.ring import (
@@ -397,6 +398,8 @@ class Recorder:
         depth = len(frames)
         if self._device_mark is not None and frames is self._frames and depth < MAX_FRAMES:
             self._open_on_device(kind, depth)
+        if self.closed:  # by what was called, or by another thread meanwhile
+            return depth
         if kind < _MODULE and frames is self._frames and self._thread_time is not None and self._thread_time.measured:
             self._thread_time.mark(self._phase(frames))
         frame = [0, 0, 0, name_id, kind]
@@ -426,6 +429,8 @@ class Recorder:
                     self._words[DEPTH] -= 1
             if self._nvtx_push is not None and len(frames) < MAX_FRAMES:
                 self._nvtx_pop()
+                if self.closed:
+                    return
 
     def _close(
         self, frames: list[Frame], depth: int, end_ns: int, flags: int, value0: int = 0, value1: int = 0
@@ -442,6 +447,8 @@ class Recorder:
             self._drop(frames, depth)
         else:
             frames.pop()
+        if self.closed:
+            return
         if depth >= MAX_FRAMES:
             self._words[TOO_DEEP] += 1
             return
@@ -546,8 +553,9 @@ class Section:
         recorder = _active
         if recorder is not None:
             if self._generation != recorder.generation:
-                self._name_id = recorder.intern(self.name)
-                self._generation = recorder.generation
+                _resolve(self, recorder)
+            if recorder.closed:
+                return self
             if recorder._marks_elsewhere:
                 recorder._open(recorder._open_spans(), _SECTION, self._name_id)
             else:
@@ -592,10 +600,20 @@ class Section:
         return f"section({self.name!r})"
 
 
+def _resolve(section: Section, recorder: Recorder) -> None:
+    """Asks for the name's id. One that cannot be had is "(other)"; another thread may end the watch meanwhile."""
+    name_id = 0
+    with guard("naming a section"):
+        name_id = recorder.intern(section.name)
+    section._name_id, section._generation = name_id, recorder.generation
+
+
 class ModuleCall:
     """Stands in an nn.Module's `_compiled_call_impl` slot and times each call of the module."""
 
-    __slots__ = ("__weakref__", "_after", "_before", "_forward", "_module", "_name_id", "_recorder", "function")
+    __slots__ = (
+        "__weakref__", "_after", "_before", "_forward", "_is_traced", "_name_id", "_recorder", "function", "module",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -610,15 +628,18 @@ class ModuleCall:
         self._recorder = recorder
         self._name_id = name_id
         self.function = function
-        self._module = None if module is None else weakref.ref(module)
+        self.module = None if module is None else weakref.ref(module)
         self._before = before
         self._after = after
         self._forward = forward
+        from torch.compiler import is_compiling
+
+        self._is_traced = is_compiling
 
     def _target(self, *args: Any, **kwargs: Any) -> Any:
-        if self._module is None:
+        if self.module is None:
             return self.function(*args, **kwargs)
-        module = self._module()
+        module = self.module()
         if module is None:
             raise ReferenceError("the watched module no longer exists")
         return self.function(module, *args, **kwargs)
@@ -631,7 +652,7 @@ class ModuleCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
-        if recorder.closed:
+        if self._is_traced() or recorder.closed:
             return self._target(*args, **kwargs)
         observed = recorder.sampled
         if observed and self._before is not None:
@@ -718,3 +739,7 @@ def set_section_decorator(decorator: Callable[[Section, Callable[..., Any]], Cal
     """Sets what `section(name)(function)` returns."""
     global _decorator
     _decorator = decorator
+
+
+def set_traced_module_call(function: Callable[..., Any]) -> None:
+    """The native ModuleCall's: Dynamo sees the one above."""

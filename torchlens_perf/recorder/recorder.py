@@ -1,20 +1,33 @@
-"""The recorder in use: the native one, or the one in Python where the package was installed without a C compiler."""
+"""The recorder in use: the native one, or the one in Python where the package was installed without a C compiler.
+
+Both rely on the GIL, which is the only lock of marks. So in a Python that runs without it nothing is recorded: a native
+extension that does not say that it can do without would switch the GIL on again, for the whole process.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.errors import logger
+
+LOADING_PROBLEM = ""  # why the native recorder, which is there, is not the one in use
 
 if TYPE_CHECKING:
     from torchlens_perf import _native as _implementation
 else:
     try:
-        from torchlens_perf import _native as _implementation
-    except ImportError:
+        import torchlens_perf._native as _implementation
+    except ImportError as error:
         from torchlens_perf.recorder import python as _implementation
+
+        if not isinstance(error, ModuleNotFoundError):  # it was not built
+            LOADING_PROBLEM = f"the native recorder cannot be loaded, marks cost about ten times more: {error}"
+            logger.warning("torchlens_perf: %s", LOADING_PROBLEM)
 
 NATIVE: bool = _implementation.__name__.endswith("._native")
 
@@ -32,6 +45,14 @@ class End(IntEnum):
     BY_WAIT = 1
     UNKNOWN = 2
     BY_RETURN = 3
+
+
+def refusal() -> str | None:
+    """Why nothing can be recorded in this process; None: it can."""
+    has_gil = getattr(sys, "_is_gil_enabled", None)  # from Python 3.13 on
+    if has_gil is None or has_gil():
+        return None
+    return "Python runs without the GIL, which the recorder relies on: PYTHON_GIL=1 switches it on"
 
 
 def collective_marks() -> Any:
@@ -61,3 +82,12 @@ def _timed(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _implementation.set_section_decorator(_timed)
+
+
+def _traced(self: ModuleCall, *args: Any, **kwargs: Any) -> Any:
+    """What Dynamo sees of a ModuleCall's call, where a module inside a graph has hooks: there are no times inside."""
+    module = self.module
+    return self.function(*args, **kwargs) if module is None else self.function(module(), *args, **kwargs)
+
+
+_implementation.set_traced_module_call(_traced)

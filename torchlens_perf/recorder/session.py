@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from torchlens_perf.config import SIDECAR_SETTINGS
 from torchlens_perf.errors import ConfigError, HookUnavailable, guard, swallowed
 from torchlens_perf.recorder import torch_private
-from torchlens_perf.recorder.recorder import NATIVE, Recorder
+from torchlens_perf.recorder.recorder import LOADING_PROBLEM, NATIVE, Recorder
 from torchlens_perf.recorder.sampling import Boundary, SamplingSchedule
 from torchlens_perf.run.clock import Clock, HostClock
 from torchlens_perf.run.identity import job_store, model_digest
@@ -28,7 +29,6 @@ logger = logging.getLogger("torchlens_perf")
 
 _AT_STEP = guard("work at a step's end")
 _THROTTLE_NS = 50_000_000
-_SIDECAR_SETTINGS = ("disk_bytes", "trace_every", "telemetry", "capture", "build_tap")  # that the sidecar follows
 _MAX_NOTES = 24  # they share 8 KB with all else that the sidecar must know
 _SAMPLED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.SAMPLED, Flag.MANUAL, Flag.INFERENCE))
 
@@ -262,6 +262,8 @@ class Session:
     def prepare(self) -> None:
         """Before hooks are attached: their errors are counted from here on, and torch.compile leaves them alone."""
         swallowed.on_error = self._ring.count_internal_error
+        if LOADING_PROBLEM:
+            self.note(LOADING_PROBLEM)
         with guard("keeping torch.compile away from our hooks"):
             torch_private.skip_our_code()
 
@@ -383,6 +385,7 @@ class Session:
                 "identity": dataclasses.asdict(self.identity),
                 "anchor": (self._simulated_from or self.host_clock.anchor())._asdict(),
                 "simulated": self._simulated_from is not None,
+                "run_dir": self._ring.run_dir,
                 "native": NATIVE,
                 "model": model_digest(self._module_names),
                 "notes": self._notes,
@@ -392,6 +395,6 @@ class Session:
                 "job_store": job_store(os.environ) if self.config.exchange else None,
                 **self._published,
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
-                "settings": {name: getattr(self.config, name) for name in _SIDECAR_SETTINGS} | self._report,
+                "settings": {name: getattr(self.config, name) for name in SIDECAR_SETTINGS} | self._report,
             }
         )

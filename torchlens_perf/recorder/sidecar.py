@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.run import sidecar_status
+from torchlens_perf.run import ownership, sidecar_status
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log
 from torchlens_perf.run.processes import process_cpu_time_s, process_stat, threads
 from torchlens_perf.run.sidecar_lock import SidecarLock
-from torchlens_perf.run.sidecar_status import SEVERAL_NODES
+from torchlens_perf.run.sidecar_status import SEVERAL_NODES, SHARED
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _DROPPED = ("TORCHLENS_PERF", "RANK", "LOCAL_RANK", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 # NumPy's libraries start a thread for each processor when they are imported, which takes half of that import's time.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+_ROOT = str(Path(__file__).absolute().parents[2])
 _STARVES = 0.5  # share of the wait in which it ran
 _MIN_S = 0.1  # of a wait, to say that
 
@@ -51,11 +52,15 @@ def _start(run: RunDirectory, who: Identity) -> bool:
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment.update(dict.fromkeys(_THREADS, "1"))
-        command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", who.host]
+        if "PYTHONPATH" in environment or not _is_installed(_ROOT):
+            environment["PYTHONPATH"] = os.pathsep.join(python_path(environment.get("PYTHONPATH", "")))
+        command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", who.node]
         command += ["--lock-descriptor", str(lock.descriptor)]
-        if who.world_size > who.local_world_size:
+        if not who.on_one_node:
             command.append(SEVERAL_NODES)
-        with open(sidecar_log(lock.path), "ab") as log:
+        if run.shared:
+            command.append(SHARED)
+        with open(sidecar_log(lock.path), "ab", opener=ownership.open_to_append) as log:
             subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -74,6 +79,25 @@ def _start(run: RunDirectory, who: Identity) -> bool:
     return True
 
 
+def python_path(text: str) -> list[str]:
+    """PYTHONPATH for a process with another working directory: the same folders, and the one that we lie in."""
+    entries = [_as_at_start(each) for each in text.split(os.pathsep)] if text else []
+    return entries if _is_installed(_ROOT) else [*entries, *({_ROOT} - set(entries))]
+
+
+def _as_at_start(entry: str) -> str:
+    """Absolute. Python has made it so when it started; the working directory may be another one by now."""
+    if os.path.isabs(entry):
+        return entry
+    end = os.sep + os.path.normpath(entry)
+    return next((each for each in sys.path if os.path.isabs(each) and each.endswith(end)), os.path.abspath(entry))
+
+
+def _is_installed(folder: str) -> bool:
+    """Whether every Python finds it by itself. Named in PYTHONPATH, what lies in there would come before Python's."""
+    return os.path.basename(folder) in ("site-packages", "dist-packages")
+
+
 class LateReport:
     """Why the report is not there when a run has ended: what rank 0 can see, on its own node, of the sidecar.
 
@@ -81,9 +105,9 @@ class LateReport:
     lines of /proc.
     """
 
-    def __init__(self, run: RunDirectory, host: str) -> None:
+    def __init__(self, run: RunDirectory, node: str) -> None:
         self._run = run
-        self._log = run.node_log(host)
+        self._log = run.node_log(node)
         self._began_s = time.monotonic()
         self._cpu_time_s = self._sidecars_cpu_time_s()
 

@@ -341,7 +341,7 @@ def current_stream_handle() -> Callable[[int], int] | None:
 
 
 def has_tap(operator: str) -> bool:
-    """Whether somebody else has put a kernel at BackendSelect for this operator: the last one would win."""
+    """Whether there is a kernel at BackendSelect for this operator, ours or another tool's: the last one wins."""
     import torch
 
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "BackendSelect"))

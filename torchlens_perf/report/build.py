@@ -13,7 +13,7 @@ from torchlens_perf.analysis.collectives.slow_link import LinkFindings, slow_lin
 from torchlens_perf.analysis.collectives.statistics import merged_operations
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
-from torchlens_perf.analysis.stragglers.judged_steps import UNDECIDED
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words import verdict
 from torchlens_perf.analysis.words.evidence import Verdict
@@ -26,6 +26,7 @@ from torchlens_perf.report.gpu_table import gpu_rows, link_rows, telemetry_notes
 from torchlens_perf.report.heat_map import heat
 from torchlens_perf.report.module_rows import module_rows, section_rows
 from torchlens_perf.report.step_classes import phases, sampled_lack_of_cpu, step_classes, typical_step
+from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.run.sketch import merged
 
@@ -54,14 +55,13 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     captures: of the run directory, see captures.py.
     """
     processes = _latest_attempt(nodes)
-    windows = {rank: process.statistics.history.windows() for rank, process in processes.items()}
     judged_windows = {rank: process.judged_windows() for rank, process in processes.items()}
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
     links = _links(nodes, processes)
     facts: Facts = {
         "schema": SCHEMA,
         "run": _run(run_id, nodes, processes),
-        "steps": _steps(processes, windows),
+        "steps": _steps(processes, judged_windows),
         "ranks": [_rank(rank, processes[rank]) for rank in sorted(processes)],
         "heat": heat(judged_windows, judging.findings, _places(processes)),
         "modules": module_rows(processes),
@@ -69,7 +69,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         "device_sections": device_sections(processes),
         "gpus": gpu_rows(nodes, processes),
         "links": link_rows(nodes),
-        "collectives": collective_rows([node.join for node in nodes]),
+        "collectives": collective_rows(newest_joins(nodes)),
         "slow_links": links,
         "captures": list(captures),
         "quality": _quality(nodes, processes),
@@ -104,15 +104,13 @@ def slow_link_verdict(nodes: list[NodeState]) -> Verdict | None:
 def for_alerts(nodes: list[NodeState]) -> SlowRankContext:
     """What sentences on slow ranks take from the report, which alerts need no other part of."""
     processes = _latest_attempt(nodes)
-    last = came_last(collective_rows([node.join for node in nodes]))
+    last = came_last(collective_rows(newest_joins(nodes)))
     return SlowRankContext(module_rows(processes), _device(processes), _judged_by(processes), last)
 
 
 def _links(nodes: list[NodeState], processes: dict[int, ProcessState]) -> LinkFindings:
     hosts = {rank: process.identity.host for rank, process in processes.items()}
-    return slow_links(
-        merged_operations([join.operations() for join in newest_joins(node.join for node in nodes)]), hosts
-    )
+    return slow_links(merged_operations([join.operations() for join in newest_joins(nodes)]), hosts)
 
 
 def _counted_steps(processes: dict[int, ProcessState]) -> int:
@@ -145,7 +143,7 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
         "id": run_id,
         "program": any_identity.program if any_identity else None,
         "world_size": any_identity.world_size if any_identity else 0,
-        "nodes": sorted(node.host for node in nodes),
+        "nodes": _node_names(nodes),
         "attempt": max((process.identity.attempt for process in processes.values()), default=0),
         "started": _time(min(started)) if started else None,
         "ended": None if live or not ended else _time(max(ended)),
@@ -155,6 +153,12 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
         "judged_by": _judged_by(processes),
         "deeper_modules": any(process.deeper_modules for process in processes.values()),
     }
+
+
+def _node_names(nodes: list[NodeState]) -> list[str]:
+    """By their hosts; two nodes of one host, as pods on its network are, by their names in the run directory."""
+    hosts = [host_of(node.host) for node in nodes]
+    return sorted(node.host if hosts.count(host) > 1 else host for node, host in zip(nodes, hosts, strict=True))
 
 
 def _device(processes: dict[int, ProcessState]) -> str | None:
@@ -180,16 +184,23 @@ def _time(unix_ns: int) -> str:
 
 
 def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows]) -> Steps:
-    """Step times without the first WARM_UP_STEPS of each rank, which `warm_up_max_s` tells of."""
+    """Step times without the first WARM_UP_STEPS of each rank, which `warm_up_max_s` tells of.
+
+    windows: of the steps that each rank is judged by. Of a device that the host is ahead of, the host's steps are as
+    long as it takes to issue them, and those in which it waits, for a loss to print, have the time of all.
+    """
     warm_up = merged(process.statistics.warm_up for process in processes.values())
+    by_device = bool(processes) and all(process.judged_by == DEVICE for process in processes.values())
+    of_each = [each.statistics.device.judged if by_device else each.statistics.step for each in processes.values()]
     return {
         "count": _counted_steps(processes),
-        **distribution(merged(process.statistics.step for process in processes.values())),
+        "by": DEVICE if by_device else HOST,
+        **distribution(merged(of_each)),
         "warm_up_max_s": warm_up.max_ns / 1e9 if warm_up.count else None,
         "trend": _trend(windows),
         "inference": any(_is_inference(p) for p in processes.values()),
         "micro_steps": max((p.statistics.micro_steps for p in processes.values()), default=0),
-        **step_classes(processes.values()),
+        **step_classes(processes.values(), by_device=by_device),
         "sampled_lack_of_cpu": sampled_lack_of_cpu(processes.values()),
     }
 

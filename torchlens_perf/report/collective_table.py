@@ -25,22 +25,22 @@ _TIMES = tuple(name for name in TOTALS if name.endswith("_ns"))
 _Place = tuple[GroupKey, tuple[int, int] | None]
 
 
-def newest_joins(joins: Iterable[CollectiveJoin]) -> list[CollectiveJoin]:
-    """Of the nodes' joins, those of the newest attempt."""
-    nodes = list(joins)
-    newest = max((join.attempt for join in nodes), default=-1)
-    return [join for join in nodes if join.attempt == newest]
+def newest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
+    """Of the nodes' joins, those of the job's newest attempt: a node that has left it has one of an earlier."""
+    attempts = [(max((each.identity.attempt for each in node.processes.values()), default=0), node) for node in nodes]
+    newest = max((attempt for attempt, _ in attempts), default=0)
+    return [node.join for attempt, node in attempts if attempt == newest]
 
 
 def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
     """One row for each operation, dtype and group, or pair of ranks; most bytes first.
 
-    joins: one of each node. `count` and `bytes` are sums over the records of all ranks, `joined`
+    joins: one of each node, see newest_joins(). `count` and `bytes` are sums over the records of all ranks, `joined`
     counts operations that were compared between ranks: all of them if `joined_whole`, else each node's own, so that
     nobody is known to have come last. Times are in seconds, bandwidths in bytes per second; null is
     not known. `groups_operations` counts what became of all operations of the row's group, not of the row's alone.
     """
-    nodes = newest_joins(joins)
+    nodes = list(joins)
     counts: dict[_Place, Counts] = {}
     for node in nodes:
         for place, counted in node.counts().items():
@@ -57,7 +57,11 @@ def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessStat
 
     processes: those that the report is about.
     """
-    hosts = {process.identity.host for process in processes if process.missing_tap and process.groups}
+    hosts = {
+        process.identity.node or process.identity.host
+        for process in processes
+        if process.missing_tap and process.groups
+    }
     outlooks = dict.fromkeys(node.tap_outlook for node in nodes if node.host in hosts)
     means = "collectives were tapped from Python: some 50 us each, and no end of asynchronous ones"
     return [f"{means}; {outlook}" if outlook else means for outlook in outlooks]

@@ -38,7 +38,14 @@ _LAST_STEPS = 1000  # of which a rank's retries of the allocator are shown
 # Why marks on the device are missing, by the counters of hooks/on_device/sections.py.
 _NOT_TIMED = {
     "captured": "marks on the device were left out while a CUDA graph was captured; a replayed graph has no phases",
-    "skipped": "marks on the device were left out, as it was too far behind or its clock could not be anchored",
+    "skipped": "marks on the device were left out, as it was too far behind, its clock could not be anchored, or it "
+    "failed",
+    "crowded": "marks on the device were left out, as too many before them had not been read: many waits a step, and a "
+    "device that is some steps behind",
+    "aside": "steps are not judged by the device, as their forward or backward pass ran on another stream than the one "
+    "they begin and end on, and waited there",
+    "open_ended": "stalls of the device are not known, as they were interrupted, or the backward pass did not say when "
+    "its computation ended; compiled ones do not",
     "unread": "device times were not known when the watch ended",
 }
 
@@ -151,9 +158,11 @@ def device_table(ranks: Sequence[Rank]) -> FittingTable:
 
     def notes(headers: Sequence[str]) -> list[str]:
         lines = note_on_rest(shown, timed, "ranks whose devices take longest")
-        lines.append(f"by {' and '.join(sorted({str(device['clock']) for device in devices}))}; phases: a step")
+        lines.append(
+            f"by {' and '.join(sorted({str(device['clock']) for device in devices}))}; step, work: median; parts: mean"
+        )
         if _WORK in headers:
-            lines.append(f"{_WORK}: without {_WAIT}, which is what the device waited for other ranks")
+            lines.append(f"{_WORK}: without {_WAIT}, in which the device waited for other ranks, or for transfers")
         if {"data", "host"} & set(headers):
             lines.append("data, host: between the phases, where the device waited for the loader or other host code")
         if _BEHIND in headers:

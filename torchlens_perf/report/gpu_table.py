@@ -9,6 +9,7 @@ from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
 from torchlens_perf.analysis.statistics.quantities import percent, printable
 from torchlens_perf.report.tables import Column, FittingTable, in_bytes, note_on_rest, or_dash
+from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
                 "uuid": uuid,
                 "name": known and known.name,
                 "pci_bus_id": known and known.pci_bus_id,
-                "host": node.host,
+                "host": host_of(node.host),
                 "ranks": ranks,
                 "samples": totals.samples,
                 "measured_s": totals.measured_ns / 1e9,
@@ -67,7 +68,7 @@ def link_rows(nodes: list[NodeState]) -> list[Link]:
             rows.append(
                 {
                     "port": name,
-                    "host": node.host,
+                    "host": host_of(node.host),
                     "layer": totals.layer,
                     "rate_bits": totals.rate_bits,
                     "samples": totals.samples,

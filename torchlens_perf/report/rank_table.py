@@ -74,7 +74,8 @@ def rank_table(report: Report) -> FittingTable:
             lines.append(f"{_HEADERS.get(part, part)}: not measured where it says so, and part of backward")
         return lines
 
-    return FittingTable("typical step of each rank", columns, notes, bold)
+    whose = ", by the host, which issues it" if report["run"]["device"] is not None else ""
+    return FittingTable(f"typical step of each rank{whose}", columns, notes, bold)
 
 
 def _typical(rank: Rank, field: Literal["s", "own_s", "work_s"]) -> float | None:

@@ -5,14 +5,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis import node_state
+from torchlens_perf.errors import RunStoreError
 from torchlens_perf.report.build import build
 from torchlens_perf.report.captures import captures
 from torchlens_perf.run.directory import RunDirectory
 
 if TYPE_CHECKING:
+    from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.analysis.words.report import Report
 
 
 def run_report(run: RunDirectory) -> Report:
-    """The report as its files tell it now. Raises RunStoreError if there are none, or they cannot be read."""
-    return build(run.run_id, node_state.load_all(run), captures(run))
+    """The report as its files tell it now. A node's file that cannot be used costs that node only, and is noted.
+
+    Raises RunStoreError if there are none, or none can be used.
+    """
+    unusable: list[str] = []
+    states = node_state.load_all(run, unusable)
+    try:
+        report = build(run.run_id, states, captures(run))
+    except Exception:
+        broken = {state.host: problem for state in states if (problem := _problem(run, state))}
+        if not broken:
+            raise
+        if len(broken) == len(states):
+            raise RunStoreError("; ".join(broken.values())) from None
+        unusable += broken.values()
+        report = build(run.run_id, [state for state in states if state.host not in broken], captures(run))
+    report["quality"]["notes"] += [f"{each}: the ranks of that node are missing here" for each in unusable]
+    return report
+
+
+def _problem(run: RunDirectory, state: NodeState) -> str:
+    """Why no report can be made of this node; "" if one can."""
+    try:
+        build(run.run_id, [state])
+    except Exception as error:
+        return f"{run.node_state(state.host)} cannot be used: {type(error).__name__}: {error}"
+    return ""

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import AlikeAndLong, Phase, TypicalStep
 
 
-def step_classes(processes: Iterable[ProcessState]) -> AlikeAndLong:
-    """Of all ranks: how many steps are alike, and the classes of longer ones.
+def step_classes(processes: Iterable[ProcessState], *, by_device: bool) -> AlikeAndLong:
+    """Of all ranks: how many steps are alike, and the classes of longer ones. by_device: by the devices' clocks.
 
     total_s is the time of all steps of a rank; share is of that.
     """
-    found = classify([process.statistics.mix for process in processes])
+    found = classify([each.statistics.device_mix if by_device else each.statistics.mix for each in processes])
     long: list[LongSteps] = [
         {
             "kinds": list(each.kinds),

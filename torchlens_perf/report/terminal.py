@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from typing import IO, TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, printable
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.words.hang import HangEvidence
 from torchlens_perf.report.captures import capture_lines
 from torchlens_perf.report.collective_table import collective_table
@@ -38,6 +39,7 @@ _STYLES = {
     "no_steps": "bold yellow",
 }  # fmt: skip
 _PLAIN_WIDTH = 118
+_MAX_CHARACTERS = 2000  # of one text
 _QUANTILES: tuple[tuple[str, Literal["p50_s", "p95_s", "p99_s", "max_s"]], ...] = (
     ("p50", "p50_s"), ("p95", "p95_s"), ("p99", "p99_s"), ("max", "max_s"),
 )  # fmt: skip
@@ -70,6 +72,7 @@ def render(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
 
 
 def layout(report: Report, run_dir: str) -> RenderableType:
+    report = cast("Report", _safe(report))
     parts: list[RenderableType] = [_title(report), Text("")]
     for verdict in report["verdicts"]:
         parts.append(_verdict(verdict))
@@ -100,6 +103,18 @@ def layout(report: Report, run_dir: str) -> RenderableType:
         parts.append(collective_table(report["collectives"]))
     parts += [_quality(report), Text(f"run directory: {printable(run_dir)}", style="dim")]
     return Group(*parts)
+
+
+def _safe(value: Any) -> Any:
+    """A report in which no text drives the terminal or fills it: all of them pass here, whoever has written them."""
+    if isinstance(value, str):
+        text = printable(value)
+        return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
+    if isinstance(value, dict):
+        return {_safe(key): _safe(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_safe(each) for each in value]
+    return value
 
 
 def _title(report: Report) -> Text:
@@ -135,6 +150,8 @@ def _step_line(report: Report) -> Text:
         (f"{steps['count']} {unit}{_alike(steps)}  ", "bold"),
         "  ".join(f"{name} {duration_or_dash(steps[field])}" for name, field in _QUANTILES),
     )
+    if steps["by"] == DEVICE:
+        text.append("  on the device")
     if steps["micro_steps"] > 1:
         text.append(f"  {steps['micro_steps']} micro-steps each")
     trend = steps["trend"]

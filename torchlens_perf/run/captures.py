@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -22,7 +23,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from torchlens_perf.run import ownership
+
 MAX_STEPS = 20
+MAX_RANKS = 8
+"""In one request; more are asked only if it says so: each rank may write a gigabyte and more to one disk."""
+MAX_KEPT_BYTES = 4 << 30
+"""Of a run's captures; with more, a request is refused unless it says so. With what MAX_RANKS may write on top of it,
+before that is compressed, a run's captures take 14 GiB at most."""
 LONGEST_S = 60.0
 """After it the capture of a rank ends with the step in progress; before it a step must have ended to begin one."""
 REQUEST_LASTS_S = 120.0
@@ -60,6 +68,8 @@ class Request:
     steps: int
     python: bool = False
     """Python frames and modules in the trace too."""
+    forced: bool = False
+    """Whether it may ask more than MAX_RANKS, and where there are MAX_KEPT_BYTES already."""
     folder: str = ""
     """Where the rank that is asked writes; the sidecar fills it in."""
 
@@ -110,7 +120,7 @@ def write(path: Path, value: Request | Outcome) -> None:
     """Writes it whole at once: whoever sees the file can read it. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(json.dumps(dataclasses.asdict(value), indent=1))
+        ownership.write(partial, json.dumps(dataclasses.asdict(value), indent=1))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -118,7 +128,7 @@ def write(path: Path, value: Request | Outcome) -> None:
 
 def read(path: Path, kind: type[_T]) -> _T:
     """Raises OSError, or ValueError for what is not such a file: anybody may have put it there."""
-    value = json.loads(path.read_text())
+    value = json.loads(ownership.read_bytes(path))
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     if isinstance(value.get("ranks"), list):
@@ -150,6 +160,7 @@ def _right(value: Request | Outcome) -> dict[str, bool]:
             "from_step": _is_count(value.from_step),
             "steps": _is_count(value.steps, least=1, most=MAX_STEPS),
             "python": isinstance(value.python, bool),
+            "forced": isinstance(value.forced, bool),
             "folder": isinstance(value.folder, str),
         }
     texts = isinstance(value.left_out, dict) and all(isinstance(each, str) for each in value.left_out.values())
@@ -193,11 +204,13 @@ def first_step(step: int, step_s: float) -> int:
 
 
 def read_requests(captures: Path) -> tuple[list[Request], list[str]]:
-    """All of a run, oldest first; and which cannot be read, and why."""
+    """All of a run, oldest first; and which cannot be used, and why: somebody else may have put them there."""
     found: list[Request] = []
     unreadable: list[str] = []
     for path in sorted(captures.glob(f"*{_REQUEST}")):
         try:
+            if not ownership.may_ask(path, captures.parent):
+                raise ValueError("another user has put it there")
             request = read(path, Request)
             if path.name != request_path(captures, request.id).name:
                 raise ValueError(f"id: {request.id!r} is not the file's")
@@ -215,6 +228,22 @@ def outcome(captures: Path, request: Request, rank: int) -> Outcome | None:
         return read(outcome_path(rank_folder(captures, request.id, rank)), Outcome)
     except (OSError, ValueError):
         return None
+
+
+def refusal(captures: Path, request: Request) -> str:
+    """Why nobody takes it up, unless it is forced; "" if all do. Raises OSError."""
+    if request.forced:
+        return ""
+    if len(request.ranks) > MAX_RANKS:
+        return f"{len(request.ranks)} ranks are more than {MAX_RANKS}, each may write a gigabyte: --force asks all"
+    kept_bytes = 0
+    for folder, _, names in os.walk(captures):
+        for name in names if Path(folder).parent.name != request.id else ():  # not what its other ranks have written
+            with contextlib.suppress(FileNotFoundError):
+                kept_bytes += os.lstat(os.path.join(folder, name)).st_size
+    if kept_bytes > MAX_KEPT_BYTES:
+        return f"there are {kept_bytes >> 20} MiB of captures, {MAX_KEPT_BYTES >> 20} may be: remove some, or --force"
+    return ""
 
 
 def is_open(captures: Path, request: Request, unix_s: float) -> bool:

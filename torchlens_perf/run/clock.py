@@ -58,8 +58,9 @@ class Stalls(Protocol):
     def begin_tail(self, name_id: int) -> int | None:
         """When a backward pass has computed its last gradient, on whichever thread. The mark, if a stall begins."""
 
-    def end_tail(self, *, raised: bool = False) -> None:
-        """When a backward pass has ended, on the thread that called it."""
+    def end_tail(self, *, raised: bool = False, is_known: bool = True) -> None:
+        """When a backward pass has ended, on the thread that called it. is_known: it said when its computation ended,
+        or nobody waits for its gradients."""
 
 
 class HostClock:

@@ -3,34 +3,36 @@
 ::
 
     torchlens-perf/20261121-0132-3fa9c1d2/
-      nodes/HOST.json      what the node's sidecar knows: statistics, cursors, quality (report reads these)
-      nodes/HOST.rings     paths of the ring files in rings/ of this node, one a line
-      nodes/HOST.log       what the sidecar said
-      steps/HOST-*.parquet one row a step and rank
-      spans/HOST-*.parquet one row a record
+      nodes/NODE.json      what the node's sidecar knows: statistics, cursors, quality (report reads these)
+      nodes/NODE.rings     paths of the ring files in rings/ of this node, one a line
+      nodes/NODE.log       what the sidecar said
+      steps/NODE-*.parquet one row a step and rank
+      spans/NODE-*.parquet one row a record
       oom/rankNNNNN-STEP.json, .txt  what held the memory of a device that ran out of it
-      gpus/HOST-*.parquet  one row a GPU and second; links/ one row a network port and five seconds
+      gpus/NODE-*.parquet  one row a GPU and second; links/ one row a network port and five seconds
       captures/            deep looks at a few steps, see captures.py
       rings/KEY.ring       ring files, where no sidecar reads them while the job runs
       report.txt           the last report
 
     /dev/shm/torchlens-perf-UID/
       .run-...             the run id that the ranks of one launcher have agreed on
-      20261121-0132-3fa9c1d2/
-        KEY.ring           a rank's ring file
+      20261121-0132-3fa9c1d2.5d41ab/   the digest: of the boot and the PID namespace, see place/node.py
+        KEY.ring           a rank's ring file, or a link to the process in whose memory it is
+        KEY.held           a link to the process that has such a ring open
         TIME-KEY.registered  a link to it: it can be read
         KEY.report         where rank 0 waits for its report, see report_mailbox.py
         sidecar.lock, sidecar.log  the second until the run directory is there
 
-A ring file must not lie on a network disk, and on a local one the kernel's write-back would stall stores now and then:
-so rings go to shared memory, or to the temporary directory where that is small. There the training process and the
-sidecar also meet: the training process itself touches nothing in the run directory, whose disk may not answer, unless
-there is no sidecar.
+A store into a file that is mapped from a disk may wait for the disk, or end the process (SIGBUS): so rings go to shared
+memory, or to anonymous memory where that is small (rings/memory.py). In shared memory, or else in the temporary
+directory, the training process and the sidecar also meet: the training process itself touches nothing in the run
+directory, whose disk may not answer, unless there is no sidecar.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -42,14 +44,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.run import make_folders
+from torchlens_perf.run import make_folders, ownership
 from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.place.node import namespace_digest, pid_namespace
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.ring import RECORD_BYTES, RECORDS_OFFSET, RingFile
+from torchlens_perf.run.rings import memory
 
-_CLAIM = "run:"
-_CLAIM_NAME = re.compile(r"\.(?:run|off)-(\d+)-(\d+)-(\d+)-")  # of which PID namespace, process, and its start
-_REGISTERED, _MAILBOX = ".registered", ".report"
+_RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # the name of a folder, and no path
+_MEMBER = "-rank"
+_CLAIM_NAME = re.compile(rf"(\.(?:run|off)-(\d+)-.*?\.\d+)(?:{_MEMBER}\d+)?")  # of which PID namespace
+_REGISTERED, _MAILBOX, _HELD = ".registered", ".report", ".held"
 _LOCK, _LOG = "sidecar.lock", "sidecar.log"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_OF_FREE = 16  # a ring takes at most one part in so many: containers often have 64 MB, which DataLoaders need
@@ -61,8 +66,10 @@ _T = TypeVar("_T")
 class RunDirectory:
     """Paths inside one run directory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
+        """shared: what has to be made can be read by its group."""
         self.path = path
+        self.shared = shared
         self.nodes = path / "nodes"
         self.steps = path / "steps"
         self.spans = path / "spans"
@@ -75,14 +82,14 @@ class RunDirectory:
     def run_id(self) -> str:
         return self.path.name
 
-    def node_state(self, host: str) -> Path:
-        return self.nodes / f"{host}.json"
+    def node_state(self, node: str) -> Path:
+        return self.nodes / f"{node}.json"
 
-    def node_rings(self, host: str) -> Path:
-        return self.nodes / f"{host}.rings"
+    def node_rings(self, node: str) -> Path:
+        return self.nodes / f"{node}.rings"
 
-    def node_log(self, host: str) -> Path:
-        return self.nodes / f"{host}.log"
+    def node_log(self, node: str) -> Path:
+        return self.nodes / f"{node}.log"
 
     def oom_table(self, rank: int, step: int) -> Path:
         return self.oom / f"rank{rank:05d}-{step}.json"
@@ -95,35 +102,37 @@ class RunDirectory:
     def create(self) -> list[str]:
         """Makes the folders; returns those that were missing. Raises RunStoreError where that is not allowed."""
         try:
-            return make_folders.make([str(folder) for folder in self.folders])
+            access = make_folders.SHARED if self.shared else make_folders.PRIVATE
+            return make_folders.make([str(folder) for folder in self.folders], access)
         except OSError as error:
             raise RunStoreError(f"cannot write to {self.path}: {error.strerror or error}") from None
 
-    def register_ring(self, host: str, ring: Path) -> None:
+    def register_ring(self, node: str, ring: Path) -> None:
         """Tells the node's sidecar of a ring file that can be read. Raises OSError or RunStoreError."""
         if not ring.is_relative_to(self.path):
             # Sidecars take them in the order of their names, which is that of time.
             link = f"{time.monotonic_ns():020d}-{ring.stem}{_REGISTERED}"
             _in_local_folder(self.run_id, lambda folder: os.symlink(ring, folder / link))
             return
-        with open(self.node_rings(host), "ab", buffering=0) as file:
+        with open(self.node_rings(node), "ab", buffering=0, opener=ownership.open_to_append) as file:
             try:
                 file.write(f"{ring}\n".encode())  # one write(2) of a short line: whole, also beside other ranks' lines
             except OSError:
                 if not file.tell():
-                    self.node_rings(host).unlink()
+                    self.node_rings(node).unlink()
                 raise
 
-    def registered_rings(self, host: str) -> list[Path]:
+    def registered_rings(self, node: str) -> list[Path]:
         """The node's ring files so far, in the order of their registration."""
-        return self.kept_rings(host) + self.local_rings()
+        return self.kept_rings(node) + self.local_rings()
 
-    def kept_rings(self, host: str) -> list[Path]:
+    def kept_rings(self, node: str) -> list[Path]:
         """Those in the run directory."""
         try:
-            lines = self.node_rings(host).read_text().splitlines(keepends=True)
-        except FileNotFoundError:
+            text = ownership.read_bytes(self.node_rings(node)).decode(errors="surrogateescape")
+        except (FileNotFoundError, ownership.NotRegularFileError):
             return []
+        lines = text.splitlines(keepends=True)
         return [Path(line.rstrip("\n")) for line in lines if line.endswith("\n")]
 
     def local_rings(self) -> list[Path]:
@@ -132,7 +141,7 @@ class RunDirectory:
 
     def local_changes_ns(self) -> list[int]:
         """When something last came or went, in each folder that local_rings() looks at; 0 where there is none."""
-        return [_changed_ns(parent / self.run_id) for parent in _local_parents()]
+        return [_changed_ns(_local(parent, self.run_id)) for parent in _local_parents()]
 
     def local_mailboxes(self) -> list[Path]:
         """Where somebody waits for the report, or has waited."""
@@ -140,42 +149,49 @@ class RunDirectory:
 
     def remove_ring(self, ring: Path) -> None:
         """Removes a ring file, what it was registered by, and its folder if nothing else is in it."""
-        ring.unlink(missing_ok=True)
-        for link in self._local_files(f"*-{ring.stem}{_REGISTERED}"):
-            link.unlink(missing_ok=True)
+        for path in self.ring_files(ring):
+            memory.forget(str(path))
         _remove_if_empty(ring.parent)  # else other rings, or the sidecar's lock, are there
+
+    def ring_files(self, ring: Path) -> list[Path]:
+        """The ring file, and what it is registered by on this node."""
+        return [ring, *self._local_files(f"*-{ring.stem}{_REGISTERED}")]
 
     def leave_local(self) -> None:
         """A rank that does not record: its folders of this node go, if nobody else is in them."""
         for parent in _local_parents():
-            _remove_if_empty(parent / self.run_id)
+            _remove_if_empty(_local(parent, self.run_id))
 
     def clear_local(self) -> None:
         """The sidecar ends: removes what nobody waits for on this node, but for its lock."""
         for path in self._local_files("*"):
             left = path.suffix == _REGISTERED and not path.exists()
-            left |= path.suffix == _MAILBOX and not path.with_suffix(".ring").exists()
+            left |= path.suffix in (_MAILBOX, _HELD) and not path.with_suffix(".ring").exists()
             if left or path.name == _LOG:
                 path.unlink(missing_ok=True)
 
     def _local_files(self, pattern: str) -> Iterator[Path]:
         """Makes no folder."""
         for parent in _local_parents():
-            folder = parent / self.run_id
+            folder = _local(parent, self.run_id)
             if _is_private(parent) and _is_private(folder):
                 yield from list(folder.glob(pattern))
 
 
-def claim_run_id(digest: str, origin: int) -> str:
-    """The run id for a launcher's digest: when the run began, and the digest.
+def claim_run_id(digest: str, origin: int, *, proposal: str = "", member: int | None = None) -> str:
+    """The run id for a launcher's digest: by default when the run began, and the digest.
 
     The ranks of a node ask at nearly the same time, and must hear the same: the first one leaves its answer as the
     target of a symbolic link, which can be made only once. It is forgotten some time after the launcher has ended.
-    origin: the launcher's pid; of a process that is its own, nobody else asks. Raises RunStoreError where no place of
-    this node can be written.
+    origin: the launcher's pid; of a process that is its own, nobody else asks. member: which of the launcher's ranks
+    asks, if it starts each only once in a run: when one comes again, or all have ended, another run has begun. Raises
+    RunStoreError where no place of this node can be written.
     """
-    proposal = f"{time.strftime('%Y%m%d-%H%M%S')}-{digest}"
-    return proposal if origin == os.getpid() else _claimed("run", digest, origin, proposal)
+    proposal = proposal or f"{time.strftime('%Y%m%d-%H%M%S')}-{digest}"
+    run_id = proposal if origin == os.getpid() else _claimed("run", digest, origin, proposal, member)
+    if not _RUN_ID.fullmatch(run_id):
+        raise RunStoreError(f"{run_id!a}, which another rank is said to have chosen, is no run id")
+    return run_id
 
 
 def is_first(digest: str, origin: int) -> bool:
@@ -183,34 +199,62 @@ def is_first(digest: str, origin: int) -> bool:
     return origin == os.getpid() or _claimed("off", digest, origin, str(os.getpid())) == str(os.getpid())
 
 
-def _claimed(kind: str, digest: str, origin: int, proposal: str) -> str:
+def _claimed(kind: str, digest: str, origin: int, proposal: str, member: int | None = None) -> str:
     """What the first one has proposed."""
-    name = f".{kind}-{_pid_namespace()}-{origin}-{process_started(origin) or 0}-{digest}"
+    stem = f".{kind}-{pid_namespace()}-{digest}."
 
     def claim(folder: Path) -> str:
         _forget_claims_of_the_dead(folder)
-        try:
-            os.symlink(f"{_CLAIM}{proposal}", folder / name)  # leads nowhere: it is content, made and written at once
-        except FileExistsError:
-            return os.readlink(folder / name).removeprefix(_CLAIM)
-        return proposal
+        for nth in itertools.count():
+            link = folder / f"{stem}{nth}"
+            with contextlib.suppress(FileExistsError):
+                os.symlink(f"{_process(origin)}:{proposal}", link)  # leads nowhere: it is content, whole at once
+            holder, _, claimed = os.readlink(link).partition(":")
+            if _joins(link, holder, member):
+                return claimed
+        raise AssertionError
 
     return _in_local_folder("", claim)
 
 
+def _joins(link: Path, holder: str, member: int | None) -> bool:
+    """Whether this process is of those that share a claim; then it is one of them from now on."""
+    if member is None:
+        return _lives(holder)
+    mark = link.with_name(f"{link.name}{_MEMBER}{member}")
+    others = [os.readlink(other) for other in link.parent.glob(f"{link.name}{_MEMBER}*")]
+    if others and not any(map(_lives, others)):
+        return False
+    try:
+        os.symlink(_process(os.getpid()), mark)
+    except FileExistsError:
+        return os.readlink(mark) == _process(os.getpid())
+    return True
+
+
+def _process(pid: int) -> str:
+    return f"{pid}-{process_started(pid) or 0}"
+
+
+def _lives(process: str) -> bool:
+    """Whether the process of this namespace that _process() named is there."""
+    pid, _, started = process.partition("-")
+    return pid.isdigit() and str(process_started(int(pid)) or 0) == started
+
+
 def _forget_claims_of_the_dead(folder: Path) -> None:
+    """Those of which neither the launcher nor a rank lives."""
+    holders: dict[str, list[tuple[Path, str]]] = {}
     for link in folder.glob(".*"):
         found = _CLAIM_NAME.match(link.name)
         # Another namespace's process ids say nothing here.
-        if found and int(found[1]) == _pid_namespace() and process_started(int(found[2])) != int(found[3]):
-            link.unlink(missing_ok=True)
-
-
-def _pid_namespace() -> int:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
+        if found and int(found[2]) == pid_namespace():
+            with contextlib.suppress(OSError):  # forgotten by another
+                holders.setdefault(found[1], []).append((link, os.readlink(link).partition(":")[0]))
+    for links in holders.values():
+        if not any(_lives(process) for _, process in links):
+            for link, _ in links:
+                link.unlink(missing_ok=True)
 
 
 def local_folders(run_id: str) -> Iterator[Path]:
@@ -218,7 +262,7 @@ def local_folders(run_id: str) -> Iterator[Path]:
     for parent in _local_parents():
         try:
             _private_folder(parent)
-            yield _private_folder(parent / run_id)
+            yield _private_folder(_local(parent, run_id) if run_id else parent)
         except OSError:
             continue
 
@@ -228,6 +272,11 @@ def _local_parents() -> Iterator[Path]:
     name = f"torchlens-perf-{os.getuid()}"
     yield _SHARED_MEMORY / name
     yield Path(tempfile.gettempdir()) / name
+
+
+def _local(parent: Path, run_id: str) -> Path:
+    """Of this PID namespace: containers may share the memory, and each has a sidecar and ids of its own."""
+    return parent / f"{run_id}.{namespace_digest()}"
 
 
 def _in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
@@ -248,7 +297,7 @@ def _in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
 
 def find_sidecar_lock(run_id: str) -> Path | None:
     """sidecar_lock() where there is one already; makes nothing."""
-    paths = (parent / run_id / _LOCK for parent in _local_parents())
+    paths = (_local(parent, run_id) / _LOCK for parent in _local_parents())
     return next((path for path in paths if path.exists()), None)
 
 
@@ -298,37 +347,54 @@ def create_ring(
     """Makes this rank's ring file. Register it once its metadata are published: a sidecar cannot read it before.
 
     first_step: index of the step that recording begins with.
-    keep: nobody will read it while the job runs, so it goes into the run directory.
+    keep: nobody will read it while the job runs, so it goes into the run directory, if it can be mapped there.
     Raises RunStoreError if no place has room.
     """
     size = RECORDS_OFFSET + capacity * RECORD_BYTES
     problems: list[str] = []
     for _ in range(_MAX_TRIES):
         problems.clear()
-        for place in _run_folder(run) if keep else local_folders(run.run_id):
-            path = place / f"{identity.key}.ring"
+        for place, anonymous in _ring_places(run, size, problems, keep=keep):
             try:
-                if place.is_relative_to(_SHARED_MEMORY) and shutil.disk_usage(place).free < _SHARE_OF_FREE * size:
-                    problems.append(f"{place}: too small")
-                    continue
-                return RingFile(path, capacity, first_step)
+                made = RingFile(place / f"{identity.key}.ring", capacity, first_step, anonymous=anonymous)
+                made.run_dir = str(run.path)
+                return made
             except FileNotFoundError as error:
                 problems.append(f"{place}: {error.strerror}")
                 break  # a sidecar that ends has removed the folder in this instant
             except OSError as error:
-                problems.append(f"{place}: {error.strerror or error}")
+                problems.append(f"{'memory' if anonymous else place}: {error.strerror or error}")
         else:
             break
     where = "; ".join(problems) or "no folder of this user"
-    raise RunStoreError(f"no place for a ring file of {size} bytes: {where}. Set TMPDIR to a local disk with room")
+    raise RunStoreError(f"no place for a ring file of {size} bytes: {where}")
+
+
+def _ring_places(run: RunDirectory, size: int, problems: list[str], *, keep: bool) -> Iterator[tuple[Path, bool]]:
+    """Folders for a ring, the best first, and whether it is to lie in anonymous memory and only be linked there."""
+    if keep:
+        run.rings.mkdir(mode=0o700, exist_ok=True)
+        if memory.lies_on(run.rings, memory.WITHOUT_SIGBUS):
+            yield run.rings, False
+    for folder in local_folders(run.run_id):
+        if not memory.lies_on(folder, memory.IN_MEMORY):
+            problems.append(f"{folder}: not in memory")
+        elif shutil.disk_usage(folder).free < _SHARE_OF_FREE * size:
+            problems.append(f"{folder}: too small")
+        else:
+            yield folder, False
+        yield folder, True
+
+
+def runs_on_this_node() -> Iterator[tuple[Path, float]]:
+    """This user's folders for runs' rings and locks, with the time at which something last came or went in each."""
+    for parent in _local_parents():
+        for folder in sorted(parent.iterdir()) if _is_private(parent) else []:
+            if _is_private(folder):
+                yield folder, _changed_ns(folder) / 1e9
 
 
 def writer_lives(path: Path) -> bool:
     """Whether the process that made a ring file lives; the file's name tells which it is (Identity.key)."""
     process = [int(word) for word in path.stem.split("-")[-2:] if word.isdigit()]
     return len(process) == 2 and process_started(process[0]) == process[1]
-
-
-def _run_folder(run: RunDirectory) -> Iterator[Path]:
-    run.rings.mkdir(mode=0o700, exist_ok=True)
-    yield run.rings

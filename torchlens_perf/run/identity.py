@@ -8,12 +8,15 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 from torchlens_perf.run import location
-from torchlens_perf.run.processes import process_started, text_of
+from torchlens_perf.run.place import launcher
+from torchlens_perf.run.place.launcher import Place, is_number
+from torchlens_perf.run.place.node import node_name
+from torchlens_perf.run.processes import command_line, process_started, text_of
 
 # Facts of the scheduler and launcher, under the names that they are exported with (exporters/semantics.py).
 _ATTRIBUTES = {
@@ -33,7 +36,6 @@ _ATTRIBUTES = {
 }
 # sys.argv[0] where the code comes from the command line, from stdin or from the keyboard.
 _NO_FILE = ("", "-", "-c", "-m")
-_MAX_DIGITS = 9  # of a launcher's number: a longer one is none
 _KUBERNETES_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
@@ -48,10 +50,10 @@ class Identity:
 
     run_id: str
     rank: int
-    local_rank: int
+    local_rank: int | None  # None: the launcher does not say it; so the next but one
     world_size: int
-    local_world_size: int
-    attempt: int
+    local_world_size: int | None  # how many ranks its node has
+    attempt: int  # how often the job was started again; until the sidecar knows better, as its launcher counts
     host: str
     pid: int
     process_started: int  # clock ticks after boot: with the pid, names a process for good
@@ -60,11 +62,27 @@ class Identity:
     program: str  # what the user started, such as train.py: no folder, no arguments
     traceparent: str
     attributes: dict[str, str]
+    node: str = ""  # its node in file names, see place/node.py
+    launcher: str = ""  # see place/launcher.py
+    watch: int = 0  # how many watches its process ran before
+    launcher_restarts: int | None = None  # as its launcher counts, which may be one a node; None: as `attempt`
+
+    @property
+    def restarts(self) -> int:
+        """How often its launcher on this node has restarted it: on other nodes the number may be another."""
+        return self.attempt if self.launcher_restarts is None else self.launcher_restarts
+
+    @property
+    def on_one_node(self) -> bool | None:
+        """Whether all ranks are on its node; None where the launcher does not say it."""
+        if self.world_size == 1:
+            return True
+        return None if self.local_world_size is None else self.local_world_size >= self.world_size
 
     @property
     def key(self) -> str:
         """Names this process's files: unique on the node and over attempts."""
-        return f"rank{self.rank:05d}-attempt{self.attempt}-{self.pid}-{self.process_started}"
+        return f"rank{self.rank:05d}-attempt{self.restarts}-{self.pid}-{self.process_started}"
 
 
 class ProcessGroup(TypedDict):
@@ -92,67 +110,59 @@ class DeviceClock(TypedDict, total=False):
     error_ns: int | None
     captured: int
     skipped: int
+    crowded: int
+    aside: int
+    open_ended: int
     unread: int
 
 
-def detect(environ: Mapping[str, str], claim: Callable[[str, int], str], nth_watch: int = 0) -> Identity:
+class Claim(Protocol):
+    """run/directory.py, claim_run_id()."""
+
+    def __call__(self, digest: str, origin: int, *, proposal: str = "", member: int | None = None) -> str: ...
+
+
+def detect(environ: Mapping[str, str], claim: Claim, nth_watch: int = 0) -> Identity:
     """The identity of this process now. torch.distributed, once initialised, overrules the environment.
 
-    claim: turns the launcher's digest, the same on all ranks of a node, and its pid into a run id
-    (run_directory.claim_run_id).
     nth_watch: how many watches this process ran before; each run needs a folder of its own.
     """
-    rank, world_size = _distributed()
-    if world_size is None:
-        rank = _integer(environ, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", default=0)
-        world_size = _integer(environ, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", default=1)
-    local_rank = _integer(environ, "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", default=rank)
-    local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=world_size)
-    pid = os.getpid()
-    origin = os.getppid() if world_size > 1 else pid
+    place = launcher.place(environ, _distributed(), command_line(os.getppid()))
+    pid, host = os.getpid(), socket.gethostname()
     again = f"-{nth_watch + 1}" if nth_watch else ""
     return Identity(
-        run_id=_configured_run_id(environ, world_size > local_world_size, again)
-        or claim(_launcher_digest(origin) + again, origin),
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        attempt=_integer(environ, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", default=0),
-        host=socket.gethostname(),
+        run_id=_run_id(environ, place, claim, again),
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        attempt=place.attempt,
+        host=host,
         pid=pid,
         process_started=process_started(pid) or 0,
         launcher_pid=os.getppid(),
-        elastic="TORCHELASTIC_RUN_ID" in environ,
+        elastic=place.elastic,
         program=program_name(environ),
         traceparent=environ.get("TRACEPARENT", ""),
         attributes=_attributes(environ),
+        node=node_name(host),
+        launcher=place.launcher,
+        watch=nth_watch,
+        launcher_restarts=place.attempt,
     )
 
 
 def job_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Where the job's TCPStore is, as torch.distributed's env:// reads it; None where nobody said."""
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    return (host, int(port)) if host and _is_number(port) else None
+    return (host, int(port)) if host and is_number(port) else None
 
 
-def _distributed() -> tuple[int, int] | tuple[int, None]:
+def _distributed() -> tuple[int, int] | None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 0, None
+        return None
     return distributed.get_rank(), distributed.get_world_size()
-
-
-def _integer(environ: Mapping[str, str], *names: str, default: int) -> int:
-    for name in names:
-        if _is_number(environ.get(name, "")):
-            return int(environ[name])
-    return default
-
-
-def _is_number(text: str) -> bool:
-    """str.isdigit() alone is true of "²", which int() refuses."""
-    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
 def _attributes(environ: Mapping[str, str]) -> dict[str, str]:
@@ -166,23 +176,41 @@ def _attributes(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _configured_run_id(environ: Mapping[str, str], several_nodes: bool, again: str) -> str | None:
-    """The run id that the user, or over several nodes the launcher or scheduler, set for all ranks; None if unset."""
-    configured = environ.get("TORCHLENS_PERF_RUN_ID")
-    if not configured and several_nodes:
-        elastic, slurm = environ.get("TORCHELASTIC_RUN_ID", "none"), environ.get("SLURM_JOB_ID")
-        if elastic != "none":
-            configured = elastic
-        elif slurm:
-            configured = f"slurm-{slurm}.{environ.get('SLURM_STEP_ID', '0')}"
-    name = re.sub(r"[^A-Za-z0-9._-]+", "_", configured or "").strip(".")[:80]
-    return name + again if name else None
+def _run_id(environ: Mapping[str, str], place: Place, claim: Claim, again: str) -> str:
+    """The run's id: the user's; or the job's on all nodes; or one that the ranks of a node agree on.
+
+    Where the environment has nothing that is this job's alone, each node claims an id of its own, and node 0's sidecar
+    tells the others what the run is called (sidecar/nodes/membership.py).
+    """
+    configured = _cleaned(environ.get("TORCHLENS_PERF_RUN_ID", ""))
+    if configured:
+        return configured + again
+    if place.world_size == 1 and not place.elastic:
+        return claim(_launcher_digest(os.getpid()) + again, os.getpid())
+    origin = os.getppid()
+    job = "" if place.nodes == 1 else _cleaned(place.job)
+    if place.elastic and (job or place.nodes == 1):
+        # A restart has another port, and may have another world: the agent is the same.
+        return claim(_launcher_digest(origin) + again, origin, proposal=job and job + again)
+    if job:
+        return job + again
+    digest = _digest(place.facts) if place.facts else _launcher_digest(origin)
+    # A launcher that does not restart its ranks may yet start others: a loop in a shell, a script that spawns twice.
+    return claim(digest + again, origin, member=None if place.elastic else place.rank)
+
+
+def _cleaned(text: str) -> str:
+    """As the name of a folder; "" if nothing is left of it."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip(".")[:80]
 
 
 def _launcher_digest(origin: int) -> str:
     """Names the process that started the ranks: the same on all ranks of a node and over elastic restarts."""
-    text = f"{socket.gethostname()}/{origin}/{process_started(origin)}"
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return _digest(f"{socket.gethostname()}/{origin}/{process_started(origin)}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def program_name(environ: Mapping[str, str]) -> str:

@@ -1,13 +1,20 @@
-"""Who can change a file: native code is loaded only from places that nobody but this user and root can write to."""
+"""Who can change a file, and files of ours that nobody else can read or put something else in the place of.
+
+Native code is loaded only from places that nobody but this user and root can write to. What we write is new, or ours
+already; what we read is a regular file: a FIFO or a device in its place keeps nobody waiting.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT_UID = 0
+_PRIVATE_UMASK, _GROUP_UMASK = 0o077, 0o027
 _MAX_LINKS = 40  # as the kernel has it
 
 
@@ -44,3 +51,102 @@ def others_can_change(path: Path) -> str | None:
             who = "everybody" if found.st_mode & stat.S_IWOTH else f"group {found.st_gid}"
             return f"{at} can be written by {who}"
     return None
+
+
+class NotRegularFileError(OSError):
+    """A FIFO, a device or a socket, where a file of ours should be."""
+
+
+def open_to_read(path: str | os.PathLike[str]) -> int:
+    """Opens a regular file; never waits for another process. Raises OSError, NotRegularFileError. Any thread."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(descriptor)
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        raise NotRegularFileError(f"{os.fspath(path)} is not a regular file")
+    return descriptor
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """A regular file's content. Raises as open_to_read()."""
+    with open(open_to_read(path), "rb") as file:
+        return file.read()
+
+
+def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
+    """Opens a file of this user's at its end, or makes it, mode as create() has it; follows no link.
+
+    An opener for open(), which gives the flags. Any thread. Raises OSError: PermissionError for
+    somebody else's file, NotRegularFileError for what is none.
+    """
+    folder = os.path.dirname(path)
+    owners, mode = _ours(folder), _file_mode(folder)  # before there is a file that an error could leave
+    flags |= os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    found = os.fstat(descriptor)
+    try:
+        if not stat.S_ISREG(found.st_mode):
+            raise NotRegularFileError(f"{os.fspath(path)} is not a regular file")
+        if found.st_uid not in owners:
+            raise PermissionError(errno.EPERM, f"{os.fspath(path)} belongs to user {found.st_uid}")
+        if mode != 0o600 and not found.st_size:
+            os.fchmod(descriptor, mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def create(path: str | os.PathLike[str], like: str | os.PathLike[str] = "") -> int:
+    """Opens a new file for writing, mode 0600, or 0640 where its folder is shared with a group, whatever the umask.
+
+    What lay at the path is removed, not written to. like: a folder to look at instead. Raises OSError. Any thread.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    mode = _file_mode(like or os.path.dirname(path))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if mode != 0o600:
+        os.fchmod(descriptor, mode)
+    return descriptor
+
+
+def write(path: str | os.PathLike[str], content: str | bytes, like: str | os.PathLike[str] = "") -> None:
+    """Writes a new file, as create() makes it. Raises OSError."""
+    with open(create(path, like), "wb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))
+
+
+def is_shared(folder: str | os.PathLike[str]) -> bool:
+    """Whether its group may read it. Raises OSError."""
+    return bool(os.stat(folder).st_mode & stat.S_IRGRP)
+
+
+@contextlib.contextmanager
+def as_private_as(folder: Path) -> Iterator[None]:
+    """What this process makes meanwhile can be read by this user, and by the folder's group if the folder can.
+
+    By the umask, which is the whole process's: not in a training process. Where there is no folder yet: by this user.
+    """
+    with contextlib.ExitStack() as leaving:
+        leaving.callback(os.umask, os.umask(_PRIVATE_UMASK))
+        with contextlib.suppress(OSError):
+            if is_shared(folder):
+                os.umask(_GROUP_UMASK)
+        yield
+
+
+def may_ask(path: Path, run: Path) -> bool:
+    """Whether what lies at `path` was put there by this user, by root or by the run's owner. Raises OSError."""
+    return path.lstat().st_uid in {_ROOT_UID, *_ours(run)}
+
+
+def _ours(folder: str | os.PathLike[str]) -> set[int]:
+    """Who owns what this process makes in a folder of ours: on some network disks, that is not who it runs as."""
+    return {os.geteuid(), os.stat(folder or ".").st_uid}
+
+
+def _file_mode(folder: str | os.PathLike[str]) -> int:
+    return 0o640 if is_shared(folder or ".") else 0o600

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 
 
 def process_started(pid: int) -> int | None:
     """When a process began, in clock ticks after boot (proc_pid_stat(5), field 22); None if there is none such."""
     state, started = process_stat(pid)
     return None if state in ("", "Z", "X") else started
+
+
+def age_s(started: int) -> float:
+    """How long ago a process of this boot began. started: in clock ticks after boot."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def process_stat(pid: int, thread: int | None = None) -> tuple[str, int]:
@@ -54,6 +60,15 @@ def is_in(field: str, number: int, pid: int | str = "self") -> bool:
     with open(f"/proc/{pid}/status") as status:
         mask = next(line.partition(":")[2] for line in status if line.startswith(f"{field}:"))
     return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def command_line(pid: int) -> list[str]:
+    """A process's arguments; none if it is gone, or another user's."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
+            return [argument.decode(errors="replace") for argument in (file.read() or b"").split(b"\0")]
+    except OSError:
+        return []
 
 
 def text_of(path: str | os.PathLike[str]) -> str:

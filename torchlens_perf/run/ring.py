@@ -23,12 +23,15 @@ import signal
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from enum import IntEnum, IntFlag
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import RingError
 from torchlens_perf.run.fitting import fitted
+from torchlens_perf.run.rings import memory
+from torchlens_perf.run.rings.kinds import Flag as Flag
+from torchlens_perf.run.rings.kinds import Kind as Kind
+from torchlens_perf.run.rings.kinds import State as State
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,6 +53,7 @@ IN_FLIGHT = 64  # records that writers on several threads may have begun and not
 # A STEP record's value1: micro-steps, and above them the workload plus 1 (0: not known).
 WORKLOAD_SHIFT = 16
 MICRO_STEPS_MASK = (1 << WORKLOAD_SHIFT) - 1
+_LAST = 1 << 62  # no ring comes to so many records: more is damage
 UNKNOWN_NS = (1 << 63) - 1  # a DEVICE record's value1, where the device's clock is not known well enough
 MERGED_RANK_SHIFT = 44  # of a MERGED record's value0: above it, the slowest rank plus 1
 CAPTURING = "perf capture"  # the section in which a rank begins or writes one; nodes tell each other 16 bytes of it
@@ -64,59 +68,6 @@ GROUPS_USED, GROUPS = 281, 282
 _FIXED = struct.Struct("<8sIIQQQQQQ")  # magic, version, record_bytes, capacity, then offset and size of each area
 
 
-class Kind(IntEnum):
-    """What a record is about. From DATA to CLOSURE: phases, whose time is taken out of the phase around them."""
-
-    STEP = 1
-    DATA = 2
-    FORWARD = 3
-    BACKWARD = 4
-    OPTIMIZER = 5
-    WAIT = 6
-    RECOMPUTE = 7
-    CLOSURE = 8  # that an optimizer calls to evaluate the model: what it does outside of other phases is the host's
-    MODULE = 16
-    MODULE_BACKWARD = 17
-    SECTION = 18
-    COLLECTIVE = 19
-    THREAD_TIME = 20  # of a step's own work: CPU time, and time ready without a CPU
-    MERGED = 23  # a device section, or a part of steps, over all ranks in one window, see device/merged_rows.py
-    SKETCH = 22  # a part of the statistics of a window, see sketch.py
-    # A span as the device's clock has it; value0: its kind, value1: how long after the host it ended there. Of the kind
-    # WAIT: a stall, for which the compute stream waited for communication, with what it waited in as its name. A step's
-    # stalls do not overlap, and lie with its phases before its record of the kind STEP, which completes it: without
-    # that record, some may be missing.
-    DEVICE = 21
-    MEMORY = 28  # one number of the device's allocator, see memory_readings.py
-
-
-class Flag(IntFlag):
-    """Flags of a record. CAPTURED and the upper eight are for STEP records."""
-
-    EXCEPTION = 1
-    ASYNC = 2
-    TAIL = 4  # WAIT: the end of the backward pass, after the last gradient was computed
-    COMPLETED = 16  # COLLECTIVE: the duration goes until the operation's end; else it is the issuing call's
-    DEVICE = 32  # by the device's clock: MODULE_BACKWARD; COLLECTIVE, from its kernel's start
-    OTHER_THREAD = 8  # on a thread other than the training thread: no part of the step's time
-    CAPTURED = 128  # the step is in a capture, or held up by its beginning or end
-    EVALUATION = 256  # the step held a forward pass without gradients
-    INFERENCE = 512  # the step is a forward pass, no optimizer has stepped
-    SKIPPED = 1024  # GradScaler skipped the optimizer
-    SAMPLED = 2048  # observers were on: module backward times were taken
-    MANUAL = 4096  # the boundary is the user's w.step()
-    CHECKPOINT = 8192  # something was saved
-    COMPILED = 16384  # torch.compile was at work
-    COLLECTED = 32768  # Python's garbage collector went through its oldest generation
-
-
-class State(IntEnum):
-    """Who ended the writing. A writer that died leaves OPEN."""
-
-    OPEN = 0
-    CLOSED = 1
-
-
 class RingFile:
     """The writer's side of a ring file: makes and maps it, interns names, publishes metadata.
 
@@ -124,21 +75,21 @@ class RingFile:
     metadata. The lock is re-entrant: a signal's handler may run in the middle, and come back here.
     """
 
-    def __init__(self, path: Path, capacity: int, first_step: int = 0) -> None:
+    def __init__(self, path: Path, capacity: int, first_step: int = 0, *, anonymous: bool = False) -> None:
         """Creates the file, mode 0600, with room for `capacity` records (a power of two).
 
-        first_step: index of the step that the first records belong to. Blocks are reserved, so that a full disk raises
-        here and not as SIGBUS at a later store. Raises OSError where there is no room. With any error there is no file.
+        first_step: index of the step that the first records belong to. anonymous: in memory without a file, with a link
+        at `path` (rings/memory.py). Raises OSError where there is no room. With any error there is no file.
         """
         self.path = path
+        self.run_dir = ""  # that it belongs to, for who finds it when all who knew of it are dead
+        self._descriptor: int | None = None  # of anonymous memory, which others reach by it
         size = RECORDS_OFFSET + capacity * RECORD_BYTES
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if anonymous:
+            self.buffer, self._descriptor = memory.reserve_anonymous(str(path), size)
+        else:
+            self.buffer = memory.reserve_file(path, size)
         try:
-            try:
-                os.posix_fallocate(descriptor, 0, size)
-                self.buffer = mmap.mmap(descriptor, size)
-            finally:
-                os.close(descriptor)
             for page in range(0, min(size, _MAPPED_AT_ONCE), mmap.PAGESIZE):
                 self.buffer[page] = 0  # mapped now: a page fault costs more than a mark
             self._lock = threading.RLock()
@@ -154,6 +105,7 @@ class RingFile:
             self.intern(OTHER_NAMES)
         except BaseException:
             os.unlink(path)
+            self.let_go()
             raise
 
     def intern(self, name: str) -> int:
@@ -167,15 +119,16 @@ class RingFile:
             if known is not None:
                 return known[0]
             text = name.encode("utf-8", "backslashreplace")[:LONGEST_NAME]
-            name_id = len(self._names)
             used = next(reversed(self._names.values()))[1] if self._names else 0
-            end = used + 2 + len(text)
+            name_id, end = len(self._names), used + 2 + len(text)
             if end > NAMES_BYTES:
                 self._words[NAMES_LOST] += 1
                 return 0
             struct.pack_into(f"<H{len(text)}s", self.buffer, NAMES_OFFSET + used, len(text), text)
-            self._names[name] = name_id, end  # at once: an exception by a signal leaves it known or unknown, not half
-            self._words[NAMES_USED] = end
+            try:
+                self._names[name] = name_id, end  # at once: an exception by a signal leaves it known or unknown
+            finally:
+                self._words[NAMES_USED] = end if name in self._names else used
             return name_id
 
     def names(self) -> list[str]:
@@ -243,6 +196,20 @@ class RingFile:
         self._words.release()
         self.buffer.close()
 
+    def let_go(self, timeout_s: float = 0.0) -> bool:
+        """The process needs the ring no more, nor its files. Again is harmless.
+
+        Anonymous memory is lost where nobody else has it open: waits for that, at most so long. Returns whether it is
+        kept.
+        """
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return True
+        try:
+            return memory.wait_until_held(str(self.path), descriptor, timeout_s)
+        finally:
+            os.close(descriptor)
+
 
 class OpenSpan(NamedTuple):
     """A span that has begun and not ended."""
@@ -290,32 +257,43 @@ def record_dtype() -> np.dtype[np.void]:
 class Reader:
     """Reads a ring file that another process may be writing, or has left behind.
 
-    Maps the file read-only; one thread. Raises RingError if the file is not a ring file.
+    Maps the file read-only; one thread.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+        """descriptor: of the ring, open already; it is closed with this. Raises OSError, and RingError for no ring."""
         import numpy as np
 
         self.path = path
         self.cursor = 0  # sequence number of the next record to read
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._descriptor = memory.open_to_read(str(path)) if descriptor is None else descriptor
         try:
-            size = os.fstat(descriptor).st_size
-            if size < RECORDS_OFFSET + RECORD_BYTES:
-                raise RingError(f"{path} is too short to be a ring file")
-            self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
-        finally:
-            os.close(descriptor)
-        magic, version, record_bytes, capacity, *_ = _FIXED.unpack_from(self._map)
-        if magic != MAGIC or version != VERSION or record_bytes != RECORD_BYTES:
-            raise RingError(f"{path} is not a ring file of version {VERSION}")
-        if capacity & (capacity - 1) or size != RECORDS_OFFSET + capacity * RECORD_BYTES:
-            raise RingError(f"{path} says it holds {capacity} records, which does not match its {size} bytes")
+            capacity = self._map_and_check()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         self.capacity: int = capacity
         self._words = np.frombuffer(self._map, "<u8", RECORDS_OFFSET // 8)
         self._records = np.frombuffer(self._map, record_dtype(), capacity, RECORDS_OFFSET)
         self._names: list[str] = []
         self._names_read = 0
+
+    def _map_and_check(self) -> int:
+        """Returns the capacity."""
+        size = os.fstat(self._descriptor).st_size
+        if size < RECORDS_OFFSET + RECORD_BYTES:
+            raise RingError(f"{self.path} is too short to be a ring file")
+        self._map = mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ)
+        magic, version, record_bytes, capacity, *_ = _FIXED.unpack_from(self._map)
+        if magic != MAGIC or version != VERSION or record_bytes != RECORD_BYTES:
+            raise RingError(f"{self.path} is not a ring file of version {VERSION}")
+        if capacity & (capacity - 1) or size != RECORDS_OFFSET + capacity * RECORD_BYTES:
+            raise RingError(f"{self.path} says it holds {capacity} records, which does not match its {size} bytes")
+        return int(capacity)
+
+    def hold(self) -> None:
+        """Says that this process keeps the ring, until close(), also where its process ends."""
+        memory.hold(str(self.path), self._descriptor)
 
     def counter(self, word: int) -> int:
         """A header counter: HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS, NAMES_LOST or INTERNAL_ERRORS."""
@@ -330,7 +308,7 @@ class Reader:
             return {}
         try:
             loaded = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}  # torn: another one is on the way
         return loaded if isinstance(loaded, dict) else {}
 
@@ -346,8 +324,7 @@ class Reader:
 
     def open_spans(self) -> list[OpenSpan]:
         """What the training thread is inside of, outermost first. A snapshot: a running writer may change it midway."""
-        spans = []
-        names = self.names()
+        names, spans = self.names(), []
         for i in range(min(self.counter(DEPTH), MAX_FRAMES)):
             start_ns, _, _, packed = (int(word) for word in self._words[FRAMES + 4 * i : FRAMES + 4 * i + 4])
             name_id, kind = packed & 0xFFFFFFFF, packed >> 32
@@ -373,11 +350,10 @@ class Reader:
         """
         import numpy as np
 
-        asked, stop = self.cursor, self.counter(HEAD)
+        asked, stop = self.cursor, min(self.counter(HEAD), _LAST)
         first = max(asked, stop - self.capacity)
         sequences = np.arange(first, max(first, stop), dtype=np.int64)
-        stamps = (sequences + 1).astype(np.uint32)
-        begin = first & (self.capacity - 1)
+        stamps, begin = (sequences + 1).astype(np.uint32), first & (self.capacity - 1)
         end = begin + len(sequences)
         pieces = [self._records[begin:end], self._records[: max(0, end - self.capacity)]]  # it may go on at the start
         records = np.concatenate(pieces)
@@ -398,3 +374,4 @@ class Reader:
     def close(self) -> None:
         del self._words, self._records
         self._map.close()
+        os.close(self._descriptor)

@@ -32,7 +32,7 @@ class SidecarLock:
         """Takes the lock if nobody holds it. Raises OSError if the file cannot be made."""
         while True:
             if self._descriptor is None:
-                self.path.parent.mkdir(mode=0o700, exist_ok=True)  # the last holder may just have removed it
+                os.makedirs(self.path.parent, 0o700, exist_ok=True)  # the last holder may just have removed it
                 self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,6 +46,26 @@ class SidecarLock:
             if current:
                 return True
             self.close()
+
+    def restore(self) -> bool:
+        """Makes the file anew where a cleaner of shared memory has removed it. False: somebody else has the lock now.
+
+        Only while holding the lock: else another one could be started any time. Where no file can be made, all stays.
+        """
+        if self._is_current():
+            return True
+        anew = SidecarLock(self.path)
+        try:
+            if not anew.acquire():
+                return False
+        except OSError:
+            return True
+        status = os.pread(self.descriptor, sidecar_status.BYTES, 0)
+        self.close()
+        self._descriptor = anew.descriptor
+        with contextlib.suppress(OSError):
+            os.pwrite(self._descriptor, status, 0)
+        return True
 
     def write_status(self, doing: str) -> None:
         """Says in the file what this process, a sidecar that holds the lock, is doing, see sidecar_status.py."""

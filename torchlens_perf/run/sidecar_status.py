@@ -6,23 +6,27 @@ something else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from torchlens_perf.run.processes import process_started
 
 SEVERAL_NODES = "--several-nodes"
 """The job has other nodes: the sidecar must meet theirs while it runs."""
+SHARED = "--shared"
+"""The run directory is for its group to read, too."""
 AT_ONCE = "--at-once"
 """Nothing is to be waited for."""
 LOADS = "is loading its libraries"
-_BYTES = 160  # written whole, so that what was there before is gone
+BYTES = 160  # written whole, so that what was there before is gone
 
 
 def write_status(descriptor: int, doing: str) -> None:
     """Replaces the status. descriptor: of the lock file. doing: what would follow "the sidecar", in one line."""
     pid = os.getpid()
-    line = f"{pid} {process_started(pid)} {doing}".encode()[: _BYTES - 1]
-    os.pwrite(descriptor, line.ljust(_BYTES - 1) + b"\n", 0)
+    line = f"{pid} {process_started(pid)} {doing}".encode()[: BYTES - 1]
+    with contextlib.suppress(OSError):  # there may be no room in shared memory
+        os.pwrite(descriptor, line.ljust(BYTES - 1) + b"\n", 0)
 
 
 def read_status(path: str) -> tuple[int, int, str]:
@@ -31,11 +35,11 @@ def read_status(path: str) -> tuple[int, int, str]:
     path: of the lock file. Raises OSError if it cannot be read; a missing file holds no status.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return 0, 0, ""
     try:
-        words = os.read(descriptor, _BYTES).decode(errors="replace").split(maxsplit=2)
+        words = os.read(descriptor, BYTES).decode(errors="replace").split(maxsplit=2)
     finally:
         os.close(descriptor)
     if len(words) < 3 or not (words[0].isdigit() and words[1].isdigit()):

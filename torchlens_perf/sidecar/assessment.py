@@ -85,7 +85,6 @@ class Assessor:
         nodes: list[NodeState],
         unix_ns: int,
         *,
-        generation: int,
         links: Verdict | None,
         diagnosed: Callable[[StragglerGroup], Diagnosis | None],
         hang: OpenHang | None = None,
@@ -103,7 +102,7 @@ class Assessor:
             return for_alerts(nodes)
 
         alerts = self.alerts.changes(
-            attempt, findings, hang, places, unix_ns, generation=generation, at_step=at_step,
+            attempt, findings, hang, places, unix_ns, at_step=at_step,
             verdicts=_other_verdicts(findings, named, links), context=context, diagnosed=diagnosed,
         )  # fmt: skip
         if findings is not self._judged:  # the same for many rounds, and of many ranks it takes a while

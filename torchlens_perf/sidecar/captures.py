@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.causes.straggler_groups import suspect_and_healthy
-from torchlens_perf.run import captures
+from torchlens_perf.run import captures, ownership
 from torchlens_perf.run.captures import LONGEST_S, RAW_TRACE, REQUEST_LASTS_S, STACKS, TRACE, Outcome, Request
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.place.node import host_of
 from torchlens_perf.sidecar.host.stacks import python_stacks
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-LOOK_S = 1.0
+LOOK_S = 5.0  # a folder that all nodes look at, on a disk that they may share
 MAX_DUMPS = 8
 _DUMPS_BEFORE = 3  # of them, before the captured steps, which may be over before py-spy answers
 _BETWEEN_DUMPS_S = 0.5
@@ -107,7 +108,8 @@ class CaptureRelay:
         attempt = max((live.attempt for live in ranks.values()), default=-1)
         if not named.groups or attempt in self._after_verdict or not findings.step_ns:
             return
-        reached = {rank for rank, place in places.items() if self._run.node_state(place.host).exists()}
+        hosts = {host_of(state.stem) for state in self._run.nodes.glob("*.json")}
+        reached = {rank for rank, place in places.items() if place.host in hosts}
         chosen = suspect_and_healthy(named, findings, places, reached)
         if not chosen:
             return
@@ -131,7 +133,7 @@ class CaptureRelay:
 
     def _note(self, unreadable: list[str]) -> None:
         for why in unreadable:
-            note = f"a request for a capture cannot be read: {why}"
+            note = f"a request for a capture cannot be used: {why}"
             if note not in self.notes and len(self.notes) < _MAX_NOTES:
                 self.notes.append(note)
 
@@ -150,7 +152,10 @@ class CaptureRelay:
             if captures.outcome_path(folder).exists():
                 continue
             asked = _Asked(request, rank, live.ring, live.pid, folder, now_s)
-            if live.refuses:
+            refusal = captures.refusal(self._run.captures, request)
+            if refusal:
+                self._finish_without(asked, refusal)
+            elif live.refuses:
                 self._finish_without(asked, "captures are switched off: capture='off'")
             elif any(other.rank == rank for other in self._asked):
                 self._finish_without(asked, "another capture of this rank is in progress")
@@ -228,7 +233,11 @@ class CaptureRelay:
             partial = compressed.with_suffix(".partial")
             try:
                 whole = False
-                with open(raw, "rb") as read, gzip.open(partial, "wb", _FASTEST) as written:
+                with (
+                    open(raw, "rb") as read,
+                    open(ownership.create(partial), "wb") as file,
+                    gzip.open(file, "wb", _FASTEST) as written,
+                ):
                     while chunk := read.read(_CHUNK_BYTES):
                         written.write(chunk)
                         whole = chunk.rstrip().endswith(b"}")
@@ -244,7 +253,7 @@ class CaptureRelay:
         raw.unlink(missing_ok=True)
         if asked.dumps:
             try:
-                (asked.folder / STACKS).write_text("\n".join(asked.dumps))
+                ownership.write(asked.folder / STACKS, "\n".join(asked.dumps))
                 files[STACKS] = (asked.folder / STACKS).stat().st_size
             except OSError as error:
                 left_out[STACKS] = f"it could not be written: {error.strerror or error}"

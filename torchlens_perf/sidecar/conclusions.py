@@ -6,6 +6,7 @@ Whatever fails in here, the records are read and kept, and the report says that 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,11 +15,12 @@ from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.causes.straggler_groups import NOBODY, name
 from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.analysis.collectives.semantics import sole_operations
+from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.analysis.stragglers.merged_windows import MergedWindows, held_against
 from torchlens_perf.analysis.stragglers.resume import Continuation
 from torchlens_perf.analysis.words.hang import device_place
-from torchlens_perf.errors import guard, swallowed
+from torchlens_perf.errors import RunStoreError, guard, swallowed
 from torchlens_perf.exporters import Assessment
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import device_mark
@@ -26,6 +28,7 @@ from torchlens_perf.sidecar.assessment import Assessor, LinkWatch
 from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.sidecar.host.stacks import process_state
 from torchlens_perf.sidecar.job import JobView, usual_step_s
+from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.rank_metrics import RankMetrics
 from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
 
@@ -56,31 +59,45 @@ class Conclusions:
         self, run: RunDirectory, host: str, state: NodeState, generations: Generations, telemetry: TelemetryLog
     ) -> None:
         """state: as an earlier sidecar has left it. generations: knows its processes."""
-        self.job = JobView(host)
+        self.job = JobView(host, run_id=run.run_id)
         self.signals = RankMetrics(telemetry)
         self._host = host
         self._state = state
-        attempts = [process.identity.attempt for process in state.processes.values()]
-        self._earlier_attempt = self._attempt = max(attempts, default=-1)  # that the state's findings and hang are of
+        for process in state.processes.values():
+            generation = generations.of(process.identity)
+            if generation != UNRELATED:
+                self.job.began(process.identity, generation, process.identity.attempt)
+        self._earlier = self._generation = generations.newest  # that the state's findings and hang are of
+        self.job.begin(generations.newest)
         self._continuation = Continuation(state.findings)
         self._windows = MergedWindows()
         self._links = LinkWatch(run, host)
         self._captures = CaptureRelay(run)
-        self._generations = generations
+        self._folder = run.nodes
         alerts = AlertLog(
-            run.run_id, self._attempt, state.findings, state.hang,
-            generation=generations.again(self._attempt), saved=state.alerts,
+            run.run_id, max((process.identity.attempt for process in state.processes.values()), default=-1),
+            state.findings, state.hang, saved=state.alerts,
         )  # fmt: skip
         self._assessor = Assessor(alerts)
 
-    def begin(self, identity: Identity) -> None:
+    def begin(self, identity: Identity, generation: int) -> None:
         """Other processes begin, of which this is one: what was found before holds of none of them."""
-        if identity.attempt == self._attempt:
-            self._earlier_attempt = -1
-        self._attempt = identity.attempt
+        self._generation = generation
         self._windows = MergedWindows()
-        self.job.begin(identity.attempt)
-        self._state.findings, self._state.named, self._state.hang, self.job.hang = NOTHING, NOBODY, None, None
+        self.job.begin(generation, identity)
+        self._state.findings, self._state.named, self._state.hang = NOTHING, NOBODY, None
+
+    def number(self, sources: RingSources) -> None:
+        """Gives processes their places in the job: the run's id, and which of its generations they are of."""
+        membership = self.job.membership
+        for source in sources:
+            if source.generation != UNRELATED:
+                who = source.state.identity
+                attempt = membership.number(source.generation)
+                if (who.attempt, who.run_id) != (attempt, membership.run_id):
+                    source.state.identity = dataclasses.replace(
+                        who, attempt=attempt, run_id=membership.run_id, launcher_restarts=who.restarts
+                    )
 
     def sample(self, sources: RingSources, now_s: float) -> None:
         """What ranks wait for at this instant; in every round."""
@@ -108,7 +125,8 @@ class Conclusions:
 
     def _judge(self, source: RingSource, judged: StepTable | None) -> None:
         if judged is not None:
-            self.job.add_steps(source.state.identity, source.state.place, judged, source.job_store)
+            places = Places.of(source.job_store, source.settings, self._folder)
+            self.job.add_steps(source.state.identity, source.state.place, judged, places)
 
     def update(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
         """Judges the ranks, exchanges windows with other nodes, and looks for hangs."""
@@ -131,8 +149,7 @@ class Conclusions:
 
     def assessment(self, sources: RingSources) -> Assessment | None:
         """For an exporter, what holds now and what has changed since the last time; None while no process is known."""
-        identities = (source.state.identity for source in sources)
-        who = next((identity for identity in identities if identity.attempt == self._attempt), None)
+        who = next((source.state.identity for source in sources.newest()), None)
         if who is None:
             return None
         found = Assessment(who, self._state.findings, self._state.hang, (), self.job.judges_alone)
@@ -144,7 +161,6 @@ class Conclusions:
             with self.going_on("raising alerts"):
                 found = self._assessor.assess(
                     who, who.attempt, found.findings, self._state.named, self.job.places, [self._state], time.time_ns(),
-                    generation=self._generations.again(who.attempt),
                     links=links,
                     diagnosed=lambda group: self._diagnosed(group, sources),
                     hang=found.hang,
@@ -172,10 +188,13 @@ class Conclusions:
 
     @contextlib.contextmanager
     def going_on(self, place: str) -> Iterator[None]:
-        """Around what is concluded from the records: whatever fails there, they are read and kept."""
+        """Around each part of a round: whatever fails there, the others are done."""
         before = swallowed.by_place[place]
-        with guard(place):
-            yield
+        try:
+            with guard(place):
+                yield
+        except (OSError, RunStoreError) as error:  # guard() raises in tests, but a disk that fails is no mistake
+            swallowed.add(place, error)
         note = f"{place} failed in the sidecar, and its results are missing: see nodes/{self._host}.log"
         if swallowed.by_place[place] > before and note not in self._state.notes:
             self._state.notes.append(note)
@@ -183,9 +202,9 @@ class Conclusions:
     # -- parts
 
     def _take_over(self, findings: Findings, sources: RingSources) -> None:
-        if self.job.attempt != self._attempt:
-            return  # no step of the newest attempt has been made
-        if self._attempt == self._earlier_attempt:
+        if self.job.generation != self._generation:
+            return  # no step of the newest processes has been made
+        if self._generation == self._earlier:
             findings = self._continuation.findings(findings)
         findings = held_against(findings, self._windows, self.job.places)
         if findings.rows or not self._state.findings.rows:

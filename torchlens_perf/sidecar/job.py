@@ -8,39 +8,42 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchlens_perf.analysis.causes.metrics import MetricHistory, vector
 from torchlens_perf.analysis.causes.rules import Diagnosis, diagnose
-from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, Progress, find_hang
 from torchlens_perf.analysis.statistics.modules import ModuleTimes
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBins
 from torchlens_perf.analysis.stragglers.detector import Findings, JobDetector
 from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.words.hang import OpenHang, RankStack, described
-from torchlens_perf.run.location import location
 from torchlens_perf.run.rank_ranges import parse_ranges
-from torchlens_perf.sidecar.host.stacks import asked_stack, python_stack
+from torchlens_perf.sidecar.hang_watch import HangWatch
 from torchlens_perf.sidecar.nodes import summary
-from torchlens_perf.sidecar.nodes.exchange import Exchange
-from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
+from torchlens_perf.sidecar.nodes.meeting import Meeting, OpenExchange
+from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.nodes.summary import Summary
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
+    from torchlens_perf.analysis.collectives.hang import Progress
+    from torchlens_perf.analysis.words.hang import OpenHang
     from torchlens_perf.run.identity import Identity, ProcessGroup
     from torchlens_perf.run.records import StepTable
+    from torchlens_perf.sidecar.nodes.messages import Received
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 ROUND_S = 1.0  # between two posts of a rank that makes no steps, and between two checks for hangs
 _ALONE_S = 2.0  # between two calls of update() where no other node gets windows
 SILENT_S = 6.0  # nodes post every ROUND_S; one whose posts are missing for so long is silent
-MAX_STACKS = 3
+_WORD_S = 15.0  # within which node 0 says which processes run together, if it ever does
 _MAX_COMPARED = 256  # ranks whose signals a slow rank's are held against
 _MIN_ROW_NS = 100_000_000  # between nodes: at most ten rows a second and rank
 
@@ -64,26 +67,34 @@ class _Local:
 class JobView:
     """Belongs to the sidecar's thread."""
 
-    def __init__(self, host: str, open_exchange: Callable[..., Exchange] = Exchange) -> None:
-        self._host = host
-        self._open_exchange = open_exchange
-        self._exchange: Exchange | None = None
-        self._last_notes: list[str] = []  # of exchanges that are closed
+    def __init__(self, node: str, open_exchange: OpenExchange | None = None, run_id: str = "") -> None:
+        """node: its name, see run/place/node.py."""
+        self._meeting = Meeting(node, run_id, open_exchange)
+        self.membership = self._meeting.membership
+        """Which processes of all nodes run together."""
+        self._generation = -1
+        self._local: dict[int, _Local] = {}
         self._round_s = float("-inf")
         self.begin(-1)
 
     @property
     def judges_alone(self) -> bool:
         """Whether this node judges; else node 0 does."""
-        return not self._sends
+        return not self._meeting.sends
+
+    @property
+    def hang(self) -> OpenHang | None:
+        """The hang in progress; None while the job moves."""
+        return self._hangs.hang
 
     @property
     def update_every_s(self) -> float:
         """How often to call update(). Where nodes exchange windows, it is as often as they expect a post."""
-        return _ALONE_S if self._exchange is None else ROUND_S
+        return ROUND_S if self._meeting.is_open else _ALONE_S
 
     @property
-    def attempt(self) -> int:
+    def generation(self) -> int:
+        """Of this node's processes, whose steps are judged; -1 before the first."""
         return self._judge.attempt
 
     @property
@@ -93,15 +104,22 @@ class JobView:
 
     # -- from the sidecar's sources
 
-    def begin(self, attempt: int) -> None:
-        """Other processes begin: those of another attempt, or of the same one with other nodes (restarts.py)."""
-        self.close()
-        self._exchange_attempt = attempt
-        self.hang: OpenHang | None = None
-        """The hang in progress; None while the job moves."""
-        self.hang_key: object = None
+    def begin(self, generation: int, identity: Identity | None = None) -> None:
+        """Other processes of this node begin, as it counts them (restarts.py). identity: of one of them.
+
+        The exchange goes on: other nodes may have begun already.
+        """
+        if identity is not None:
+            self.began(identity, generation)
+        if self._meeting.sends:
+            self._post()
+        self._generation = generation
+        self._began_s = time.monotonic()
+        self._alone = False  # whether they are all ranks of the job
+        self._places: dict[int, Places] = {}
+        self._hangs = HangWatch(SILENT_S)
         self._judge = JobDetector()
-        self._local: dict[int, _Local] = {}
+        self._local = {}
         self._remote: dict[int, Progress] = {}
         self._remote_reported_s: dict[int, float] = {}
         self.module_times = ModuleTimes()
@@ -110,19 +128,23 @@ class JobView:
         self._groups: dict[str, tuple[int, ...]] = {}
         self._missing: dict[str, str] = {}
         self._unreadable: set[str] = set()  # nodes whose summaries are of another version of this package
+        self._corrupt: Counter[str] = Counter()  # summaries, by node
         self._others: list[str] = []
 
-    def add_steps(
-        self, identity: Identity, place: Placement, steps: StepTable, job_store: tuple[str, int] | None
-    ) -> None:
-        """Finished steps of a rank of this node. job_store: the job's TCPStore, for a job of several nodes."""
+    def began(self, identity: Identity, generation: int, number: int | None = None) -> None:
+        """Of these processes this is one. number: the job's generation, if an earlier sidecar knew it."""
+        self._meeting.began(identity, generation, number)
+
+    def add_steps(self, identity: Identity, place: Placement, steps: StepTable, places: Places | None) -> None:
+        """Finished steps of a rank of this node. places: where the nodes meet, for a job of several."""
         local = self._local_of(identity, place)
-        if local is None:
-            return
-        self._join(identity, job_store)
-        min_row_ns = _MIN_ROW_NS if self._exchange is not None else MIN_ROW_NS
-        rows = self._judge.add_steps(identity.attempt, identity.rank, place, steps, min_row_ns)
-        if rows is not None and self._sends:
+        if places is None or identity.on_one_node:
+            self._alone = True
+        else:
+            self._places[identity.rank] = places
+        min_row_ns = _MIN_ROW_NS if self._places else MIN_ROW_NS
+        rows = self._judge.add_steps(self._generation, identity.rank, place, steps, min_row_ns)
+        if rows is not None and self._may_send:
             local.unsent.append(rows)
 
     def progress(
@@ -139,10 +161,9 @@ class JobView:
         modules_ns: its modules' mean own forward time a step.
         """
         local = self._local_of(identity, place)
-        if local is not None:
-            local.progress, local.stack_file, local.modules_ns = now, stack_file, modules_ns or {}
-            self.module_times.set_local(identity.rank, local.modules_ns)
-            self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
+        local.progress, local.stack_file, local.modules_ns = now, stack_file, modules_ns or {}
+        self.module_times.set_local(identity.rank, local.modules_ns)
+        self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
 
     def add_signals(self, values: Mapping[int, Mapping[str, float]], now_s: float) -> None:
         """What was measured of ranks of this node in the last second, see analysis/causes/metrics.py."""
@@ -170,85 +191,87 @@ class JobView:
     def end(self, identity: Identity) -> None:
         """A process of this node has ended, and all of it is counted."""
         local = self._local.get(identity.rank)
-        rows = self._judge.end(identity.attempt, identity.rank)
+        rows = self._judge.end(self._generation, identity.rank)
         if local is not None and local.identity.key == identity.key:
             local.ended = True
-            if rows is not None and self._sends:
+            if rows is not None and self._may_send:
                 local.unsent.append(rows)
 
     # -- once in every round of the sidecar
 
     def update(self, now_s: float, *, final: bool = False) -> Findings:
         """Sends, receives and judges. now_s: a monotonic clock. final: the run has ended."""
-        if self._exchange is not None and self._merges:
+        self._join()
+        if self._meeting.merges:
             self._receive(now_s)
+        else:
+            self._meeting.hear()
         due = now_s - self._round_s >= ROUND_S
         full = any(sum(map(len, each.unsent)) >= summary.ROWS for each in self._local.values())
-        if self._sends and (due or final or full):
+        if self._meeting.sends and (due or final or full):
             self._post()
         if due:
             self._round_s = now_s
+            self._meeting.say()
             self._look_for_hang(now_s)
         return self._judge.judge(final=final)
 
     def notes(self) -> list[str]:
         """What is to be said of the exchange between nodes."""
-        notes = [*self._last_notes, *self._missing.values()]
+        notes = [*self._missing.values()]
         notes += [f"node {node} runs another version of torchlens_perf: not compared" for node in self._unreadable]
-        return notes + (self._exchange.notes() if self._exchange is not None else [])
+        notes += [f"{count} windows of node {node} were corrupt: left out" for node, count in self._corrupt.items()]
+        return notes + self._meeting.notes()
 
     def others_are_there(self) -> bool:
         """Whether this is node 0, and others that have not ended still post to it: their last windows are to come."""
-        return self._exchange is not None and self._merges and bool(self._others)
+        return self._meeting.merges and bool(self._others)
+
+    def awaits_node_0(self) -> bool:
+        """Whether another node is still to say what the run is called, and how often it was started; soon it is."""
+        known = self.membership.is_known(self._generation)
+        return bool(self._places) and not known and time.monotonic() - self._began_s < _WORD_S
 
     def close(self) -> None:
         """Sends what is left and ends the exchange."""
-        if self._exchange is not None:
-            if self._sends:
-                self._post()
-            # Taken before it is closed: that the other end has left already is worth no note.
-            self._last_notes += [note for note in self._exchange.notes() if note not in self._last_notes]
-            self._exchange.close()
-            self._exchange = None
+        if self._meeting.sends:
+            self._post()
+        self._meeting.close()
 
     # -- parts
 
     @property
-    def _merges(self) -> bool:
-        return 0 in self._local
+    def _may_send(self) -> bool:
+        """Whether it sends, or may find out that it does."""
+        return bool(self._places) and not self._meeting.merges
 
-    @property
-    def _sends(self) -> bool:
-        return self._exchange is not None and not self._merges
-
-    def _local_of(self, identity: Identity, place: Placement) -> _Local | None:
-        if identity.attempt < self._exchange_attempt:
-            return None
-        if identity.attempt > self._exchange_attempt:
-            self.begin(identity.attempt)
+    def _local_of(self, identity: Identity, place: Placement) -> _Local:
         local = self._local.get(identity.rank)
         if local is None or local.identity.key != identity.key:
             local = self._local[identity.rank] = _Local(identity, place, identity.world_size)
         local.place = place
         return local
 
-    def _join(self, identity: Identity, job_store: tuple[str, int] | None) -> None:
-        if self._exchange is not None or job_store is None or identity.world_size <= identity.local_world_size:
+    def _join(self) -> None:
+        """Opens the exchange, or another one, as soon as ranks have made steps: by then this node's are all known."""
+        some = next(iter(self._local.values()), None)
+        # No launcher may have said it, but all ranks are here.
+        if self._alone or (some is not None and len(self._local) >= some.world_size):
+            self.close()
+            self._places.clear()
+        if not self._places or some is None:
             return
-        # Launchers number a node's ranks one after the other.
-        first = identity.rank - identity.local_rank
-        merges = first == 0
-        key = exchange_key(identity.run_id, identity.attempt)
-        # The node's name includes its location, so that those who receive the name know the location too.
-        where = location(identity.attributes).replace("/", "-")
-        logger.info(
-            "%s windows between nodes; the job's store is %s:%d", "merging" if merges else "sending", *job_store
-        )
-        node = f"{self._host}/{first}/{where}" if where else f"{self._host}/{first}"
-        self._exchange = self._open_exchange(job_store, key, node, merges)
+        places = next(iter(self._places.values()))
+        merges = 0 in self._local
+        if self._meeting.is_as(places, merges):
+            return
+        self.close()
+        if merges:
+            for local in self._local.values():
+                local.unsent.clear()
+        self._meeting.open(places, some.identity, merges)
 
     def _post(self) -> None:
-        assert self._exchange is not None
         while True:
             payloads, more = {}, False
             for rank, local in self._local.items():
@@ -259,11 +282,11 @@ class JobView:
                 local.end_sent = local.ended and not local.unsent
                 payloads[rank] = summary.pack(
                     Summary(
-                        attempt=local.identity.attempt,
+                        set=self._generation,
+                        age_s=self.membership.age_s(self._generation, time.monotonic()),
                         world_size=local.world_size,
                         place=self._judge.places.get(rank, local.place),
                         progress=local.progress,
-                        pid=local.identity.pid,
                         rows=rows,
                         modules_ns=local.modules_ns,
                         ended=local.end_sent,
@@ -271,44 +294,28 @@ class JobView:
                     )
                 )  # fmt: skip
             if payloads:
-                self._exchange.post(payloads)
+                self._meeting.post(payloads)
             if not more:
                 return
 
     def _receive(self, now_s: float) -> None:
-        assert self._exchange is not None
-        collected = self._exchange.collect()
+        collected = self._meeting.collect()
         received = [each for of_rank in collected.payloads.values() for each in of_rank]
         readable = [each for each in received if summary.is_readable(each.payload)]
         self._unreadable |= {each.node for each in received}
         self._unreadable -= {each.node for each in readable}
         if readable:
-            values = summary.unpack([each.payload for each in readable])
-            hosts = [each.node.split("/")[0] for each in readable]
-            locations = ["".join(each.node.split("/")[2:]) for each in readable]
-            ages_s = [each.age_s for each in readable]
-            for progress, age_s in zip(summary.progress(values, hosts, ages_s), ages_s, strict=True):
-                self._remote[progress.rank] = progress
-                self._remote_reported_s[progress.rank] = now_s - age_s
-            ranks = values["rank"].tolist()
-            for index, rank in enumerate(ranks):
-                if not self._judge.has_rows(rank):
-                    place = summary.place(values[index], hosts[index], locations[index])
-                    self._judge.set_place(self._exchange_attempt, rank, place)
-            for rank, key, times_ns in zip(ranks, values["modules"].tolist(), summary.modules_ns(values), strict=True):
-                self.module_times.set_remote(rank, key, times_ns)
-            self._signals.add(
-                values["rank"].astype(np.int64), values["step"].astype(np.int64), values["signals"], now_s
-            )
-            for index in np.flatnonzero(values["ended"]).tolist():
-                self._judge.end(self._exchange_attempt, ranks[index])
-            for population, block in summary.blocks(values):
-                self._judge.add_block(population, block)
-        own = f"{self._host}/"
+            sound = summary.sound(summary.unpack([each.payload for each in readable]))
+            if not sound.all():
+                self._corrupt.update(readable[index].node.rstrip("/") for index in np.flatnonzero(~sound).tolist())
+                readable = [readable[index] for index in np.flatnonzero(sound).tolist()]
+        readable = self._meeting.of_generation(readable, self._generation)
+        if readable:
+            self._take_over(summary.unpack([each.payload for each in readable]), readable, now_s)
         self._others = [
             node
             for node, contact in collected.nodes.items()
-            if not contact.left and contact.silent_s < SILENT_S and not node.startswith(own)
+            if not contact.left and contact.silent_s < SILENT_S and not f"{node}/".startswith(f"{self._meeting.name}/")
         ]
         self._missing = {
             node: f"node {node} has not been heard of for {contact.silent_s:.0f} s: its ranks are not compared"
@@ -316,51 +323,37 @@ class JobView:
             if contact.silent_s > SILENT_S and not contact.left
         }
 
+    def _take_over(self, values: npt.NDArray[np.void], received: Sequence[Received], now_s: float) -> None:
+        """What other nodes' ranks tell of themselves."""
+        hosts = [each.node.split("/")[0] for each in received]
+        locations = ["".join(each.node.split("/")[2:]) for each in received]
+        ages_s = [each.age_s for each in received]
+        for progress, age_s in zip(summary.progress(values, hosts, ages_s), ages_s, strict=True):
+            self._remote[progress.rank] = progress
+            self._remote_reported_s[progress.rank] = now_s - age_s
+        ranks = values["rank"].tolist()
+        for index, rank in enumerate(ranks):
+            if not self._judge.has_rows(rank):
+                place = summary.place(values[index], hosts[index], locations[index])
+                self._judge.set_place(self._generation, rank, place)
+        for rank, key, times_ns in zip(ranks, values["modules"].tolist(), summary.modules_ns(values), strict=True):
+            self.module_times.set_remote(rank, key, times_ns)
+        self._signals.add(values["rank"].astype(np.int64), values["step"].astype(np.int64), values["signals"], now_s)
+        for index in np.flatnonzero(values["ended"]).tolist():
+            self._judge.end(self._generation, ranks[index])
+        for population, block in summary.blocks(values):
+            self._judge.add_block(population, block)
+
     def _look_for_hang(self, now_s: float) -> None:
         ranks = {rank: local.progress for rank, local in self._local.items() if local.progress is not None}
-        if not ranks and not self._remote:
-            return
         ages_s = {rank: now_s - reported_s for rank, reported_s in self._remote_reported_s.items()}
-        # With many ranks it saves time to examine none closely while all make steps.
-        longest_s = max(
-            (remote.since_step_s + ages_s[rank] - remote.report_age_s for rank, remote in self._remote.items()),
-            default=0.0,
-        )
-        if max([longest_s, *(each.since_step_s for each in ranks.values())]) <= MIN_S:
-            self.hang, self.hang_key = None, None
-            return
-        for rank, remote in self._remote.items():
-            since_step_s = remote.since_step_s
-            # A silent node may still make steps: that no step is reported does not show that none is made.
-            if ages_s[rank] <= SILENT_S or remote.state in ENDED:
-                since_step_s += ages_s[rank] - remote.report_age_s
-            ranks[rank] = dataclasses.replace(remote, report_age_s=ages_s[rank], since_step_s=since_step_s)
-        world_size = max(local.world_size for local in self._local.values())
-        groups = dict(self._groups)
-        for name, members in groups.items():
-            if len(members) == world_size:
-                groups[name] = tuple(range(world_size))
-        hang = find_hang(ranks, groups, silent_s=SILENT_S)
-        if hang is None or not hang.alarm:
-            self.hang, self.hang_key = None, None
-        elif self.hang is None or hang.key != self.hang_key:
-            self.hang_key = hang.key
-            self.hang = described(hang, self._stacks(hang))
-            logger.warning("%s", self.hang.text)
-        else:
-            self.hang = described(hang, self.hang.stacks)  # it lasts longer, and its description changes
-
-    def _stacks(self, hang: Hang) -> dict[int, RankStack]:
-        stacks: dict[int, RankStack] = {}
-        for rank in hang.look_at:
-            local = self._local.get(rank)
-            if local is not None and len(stacks) < MAX_STACKS:
-                stack = python_stack(local.identity.pid)
-                if not stack.lines and local.stack_file:
-                    identity = local.identity
-                    stack = asked_stack(identity.pid, Path(local.stack_file), identity.process_started)
-                stacks[rank] = RankStack(tuple(stack.lines), stack.reason)
-        return stacks
+        world_size = max((local.world_size for local in self._local.values()), default=0)
+        groups = {
+            name: tuple(range(world_size)) if len(members) == world_size else members
+            for name, members in self._groups.items()
+        }
+        processes = {rank: (local.identity, local.stack_file) for rank, local in self._local.items()}
+        self._hangs.look(ranks, self._remote, ages_s, groups, processes)
 
 
 def _take(unsent: list[StepBins]) -> StepBins | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import ring
+from torchlens_perf.sidecar import termination
 from torchlens_perf.sidecar.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -33,22 +34,35 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
     schedule = Schedule(started_s)
     lock.write_status("is reading what the ranks record")
     account_took_s = save_took_s = 0.0
+    going_on = sidecar.conclusions.going_on
     while True:
-        schedule.polled(sidecar.poll())
+        if not lock.restore():
+            logger.error("another sidecar has begun after somebody removed the lock of this one, which ends")
+            sidecar.close()
+            return False
+        ends = termination.is_asked()
+        if ends:
+            schedule.hurry()
+        with going_on("reading the rings"):
+            schedule.polled(sidecar.poll())
         now_s = time.monotonic()
-        more = sidecar.sources.has_more_to_come(now_s - started_s)
+        more = sidecar.sources.has_more_to_come(now_s - started_s, ends=ends)
         if not more or schedule.account_due(now_s, account_took_s):
-            sidecar.account()
+            with going_on("counting the records"):
+                sidecar.account()
             account_took_s = time.monotonic() - now_s
         if not more or schedule.judge_due(now_s, sidecar.conclusions.job.update_every_s):
             sidecar.judge(now_s, final=not more)
+        with _logged("this run could not join that of node 0"):
+            sidecar.join_run()
         sidecar.measure()
         sidecar.build_tap(now_s - started_s)
         sidecar.conclusions.relay_captures(sidecar.sources, now_s, final=not more)
-        with _logged("the report could not be written"):
+        with going_on("writing the report"), _logged("the report could not be written"):
             sidecar.report_if_asked(lock.write_status)  # before the export, which may take longer: rank 0 waits for it
-        sidecar.export()
-        with _logged("the run directory cannot be written"):
+        with going_on("exporting"):
+            sidecar.export()
+        with going_on("writing the run directory"), _logged("the run directory cannot be written"):
             unkept = sidecar.unkept_records(), sidecar.sources.max_unkept_share()
             if not more or schedule.keep_due(now_s, *unkept, failing=sidecar.disk_failed):
                 sidecar.keep()
@@ -60,22 +74,28 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
             break
         _rest(sidecar.sources, schedule.poll_s)
     if exporter is not None:
-        sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
-    sidecar.end_exchange()
-    with _logged("the run directory cannot be written"):
-        sidecar.save()
-    with _logged("the last report could not be written"):
+        with going_on("exporting"):
+            sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
+    with going_on("exchanging windows with other nodes"):
+        sidecar.end_exchange()
+    with going_on("joining node 0's run"):
+        sidecar.join_run()
+    with going_on("writing the run directory"), _logged("the run directory cannot be written"):
+        sidecar.save(durably=True)
+    with going_on("writing the report"), _logged("the last report could not be written"):
         sidecar.write_report()
     sidecar.close()
     return _give_back(sidecar, lock)
 
 
 def _rest(sources: RingSources, rest_s: float) -> None:
-    """Sleeps for so long, or until a rank ends."""
+    """Sleeps for so long, or until a rank ends, or SIGTERM comes."""
     until_s = time.monotonic() + rest_s
-    live = sources.live()
+    live, asked = sources.live(), termination.is_asked()
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(_LOOK_S, left_s))
+        if termination.is_asked() != asked:
+            return
         if any(source.reader.counter(ring.STATE) == ring.State.CLOSED for source in live):
             return
 

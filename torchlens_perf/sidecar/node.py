@@ -7,6 +7,7 @@ between are still in the rings.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -24,9 +25,10 @@ from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.analysis.words.oom import oom_text
 from torchlens_perf.errors import RunStoreError, guard
 from torchlens_perf.exporters import ExportBatch, Exporter, export_batch
-from torchlens_perf.run import ring
+from torchlens_perf.run import ownership, ring
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.oom_table import OutOfMemory
+from torchlens_perf.run.place.joined import join_run
 from torchlens_perf.run.report_mailbox import deliver
 from torchlens_perf.sidecar.conclusions import Conclusions
 from torchlens_perf.sidecar.rings.segments import Chunk, SegmentWriter
@@ -45,6 +47,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 _LAST_WINDOWS_S = 5.0
 _OTHERS_END_S = 0.3  # after rank 0
+_LOOK_FOR_OOM_S = 10.0
 _KEPT_ROWS = 10  # of an out-of-memory table in the node's state; its file has all
 _TAP = "building the native tap on collectives"
 
@@ -86,12 +89,14 @@ class Sidecar:
         """The last segment could not be written."""
         self._reported: set[str] = set()
         self._ooms = OomFiles(run)
+        self._joined = run.run_id
 
     # -- one round
 
     def poll(self) -> float:
         """Copies new records out of the rings. Returns how full the fullest was, as a share of its capacity."""
         fullest = self.sources.read()
+        self.conclusions.number(self.sources)
         self.conclusions.sample(self.sources, time.monotonic())
         return fullest
 
@@ -99,22 +104,35 @@ class Sidecar:
         """Judges the ranks, exchanges windows with other nodes, and looks for hangs. now_s: CLOCK_MONOTONIC."""
         self.conclusions.update(self.sources, now_s, final=final)
 
+    def join_run(self) -> None:
+        """Moves into node 0's run directory, as soon as that is known to be another one. Raises OSError."""
+        self.conclusions.number(self.sources)
+        run_id = self.conclusions.job.membership.run_id
+        if run_id != self._joined:
+            self.save()
+            moved = join_run(self.run.path, run_id)
+            logger.info("this run is %s on node 0%s", run_id, ": moved there" if moved else "")
+            self._joined = run_id
+
     def account(self) -> None:
         """Counts what poll() copied: statistics, and the queues for export and for the next segment."""
+        ended = False
         for source in self.sources:
             if source.settled:
                 continue
-            self._read_counters(source)
-            self._account_records(source)
+            ended |= source.read_to_end
+            with self.conclusions.going_on(f"counting the records of rank {source.state.identity.rank}"):
+                self._read_counters(source)
+                self._account_records(source)
             if source.read_to_end:
                 source.settled = True
                 identity = source.state.identity
                 if self.sources.is_newest(source):
                     self.conclusions.end(source)
-                self.state.join.end(identity.attempt, identity.rank, source.generation)
+                self.state.join.end(0, identity.rank, source.generation)
         self.state.join.join()
         with self.conclusions.going_on("reading what held a device's memory"):
-            self._ooms.update(self.state.processes)
+            self._ooms.update(self.state.processes, at_once=ended)
         if self.disk_failed:  # the newest records are kept for later, the others are counted
             while len(self._unkept) > 1 and self.unkept_records() > MAX_UNKEPT_RECORDS:
                 self.state.unwritten_records += len(self._unkept.pop(0).records)
@@ -138,9 +156,12 @@ class Sidecar:
     def export(self) -> None:
         """Hands what account() counted to the exporter."""
         if self._exporter is not None:
-            for batch in self._unexported:
-                self._exporter.export(batch)
-            self._unexported.clear()
+            if self.conclusions.job.awaits_node_0() and self.sources.live():
+                return  # which trace a step belongs to depends on what it says
+            while self._unexported:
+                batch = self._unexported.pop(0)
+                who = self.state.processes[batch.identity.key].identity
+                self._exporter.export(dataclasses.replace(batch, identity=who))
             assessment = self.conclusions.assessment(self.sources)  # after the steps: alerts point to their traces
             if assessment is not None:
                 self._exporter.on_assessment(assessment)
@@ -161,14 +182,15 @@ class Sidecar:
             for chunk in self._unkept:
                 self.sources.of(chunk.origin.key).kept = int(chunk.sequences[-1])
             self._unkept.clear()
-        self.save()
+        self.save(durably=True)
         for source in self.sources:
-            if source.settled and source.path.exists():
+            if source.settled and os.path.lexists(source.path):
                 source.path.with_suffix(".stack").unlink(missing_ok=True)  # its process removes it, if it can
                 self.run.remove_ring(source.path)
         self.telemetry.write(self.sources.setting("disk_bytes"), final=not self.sources.live())
 
-    def save(self) -> None:
+    def save(self, *, durably: bool = False) -> None:
+        """Writes the node's state. durably: see NodeState.save(). Raises OSError."""
         times = os.times()
         self.state.passing_notes = [note for note in self.conclusions.job.notes() if note not in self.state.notes]
         self.state.telemetry = self.telemetry.totals()
@@ -178,7 +200,7 @@ class Sidecar:
             wanted = bool(self.sources.setting("build_tap"))
             self.state.tap_outlook = self._tap.outlook(next(filter(None, missed), ""), wanted=wanted)
         self.state.sidecar_cpu_s = times.user + times.system
-        self.state.save(self.run)
+        self.state.save(self.run, durably=durably)
         self._saved_hang = self.state.hang
 
     def has_unsaved_hang(self) -> bool:
@@ -267,15 +289,27 @@ class Sidecar:
             return
         if not source.joins:
             source.joins = True
-            first = identity.rank - identity.local_rank
-            ranks = range(first, first + identity.local_world_size)
-            self.state.join.set_ranks(identity.attempt, ranks, source.generation)
+            self.state.join.set_ranks(0, self._ranks_beside(source), source.generation)
         warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
         delayed_by_capture = source.delayed_by_capture(records)
         self.state.join.add(
-            identity.attempt, identity.rank, records[warm], names, state.groups, source.generation, identity.key,
+            0, identity.rank, records[warm], names, state.groups, source.generation, identity.key,
             delayed_by_capture[warm],
         )  # fmt: skip
+
+    def _ranks_beside(self, source: RingSource) -> set[int]:
+        """The ranks of its node: those that are here; and where launchers number a node's ranks one after the other,
+        those that are still to come."""
+        here = [other.state.identity for other in self.sources if other.generation == source.generation]
+        ranks = {identity.rank for identity in here}
+        for identity in here:
+            if identity.local_rank is None or identity.local_world_size is None:
+                return ranks
+            first = identity.rank - identity.local_rank
+            block = set(range(first, first + identity.local_world_size))
+            if not ranks <= block:
+                return ranks
+        return ranks | block
 
     def _read_counters(self, source: RingSource) -> None:
         reader, state = source.reader, source.state
@@ -314,22 +348,29 @@ class OomFiles:
     def __init__(self, run: RunDirectory) -> None:
         self._folder = run.oom
         self._known: dict[Path, int] = {}  # when each was written, as far as they are taken over
+        self._looked_s = float("-inf")
 
-    def update(self, processes: Mapping[str, ProcessState]) -> None:
-        """Takes over what is new for these processes, by their keys. Raises OSError."""
+    def update(self, processes: Mapping[str, ProcessState], *, at_once: bool) -> None:
+        """Takes over what is new for these processes, by their keys. Raises OSError.
+
+        Looks rarely, as nodes may share the disk; at once where a process has ended, which may be why.
+        """
+        if not at_once and time.monotonic() - self._looked_s < _LOOK_FOR_OOM_S:
+            return
+        self._looked_s = time.monotonic()
         for path in self._folder.glob("rank*.json"):
             try:
                 written_ns = path.stat().st_mtime_ns
                 if self._known.get(path) == written_ns:
                     continue
-                value = decode(path.read_bytes(), OutOfMemory)
-            except FileNotFoundError:  # its rank has a newer one
+                value = decode(ownership.read_bytes(path), OutOfMemory)
+            except (FileNotFoundError, ownership.NotRegularFileError):  # its rank has a newer one, or it is none
                 continue
             self._known[path] = written_ns
             process = processes.get(value["process"])
             if process is None:
                 continue  # another node's
-            path.with_suffix(".txt").write_text(oom_text(value))
+            ownership.write(path.with_suffix(".txt"), oom_text(value))
             before = process.out_of_memory
             if before is None or before["time_unix_ns"] <= value["time_unix_ns"]:
                 process.out_of_memory = _kept(value, path)

@@ -1,4 +1,4 @@
-"""How little the sidecar asks of the processors. What the kernel refuses is left as it is.
+"""How little the sidecar asks of the processors and of memory. What the kernel refuses is left as it is.
 
 Where the kernel groups processes by session (sched(7), autogroup), nice and policy compare a thread only with others of
 its own session, and the sidecar has one of its own: among all others counts the group's nice value. A process without
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import time
 
 NICE = 5
@@ -17,11 +18,29 @@ USUAL_GROUP, SLOW_GROUP, IDLE_GROUP = 0, 10, 19
 misses, and while a thread of it is idle (docs/decisions.md)."""
 _GROUP = "/proc/self/autogroup"  # not there where the kernel does not group by session
 _TRIES, _REST_S = 3, 0.05  # the kernel takes one change in a tenth of a second, of all users together
+_OOM_SCORE = "/proc/self/oom_score_adj"
+_OOM_SCORE_ADDED, _HIGHEST_OOM_SCORE = 500, 1000
+MEMORY_BYTES = 4 << 30  # of its data; node 0's of 16384 ranks has a tenth of it
 
 
 def lower() -> None:
+    """Of this process and its children: less of the processors than the job; where memory runs out, gone before it."""
     with contextlib.suppress(OSError):
         os.nice(NICE)
+    with contextlib.suppress(OSError, ValueError):
+        with open(_OOM_SCORE) as file:
+            score = int(file.read())
+        with open(_OOM_SCORE, "w") as file:
+            file.write(str(min(_HIGHEST_OOM_SCORE, score + _OOM_SCORE_ADDED)))
+    bound_memory(MEMORY_BYTES)
+
+
+def bound_memory(size_bytes: int) -> None:
+    """What asks for more fails here (MemoryError, which a round survives), before the job's own memory is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if soft == resource.RLIM_INFINITY or soft > size_bytes:
+            resource.setrlimit(resource.RLIMIT_DATA, (size_bytes, hard))
 
 
 def set_group(nice: int) -> None:

@@ -57,12 +57,13 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
     sending = _Sending(exporter) if exporter is not None else None
     judge, windows, rebuilt_states, saved_states = JobDetector(), MergedWindows(), [], []
     judged_steps: dict[str, JudgedSteps] = {}
+    damaged: list[str] = []
     for host in segments.hosts(run):
         saved = node_state.load_or_new(run, host)
         saved_states.append(saved)
         replaced = _replaced(saved)
         rebuilt = NodeState(host)
-        for origin, kept, names, lost in segments.read_chunks(run, host):
+        for origin, kept, names, lost in segments.read_chunks(run, host, damaged):
             process = rebuilt.processes.get(origin.key)
             if process is None:
                 process = rebuilt.processes[origin.key] = _process(run, origin, saved, trace_every)
@@ -83,7 +84,7 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
             if rest is not None and key not in replaced:
                 judge.add_steps(process.identity.attempt, process.identity.rank, process.place, rest)
         if not saved.processes:
-            rebuilt.notes.append("rebuilt from the records that are kept")
+            rebuilt.notes += ["rebuilt from the records that are kept", *damaged]
             rebuilt_states.append(rebuilt)
     findings = held_against(judge.judge(final=True), windows, judge.places)
     named = name(findings, judge.places)
@@ -91,7 +92,7 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
         state.findings, state.named = findings, named
         state.save(run)
     if sending is None:
-        return Replayed(steps, records, [])
+        return Replayed(steps, records, damaged)
     sending.assess(run, judge, findings, named, saved_states)
     notes = sending.end()
     if not notes:
@@ -99,7 +100,7 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
             state = node_state.load(run.node_state(host))
             state.notes = [note for note in state.notes if not note.startswith(UNDELIVERED)]
             state.save(run)
-    return Replayed(steps, records, notes)
+    return Replayed(steps, records, [*damaged, *notes])
 
 
 def _process(run: RunDirectory, origin: Origin, saved: NodeState, trace_every: int | None) -> ProcessState:
@@ -157,7 +158,6 @@ class _Sending:
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
         assessment = Assessor(AlertLog(run.run_id)).assess(
             last.identity, judge.attempt, findings, named, judge.places, saved, ended_ns,
-            generation=_generation(saved, judge.attempt),
             links=slow_link_verdict(saved),
             diagnosed=lambda group: _diagnosed(saved, group),
         )  # fmt: skip
@@ -192,24 +192,13 @@ def _replaced(saved: NodeState) -> set[str]:
     return {key for key, generation in of.items() if generation != generations.newest}
 
 
-def _generation(saved: list[NodeState], attempt: int) -> int:
-    """How often the processes were started anew within the attempt, as the node of rank 0 has counted, which judges."""
-    for state in saved:
-        generations = Generations()
-        of = {key: generations.of(process.identity) for key, process in state.processes.items()}
-        newest = [state.processes[key].identity for key in of if of[key] == generations.newest]
-        if any(identity.rank == 0 and identity.attempt == attempt for identity in newest):
-            return generations.again(attempt)
-    return 0
-
-
 def _identity(run: RunDirectory, origin: Origin) -> Identity:
     """What the records alone tell of a rank."""
-    keys = [key for host in segments.hosts(run) for key in segments.last_sequences(run, host)]
+    keys = [key for host in segments.hosts(run) for key in segments.last_sequences(run, host, [])]
     ranks = {int(key.removeprefix("rank").partition("-")[0]) for key in keys}  # a key: rank00003-attempt0-...
     world_size = 1 + max(ranks)
     return Identity(
         run_id=run.run_id, rank=origin.rank, local_rank=origin.rank, world_size=world_size,
         local_world_size=world_size, attempt=origin.attempt, host=origin.host, pid=0, process_started=0,
-        launcher_pid=0, elastic=False, program="", traceparent="", attributes={},
+        launcher_pid=0, elastic=False, program="", traceparent="", attributes={}, node=origin.host,
     )  # fmt: skip

@@ -12,6 +12,7 @@ _ACCOUNT_S, _LATEST_ACCOUNT_S = 1.0, 5.0
 _SAVE_S = 5.0
 _KEEP_S, _LATEST_KEEP_S = 5.0, 60.0
 _MAX_UNKEPT_SHARE = 1 / 2  # of a ring: what is in no segment is still there if all processes are killed at once
+_HURRIED_S = 1.0  # between two segments, once the sidecar may be killed at any time
 _SHARE = 1 / 400  # of the time, that counting takes, and writing the state
 
 
@@ -21,8 +22,15 @@ class Schedule:
     def __init__(self, now_s: float) -> None:
         self._started_s = now_s
         self.poll_s = 0.05
+        self._hurries = False
         # When each was done last; saved for the first time soon: somebody may want to see the live run.
         self._done_s = {"account": now_s, "judge": now_s, "keep": now_s, "save": now_s + 0.2 - _SAVE_S}
+
+    def hurry(self) -> None:
+        """The sidecar may be killed at any time: all is counted and written now, and once a second from here on."""
+        if not self._hurries:
+            self._hurries = True
+            self._done_s["account"] = self._done_s["keep"] = float("-inf")
 
     def polled(self, fullest: float) -> None:
         """Aims at reading a ring when an eighth of it is new."""
@@ -33,6 +41,8 @@ class Schedule:
 
     def account_due(self, now_s: float, took_s: float) -> bool:
         """Once a second, in a young run sooner; later where it took long, most of which is for each module once."""
+        if self._hurries:
+            return self._due("account", now_s, _HURRIED_S)
         return self._due("account", now_s, max(self._young(now_s, _ACCOUNT_S), min(_LATEST_ACCOUNT_S, took_s / _SHARE)))
 
     def judge_due(self, now_s: float, period_s: float) -> bool:
@@ -48,6 +58,7 @@ class Schedule:
         since_s = now_s - self._done_s["keep"]
         many = unkept_records >= MAX_UNKEPT_RECORDS or (since_s >= _KEEP_S and ring_share >= _MAX_UNKEPT_SHARE)
         due = many and not failing
+        due |= self._hurries and since_s >= _HURRIED_S
         due |= since_s >= min(_LATEST_KEEP_S, max(_KEEP_S, (now_s - self._started_s) / 2))
         if due:
             self._done_s["keep"] = self._done_s["save"] = now_s

@@ -266,7 +266,7 @@ def identity_of(run: RunDirectory, topology: Topology, rank: int) -> Identity:
         run_id=run.run_id, rank=rank, local_rank=rank % topology.node_size, world_size=topology.ranks,
         local_world_size=min(topology.node_size, topology.ranks), attempt=0, host=topology.host(rank), pid=os.getpid(),
         process_started=process_started(os.getpid()) or 0, launcher_pid=os.getppid(), elastic=False,
-        program="simulation", traceparent="", attributes={},
+        program="simulation", traceparent="", attributes={}, node=topology.host(rank),
     )  # fmt: skip
 
 

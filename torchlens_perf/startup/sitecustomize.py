@@ -66,7 +66,7 @@ def _arm() -> None:
         from torchlens_perf.autoload import autoload
     except Exception as error:  # a broken installation of ours is no reason to stop the script
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"torchlens_perf is off: {type(error).__name__}: {error}", file=sys.stderr)
+            print("torchlens_perf is off:", ascii(f"{type(error).__name__}: {error}")[1:-1], file=sys.stderr)
     else:
         autoload()
 

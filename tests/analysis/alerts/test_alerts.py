@@ -306,17 +306,17 @@ def test_a_saved_hang_lasts_until_it_is_known_to_be_over() -> None:
         assert look(None, at_step) == [("ended", 90)]
 
 
-def test_new_processes_of_an_attempt_have_alerts_of_their_own() -> None:
-    """When nodes join or leave, ranks begin anew in the same attempt: one named at the same step is another one."""
+def test_new_processes_have_alerts_of_their_own() -> None:
+    """After a restart ranks begin anew: one named at the same step is another one."""
     log = AlertLog("run")
     (first,) = told(log, findings(episode()))
-    ended, second = log.changes(0, findings(episode()), None, PLACES, NOW_NS, generation=1)
-    again = AlertLog("run", 0, findings(episode()), generation=1, saved=saved(log.open()))
+    ended, second = log.changes(1, findings(episode()), None, PLACES, NOW_NS)
+    again = AlertLog("run", 1, findings(episode()), saved=saved(log.open()))
 
     assert (ended.about, ended.change, second.change) == (first.about, "ended", "started")
-    assert ended.text.endswith("It is over: the ranks were started again.")
+    assert ended.text.endswith("It is over: the job was restarted.")
     assert second.id != first.id
-    assert again.changes(0, findings(episode()), None, PLACES, NOW_NS, generation=1) == ()
+    assert again.changes(1, findings(episode()), None, PLACES, NOW_NS) == ()
 
 
 def test_another_slow_link_updates_the_alert() -> None:

@@ -28,6 +28,19 @@ def test_vector() -> None:
         vector({"no such signal": 1.0})
 
 
+def test_usual_before_of_a_rank_without_signals() -> None:
+    """Of a rank of another node whose summaries have no signals yet, nothing is known, and nothing is raised."""
+    history = MetricHistory()
+    for second in range(10):
+        history.add(
+            np.array([0, 3]), np.full(2, 10 * second), np.stack([vector({"gc_share": 0.1}), vector({})]), second
+        )
+    found = history.usual_before(3, 100)
+
+    assert found is not None
+    assert np.isnan(found).all()
+
+
 def test_means_over_steps() -> None:
     """The time in which others were made is left out; where there is no other, it counts."""
     history = MetricHistory()

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.progress import USUAL_S, WORLD, every, found, job, named, rank
-from torchlens_perf.analysis.collectives.device_progress import DevicePlace
+from tests.support.progress import USUAL_S, WORLD, behind, every, found, job, named, rank
+from torchlens_perf.analysis.collectives.device_progress import DevicePlace, is_device_wait
 from torchlens_perf.analysis.collectives.hang import Collective, Progress
 from torchlens_perf.analysis.words.hang import device_place, text
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Kind
 
 FORWARD, BACKWARD = "the beginning of the forward pass", "the beginning of the backward pass"
+ITEM = "`loss.item()`, train (gpt.py:31)"
 
 
 def at(number: int, place: int, mark: str = "", step: int = 99, stood_s: float = 1.0, **changed: Any) -> Progress:
@@ -114,6 +115,75 @@ def test_hosts_that_are_blocked_outside_of_all_that_is_timed() -> None:
     assert (hang.kind, named(hang), hang.alarm) == ("device", [3], True)
 
 
+def test_hosts_that_wait_for_devices_of_which_nothing_is_known() -> None:
+    """A loop that waits for its loss in each step: no pause, and nobody is named."""
+    hosts = [
+        at(number, 7, step=98, stood_s=0.0, inside=(), waits_in=ITEM if number < 2 else None) for number in range(4)
+    ]
+    hang = found(*hosts)
+    assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("blocked", [], (0, 1, 2, 3), True)
+    assert (
+        "No step for 12.0 s (usually 62.0 ms). Ranks 0-3 are outside of all that is timed. The training threads wait "
+        "there for their devices, in `loss.item()`, train (gpt.py:31), by the stacks of ranks 0-1. What the devices do "
+        "is not known: the threads looked at them before they waited. One may be stuck in work of its own, and the "
+        "others in a collective behind it, or all may have long work; whose it is cannot be known from outside. "
+        "Next: see which kernel runs on each rank's device (cuda-gdb: info cuda kernels)" in text(hang)
+    )
+    assert "by the stack of rank 0." in text(
+        found(at(0, 7, inside=(), stood_s=0.0, waits_in=ITEM), *every(4, inside=())[1:])
+    )
+
+
+@pytest.mark.parametrize(
+    "waits_in", [(None, None), ("", ""), (ITEM, ""), (ITEM, "`x.item()`, other (gpt.py:40)")],
+    ids=["not asked", "none waits", "one waits", "in two places"],
+)  # fmt: skip
+def test_a_pause_stays_one(waits_in: tuple[str | None, str | None]) -> None:
+    """A checkpoint, an evaluation: the hosts are busy, and that devices were not looked at proves nothing."""
+    hosts = [at(number, 7, inside=(), stood_s=0.0, waits_in=waits_in[number]) for number in range(2)]
+    hang = found(*hosts, count=2)
+    assert (hang.kind, hang.waiting, hang.alarm) == ("pause", (), False)
+
+
+def test_a_rank_that_waits_for_its_device_before_a_collective() -> None:
+    """Rank 0 alone reads its loss: it is behind, and its device may wait for another rank's."""
+    hang = found(behind(0, inside=(), device=DevicePlace(99, 7, "", 0.0), waits_in=ITEM))
+    assert (hang.kind, named(hang)) == ("missing", [0])
+    assert (
+        "rank 0 (node-a) did not enter it, last outside of all that is timed, waiting for its device in `loss.item()`, "
+        "train (gpt.py:31). Next: see which kernel runs on the device of rank 0 on node-a (cuda-gdb: info cuda "
+        "kernels): one that does not end, or a collective's, which waits for the device of another rank that has "
+        "issued it." in text(hang)
+    )
+
+
+def test_a_device_that_is_known_to_stand_comes_before_what_the_stacks_say() -> None:
+    """The rank is named where it can be."""
+    others = [at(number, 3, inside=(), stood_s=0.0, waits_in=ITEM) for number in range(3)]
+    assert named(found(*others, at(3, 1, inside=(), waits_in=ITEM))) == [3]
+
+
+@pytest.mark.parametrize(
+    ("source", "waits"),
+    [
+        ("return loss.item()", True),
+        ("losses += loss.detach().tolist()", True),
+        ("torch.cuda.synchronize()", True),
+        ("print(step, float(loss))", True),
+        ("if bool(torch.isnan(loss)):", True),
+        ("torch.save(model.state_dict(), path)", False),
+        ("state = {name: value.cpu() for name, value in state.items()}", False),
+        ("items(loss)", False),
+        ("x = x.float()", False),
+        ("time.sleep(60)", False),
+        ("", False),
+    ],
+)
+def test_lines_that_wait_for_a_device(source: str, waits: bool) -> None:
+    """What a host that has one stands in for seconds."""
+    assert is_device_wait(source) is waits
+
+
 def test_without_a_device_nothing_is_said_of_it() -> None:
     """A job on CPUs."""
     assert "device is behind" not in text(found())
@@ -133,4 +203,4 @@ def test_without_a_device_nothing_is_said_of_it() -> None:
 def test_marks_in_words(place: int, kind: int, is_end: bool, words: str) -> None:
     """As the ring has them."""
     found_place = device_place(DeviceMark(12, place, kind, 3, is_end, 5_000_000_000, 7_500_000_000), "blocks.3")
-    assert found_place == DevicePlace(12, place, words, 2.5)
+    assert found_place == DevicePlace(12, place, words, 2.5, kind, is_end)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -121,6 +123,37 @@ def test_a_step_without_device_times_is_left_out() -> None:
     table = joined(records((Kind.STEP, last, 0, 10), device(last, Kind.STEP, 0, 9)), joiner)
 
     assert (table.step.tolist(), parts_ms(table)) == ([last], {"host": 9})
+
+
+def test_spans_of_steps_that_never_become_whole() -> None:
+    """Each has lost a mark, so that none is known: what is kept is bounded, and a late one is still known."""
+    joiner, stalls, steps = DeviceSteps(), 5, 3 * MAX_BEHIND_STEPS
+    for n in range(steps):
+        spans = [device(n, Kind.WAIT, 10 * n + k, 0.5) for k in range(stalls)]
+        joined(records((Kind.STEP, n, 10 * n, 10), *spans), joiner)
+    assert len(joiner._device.step) <= stalls * MAX_BEHIND_STEPS
+    n = steps - MAX_BEHIND_STEPS // 2
+    table = joined(records(device(n, Kind.STEP, 10 * n, 10)), joiner)
+    assert (table.step.tolist(), parts_ms(table)) == ([n], {"communication": 2.5, "host": 7.5})
+
+
+def test_thousands_of_spans() -> None:
+    """FSDP2 with 82 modules and 8 micro-steps: memory does not grow with the square of a step's spans."""
+    rows: list[Row] = []
+    steps, stalls = 20, 2000
+    for n in range(steps):
+        begin_ms = n * 2.0 * stalls
+        rows += [device(n, Kind.WAIT, begin_ms + k, 0.5) for k in range(stalls)]
+        rows += [device(n, Kind.BACKWARD, begin_ms, stalls), device(n, Kind.STEP, begin_ms, stalls + 7)]
+        rows.append((Kind.STEP, n, begin_ms, stalls))
+    made = records(*rows)
+    tracemalloc.start()
+    table = joined(made)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(table) == steps
+    assert parts_ms(table) == {"backward": stalls / 2, "communication": stalls / 2, "host": 7}
+    assert peak_bytes < 1000 * len(made), "with pairs, 1.3 GB"
 
 
 def test_lack_of_a_cpu_counts_where_the_device_had_no_work() -> None:

@@ -39,6 +39,16 @@ def test_on_a_device_by_its_clock() -> None:
     assert (judge.by, judge.rest()) == (DEVICE, None)
 
 
+def test_a_model_that_was_on_the_cpu_when_the_watch_began() -> None:
+    """Nobody knows yet what it computes on: its first steps wait for the device's clock."""
+    judge = JudgedSteps()
+    known = [None, None, True, True, True]
+    found = [judged(judge, step(n, timed=n - 2 if n >= 3 else None), known[n]) for n in range(5)]
+
+    assert found == [[], [], [], [(1, 8)], [(2, 8)]]
+    assert judge.by == DEVICE
+
+
 def test_a_silent_device_is_not_waited_for() -> None:
     """Then all of its host's steps are used, and device times that come after that are not."""
     judge = JudgedSteps()

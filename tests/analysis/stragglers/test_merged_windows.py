@@ -207,3 +207,18 @@ def test_another_sidecar_begins_without_them() -> None:
     """What an earlier one knew from windows alone is found again, or it is not: it is not kept open for ever."""
     found = held_against(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
     assert [each.rank for each in Continuation(found).findings(judged(ranks=2)).episodes] == [1]
+
+
+def test_more_ranks_stand_out_than_a_window_holds() -> None:
+    """Of twelve of 64, windows have eight: nobody is doubted for not being among those, and none that falls out of them
+    for a while is over."""
+    ranks = 64
+    places = {rank: Placement(f"node-{rank // 8}", f"model{BY_DEVICE}") for rank in range(ranks)}
+    slow: Slow = {rank: {Row.FORWARD: 20.0 + rank} for rank in range(12)}
+    judged_episodes = [episode(rank=rank, since=STEPS, excess_ns=(20 + rank) * MS) for rank in range(12)]
+    found = held_against(judged(*judged_episodes, ranks=ranks), seen(*[slow] * 5, ranks=ranks), places)
+    overtaken: Slow = {11: {Row.FORWARD: 20}, **{rank: {Row.FORWARD: 40.0 + rank} for rank in range(20, 29)}}
+    windows = seen(*[{11: {Row.FORWARD: 20}}] * 4, *[overtaken] * 3, ranks=ranks)
+
+    assert [each.rank for each in found.episodes if each.disputed] == []
+    assert [each.until_step for each in windows.episodes() if each.rank == 11] == [None]

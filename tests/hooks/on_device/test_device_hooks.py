@@ -17,7 +17,8 @@ from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.recorders import IDS, IMPLEMENTATIONS
 from tests.support.recording import Record, Recording, recorded
 from torchlens_perf import config
-from torchlens_perf.errors import swallowed
+from torchlens_perf.errors import RAISE, swallowed
+from torchlens_perf.hooks import attach
 from torchlens_perf.hooks.on_device import sections as hooks_device
 from torchlens_perf.hooks.on_device.choice import device_hooks
 from torchlens_perf.hooks.on_device.sections import DeviceHook
@@ -119,6 +120,33 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def device_spans(recording: Recording, kind: Kind) -> list[Record]:
     """The device's spans of what was of that kind on the host."""
     return [each for each in recording.of(Kind.DEVICE) if each.value0 == kind]
+
+
+@pytest.mark.parametrize(("there", "known"), [("", "cpu"), ("cuda", "")])
+def test_what_a_model_on_the_cpu_computes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, known: str
+) -> None:
+    """Where there is a device, nobody knows yet: `model.cuda()` may follow, or FSDP offloads to it."""
+    monkeypatch.setattr(attach, "accelerator", lambda: there)
+    with recorded(tmp_path, torch.nn.Linear(2, 2)) as recording:
+        recording.watch.step()
+    assert recording.metadata["compute_device"] == known
+
+
+def test_a_step_that_has_lost_a_stall_is_not_whole(device: FakeDevice, tmp_path: Path) -> None:
+    """The wait was interrupted between its marks: that step has no record of its own, and is counted."""
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        for number in range(12):
+            if number == 5:
+                recording.watch._session.stalls.begin_wait()
+            rig.step()
+            device.advance(2 * STEP_NS)
+    steps = {span.step for span in device_spans(recording, Kind.STEP)}
+    assert {1, 2, 3, 4, 6, 7, 8} <= steps
+    assert 5 not in steps
+    assert recording.metadata["device"]["open_ended"] == 1
 
 
 @pytest.mark.usefixtures("recorder")
@@ -381,7 +409,7 @@ def test_an_interruption_inside_a_mark_is_the_users(
 
 def test_a_hook_that_fails_marks_no_more(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work at a step's end is switched off: without it nobody would read what is marked."""
-    monkeypatch.setattr(swallowed, "strict", False)
+    monkeypatch.setenv(RAISE, "0")
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)

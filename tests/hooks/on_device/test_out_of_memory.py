@@ -14,7 +14,7 @@ import torch
 from tests.support.device.fake_allocator import GB, FakeAllocator, block, frames, installed, segment, snapshot
 from tests.support.recording import recorded
 from torchlens_perf import Watch
-from torchlens_perf.errors import swallowed
+from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.hooks.on_device import out_of_memory
 from torchlens_perf.recorder import torch_instruments, torch_private
 
@@ -188,7 +188,7 @@ def test_what_fails_in_it_does_not_replace_the_jobs_error(
     """What an observer raises would be raised in the place of OutOfMemoryError, which the job may want to catch."""
     allocator.held = {}
     with recorded(tmp_path) as recording, monkeypatch.context() as broken:
-        broken.setattr(swallowed, "strict", False)
+        broken.setenv(RAISE, "0")
         broken.setattr(swallowed, "by_place", Counter())
         allocator.runs_out(GB, 0)
         assert swallowed.by_place == {"the table of device memory": 1}

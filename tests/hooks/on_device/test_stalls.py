@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,8 @@ from tests.support.collective_rig import CollectiveRig, on_autograds_thread, on_
 from tests.support.device.fake_device import FakeDevice, FakeEvents
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.recorders import IDS, IMPLEMENTATIONS
-from torchlens_perf.hooks.on_device.clock import MAX_EVENTS, EventClock
+from torchlens_perf.hooks.on_device import clock
+from torchlens_perf.hooks.on_device.clock import EventClock
 from torchlens_perf.hooks.on_device.stalls import Stalls
 from torchlens_perf.run.ring import Kind
 
@@ -42,6 +44,11 @@ class Loop(CollectiveRig):
         if self.recorder.begin_wait():
             self.device.spin(duration_ns, self.fake.stream)
             self.recorder.end_wait(raised)
+
+    def phase(self) -> None:
+        """The end of a forward or backward pass, where it computes."""
+        self.device_clock.mark()
+        self.stalls.phase_marked()
 
     def durations_ms(self) -> list[float]:
         """Of the stalls, once the device has come to them all."""
@@ -95,13 +102,38 @@ def test_threads(loop: Loop) -> None:
 
 
 def test_another_stream(loop: Loop) -> None:
-    """What waits there holds up nobody here: not marked, and nothing is missing for it."""
+    """What waits there, as FSDP2's streams do, holds up nobody here: not marked, and nothing is missing for it."""
     loop.fake.stream = loop.device.new_stream()
     loop.blocked()
-    assert (loop.spans, loop.device_clock.marked, loop.device_clock.missing) == ([], 0, 0)
+    assert (loop.spans, loop.device_clock.marked) == ([], 0)
     loop.fake.stream = 0
     loop.blocked()
+    loop.phase()
+    loop.stalls.step_ended()
+    assert loop.device_clock.missing == 0
     assert loop.durations_ms() == [1.0]
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_a_phase_on_another_stream(loop: Loop, tail: bool) -> None:
+    """What it waits there is its own stream's, and the step lacks it: once, and the next one lacks nothing."""
+    loop.fake.stream = loop.device.new_stream()
+    if tail:
+        on_autograds_thread(loop.stalls.begin_tail, TAIL)
+        loop.stalls.end_tail()
+    else:
+        loop.blocked()
+        loop.blocked()
+    loop.phase()
+    loop.fake.stream = 0
+    loop.stalls.step_ended()
+    assert (loop.spans, loop.device_clock.aside) == ([], 1)
+    loop.blocked()
+    loop.phase()
+    loop.fake.stream = loop.device.new_stream()
+    loop.phase()  # and waits for nobody there
+    loop.stalls.step_ended()
+    assert loop.device_clock.missing == 1
 
 
 def test_tail_ends_with_the_backward_pass(loop: Loop) -> None:
@@ -125,15 +157,60 @@ def test_tail_ends_with_the_backward_pass(loop: Loop) -> None:
 
 
 def test_what_does_not_end(loop: Loop) -> None:
-    """A backward pass that raises has no tail; an interrupted wait is forgotten at the step's end."""
+    """A backward pass that raises has no tail; an interrupted wait is forgotten at the step's end, and with it those
+    after it. Each step lacks something."""
     loop.stalls.begin_tail(TAIL)
     loop.stalls.end_tail(raised=True)
+    assert loop.device_clock.missing == 1
     loop.stalls.begin(TAIL)
+    loop.blocked()
     loop.stalls.step_ended()
     loop.stalls.end()
     assert loop.spans == []
+    assert loop.device_clock.missing == 2
     loop.blocked()
+    loop.stalls.step_ended()
     assert loop.durations_ms() == [1.0]
+    assert loop.device_clock.missing == 2
+
+
+def test_a_pass_that_does_not_say_when_it_computed(loop: Loop) -> None:
+    """Its tail may be missing; of one that raised, nobody waited."""
+    loop.stalls.end_tail(raised=True, is_known=False)
+    assert loop.device_clock.missing == 0
+    loop.stalls.end_tail(is_known=False)
+    assert loop.device_clock.missing == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), KeyboardInterrupt()], ids=["ours", "user's"])
+@pytest.mark.parametrize("which", ["begin", "end", "begin_tail", "end_tail"])
+def test_a_mark_that_fails(loop: Loop, monkeypatch: pytest.MonkeyPatch, which: str, error: BaseException) -> None:
+    """The step lacks it; the stalls after it are marked."""
+    begin, end = loop.stalls.begin, loop.stalls.end
+    if which.endswith("tail"):
+        begin, end = loop.stalls.begin_tail, loop.stalls.end_tail
+    raising = [which.startswith("begin"), which.startswith("end")]
+    record = loop.fake.record
+
+    def failing(event: Any, stream: int) -> None:
+        if raising.pop(0):
+            raise error
+        record(event, stream)
+
+    monkeypatch.setattr(loop.fake, "record", failing)
+    with suppress(RuntimeError, KeyboardInterrupt):
+        begin(TAIL)
+    with suppress(RuntimeError, KeyboardInterrupt):
+        end()
+    monkeypatch.setattr(loop.fake, "record", record)
+    assert loop.spans == []
+    assert loop.device_clock.missing > 0
+    loop.blocked(2 * MILLISECOND)
+    assert loop.durations_ms() == [2.0]
+    loop.stalls.begin_tail(TAIL)
+    loop.device.spin(MILLISECOND)
+    loop.stalls.end_tail()
+    assert loop.durations_ms() == [2.0, 1.0]
 
 
 def test_capture(loop: Loop) -> None:
@@ -150,12 +227,13 @@ def test_capture(loop: Loop) -> None:
     assert len(loop.spans) == 1
 
 
-def test_bounded(loop: Loop) -> None:
+def test_bounded(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that does not come to anything."""
-    for _ in range(MAX_EVENTS):
+    monkeypatch.setattr(clock, "MAX_EVENTS", 64)
+    for _ in range(64):
         loop.blocked()
-    assert loop.fake.made <= MAX_EVENTS + 8
-    assert loop.device_clock.missing > 0
+    assert loop.fake.made <= 64 + 8
+    assert loop.device_clock.missing == loop.device_clock.crowded > 0
 
 
 def test_host_waits_are_as_without_a_device(loop: Loop) -> None:

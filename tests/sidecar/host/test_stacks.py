@@ -19,7 +19,15 @@ import pytest
 from tests.support import warm_python
 from torchlens_perf import watch
 from torchlens_perf.run.processes import process_started
-from torchlens_perf.sidecar.host.stacks import MAX_LINES, Stack, asked_stack, find_py_spy, process_state, python_stack
+from torchlens_perf.sidecar.host.stacks import (
+    MAX_LINES,
+    Stack,
+    asked_stack,
+    find_py_spy,
+    process_state,
+    python_stack,
+    source_line,
+)
 
 needs_py_spy = pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed")
 
@@ -111,6 +119,24 @@ def test_main_thread_from_inside_out(start: Start) -> None:
 
     assert functions(stack) == ["blocks", "descend", "descend", "descend", "<module>"]
     assert stack.lines[0] == "blocks (<string>:6)"
+
+
+@needs_py_spy
+def test_innermost_line_of_source(start: Start, tmp_path: Path) -> None:
+    """As it is on disk; nothing of code that came from elsewhere, or of a file that is gone or whose disk hangs."""
+    script = tmp_path / "blocks.py"
+    script.write_text(BLOCKED.format(levels=1))
+    process = start(f"import runpy; runpy.run_path({str(script)!r})")
+    ready(process)
+    stack = python_stack(process.pid)
+    assert stack.innermost == (str(script), 6)
+    assert source_line(stack) == 'print("read", sys.stdin.readline().strip(), flush=True)'
+
+    script.unlink()
+    assert source_line(stack) == ""
+    os.mkfifo(script)  # reading it waits for good
+    assert source_line(stack, timeout_s=0.2) == ""
+    assert source_line(Stack((), "no reason")) == ""
 
 
 @needs_py_spy

@@ -1,13 +1,69 @@
-"""What tests between nodes share: a store, and the end of what was opened."""
+"""What tests between nodes share: how long they wait, and the ends of exchanges, which are closed when a test ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from torchlens_perf.sidecar.nodes.client import StoreServer
+from torchlens_perf.sidecar.nodes.exchange import Exchange
+from torchlens_perf.sidecar.nodes.messages import NodeContact
+from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.rendezvous import Address, Rendezvous, exchange_key
+from torchlens_perf.sidecar.nodes.timing import Timing
+
+FAST = Timing(operation_s=2.0, connect_s=2.0, beat_s=0.2, look_s=0.05, first_retry_s=0.05, last_retry_s=0.4)
+LONG_S = 60.0  # only a broken test waits so long
+KEY = exchange_key(0)
+LOOPBACK = ("127.0.0.1", 1)  # where the job's store would be: nobody listens there
+
+
+class Nodes:
+    """Starts ends of an exchange, and gathers what node 0 collects."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.places = Places(LOOPBACK, folder)
+        self._stack = stack
+        self.seen: dict[int, list[bytes]] = {}
+        self.contacts: Mapping[str, NodeContact] = {}
+
+    def start(
+        self, node: str, merges: bool = False, key: str = KEY, timing: Timing = FAST, places: Places | None = None
+    ) -> Exchange:
+        exchange = Exchange(places or self.places, key, node, merges, timing=timing)
+        self._stack.callback(exchange.close)
+        return exchange
+
+    def wait(self, exchange: Exchange, condition: Callable[[], bool]) -> None:
+        """Collects until a condition holds."""
+        deadline = time.monotonic() + LONG_S
+        while not condition():
+            assert time.monotonic() < deadline, (self.seen, self.contacts, exchange.notes())
+            self.collect(exchange)
+            time.sleep(0.01)
+
+    def collect(self, exchange: Exchange) -> None:
+        collected = exchange.collect()
+        self.contacts = collected.nodes
+        for rank, received in collected.payloads.items():
+            self.seen.setdefault(rank, []).extend(each.payload for each in received)
+
+    def address(self, key: str = KEY) -> Address:
+        """What node 0 has published in the run directory, once it is there."""
+        file = Rendezvous(self.places, key).file
+        assert file is not None
+        wait_until(file.exists)
+        return Address.decode(file.read_bytes())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -17,8 +73,5 @@ def open_at_end() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def job_store(open_at_end: ExitStack) -> tuple[str, int]:
-    """A store as a job of several nodes has."""
-    server = StoreServer("127.0.0.1")
-    open_at_end.callback(server.close)
-    return "127.0.0.1", server.port
+def nodes(tmp_path: Path, open_at_end: ExitStack) -> Nodes:
+    return Nodes(tmp_path, open_at_end)

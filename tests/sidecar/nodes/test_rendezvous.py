@@ -1,86 +1,213 @@
-"""How nodes find node 0: the address, and how the job's store is looked at."""
+"""How nodes find node 0: the address, what the run directory and the job's store hold, and what they are believed."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import socket
+import time
 from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-from torchlens_perf.sidecar.nodes.client import _sockets_to
-from torchlens_perf.sidecar.nodes.rendezvous import (
-    LOOK_AGAIN_S,
-    MAX_CONNECTED_S,
-    Address,
-    NotYet,
-    Rendezvous,
-    exchange_key,
-    own_hosts,
-)
+from tests.sidecar.nodes.conftest import FAST, KEY, LONG_S, Nodes, wait_until
+from torchlens_perf.sidecar.nodes import places as places_module
+from torchlens_perf.sidecar.nodes.places import Places, known_as, listen_on, split_address
+from torchlens_perf.sidecar.nodes.rendezvous import Address, NotYet, Rendezvous, new_token
 
-KEY = exchange_key("run", 0)
+ADDRESS = Address(1234, "ab" * 16, ("host-1.example", "fd00::1", "10.0.0.1"))
+AT_ONCE = dataclasses.replace(FAST, store_after_s=0.0, store_child_s=30.0, store_again_s=1.0)
 
 
-def connections(to: tuple[str, int]) -> int:
-    """How many connections this process has to there."""
-    found = _sockets_to(*to)
-    for each in found.values():
-        each.close()
-    return len(found)
+def until_found(meeting: Rendezvous) -> list[tuple[str, Address]]:
+    """What a rendezvous finds, once it finds something."""
+    deadline = time.monotonic() + LONG_S
+    while True:
+        try:
+            return meeting.known()
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def job_store() -> TCPStore:
+    """A store as a job of several nodes has."""
+    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
 
 
 def test_address_round_trip() -> None:
     """An address is read back; anything else is an error that the exchange's thread catches."""
-    address = Address(1234, "ab" * 16, ("host-1.example", "fd00::1", "10.0.0.1"))
-
-    assert Address.decode(address.encode()) == address
+    assert Address.decode(ADDRESS.encode()) == ADDRESS
     for data in (
         b"",
-        b"1 99999 " + b"ab" * 16 + b" h",
-        b"2 1 " + b"ab" * 16 + b" h",
-        b"1 1 short h",
+        b"2 99999 " + b"ab" * 16 + b" h",
+        b"3 1 " + b"ab" * 16 + b" h",
+        b"2 1 short h",
         b"\xff" * 9999,
     ):
         with pytest.raises(ConnectionError, match="not an address"):
             Address.decode(data)
 
 
-def test_hosts_by_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job's host comes first where that is this node; loopback is told to nobody, unless the job is there."""
-    named = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in ("127.0.1.1", "10.0.0.5")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **keywords: named)
-
-    assert own_hosts("head", "10.0.0.1", "10.0.0.1") == ("head", "10.0.0.1", "10.0.0.5")
-    assert own_hosts("head", "127.0.1.1", "127.0.1.1") == ("head", "10.0.0.5")
-    assert own_hosts("service", "10.0.0.1", "10.96.0.7") == ("10.0.0.1", "10.0.0.5", "service")
-    assert own_hosts("127.0.0.1", "127.0.0.1", "127.0.0.1") == ("127.0.0.1", "10.0.0.5")
-
-
-def test_looking_for_node_0_spares_the_jobs_store(open_at_end: ExitStack, job_store: tuple[str, int]) -> None:
-    """One connection at first, however often one looks; after a minute one look in two minutes; none when found."""
-    now = [1000.0]
-    meeting, before = Rendezvous(job_store, KEY, clock=lambda: now[0]), connections(job_store)
-    open_at_end.callback(meeting.close)
-
-    def looks_not_yet() -> int:
+class TestFolder:
+    def test_node_0_is_found_there(self, tmp_path: Path) -> None:
+        """The file is there at once and whole, for this user alone; it goes with node 0, but not its successor's."""
+        meeting, other = (Rendezvous(Places(None, tmp_path), KEY) for _ in range(2))
         with pytest.raises(NotYet):
-            meeting.look_up(None)
-        return connections(job_store) - before
+            other.known()
+        assert meeting.publish(ADDRESS) == ""
+        found = other.known()
+        assert meeting.file is not None
+        mode = meeting.file.stat().st_mode & 0o777
+        meeting.close(unpublish=dataclasses.replace(ADDRESS, port=1))
+        kept = list(tmp_path.iterdir())
+        meeting.close(unpublish=ADDRESS)
 
-    often = [looks_not_yet() for _ in range(5)]
-    now[0] += MAX_CONNECTED_S + 1
-    then = [looks_not_yet(), looks_not_yet()]
-    now[0] += LOOK_AGAIN_S + 1
-    rarely = [looks_not_yet(), looks_not_yet()]
-    Rendezvous(job_store, KEY).publish(1234, "ab" * 16)
-    now[0] += LOOK_AGAIN_S - 1
-    rarely.append(looks_not_yet())
-    now[0] += 2
-    address = meeting.look_up(None)
-    found = connections(job_store) - before
-    with pytest.raises(NotYet):
-        meeting.look_up(address)  # node 0 is gone, and no other has come
+        assert found == [("the run directory", ADDRESS)]
+        assert mode == 0o600
+        assert kept == [meeting.file]
+        assert list(tmp_path.iterdir()) == []
 
-    assert (often, then, rarely) == ([1] * 5, [0, 0], [0, 0, 0])
-    assert (address.port, found) == (1234, 0)
-    assert connections(job_store) - before == 1
+    @pytest.mark.parametrize("wrong", ["mode", "link", "fifo", "content", "owner"])
+    def test_what_somebody_else_could_have_put_there(self, tmp_path: Path, wrong: str) -> None:
+        """A file that others can read or own, a link, a pipe or garbage is not believed, and nothing waits for it."""
+        meeting = Rendezvous(Places(None, tmp_path), KEY)
+        file = meeting.file
+        assert file is not None
+        if wrong == "fifo":
+            os.mkfifo(file, 0o600)
+        elif wrong == "link":
+            (tmp_path / "real").write_bytes(ADDRESS.encode())
+            (tmp_path / "real").chmod(0o600)
+            file.symlink_to(tmp_path / "real")
+        else:
+            file.write_bytes(b"garbage" if wrong == "content" else ADDRESS.encode())
+            file.chmod(0o644 if wrong == "mode" else 0o600)
+        if wrong == "owner":
+            if os.geteuid():
+                pytest.skip("only root can give a file away")
+            os.chown(file, 12345, -1)
+        with pytest.raises(OSError, match=r"\S") as error:
+            meeting.known()
+        assert not isinstance(error.value, NotYet)
+
+
+class TestJobStore:
+    def test_published_and_found_by_processes_that_end(self, job_store: TCPStore) -> None:
+        """Node 0's address is one key there; the others find it, and later the next one's."""
+        where = Places(("127.0.0.1", job_store.port))
+        merger, other = (Rendezvous(where, KEY, AT_ONCE) for _ in range(2))
+        merger.publish(ADDRESS)
+        found = until_found(other)
+        other.found()
+        second = dataclasses.replace(ADDRESS, token="cd" * 16)
+        wait_until(lambda: merger.publish(ADDRESS) == "" and merger._published_store is not None)
+        wait_until(lambda: merger.publish(second) == "" and merger._published_store == second)
+        wait_until(lambda: other.known()[0][1] == second)
+        keys = [key for key in job_store.list_keys() if "torchlens_perf" in key]
+        merger.close()
+        other.close()
+
+        assert found == [("the job's store", ADDRESS)]
+        assert keys == [KEY]
+
+    def test_a_store_that_never_answers(self, open_at_end: ExitStack) -> None:
+        """The process that asks a silent store is killed when its time is over, and calls have not waited for it."""
+        silent = open_at_end.enter_context(socket.create_server(("127.0.0.1", 0), backlog=8))
+        timing = dataclasses.replace(AT_ONCE, store_child_s=3.0)
+        meeting = Rendezvous(Places(("127.0.0.1", silent.getsockname()[1])), KEY, timing)
+        open_at_end.callback(meeting.close)
+        longest_s, pids, message = 0.0, set(), ""
+        deadline = time.monotonic() + LONG_S
+        while "did not answer" not in message:
+            assert time.monotonic() < deadline, message
+            began_s = time.monotonic()
+            try:
+                meeting.known()
+            except OSError as error:
+                message = str(error)
+            longest_s = max(longest_s, time.monotonic() - began_s)
+            if meeting._child is not None:
+                pids.add(meeting._child.pid)
+            time.sleep(0.02)
+
+        assert len(pids) == 1
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+        assert longest_s < 2.0  # the start of a process, on a busy machine
+
+    @pytest.mark.long
+    def test_no_store(self, nodes: Nodes) -> None:
+        """Where nobody listens, node 0 says that others may not reach it, unless they do."""
+        places = Places(("127.0.0.1", 1))
+        merger = nodes.start("n0", merges=True, places=places, timing=AT_ONCE)
+        wait_until(lambda: any("other nodes may not reach" in note for note in merger.notes()))
+
+    @pytest.mark.long
+    def test_another_one_at_the_address(self, nodes: Nodes, job_store: TCPStore) -> None:
+        """An address that leads to somebody else's node 0 is not believed: no token and no payload goes there."""
+        stranger = nodes.start("other job's n0", merges=True, key="another key")
+        wrong = dataclasses.replace(nodes.address("another key"), token="ab" * 16)
+        job_store.set(KEY, wrong.encode().decode())
+        other = nodes.start("n1", places=Places(("127.0.0.1", job_store.port)), timing=AT_ONCE)
+        other.post({1: b"x"})
+        wait_until(lambda: any("does not know the token" in note for note in other.notes()))
+
+        assert set(stranger.collect().nodes) == {"other job's n0"}
+        assert stranger.notes() == []
+
+
+class TestPlaces:
+    def test_the_token(self, tmp_path: Path) -> None:
+        """It is random, but where all nodes must know it by themselves: then of the secret and the key."""
+        secret = tmp_path / "secret"
+        secret.write_bytes(b"s")
+        secret.chmod(0o600)
+        free, fixed = Places(("h", 1)), Places(None, None, "h:1", str(secret))
+
+        assert new_token(free, KEY) != new_token(free, KEY)
+        assert new_token(fixed, KEY) == new_token(fixed, KEY)
+        assert len({new_token(fixed, KEY), new_token(fixed, "k"), new_token(Places(None, None, "h:1"), KEY)}) == 3
+        secret.chmod(0o640)
+        with pytest.raises(PermissionError, match="this user alone"):
+            new_token(fixed, KEY)
+
+    def test_host_and_port(self) -> None:
+        """Of a coordinator."""
+        assert split_address("head:1") == ("head", 1)
+        assert split_address("[fd00::1]:65535") == ("fd00::1", 65535)
+        for text in ("head", "head:", ":1", "head:0", "head:65536", "a b:1", "head:x"):
+            with pytest.raises(ValueError, match="is not host:port"):
+                split_address(text)
+
+    def test_where_it_listens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On the interface that leads to the job's store; on loopback alone only where its address is a loopback one;
+        on all where a name stands for loopback on this node and for something else on others."""
+        names = {"head": ["10.0.0.9"], "here": ["10.0.0.1"], "debian": ["127.0.1.1"]}
+        monkeypatch.setattr(places_module, "_addresses", lambda host: names.get(host, [host]))
+        routes = {"10.0.0.9": "10.0.0.1", "10.0.0.1": "10.0.0.1", "127.0.1.1": "127.0.0.1", "192.0.2.1": "10.0.0.1"}
+        monkeypatch.setattr(places_module, "_own_address_towards", routes.get)
+        monkeypatch.setattr(socket, "gethostname", lambda: "here")
+        found = {
+            host: (listen_on(Places((host, 1)))[0], known_as(Places((host, 1)), listen_on(Places((host, 1)))[0][0]))
+            for host in ("head", "here", "debian", "localhost", "127.0.0.3")
+        }
+
+        assert found == {
+            "head": (["10.0.0.1"], ("10.0.0.1", "head")),
+            "here": (["10.0.0.1"], ("here", "10.0.0.1")),
+            "debian": (["::"], ("10.0.0.1", "debian")),
+            "localhost": (["127.0.0.1"], ("127.0.0.1",)),
+            "127.0.0.3": (["127.0.0.3"], ("127.0.0.3",)),
+        }
+        assert listen_on(Places(None, None, "head:7")) == (["10.0.0.9", "::"], 7)
+
+    def test_of_settings(self, tmp_path: Path) -> None:
+        """Without a job's store or a coordinator, and with `exchange` off, there is nowhere to meet."""
+        assert Places.of(None, {"exchange": True}, tmp_path) is None
+        assert Places.of(("h", 1), {"exchange": False}, tmp_path) is None
+        assert Places.of(("h", 1), {}, tmp_path) == Places(("h", 1), tmp_path)
+        assert Places.of(None, {"coordinator": "h:1"}, tmp_path) == Places(None, tmp_path, "h:1")

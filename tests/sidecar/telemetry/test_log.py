@@ -19,7 +19,7 @@ from tests.support.saved import saved
 from tests.support.telemetry import read_gpus, read_links
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GpuFacts, GpuSample, Telemetry, growth
-from torchlens_perf.errors import swallowed
+from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import show
 from torchlens_perf.run.clock import Anchor
@@ -373,7 +373,7 @@ def test_notes_and_errors_reach_the_report(
     run: RunDirectory, rig: Rig, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not measured is said once; an error of ours there leaves steps and ranks alone."""
-    monkeypatch.setattr(swallowed, "strict", False)
+    monkeypatch.setenv(RAISE, "0")
     rank = with_gpu(run, 0, FIRST, world_size=1)
     rig.gpus.notes.append("GPU telemetry is not measured: why")
     looked(sidecar)

@@ -12,6 +12,7 @@ from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words.evidence import SLOW_COMMUNICATION, ImbalanceEvidence, SlowLinkEvidence, Verdict
 from torchlens_perf.analysis.words.stragglers import SlowRankContext, cause_class, phase_name, straggler_verdicts
+from torchlens_perf.errors import printable
 from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
@@ -94,7 +95,6 @@ class Moment:
 
     run_id: str
     attempt: int
-    generation: int
     findings: Findings
     places: Mapping[int, Placement]
     unix_ns: int
@@ -158,12 +158,10 @@ class Moment:
         ranks: tuple[int, ...], rank: int | None, since_step: int | None,
     ) -> Alert:  # fmt: skip
         """parts: what distinguishes it from others of that change. rank: of the suspect."""
-        # Processes that were started anew in the same attempt are others, though they have ranks and steps alike.
-        attempt = f"{self.attempt}.{self.generation}" if self.generation else self.attempt
-        key = _hash(self.run_id, attempt, *about)
+        key = _hash(self.run_id, self.attempt, *about)
         host = self.places[rank].host if rank is not None and rank in self.places else ""
         return Alert(
-            _hash(key, change, *parts), key, kind, change, text, self.unix_ns, self.attempt, since_step,
+            _hash(key, change, *parts), key, kind, change, printable(text), self.unix_ns, self.attempt, since_step,
             rank=rank, ranks=ranks, host=host,
         )  # fmt: skip
 

@@ -64,7 +64,6 @@ class OpenAlerts:
     """What the saved findings do not hold of the alerts that are open."""
 
     attempt: int
-    generation: int
     stragglers: tuple[OpenStraggler, ...] = ()
     verdicts: tuple[OpenVerdict, ...] = ()
 
@@ -79,7 +78,6 @@ class AlertLog:
         findings: Findings = NOTHING,
         hang: OpenHang | None = None,
         *,
-        generation: int = 0,
         saved: OpenAlerts | None = None,
     ) -> None:
         """What an earlier sidecar of the node has saved, and raised alerts for; saved: its open().
@@ -87,14 +85,14 @@ class AlertLog:
         Later findings go on with those, see Continuation.
         """
         self._run_id = run_id
-        self._attempt, self._generation = attempt, generation
+        self._attempt = attempt
         self._alerted = {episode.key for episode in findings.episodes}
         self._open: list[Slow] = []
         self._standing: dict[str, OpenVerdict] = {}  # by Alert.about
         self._hang = hang
         self._hang_is_saved = hang is not None
         episodes = {episode.key: episode for episode in findings.episodes}
-        if saved is not None and (saved.attempt, saved.generation) == (attempt, generation):
+        if saved is not None and saved.attempt == attempt:
             for slow in saved.stragglers:
                 of = {key: episodes.pop(key) for key in slow.episodes if key in episodes}
                 if of:
@@ -108,7 +106,6 @@ class AlertLog:
         """For a log that goes on after this one."""
         return OpenAlerts(
             self._attempt,
-            self._generation,
             tuple(OpenStraggler(slow.about, slow.kind, slow.name, tuple(slow.episodes)) for slow in self._open),
             tuple(self._standing.values()),
         )
@@ -121,7 +118,6 @@ class AlertLog:
         places: Mapping[int, Placement],
         unix_ns: int,
         *,
-        generation: int = 0,
         at_step: int | None = None,
         verdicts: Sequence[Verdict] = (),
         context: Callable[[], SlowRankContext] | None = None,
@@ -129,15 +125,15 @@ class AlertLog:
     ) -> tuple[Alert, ...]:
         """What is new since the last call. findings and hang are those of the sidecar's state, unix_ns is now.
 
-        generation: how often the processes were started anew within the attempt. at_step: the furthest step in
-        progress; None: no process runs. verdicts: others that stand now, like an imbalance; an alert is raised when one
-        comes, and when it has been gone for a minute. context: what sentences take from the report.
+        at_step: the furthest step in progress; None: no process runs. verdicts: others that stand now, like an
+        imbalance; an alert is raised when one comes, and when it has been gone for a minute. context: what sentences
+        take from the report.
         diagnosed: why a straggler is slow. Both are called only when a straggler is to be reported.
         """
         cached = functools.cache(context if context is not None else no_modules)
-        moment = Moment(self._run_id, attempt, generation, findings, places, unix_ns, cached, diagnosed)
+        moment = Moment(self._run_id, attempt, findings, places, unix_ns, cached, diagnosed)
         raised: list[Alert] = []
-        if (attempt, generation) != (self._attempt, self._generation):
+        if attempt != self._attempt:
             raised += self._restarted(moment)
         raised += self._stragglers(moment)
         raised += self._hangs(moment, hang, at_step)
@@ -146,8 +142,8 @@ class AlertLog:
 
     def _restarted(self, moment: Moment) -> Iterator[Alert]:
         """The ranks are other processes: what was open is over."""
-        before = dataclasses.replace(moment, attempt=self._attempt, generation=self._generation)
-        why = "the job was restarted" if moment.attempt != self._attempt else "the ranks were started again"
+        before = dataclasses.replace(moment, attempt=self._attempt)
+        why = "the job was restarted"
         if self._attempt >= 0:
             for slow in self._open:
                 yield before.resolved(slow, why)
@@ -155,7 +151,7 @@ class AlertLog:
                 yield before.hang_over(self._hang)
             for each in self._standing.values():
                 yield before.verdict_over(each.alert)
-        self._attempt, self._generation, self._hang = moment.attempt, moment.generation, None
+        self._attempt, self._hang = moment.attempt, None
         for known in (self._open, self._alerted, self._standing):
             known.clear()
 

@@ -175,8 +175,9 @@ class MetricHistory:
         table = np.stack([np.where(slot.counts[at] > 0, slot.means[at].astype(np.float32), np.nan) for slot in inside])
         usual = np.full(len(METRICS), np.nan, np.float32)
         measured = ~np.isnan(table).all(axis=0)
-        low, high = np.nanquantile(table[:, measured], (0.25, 0.75), axis=0)
-        usual[measured] = np.where(_IS_CLOCK[measured], high, low)
+        if measured.any():  # of a rank whose signals come later, nothing is
+            low, high = np.nanquantile(table[:, measured], (0.25, 0.75), axis=0)
+            usual[measured] = np.where(_IS_CLOCK[measured], high, low)
         bursts = _IS_BURST & measured
         usual[bursts] = (total / np.maximum(counts, 1))[0, bursts]
         return usual

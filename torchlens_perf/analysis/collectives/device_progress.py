@@ -7,15 +7,21 @@ the next collective. Two things tell, both without the training thread, which ma
    has a device that did not come to it.
 2. At each step's end a rank has noted the last mark that its device had reached. It is old once the thread is blocked,
    so it is a lower bound; only a device that was looked at again much later, and was at the same mark, stands there.
+
+Where a loop waits for its device in each step, the last look is older than the kernel that hangs, and neither tells.
+That the hosts wait for their devices is then all that is known, from their Python stacks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Protocol
 
 STOOD_STEPS = 2.0  # usual steps in which a device that works passes every mark
+# Not .cpu() and .to(): a checkpoint may stand in them for long, copy after copy, while nothing is wrong.
+_WAITS = re.compile(r"\.(item|tolist|synchronize)\(|(?<![\w.])(float|int|bool)\(")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +35,10 @@ class DevicePlace:
     """For people: "the beginning of the forward pass"; "" where it is not known."""
     stood_s: float
     """How long it was seen there, from the first look to the last one."""
+    kind: int = 0
+    """Of the span whose mark it is; 0: not known."""
+    is_end: bool = False
+    """Of that span; else it is its beginning."""
 
 
 class RankProgress(Protocol):
@@ -42,6 +52,8 @@ class RankProgress(Protocol):
     def began(self) -> Mapping[str, int]: ...
     @property
     def device(self) -> DevicePlace | None: ...
+    @property
+    def waits_in(self) -> str | None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,14 +69,26 @@ class DeviceFinding:
     sequence: int = -1
     places: Mapping[int, DevicePlace] = dataclasses.field(default_factory=dict)
     """By rank, for mark and level."""
+    waits_in: str = ""
+    """For unknown: where the hosts wait for their devices; "": they do not, in one line, or were not asked."""
+    asked: tuple[int, ...] = ()
+    """The ranks whose stacks tell that; the others are in the same place."""
 
 
 def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
     """Of these ranks, whose hosts stand still. None where they have no device, as far as is known."""
     found = _kernels_not_begun(ranks) or _marks_not_reached(ranks)
     if found is None and any(each.device is not None for each in ranks.values()):
-        return DeviceFinding("unknown")
+        asked = {rank: each.waits_in for rank, each in ranks.items() if each.waits_in is not None}
+        places = set(asked.values())
+        together = places.pop() if len(places) == 1 else ""
+        return DeviceFinding("unknown", waits_in=together, asked=tuple(sorted(asked)))
     return found
+
+
+def is_device_wait(source: str) -> bool:
+    """Whether a line of Python, in which a process with a device has stood for long, waits for that device."""
+    return _WAITS.search(source) is not None
 
 
 def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:

@@ -11,7 +11,8 @@ The rules, in this order:
    behind somewhere and ahead nowhere waits for nobody: it is named. If every rank that is behind is ahead elsewhere,
    they wait for each other in a cycle.
 5. Else everybody has entered everything. Ranks whose devices have not come as far as the others' are named
-   (device_progress.py); else no rank is blamed: network or device, or a pause that all ranks make.
+   (device_progress.py); else no rank is blamed: network or device, hosts that wait for devices of which nothing is
+   known, or a pause that all ranks make.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Progress:
     """As `issued`, of the last one whose kernel has begun on the device; absent: nobody tells."""
     device: DevicePlace | None = None
     """How far its device was at the last look; None: it has none, or it is not timed."""
+    waits_in: str | None = None
+    """Where its host waits for its device, by its Python stack; "": nowhere. None: not known."""
 
     @property
     def quiet_s(self) -> float:
@@ -100,9 +103,9 @@ class Hang:
     kind: str
     """dead, stopped, silent (a node), missing (in a collective), busy (missing, but at work), uneven (the missing have
     ended), device (not as far as others', where all have entered), mismatch (of order or operations), together (all
-    have entered: network or device), unheard (all ranks that report have entered, and nothing is known of the others),
-    apart (no collective shows who waits for whom), alone (one is stuck, others go on or have ended), or pause (all are
-    in the same place)."""
+    have entered: network or device), blocked (all are in the same place, where their hosts wait for their devices),
+    unheard (all ranks that report have entered, and nothing is known of the others), apart (no collective shows who
+    waits for whom), alone (one is stuck, others go on or have ended), or pause (all are in the same place)."""
     since_s: float
     """For so long no rank, but those that are moving, has made a step."""
     usual_s: float
@@ -325,7 +328,8 @@ class _Case:
         if devices is not None and devices.kind == "level":  # what they were given to do has not been done
             return self._hang("together", [], ranks, self._last_collective(), look=ranks, devices=devices)
         if len({each.inside[:1] for each in self.live.values()}) == 1 and not self.unheard:
-            return self._hang("pause", [], look=ranks)
+            kind = "blocked" if devices is not None and devices.waits_in else "pause"
+            return self._hang(kind, [], ranks if kind == "blocked" else (), look=ranks, devices=devices)
         # Who does not wait, and is where fewest are, is looked at first.
         crowd = {place: len(there) for place, there in self._places().items()}
         odd = sorted(self.live.values(), key=lambda each: (each.rank in talking, crowd[_open_where(each)], each.rank))
@@ -363,16 +367,10 @@ class _Case:
         return BlockingRank(each, problem or self._problem(each), main.collective if main else None)
 
     def _hang(
-        self,
-        kind: str,
-        blocking: list[Progress],
-        waiting: Iterable[int] = (),
-        collective: Collective | None = None,
-        cycle: tuple[tuple[int, Collective], ...] = (),
-        operations: Mapping[str, tuple[int, ...]] | None = None,
-        look: Sequence[int] = (),
-        devices: DeviceFinding | None = None,
-    ) -> Hang:
+        self, kind: str, blocking: list[Progress], waiting: Iterable[int] = (), collective: Collective | None = None,
+        cycle: tuple[tuple[int, Collective], ...] = (), operations: Mapping[str, tuple[int, ...]] | None = None,
+        look: Sequence[int] = (), devices: DeviceFinding | None = None,
+    ) -> Hang:  # fmt: skip
         step = max(each.step for each in self.live.values())
         ranks = tuple(each.rank for each in blocking)
         key: tuple[Hashable, ...] = (kind, step, ranks, collective, cycle)

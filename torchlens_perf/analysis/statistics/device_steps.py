@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import concatenate
-from torchlens_perf.run.device.step_parts import PART_OF_SPAN
+from torchlens_perf.run.device.step_parts import PART_OF_SPAN, outer_spans
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -65,6 +65,7 @@ class DeviceSteps:
         self._hosts: list[StepTable] = []  # steps whose device time has not come
         self._on_host = _NONE  # the host's waits and phases in those
         self._device = _NONE  # the device's spans of steps that are not whole
+        self._newest = 0  # of the host's steps
 
     def add(self, records: npt.NDArray[np.void], steps: StepTable) -> StepTable:
         """Records in their order, and the host's steps that they make. Returns the steps that are known by now.
@@ -80,12 +81,13 @@ class DeviceSteps:
         host = concatenate(self._hosts)
         whole = self._device.step[self._device.kind == _STEP]
         known = np.isin(host.step, whole)
-        late = host.step > host.step.max(initial=0) - MAX_BEHIND_STEPS
+        self._newest = int(host.step.max(initial=self._newest))
+        oldest = self._newest - MAX_BEHIND_STEPS
         done, newest = host.where(known), host.step[known].max(initial=-1)
         table = device_table(done, self._device, self._on_host)
-        self._hosts = [host.where(~known & late)]
+        self._hosts = [host.where(~known & (host.step > oldest))]
         # Times come in the order of steps: of a step before a known one nothing more is to come.
-        self._device = self._device.where(self._device.step > newest)
+        self._device = self._device.where(self._device.step > max(newest, oldest))
         waiting = np.isin(self._on_host.step, self._hosts[0].step) & (self._on_host.step > newest)
         self._on_host = self._on_host.where(waiting)
         return table
@@ -158,21 +160,15 @@ def _ahead_ns(
 
 def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Integers]:
     """Which spans are inside of no other, and the time of each that is in none inside of it."""
-    outer, inner = _pairs(rows, rows)
-    ends = spans.start_ns + spans.duration_ns
-    middle = spans.start_ns + spans.duration_ns // 2  # not the ends: two that share one may differ by a rounding
-    longer = (spans.duration_ns[outer] > spans.duration_ns[inner]) | (
-        (spans.duration_ns[outer] == spans.duration_ns[inner]) & (outer > inner)  # an outer span is recorded later
-    )
-    inside = (outer != inner) & longer & (spans.start_ns[outer] <= middle[inner]) & (middle[inner] < ends[outer])
-    outer, inner = outer[inside], inner[inside]
-    closest = np.lexsort((spans.duration_ns[outer], inner))  # by inner span, the shortest around it first
-    inner, first = np.unique(inner[closest], return_index=True)
+    outer = np.full(len(rows), -1)
+    order = np.argsort(rows, kind="stable")
+    for indices in np.split(order, np.flatnonzero(np.diff(rows[order])) + 1):
+        found = np.array(outer_spans(spans.start_ns[indices].tolist(), spans.duration_ns[indices].tolist()), np.int64)
+        outer[indices] = np.where(found < 0, -1, indices[found])
+    inner = np.flatnonzero(outer >= 0)
     own_ns = spans.duration_ns.copy()
-    np.subtract.at(own_ns, outer[closest][first], spans.duration_ns[inner])
-    outermost = np.ones(len(rows), bool)
-    outermost[inner] = False
-    return outermost, own_ns
+    np.subtract.at(own_ns, outer[inner], spans.duration_ns[inner])
+    return outer < 0, own_ns
 
 
 def _pairs(first: Integers, second: Integers) -> tuple[Integers, Integers]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import unicodedata
+from torchlens_perf.errors import printable as printable
 
 
 def duration(seconds: float) -> str:
@@ -30,8 +30,3 @@ def amount(count: float, unit: str) -> str:
 
 def duration_or_dash(seconds: float | None) -> str:
     return "-" if seconds is None else duration(seconds)
-
-
-def printable(text: str) -> str:
-    """Without control characters: a module's name may hold anything, also escape sequences."""
-    return "".join(c if unicodedata.category(c)[0] != "C" else "?" for c in text)

@@ -228,6 +228,8 @@ class RankStatistics:
     history: WindowHistory = field(default_factory=WindowHistory)
     device_history: WindowHistory = field(default_factory=WindowHistory)
     """The same of its steps by the device's clock, where it is judged by that."""
+    device_mix: StepMix = field(default_factory=StepMix)
+    """As mix, by the device's clock: the host's steps are long where it waits for the device, and short where not."""
     device: DeviceStatistics = field(default_factory=DeviceStatistics)
     memory: MemoryStatistics = field(default_factory=MemoryStatistics)
 

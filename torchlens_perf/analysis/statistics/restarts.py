@@ -22,12 +22,11 @@ class Generations:
     def __init__(self) -> None:
         self.newest = UNRELATED
         self._of: dict[str, int] = {}
-        self._of_attempt: dict[int, int] = {}  # how many there were
-        self._attempt = -1
+        self._restarts = -1
         # Of the newest generation.
         self._world_size = 0
         self._ranks: set[int] = set()
-        self._workers: set[tuple[int, int]] = set()
+        self._workers: set[tuple[int, int | None]] = set()
         self._pids: set[int] = set()
 
     def of(self, identity: Identity) -> int:
@@ -36,10 +35,6 @@ class Generations:
             self._of[identity.key] = self._next(identity)
         return self._of[identity.key]
 
-    def again(self, attempt: int) -> int:
-        """How many generations of the attempt came before the newest one."""
-        return max(0, self._of_attempt.get(attempt, 0) - 1)
-
     def _next(self, who: Identity) -> int:
         worker = who.launcher_pid, who.local_rank
         again = who.rank in self._ranks or who.world_size != self._world_size
@@ -47,14 +42,13 @@ class Generations:
         # A rank may have started it, with the environment that makes it take itself for that rank: it runs beside the
         # others. But the first process of a script may start all of the ranks.
         is_child = again and who.launcher_pid in self._pids and who.world_size <= self._world_size
-        if who.attempt < self._attempt or (who.attempt == self._attempt and is_child):
+        if who.restarts < self._restarts or (who.restarts == self._restarts and is_child):
             return UNRELATED
-        if again or who.attempt > self._attempt:
-            self._attempt, self._world_size = who.attempt, who.world_size
+        if again or who.restarts > self._restarts:
+            self._restarts, self._world_size = who.restarts, who.world_size
             for known in (self._ranks, self._workers, self._pids):
                 known.clear()
             self.newest += 1
-            self._of_attempt[who.attempt] = self._of_attempt.get(who.attempt, 0) + 1
         self._ranks.add(who.rank)
         self._workers.add(worker)
         self._pids.add(who.pid)

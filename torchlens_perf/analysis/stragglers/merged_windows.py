@@ -65,6 +65,12 @@ class _Window:
     """By rank and row; of those that are slowest in it, and of those whose work stands out."""
     score: Mapping[int, float]
     """Of the work, by rank."""
+    has_all: bool
+    """Whether the work of no other rank stands out: a window holds eight at the most."""
+
+    def is_known(self, rank: int) -> bool:
+        """Whether it says how much this rank's work stands out."""
+        return self.has_all or rank in self.score
 
     @property
     def step_ns(self) -> float:
@@ -140,7 +146,11 @@ class MergedWindows:
         if episode.phase == "cpu" or episode.slow_share < _SEEN_SHARE:
             return False
         inside = [each for each in self.windows if each.first_step >= episode.since_step][-MIN_WINDOWS:]
-        seen = [each for each in inside if episode.excess_ns >= 2 * STANDS_OUT * each.spread_ns]
+        seen = [
+            each
+            for each in inside
+            if each.is_known(episode.rank) and episode.excess_ns >= 2 * STANDS_OUT * each.spread_ns
+        ]
         return len(seen) == MIN_WINDOWS and not any(each.score.get(episode.rank, 0.0) >= STANDS_OUT for each in seen)
 
     def _judge(self, window: _Window) -> None:
@@ -150,6 +160,8 @@ class MergedWindows:
             if window.is_slow(rank) and rank not in self._slow:
                 self._slow[rank] = _Slow(rank, window.first_step, is_first, deque(maxlen=_KEPT))
         for rank, slow in list(self._slow.items()):
+            if not window.is_known(rank):
+                continue  # neither slow nor quiet
             slow.seen += 1
             if window.is_slow(rank):
                 slow.windows.append(window)
@@ -242,7 +254,8 @@ def _window(first_step: int, last_step: int, rows: list[MergedRow], ranks: int) 
             if row.row == Row.WORK:
                 score[row.slowest] = row.score
     spread_ns = max(_ROBUST_DEVIATION * work.mad_ns, _MIN_SPREAD * work.median_ns)
-    return _Window(first_step, last_step, median_ns, spread_ns, excess_ns, score)
+    has_all = work.outstanding <= sum(each >= STANDS_OUT for each in score.values())
+    return _Window(first_step, last_step, median_ns, spread_ns, excess_ns, score, has_all)
 
 
 def _episode(slow: _Slow) -> Episode:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.words.evidence import (
     CaughtUpEvidence,
     DeviceStepEvidence,
@@ -56,6 +57,9 @@ def bottlenecks(report: Facts) -> list[Verdict]:
     typical = _typical(report)
     starved = typical.kind == "lack_of_cpu"  # which says it all
     classes = [each for each in report["steps"]["long"] if not (starved and each["part"] == LACK_OF_CPU)]
+    if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
+        # The host's step is long where it waits for the device, as in every tenth one for a loss to print.
+        classes = [each for each in classes if each["kinds"]]
     long = [_long(report, each) for each in classes if each["share"] >= _LONG_WORTH_NAMING][:_MAX_LONG]
     first = [each for each in long if (each.cost_share or 0.0) > max(2 * _WORTH_NAMING, typical.cost_share or 0.0)]
     return [*first, typical, *(each for each in long if each not in first)]

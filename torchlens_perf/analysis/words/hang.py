@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from torchlens_perf.analysis.collectives.device_progress import DevicePlace
-from torchlens_perf.analysis.collectives.hang import WAIT, BlockingRank, Collective, Hang
+from torchlens_perf.analysis.collectives.hang import WAIT, BlockingRank, Collective, Hang, Progress
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.rank_ranges import ranges
@@ -122,7 +122,11 @@ def _clause(blocking: BlockingRank, hang: Hang) -> str:
         f"node; when last heard of {where}, and {missing}",
         "closed": f"{missing}: recording ended normally there after {each.step} steps",
         "busy": f"{missing}, at work {where}, the last mark {duration(each.quiet_s)} ago",
-    }.get(blocking.problem, f"{missing}, last {where}{old}")
+    }.get(blocking.problem, f"{missing}, last {where}{old}{_device_wait(each)}")
+
+
+def _device_wait(each: Progress) -> str:
+    return f", waiting for its device in {each.waits_in}" if each.waits_in else ""
 
 
 def _mismatch(hang: Hang) -> str:
@@ -195,6 +199,18 @@ def _alone(hang: Hang) -> str:
     return f"{_sentence(_named([blocking]))} is {place(blocking.progress.inside)}, and nobody waits for it."
 
 
+def _blocked(hang: Hang) -> str:
+    devices = hang.devices
+    assert devices is not None
+    stacks = f"{'stack' if len(devices.asked) == 1 else 'stacks'} of {_ranks(devices.asked)}"
+    return (
+        f"{_places(hang)} The training threads wait there for their devices, in {devices.waits_in}, by the {stacks}. "
+        "What the devices do is not known: the threads looked at them before they waited. One may be stuck in work of "
+        "its own, and the others in a collective behind it, or all may have long work; whose it is cannot be known "
+        "from outside."
+    )
+
+
 def _pause(hang: Hang) -> str:
     return (
         f"{_places(hang)} No rank waits for another: a checkpoint, an evaluation, a compilation or a server without "
@@ -204,7 +220,7 @@ def _pause(hang: Hang) -> str:
 
 _FINDINGS: dict[str, Callable[[Hang], str]] = {
     "mismatch": _mismatch, "device": _device, "together": _together, "unheard": _unheard, "apart": _apart,
-    "alone": _alone, "pause": _pause,
+    "alone": _alone, "blocked": _blocked, "pause": _pause,
 }  # fmt: skip
 
 
@@ -223,7 +239,7 @@ def _asides(hang: Hang) -> str:
         asides += f"Asleep in the kernel (process state D: storage or a driver): {_ranks(hang.asleep)}. "
     if hang.unheard:
         asides += f"Nothing is known of {_ranks(hang.unheard)}. "
-    if hang.ended and hang.kind in ("alone", "pause", "apart", "together"):
+    if hang.ended and hang.kind in ("alone", "blocked", "pause", "apart", "together"):
         asides += f"{_count(len(hang.ended), 'rank has', 'ranks have')} ended. "
     return asides
 
@@ -236,15 +252,22 @@ _NAMED_SPANS: dict[int, str] = {
     Kind.MODULE: "module", Kind.MODULE_BACKWARD: "the backward pass of module", Kind.SECTION: "section",
     Kind.COLLECTIVE: "collective",
 }  # fmt: skip
+_UNNAMED_SPANS: dict[int, str] = {
+    Kind.MODULE: "a module", Kind.MODULE_BACKWARD: "the backward pass of a module", Kind.SECTION: "a section",
+    Kind.COLLECTIVE: "a collective",
+}  # fmt: skip
 
 
 def device_place(mark: DeviceMark, name: str) -> DevicePlace:
-    """What a rank's ring says of its device, for a hang and its words. name: of the mark's span."""
-    span = f"{_NAMED_SPANS[mark.kind]} {name}" if mark.kind in _NAMED_SPANS else _SPANS.get(mark.kind, "")
+    """What a rank's ring says of its device, for a hang and its words. name: of the mark's span; "": not known."""
+    span = _SPANS.get(mark.kind, "")
+    if mark.kind in _NAMED_SPANS:
+        span = f"{_NAMED_SPANS[mark.kind]} {name}" if name else _UNNAMED_SPANS[mark.kind]
     words = "its beginning" if mark.place == 0 else ""
     if span:
         words = f"the {'end' if mark.is_end else 'beginning'} of {span}"
-    return DevicePlace(mark.step, mark.place, words, max(0, mark.looked_ns - mark.since_ns) / 1e9)
+    stood_s = max(0, mark.looked_ns - mark.since_ns) / 1e9
+    return DevicePlace(mark.step, mark.place, words, stood_s, mark.kind, mark.is_end)
 
 
 # -- what to do
@@ -263,6 +286,11 @@ def _next_action(hang: Hang) -> str:
         return (
             "look at the network and the devices: links, dmesg (Xid, AER), the backend's log and flight recorder. A "
             "GPU that is stuck in an earlier kernel looks the same from the host."
+        )
+    if hang.kind == "blocked":
+        return (
+            "see which kernel runs on each rank's device (cuda-gdb: info cuda kernels): where it is none of a "
+            "collective's, that device is the one. With nccl=\"auto\", NCCL's thread tells whose kernel has not begun."
         )
     if hang.kind == "unheard":
         return "see whether those nodes can be reached, and whether a sidecar runs there."
@@ -290,6 +318,11 @@ def _action_on(blocking: BlockingRank) -> str:
         return f"if the others need not wait for what {who} does, take it off the training loop."
     if each.state == "uninterruptible":
         return f"look at dmesg on {each.host}, and at the storage that {who} reads or writes."
+    if blocking.problem == "stuck" and each.waits_in:
+        return (
+            f"see which kernel runs on the device of {who} (cuda-gdb: info cuda kernels): one that does not end, or a "
+            "collective's, which waits for the device of another rank that has issued it."
+        )
     if blocking.problem == "stuck" and each.inside[-1:] == (WAIT,):
         return f"look at the network and the device of {who}: links, dmesg (Xid, AER), the backend's log."
     if blocking.problem == "stuck" and each.inside[-1:] == ("data",):

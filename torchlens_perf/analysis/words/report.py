@@ -63,9 +63,11 @@ class AlikeAndLong(TypedDict):
 
 
 class Steps(Distribution, AlikeAndLong):
-    """Steps of all ranks, without the warm-up."""
+    """Steps of all ranks, without the warm-up. By the devices' clocks, where all ranks are judged by those."""
 
     count: int
+    by: str
+    """Whose clock all but the warm-up is by: "host" or "device"."""
     warm_up_max_s: float | None
     trend: Trend | None
     inference: bool
@@ -161,7 +163,8 @@ class Rank(TypedDict):
 
     rank: int
     host: str
-    local_rank: int
+    local_rank: int | None
+    """None: its launcher does not say it."""
     pid: int
     attempt: int
     state: str

@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-MAX_EVENTS = 8192  # that wait to be read, or in the pool; an event is a few hundred bytes of the host
+MAX_EVENTS = 32768  # that wait to be read, or in the pool; an event is a few hundred bytes of the host
 MAX_TIMES = 2 * MAX_EVENTS  # that are kept for span(), the newest
 BEHIND_STEPS = 64  # that the device may be behind before no more is marked
 ANCHOR_EVERY_NS = 1_000_000_000
@@ -106,7 +106,17 @@ class EventClock:
         self.captured = 0
         """Marks that were not made because the stream was being captured."""
         self.skipped = 0
-        """Marks that were not made because the device was BEHIND_STEPS behind, or no anchor could be had."""
+        """Marks that were not made because the device was BEHIND_STEPS behind, no anchor could be had, or it failed."""
+        self.crowded = 0
+        """Marks that were not made because MAX_EVENTS others had not been read."""
+        self.aside = 0
+        """Steps in which a phase's stream waited that is not the steps'. Counted by those who mark, as is the next."""
+        self.open_ended = 0
+        """Stalls whose end was not marked, and backward passes whose computation did not say when it ended."""
+        self.marked_on: Hashable | None = None
+        """The stream of the newest mark."""
+        self.passed_over: set[Hashable] = set()
+        """Streams that mark() was not to mark on, until somebody clears it."""
         self.drift_ns = 0
         """The most that an anchor was off when the next one was taken."""
         self._late: tuple[Event, int] | None = None  # an anchor that did not happen in time, and when it was recorded
@@ -123,8 +133,8 @@ class EventClock:
 
     @property
     def missing(self) -> int:
-        """Marks that were not made."""
-        return self.captured + self.skipped
+        """Grows wherever something that should have been marked was not."""
+        return self.captured + self.skipped + self.crowded + self.aside + self.open_ended
 
     def current(self) -> Hashable | None:
         """The calling thread's current stream; None while it is being captured."""
@@ -132,32 +142,40 @@ class EventClock:
 
     def mark(self, only_on: Hashable | None = None) -> int | None:
         """Marks now, on the current stream; None where that cannot be, which is counted. only_on: nothing is marked,
-        and nothing counted, where the current stream is another one."""
+        and nothing counted, where the current stream is another one: that is passed over."""
         anchor = self._anchor
         if self._behind or anchor is None:
             self.skipped += 1
             return None
-        stream = self._events.current()
-        if stream is None:
-            self.captured += 1
-            return None
-        if only_on is not None and stream != only_on:
-            return None
-        if self._pool:
-            event = self._pool.pop()
-        elif self._made < MAX_EVENTS:
-            event = self._events.new()
-            self._made += 1
-        else:
+        event: Event | None = None
+        try:
+            stream = self._events.current()
+            if stream is None:
+                self.captured += 1
+                return None
+            if only_on is not None and stream != only_on:
+                self.passed_over.add(stream)
+                return None
+            if self._pool:
+                event = self._pool.pop()
+            elif self._made < MAX_EVENTS:
+                event = self._events.new()
+                self._made += 1
+            else:
+                self.crowded += 1
+                return None
+            self._events.record(event, stream)
+            self.marked = mark = self._next_mark()
+            self.marked_on = stream
+            queue = self._streams.get(stream)
+            if queue is None:
+                queue = self._streams.setdefault(stream, _Stream())
+            queue.pending.append((mark, event, anchor))
+            return mark
+        except BaseException:
+            self._made -= event is not None
             self.skipped += 1
-            return None
-        self._events.record(event, stream)
-        self.marked = mark = self._next_mark()
-        queue = self._streams.get(stream)
-        if queue is None:
-            queue = self._streams.setdefault(stream, _Stream())
-        queue.pending.append((mark, event, anchor))
-        return mark
+            raise
 
     def span(self, begin: int, end: int) -> tuple[int, int] | None:
         """Start on the host's line, and duration on the device's. None while that is not known, or no longer: the times

@@ -67,7 +67,7 @@ def _ddp_buffers(session: Session) -> Iterator[None]:
         finally:
             stalls.end()
 
-    with patched(DistributedDataParallel, "_sync_buffers", marked):
+    with patched(DistributedDataParallel, "_sync_buffers", torch_private.break_in_compiled_code(marked)):
         yield
 
 
@@ -113,12 +113,14 @@ class _Fsdp2:
     @guard("an unshard of FSDP2")
     def _wait_for_unshard(self, result: Any) -> None:
         stalls, event = self._session.stalls, result.all_gather_event
-        if stalls is None or event is None or stalls.begin(self._unshard) is None:
+        if stalls is None or event is None:
             return  # without an event it waits for a Work, which is tapped
-        import torch
-
+        begun = stalls.begin(self._unshard)
         try:
-            torch.get_device_module(result.all_gather_output.device).current_stream().wait_event(event)
+            if begun is not None:
+                import torch
+
+                torch.get_device_module(result.all_gather_output.device).current_stream().wait_event(event)
         finally:
             stalls.end()
 

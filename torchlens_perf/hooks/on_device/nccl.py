@@ -69,7 +69,7 @@ class NcclHook:
     def attach(self, session: Session) -> Iterator[None]:
         with ExitStack() as attached:
             plugin, file = nccl_plugin.load(), nccl_plugin.path()
-            missing = self._offer(plugin, file, session.identity.local_world_size)
+            missing = self._offer(plugin, file, session.identity.local_world_size or session.identity.world_size)
             if missing or plugin is None or file is None:
                 self._note(session, f"asynchronous collectives have no end, as NCCL's plugin is not used: {missing}")
                 attached.enter_context(_by_events(session))

@@ -22,6 +22,7 @@ from torchlens_perf.errors import HookUnavailable, guard
 from torchlens_perf.recorder import torch_instruments, torch_private
 from torchlens_perf.recorder.folder_request import problem_with
 from torchlens_perf.recorder.patch import patched
+from torchlens_perf.run import ownership
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.oom_table import OutOfMemory, Places, live_table
 
@@ -125,7 +126,9 @@ class _Observer:
 
     def __init__(self, session: Session, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._session = session
-        self._run = RunDirectory(Path(session.config.dir).absolute() / session.identity.run_id)
+        self._run = RunDirectory(
+            Path(session.config.dir).absolute() / session.identity.run_id, shared=session.config.is_shared
+        )
         self._now_ns = now_ns
         self._not_before_ns = 0
         self._unreported = 0  # errors since the last table
@@ -190,12 +193,12 @@ class _Observer:
 
         Not where the disk does not answer: neither the error nor the process's end may wait for that.
         """
-        problem = problem_with(path.parent)
+        problem = problem_with(path.parent, shared=self._run.shared)
         if problem:
             self._session.note(f"{OutOfMemoryHook.name}: a table could not be written: {problem}")
             return
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(value, separators=(",", ":")))
+        ownership.write(partial, json.dumps(value, separators=(",", ":")))
         os.replace(partial, path)
         if self._brief not in (None, path):
             self._brief.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from torchlens_perf.hooks.on_device.step_parts import StepParts
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.recorder.devices import CONNECTIONS, accelerator_in_use
 from torchlens_perf.run.clock import LONGEST_MARK_NS
+from torchlens_perf.run.device.step_parts import PART_OF_SPAN
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class DeviceHook:
         self._boundary: int | None = None  # where the step in progress began on the device
         self._missing_before = 0  # marks that were not made until then
         self._given_up = 0  # spans whose times the device has not reported
-        self._missing = (0, 0, 0)
+        self._missing = (0,) * 6
         self._is_known = False  # to the sidecar
         self._progress = DeviceProgress()
         self._gone = False  # there is no device to time
@@ -98,6 +99,8 @@ class DeviceHook:
             end = clock.mark()
             if end is not None:
                 span_marked(kind, name_id, begin, end)
+                if kind in PART_OF_SPAN:
+                    stalls.phase_marked()
                 if kind == _BACKWARD:
                     stalls.backward_ended(end)
 
@@ -131,12 +134,13 @@ class DeviceHook:
         waited_ns = recorder.now_ns() - start_ns - LONGEST_MARK_NS
         if waited_ns > 0:
             recorder.add_overhead(-waited_ns)  # it counts as ours with all else at a step's end
+        if self._stalls is not None:
+            self._stalls.step_ended()  # what it has lost is missing in this step
         # The step's record completes it: there is none where a stall may be missing.
         if boundary is not None and self._boundary is not None and clock.missing == self._missing_before:
             self._pending.append(_Pending(_STEP, 0, step, self._boundary, boundary, clock.now_ns()))
         self._boundary, self._missing_before = boundary, clock.missing
         if self._stalls is not None:
-            self._stalls.step_ended()
             self._stalls.stream = clock.current() or self._stalls.stream
         start_ns = session.recorder.now_ns()
         clock.drain()
@@ -190,7 +194,7 @@ class DeviceHook:
     def _tell(self, session: Session, clock: EventClock, *, last: bool = False) -> None:
         """Reports to the sidecar how good the times are, and which are missing: at once where some are for the first
         time, and at the end."""
-        missing = clock.captured, clock.skipped, self._given_up
+        missing = clock.captured, clock.skipped, clock.crowded, clock.aside, clock.open_ended, self._given_up
         news = [before == 0 < now for before, now in zip(self._missing, missing, strict=True)]
         self._missing = missing
         if last or any(news) or not self._is_known:
@@ -201,6 +205,9 @@ class DeviceHook:
                     "error_ns": clock.error_ns,
                     "captured": clock.captured,
                     "skipped": clock.skipped,
+                    "crowded": clock.crowded,
+                    "aside": clock.aside,
+                    "open_ended": clock.open_ended,
                     "unread": self._given_up,
                 }
             )

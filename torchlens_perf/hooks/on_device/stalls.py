@@ -2,7 +2,8 @@
 
 On a device the host only issues work, so the host's times of all ranks become the same whoever is slow. What a rank's
 device did itself is its step without these waits. A stall counts only on the compute stream, the one that the steps'
-boundaries are marked on: what waits on another stream holds up nobody here. It counts once, at the outermost wait.
+boundaries are marked on: what waits on another stream, as FSDP2's own do, holds up nobody here. Where a phase computes
+on another stream, waits there do, and such a step is not known. A stall counts once, at the outermost wait.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Stalls:
         self._backward_end: int | None = None
         self.stream: Hashable | None = None
         """The compute stream, as of the last step's end."""
+        self._phases_on: set[Hashable] = set()  # other streams that a phase of this step has ended on
 
     @guard("marking a stall")
     def begin(self, name_id: int) -> int | None:
@@ -54,15 +56,25 @@ class Stalls:
         if self._holder == thread:
             self._depth += 1
             return None
-        if not self._is_ours(thread) or not self._open.acquire(blocking=False):
+        if not self._is_ours(thread):
             return None
-        mark = self._clock.mark(self.stream)
-        if mark is None:
-            self._open.release()
-        else:
-            self._begin, self._name_id, self._depth, self._holder = mark, name_id, 1, thread
+        mark = self._begin_stall(name_id, thread)
         self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
         return mark
+
+    def _begin_stall(self, name_id: int, holder: int) -> int | None:
+        if not self._open.acquire(blocking=False):
+            return None
+        try:
+            mark = self._clock.mark(self.stream)
+            if mark is not None:
+                self._begin, self._name_id, self._depth, self._holder = mark, name_id, 1, holder
+                return mark
+        except BaseException:
+            self._open.release()
+            raise
+        self._open.release()
+        return None
 
     @guard("marking a stall")
     def end(self) -> int | None:
@@ -72,9 +84,11 @@ class Stalls:
         self._depth -= 1
         if self._depth:
             return None
-        start_ns = self._recorder.now_ns()
-        mark = self._clock.mark(self.stream)
-        self._close(mark)
+        start_ns, mark = self._recorder.now_ns(), None
+        try:
+            mark = self._clock.mark(self.stream)
+        finally:
+            self._close(mark)
         self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
         return mark
 
@@ -96,15 +110,11 @@ class Stalls:
         if listener is not None and end is not None:
             listener(begin, end)
 
+    @guard("marking the end of a backward pass's computation")
     def begin_tail(self, name_id: int) -> int | None:
         """When a backward pass has computed its last gradient, on whichever thread. The mark, if a stall begins."""
-        if not self._open.acquire(blocking=False):
-            return None
-        mark = self._clock.mark(self.stream)
-        if mark is None:
-            self._open.release()
-        else:
-            self._begin, self._name_id, self._depth, self._holder = mark, name_id, 1, _TAIL
+        mark = self._begin_stall(name_id, _TAIL)
+        if mark is not None:
             self._backward_end = None
         return mark
 
@@ -113,22 +123,46 @@ class Stalls:
         self._backward_end = mark
 
     @guard("marking the end of a backward pass")
-    def end_tail(self, *, raised: bool = False) -> None:
-        """When a backward pass has ended, on the thread that called it."""
+    def end_tail(self, *, raised: bool = False, is_known: bool = True) -> None:
+        """When a backward pass has ended, on the thread that called it. is_known: it said when its computation ended,
+        or nobody waits for its gradients."""
+        if not is_known and not raised:
+            self._clock.open_ended += 1
         if self._holder != _TAIL:
             return
-        end = self._backward_end
-        self._close(None if raised else self._clock.mark(self.stream) if end is None else end)
+        backward_end, end = self._backward_end, None
+        try:
+            if not raised:
+                end = self._clock.mark(self.stream) if backward_end is None else backward_end
+        finally:
+            self._close(end)
+
+    def phase_marked(self) -> None:
+        """A phase's end has just been marked."""
+        if self.stream is not None and self._clock.marked_on != self.stream:
+            self._phases_on.add(self._clock.marked_on)
 
     def step_ended(self) -> None:
-        """Nothing is waited for now: what was interrupted between its marks is forgotten."""
-        if self._holder in (_TAIL, self._training_thread) and not self._recorder.backwards:
-            self._close(None)
+        """Nothing is waited for now: what was interrupted between its marks is forgotten, and the step lacks it."""
+        clock = self._clock
+        if not self._recorder.backwards:
+            if self._holder != _NOBODY:
+                self._close(None)
+            elif self._open.locked():  # interrupted before it was anybody's
+                self._open.release()
+                clock.open_ended += 1
+        if self._phases_on and not self._phases_on.isdisjoint(clock.passed_over):
+            clock.aside += 1
+        self._phases_on.clear()
+        clock.passed_over.clear()
 
     def _close(self, mark: int | None) -> None:
+        """mark: its end; None: that is not known."""
         begin, name_id, self._holder = self._begin, self._name_id, _NOBODY
         self._open.release()
-        if mark is not None:
+        if mark is None:
+            self._clock.open_ended += 1
+        else:
             self._span_marked(_WAIT, name_id, begin, mark)
 
     def _is_ours(self, thread: int) -> bool:

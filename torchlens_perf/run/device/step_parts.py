@@ -1,8 +1,8 @@
 """A step by the device's clock, divided into parts: what the training process and the sidecar must divide alike. Pure.
 
 A step's spans are its phases and its stalls. A part is the own time of its spans, without the spans inside of them.
-What lies in no span is the gap. analysis/statistics/device_steps.py does the same for many steps at once, and divides
-the gap further, as it knows what the host did meanwhile.
+What lies in no span is the gap. analysis/statistics/device_steps.py does the same for many steps, and divides the gap
+further, as it knows what the host did meanwhile.
 """
 
 from __future__ import annotations
@@ -49,30 +49,38 @@ Span = tuple[int, int, int]
 """Kind, start and duration in ns."""
 
 
-def rows_of(spans: Sequence[Span], step_ns: int) -> list[int]:
-    """One step's rows, in ns, from its spans in the order of their records; only of the kinds in PART_OF_SPAN.
+def outer_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> list[int]:
+    """Of each span of a step, in the order of their records, the index of the one that it is inside of; -1: of none.
 
-    A span is inside of the shortest of the longer ones that its middle lies in. Of two that are as long, the one that
-    was recorded later is the outer one.
+    That is the shortest of the longer ones that its middle lies in. Of two that are as long, the one that was recorded
+    later is the outer one. A step may have thousands: its spans are gone through in the order of time.
     """
+    outer = [-1] * len(start_ns)
+    by_start = sorted(range(len(start_ns)), key=start_ns.__getitem__)
+    by_middle = sorted([(start_ns[index] + duration_ns[index] // 2, index) for index in by_start])
+    begun, around = 0, list[int]()  # spans that have begun, and those of them that have not ended
+    for middle, index in by_middle:
+        while begun < len(by_start) and start_ns[by_start[begun]] <= middle:
+            around.append(by_start[begun])
+            begun += 1
+        around = [each for each in around if middle < start_ns[each] + duration_ns[each]]
+        size = duration_ns[index], index
+        longer = [(duration_ns[each], each) for each in around if (duration_ns[each], each) > size]
+        if longer:
+            outer[index] = min(longer)[1]
+    return outer
+
+
+def rows_of(spans: Sequence[Span], step_ns: int) -> list[int]:
+    """One step's rows, in ns, from its spans in the order of their records; only of the kinds in PART_OF_SPAN."""
     rows = [0] * len(Row)
     own_ns = [span[2] for span in spans]
     gap_ns = step_ns
-    by_start = sorted(range(len(spans)), key=lambda index: spans[index][1])
-    by_middle = sorted([(start + duration // 2, index) for index, (_, start, duration) in enumerate(spans)])
-    begun, around = 0, list[int]()  # spans that have begun, and those of them that have not ended
-    for middle, index in by_middle:
-        while begun < len(by_start) and spans[by_start[begun]][1] <= middle:
-            around.append(by_start[begun])
-            begun += 1
-        around = [each for each in around if middle < spans[each][1] + spans[each][2]]
-        duration = spans[index][2]
-        size = duration, index
-        outer = [(spans[each][2], each) for each in around if (spans[each][2], each) > size]
-        if outer:
-            own_ns[min(outer)[1]] -= duration
-        else:
+    for (_, _, duration), outer in zip(spans, outer_spans([span[1] for span in spans], own_ns.copy()), strict=True):
+        if outer < 0:
             gap_ns -= duration
+        else:
+            own_ns[outer] -= duration
     for (kind, _, _), own in zip(spans, own_ns, strict=True):
         if own > 0:
             rows[_ROW_OF_SPAN[kind]] += own

@@ -39,6 +39,8 @@ class Stack:
     """Why `lines` is empty; else ""."""
     gil_holder: str = ""
     """Name of the thread that holds the GIL, if that is another one: the main thread may be waiting for it."""
+    innermost: tuple[str, int] | None = None
+    """File and line of the innermost frame, where py-spy knows it."""
 
 
 def process_state(pid: int, started: int | None = None) -> str:
@@ -80,6 +82,21 @@ def python_stacks(pid: int, timeout_s: float = 5.0) -> str:
         )
     except (ValueError, KeyError, TypeError):
         return "none: py-spy's answer cannot be read"
+
+
+def source_line(stack: Stack, timeout_s: float = 1.0) -> str:
+    """The innermost frame's line of source, as it is on disk now; "" if it cannot be read in time.
+
+    By another process: where the disk hangs, that one does, and not the sidecar.
+    """
+    if stack.innermost is None:
+        return ""
+    path, line = stack.innermost
+    try:
+        succeeded, answer, _ = _run(["sed", "-n", f"{line}{{p;q}}", "--", path], timeout_s)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.decode("utf-8", "replace").strip()[:_MAX_WORDS] if succeeded else ""
 
 
 def _dump(pid: int, timeout_s: float, program: str | None) -> tuple[bytes, str]:
@@ -158,7 +175,9 @@ def _main_thread(pid: int, answer: bytes) -> Stack:
         # It has no name where threading was not imported. Before Python 3.11, threads have no id.
         mains = [each for each in threads if each["os_thread_id"] == pid]
         mains += [each for each in threads if each["thread_name"] == "MainThread"]
-        lines = [_line(frame) for main in mains[:1] for frame in main["frames"]]
+        frames = [frame for main in mains[:1] for frame in main["frames"]]
+        lines = [_line(frame) for frame in frames]
+        innermost = (str(frames[0]["filename"]), int(frames[0]["line"])) if frames else None
         holders = [each["thread_name"] or "?" for each in threads if each["owns_gil"] and each not in mains[:1]]
     except (ValueError, KeyError, TypeError, AttributeError):
         return Stack((), "py-spy: its answer cannot be read")
@@ -166,7 +185,7 @@ def _main_thread(pid: int, answer: bytes) -> Stack:
         return Stack((), "the main thread runs no Python code")
     if len(lines) > MAX_LINES:
         lines[MAX_LINES:] = [f"and {len(lines) - MAX_LINES} more"]
-    return Stack(tuple(lines), "", holders[0] if holders else "")
+    return Stack(tuple(lines), "", holders[0] if holders else "", innermost)
 
 
 def _line(frame: dict[str, Any]) -> str:

@@ -1,226 +1,205 @@
-"""TCPStore connections of our own whose every operation ends within a timeout. Only sidecars use them.
-
-torch's client bounds what `wait` and `connect` take, and nothing else: a `check`, or the greeting of a new connection,
-waits for its answer without end when the other side is stopped or the link is cut (verified with torch 2.13). So each
-connection here gets SO_RCVTIMEO and SO_SNDTIMEO on its socket, which torch reports as an error, and a greeting that
-takes too long has its socket shut down.
-"""
+"""The part of all nodes but node 0: one stream of messages to node 0's sidecar, found again whenever it is lost."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import logging
 import os
-import resource
-import socket
-import struct
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from typing import Any, TypeVar
+import time
+from typing import Any
 
-_T = TypeVar("_T")
+from grpc import aio
 
-_KEEPALIVE_S = 30
-_one_at_a_time = threading.Lock()  # so that a socket that is new during a connect is that connect's
+from torchlens_perf.sidecar.nodes import transport
+from torchlens_perf.sidecar.nodes.messages import Outbox, decode_answer, encode
+from torchlens_perf.sidecar.nodes.rendezvous import Address, NotYet, Rendezvous
+from torchlens_perf.sidecar.nodes.timing import Timing
 
-
-class BoundedStore:
-    """One connection to a TCPStore. One thread uses it; abort() may come from any. Failed once, it is of no more use.
-
-    Every method raises ConnectionError when the store is gone, or has not answered in time.
-    """
-
-    def __init__(self, store: Any, own_socket: socket.socket) -> None:
-        """own_socket: a duplicate of the descriptor of the store's connection."""
-        self._store = store
-        self._socket = own_socket
-
-    @property
-    def local_host(self) -> str:
-        """This node's address, as the store sees it."""
-        return _plain(self._socket.getsockname()[0])
-
-    @property
-    def remote_host(self) -> str:
-        return _plain(self._socket.getpeername()[0])
-
-    def has(self, *keys: str) -> bool:
-        """Whether all of these keys are set. When it returns, what was set before has arrived."""
-        return bool(_bounded(self._store.check, list(keys)))
-
-    def get_all(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys that are all set; a missing one takes the whole timeout, and is an error."""
-        return list(_bounded(self._store.multi_get, list(keys)))
-
-    def set_all(self, values: Mapping[str, bytes]) -> None:
-        """Sends these values, in one message. Does not wait: see has()."""
-        _bounded(self._store.multi_set, list(values), list(values.values()))
-
-    def append(self, key: str, value: bytes) -> None:
-        """Appends to the value of a key. Does not wait: see has()."""
-        _bounded(self._store.append, key, value)
-
-    def close(self, *, discard: bool = False) -> None:
-        """Closes the connection. discard: drops what has not been sent, so that it cannot arrive after newer values."""
-        if discard:
-            with contextlib.suppress(OSError):
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._store = None
-        self._socket.close()
-
-    def abort(self) -> None:
-        """Ends an operation that another thread waits in."""
-        _shut_down(self._socket)
+logger = logging.getLogger("torchlens_perf.sidecar")
 
 
-class StoreServer:
-    """A TCPStore that this process hosts. torch runs it on a thread of its own, without the interpreter's lock."""
+class Sender:
+    """Belongs to one event loop."""
 
-    def __init__(self, host: str = "", port: int = 0, timeout_s: float = 2.0) -> None:
-        """host: the address to listen on; all of the node's if empty. port: any free one if 0. Raises OSError."""
-        _allow_many_connections()
-        if host:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, port), family=family, backlog=4096)
-        elif socket.has_dualstack_ipv6():
-            listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-        else:
-            listener = socket.create_server(("", port), backlog=4096)
-        # Accepted sockets inherit these: connections of nodes that were cut off do not pile up.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        self.port: int = listener.getsockname()[1]
-        self.local_host = host or "127.0.0.1"
-        arguments = (self.local_host, self.port, None, True, timedelta(seconds=timeout_s), False)
-        self._store = _bounded(_tcp_store(), *arguments, master_listen_fd=listener.detach())
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        timing: Timing,
+        lock: threading.Lock,
+        outbox: Outbox,
+        name: tuple[str, str],
+        tls: tuple[str, str] = ("", ""),
+    ) -> None:
+        """lock: of what this and the sidecar's thread exchange values in. name: of this process, and of its node.
 
-    def close(self) -> None:
-        """Stops it. Its clients see their connections end."""
-        self._store = None
+        tls: the folder of certificates, and the name in node 0's.
+        """
+        self._meeting = meeting
+        self._timing = timing
+        self._lock = lock
+        self._outbox = outbox
+        self._name = name
+        self._tls = tls
+        self._channel: aio.Channel | None = None
+        self._call: Any = None
+        self._instance = b""  # of the node 0 that has acknowledged posts
+        self._last: tuple[str, Address] | None = None
+        self._answered_s = 0.0
+        self._not_before_s = self._pace_s = 0.0
+        self.reply = b""
+        """What node 0 says to everybody."""
 
-
-def connect(host: str, port: int, operation_s: float, connect_s: float = 6.0, *, probe: bool = True) -> BoundedStore:
-    """A connection to the store at `host`, which may take `connect_s`, and half as long again, for each address.
-
-    operation_s: for each of its operations. probe: first see whether anybody listens there: then a refusal fails at
-    once, where torch tries again until `connect_s` is over. The store's thread looks up the name of whom it accepts a
-    connection from, and serves nobody meanwhile; so the job's store is not probed.
-
-    It is no worker of the store's: it joins no count and no barrier. Raises OSError. Looking up a host's name, which
-    torch does for numbers too, is the system's, and may take longer.
-    """
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:
-        raise ConnectionError(f"{host!r} is not a host name") from error
-    failed: OSError = ConnectionError(f"{host} has no address")
-    for *_, address in addresses:
-        numeric = str(address[0])
+    async def turn(self) -> float:
+        """Sends what is due. Returns after how many seconds to come again, unless there is a post before. Raises
+        OSError."""
         try:
-            if probe:
-                socket.create_connection((numeric, port), operation_s).close()
-            return _connect(numeric, port, operation_s, connect_s)
-        except OSError as error:
-            failed = error
-    raise failed
+            if self._call is None:
+                await self._join()
+            wait_s = self._not_before_s - time.monotonic()
+            if wait_s > 0:
+                return wait_s
+            while await self._send(leaving=False):
+                pass
+            return self._timing.beat_s
+        except BaseException:
+            await self._drop()
+            raise
 
-
-def _connect(host: str, port: int, operation_s: float, connect_s: float) -> BoundedStore:
-    tcp_store = _tcp_store()
-    with _one_at_a_time:
-        others = _sockets_to(host, port)
-        for each in others.values():
-            each.close()
-
-        def new() -> list[socket.socket]:
-            after = _sockets_to(host, port)
-            for inode in after.keys() & others.keys():
-                after.pop(inode).close()
-            return list(after.values())
-
-        def give_up() -> None:
-            for each in new():
-                with each:
-                    _shut_down(each)
-
-        # Later than torch's own timeout: what it then finds is an error and no reason to try again.
-        watchdog = threading.Timer(connect_s + 0.1, give_up)
-        watchdog.daemon = True
-        watchdog.start()
+    async def leave(self) -> None:
+        """Sends what is waiting, says good-bye and closes everything. Raises OSError."""
         try:
-            store = _bounded(tcp_store, host, port, None, False, timedelta(seconds=connect_s), False)
+            with self._lock:
+                waiting = self._outbox.waiting
+            if self._call is None and waiting:
+                # No more looking for where it may have gone: the job's store has often ended by now.
+                await (self._connect(*self._last) if self._last else self._join())
+            if self._call is not None:
+                while await self._send(leaving=True):
+                    pass
         finally:
-            watchdog.cancel()
-        found = new()
-    if len(found) != 1:
-        for each in found:
-            each.close()
-        raise ConnectionError(f"{len(found)} sockets are connected to {host}:{port}, not one")
-    (own,) = found
-    store.set_timeout(timedelta(seconds=operation_s))
-    limit = struct.pack("ll", int(operation_s), int(operation_s % 1 * 1e6))
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    return BoundedStore(store, own)
+            await self._drop()
+            self._meeting.close()
 
-
-def _tcp_store() -> Any:
-    """torch's TCPStore: imported when a job of several nodes needs it, in a sidecar and nowhere else."""
-    if "torch" not in sys.modules:
-        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # neither ourselves nor a device's plugin
-        # It would log a stack trace for every refused connection; what matters becomes a note.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from torch.distributed import TCPStore
-
-    return TCPStore
-
-
-def _bounded(operation: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
-    try:
-        return operation(*arguments, **keywords)
-    except RuntimeError as error:  # DistNetworkError and DistStoreError; lines after the first are C++ frames
-        raise ConnectionError(str(error).partition("\n")[0]) from error
-
-
-def _allow_many_connections() -> None:
-    """Raises this process's limit of open files as far as it may: there is one connection per node."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _sockets_to(host: str, port: int) -> dict[int, socket.socket]:
-    """Duplicates of this process's sockets that are connected to an address, by inode. The caller closes them."""
-    found: dict[int, socket.socket] = {}
-    for name in os.listdir("/proc/self/fd"):
-        duplicate = -1
+    async def _send(self, leaving: bool) -> bool:
+        """Returns whether there is more."""
+        now_s = time.monotonic()
+        with self._lock:
+            beat = now_s - self._answered_s >= self._timing.beat_s
+            message = self._outbox.due(now_s, beat=beat, leaving=leaving)
+            more = self._outbox.waiting
+        if not (message.posts or beat or leaving):
+            return False
         try:
-            duplicate = os.dup(int(name))
-            each = socket.socket(fileno=duplicate)
-        except OSError:  # closed in between, or no socket
-            if duplicate >= 0:
-                os.close(duplicate)
-            continue
-        inode = os.fstat(duplicate).st_ino
+            if self._call.done():
+                raise asyncio.InvalidStateError
+            await asyncio.wait_for(self._exchange(encode(message), message.wants_answer), self._timing.operation_s)
+        except transport.ERRORS as error:
+            raise ConnectionError(await self._why(error)) from None
+        self._not_before_s = now_s + self._pace_s
+        return more
+
+    async def _exchange(self, data: bytes, wants_answer: bool) -> None:
+        await self._call.write(data)
+        if wants_answer:
+            found = await self._call.read()
+            if found is aio.EOF:
+                raise asyncio.InvalidStateError
+            try:
+                answer = decode_answer(found)
+            except ValueError as error:
+                raise ConnectionError(f"node 0's answer cannot be read: {error}") from None
+            self._answered_s = time.monotonic()
+            self._pace_s = answer.pace_s
+            with self._lock:
+                self._outbox.acknowledge(answer.newest)
+                self.reply = answer.reply
+
+    async def _why(self, error: BaseException) -> str:
+        """Why the stream has ended, if node 0 has said so."""
+        if isinstance(error, asyncio.InvalidStateError) and self._call is not None and self._call.done():
+            code, details = await self._call.code(), await self._call.details()
+            return f"{code.name}: {' '.join((details or '').split())}"[:300]
+        return transport.said(error)
+
+    # -- finding node 0
+
+    # Errors are kept as text: one that is kept in a frame keeps that frame, and so a call and its connection, alive.
+
+    async def _join(self) -> None:
+        """Connects to where node 0 was, else to where somebody says that it is."""
+        places = [self._last] if self._last else []
+        why = ""
         try:
-            peer = each.getpeername()
-        except OSError:
-            peer = None
-        wanted = isinstance(peer, tuple) and (_plain(str(peer[0])), peer[1]) == (host, port)
-        if wanted and inode not in found:
-            found[inode] = each
-        else:
-            each.close()
-    return found
+            places += [place for place in self._meeting.known() if place != self._last]
+        except NotYet:
+            if not places:
+                raise
+        except OSError as error:
+            why = str(error)
+        for source, address in places:
+            try:
+                await self._connect(source, address)
+            except OSError as error:
+                why = str(error)
+                continue
+            logger.info("node 0's sidecar was found by %s", source)
+            self._meeting.found()
+            return
+        raise ConnectionError(why)
 
+    async def _connect(self, source: str, address: Address) -> None:
+        why = "node 0's sidecar has no address"
+        for host in address.hosts:
+            try:
+                await self._enter(host, address)
+            except OSError as error:
+                why = str(error)
+                await self._drop()
+                continue
+            self._last = source, address
+            return
+        raise ConnectionError(why)
 
-def _plain(host: str) -> str:
-    return host.removeprefix("::ffff:")  # an IPv4 address that was reached through an IPv6 socket
+    async def _enter(self, host: str, address: Address) -> None:
+        where = transport.target(host, address.port)
+        self._channel = self._open(where)
+        nonce = os.urandom(transport.NONCE_BYTES)
+        try:
+            hello = self._channel.unary_unary(transport.HELLO)
+            found = bytes(await hello(nonce, timeout=self._timing.connect_s))
+        except transport.ERRORS as error:
+            raise ConnectionError(f"{where}: {transport.said(error)}") from None
+        instance, shown = found[: transport.INSTANCE_BYTES], found[transport.INSTANCE_BYTES :]
+        if not transport.same(shown, transport.proof(address.token, nonce, instance)):
+            raise ConnectionError(f"{where} is another one: it does not know the token of this job")
+        sender, node = self._name
+        self._call = self._channel.stream_stream(transport.POST)(
+            metadata=(
+                (transport.TOKEN, address.token),
+                (transport.SENDER, sender),
+                (transport.NODE, node.encode()),
+                (transport.INSTANCE, instance),
+            )
+        )
+        with self._lock:
+            self._outbox.enter(known=instance == self._instance)
+        self._instance = instance
+        self._answered_s = self._not_before_s = self._pace_s = 0.0
 
+    def _open(self, where: str) -> aio.Channel:
+        folder, name = self._tls
+        if not folder:
+            return aio.insecure_channel(where, options=transport.CLIENT_OPTIONS)
+        named = [("grpc.ssl_target_name_override", name)] if name else []
+        return aio.secure_channel(
+            where, transport.client_credentials(folder), options=[*transport.CLIENT_OPTIONS, *named]
+        )
 
-def _shut_down(connected: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)
+    async def _drop(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            await channel.close()

@@ -2,117 +2,76 @@
 
 ::
 
-    job's store            torchlens_perf/<run id>/<attempt>/exchange    set by node 0, looked for by the others
-    node 0's own TCPStore  <token>/members, <token>/<sender>/head, ...   written by the others, read by node 0
+    coordinator, run directory, job's store   where node 0's sidecar listens, and the token (rendezvous.py)
+    one gRPC stream per node                  messages with the node's posts; answers (client.py, server.py)
 
-Node 0's sidecar hosts a TCPStore of its own and leaves its address in the job's store, where the others look for it.
-All of this happens on one daemon thread; post(), collect() and notes() only exchange values with it.
+All of this happens on one daemon thread with an event loop; post(), collect() and notes() only exchange values with it.
+grpc is imported there, so only by the sidecars of jobs of several nodes.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import contextlib
 import random
 import secrets
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import wait
+from typing import Protocol
 
-from torchlens_perf.sidecar.nodes.client import BoundedStore, StoreServer, connect
-from torchlens_perf.sidecar.nodes.messages import Collected, Inbox, Outbox, check_payloads, head_key, slot_key
-from torchlens_perf.sidecar.nodes.rendezvous import Address, NotYet, Rendezvous
-
-_READ_AT_ONCE = 256  # posts: bounds what one message of the store takes
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """How long the exchange waits, in seconds."""
-
-    operation_s: float = 2.0
-    """For any answer of a store."""
-    connect_s: float = 6.0
-    """To connect. torch looks up the name of the other end, and where the resolver's query is lost, that takes 5 s."""
-    beat_s: float = 5.0
-    """Between signs of life of a node that has nothing to send."""
-    look_s: float = 1.0
-    """Between node 0's looks."""
-    first_retry_s: float = 0.25
-    """After an error; doubled after each further one."""
-    last_retry_s: float = 10.0
+from torchlens_perf.sidecar.nodes.messages import MAX_REPLY_BYTES, Collected, Inbox, Outbox, check_payloads
+from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.rendezvous import NotYet, Rendezvous
+from torchlens_perf.sidecar.nodes.timing import Timing
 
 
-class _Part:
-    """What the exchange's thread does on this node."""
+class _Part(Protocol):
+    """What the exchange's thread does on this node: client.Sender or server.Collector."""
 
-    def __init__(self, meeting: Rendezvous, timing: Timing, lock: threading.Lock) -> None:
-        """lock: of what this thread and the sidecar's exchange values in."""
-        self._meeting = meeting
-        self._timing = timing
-        self._lock = lock
-        self._store: BoundedStore | None = None
+    reply: bytes
 
-    def turn(self) -> float:
-        """Does what is due. Returns after how many seconds to come again. Raises OSError."""
-        raise NotImplementedError
+    async def turn(self) -> float: ...
 
-    def leave(self) -> None:
-        """Says good-bye and closes everything. Raises OSError."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """Ends what turn() or leave() waits for. Any thread."""
-        store = self._store
-        if store is not None:
-            store.abort()
-
-    def _drop(self) -> None:
-        if self._store is not None:
-            self._store.close(discard=True)
-            self._store = None
+    async def leave(self) -> None: ...
 
 
 class Exchange:
     """One node's end of the exchange of one attempt of a run. Its methods return at once and belong to one thread."""
 
-    def __init__(
-        self, job_store: tuple[str, int], key: str, node: str, merges: bool, *, timing: Timing | None = None
-    ) -> None:
+    def __init__(self, places: Places, key: str, node: str, merges: bool, *, timing: Timing | None = None) -> None:
         """Starts the thread.
 
-        job_store: host and port of the job's TCPStore, as its training processes have them in MASTER_ADDR and
-            MASTER_PORT.
-        key: exchange_key(run_id, attempt), the same on all nodes of the attempt.
+        places: where the job's nodes can meet.
+        key: of this exchange: the same on all nodes that belong together, and on no others.
         node: what to call this node; no two nodes of the job share it.
         merges: whether this is node 0, which collects.
 
         Raises ValueError for a port that is none.
         """
-        if not 0 <= job_store[1] < 1 << 16:
-            raise ValueError(f"port {job_store[1]} is none")
+        if places.job_store is not None and not 0 <= places.job_store[1] < 1 << 16:
+            raise ValueError(f"port {places.job_store[1]} is none")
+        self._places, self._key, self._node, self._merges = places, key, node, merges
         self._timing = timing or Timing()
-        self._merges = merges
         self._lock = threading.Lock()
         self._inbox = Inbox(node, time.monotonic())
-        self._outbox = Outbox(secrets.token_hex(8), node)
+        self._outbox = Outbox()
         self._errors = 0
         self._last_error = ""
         self._failing_since_s: float | None = None
-        self._wake = threading.Event()
-        self._closing = threading.Event()
-        meeting = Rendezvous(job_store, key, self._timing.operation_s, self._timing.connect_s)
-        self._part: _Part
-        if merges:
-            self._part = _Merger(meeting, self._timing, self._lock, self._inbox)
-        else:
-            self._part = _Sender(meeting, self._timing, self._lock, self._outbox)
-        self._thread = threading.Thread(target=self._run, name="torchlens_perf exchange", daemon=True)
-        self._thread.start()
+        self._reply = b""
+        self._part: _Part | None = None
+        self._wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._closing = False
+        self._loop = _event_loop()
+        self._life = asyncio.run_coroutine_threadsafe(self._live(), self._loop)
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
         """Sends payloads, by rank. Only the last 8 posts are kept for a node 0 that cannot be reached.
 
-        Raises ValueError for a payload over 1024 bytes or a rank that is none.
+        Raises ValueError for a payload over 1024 bytes, a rank that is none, or more than 512 ranks.
         """
         check_payloads(payloads)
         with self._lock:
@@ -120,7 +79,7 @@ class Exchange:
                 self._inbox.post_own(payloads, time.monotonic())
             else:
                 self._outbox.post(payloads, time.monotonic())
-        self._wake.set()
+        self._loop.call_soon_threadsafe(self._wake.set)
 
     def collect(self) -> Collected:
         """What has come to node 0 since the last call, its own posts included. On other nodes nothing comes.
@@ -131,6 +90,23 @@ class Exchange:
             return Collected({}, {})
         with self._lock:
             return self._inbox.collect(time.monotonic())
+
+    def set_reply(self, reply: bytes) -> None:
+        """On node 0: what its answers carry to all other nodes from now on, at most 1024 bytes.
+
+        A node gets an answer at least every few seconds. Raises ValueError for more bytes.
+        """
+        if len(reply) > MAX_REPLY_BYTES:
+            raise ValueError(f"a reply of {len(reply)} bytes, more than {MAX_REPLY_BYTES}")
+        with self._lock:
+            self._reply = reply
+            if self._part is not None:
+                self._part.reply = reply
+
+    def reply(self) -> bytes:
+        """On other nodes: what node 0 said last by set_reply(); b"" before."""
+        with self._lock:
+            return b"" if self._merges or self._part is None else self._part.reply
 
     def notes(self) -> list[str]:
         """What a person should know about the exchange, now; a line each."""
@@ -144,11 +120,13 @@ class Exchange:
                 notes.append(f"errors in the exchange between nodes: {self._errors}; the last: {self._last_error}")
             if self._outbox.dropped:
                 notes.append(f"{self._outbox.dropped} windows could not be sent to node 0's sidecar")
-            if self._inbox.unreadable:
-                notes.append(f"{self._inbox.unreadable} values that other nodes sent could not be read")
+            for node, count in self._inbox.unreadable().items():
+                notes.append(f"{count} messages of node {node} could not be read")
+            if self._inbox.refused:
+                notes.append(f"{self._inbox.refused} calls without this job's token were refused")
             notes += [f"several sidecars call their node {node!r}" for node in self._inbox.namesakes()]
-        if not self._thread.is_alive() and not self._closing.is_set():
-            notes.append("the exchange between nodes has ended by an error of its own: see the sidecar's log")
+        if self._life.done() and not self._closing:
+            notes.append(f"the exchange between nodes has ended by an error of its own: {self._life.exception()!r}")
         return notes
 
     def close(self, timeout_s: float = 5.0) -> bool:
@@ -156,35 +134,50 @@ class Exchange:
 
         Returns whether that took less than `timeout_s`; if not, connections are cut off.
         """
-        self._closing.set()
-        self._wake.set()
-        self._thread.join(timeout_s)
-        in_time = not self._thread.is_alive()
-        if not in_time:
-            self._part.abort()
-            self._thread.join(0.5)
-        return in_time
+        self._closing = True
+        for event in (self._stop, self._wake):
+            self._loop.call_soon_threadsafe(event.set)
+        done, _ = wait([self._life], timeout_s)
+        if not done:
+            self._life.cancel()
+        return bool(done)
 
-    def _run(self) -> None:
-        part = self._part
+    # -- on the thread
+
+    async def _live(self) -> None:
+        part = self._make_part()
+        with self._lock:
+            part.reply = self._reply
+            self._part = part
         retry_s = self._timing.first_retry_s
-        while not self._closing.is_set():
+        while not self._stop.is_set():
             self._wake.clear()
             try:
-                wait_s = part.turn()
+                wait_s = await part.turn()
                 with self._lock:
                     self._failing_since_s = None
                 retry_s = self._timing.first_retry_s
-                self._wake.wait(wait_s)
+                await _wait(self._wake, wait_s)
             except OSError as error:
                 self._count(error)
                 # Not all nodes at the same instant; and no post shortens it.
-                self._closing.wait(retry_s * random.uniform(0.5, 1.0))
+                await _wait(self._stop, retry_s * random.uniform(0.5, 1.0))
                 retry_s = min(2 * retry_s, self._timing.last_retry_s)
         try:
-            part.leave()
+            await part.leave()
         except OSError as error:
             self._count(error)
+
+    def _make_part(self) -> _Part:
+        meeting = Rendezvous(self._places, self._key, self._timing)
+        if self._merges:
+            from torchlens_perf.sidecar.nodes.server import Collector
+
+            return Collector(meeting, self._places, self._key, self._timing, self._lock, self._inbox)
+        from torchlens_perf.sidecar.nodes.client import Sender
+
+        tls, name = (self._places.tls_folder, self._places.tls_name), (secrets.token_hex(8), self._node)
+        return Sender(meeting, self._timing, self._lock, self._outbox, name, tls)
 
     def _count(self, error: OSError) -> None:
         with self._lock:
@@ -194,147 +187,20 @@ class Exchange:
                 self._failing_since_s = time.monotonic()
 
 
-class _Sender(_Part):
-    """The part of all nodes but node 0."""
-
-    def __init__(self, meeting: Rendezvous, timing: Timing, lock: threading.Lock, outbox: Outbox) -> None:
-        super().__init__(meeting, timing, lock)
-        self._outbox = outbox
-        self._address: Address | None = None
-        self._entered = ""  # token of the last store that is known to have our keys
-
-    def turn(self) -> float:
-        if self._store is None:
-            self._store = self._join()
-        try:
-            self._send(self._store, leaving=False)
-        except OSError:
-            self._drop()
-            raise
-        return self._timing.beat_s
-
-    def leave(self) -> None:
-        try:
-            with self._lock:
-                waiting = self._outbox.waiting
-            if self._store is None and waiting:
-                # No more looking for where it may have gone: the job's store has often ended by now.
-                self._store = self._connect(self._address) if self._address else self._join()
-            if self._store is not None:
-                self._send(self._store, leaving=True)
-        finally:
-            self._drop()
-            self._meeting.close()
-
-    def _send(self, store: BoundedStore, leaving: bool) -> None:
-        assert self._address is not None
-        token = self._address.token
-        with self._lock:
-            if self._entered != token:
-                keys, line = self._outbox.enter()
-            values, newest = self._outbox.due(time.monotonic(), leaving=leaving)
-        if self._entered != token:
-            store.set_all({f"{token}/{key}": value for key, value in keys.items()})
-            store.append(f"{token}/members", line)
-        store.set_all({f"{token}/{key}": value for key, value in values.items()})
-        if not store.has(*(f"{token}/{key}" for key in values)):
-            raise ConnectionError("node 0's store has lost our keys")
-        self._entered = token
-        with self._lock:
-            self._outbox.acknowledge(newest)
-
-    def _join(self) -> BoundedStore:
-        """A connection to node 0's store: where it was, else where the job's store says."""
-        failed: OSError | None = None
-        if self._address is not None:
-            try:
-                return self._connect(self._address)
-            except OSError as error:
-                failed = error  # it is gone, or elsewhere, or we are cut off: the job's store may tell
-        try:
-            self._address = self._meeting.look_up(self._address)
-        except NotYet as error:
-            raise failed or error from None
-        return self._connect(self._address)
-
-    def _connect(self, address: Address) -> BoundedStore:
-        failed: OSError = ConnectionError("node 0's sidecar has no address")
-        for host in address.hosts:
-            try:
-                store = connect(host, address.port, self._timing.operation_s, self._timing.connect_s)
-            except OSError as error:
-                failed = error
-                continue
-            try:
-                if store.has(f"{address.token}/members"):
-                    self._meeting.close()
-                    return store
-                failed = ConnectionError(f"the store at {host}:{address.port} is another one")
-            except OSError as error:
-                failed = error
-            store.close()
-        raise failed
+_loop_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
 
 
-class _Merger(_Part):
-    """The part of node 0."""
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of all exchanges of this process, for grpc wants one loop: it runs on a daemon thread until the end."""
+    global _loop
+    with _loop_lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="torchlens_perf exchange", daemon=True).start()
+        return _loop
 
-    def __init__(self, meeting: Rendezvous, timing: Timing, lock: threading.Lock, inbox: Inbox) -> None:
-        super().__init__(meeting, timing, lock)
-        self._inbox = inbox
-        self._token = secrets.token_hex(16)
-        self._server: StoreServer | None = None
-        self._published = False
 
-    def turn(self) -> float:
-        if self._server is None:
-            self._server = StoreServer(self._listen_on(), timeout_s=self._timing.operation_s)
-        if self._store is None:
-            self._store = connect(
-                self._server.local_host, self._server.port, self._timing.operation_s, self._timing.connect_s
-            )
-            # It exists from the start: reading a missing key would block, and others know our store by it.
-            self._store.append(f"{self._token}/members", b"")
-        try:
-            self._receive(self._store)
-        except OSError:
-            self._drop()
-            raise
-        if not self._published:
-            self._meeting.publish(self._server.port, self._token)
-            self._published = True
-        return self._timing.look_s
-
-    def leave(self) -> None:
-        self._drop()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-    def _receive(self, store: BoundedStore) -> None:
-        started_s = time.monotonic()
-        with self._lock:
-            known = self._inbox.polled
-        members, *heads = self._read(store, ["members", *map(head_key, known)])
-        with self._lock:
-            new = self._inbox.register(members, time.monotonic())
-        heads += self._read(store, [head_key(sender) for sender in new])
-        with self._lock:
-            wanted = self._inbox.update(dict(zip([*known, *new], heads, strict=True)), time.monotonic())
-        for at in range(0, len(wanted), _READ_AT_ONCE):
-            part = wanted[at : at + _READ_AT_ONCE]
-            values = self._read(store, [slot_key(sender, sequence) for sender, sequence in part])
-            with self._lock:
-                for (sender, sequence), value in zip(part, values, strict=True):
-                    self._inbox.receive(sender, sequence, value)
-        with self._lock:
-            self._inbox.looked(started_s)
-
-    def _read(self, store: BoundedStore, keys: list[str]) -> list[bytes]:
-        return store.get_all([f"{self._token}/{key}" for key in keys]) if keys else []
-
-    def _listen_on(self) -> str:
-        """Where the job's store is on this machine by its very address, nobody elsewhere can look for us."""
-        if not self._meeting.on_one_machine:
-            return ""
-        return "127.0.0.1" if self._meeting.host == "localhost" else self._meeting.host
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)

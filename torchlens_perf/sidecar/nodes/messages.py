@@ -1,82 +1,85 @@
-"""What sidecars exchange: how posts look on the wire, the sender's Outbox, and the Inbox of node 0 that counts them.
+"""What sidecars exchange: how messages look on the wire, the sender's Outbox, and the Inbox of node 0 that counts them.
 
-Pure: knows no store, no thread and no clock. Each sidecar process is a sender with a random id of its own, so that one
-that was started again is never taken for its predecessor. A sender owns SLOTS keys, which its posts take turns at, and
-a head, which says how far it is. A post that node 0 has not read by then is overwritten, and counted as missed.
+Pure: knows no network, no thread and no clock. Each sidecar process is a sender with a random id of its own, so that
+one that was started again is never taken for its predecessor. It numbers its posts; node 0 takes each number once, and
+counts those that never came as missed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import struct
-import urllib.parse
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
-SLOTS = 8
+import msgspec
+
+KEPT_POSTS = 8
 MAX_PAYLOAD_BYTES = 1024
-RETIRED_AFTER_S = 30.0
+MAX_RANKS = 512  # of a node: with them, a message of one post is within MAX_MESSAGE_BYTES
+MAX_MESSAGE_BYTES = 1 << 20
+MAX_REPLY_BYTES = 1024
+POSTS_PER_ANSWER = 4  # half of what is kept: posts wait for the answer, and new ones come meanwhile
+_DELAYS = 64  # messages over which the quickest is the one that was not delayed
 
-_POST = struct.Struct("<QdH")  # sequence, seconds held back by the sender, number of ranks
-_RANK = struct.Struct("<IH")  # rank, length of what follows
-_HEAD = struct.Struct("<QQQ?")
-
-
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """How far a sender is."""
-
-    first: int
-    """Sequence number of its first post in this store: what came before was for an earlier node 0."""
-    newest: int
-    """Of its newest post; `first - 1` if there is none."""
-    beat: int
-    """Grows with every sign of life."""
-    leaving: bool
-    """It has ended in good order."""
-
-    def encode(self) -> bytes:
-        return _HEAD.pack(self.first, self.newest, self.beat, self.leaving)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Head:
-        """Raises ValueError for anything that is not a head."""
-        if len(data) != _HEAD.size:
-            raise ValueError(f"a head has {_HEAD.size} bytes, not {len(data)}")
-        return cls(*_HEAD.unpack(data))
+_Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_PAYLOAD_BYTES)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Post:
+class Post(msgspec.Struct, array_like=True, frozen=True):
     """The payloads of a node's ranks, sent together."""
 
-    sequence: int
+    sequence: _Number
     held_s: float
     """How long it had waited on its node when it was sent."""
-    payloads: Mapping[int, bytes]
+    payloads: Annotated[dict[_Rank, _Payload], msgspec.Meta(max_length=MAX_RANKS)]
 
-    def encode(self) -> bytes:
-        parts = [_POST.pack(self.sequence, self.held_s, len(self.payloads))]
-        for rank, payload in self.payloads.items():
-            parts += [_RANK.pack(rank, len(payload)), payload]
-        return b"".join(parts)
 
-    @classmethod
-    def decode(cls, data: bytes) -> Post:
-        """Raises ValueError for anything that is not a post."""
-        try:
-            sequence, held_s, ranks = _POST.unpack_from(data)
-            payloads, at = {}, _POST.size
-            for _ in range(ranks):
-                rank, length = _RANK.unpack_from(data, at)
-                at += _RANK.size
-                payloads[rank] = data[at : at + length]
-                at += length
-        except struct.error as error:
-            raise ValueError(f"not a post: {error}") from error
-        if at != len(data) or not 0 <= held_s < 1e9 or len(payloads) != ranks:
-            raise ValueError("not a post")
-        return cls(sequence, held_s, payloads)
+class Message(msgspec.Struct, array_like=True, frozen=True):
+    """What a sender sends at a time; without posts, a sign of life."""
+
+    sent_s: float
+    """By the sender's own monotonic clock."""
+    first: _Number
+    """The number of its first post for this node 0: what came before was for an earlier one."""
+    wants_answer: bool
+    leaving: bool
+    """It ends in good order, and this is its last message."""
+    posts: Annotated[list[Post], msgspec.Meta(max_length=KEPT_POSTS)]
+
+
+class Answer(msgspec.Struct, array_like=True, frozen=True):
+    """Node 0's answer to a message that wants one."""
+
+    newest: int
+    """All posts up to this number have come, or never will."""
+    pace_s: float
+    """No more than one message in so many seconds, please."""
+    reply: bytes
+    """What node 0 has to say to everybody, see Exchange.reply()."""
+
+
+_message, _answer = msgspec.msgpack.Decoder(Message), msgspec.msgpack.Decoder(Answer)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode_message(data: bytes) -> Message:
+    """Raises ValueError for anything that is not a message."""
+    message = _message.decode(data)
+    times = [message.sent_s, *(post.held_s for post in message.posts)]
+    if not all(map(math.isfinite, times)) or any(post.held_s < 0 for post in message.posts):
+        raise ValueError("a time that is none")
+    return message
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Raises ValueError for anything that is not an answer."""
+    answer = _answer.decode(data)
+    if not 0 <= answer.pace_s <= 60:
+        raise ValueError(f"a pace of {answer.pace_s} s")
+    return answer
 
 
 def check_payloads(payloads: Mapping[int, bytes]) -> None:
@@ -86,74 +89,60 @@ def check_payloads(payloads: Mapping[int, bytes]) -> None:
             raise ValueError(f"rank {rank} is none")
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"rank {rank}'s payload has {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}")
-    if len(payloads) >= 1 << 16:
+    if len(payloads) > MAX_RANKS:
         raise ValueError(f"{len(payloads)} ranks on a node")
 
 
-def head_key(sender: str) -> str:
-    return f"{sender}/head"
-
-
-def slot_key(sender: str, sequence: int) -> str:
-    return f"{sender}/{sequence % SLOTS}"
-
-
 class Outbox:
-    """A sender's posts: those not yet sent, and the last SLOTS in case that node 0 starts anew."""
+    """A sender's posts: those not yet sent, and the last KEPT_POSTS in case that node 0 starts anew."""
 
-    def __init__(self, sender: str, node: str) -> None:
-        """sender: unique among the sidecar processes of the run. node: what to call the node."""
-        self._sender = sender
-        self._node = node
-        self._posts: deque[tuple[int, float, Mapping[int, bytes]]] = deque(maxlen=SLOTS)
+    def __init__(self) -> None:
+        self._posts: deque[tuple[int, float, dict[int, bytes]]] = deque(maxlen=KEPT_POSTS)
         self._newest = 0
-        self._acknowledged = 0  # by any store
-        self._in_this_store = 0
+        self._acknowledged = 0
+        self._sent = 0
         self._first = 1
-        self._beat = 0
         self.dropped = 0
-        """Posts that were overwritten here, before they could be sent."""
+        """Posts that had to make room here for newer ones before node 0 was known to have them."""
 
     def post(self, payloads: Mapping[int, bytes], now_s: float) -> None:
-        if len(self._posts) == SLOTS and self._posts[0][0] > self._acknowledged:
+        if len(self._posts) == KEPT_POSTS and self._posts[0][0] > self._acknowledged:
             self.dropped += 1
         self._newest += 1
         self._posts.append((self._newest, now_s, dict(payloads)))
 
-    def enter(self) -> tuple[dict[str, bytes], bytes]:
-        """To be written to a store that this sender is not in: its keys, and then its line for the members."""
+    def enter(self, *, known: bool) -> None:
+        """A new connection. known: to the very node 0 that has acknowledged posts; others get all that is kept."""
         oldest = self._posts[0][0] if self._posts else self._newest + 1
-        self._first = min(oldest, self._acknowledged + 1)
-        self._in_this_store = self._first - 1
-        # All slots exist from now on: a read of a missing key would block.
-        empty = {slot_key(self._sender, slot): b"" for slot in range(SLOTS)}
-        head = Head(self._first, self._first - 1, self._beat, False).encode()
-        return {**empty, head_key(self._sender): head}, member_line(self._sender, self._node)
+        if not known:
+            self._first = min(oldest, self._acknowledged + 1)
+        self._sent = max(oldest - 1, self._acknowledged) if known else oldest - 1
 
-    def due(self, now_s: float, *, leaving: bool = False) -> tuple[dict[str, bytes], int]:
-        """What to write now, and what to acknowledge() when it has arrived."""
-        self._beat += 1
-        values = {
-            slot_key(self._sender, sequence): Post(sequence, max(0.0, now_s - posted_s), payloads).encode()
-            for sequence, posted_s, payloads in self._posts
-            if sequence > self._in_this_store
-        }
-        values[head_key(self._sender)] = Head(self._first, self._newest, self._beat, leaving).encode()
-        return values, self._newest
+    def due(self, now_s: float, *, beat: bool, leaving: bool = False) -> Message:
+        """What to send now. beat: an answer is due, whatever is sent."""
+        posts: list[Post] = []
+        size = 0
+        for sequence, posted_s, payloads in self._posts:
+            if sequence > self._sent:
+                size += 32 + sum(16 + len(payload) for payload in payloads.values())
+                if posts and size > MAX_MESSAGE_BYTES:
+                    break
+                posts.append(Post(sequence, max(0.0, now_s - posted_s), payloads))
+        if posts:
+            self._sent = posts[-1].sequence
+        waiting = self._sent - self._acknowledged
+        leaving = leaving and not self.waiting  # there is another message
+        wants = beat or leaving or waiting >= POSTS_PER_ANSWER or self.waiting
+        return Message(now_s, self._first, wants, leaving, posts)
 
     def acknowledge(self, sequence: int) -> None:
-        """All posts up to this one are in the store."""
-        self._in_this_store = sequence
-        self._acknowledged = max(self._acknowledged, sequence)
+        """Node 0 has all posts up to this one."""
+        self._acknowledged = max(self._acknowledged, min(sequence, self._newest))
 
     @property
     def waiting(self) -> bool:
-        return self._newest > self._in_this_store
-
-
-def member_line(sender: str, node: str) -> bytes:
-    """A sender's entry in the list of members."""
-    return f"{sender} {urllib.parse.quote(node, safe='')}\n".encode()
+        """Whether there are posts that have not been sent over this connection."""
+        return self._newest > self._sent
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,7 +151,7 @@ class Received:
 
     payload: bytes
     age_s: float
-    """At most this old: since node 0 last looked and it was not there, and what its sender had held it back before."""
+    """Since it was posted: what its sender held it back, the network delayed it, and it waited here."""
     node: str
     sequence: int
     """Number of the post, counted by its sender from 1."""
@@ -178,7 +167,7 @@ class NodeContact:
     posts: int
     """Received from it."""
     missed: int
-    """Posts of it that were overwritten before node 0 could read them."""
+    """Posts of it that never came, or that nobody collected in time."""
     restarts: int
     """How many more sidecar processes it has had than one."""
     left: bool
@@ -202,101 +191,84 @@ class _Sender:
     node: str
     joined_s: float
     heard_s: float
-    head: Head | None = None
-    read: int = 0
+    left: bool = False
+    read: int | None = None
     posts: int = 0
     missed: int = 0
-    unread: deque[tuple[Post, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=SLOTS))
+    unreadable: int = 0
+    unread: deque[tuple[Post, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=KEPT_POSTS))
+    # Clocks of nodes have nothing in common: how much later than the quickest of the last messages one came.
+    quickest_s: tuple[float, float] = (math.inf, math.inf)
+    messages: int = 0
 
-    def take(self, post: Post, not_before_s: float) -> None:
-        if len(self.unread) == SLOTS:  # collect() is not being called
+    def take(self, post: Post, posted_s: float) -> None:
+        """posted_s: when it was posted, by this node's clock."""
+        if len(self.unread) == KEPT_POSTS:  # collect() is not being called
             self.missed += 1
         else:
             self.posts += 1
-        self.unread.append((post, not_before_s))
+        self.unread.append((post, posted_s))
+
+    def delay_s(self, message: Message, now_s: float) -> float:
+        took_s = now_s - message.sent_s
+        before_s, recent_s = self.quickest_s
+        if self.messages % _DELAYS == 0:  # clocks drift: what was quickest long ago says nothing
+            before_s, recent_s = recent_s, math.inf
+        self.messages += 1
+        self.quickest_s = before_s, min(recent_s, took_s)
+        return took_s - min(self.quickest_s)
 
 
 class Inbox:
-    """Node 0's account of all senders. One round: register(), update(), receive() for what that asks for, looked()."""
+    """Node 0's account of all senders."""
 
     def __init__(self, own_node: str, now_s: float) -> None:
-        self._own = _Sender(own_node, now_s, now_s)
+        self._own = _Sender(own_node, now_s, now_s, read=0)
         self._senders: dict[str, _Sender] = {}
-        self._polled: dict[str, _Sender] = {}
-        self._parsed = 0
-        self._looked_s = now_s
-        self.unreadable = 0
-        """Values that were no post, no head or no member."""
-
-    @property
-    def polled(self) -> list[str]:
-        """The senders whose heads are wanted."""
-        return list(self._polled)
+        self.refused = 0
+        """Calls without this job's token."""
 
     def post_own(self, payloads: Mapping[int, bytes], now_s: float) -> None:
+        assert self._own.read is not None
         self._own.read += 1
         self._own.take(Post(self._own.read, 0.0, dict(payloads)), now_s)
 
-    def register(self, members: bytes, now_s: float) -> list[str]:
-        """Reads the list of members on from where it ended last time. Returns the new ones."""
-        new = []
-        for line in members[self._parsed :].splitlines():
-            sender, _, node = line.decode("ascii", "replace").partition(" ")
-            if not (sender.isalnum() and node):
-                self.unreadable += 1
-            elif sender not in self._senders:  # else it came back before it knew that it was in already
-                self._senders[sender] = self._polled[sender] = _Sender(urllib.parse.unquote(node), now_s, now_s)
-                new.append(sender)
-        self._parsed = max(self._parsed, len(members))
-        return new
+    def enter(self, sender: str, node: str, now_s: float) -> None:
+        """A sender connects, for the first time or again."""
+        if sender not in self._senders:
+            self._senders[sender] = _Sender(node, now_s, now_s)
 
-    def update(self, heads: Mapping[str, bytes], now_s: float) -> list[tuple[str, int]]:
-        """Takes the heads that were read. Returns which posts to read: sender and sequence number, in order."""
-        wanted = []
-        for name, data in heads.items():
-            sender = self._polled[name]
-            try:
-                head = Head.decode(data)
-            except ValueError:
-                self.unreadable += 1
-                continue
-            if sender.head is None:
-                sender.read = head.first - 1
-            if head != sender.head:
-                sender.heard_s = now_s
-                sender.head = head
-            oldest = max(sender.read, head.newest - SLOTS) + 1
-            wanted += [(name, sequence) for sequence in range(oldest, head.newest + 1)]
-        self._retire(now_s)
-        return wanted
+    def receive(self, name: str, data: bytes, now_s: float) -> int | None:
+        """Takes what a sender that has entered sent.
 
-    def receive(self, name: str, sequence: int, data: bytes) -> None:
-        """Takes the value of the slot that this post of this sender should be in."""
-        sender = self._senders[name]  # the look that asked for it may have retired it
-        sender.missed += sequence - sender.read - 1
-        sender.read = sequence
+        Returns the number of its newest post, if it wants an answer. Raises ValueError for bytes that are no message,
+        and counts them as that node's.
+        """
+        sender = self._senders[name]
+        sender.heard_s, sender.left = now_s, False
         try:
-            post = Post.decode(data)
+            message = decode_message(data)
         except ValueError:
-            self.unreadable += bool(data)  # an empty slot's post was dropped by its sender
-            sender.missed += 1
-            return
-        if post.sequence == sequence:
-            sender.take(post, self._looked_s)
-        else:  # overwritten since the head was read, or dropped
-            sender.missed += 1
-
-    def looked(self, started_s: float) -> None:
-        """A look that began at `started_s` has read everything. What comes next was not there at that time."""
-        self._looked_s = started_s
+            sender.unreadable += 1
+            raise
+        if sender.read is None:
+            sender.read = max(0, message.first - 1)
+        delay_s = sender.delay_s(message, now_s)
+        for post in message.posts:
+            if post.sequence > sender.read:  # else it comes again, for it was not acknowledged
+                sender.missed += post.sequence - sender.read - 1
+                sender.read = post.sequence
+                sender.take(post, now_s - delay_s - post.held_s)
+        sender.left = message.leaving
+        return sender.read if message.wants_answer else None
 
     def collect(self, now_s: float) -> Collected:
         """What has come since the last call."""
         payloads: dict[int, list[Received]] = {}
         for sender in (self._own, *self._senders.values()):
             while sender.unread:
-                post, not_before_s = sender.unread.popleft()
-                age_s = post.held_s + max(0.0, now_s - not_before_s)
+                post, posted_s = sender.unread.popleft()
+                age_s = max(0.0, now_s - posted_s)
                 for rank, payload in post.payloads.items():
                     payloads.setdefault(rank, []).append(Received(payload, age_s, sender.node, post.sequence))
         self._own.heard_s = now_s
@@ -306,31 +278,33 @@ class Inbox:
         contacts = {node: _contact(node, senders, now_s) for node, senders in nodes.items()}
         return Collected({rank: tuple(received) for rank, received in payloads.items()}, contacts)
 
+    @property
+    def senders(self) -> int:
+        """How many sidecar processes of other nodes have entered."""
+        return len(self._senders)
+
+    def unreadable(self) -> dict[str, int]:
+        """How many messages could not be read, by node."""
+        return {sender.node: sender.unreadable for sender in self._senders.values() if sender.unreadable}
+
     def namesakes(self) -> list[str]:
         """Nodes whose name several living sidecars use: one was heard after its successor had come."""
         return sorted({older.node for older, newer in self._successions() if older.heard_s > newer.joined_s})
 
-    def _retire(self, now_s: float) -> None:
-        """Stops asking for senders that another of the same node has replaced."""
-        for older, newer in self._successions():
-            if older.heard_s <= newer.joined_s < now_s - RETIRED_AFTER_S:
-                self._polled = {name: sender for name, sender in self._polled.items() if sender is not older}
-
     def _successions(self) -> Iterable[tuple[_Sender, _Sender]]:
         newest = {self._own.node: self._own}
-        for sender in self._polled.values():
+        for sender in self._senders.values():
             if sender.node in newest:
                 yield newest[sender.node], sender
             newest[sender.node] = sender
 
 
 def _contact(node: str, senders: list[_Sender], now_s: float) -> NodeContact:
-    newest = senders[-1]
     return NodeContact(
         node,
         max(0.0, now_s - max(sender.heard_s for sender in senders)),
         sum(sender.posts for sender in senders),
         sum(sender.missed for sender in senders),
         len(senders) - 1,
-        newest.head is not None and newest.head.leaving,
+        senders[-1].left,
     )

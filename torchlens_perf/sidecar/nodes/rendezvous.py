@@ -1,35 +1,52 @@
-"""How the nodes of a job find node 0's store: it leaves its address in the job's store, and the others look for it.
+"""How the nodes of a job find node 0's sidecar: where the user said, in the run directory, or in the job's store.
 
-A training process opens nothing for it. A sidecar connects as one more client of the job's store, which waits for no
-such client and counts none; asks with `check`, never with a blocking `get`; and is gone as soon as it knows.
+Node 0 publishes its address wherever it can, and the others take what answers first and proves to have the address's
+token. The job's store is a torch.distributed.TCPStore, whose client cannot be bounded in time: only a child process
+asks it (job_store.py), which is killed where it takes too long, so that no sidecar imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import hmac
+import json
+import os
+import random
 import re
-import socket
+import secrets
+import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from torchlens_perf.sidecar.nodes.client import BoundedStore, connect
+from torchlens_perf.sidecar.nodes.places import Places, split_address
+from torchlens_perf.sidecar.nodes.timing import Timing
 
-_RECORD = re.compile(r"1 (\d{1,5}) ([0-9a-f]{32}) ([^\s]+(?: [^\s]+)*)")
+_RECORD = re.compile(r"2 (\d{1,5}) ([0-9a-f]{32}) ([^\s]+(?: [^\s]+)*)")
 _MAX_RECORD_BYTES = 4096
-_NOT_YET = "it has not published its address in the job's store yet"
-MAX_CONNECTED_S = 60.0
-LOOK_AGAIN_S = 120.0
+_NOT_YET = "it has not published its address yet"
 _ANY_TIME_S = float("-inf")
 
 
-def exchange_key(run_id: str, attempt: int) -> str:
-    """The key in the job's store under which the nodes of one attempt of a run meet."""
-    return f"torchlens_perf/{run_id}/{attempt}/exchange"
+def exchange_key(watch: int) -> str:
+    """The key in the job's store under which the nodes meet. watch: how many watches their processes ran before.
+
+    The store is the job's alone, and what one node calls the run, or its restarts, another may call otherwise.
+    """
+    return f"torchlens_perf/{watch}/exchange"
+
+
+class NotYet(ConnectionError):
+    """Node 0 has not published its address: at the start of a job that is no error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where node 0's store is, and the prefix of all keys in it."""
+    """Where node 0's sidecar listens, and the token of who may send to it."""
 
     port: int
     token: str
@@ -37,104 +54,198 @@ class Address:
     """The same node, by the names and addresses that others may know it by; the likeliest first."""
 
     def encode(self) -> bytes:
-        return " ".join(["1", str(self.port), self.token, *self.hosts]).encode()
+        return " ".join(["2", str(self.port), self.token, *self.hosts]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Address:
         """Raises ConnectionError for anything that is not an address."""
         found = _RECORD.fullmatch(data[:_MAX_RECORD_BYTES].decode("utf-8", "replace"))
         if found is None or not 0 < int(found[1]) < 1 << 16:
-            raise ConnectionError("what the job's store holds for us is not an address")
+            raise ConnectionError("what was published for us is not an address")
         return cls(int(found[1]), found[2], tuple(found[3].split(" ")))
 
 
-class NotYet(ConnectionError):
-    """Node 0 has not published its address: at the start of a job that is no error."""
+def new_token(places: Places, key: str) -> str:
+    """The token of a job: random, where it is published. Where the user says where node 0 is, all nodes derive it from
+    the file `exchange_token` and what they share, or from the latter alone, which is no secret. Raises OSError for the
+    file."""
+    if not places.coordinator:
+        return secrets.token_hex(16)
+    secret = _private_file(Path(places.token_file)) if places.token_file else b""
+    shared = f"{key} {places.job_store}"
+    return hmac.new(secret, shared.encode(), hashlib.sha256).hexdigest()[:32]
 
 
 class Rendezvous:
-    """Where node 0's address is published: a key in the job's store. All from one thread."""
+    """Publishes node 0's address, or looks for it. Returns at once from every call. All from one thread."""
 
     def __init__(
         self,
-        job_store: tuple[str, int],
+        places: Places,
         key: str,
-        operation_s: float = 2.0,
-        connect_s: float = 6.0,
+        timing: Timing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.host, self._port = job_store
+        self._places = places
         self._key = key
-        self._operation_s = operation_s
-        self._connect_s = connect_s
+        self._timing = timing or Timing()
         self._clock = clock
-        self._store: BoundedStore | None = None
-        self._connected_s = 0.0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._child_until_s = 0.0
         self._not_before_s = _ANY_TIME_S
+        self._look_from_s = clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
+        self._in_store: Address | None = None
+        self._published_file: Address | None = None
+        self._published_store: Address | None = None
+        self._store_error = ""
 
     @property
-    def on_one_machine(self) -> bool:
-        """Whether all nodes of the job must be on one machine, for that is where they look for its store."""
-        return self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+    def file(self) -> Path | None:
+        """In the run directory, that of this key."""
+        name = hashlib.sha256(self._key.encode()).hexdigest()[:16]
+        return self._places.folder / f"exchange-{name}" if self._places.folder is not None else None
 
-    def publish(self, port: int, token: str) -> None:
-        """Says where node 0's store is. Raises OSError."""
-        store = self._connect()
-        try:
-            hosts = own_hosts(self.host, store.local_host, store.remote_host)
-            store.set_all({self._key: Address(port, token, hosts).encode()})
-            store.has(self._key)
-        finally:
-            store.close()
+    def publish(self, address: Address) -> str:
+        """Says where node 0's sidecar is, as far as that has not been done. Returns what is wrong; "" for nothing."""
+        error = ""
+        if self._published_file != address and self.file is not None:
+            try:
+                _write(self.file, address.encode())
+                self._published_file = address
+            except OSError as failed:
+                error = f"the run directory does not hold our address: {failed}"
+        if self._places.job_store is None or self._published_store == address:
+            return error
+        if self._child is None and self._clock() >= self._not_before_s:
+            self._start_child(publish=address)
+        answer = self._child_answer()
+        if answer == address.encode():
+            self._published_store = address
+            return error
+        return self._store_error or error
 
-    def look_up(self, known: Address | None) -> Address:
-        """What node 0 has said, if that is another address than the known one. Raises NotYet if not, else OSError.
+    def known(self) -> list[tuple[str, Address]]:
+        """Where node 0's sidecar may be, with who says so. Raises NotYet if nobody does, else OSError."""
+        found, error = [], ""
+        if self._places.coordinator:
+            host, port = split_address(self._places.coordinator)
+            found.append(("the setting `coordinator`", Address(port, new_token(self._places, self._key), (host,))))
+        if self.file is not None:
+            try:
+                found.append(("the run directory", Address.decode(_private_file(self.file))))
+            except FileNotFoundError:
+                pass  # node 0 has not written it yet, or its run directory is on another disk
+            except OSError as failed:
+                error = f"{self.file}: {failed}"
+        if self._places.job_store is not None:
+            self._look_into_store()
+            if self._in_store is not None:
+                found.append(("the job's store", self._in_store))
+        if not found:
+            error = self._store_error or error
+            raise ConnectionError(error) if error else NotYet(_NOT_YET)
+        return found
 
-        While one looks often, one connection is kept, for each costs the job's store a look-up of our name. It is
-        closed when the address is found, and after MAX_CONNECTED_S: then one looks again every LOOK_AGAIN_S.
-        """
-        if self._clock() < self._not_before_s:
-            raise NotYet(_NOT_YET)
-        if self._store is None:
-            self._store = self._connect()
-            self._connected_s = self._clock()
-        try:
-            address = Address.decode(self._store.get_all([self._key])[0]) if self._store.has(self._key) else None
-        except OSError:
-            self.close()
-            raise
-        if address is None or address == known:
-            if self._clock() - self._connected_s > MAX_CONNECTED_S or self._not_before_s > _ANY_TIME_S:
-                self.close()
-                self._not_before_s = self._clock() + LOOK_AGAIN_S
-            raise NotYet(_NOT_YET)
-        self.close()
+    def found(self) -> None:
+        """Node 0 has been found: nothing is looked for before known() is called again."""
+        self._end_child()
         self._not_before_s = _ANY_TIME_S
-        return address
+        self._look_from_s = self._clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
 
-    def close(self) -> None:
-        """Closes the connection to the job's store, if there is one."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+    def close(self, *, unpublish: Address | None = None) -> None:
+        """Ends a child that runs. unpublish: removes the file of this address."""
+        self._end_child()
+        if unpublish is not None and self.file is not None:
+            with contextlib.suppress(OSError):
+                if Address.decode(_private_file(self.file)) == unpublish:  # else a later sidecar's
+                    self.file.unlink()
 
-    def _connect(self) -> BoundedStore:
-        return connect(self.host, self._port, self._operation_s, self._connect_s, probe=False)
+    # -- the job's store
+
+    def _look_into_store(self) -> None:
+        if self._child is None and self._clock() >= max(self._look_from_s, self._not_before_s):
+            self._start_child(publish=None)
+        answer = self._child_answer()
+        if answer:
+            try:
+                self._in_store = Address.decode(answer)
+            except ConnectionError as error:
+                self._store_error = str(error)
+
+    def _start_child(self, publish: Address | None) -> None:
+        assert self._places.job_store is not None
+        host, port = self._places.job_store
+        known = self._in_store.encode().decode() if self._in_store else ""
+        order = {
+            "host": host, "port": port, "key": self._key, "lives_s": self._timing.store_child_s, "known": known,
+            "publish": publish.encode().decode() if publish else "",
+        }  # fmt: skip
+        # Neither ourselves nor a device's plugin; and no device is looked for.
+        environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "torchlens_perf.sidecar.nodes.job_store"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        assert self._child.stdin is not None
+        # Not by its arguments, which everybody on the machine can read: the token is among it. It fits into the pipe.
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(json.dumps(order).encode())
+            self._child.stdin.close()
+        self._child_until_s = self._clock() + self._timing.store_child_s
+
+    def _child_answer(self) -> bytes:
+        """What the child has found or published; b"" while it looks, and where it failed."""
+        if self._child is None:
+            return b""
+        if self._child.poll() is None:
+            if self._clock() < self._child_until_s:
+                return b""
+            self._end_child()
+            self._store_error = f"the job's store did not answer within {self._timing.store_child_s:.0f} s"
+            self._not_before_s = self._clock() + self._timing.store_again_s * random.uniform(0.5, 1.0)
+            return b""
+        assert self._child.stdout is not None
+        kind, _, value = self._child.stdout.read(_MAX_RECORD_BYTES).partition(b" ")
+        self._end_child()
+        if kind == b"found" and value:
+            self._store_error = ""
+            return value
+        failed = value.decode(errors="replace") or "the process that asks the job's store has failed"
+        self._store_error = failed if kind != b"nothing" else ""
+        self._not_before_s = self._clock() + self._timing.store_again_s * random.uniform(0.5, 1.0)
+        return b""
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            if self._child.stdout is not None:
+                self._child.stdout.close()
+            self._child = None
 
 
-def own_hosts(job_host: str, local_host: str, remote_host: str) -> tuple[str, ...]:
-    """By what others may reach this node, the likeliest first.
-
-    job_host: the name that everybody knows the job's store by. local_host and remote_host: the two ends of a
-    connection from here to it.
-    """
+def _write(path: Path, data: bytes) -> None:
+    """Writes a file that only this user can read, whole or not at all."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        found = []
-    named = [str(address[0]) for *_, address in found]
-    # The other end may be a name that stands for this node: others resolve it to what they can reach.
-    ours = local_host == remote_host
-    hosts = [job_host, local_host, *named] if ours else [local_host, *named, job_host]
-    loopback = ("127.", "::1", "fe80:")  # or only valid together with an interface
-    return tuple(dict.fromkeys(host for host in hosts if host == job_host or not host.startswith(loopback)))
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _private_file(path: Path) -> bytes:
+    """What a file holds that belongs to this user and that nobody else can read. Raises OSError for another one."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PermissionError("it is not a file that belongs to this user alone (mode 0600)")
+        return file.read(_MAX_RECORD_BYTES)

@@ -1,8 +1,8 @@
 """What a rank's sidecar tells node 0's about one window: at most 1024 bytes, the same size for every rank. Pure.
 
-A window has up to ROWS rows (analysis/statistics/step_bins.py), the rank's place, how far it is in its groups, and the
-mean times of up to 64 modules so far. Their names do not travel, only a digest of them (statistics/modules.py). Times
-are 32-bit floats of ns; those of modules have 8 bits of mantissa.
+A window has up to ROWS rows (analysis/statistics/step_bins.py), the rank's place, how far it is in its groups, how far
+its device is, and the mean times of up to 64 modules so far. Their names do not travel, only a digest of them
+(statistics/modules.py). Times are 32-bit floats of ns; those of modules have 8 bits of mantissa.
 """
 
 from __future__ import annotations
@@ -14,39 +14,44 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.causes.metrics import METRICS, vector
+from torchlens_perf.analysis.collectives.device_progress import DevicePlace
 from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.analysis.statistics.modules import MAX_MODULES, digest, reported_modules
 from torchlens_perf.analysis.statistics.step_bins import StepBins
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.stragglers.window import BinBatch
+from torchlens_perf.analysis.words.hang import device_place
+from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.records import OWN_PARTS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-VERSION = 3
+VERSION = 5
 ROWS, GROUPS, DIMENSIONS, INSIDE = 11, 6, 6, 4
 MAX_BYTES = 1024
 NO_ROW = 0xFFFFFFFF
-_PROGRESS = ("rank", "step", "since_step_s", "usual_step_s", "since_mark_s", "groups", "inside", "state", "all_groups")
+_PROGRESS = (
+    "rank", "step", "since_step_s", "usual_step_s", "since_mark_s", "groups", "inside", "state", "all_groups", "begun",
+    "device",
+)  # fmt: skip
+_MOST = (1 << 16) - 1
+_LONGEST_S = 65504.0  # the largest 16-bit float
+_IS_END = 128
 _STATES = ("unknown", "running", "stopped", "traced", "uninterruptible", "dead", "closed")
 
 LAYOUT = np.dtype(
     [
-        ("version", "<u2"),
-        ("attempt", "<u2"),
+        ("version", "u1"),
         ("rank", "<u4"),
-        ("world_size", "<u4"),
         ("width", "<u4"),
-        ("state", "u1"),
-        ("ended", "u1"),
-        ("all_groups", "u1"),
-        ("reserved", "u1"),
-        ("step", "<u8"),
-        ("since_step_s", "<f4"),
-        ("usual_step_s", "<f4"),
-        ("since_mark_s", "<f4"),  # negative: not known
-        ("pid", "<u4"),
+        ("world_size", "<u4"),
+        ("set", "u1"),  # of its node's processes, as that counts them, modulo 256
+        ("age_s", "<f4"),  # of that set
+        ("step", "<u4"),
+        ("since_step_s", "<f2"),
+        ("usual_step_s", "<f2"),
+        ("since_mark_s", "<f2"),  # negative: not known
         ("population", "S48"),
         ("dimensions", [("name", "S12"), ("coordinate", "<u2")], DIMENSIONS),
         ("groups", [("name", "S12"), ("issued", "<u4")], GROUPS),
@@ -58,6 +63,12 @@ LAYOUT = np.dtype(
         ("modules", "<u4"),  # the digest of their names
         ("modules_ns", "<u2", MAX_MODULES),  # the upper halves of 32-bit floats
         ("signals", "<f2", len(METRICS)),
+        ("state", "u1"),
+        ("ended", "u1"),
+        ("all_groups", "u1"),
+        ("begun", "u1", GROUPS),  # 1 + how many behind `issued` the last kernel is that began; 0: nobody tells
+        # Steps behind the one in progress, and 1; 0: none. The mark's span: its kind, and 128 if it is its end.
+        ("device", [("behind", "<u2"), ("place", "<u2"), ("stood_s", "<f2"), ("mark", "u1")]),
     ]
 )
 assert LAYOUT.itemsize <= MAX_BYTES
@@ -67,11 +78,13 @@ assert LAYOUT.itemsize <= MAX_BYTES
 class Summary:
     """One rank's window."""
 
-    attempt: int
+    set: int
+    """Which of its node's sets of processes it belongs to, see membership.py."""
+    age_s: float
+    """How long ago that began."""
     world_size: int
     place: Placement
     progress: Progress
-    pid: int
     rows: StepBins | None = None
     modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Mean own forward time a step of the rank's modules, over its run."""
@@ -84,12 +97,13 @@ def pack(summary: Summary) -> bytes:
     """The summary as it travels. Longer texts are cut, more groups and rows than fit are left out."""
     value = np.zeros((), LAYOUT)
     progress, place = summary.progress, summary.place
-    value["version"], value["attempt"], value["rank"] = VERSION, summary.attempt, progress.rank
-    value["world_size"], value["ended"], value["pid"] = summary.world_size, summary.ended, summary.pid
+    value["version"], value["rank"], value["ended"] = VERSION, progress.rank, summary.ended
+    value["set"], value["age_s"], value["world_size"] = summary.set & 0xFF, summary.age_s, summary.world_size
     value["state"] = _STATES.index(progress.state) if progress.state in _STATES else 0
-    value["step"], value["since_step_s"] = max(0, progress.step), progress.since_step_s
-    value["usual_step_s"] = progress.usual_step_s
-    value["since_mark_s"] = -1.0 if progress.since_mark_s is None else progress.since_mark_s
+    value["step"] = min(max(0, progress.step), (1 << 32) - 1)
+    value["since_step_s"] = min(progress.since_step_s, _LONGEST_S)
+    value["usual_step_s"] = min(progress.usual_step_s, _LONGEST_S)
+    value["since_mark_s"] = -1.0 if progress.since_mark_s is None else min(progress.since_mark_s, _LONGEST_S)
     value["all_groups"] = progress.all_groups and len(progress.issued) <= GROUPS
     value["population"] = _cut(place.population, 48)
     for i, (name, coordinate) in enumerate(list(place.coordinates.items())[:DIMENSIONS]):
@@ -97,6 +111,9 @@ def pack(summary: Summary) -> bytes:
     last_issued = sorted(progress.issued.items(), key=lambda item: -item[1])[:GROUPS]
     for i, (name, sequence) in enumerate(last_issued):
         value["groups"][i] = _cut(name, 12), sequence + 1
+        if name in progress.began:
+            value["begun"][i] = min(max(0, sequence - progress.began[name]) + 1, 255)
+    value["device"] = _device(progress)
     inside = progress.inside if len(progress.inside) <= INSIDE else (progress.inside[0], *progress.inside[1 - INSIDE :])
     for i, name in enumerate(inside):
         value["inside"][i] = _cut(name, 16)
@@ -118,6 +135,26 @@ def pack(summary: Summary) -> bytes:
     return value.tobytes()
 
 
+def _device(progress: Progress) -> tuple[int, int, float, int]:
+    place = progress.device
+    if place is None:
+        return 0, 0, 0.0, 0
+    behind = progress.step - place.step + 1
+    if not 0 < behind <= _MOST or place.place > _MOST:
+        return 0, 0, 0.0, 0
+    return behind, place.place, min(place.stood_s, _LONGEST_S), place.kind | (_IS_END if place.is_end else 0)
+
+
+def _device_place(step: int, behind: int, place: int, stood_s: float, mark: int) -> DevicePlace:
+    """Without the name of the span, which does not travel."""
+    stood_ns = round(stood_s * 1e9)
+    return device_place(DeviceMark(step - behind + 1, place, mark & ~_IS_END, 0, bool(mark & _IS_END), 0, stood_ns), "")
+
+
+def _began(groups: list[tuple[bytes, int]], begun: list[int], text: Mapping[bytes, str]) -> dict[str, int]:
+    return {text[name]: issued - behind for (name, issued), behind in zip(groups, begun, strict=True) if behind}
+
+
 def _cut(text: str, max_bytes: int) -> bytes:
     """The text's first bytes, without a piece of a character at the end."""
     return text.encode()[:max_bytes].decode(errors="ignore").encode()
@@ -133,7 +170,7 @@ def windows(rows: StepBins) -> Iterator[StepBins]:
 
 def is_readable(payload: bytes) -> bool:
     """Whether it is of this version."""
-    return len(payload) == LAYOUT.itemsize and int.from_bytes(payload[:2], "little") == VERSION
+    return len(payload) == LAYOUT.itemsize and payload[0] == VERSION
 
 
 def unpack(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
@@ -145,6 +182,32 @@ def unpack(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
     if len(values) and (values["version"] != VERSION).any():
         raise ValueError("a summary is of another version")
     return values
+
+
+def sound(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Which of the summaries hold what pack() writes: of the others, some bytes are corrupt, and nothing is read."""
+    good = (values["state"] < len(_STATES)) & (values["rank"] < values["world_size"])
+    has_row = values["row"] != NO_ROW
+    good &= (values["width"] > 0) | ~has_row.any(axis=1)
+    for name in ("since_step_s", "usual_step_s", "since_mark_s"):
+        good &= np.isfinite(values[name])
+    for name in ("times", "work"):
+        good &= (~np.isinf(values[name]).any(axis=2) | ~has_row).all(axis=1)  # NaN: not measured
+    good &= np.isfinite(modules_ns(values)).all(axis=1)
+    texts = [values["population"][:, None], values["dimensions"]["name"], values["groups"]["name"], values["inside"]]
+    for column in texts:
+        ascii_only = (np.ascontiguousarray(column).view("u1").reshape(len(values), -1) < 0x80).all(axis=1)
+        for index in np.flatnonzero(~ascii_only & good).tolist():
+            good[index] = all(map(_is_text, column[index].tolist()))
+    return good
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def blocks(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
@@ -203,6 +266,11 @@ def progress(values: npt.NDArray[np.void], hosts: Sequence[str], report_age_s: S
             state=_STATES[state],
             since_mark_s=None if since_mark_s < 0 else since_mark_s,
             all_groups=bool(all_groups),
+            began=_began(groups, begun, text) if any(begun) else {},
+            device=_device_place(step, *device) if device[0] else None,
         )
-        for rank, step, since_step_s, usual_step_s, since_mark_s, groups, inside, state, all_groups, host, age_s in rows
-    ]
+        for (
+            rank, step, since_step_s, usual_step_s, since_mark_s, groups, inside, state, all_groups, begun, device,
+            host, age_s,
+        ) in rows
+    ]  # fmt: skip

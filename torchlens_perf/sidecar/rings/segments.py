@@ -7,9 +7,11 @@ number, and how to lay their monotonic times on the wall clock.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ import pyarrow.parquet as pq
 
 from torchlens_perf.analysis.statistics.steps import kind_name
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Kind, record_dtype
@@ -88,45 +91,71 @@ class SegmentWriter:
         self._files.write(writers, self._cap_bytes)
 
 
-def last_sequences(run: RunDirectory, host: str) -> dict[str, int]:
-    """The last sequence number of each process that the node's segments hold: where a restarted sidecar goes on."""
+def last_sequences(run: RunDirectory, host: str, notes: list[str] | None = None) -> dict[str, int]:
+    """The last sequence number of each process that the node's segments hold: where a restarted sidecar goes on.
+
+    notes: gets a line for each segment that is damaged, which is left alone; its records are read again where they are
+    still in the rings. None: that is an error. Raises RunStoreError, also where the disk does not answer as it should.
+    """
     last: dict[str, int] = {}
     for path in files_of(run.spans, host):
-        for key, kept in _footer(path).items():
-            last[key] = max(last.get(key, -1), int(kept["last_sequence"]))
+        try:
+            for key, kept in _footer(path).items():
+                last[key] = max(last.get(key, -1), int(kept["last_sequence"]))
+        except DamagedSegmentError as error:
+            if notes is None:
+                raise
+            notes.append(f"{error}: its records are missing")
     return last
 
 
 def hosts(run: RunDirectory) -> list[str]:
     """The nodes that have written segments."""
-    return sorted({path.stem.rpartition("-")[0] for path in run.spans.glob("*.parquet")})
+    names = {path.stem.rpartition("-") for path in run.spans.glob("*.parquet")}
+    return sorted({host for host, _, number in names if number.isdecimal()})
 
 
-def read_chunks(run: RunDirectory, host: str) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], int]]:
-    """A node's records as they were read from the rings: origin, records, names, and records lost before them."""
+def read_chunks(
+    run: RunDirectory, host: str, notes: list[str] | None = None
+) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], int]]:
+    """A node's records as they were read from the rings: origin, records, names, and records lost before them.
+
+    notes: gets a line for each segment that is damaged, which is left out; its records are counted as lost where later
+    ones follow. None: that is an error. Raises RunStoreError, also where the disk does not answer as it should.
+    """
     expected: dict[str, int] = {}
     for path in files_of(run.spans, host):
         try:
-            table = pq.read_table(path)
-        except (OSError, pa.ArrowException) as error:
-            raise RunStoreError(f"{path} cannot be read: {error}") from None
-        anchors = {key: Anchor(*kept["anchor"]) for key, kept in _footer(path).items()}
-        processes = table.column("process").to_pylist() if table.num_rows else []
-        keys = np.array(processes, dtype=object)
-        for key in dict.fromkeys(processes):
-            part = table.filter(pa.array(keys == key))
-            records, names = _records_of(part)
-            sequences = part.column("sequence").to_numpy()
-            origin = Origin(
-                key=key,
-                rank=part.column("rank")[0].as_py(),
-                attempt=part.column("attempt")[0].as_py(),
-                host=part.column("host")[0].as_py(),
-                anchor=anchors.get(key, Anchor(0, 0, 0)),
-            )
-            lost = int(sequences[-1]) + 1 - expected.get(key, int(sequences[0])) - len(sequences)
-            expected[key] = int(sequences[-1]) + 1
+            with _readable(path):
+                chunks = list(_chunks(path))
+        except DamagedSegmentError as error:
+            if notes is None:
+                raise
+            notes.append(f"{error}: its records are missing")
+            continue
+        for origin, records, names, sequences in chunks:
+            lost = int(sequences[-1]) + 1 - expected.get(origin.key, int(sequences[0])) - len(sequences)
+            expected[origin.key] = int(sequences[-1]) + 1
             yield origin, records, names, max(0, lost)
+
+
+def _chunks(path: Path) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], npt.NDArray[np.int64]]]:
+    """A segment's, by process: origin, records, names, sequence numbers. Raises whatever damage leads to."""
+    table = pq.read_table(path, page_checksum_verification=True)
+    anchors = {key: Anchor(*kept["anchor"]) for key, kept in _footer(path).items()}
+    processes = table.column("process").to_pylist() if table.num_rows else []
+    keys = np.array(processes, dtype=object)
+    for key in dict.fromkeys(processes):
+        part = table.filter(pa.array(keys == key))
+        records, names = _records_of(part)
+        origin = Origin(
+            key=key,
+            rank=part.column("rank")[0].as_py(),
+            attempt=part.column("attempt")[0].as_py(),
+            host=part.column("host")[0].as_py(),
+            anchor=anchors.get(key, Anchor(0, 0, 0)),
+        )
+        yield origin, records, names, part.column("sequence").to_numpy()
 
 
 def _records_of(table: pa.Table) -> tuple[npt.NDArray[np.void], list[str]]:
@@ -210,14 +239,31 @@ def _write(path: Path, table: pa.Table, kept: dict[str, Any]) -> None:
     # No two times are the same: dictionaries of them would make a file two thirds larger and take half as long again.
     texts = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
     pq.write_table(
-        table, path, compression="zstd", compression_level=1, use_dictionary=texts, write_statistics=_SOUGHT_BY
-    )
+        table, path, compression="zstd", compression_level=1, use_dictionary=texts, write_statistics=_SOUGHT_BY,
+        write_page_checksum=True,  # a changed bit would be another time
+    )  # fmt: skip
 
 
 def _footer(path: Path) -> dict[str, Any]:
+    with _readable(path):
+        kept: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_FOOTER])
+        if not all(isinstance(each["last_sequence"], int) and len(each["anchor"]) == 3 for each in kept.values()):
+            raise ValueError("its footer is another one's")
+    return kept
+
+
+class DamagedSegmentError(RunStoreError):
+    """A file that can be read and is no segment of this version's."""
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        metadata = pq.read_schema(path).metadata or {}
-        loaded = json.loads(metadata.get(_FOOTER, b"{}"))
-    except (OSError, pa.ArrowException, ValueError) as error:
-        raise RunStoreError(f"{path} cannot be read: {error}") from None
-    return loaded if isinstance(loaded, dict) else {}
+        os.close(ownership.open_to_read(path))
+        yield
+    except RunStoreError:
+        raise
+    except Exception as error:  # whatever somebody has put there
+        by_disk = isinstance(error, OSError) and error.errno is not None  # Arrow's own have none
+        kind = RunStoreError if by_disk else DamagedSegmentError
+        raise kind(f"{path} cannot be read: {str(error).partition(chr(10))[0]}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, guard
-from torchlens_perf.run import ring
+from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, guard, printable
+from torchlens_perf.run import ownership, ring
 from torchlens_perf.run.directory import RunDirectory, sidecar_lock, sidecar_log, writer_lives
+from torchlens_perf.run.place.node import host_of, node_name
 from torchlens_perf.run.report_mailbox import deliver
 from torchlens_perf.run.ring import Reader, State
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import LOADS
-from torchlens_perf.sidecar import priority
+from torchlens_perf.sidecar import priority, termination
+from torchlens_perf.sidecar.rings import dead_runs
 
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
@@ -28,17 +31,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _AGAIN_S = 1.0  # between two tries to make the run directory
+_MAX_FAILURES, _LONGEST_REST_S = 10, 60.0  # of a sidecar that begins anew, ever more rarely: ten minutes in all
 
 
-def attend(run_dir: str, host: str, lock_descriptor: int, rings: Mapping[str, WaitingRing]) -> int:
+def attend(
+    run_dir: str, host: str, lock_descriptor: int, rings: Mapping[str, WaitingRing], *, shared: bool = False
+) -> int:
     """Reads the node's rings until its ranks have ended. Returns the exit code.
 
     lock_descriptor: of the lock file, which the rank has locked that started this process. rings: how far they were
-    last, by path, see wait.py.
+    last, by path, see wait.py. shared: the run directory is for its group to read, too.
     """
     _log()
     sys.meta_path.insert(0, _WithoutPandas())
-    run = RunDirectory(Path(run_dir))
+    run = RunDirectory(Path(run_dir), shared=shared)
     try:
         lock = locked(run, lock_descriptor)
         lock.write_status(f"is making {run.path}")
@@ -47,9 +53,12 @@ def attend(run_dir: str, host: str, lock_descriptor: int, rings: Mapping[str, Wa
             lock.remove()
             return 1
         lock.write_status(LOADS)
-        _read(run, host, lock, rings, builds_tap=True)
+        with guard("looking for the rings of jobs that were killed"):
+            dead_runs.begin()
+        with ownership.as_private_as(run.nodes):
+            _read(run, host, lock, rings, attends=True)
     except TorchlensPerfError as error:
-        print(f"torchlens-perf: {error}", file=sys.stderr)
+        print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 
@@ -63,19 +72,27 @@ class _WithoutPandas(MetaPathFinder):
             raise ModuleNotFoundError("a sidecar has no use for pandas", name=fullname)
 
 
-def by_hand(run_dir: Path, host: str) -> int:
-    """Reads the node's rings if there are any, else replays what is kept. Returns the exit code.
+def by_hand(run_dir: Path, name: str | None) -> int:
+    """Reads a node's rings if there are any, else replays what is kept. Returns the exit code.
 
+    name: the node's, or its host's; None: this node's.
     Raises RunStoreError for what is no run directory, or cannot be written, or has a sidecar already.
     """
     _log()
+    termination.install()
     run = RunDirectory(run_dir)
     if not run.nodes.is_dir() and not run.local_rings():  # nobody may have been able to make it
         raise RunStoreError(f"{run.path} is not a run directory")
+    host = _known_node(run, name)
     lock = locked(run)
     priority.lower()
     run.create()
     keep_log(run, host)
+    with ownership.as_private_as(run.nodes):
+        return _read_or_replay(run, host, lock)
+
+
+def _read_or_replay(run: RunDirectory, host: str, lock: SidecarLock) -> int:
     if not any(path.exists() for path in run.registered_rings(host)):
         from torchlens_perf.sidecar.rings import segments
 
@@ -85,8 +102,33 @@ def by_hand(run_dir: Path, host: str) -> int:
     return 0
 
 
+def _known_node(run: RunDirectory, name: str | None) -> str:
+    """The node's name in file names. Its processes may have run before it was started anew, or in a container."""
+    exact = node_name() if name is None else name
+    if run.node_rings(exact).exists() or run.local_rings():
+        return exact
+    host = socket.gethostname() if name is None else name
+    known = sorted({path.stem for kind in ("json", "rings") for path in run.nodes.glob(f"*.{kind}")})
+    of_host = [node for node in known if host_of(node) == host]
+    if len(of_host) > 1:
+        raise RunStoreError(f"{host} is several nodes here, name one by --host: {', '.join(of_host)}")
+    return of_host[0] if of_host else exact
+
+
 def _log() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableLines("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+class _PrintableLines(logging.Formatter):
+    """A message is one line; what follows it are a traceback's."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(printable, super().formatException(ei).splitlines()))
 
 
 def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock:
@@ -98,19 +140,36 @@ def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock
 
 
 def _read(
-    run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing], *, builds_tap: bool = False
+    run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing], *, attends: bool = False
 ) -> None:
     from torchlens_perf.exporters.otlp_environment import DeferredExporter, exporter_from_environment, wanted_signals
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.node import Sidecar
     from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
 
-    tap = TapForNextRun(builds=builds_tap)
-    again = True
+    tap = TapForNextRun(builds=attends)
+    again, failures = True, 0
     while again:
         wanted = bool(wanted_signals(os.environ))
         exporter = DeferredExporter(lambda: exporter_from_environment(os.environ)) if wanted else None
-        again = run_sidecar(Sidecar(run, host, exporter, write_report, rings, tap), lock, exporter)
+        sidecar = None
+        try:
+            sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
+            again = run_sidecar(sidecar, lock, exporter)
+        except Exception:
+            failures += 1
+            if not attends or failures > _MAX_FAILURES:  # by hand, somebody sees what is wrong
+                raise
+            rest_s = min(_LONGEST_REST_S, _AGAIN_S * 2**failures)
+            logger.exception("the sidecar has failed, and begins anew in %g s", rest_s)
+            lock.write_status(f"has failed {failures} times, and begins anew (see its log)")
+            if exporter is not None:
+                with guard("giving the exporter up"):
+                    exporter.shutdown(0)
+            if sidecar is not None:
+                with guard("leaving the other nodes"):  # else they would go on to send to the exchange of this one
+                    sidecar.conclusions.job.close()
+            time.sleep(rest_s)
     with guard("building the native tap on collectives"):
         tap.finish()
 
@@ -125,7 +184,7 @@ def _replay(run: RunDirectory, lock: SidecarLock) -> int:
     where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
     print(f"replayed {done.steps} steps, {done.records} records{where}")
     for note in done.notes:
-        print(f"  - {note}")
+        print(f"  - {printable(note)}")
     lock.remove()
     return 1 if done.notes else 0
 
@@ -138,7 +197,7 @@ def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
     text = render(run_report(run), str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
     deliver(asked.get("mailbox", ""), text)  # first: the disk of the run directory may be slow
     partial = run.report.with_suffix(".partial")
-    partial.write_text(text, errors="backslashreplace")
+    ownership.write(partial, text, like=run.nodes)
     os.replace(partial, run.report)
 
 
@@ -173,8 +232,8 @@ def keep_log(run: RunDirectory, host: str) -> Path:
     """What sidecars have said on this node goes into the run directory. Returns its file. Raises OSError."""
     log, until_now = run.node_log(host), sidecar_log(sidecar_lock(run.run_id))
     with contextlib.suppress(FileNotFoundError):
-        said = until_now.read_bytes()
-        with open(log, "ab", buffering=0) as file:
+        said = ownership.read_bytes(until_now)
+        with open(log, "ab", buffering=0, opener=ownership.open_to_append) as file:
             file.write(said)
         until_now.unlink()
     return log
@@ -182,7 +241,7 @@ def keep_log(run: RunDirectory, host: str) -> Path:
 
 def _speak_in(log: Path) -> None:
     """What this process says goes there from now on."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = ownership.open_to_append(log)
     try:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(descriptor, stream.fileno())

@@ -16,8 +16,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from torchlens_perf.run.sidecar_status import AT_ONCE, LOADS, SEVERAL_NODES, write_status
-from torchlens_perf.sidecar import priority
+from torchlens_perf.run.sidecar_status import AT_ONCE, LOADS, SEVERAL_NODES, SHARED, write_status
+from torchlens_perf.sidecar import priority, termination
 from torchlens_perf.sidecar.rings.waiting import WaitingRing
 
 TYPE_CHECKING = False  # as in typing, which takes long to import
@@ -37,9 +37,15 @@ _REGISTERED = ".registered"  # as in run/directory.py
 class Wait:
     """The rings of one node until one of them should be read."""
 
-    def __init__(self, folder: str) -> None:
-        """folder: of this node, where the rings are registered, see RunDirectory.register_ring()."""
+    def __init__(self, folder: str, rings: Sequence[str] = ()) -> None:
+        """folder: of this node, where the rings are registered, see RunDirectory.register_ring().
+
+        rings: "DESCRIPTOR:PATH" of those that this process had open before its exec: they may be nowhere else by now.
+        """
         self.rings: dict[str, WaitingRing] = {}
+        for descriptor, _, path in (each.partition(":") for each in rings):
+            os.set_inheritable(int(descriptor), False)
+            self.rings[path] = WaitingRing(path, int(descriptor))
         self._folder = folder
         self._gone: set[str] = set()
         self._around_s = float("-inf")
@@ -60,10 +66,6 @@ class Wait:
     def fills(self) -> bool:
         """Whether one of them may be full soon."""
         return any(ring.filled >= FILLING for ring in self.rings.values())
-
-    def close(self) -> None:
-        for ring in self.rings.values():
-            ring.close()
 
     def _open_new(self) -> None:
         for path in self._paths():
@@ -89,9 +91,9 @@ def wait(
 ) -> tuple[dict[str, WaitingRing], Preload | None]:
     """Waits until there is something to read; or for SHORT_RUN_S, and until all is imported; or twice STARVED_S.
 
-    folder: where the node's rings are registered. prepare: called once, when the run is PRELOAD_AFTER_S old, or a ring
-    fills. impatient: goes on as soon as that is done. now, sleep: the clock. Returns how far the rings were last, by
-    path, and what was begun.
+    With SIGTERM it goes on at once. folder: where the node's rings are registered. prepare: called once, when the run
+    is PRELOAD_AFTER_S old, or a ring fills. impatient: goes on as soon as that is done. now, sleep: the clock. Returns
+    how far the rings were last, by path, and what was begun. The rings stay open.
     """
     began_s, preload, hurries = now(), None, False
     rings, longest_s = Wait(folder), SHORT_RUN_S if impatient else 2 * STARVED_S
@@ -104,8 +106,9 @@ def wait(
                 preload.hurry(priority.USUAL_GROUP if waited_s < FAST_FILL_S else priority.SLOW_GROUP)
             if preload.is_done and (impatient or waited_s >= SHORT_RUN_S):
                 break
+        if termination.is_asked():
+            break
         sleep(LOOK_S)
-    rings.close()
     return rings.rings, preload
 
 
@@ -113,24 +116,32 @@ def main(arguments: Sequence[str]) -> int:
     """What recorder.sidecar.ensure() starts. Returns the exit code.
 
     arguments: "sidecar", the run directory, "--host" and its name, "--lock-descriptor" and its number. Then,
-    SEVERAL_NODES: other nodes are to be met while the job runs. AT_ONCE: nothing is to be waited for.
+    SEVERAL_NODES: other nodes are to be met while the job runs. SHARED: the group may read. AT_ONCE: nothing is to be
+    waited for; rings follow.
     """
     _, run, _, host, _, descriptor, *more = arguments
-    lock, rings = int(descriptor), dict[str, WaitingRing]()
+    termination.install()
+    lock = int(descriptor)
+    folder = os.path.dirname(os.readlink(f"/proc/self/fd/{lock}"))  # the lock lies beside them
     if AT_ONCE in more:
         write_status(lock, LOADS)
+        waiting = Wait(folder, more[more.index(AT_ONCE) + 1 :])
+        waiting.update(time.monotonic())  # opens the others: anonymous memory is gone with its process
+        rings = waiting.rings
     else:
         write_status(lock, "has not begun to read")
         priority.lower()
-        folder = os.path.dirname(os.readlink(f"/proc/self/fd/{lock}"))  # the lock lies beside them
         rings, preload = wait(folder, _preload, impatient=SEVERAL_NODES in more)
         write_status(lock, LOADS)
-        if preload is not None and not preload.finish():
+        if preload is not None and not preload.finish() and not termination.is_asked():
             # Other programs keep all processors busy, and what that thread has begun may take it minutes.
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], AT_ONCE])
+            for ring in rings.values():
+                os.set_inheritable(ring.descriptor, True)  # what lies in anonymous memory would be gone
+            opened = [f"{ring.descriptor}:{path}" for path, ring in rings.items()]
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], AT_ONCE, *opened])
     from torchlens_perf.sidecar.start.process import attend
 
-    return attend(run, host, lock, rings)
+    return attend(run, host, lock, rings, shared=SHARED in more)
 
 
 def _preload() -> Preload:

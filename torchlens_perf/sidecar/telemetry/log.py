@@ -27,6 +27,7 @@ from torchlens_perf.analysis.statistics.hardware import (
 )
 from torchlens_perf.run.clock import Anchor, HostClock
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.place.node import host_of
 from torchlens_perf.sidecar.rings.bounded_files import BoundedFiles
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
 from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
@@ -200,7 +201,7 @@ class TelemetryWriter:
     def write(self, gpus: Sequence[GpuSample], links: Sequence[LinkSample], cap_bytes: int) -> None:
         """A file for each kind that there are samples of. Raises OSError on a full disk."""
         tables = {
-            self._run.path / kind: _table(kind, self._host, samples)
+            self._run.path / kind: _table(kind, host_of(self._host), samples)
             for kind, samples in ((GPUS, gpus), (LINKS, links))
             if samples
         }

@@ -1,0 +1,50 @@
+"""A loop that waits for its loss in each step, and a kernel that does not end: hosts alike, and nobody can look."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.device import device
+from tests.distributed.test_hang_live import STARTED_S, hang
+from tests.support.live_ranks import LiveRanks
+from tests.support.processes import SCRIPTS
+from torchlens_perf.sidecar.host.stacks import find_py_spy
+
+pytestmark = [
+    pytest.mark.distributed, pytest.mark.slow,
+    pytest.mark.skipif(device.missing() is not None, reason=str(device.missing())),
+    pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed"),
+]  # fmt: skip
+
+
+@pytest.mark.long
+def test_one_host_that_waits_for_its_device(tmp_path: Path) -> None:
+    """Rank 0 reads its loss, rank 1 has the kernel: rank 0 is behind, and is said to wait for its device."""
+    device.build()
+    stuck = {"HANG_RANK": "1", "HANG_AT": "60", "ITEM": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "hang_device_ranks.py"), **stuck) as job:
+        text = job.wait_for(
+            lambda report: (found := hang(report)) and "for its device" in found["text"] and found["text"],
+            2 * STARTED_S,
+        )
+
+    assert "rank 0 " in text
+    assert "last outside of all that is timed, waiting for its device in `return loss.item()`, print_loss" in text
+    assert "or a collective's, which waits for the device of another rank" in text
+
+
+def test_hosts_that_wait_for_their_devices(tmp_path: Path) -> None:
+    """An alarm that names the line, and says that nobody can be named; no pause."""
+    device.build()
+    stuck = {"HANG_RANK": "1", "HANG_AT": "60", "ITEM": "all", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "hang_device_ranks.py"), **stuck) as job:
+        found = job.wait_for(hang, 2 * STARTED_S)
+
+    assert (found["evidence"]["kind"], found["evidence"]["ranks"]) == ("blocked", [])
+    assert found["evidence"]["waiting"] == [0, 1]
+    assert "in `return loss.item()`, print_loss (hang_device_ranks.py:" in found["text"]
+    assert "by the stacks of ranks 0-1. What the devices do is not known" in found["text"]

@@ -1,0 +1,65 @@
+"""An OTLP endpoint that is away for long while a job runs: afterwards everything is delivered, once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.endpoints import refusing
+from tests.support.figures import note, share
+from tests.support.long import long
+from tests.support.otlp_receiver import Receiver
+from tests.support.processes import SCRIPTS
+from tests.support.recorded_run import Sidecar, environment, spans_of, wait_for_sidecar
+from tests.support.warm_python import WarmPython
+from torchlens_perf.analysis import node_state
+from torchlens_perf.exporters import semantics
+from torchlens_perf.run.directory import RunDirectory
+
+OUTAGE_S = 600
+TRACE_EVERY = 50
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seconds", [8, *long(OUTAGE_S)])
+def test_outage(seconds: int, tmp_path: Path, receiver: Receiver) -> None:
+    """The report counts what did not arrive; a replay, once the endpoint is back, delivers all of it and says so."""
+    began_s, away_s = time.monotonic(), seconds if seconds < OUTAGE_S else share(OUTAGE_S)
+    stop = tmp_path / "stop"
+    with refusing() as address:
+        told = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_EXPORTER_OTLP_TIMEOUT": "3",
+            "TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY),
+        }  # fmt: skip
+        trainer = WarmPython(
+            [sys.executable, str(SCRIPTS / "train_until_told.py"), str(tmp_path / "runs"), str(stop)],
+            env=environment(tmp_path / "runs", told), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        time.sleep(away_s)
+        stop.touch()
+        assert trainer.wait(120) == 0
+        (path,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
+        run = RunDirectory(path)
+        wait_for_sidecar(run, 120)
+    count = spans_of(run, TRACE_EVERY)
+    undelivered = run.report.read_text()
+    replayed = Sidecar(run, tmp_path, {**told, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint("http/protobuf")})
+    spans, points = receiver.spans(), receiver.points()
+    (node,) = node_state.load_all(run)
+    (process,) = node.processes.values()
+    steps = process.statistics.step.count + process.statistics.warm_up.count
+
+    assert f"OTLP: {count} of {count} spans were not delivered" in undelivered
+    assert replayed.returncode == 0, replayed.log
+    assert count == len(spans) == len({(span.trace_id, span.span_id) for span in spans})
+    assert steps == max(point.count for point in points if point.metric == semantics.STEP_DURATION)
+    assert not any("not delivered" in each for each in node.notes)
+    if seconds == OUTAGE_S:
+        counted = f"{len(spans):,} of {count:,} spans, metrics of {steps:,} of {steps:,} steps delivered afterwards"
+        note("seconds without the OTLP endpoint", away_s, OUTAGE_S, counted, time.monotonic() - began_s)

@@ -1,0 +1,196 @@
+"""srun, mpirun and DeepSpeed's launcher as they are installed, on two nodes of this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.launchers.test_torchrun import check
+from tests.support.launched import NODES, SCRIPT, SHELL_NODE, SLOW_RANK, Done, by_shell, free_port, run, why_no_nodes
+from torchlens_perf.analysis import node_state
+
+REASON = why_no_nodes()
+pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.skipif(bool(REASON), reason=REASON)]
+
+
+def store() -> dict[str, str]:
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLOW_RANK": str(SLOW_RANK)}
+
+
+def need(*programs: str) -> None:
+    missing = [program for program in programs if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)} (docs/launchers.md lists the packages)")
+
+
+def check_numbers(done: Done, launcher: str) -> None:
+    """Rank, local rank and how many are on a node are those of the launcher's row."""
+    (made,) = done.runs
+    found = sorted(
+        (each.identity.rank, each.identity.local_rank, each.identity.local_world_size, each.identity.launcher)
+        for node in node_state.load_all(made)
+        for each in node.processes.values()
+    )
+    assert found == [(rank, rank % 2, 2, launcher) for rank in range(4)]
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> str:
+    """What mpirun takes for ssh: runs a command on a node of this machine."""
+    path = tmp_path / "agent"
+    path.write_text(
+        '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nnode=$1; shift\n'
+        f'exec unshare --uts --mount sh -c \'{SHELL_NODE}\' "$node" sh -c "$*"\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_open_mpi(tmp_path: Path, agent: str) -> None:
+    """mpirun of Open MPI."""
+    need("mpirun.openmpi")
+    command = [
+        "mpirun.openmpi", "--allow-run-as-root", "--mca", "plm_rsh_agent", agent, "--mca", "oob_tcp_if_include", "lo",
+        "--host", "node-a:2,node-b:2", "-n", "4", sys.executable, SCRIPT,
+    ]  # fmt: skip
+    exported = [word for name in ("PYTHONPATH", "TORCHLENS_PERF", "STEPS", "SLOW_RANK", "MASTER_ADDR", "MASTER_PORT",
+                                  "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS") for word in ("-x", name)]  # fmt: skip
+    done = run(tmp_path, [*command[:8], *exported, *command[8:]], **store())
+    check(done)
+    check_numbers(done, "Open MPI")
+
+
+def test_mpich(tmp_path: Path, agent: str) -> None:
+    """mpirun of MPICH, by Hydra, as Intel MPI's: nothing in the environment names the job."""
+    need("mpirun.mpich")
+    command = [
+        "mpirun.mpich", "-launcher", "ssh", "-launcher-exec", agent, "-localhost", "127.0.0.1", "-hosts",
+        "node-a:2,node-b:2", "-n", "4", sys.executable, SCRIPT,
+    ]  # fmt: skip
+    done = run(tmp_path, command, **store())
+    check(done)
+    check_numbers(done, "Hydra")
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A cluster of two nodes on this machine, which ends with the test; what srun needs in its environment."""
+    need("slurmctld", "slurmd", "srun", "munged")
+    folder = tmp_path / "slurm"
+    folder.mkdir(mode=0o755)
+    control, host = free_port(), socket.gethostname()
+    socket_path, key = folder / "munge.socket", folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    nodes = "\n".join(
+        f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2" for node in NODES
+    )
+    (folder / "slurm.conf").write_text(
+        f"""ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={control}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={socket_path}
+CryptoType=crypto/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+FirstJobId={1000 + os.getpid() % 50000}
+{nodes}
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+    )
+    environ = {"SLURM_CONF": str(folder / "slurm.conf")}
+    munge = [
+        "munged", "--foreground", "--force", f"--socket={socket_path}", f"--key-file={key}",
+        f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed", f"--log-file={folder}/munged.log",
+    ]  # fmt: skip
+    daemons = [munge, ["slurmctld", "-D"], *(by_shell(node, "slurmd", "-D", "-N", node) for node in NODES)]
+    started = []
+    try:
+        for daemon in daemons:
+            with open(folder / "daemons.log", "ab") as log:
+                started.append(subprocess.Popen(daemon, env={**os.environ, **environ}, stdout=log, stderr=log))
+            time.sleep(1)
+        deadline_s = time.monotonic() + 30
+        idle = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
+        while len(subprocess.run(idle, env={**os.environ, **environ}, capture_output=True).stdout.split()) < 2:
+            if time.monotonic() > deadline_s:
+                pytest.skip("Slurm does not start here: " + (folder / "daemons.log").read_text()[-800:])
+            time.sleep(0.5)
+        yield environ
+    finally:
+        for daemon in reversed(started):
+            daemon.terminate()
+        for daemon in started:
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+def test_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """Each task is a rank; job and step name the run, the same on all nodes."""
+    command = ["srun", "-N2", "-n4", "--ntasks-per-node=2", "--unbuffered", sys.executable, SCRIPT]
+    done = run(tmp_path, command, **slurm, **store())
+    check(done)
+    check_numbers(done, "srun")
+    assert done.runs[0].run_id.startswith("slurm-")
+
+
+def test_srun_of_shells(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """Each task is a shell that starts the rank: ranks of a node have no parent in common. Cyclic: 0 and 2, 1 and 3."""
+    command = [
+        "srun",
+        "-N2",
+        "-n4",
+        "--ntasks-per-node=2",
+        "-m",
+        "cyclic",
+        "sh",
+        "-c",
+        f"{sys.executable} {SCRIPT}; exit $?",
+    ]
+    done = run(tmp_path, command, **slurm, **store())
+    check(done)
+
+
+def test_deepspeed(tmp_path: Path) -> None:
+    """DeepSpeed's launcher, which runs once on each node."""
+    python = os.environ.get("DEEPSPEED_PYTHON", sys.executable)
+    if python == sys.executable and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed; DEEPSPEED_PYTHON may name a Python that has it")
+    where = "eyJub2RlLWEiOiBbMCwgMV0sICJub2RlLWIiOiBbMCwgMV19"  # {"node-a": [0, 1], "node-b": [0, 1]}
+    given = store()
+    commands = [
+        by_shell(
+            node, python, "-m", "deepspeed.launcher.launch", f"--world_info={where}", f"--node_rank={number}",
+            "--master_addr=127.0.0.1", f"--master_port={given['MASTER_PORT']}", "--no_local_rank", SCRIPT,
+        )
+        for number, node in enumerate(NODES)
+    ]  # fmt: skip
+    done = run(tmp_path, *commands, **given)
+    check(done)
+    check_numbers(done, "DeepSpeed")

@@ -1,0 +1,46 @@
+"""A worker fails on one of two nodes: its agent counts a restart and the other does not, and all goes on as one job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.launchers.test_torchrun import C10D, c10d
+from tests.support.launched import SLOW_RANK, free_port, run, why_no_nodes
+from torchlens_perf.analysis import node_state
+
+REASON = why_no_nodes()
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+# torchrun's own store keeps the addresses of the first attempt, where gloo then knocks in vain: with or without us.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@pytest.mark.long
+def test_worker_fails(tmp_path: Path) -> None:
+    """The exchange goes on after it: node 0 judges all ranks, of the same attempt, in one run."""
+    job = c10d(free_port(), "--max-restarts=2")
+    environment = {
+        "SLOW_RANK": str(SLOW_RANK),
+        "FAIL_RANK": "3",
+        "FAIL_AFTER": "80",
+        "STEPS": "1500",
+        **C10D,
+        **OWN_STORE,
+    }
+    done = run(tmp_path, *job, **environment)
+    value = done.report()
+
+    assert value["run"]["attempt"] == 1
+    assert [(rank["rank"], rank["attempt"], rank["state"]) for rank in value["ranks"]] == [
+        (rank, 1, "closed") for rank in range(4)
+    ]
+    (made,) = done.runs
+    nodes = node_state.load_all(made)
+    processes = [each.identity for node in nodes for each in node.processes.values()]
+    assert sorted((each.attempt, each.rank) for each in processes) == [(n, rank) for n in range(2) for rank in range(4)]
+    # What the launchers have counted is not the same on both nodes: the point of it all.
+    assert {each.restarts for each in processes if each.attempt == 1} == {0, 1}
+    assert max(node.findings.compared for node in nodes) == 4
+    assert done.straggler() is not None, value["verdicts"]
+    assert "hang" not in {verdict["kind"] for verdict in value["verdicts"]}

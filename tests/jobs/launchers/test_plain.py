@@ -1,0 +1,90 @@
+"""Launchers that say little: loops, torch.multiprocessing, Accelerate, Lightning. One run over both nodes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.launchers.test_torchrun import check
+from tests.support.launched import SCRIPT, SLOW_RANK, by_shell, free_port, on_nodes, run, why_no_nodes
+from tests.support.processes import SCRIPTS
+from torchlens_perf.analysis import node_state
+
+REASON = why_no_nodes()
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+SLOW = {"SLOW_RANK": str(SLOW_RANK)}
+
+
+def store() -> dict[str, str]:
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+@pytest.mark.long
+def test_loop(tmp_path: Path) -> None:
+    """MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE alone: which ranks are on a node is seen there."""
+    done = run(
+        tmp_path, *on_nodes(*([str(SCRIPTS / "launched_loop.py"), first] for first in ("0", "2"))), **store(), **SLOW
+    )
+    check(done)
+    (made,) = done.runs
+    processes = [each.identity for node in node_state.load_all(made) for each in node.processes.values()]
+    assert {each.local_world_size for each in processes} == {None}
+    assert {each.launcher for each in processes} == {"environment"}
+
+
+@pytest.mark.long
+def test_spawn(tmp_path: Path) -> None:
+    """torch.multiprocessing: torch.distributed alone knows rank and world size."""
+    script = str(SCRIPTS / "launched_spawn.py")
+    check(
+        run(
+            tmp_path, *on_nodes(*([script, first, "4"] for first in ("0", "2"))), **store(), **SLOW, START_METHOD="fork"
+        )
+    )
+
+
+@pytest.mark.long
+def test_loop_in_a_shell(tmp_path: Path) -> None:
+    """With fresh interpreters, each in a shell of its own."""
+    loop = 'for i in 0 1; do (export RANK=$(($2 + i)); "$0" "$1"; true) & done; wait'
+    commands = [
+        by_shell(node, "sh", "-c", loop, sys.executable, SCRIPT, first)
+        for node, first in (("node-a", "0"), ("node-b", "2"))
+    ]
+    check(run(tmp_path, *commands, **store(), **SLOW, WORLD_SIZE="4"))
+
+
+@pytest.mark.long
+def test_spawn_of_fresh_interpreters(tmp_path: Path) -> None:
+    """mp.spawn's own way."""
+    script = str(SCRIPTS / "launched_spawn.py")
+    commands = [
+        by_shell(node, sys.executable, script, first, "4") for node, first in (("node-a", "0"), ("node-b", "2"))
+    ]
+    check(run(tmp_path, *commands, **store(), **SLOW))
+
+
+@pytest.mark.long
+def test_accelerate(tmp_path: Path) -> None:
+    """`accelerate launch` on two machines."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    port = free_port()
+    options = ["--multi_gpu", "--num_machines=2", "--num_processes=4", "--main_process_ip=127.0.0.1",
+               "--mixed_precision=no",
+               "--dynamo_backend=no", f"--main_process_port={port}"]  # fmt: skip
+    launch = (["-m", "accelerate.commands.launch", *options, f"--machine_rank={node}", SCRIPT] for node in range(2))
+    check(run(tmp_path, *on_nodes(*launch), **SLOW))
+
+
+@pytest.mark.long
+def test_lightning(tmp_path: Path) -> None:
+    """Its own launcher: rank 0 of a node is the script, which starts the others."""
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    script = str(SCRIPTS / "launched_lightning.py")
+    commands = [
+        by_shell(node, "env", f"NODE_RANK={number}", sys.executable, script)
+        for number, node in enumerate(("node-a", "node-b"))
+    ]
+    check(run(tmp_path, *commands, **store(), **SLOW))

@@ -1,0 +1,78 @@
+"""torchrun's ways to bring two nodes together: one run over both, and the slow rank of the second named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launched import (
+    NODES,
+    SCRIPT,
+    SLOW_RANK,
+    Done,
+    free_port,
+    on_nodes,
+    run,
+    torchrun,
+    why_no_nodes,
+)
+from torchlens_perf.analysis import node_state
+
+REASON = why_no_nodes()
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+
+
+C10D = {"PET_RDZV_BACKEND": "c10d"}  # as --rdzv-backend=c10d
+
+
+def static(port: int, *arguments: str) -> list[list[str]]:
+    meeting = ("--master-addr=127.0.0.1", f"--master-port={port}", *arguments)
+    return on_nodes(*(torchrun(f"--node-rank={number}", *meeting, SCRIPT) for number in range(2)))
+
+
+def c10d(port: int, *arguments: str) -> list[list[str]]:
+    return on_nodes(
+        *(
+            torchrun(
+                f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", f"--rdzv-conf=is_host={host}",
+                "--local-addr=127.0.0.1", *arguments, SCRIPT,
+            )
+            for host in (1, 0)
+        )
+    )  # fmt: skip
+
+
+def check(done: Done) -> None:
+    """One run over both nodes, which names the slow rank of the second."""
+    value = done.report()
+    assert value["run"]["nodes"] == sorted(NODES)
+    assert [rank["rank"] for rank in value["ranks"]] == [0, 1, 2, 3]
+    found = done.straggler()
+    assert found is not None, value["verdicts"]
+
+
+@pytest.mark.long
+def test_static(tmp_path: Path) -> None:
+    """Its run id is "none" and its port is known beforehand: nodes learn from node 0 what the run is called."""
+    check(run(tmp_path, *static(free_port()), SLOW_RANK=str(SLOW_RANK)))
+
+
+@pytest.mark.long
+def test_reused_id_is_a_new_run(tmp_path: Path) -> None:
+    """The same static rendezvous, with the same id, in the same folder: no run has processes of both."""
+    job = static(free_port(), "--rdzv-id=100")
+    run(tmp_path, *job, STEPS="20")
+    done = run(tmp_path, *job, STEPS="20")
+    for made in done.runs:
+        ranks = [each.identity.rank for node in node_state.load_all(made) for each in node.processes.values()]
+        assert len(ranks) == len(set(ranks)), made.path
+    assert len(done.runs) >= 2
+
+
+@pytest.mark.long
+def test_c10d(tmp_path: Path) -> None:
+    """All nodes know node 0's address and port, which name the run; the loss is as without us."""
+    done = run(tmp_path, *c10d(free_port()), SLOW_RANK=str(SLOW_RANK), **C10D)
+    check(done)
+    assert done.losses == run(tmp_path / "unwatched", *c10d(free_port()), watched=False, **C10D).losses != []

@@ -1,0 +1,355 @@
+"""The watch ends while a mark runs Python: what is called ends it, or another thread does meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.support.collective_rig import CollectiveRig
+from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
+from torchlens_perf import errors
+from torchlens_perf.run import ring
+from torchlens_perf.run.ring import Kind
+
+End = Callable[..., Any]
+
+
+class EndingRig:
+    """A recorder that the test ends from inside of a mark: it is closed, its file unmapped, and nobody holds it."""
+
+    def __init__(self, implementation: ModuleType, folder: Path, *, by_another_thread: bool) -> None:
+        self.rig = CollectiveRig(implementation, folder, clock=None)
+        self.implementation = implementation
+        self.recorder: Any = self.rig.recorder
+        self.ended = 0
+        self._by_another_thread = by_another_thread
+
+    def end(self, *args: Any, **kwargs: Any) -> int:
+        """What a mark calls."""
+        if self._by_another_thread:
+            thread = threading.Thread(target=self._end)
+            thread.start()
+            thread.join()
+        else:
+            self._end()
+        return 1
+
+    def _end(self) -> None:
+        if self.recorder is not None:
+            recorder, self.recorder = self.recorder, None
+            del self.rig.recorder
+            recorder.close()
+            self.rig.ring.close()
+            self.ended += 1
+
+    def make(self, intern: Callable[[str], int]) -> None:
+        """Another recorder on the file, which asks this function for names."""
+        self.recorder.close()
+        self.recorder = self.rig.recorder = self.implementation.Recorder(self.rig.ring.buffer, intern)
+
+
+def in_a_section(rig: EndingRig, name: str = "part") -> None:
+    rig.recorder.activate()
+    with rig.implementation.section(name):
+        pass
+    with rig.implementation.section(name):
+        pass
+
+
+def name_of_a_section(rig: EndingRig) -> None:
+    rig.make(rig.end)
+    in_a_section(rig, f"new {id(rig)}")
+
+
+def nvtx_push(rig: EndingRig) -> None:
+    rig.recorder.set_nvtx(rig.end, lambda: None, ["step"])
+    in_a_section(rig)
+
+
+def nvtx_pop(rig: EndingRig) -> None:
+    rig.recorder.set_nvtx(lambda attributes: None, rig.end, ["step"])
+    in_a_section(rig)
+
+
+def nvtx_pop_of_what_was_lost(rig: EndingRig) -> None:
+    """Spans above the one that is closed, and above MAX_FRAMES."""
+    rig.recorder.set_nvtx(lambda attributes: None, rig.end, ["step"])
+    recorder = rig.recorder
+    for name_id in range(80):
+        recorder.begin(int(Kind.SECTION), name_id)
+    recorder.end(int(Kind.SECTION), 20)
+    recorder.drop(int(Kind.SECTION), 3)
+
+
+def nvtx_pop_of_a_drop(rig: EndingRig) -> None:
+    rig.recorder.set_nvtx(lambda attributes: None, rig.end, ["step"])
+    recorder = rig.recorder
+    recorder.begin(int(Kind.BACKWARD), 1)
+    recorder.begin(int(Kind.SECTION), 2)
+    recorder.drop(int(Kind.BACKWARD), 1)
+
+
+def nvtx_pop_of_the_end(rig: EndingRig) -> None:
+    """close() pops what is open."""
+    rig.recorder.set_nvtx(lambda attributes: None, rig.end, ["step"])
+    recorder = rig.recorder
+    recorder.begin(int(Kind.BACKWARD), 1)
+    recorder.begin(int(Kind.SECTION), 2)
+    recorder.close()
+
+
+def mark_of_the_device(rig: EndingRig) -> None:
+    rig.recorder.sampled = 1
+    rig.recorder.set_device_clock(rig.end, lambda kind, name_id, mark: None)
+    in_a_section(rig)
+
+
+def end_on_the_device(rig: EndingRig) -> None:
+    rig.recorder.sampled = 1
+    rig.recorder.set_device_clock(lambda: 1, rig.end)
+    in_a_section(rig)
+
+
+def called_module(rig: EndingRig, **observers: Any) -> None:
+    rig.recorder.sampled = 1
+    call = rig.implementation.ModuleCall(rig.recorder, 1, lambda *args: args, **observers)
+    assert call(1, 2) == (1, 2)
+    assert call(3) == (3,)
+
+
+def device_in_a_module(rig: EndingRig) -> None:
+    rig.recorder.set_device_clock(rig.end, lambda kind, name_id, mark: None)
+    called_module(rig)
+
+
+def device_after_a_module(rig: EndingRig) -> None:
+    rig.recorder.set_device_clock(lambda: 1, rig.end)
+    called_module(rig)
+
+
+def nvtx_in_a_module(rig: EndingRig) -> None:
+    rig.recorder.set_nvtx(rig.end, lambda: None, ["step"])
+    called_module(rig)
+
+
+def nvtx_after_a_module(rig: EndingRig) -> None:
+    rig.recorder.set_nvtx(lambda attributes: None, rig.end, ["step"])
+    called_module(rig)
+
+
+def before_a_module(rig: EndingRig) -> None:
+    called_module(rig, before=rig.end)
+
+
+def after_a_module(rig: EndingRig) -> None:
+    called_module(rig, after=rig.end)
+
+
+def after_a_forward_pass(rig: EndingRig) -> None:
+    called_module(rig, after=lambda result: None, forward=rig.end)
+
+
+def inside_a_module(rig: EndingRig) -> None:
+    call = rig.implementation.ModuleCall(rig.recorder, 1, rig.end)
+    assert call() == 1
+
+
+def waited(rig: EndingRig) -> None:
+    recorder, work = rig.recorder, rig.implementation.timed_wait(lambda: "done")
+    del recorder
+    assert rig.implementation.timed_wait(lambda self: "done")(work) == "done"
+
+
+def mark_before_a_wait(rig: EndingRig) -> None:
+    rig.recorder.set_device_clock(lambda: 1, lambda kind, name_id, mark: None, rig.end, lambda: None)
+    waited(rig)
+
+
+def mark_after_a_wait(rig: EndingRig) -> None:
+    rig.recorder.set_device_clock(lambda: 1, lambda kind, name_id, mark: None, lambda: None, rig.end)
+    waited(rig)
+
+
+def nvtx_before_a_wait(rig: EndingRig) -> None:
+    rig.recorder.set_nvtx(rig.end, lambda: None, ["step"])
+    waited(rig)
+
+
+def nvtx_after_a_wait(rig: EndingRig) -> None:
+    rig.recorder.set_nvtx(lambda attributes: None, rig.end, ["step"])
+    waited(rig)
+
+
+# With the lock that keeps the file mapped: another thread's close() waits for it, as it should.
+LOCKED = (nvtx_before_a_wait, nvtx_after_a_wait)
+PLACES = (
+    name_of_a_section, nvtx_push, nvtx_pop, nvtx_pop_of_what_was_lost, nvtx_pop_of_a_drop, nvtx_pop_of_the_end,
+    mark_of_the_device, end_on_the_device, device_in_a_module, device_after_a_module, nvtx_in_a_module,
+    nvtx_after_a_module, before_a_module, after_a_module, after_a_forward_pass, inside_a_module, mark_before_a_wait,
+    mark_after_a_wait, *LOCKED,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("by_another_thread", [False, True], ids=["by itself", "by another thread"])
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
+def test_watch_ends_where_a_mark_runs_python(
+    implementation: ModuleType, place: Callable[[EndingRig], None], by_another_thread: bool, tmp_path: Path
+) -> None:
+    """The user's code sees nothing of it: no error, the same results; the mark is lost with the watch."""
+    if by_another_thread and (place in LOCKED or place is nvtx_pop_of_the_end):
+        pytest.skip("that thread waits for the mark")
+    rig = EndingRig(implementation, tmp_path, by_another_thread=by_another_thread)
+    place(rig)
+    assert rig.ended == 1
+    in_a_section_of_the_next_watch(implementation, tmp_path)
+
+
+def in_a_section_of_the_next_watch(implementation: ModuleType, folder: Path) -> None:
+    following = Rig(implementation, folder)
+    following.recorder.activate()
+    with implementation.section("part"):
+        following.clock.advance(3)
+    assert [(each["name"], each["duration_ns"]) for each in following.records()] == [("part", 3)]
+    following.close()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
+def test_watch_that_another_one_follows_meanwhile(implementation: ModuleType, tmp_path: Path) -> None:
+    """A section asks for its name; meanwhile that watch ends and another one begins: no record is wrong."""
+    first, second = Rig(implementation, tmp_path, clock=None), Rig(implementation, tmp_path, clock=None)
+    section = implementation.section(f"met by both {id(first)}")
+
+    def intern(name: str) -> int:
+        first.recorder.close()
+        second.recorder.activate()
+        with section:
+            pass
+        return 7
+
+    first.recorder.close()
+    first.recorder = implementation.Recorder(first.ring.buffer, intern)
+    first.recorder.activate()
+    with section:
+        pass
+    with section:
+        pass
+    records = second.records()
+
+    assert {each["name"] for each in records} == {section.name}
+    assert len(records) >= 2
+    assert second.reader.counter(ring.UNBALANCED) == 0
+    assert first.records() == []
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("failing", [ValueError("planted"), "no number"], ids=["raises", "wrong type"])
+def test_name_that_cannot_be_had(
+    failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The user's `with` runs, its record is one of "(other)", and the error is counted; it is asked for once."""
+    rig, asked = Rig(IMPLEMENTATIONS[0], tmp_path), []
+    if rig.implementation.__name__.endswith(".python"):
+        pytest.skip("the native recorder is missing: there is no C compiler")
+
+    def intern(name: str) -> Any:
+        asked.append(name)
+        if isinstance(failing, Exception):
+            raise failing
+        return failing
+
+    monkeypatch.setattr("sys.unraisablehook", lambda raised: None)
+    rig.recorder.close()
+    rig.recorder = rig.implementation.Recorder(rig.ring.buffer, intern, rig.clock)
+    rig.recorder.activate()
+    section = rig.implementation.section(f"not to be had {failing!r}")
+    for _ in range(3):
+        with section:
+            rig.clock.advance(2)
+
+    assert [(each["name"], each["duration_ns"]) for each in rig.records()] == [(ring.OTHER_NAMES, 2)] * 3
+    assert asked == [section.name]
+    assert rig.reader.counter(ring.INTERNAL_ERRORS) == 1
+    rig.close()
+
+
+def test_name_that_the_twin_cannot_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by guard(), which logs it."""
+    rig = Rig(IMPLEMENTATIONS[-1], tmp_path)
+    monkeypatch.setenv(errors.RAISE, "0")
+    monkeypatch.setattr(errors, "swallowed", errors.Swallowed())
+    monkeypatch.setattr(errors.swallowed, "on_error", rig.ring.count_internal_error)
+
+    def intern(name: str) -> int:
+        raise ValueError("planted")
+
+    rig.recorder.intern = intern
+    rig.recorder.activate()
+    with rig.implementation.section(f"not to be had {id(rig)}"):
+        rig.clock.advance(2)
+
+    assert [(each["name"], each["duration_ns"]) for each in rig.records()] == [(ring.OTHER_NAMES, 2)]
+    assert rig.reader.counter(ring.INTERNAL_ERRORS) == 1
+    rig.close()
+
+
+def interrupted(*args: Any) -> int:
+    """As Ctrl-C, which a signal's handler raises inside of whatever Python code runs."""
+    signal.raise_signal(signal.SIGINT)
+    for _ in range(3):
+        pass
+    return 1
+
+
+def interrupted_name(rig: EndingRig) -> None:
+    rig.make(interrupted)
+    in_a_section(rig, f"interrupted {id(rig)}")
+
+
+def interrupted_push(rig: EndingRig) -> None:
+    rig.recorder.set_nvtx(interrupted, lambda: None, ["step"])
+    in_a_section(rig)
+
+
+def interrupted_pop(rig: EndingRig) -> None:
+    rig.recorder.set_nvtx(lambda attributes: None, interrupted, ["step"])
+    in_a_section(rig)
+
+
+def interrupted_mark(rig: EndingRig) -> None:
+    rig.recorder.sampled = 1
+    rig.recorder.set_device_clock(interrupted, lambda kind, name_id, mark: None)
+    in_a_section(rig)
+
+
+def interrupted_wait(rig: EndingRig) -> None:
+    rig.recorder.set_device_clock(lambda: 1, lambda kind, name_id, mark: None, interrupted, lambda: None)
+    waited(rig)
+
+
+@pytest.mark.parametrize(
+    "place", [interrupted_name, interrupted_push, interrupted_pop, interrupted_mark, interrupted_wait]
+)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
+def test_interruption_reaches_the_loop(
+    implementation: ModuleType, place: Callable[[EndingRig], None], tmp_path: Path
+) -> None:
+    """Ctrl-C that comes while a mark runs Python is raised in the user's code, and no mark is broken by it."""
+    rig = EndingRig(implementation, tmp_path, by_another_thread=False)
+
+    def loop() -> None:
+        place(rig)
+        for _ in range(1000):
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    rig.end()
+    in_a_section_of_the_next_watch(implementation, tmp_path)

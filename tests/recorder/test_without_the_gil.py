@@ -1,0 +1,93 @@
+"""A free-threaded Python: nothing is recorded without the GIL, which we never switch on; and a broken recorder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT
+from torchlens_perf import watch
+from torchlens_perf.commands import doctor
+from torchlens_perf.recorder import recorder
+
+FREE_THREADED = next(filter(None, (shutil.which(f"python3.{minor}t") for minor in (13, 14, 15))), None)
+PROGRAM = """
+import sys
+import torchlens_perf as perf
+from torchlens_perf.commands import doctor
+from torchlens_perf.recorder import recorder
+with perf.watch() as w, perf.section("part"):
+    pass
+print(sys._is_gil_enabled(), recorder.NATIVE, w.run_dir, *doctor._native(), sep="|")
+"""
+BROKEN = """
+import sys
+from torchlens_perf.recorder import recorder
+from torchlens_perf.commands import doctor
+print(recorder.NATIVE, recorder.LOADING_PROBLEM, *doctor._native(), sep="|")
+"""
+
+
+def test_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """One line says why, no file is made, and doctor says it too. (This Python has the GIL: its answer is replaced.)"""
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    with caplog.at_level(logging.WARNING, "torchlens_perf"), watch(dir=str(tmp_path / "runs")) as w:
+        pass
+
+    assert w.run_dir is None
+    assert [each for each in caplog.messages if "without the GIL" in each and "is off" in each] == caplog.messages
+    assert len(caplog.messages) == 1
+    assert list(tmp_path.iterdir()) == []
+    (line,) = doctor._native()
+    assert line.severity == doctor.BROKEN
+    assert "PYTHON_GIL=1" in str(line)
+
+
+def test_the_gil_that_is_on_is_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
+    assert recorder.refusal() is None
+
+
+@pytest.mark.skipif(FREE_THREADED is None, reason="there is no free-threaded Python here (python3.13t or later)")
+def test_free_threaded_python(tmp_path: Path) -> None:
+    """A real one: importing us, a watch and a section leave its GIL off."""
+    assert FREE_THREADED is not None
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = [FREE_THREADED, "-W", "error", "-c", PROGRAM]
+    finished = subprocess.run(run, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    gil, native, run_dir, line = finished.stdout.strip().split("|")
+
+    assert (gil, native, run_dir) == ("False", "False", "None")
+    assert line.startswith("broken  recorder: nothing is recorded: Python runs without the GIL")
+    assert finished.stderr.count("torchlens_perf is off: Python runs without the GIL") == 1
+    assert len(finished.stderr.splitlines()) == 1
+
+
+def test_native_recorder_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """It is there and damaged: the one in Python is used, which is said, and is another thing than a missing one."""
+    package = shutil.copytree(
+        ROOT / "torchlens_perf", tmp_path / "torchlens_perf", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def said() -> tuple[str, str]:
+        run = [sys.executable, "-S", "-c", BROKEN]  # without what is installed: an editable package of ours
+        finished = subprocess.run(run, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return finished.stdout, finished.stderr
+
+    without = said()
+    (Path(package) / "_native.abi3.so").write_bytes(b"\x7fELF, and then something else")
+    native, problem, line = said()[0].strip().split("|")
+
+    assert native == "False"
+    assert "the native recorder cannot be loaded" in problem
+    assert problem in line
+    assert problem in said()[1]
+    assert without[0].startswith("False||worse   recorder: the Python implementation")
+    assert without[1] == ""

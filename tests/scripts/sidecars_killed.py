@@ -1,0 +1,69 @@
+"""sidecars_killed.py FOLDER KILLS SEED: sidecars of one run, one after the other, each killed at a random moment.
+
+Between two kills the run's rank makes some steps. The sidecars write a segment and their state all the time, so that
+many are killed while they do. Prints a line of JSON: what became of the rank's records in the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+
+from tests.sidecar.test_node import WORK, finish, report, sidecar
+from tests.support.ranks import Rank, run_without_traces
+from torchlens_perf.run.directory import sidecar_lock
+from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.sidecar import schedule
+from torchlens_perf.sidecar.loop import run_sidecar
+
+folder, kills, draw = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
+schedule._SAVE_S = schedule._ACCOUNT_S = 0.002  # states without their segments, too
+schedule._KEEP_S = schedule._LATEST_KEEP_S = 0.008
+LONGEST_S = 0.12  # that one lives
+
+
+def one(run_directory: object) -> None:
+    made, _ = sidecar(run_directory)  # type: ignore[arg-type]
+    lock = SidecarLock(sidecar_lock(made.run.run_id))
+    while not lock.acquire():
+        time.sleep(0.001)
+    run_sidecar(made, lock, None)
+
+
+with run_without_traces(folder) as run:
+    rank = Rank(run, 0, 1, ring_records=1 << 14)
+    steps, states, partial = 0, 0, 0
+    for _ in range(kills):
+        child = os.fork()
+        if child == 0:
+            try:
+                one(run)
+            finally:
+                os._exit(9)
+        until_s = time.monotonic() + draw.uniform(0, LONGEST_S)
+        while time.monotonic() < until_s:
+            rank.steps(1, **WORK)
+            steps += 1
+            time.sleep(0.004)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "a sidecar ended by itself"
+        states += run.node_state("node-a").exists()
+        partial += any(".partial" in each.name or ".tmp" in each.name for each in run.path.rglob("*"))
+    rank.close()
+    segments = len(list(run.spans.glob("*.parquet")))
+    finish(run)
+    value = report(run)
+    sequences = sorted(pd.read_parquet(run.spans)["sequence"])
+    print(json.dumps({
+        "steps": steps, "counted": value["ranks"][0]["steps"], "lost": value["quality"]["lost"], "segments": segments,
+        "once": sequences == list(range(5 * steps)), "states": states, "partial": partial,
+        "notes": value["quality"]["notes"],
+    }))  # fmt: skip

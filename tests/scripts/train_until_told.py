@@ -1,0 +1,21 @@
+"""train_until_told.py FOLDER STOP: trains under a watch, some 300 steps a second, until the file STOP is there."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import torchlens_perf as perf
+
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with perf.watch(model, optimizer, dir=sys.argv[1], exit_timeout_s=30):
+    while not Path(sys.argv[2]).exists():
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        time.sleep(0.003)

@@ -1,0 +1,96 @@
+"""watch_waits.py FOLDER [FAULT...]: how long the training thread sleeps in a watch: at its start, in steps, at its end.
+
+FAULT, some of: anonymous (there is no file system for the ring), alone (without a sidecar), no-answer (a child that is
+to make folders, or to be the sidecar, does nothing), late-answer (one that copies the ring says so late, and does not
+end), stopped or killed (the sidecar, after the last step), flag=FILE (which is made after the last step).
+
+Prints a line of JSON: seconds asleep, by phase, and in how many of the steps the thread slept at all. A thread that
+sleeps waits for something; one that lacks a processor does not sleep, and one that computes does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import torchlens_perf as perf
+from torchlens_perf.run import directory
+from torchlens_perf.run.directory import find_sidecar_lock
+from torchlens_perf.run.rings import memory
+from torchlens_perf.run.sidecar_status import read_status
+
+STEPS = 100
+folder, faults = Path(sys.argv[1]), dict(each.partition("=")[::2] for each in sys.argv[2:])
+
+
+def asleep_s() -> float:
+    """Of this thread, since whenever: the time in which it neither ran nor waited for a processor."""
+    waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    return (time.monotonic_ns() - time.thread_time_ns() - waited_ns) / 1e9
+
+
+def program(name: str, text: str) -> str:
+    """An interpreter that does something else."""
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def sidecar_pid(run: Path) -> int:
+    """Of this run's, once there is one; else 0."""
+    deadline_s, pid = time.monotonic() + 60, 0
+    while not pid and time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError):
+            pid = read_status(str(find_sidecar_lock(run.name)))[0]
+        time.sleep(0.01)
+    return pid
+
+
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step() -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+if "anonymous" in faults:
+    directory.shutil.disk_usage = lambda path: types.SimpleNamespace(free=0)
+    memory.WITHOUT_SIGBUS = frozenset()  # nor can it lie in the run directory
+if "no-answer" in faults:
+    sys.executable = program("no-answer", "exec sleep 600")
+watch = perf.watch(model, optimizer, dir=str(folder / "disk" / "runs"), sidecar="alone" not in faults)
+step()
+began_s = asleep_s()
+watch.__enter__()
+start_s, slept, before_s = asleep_s() - began_s, 0, 0.0
+step()
+steps_began_s = asleep_s()
+for _ in range(STEPS):
+    before_s = asleep_s()
+    step()
+    slept += asleep_s() - before_s > 0.001
+steps_s = asleep_s() - steps_began_s
+if "late-answer" in faults:
+    sys.executable = program("late-answer", "sleep 0.9; echo no; exec sleep 600")
+if watch.run_dir is not None and {"stopped", "killed"} & faults.keys():
+    os.kill(sidecar_pid(watch.run_dir), signal.SIGSTOP if "stopped" in faults else signal.SIGKILL)
+if "flag" in faults:
+    Path(faults["flag"]).touch()
+began_s = asleep_s()
+watch.__exit__(None, None, None)
+end_s = asleep_s() - began_s
+print(json.dumps({"start_s": start_s, "steps_s": steps_s, "slept": slept, "end_s": end_s, "run": str(watch.run_dir)}))

@@ -1,0 +1,21 @@
+"""docs/security.md names a test beside each claim: they are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.support.processes import ROOT
+
+
+def test_named_tests_are_there() -> None:
+    """Files and functions; and no test of this folder goes without a claim."""
+    text = (ROOT / "docs" / "security.md").read_text()
+    named = re.findall(r"`([a-z_/]+\.py)(?:::([a-z_0-9]+))?`", text)
+    assert len(named) > 20
+    for path, function in named:
+        tree = ast.parse((ROOT / "tests" / path).read_text())
+        functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert not function or function in functions, f"{path}::{function}"
+    files = {f"security/{path.name}" for path in (ROOT / "tests" / "security").glob("test_*.py")}
+    assert files - {path for path, _ in named} == {"security/test_claims.py"}

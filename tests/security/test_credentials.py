@@ -1,0 +1,100 @@
+"""The user's Authorization header reaches the endpoint that the user has named, as it was set, and nobody else."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.endpoints import serving
+from torchlens_perf.exporters import otlp_environment
+
+_HEADER = "Bearer the-users"
+
+
+class _Endpoint:
+    """An OTLP endpoint on loopback: what it was sent, and what it answers."""
+
+    def __init__(self, leaving: ExitStack, location: str = "") -> None:
+        received: list[str | None] = []
+        self.received = received
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                received.append(self.headers.get("Authorization"))
+                self.send_response(307 if location else 200)
+                if location:
+                    self.send_header("Location", location)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        self.address = leaving.enter_context(serving(Handler))
+
+
+@pytest.fixture
+def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    """With a ~/.netrc that has a password for 127.0.0.1."""
+    netrc = tmp_path / ".netrc"
+    netrc.write_text("machine 127.0.0.1 login somebody password secret\ndefault login somebody password secret\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(netrc))
+    with ExitStack() as stack:
+        yield stack
+
+
+def _export(monkeypatch: pytest.MonkeyPatch, address: str, header: str = _HEADER) -> Any:
+    """What the SDK's exporter says of one export, made as the sidecar makes it."""
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_EXPORTER_OTLP_TIMEOUT": "2"}
+    if header:
+        environ["OTEL_EXPORTER_OTLP_HEADERS"] = f"Authorization={header.replace(' ', '%20')}"
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    exporter, _ = otlp_environment._sdk_exporter("traces", "http/protobuf", environ)
+    try:
+        return exporter.export([])
+    finally:
+        exporter.shutdown()
+
+
+def test_header_wins_over_netrc(leaving: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has set is what arrives."""
+    endpoint = _Endpoint(leaving)
+    assert _export(monkeypatch, endpoint.address).name == "SUCCESS"
+    assert endpoint.received == [_HEADER]
+
+
+def test_netrc_is_not_sent(leaving: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a header there is none: a password for a machine is not for whatever listens on it."""
+    endpoint = _Endpoint(leaving)
+    assert _export(monkeypatch, endpoint.address, header="").name == "SUCCESS"
+    assert endpoint.received == [None]
+
+
+def test_credentials_in_the_address(leaving: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sent, unless there is a header."""
+    endpoint = _Endpoint(leaving)
+    address = endpoint.address.replace("http://", "http://me:word@")
+    _export(monkeypatch, address, header="")
+    _export(monkeypatch, address)
+
+    assert endpoint.received == [f"Basic {base64.b64encode(b'me:word').decode()}", _HEADER]
+
+
+def test_redirects_are_not_followed(leaving: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is pointed to hears nothing, on the same machine either."""
+    elsewhere = _Endpoint(leaving)
+    endpoint = _Endpoint(leaving, location=f"{elsewhere.address}/v1/traces")
+
+    assert _export(monkeypatch, endpoint.address).name == "FAILURE"
+    assert set(endpoint.received) == {_HEADER}
+    assert elsewhere.received == []

@@ -1,0 +1,61 @@
+"""Native code is loaded from where nobody else can write it: the NCCL plugin, and what `doctor` says of that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchlens_perf.commands import doctor
+from torchlens_perf.recorder import native_tap, nccl_plugin
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another installation's, whose files are there and hold nothing."""
+    package = tmp_path / "site-packages" / "torchlens_perf"
+    (package / "recorder").mkdir(parents=True)
+    for each in (tmp_path / "site-packages", package):
+        each.chmod(0o755)
+    monkeypatch.setattr(nccl_plugin, "__file__", str(package / "recorder" / "nccl_plugin.py"))
+    file = nccl_plugin._file()
+    file.touch(mode=0o755)
+    file.chmod(0o755)
+    return file
+
+
+@pytest.mark.parametrize("level", range(3))
+def test_plugin_that_others_can_change(level: int, plugin: Path) -> None:
+    """The file, or a folder above it, with one bit too many: NCCL is not offered it, and the reason names the part."""
+    assert nccl_plugin.path() == plugin
+    part = [plugin, *plugin.parents][level]
+    part.chmod(0o777)
+
+    assert nccl_plugin.path() is None
+    assert nccl_plugin.problem() == f"the plugin is not used: {part} can be written by everybody"
+
+
+def test_plugin_that_is_not_there(plugin: Path) -> None:
+    plugin.unlink()
+    assert nccl_plugin.path() is None
+    assert nccl_plugin.problem() == "the plugin was not built"
+
+
+@pytest.mark.parametrize("folder", ["", "cache", "./cache"])
+def test_doctor_on_a_cache_that_is_not_used(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative or empty one is named."""
+    monkeypatch.setenv("XDG_CACHE_HOME", folder)
+    first, *_ = doctor._tap()
+
+    assert first.severity == doctor.WORSE
+    assert str(first).startswith(f"worse   cache of native code: XDG_CACHE_HOME={folder} is no absolute path")
+
+
+def test_name_of_the_tap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another build of the same version of torch has another tap."""
+    import torch
+
+    before = native_tap.file_name()
+    monkeypatch.setattr(torch.version, "git_version", "0123456789abcdef")
+    assert native_tap.file_name() != before
+    assert "0123456789ab" in native_tap.file_name()

@@ -1,0 +1,251 @@
+"""What somebody else has put in the way: their folders, links, FIFOs and requests, with real owners and modes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import HOST, make_run
+from torchlens_perf.analysis import node_state
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run import captures, directory, make_folders, ownership
+from torchlens_perf.run.captures import MAX_RANKS, Request
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.identity import detect
+from torchlens_perf.run.ring import Reader
+from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
+from torchlens_perf.sidecar.rings import segments
+
+SOMEBODY = 54321
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Path:
+    """A folder as /tmp is."""
+    folder = tmp_path / "world"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+@as_root
+@pytest.mark.parametrize("theirs", ["perf", "perf/run", "perf/run/nodes"])
+def test_folder_of_another_user(theirs: str, world: Path) -> None:
+    """`dir` where anybody may make it, the run directory, and what is in it: refused, and nothing is left there."""
+    folder = world / theirs
+    folder.mkdir(parents=True)
+    os.chown(folder, SOMEBODY, SOMEBODY)
+    folder.chmod(0o777)
+    before = sorted(world.rglob("*"))
+
+    with pytest.raises(RunStoreError, match=rf"{folder} is the folder of another user \({SOMEBODY}\)"):
+        RunDirectory(world / "perf" / "run").create()
+    assert sorted(world.rglob("*")) == before
+    os.chown(folder, 0, 0)
+    RunDirectory(world / "perf" / "run").create()
+
+
+@as_root
+def test_folder_that_a_team_shares(tmp_path: Path) -> None:
+    """Where not everybody may make it, `dir` may be somebody else's: that is how teams share a disk."""
+    folder = tmp_path / "team" / "perf"
+    folder.mkdir(parents=True)
+    os.chown(folder, SOMEBODY, SOMEBODY)
+    folder.chmod(0o2775)
+
+    RunDirectory(folder / "run").create()
+    assert (folder / "run" / "nodes").stat().st_uid == os.geteuid()
+
+
+@as_root
+@pytest.mark.parametrize("theirs", ["perf", "perf/run", "perf/run/steps"])
+def test_link_of_another_user(theirs: str, world: Path, tmp_path: Path) -> None:
+    """A link in the place of a folder is not followed: nothing is made where it leads."""
+    target = tmp_path / "target"
+    target.mkdir()
+    link = world / theirs
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.parent != world:
+        link.parent.chmod(0o777)
+    link.symlink_to(target)
+    os.lchown(link, SOMEBODY, SOMEBODY)
+
+    with pytest.raises(RunStoreError, match="is a link of another user"):
+        RunDirectory(world / "perf" / "run").create()
+    assert list(target.iterdir()) == []
+
+
+@as_root
+def test_folder_in_shared_memory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes first keeps us out of one place, not out of the other; of both, and that is said."""
+    places = [tmp_path / "shm", tmp_path / "tmp"]
+    monkeypatch.setattr(directory, "_SHARED_MEMORY", places[0])
+    monkeypatch.setattr(directory.tempfile, "gettempdir", lambda: str(places[1]))
+    for place in places:
+        place.mkdir()
+        place.chmod(0o1777)
+    for number, place in enumerate(places):
+        squatted = place / f"torchlens-perf-{os.getuid()}"
+        shutil.rmtree(squatted, ignore_errors=True)
+        squatted.mkdir(mode=0o777)
+        os.chown(squatted, SOMEBODY, SOMEBODY)
+        if number == 0:
+            assert directory.sidecar_lock("run").parents[2] == places[1]
+    assert list(directory.local_folders("run")) == []
+    with pytest.raises(RunStoreError, match="can be written"):
+        directory.sidecar_lock("run")
+
+
+def test_files_are_made_anew(tmp_path: Path) -> None:
+    """What is written whole replaces a link, and never goes through it; a log that is a link is refused."""
+    victim, link = tmp_path / "victim", tmp_path / "report.partial"
+    victim.write_text("mine")
+    link.symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        ownership.open_to_append(link)
+    ownership.write(link, "text")
+
+    assert victim.read_text() == "mine"
+    assert link.read_text() == "text"
+    assert not link.is_symlink()
+
+
+@as_root
+def test_log_of_another_user(tmp_path: Path) -> None:
+    log = tmp_path / "host.log"
+    log.touch()
+    os.chown(log, SOMEBODY, SOMEBODY)
+
+    with pytest.raises(PermissionError, match=f"belongs to user {SOMEBODY}"):
+        ownership.open_to_append(log)
+
+
+@pytest.mark.parametrize("where", ["../x", "/tmp/x", "..", "a/../../x", "\x1b[2J", "x\ny"])
+def test_run_id_is_no_path(where: str) -> None:
+    """The user's own, from whichever launcher: what is made of it is one folder's name."""
+    found = detect({"TORCHLENS_PERF_RUN_ID": where}, lambda digest, origin: "claimed").run_id
+
+    assert found == "claimed" or directory._RUN_ID.fullmatch(found)
+    assert Path("/runs", found).parent == Path("/runs")
+
+
+def test_claim_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim in shared memory that leads out of the folder is refused."""
+    monkeypatch.setattr(directory, "_claimed", lambda *_: "../../home/me")
+    with pytest.raises(RunStoreError, match="is no run id"):
+        directory.claim_run_id("digest", 1)
+
+
+def _within(timeout_s: float, work: Callable[[], object]) -> None:
+    """Fails where it blocks."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    assert not thread.is_alive(), "it waits for a writer"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    made = make_run(tmp_path)
+    made.captures.mkdir()
+    return made
+
+
+def test_fifos_keep_nobody_waiting(run: RunDirectory) -> None:
+    """In the place of each file that a sidecar or a report reads, or writes in the place of."""
+    places = [
+        run.node_state(HOST), run.node_rings(HOST), run.node_log(HOST), run.spans / f"{HOST}-000001.parquet",
+        run.captures / "one.request.json", run.node_state(HOST).with_suffix(".partial"), run.path / "some.ring",
+        run.report.with_suffix(".partial"),
+    ]  # fmt: skip
+    for path in places:
+        os.mkfifo(path)
+    notes: list[str] = []
+
+    def look() -> None:
+        with pytest.raises(node_state.DamagedStateError, match="is not a regular file"):
+            node_state.load(run.node_state(HOST))
+        assert run.kept_rings(HOST) == []
+        with pytest.raises(OSError, match=r"."):
+            ownership.open_to_append(run.node_log(HOST))
+        assert list(segments.read_chunks(run, HOST, notes)) == []
+        (why,) = captures.read_requests(run.captures)[1]
+        assert "is not a regular file" in why
+        with pytest.raises(Exception, match="too short"):
+            Reader(run.path / "some.ring")
+        node_state.load_or_new(run, HOST).save(run)
+        ownership.write(run.report.with_suffix(".partial"), "text")
+        notes.append("done")
+
+    _within(30, look)
+    assert notes[-1] == "done"
+    assert "is not a regular file" in notes[0]
+
+
+def test_report_of_a_run_of_fifos(run: RunDirectory) -> None:
+    """The command ends, with one line."""
+    os.mkfifo(run.node_state(HOST))
+    command = [sys.executable, "-m", "torchlens_perf", "report", str(run.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 2
+    assert "is not a regular file" in done.stderr
+
+
+def _ask(run: RunDirectory, ranks: tuple[int, ...] = (0,), *, forced: bool = False) -> Request:
+    request = Request("one", captures.BY_USER, time.time(), 0, ranks, 12, 3, forced=forced)
+    captures.ask(run.captures, request)
+    return request
+
+
+@as_root
+def test_request_of_another_user(run: RunDirectory) -> None:
+    """It is not taken up, and noted."""
+    _ask(run)
+    os.chown(captures.request_path(run.captures, "one"), SOMEBODY, SOMEBODY)
+    relay = CaptureRelay(run)
+    relay.update({0: LiveRank(run.path / "rank0.ring", os.getpid(), 0, 10, refuses=False)}, LOOK_S)
+
+    assert not captures.ask_path(run.path / "rank0.ring").exists()
+    assert relay.notes == ["a request for a capture cannot be used: one.request.json: another user has put it there"]
+
+
+def test_requests_are_bounded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More ranks, or more bytes on the disk, than may be: the sidecar refuses it, whoever has written it."""
+    many = tuple(range(MAX_RANKS + 1))
+    relay = CaptureRelay(run)
+    live = {rank: LiveRank(run.path / f"rank{rank}.ring", os.getpid(), 0, 10, refuses=True) for rank in many}
+    relay.update(live, LOOK_S)
+    request = _ask(run, many)
+    relay.update(live, 2 * LOOK_S)
+    refused = captures.outcome(run.captures, request, 0)
+
+    assert refused is not None
+    assert refused.ended.startswith(f"{MAX_RANKS + 1} ranks are more than {MAX_RANKS}")
+    assert captures.refusal(run.captures, _ask(run, many, forced=True)) == ""
+    few = _ask(run, many[:MAX_RANKS])
+    assert captures.refusal(run.captures, few) == ""
+    folder = captures.rank_folder(run.captures, "earlier", 0)
+    folder.mkdir(parents=True)
+    (folder / captures.TRACE).write_bytes(bytes(2 << 20))
+    monkeypatch.setattr(captures, "MAX_KEPT_BYTES", 1 << 20)
+    assert "MiB of captures" in captures.refusal(run.captures, few)
+
+
+def test_what_is_made_is_removed_again(tmp_path: Path) -> None:
+    """A folder that is refused leaves none of those that were made for it."""
+    file = tmp_path / "run"
+    file.write_text(json.dumps({}))
+    with pytest.raises(OSError, match="Not a directory"):
+        make_folders.make([str(file / "nodes")])
+    assert file.is_file()

@@ -1,0 +1,125 @@
+"""Who can read what a run leaves: nobody but its user, whatever the umask, or its group where that is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import run, runs, wait_for_sidecar
+from tests.support.ranks import make_run
+from torchlens_perf.run import captures, ownership
+from torchlens_perf.run.captures import Request
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.report_mailbox import ReportMailbox
+
+# Trains, and prints the modes of what lies in shared memory meanwhile, and of an out-of-memory table.
+_JOB = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+import torchlens_perf as perf
+from torchlens_perf.run import directory, ownership
+from torchlens_perf.recorder.folder_request import problem_with
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with perf.watch(model, optimizer, dir=sys.argv[1], share=sys.argv[2]) as watch:
+    for _ in range(20):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    found = {}
+    for folder in directory.local_folders(watch.run_dir.name):
+        for path in (folder.parent, folder, *folder.iterdir()):
+            if not path.is_symlink():
+                found[path.name] = path.lstat().st_mode
+    oom = watch.run_dir / "oom"
+    assert not problem_with(oom, shared=sys.argv[2] == "group")
+    ownership.write(oom / "rank00000-1.partial", "{}")
+    umask = os.umask(0o777)
+print("local", json.dumps(found), umask)
+"""
+
+
+def _train(folder: Path, umask: str, share: str) -> tuple[dict[str, int], int]:
+    """A run in `folder`; the modes in shared memory while it ran, and the job's umask at its end."""
+    command = shlex.join([sys.executable, "-c", _JOB, str(folder / "torchlens-perf"), share])
+    done = run(["/bin/sh", "-c", f"umask {umask}; exec {command}"], folder)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("local "))
+    modes, _, after = line.removeprefix("local ").rpartition(" ")
+    return json.loads(modes), int(after)
+
+
+def _wrong(modes: dict[str, int], folders: int, files: int) -> dict[str, str]:
+    """Those that have another mode."""
+    return {
+        name: f"{stat.S_IMODE(mode):04o}"
+        for name, mode in modes.items()
+        if stat.S_IMODE(mode) & ~stat.S_ISGID != (folders if stat.S_ISDIR(mode) else files)
+    }
+
+
+@pytest.mark.parametrize(
+    ("umask", "share", "folders", "files"),
+    [("000", "off", 0o700, 0o600), ("002", "off", 0o700, 0o600), ("077", "group", 0o750, 0o640)],
+)
+def test_modes_of_a_run(umask: str, share: str, folders: int, files: int, tmp_path: Path) -> None:
+    """Folders, records, states, logs, tables and the report; what lies in shared memory is this user's alone."""
+    local, umask_after = _train(tmp_path, umask, share)
+    (made,) = runs(tmp_path)
+    wait_for_sidecar(made)
+    everything = [made.path.parent, made.path, *made.path.rglob("*")]
+    modes = {str(path): path.lstat().st_mode for path in everything}
+
+    assert len([path for path in everything if path.is_file()]) >= 6, everything
+    assert {"oom", "nodes", "steps", "spans", "report.txt"} <= {path.name for path in made.path.iterdir()}
+    assert _wrong(modes, folders, files) == {}
+    assert local
+    assert _wrong(local, 0o700, 0o600) == {}
+    assert umask_after == int(umask, 8)  # the job's own is never touched
+
+
+def test_modes_of_captures(tmp_path: Path) -> None:
+    """The folder, a request, and a rank's files."""
+    made = make_run(tmp_path)
+    before = os.umask(0)
+    try:
+        with ownership.as_private_as(made.nodes):
+            captures.ask(made.captures, _request())
+            folder = captures.rank_folder(made.captures, "one", 0)
+            folder.mkdir(parents=True)
+        ownership.write(folder / captures.SNAPSHOT, b"")
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+
+    assert _wrong({str(path): path.lstat().st_mode for path in made.path.rglob("*")}, 0o700, 0o600) == {}
+    assert len(list(made.captures.rglob("*"))) == 4
+
+
+def test_modes_of_the_mailbox_and_of_a_group(tmp_path: Path) -> None:
+    """Where rank 0 waits is never shared; a log in a shared folder is."""
+    before = os.umask(0)
+    try:
+        mailbox = ReportMailbox(tmp_path / "rank.ring")
+        shared = RunDirectory(tmp_path / "runs" / "one", shared=True)
+        shared.create()
+        os.close(ownership.open_to_append(shared.node_log("host")))
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE(mailbox.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(shared.node_log("host").stat().st_mode) == 0o640
+    assert stat.S_IMODE(shared.path.parent.stat().st_mode) & 0o777 == 0o750
+    mailbox.close()
+
+
+def _request() -> Request:
+    return Request("one", captures.BY_USER, time.time(), 0, (0,), 12, 3)

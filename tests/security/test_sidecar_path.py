@@ -1,0 +1,53 @@
+"""Where the sidecar, whose working directory is /, finds the package and what it needs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT, run, runs, wait_for_sidecar
+from torchlens_perf.recorder import sidecar
+
+_JOB = """
+import os, sys
+import torch
+import torchlens_perf as perf
+os.chdir("elsewhere")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with perf.watch(model, optimizer, dir=sys.argv[1], exit_timeout_s=30):
+    for _ in range(20):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("path", ["package", ":other", "other:./package/"])
+def test_relative_python_path(path: str, tmp_path: Path) -> None:
+    """As in `PYTHONPATH=src python train.py`, also where the job goes to another folder before it watches."""
+    start = tmp_path if path != ":other" else tmp_path / "package"
+    copied = shutil.copytree(ROOT / "torchlens_perf", tmp_path / "package" / "torchlens_perf")
+    main = copied / "__main__.py"
+    main.write_text(f"open({str(tmp_path / 'mark')!r}, 'w').write(__file__)\n{main.read_text()}")
+    (start / "elsewhere").mkdir()
+    done = run([sys.executable, "-c", _JOB, str(tmp_path / "torchlens-perf")], start, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    (made,) = runs(tmp_path)
+    wait_for_sidecar(made)
+
+    assert (tmp_path / "mark").read_text() == str(main)
+    assert "20 steps" in done.stderr
+
+
+def test_python_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Absolute, in the user's order; nothing of Python's own is moved to the front."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/started/in/src", *sys.path])
+
+    assert sidecar.python_path("src:/x") == ["/started/in/src", "/x", str(ROOT)]
+    assert sidecar.python_path(f"lib:{ROOT}") == [str(tmp_path / "lib"), str(ROOT)]
+    monkeypatch.setattr(sidecar, "_ROOT", "/usr/lib/python3/site-packages")
+    assert sidecar.python_path("lib") == [str(tmp_path / "lib")]

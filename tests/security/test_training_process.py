@@ -1,0 +1,152 @@
+"""What the training process never does: unpickle, talk to others, handle signals, wait at its end, open a network."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import run, runs, wait_for_sidecar
+from tests.test_architecture import PACKAGE, TRAINING, module_name, package_of
+
+_NETWORK = {
+    "aiohttp", "asyncio", "ftplib", "grpc", "http", "httpx", "opentelemetry", "requests", "smtplib", "socket",
+    "socketserver", "ssl", "telnetlib", "urllib", "urllib3", "xmlrpc",
+}  # fmt: skip
+_UNPICKLES = {"cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+_BANNED = _NETWORK | _UNPICKLES | {"atexit", "concurrent", "multiprocessing", "signal"}
+_COLLECTIVES = {
+    "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast", "broadcast_object_list",
+    "destroy_process_group", "gather", "init_process_group", "irecv", "isend", "monitored_barrier", "new_group", "recv",
+    "reduce", "reduce_scatter", "scatter", "send", "TCPStore",
+}  # fmt: skip
+# By file, what it may use of them, and why.
+_ALLOWED = {
+    # Leaves the watch, bounded by exit_timeout_s; also in a process that multiprocessing has forked.
+    "autoload": {"atexit.register", "multiprocessing.util"},
+    # A line where nothing was recorded, of the user's program.
+    "hooks.loop.first_step": {"atexit.register", "atexit.unregister", "multiprocessing.parent_process"},
+    "run.location": {"urllib.parse.unquote"},  # of a text
+    "hooks.stack": {"signal.SIG_DFL", "signal.getsignal", "signal.signal"},  # faulthandler=True; gives theirs back
+    "recorder.torch_instruments": {"pickle.dumps"},  # a memory snapshot, for torch's own viewer
+    "run.identity": {"socket.gethostname"},  # opens nothing
+    "run.place.node": {"socket.gethostname"},
+    "run.ring": {"signal.SIGUSR2"},
+    "cuda.aggregate": {"dist.all_reduce"},  # aggregate="device", which is asked for
+    "hooks.on_device.cuda_device": {"dist.all_reduce", "dist.new_group"},
+    "hooks.on_device.data_parallel": {"dist.reduce"},  # the name of what it wraps
+}
+_THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread"}
+
+_JOB = """
+import json, sys
+import torch
+from torch import nn
+import torch.distributed
+watched = sys.argv[1] == "watched"
+if watched:
+    import torchlens_perf as perf
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+import contextlib
+with (perf.watch(model, optimizer, exit_timeout_s=10) if watched else contextlib.nullcontext()):
+    for _ in range(40):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+print("modules", json.dumps(sorted(sys.modules)))
+import signal, threading
+handled = {str(int(each)): str(signal.getsignal(each)) for each in signal.valid_signals()}
+print("process", json.dumps([handled, threading.active_count()]))
+"""
+
+
+def _said(kind: str, folder: Path) -> tuple[set[str], list[object]]:
+    done = run([sys.executable, "-c", _JOB, kind], folder)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("modules ", "process ")))
+    return set(json.loads(found["modules"])), json.loads(found["process"])
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
+    """What a watched process has loaded at its end, and one without us; they do not differ in threads and signals."""
+    folder = tmp_path_factory.mktemp("job")
+    watched, process = _said("watched", folder)
+    unwatched, process_without = _said("unwatched", folder)
+    for each in runs(folder):
+        wait_for_sidecar(each)
+    assert process == process_without
+    return watched, unwatched
+
+
+def _used(tree: ast.AST) -> Iterator[str]:
+    """What a file uses of the banned modules, threads and collectives, as "module.name"."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                root = alias.name.partition(".")[0]
+                if root in _BANNED:
+                    names[alias.asname or root] = root
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in _BANNED:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call):
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            if name in _THREADS:
+                yield f"threading.{name}"
+            # A generator's send() is none: what is called must be torch.distributed's.
+            owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+            if name in _COLLECTIVES and (not owner or "dist" in owner):
+                yield f"dist.{name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
+            yield f"{names[node.value.id]}.{node.attr}"
+
+
+def _found(modules: set[str]) -> dict[str, set[str]]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        module = module_name(path)
+        if module in modules or package_of(module) in TRAINING:
+            found[module] = set(_used(ast.parse(path.read_text()))) - _ALLOWED.get(module, set())
+    return {module: used for module, used in found.items() if used}
+
+
+def test_source(loaded: tuple[set[str], set[str]]) -> None:
+    """Of the files for the training process, and of those that it has really loaded."""
+    prefix = "torchlens_perf."
+    ours = {name.removeprefix(prefix) for name in loaded[0] if name.startswith(prefix)}
+
+    assert len(ours) > 40
+    assert _found(ours) == {}
+
+
+def test_what_the_source_is_searched_for() -> None:
+    """The search finds what it is for."""
+    source = "\n".join([
+        "import pickle, ssl as s", "from signal import signal", "import torch.distributed as dist", "import atexit",
+        "pickle.loads(b'')", "s.create_default_context()", "dist.barrier()", "atexit.register(thread.join)",
+        "threading.Thread(target=f)",
+    ])  # fmt: skip
+    assert set(_used(ast.parse(source))) == {
+        "pickle.loads", "ssl.create_default_context", "signal.signal", "dist.barrier", "atexit.register",
+        "threading.Thread",
+    }  # fmt: skip
+
+
+def test_modules(loaded: tuple[set[str], set[str]]) -> None:
+    """A watched process has loaded no module for the network, for pickles or of the sidecar's that it would not have
+    without us. Torch loads some of the standard library's itself."""
+    watched, unwatched = loaded
+    more = watched - unwatched
+    roots = {name.partition(".")[0] for name in more}
+
+    assert "torchlens_perf" in roots
+    assert roots & (_NETWORK | _UNPICKLES | {"concurrent", "multiprocessing"}) == set()
+    assert roots & {"msgspec", "pyarrow", "rich", "pynvml"} == set()
+    assert {name for name in more if name.startswith(("torchlens_perf.sidecar", "torchlens_perf.exporters"))} == set()

@@ -1,0 +1,170 @@
+"""Nothing that is printed drives a terminal: hostile text in a node's state, in names of folders and of files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import time
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.ranks import HOST, make_run
+from torchlens_perf.commands.cli import main
+from torchlens_perf.commands.doctor import Check
+from torchlens_perf.errors import ConfigError, RunStoreError, printable
+from torchlens_perf.report.run_report import run_report
+from torchlens_perf.report.terminal import render
+from torchlens_perf.run import captures
+from torchlens_perf.run.captures import Outcome, Request
+from torchlens_perf.run.directory import RunDirectory
+
+_HOSTILE = [
+    "\x1b[2J\x1b[31mred", "\x1b]8;;http://evil/\x1b\\click\x1b]8;;\x1b\\", "\x1b]0;title\x07", "\x9b2J", "\x90q\x9c",
+    "\u202egpj.exe\u2066\u2069", "\u200f\u061c", "one\r\ntwo\x0b\x0c\u2028\u2029\x85", "\x00\x7f\x08\x08", "\ud800",
+    "x" * 10_000, "\u4e00" * 3000, "[bold red]not markup[/]", "a\u0301" * 50, "\U000e0001\ufeff\ufff9",
+]  # fmt: skip
+hostile = st.one_of(
+    st.sampled_from(_HOSTILE),
+    st.builds("".join, st.lists(st.sampled_from(_HOSTILE[:10]), max_size=3)),
+    st.text(st.characters(), max_size=30),
+)
+_BAD = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def _assert_harmless(text: str, width: int | None = None) -> None:
+    for line in text.split("\n"):
+        bad = {hex(ord(each)) for each in line if unicodedata.category(each) in _BAD}
+        assert bad == set(), line[:200]
+        assert width is None or len(line) <= width, line[:200]
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A node's state as it is saved, of a rank with modules and sections."""
+    run = RunDirectory(tmp_path_factory.mktemp("state") / "run")
+    fault = "constant:rank=1,share=0.3"
+    _printed("simulate", "--ranks", "2", "--steps", "80", "--fault", fault, "--out", str(run.path))
+    (path,) = run.nodes.glob("*.json")
+    return dict(json.loads(path.read_bytes()))
+
+
+def _texts(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where texts are in a state."""
+    if isinstance(value, str):
+        return [path]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, each in items for found in _texts(each, (*path, key))]
+
+
+def _planted(value: Any, path: tuple[Any, ...], text: str) -> Any:
+    copied = json.loads(json.dumps(value))
+    at = copied
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = text
+    return copied
+
+
+def _printed(*arguments: str) -> str:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+        main(arguments)
+    return out.getvalue() + err.getvalue()
+
+
+@given(data=st.data(), text=hostile, note=hostile, schema=hostile)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+def test_state_of_a_node(
+    data: st.DataObject, text: str, note: str, schema: str, state: dict[str, Any], tmp_path: Path
+) -> None:
+    """Any text of it, its notes, its schema: report, as text and as JSON, and capture's errors."""
+    run = RunDirectory(tmp_path / "run")
+    run.nodes.mkdir(parents=True, exist_ok=True)
+    where = data.draw(st.sampled_from(_texts(state)))
+    value = _planted(_planted(state, where, text), ("notes",), [note, text])  # type: ignore[arg-type]
+    for changed in (value, {**value, "schema": schema}):
+        with contextlib.suppress(UnicodeEncodeError):
+            run.node_state(HOST).write_text(json.dumps(changed))
+        _assert_harmless(_printed("report", str(run.path)))
+        _assert_harmless(_printed("report", "--json", str(run.path)))
+        _assert_harmless(_printed("capture", str(run.path), "--rank", "0"))
+    run.node_state(HOST).write_text(json.dumps(value))
+    with contextlib.suppress(RunStoreError):  # as some texts are ranks, or numbers
+        for color in (False, True):
+            shown = render(run_report(run), str(run.path), columns=100, color=color)
+            _assert_harmless(re.sub(r"\x1b\[[0-9;]*m", "", shown) if color else shown, 100 + len(str(run.path)))
+
+
+def test_notes_and_names(state: dict[str, Any], tmp_path: Path) -> None:
+    """A report is made of them, and says all else."""
+    run = RunDirectory(tmp_path / "run")
+    run.nodes.mkdir(parents=True)
+    value = json.loads(json.dumps(state))
+    value["notes"] = [each for each in _HOSTILE if each != "\ud800"]  # which JSON does not have
+    for process in value["processes"].values():
+        process["identity"]["program"] = "\x1b]8;;http://evil/\x1b\\train.py"
+    run.node_state(HOST).write_text(json.dumps(value))
+    shown = render(run_report(run), str(run.path), columns=100, color=False)
+
+    _assert_harmless(shown, 100 + len(str(run.path)))
+    assert "?]8;;http://evil/?\\train.py" in shown
+    assert "?[2J?[31mred" in shown
+    assert "Rank 1 (node-0000) is slow in computing" in shown
+
+
+@given(text=hostile)
+@settings(deadline=None, max_examples=25)
+def test_arguments(text: str) -> None:
+    """Names of runs, faults, and options, as somebody pastes them."""
+    for arguments in (
+        ["report", text], ["report", f"--{text}"], ["capture", text, "--rank", text], ["simulate", "--fault", text],
+        ["simulate", "--topology", text], [text],
+    ):  # fmt: skip
+        with contextlib.suppress(OSError, ValueError):  # a name that no system takes, or with a null
+            _assert_harmless(_printed(*arguments))
+
+
+@given(text=hostile)
+@settings(deadline=None, max_examples=25)
+def test_outcome_of_a_capture(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a rank says, of why and of what is missing, in the line of `capture` and of the report."""
+    from torchlens_perf.commands import capture
+
+    run = make_run(tmp_path_factory.mktemp("capture"))
+    request = Request("one", captures.BY_USER, time.time(), 0, (0,), 12, 3)
+    captures.ask(run.captures, request)
+    folder = captures.rank_folder(run.captures, "one", 0)
+    folder.mkdir(parents=True)
+    outcome = Outcome("one", 0, ended=text, left_out={text: text, captures.TRACE: text})
+    captures.write(captures.outcome_path(folder), dataclasses.replace(outcome, first_step=3))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        capture._wait(run, request, timeout_s=10)
+    assert "rank 0" in out.getvalue()
+    _assert_harmless(out.getvalue())
+
+
+@given(text=hostile)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=10)
+def test_doctor(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings, and whatever a check finds."""
+    found = [Check(2, text, text, text)]
+    monkeypatch.setattr("torchlens_perf.commands.doctor.examine", lambda: iter(found))
+    _assert_harmless(_printed("doctor"))
+
+
+def test_printable() -> None:
+    """It is one line, and says the same where nothing is wrong."""
+    assert printable("blocks.0.attn") == "blocks.0.attn"
+    assert printable("größe 测试 \U0001f600") == "größe 测试 \U0001f600"
+    assert printable("\x1b[31m\u202e\ud800\n") == "?[31m???"
+    for text in _HOSTILE:
+        _assert_harmless(str(ConfigError(printable(text))))

@@ -1,0 +1,59 @@
+"""A hang on a device of another node: found from what its sidecar tells as from the rank's own ring."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.support.progress import WORLD, found, named, rank
+from torchlens_perf.analysis.collectives.hang import Hang, Progress
+from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.words.hang import device_place, text
+from torchlens_perf.run.clock import DeviceMark
+from torchlens_perf.run.ring import Kind
+from torchlens_perf.sidecar.nodes import summary
+from torchlens_perf.sidecar.nodes.summary import Summary
+
+MS = 1_000_000
+
+
+def at(number: int, place: int, kind: Kind, stood_ms: int, **changed: object) -> Progress:
+    """A rank whose device was seen there, outside of all that is timed."""
+    mark = DeviceMark(99, place, int(kind), 3, False, 0, stood_ms * MS)
+    return rank(number, inside=(), device=device_place(mark, "blocks.3"), **changed)
+
+
+def found_over_nodes(*ranks: Progress) -> Hang:
+    """Ranks 2 and 3 are on another node."""
+    payloads = [summary.pack(Summary(0, 0.0, 4, Placement(), each)) for each in ranks[2:]]
+    others = summary.progress(summary.unpack(payloads), [each.host for each in ranks[2:]], [0.5, 0.5])
+    return found(*ranks[:2], *others)
+
+
+@pytest.mark.parametrize("stuck", range(4))
+def test_a_device_that_stands(stuck: int) -> None:
+    """On whichever node it is: the same rank, and the same words but for the module's name."""
+    ranks = [
+        at(number, 1, Kind.MODULE, 1000) if number == stuck else at(number, 3, Kind.BACKWARD, 0) for number in range(4)
+    ]
+    hang = found_over_nodes(*ranks)
+    assert (hang.kind, named(hang), hang.alarm) == ("device", [stuck], True)
+    where = "module blocks.3" if stuck < 2 else "a module"
+    assert f"stands in step 99 after the beginning of {where}, while ranks" in text(hang)
+    assert "were seen further, in step 99 after the beginning of the backward pass." in text(hang)
+
+
+def test_devices_that_were_not_seen_to_stand() -> None:
+    """How long they were seen there travels, too."""
+    ranks = [at(number, 3 if number < 3 else 1, Kind.BACKWARD, 0, report_age_s=0.0) for number in range(4)]
+    assert found_over_nodes(*ranks).kind != "device"
+
+
+@pytest.mark.parametrize("stuck", range(4))
+def test_a_kernel_that_has_not_begun(stuck: int) -> None:
+    """As NCCL's thread tells each sidecar."""
+    ranks = [rank(number, began={WORLD: 57 - (number == stuck)}) for number in range(4)]
+    hang = found_over_nodes(*(dataclasses.replace(each, operations={}) for each in ranks))
+    assert (hang.kind, named(hang)) == ("device", [stuck])
+    assert f"on the device of rank {stuck}" in text(hang)

@@ -1,0 +1,270 @@
+"""What comes over the network that no sidecar of ours sends, and what does not come: on loopback, all of it bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from tests.sidecar.nodes.conftest import FAST, KEY, LONG_S, Nodes, wait_until
+from torchlens_perf.sidecar.nodes import transport
+from torchlens_perf.sidecar.nodes.exchange import Exchange, _event_loop
+from torchlens_perf.sidecar.nodes.messages import Message, Post, encode
+from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.rendezvous import Address, Rendezvous
+
+
+def publish(nodes: Nodes, port: int) -> None:
+    """Says in the run directory that node 0 is there."""
+    Rendezvous(dataclasses.replace(nodes.places, job_store=None), KEY).publish(Address(port, "ab" * 16, ("127.0.0.1",)))
+
+
+def resident_mb() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+class Stranger:
+    """Calls node 0 as it likes."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    def send(self, data: bytes, **metadata: Any) -> grpc.StatusCode:
+        """One message by a stream that says so of itself. Returns how the stream ended."""
+
+        async def call() -> grpc.StatusCode:
+            options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+            async with aio.insecure_channel(f"127.0.0.1:{self._address.port}", options=options) as channel:
+                nonce = b"n" * transport.NONCE_BYTES
+                hello = await channel.unary_unary(transport.HELLO)(nonce, timeout=10)
+                said = {
+                    transport.TOKEN: self._address.token, transport.SENDER: "feedbeef", transport.NODE: b"n9",
+                    transport.INSTANCE: hello[: transport.INSTANCE_BYTES], **metadata,
+                }  # fmt: skip
+                stream = channel.stream_stream(transport.POST)(metadata=tuple(said.items()), timeout=10)
+                with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                    await stream.write(data)
+                    await stream.read()
+                    await stream.done_writing()
+                    await stream.read()
+                return await stream.code()
+
+        return _in_the_loop(call)
+
+
+def _in_the_loop(call: Callable[[], Awaitable[Any]]) -> Any:
+    return asyncio.run_coroutine_threadsafe(call(), _event_loop()).result(LONG_S)
+
+
+@pytest.fixture
+def pair(nodes: Nodes) -> tuple[Exchange, Exchange]:
+    """A node and node 0, which have exchanged something."""
+    other, merger = nodes.start("n1"), nodes.start("n0", merges=True)
+    other.post({1: b"ours"})
+    nodes.wait(merger, lambda: 1 in nodes.seen)
+    return other, merger
+
+
+def still_works(nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+    before = len(nodes.seen[1])
+    pair[0].post({1: b"ours again"})
+    nodes.wait(pair[1], lambda: len(nodes.seen[1]) > before)
+    assert set(nodes.seen) == {1}
+
+
+class TestNode0:
+    def test_a_wrong_token_is_refused(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+        """Nothing of it is read, it becomes no node, and it is counted."""
+        data = encode(Message(0.0, 1, True, False, [Post(1, 0.0, {9: b"theirs"})]))
+        address = nodes.address()
+        for token in ("0" * 32, address.token[:-1], ""):
+            code = Stranger(dataclasses.replace(address, token=token)).send(data)
+            assert code is grpc.StatusCode.UNAUTHENTICATED
+        still_works(nodes, pair)
+
+        assert set(nodes.contacts) == {"n0", "n1"}
+        assert pair[1].notes() == ["3 calls without this job's token were refused"]
+
+    def test_calls_that_make_no_sense(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+        """With the token, but for an earlier node 0, without a name, or by another version's method."""
+        stranger = Stranger(nodes.address())
+
+        assert stranger.send(b"", **{transport.INSTANCE: b"\0" * 8}) is grpc.StatusCode.FAILED_PRECONDITION
+        assert stranger.send(b"", **{transport.SENDER: "not a sender"}) is grpc.StatusCode.INVALID_ARGUMENT
+        still_works(nodes, pair)
+        assert pair[1].notes() == []
+
+    def test_a_message_that_cannot_be_read(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+        """It costs its own node's stream, is counted as that node's, and no other one's payload is lost."""
+        pair[0].post({1: b"meanwhile"})
+
+        assert Stranger(nodes.address()).send(b"\xff" * 100) is grpc.StatusCode.INVALID_ARGUMENT
+        still_works(nodes, pair)
+        assert nodes.contacts["n1"].missed == 0
+        assert pair[1].notes() == ["1 messages of node n9 could not be read"]
+
+    def test_a_message_of_10_mb(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+        """It is refused by its length."""
+        assert Stranger(nodes.address()).send(b"x" * 10_000_000) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        still_works(nodes, pair)
+
+    def test_garbage_at_the_port(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+        """Bytes of other protocols, and none at all."""
+        port = nodes.address().port
+        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00", b"\xff" * 100_000, preface + b"\xff" * 99):
+            with socket.create_connection(("127.0.0.1", port)) as connection, contextlib.suppress(OSError):
+                connection.sendall(garbage)
+        still_works(nodes, pair)
+        assert pair[1].notes() == []
+
+    def test_a_flood_of_connections(
+        self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack
+    ) -> None:
+        """A thousand connections that say nothing, or have a wrong token: memory is bounded, and the nodes go on."""
+        address = nodes.address()
+        before_mb = resident_mb()
+        for _ in range(1000):
+            open_at_end.enter_context(socket.create_connection(("127.0.0.1", address.port)))
+        wrong = Stranger(dataclasses.replace(address, token="0" * 32))
+        for _ in range(100):
+            wrong.send(b"x" * 100_000)
+        still_works(nodes, pair)
+
+        assert resident_mb() - before_mb < 100
+        assert pair[1].notes() == ["100 calls without this job's token were refused"]
+
+    def test_a_node_that_is_silent_for_long(self, nodes: Nodes) -> None:
+        """Its stream is ended on node 0, as that of a link that was cut; when it is back, so are its posts."""
+        merger = nodes.start("n0", merges=True, timing=dataclasses.replace(FAST, silent_s=0.5))
+        other = nodes.start("n1", timing=dataclasses.replace(FAST, beat_s=2.0))
+        for number in range(3):
+            other.post({1: b"%d" % number})
+            nodes.wait(merger, lambda number=number: len(nodes.seen.get(1, ())) == number + 1)
+            time.sleep(1.0)
+
+        assert nodes.contacts["n1"].missed == 0
+        wait_until(lambda: any("errors in the exchange" in note for note in other.notes()))
+
+
+class TestOthers:
+    @pytest.fixture
+    def silent(self) -> Iterator[tuple[int, list[socket.socket]]]:
+        """The port of something that accepts connections and never says anything, and those connections."""
+        listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        accepted: list[socket.socket] = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    accepted.append(listener.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1], accepted
+        listener.shutdown(socket.SHUT_RDWR)
+        for each in (listener, *accepted):
+            each.close()
+
+    def test_a_node_0_that_never_answers(self, nodes: Nodes, silent: tuple[int, list[socket.socket]]) -> None:
+        """Each try ends, without a leak; calls return at once; and so does the end."""
+        port, accepted = silent
+        publish(nodes, port)
+        other = nodes.start("n1", timing=dataclasses.replace(FAST, connect_s=0.5, last_retry_s=0.1))
+        wait_until(lambda: other._errors >= 2)
+        files = len(os.listdir("/proc/self/fd")) - len(accepted)
+        other.post({1: b"x"})
+        wait_until(lambda: other._errors >= 6)
+        began_s = time.monotonic()
+        assert other.close(LONG_S)
+
+        assert time.monotonic() - began_s < LONG_S / 4
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) - len(accepted) <= files)
+
+    def test_a_port_where_nobody_listens(self, nodes: Nodes) -> None:
+        """The note says so, with the address."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        publish(nodes, port)
+        other = nodes.start("n1")
+        wait_until(lambda: any(f"127.0.0.1:{port}: UNAVAILABLE" in note for note in other.notes()))
+
+    def test_something_else_at_the_port(self, nodes: Nodes) -> None:
+        """A gRPC server that knows no exchange."""
+
+        async def serve() -> tuple[aio.Server, int]:
+            server = aio.server()
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            return server, port
+
+        server, port = _in_the_loop(serve)
+        publish(nodes, port)
+        other = nodes.start("n1")
+        wait_until(lambda: any("something else, or another version" in note for note in other.notes()))
+        _in_the_loop(lambda: server.stop(None))
+
+    def test_a_link_that_is_cut_half(self, nodes: Nodes, open_at_end: ExitStack) -> None:
+        """What is sent vanishes, and nothing says so: the node notices, and its last posts arrive once it is mended."""
+        merger = nodes.start("n0", merges=True)
+        address = nodes.address()
+        link = Link(address.port)
+        open_at_end.callback(link.close)
+        file = next(iter(nodes.places.folder.iterdir()))  # type: ignore[union-attr]
+        file.write_bytes(dataclasses.replace(address, port=link.port).encode())
+        other = nodes.start("n1", places=Places(None, nodes.places.folder))
+        other.post({1: b"0"})
+        nodes.wait(merger, lambda: 1 in nodes.seen)
+        link.cut = True
+        for number in range(1, 5):
+            other.post({1: b"%d" % number})
+        wait_until(lambda: any("does not answer" in note for note in other.notes()))
+        link.cut = False
+        nodes.wait(merger, lambda: len(nodes.seen[1]) == 5)
+
+        assert nodes.seen[1] == [b"%d" % number for number in range(5)]
+        assert nodes.contacts["n1"].missed == 0
+
+
+class Link:
+    """Forwards to a port. Cut, it takes everything and passes nothing on, on connections that stay open."""
+
+    def __init__(self, to: int) -> None:
+        self._to, self.cut = to, False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ends = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+                self._sockets += ends
+                for pair in (ends, ends[::-1]):
+                    threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+    def _forward(self, source: socket.socket, to: socket.socket) -> None:
+        lost = False
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                lost |= self.cut  # a connection that has lost something never works again
+                if not lost:
+                    to.sendall(data)
+            to.close()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for each in (self._listener, *self._sockets):
+            each.close()

@@ -1,0 +1,194 @@
+"""What jobs that were killed leave in shared memory, and rings in memory whose processes are killed.
+
+Each test has a mount namespace with a shared memory of its own: others' dead jobs are not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.test_shared_folder import in_namespaces
+
+pytestmark = in_namespaces
+
+# A rank with 20 finished steps, and no sidecar.
+RANK = """
+import os, sys, time
+from pathlib import Path
+from tests.support.ranks import HOST, Rank
+from torchlens_perf.run.directory import RunDirectory
+run = RunDirectory(Path("runs/a-run").absolute())
+run.create()
+rank = Rank(run, 0, 1)
+rank.steps(20, forward=4, backward=6, host=1)
+print(rank.ring_path, flush=True)
+"""
+DEAD = f"""
+import os, subprocess, sys
+done = subprocess.run([sys.executable, "-c", {RANK + "os._exit(9)"!r}], stdout=subprocess.PIPE, text=True)
+ring = done.stdout.strip()
+folder = os.path.dirname(ring)
+"""
+DRAIN = """
+from torchlens_perf.sidecar.rings import dead_runs
+from torchlens_perf.sidecar.start import drain
+"""
+LEFT = "print(sorted(os.listdir('/dev/shm/torchlens-perf-%d' % os.getuid())))"
+
+
+def in_own_memory(program: str, folder: Path, *unshare: str, size: str = "1g") -> subprocess.CompletedProcess[str]:
+    script = f'set -e; mount --make-rprivate /; mount -t tmpfs -o size={size} tmpfs /dev/shm; exec "$@"'
+    command = ["unshare", "--mount", *unshare, "sh", "-c", script, "sh", sys.executable, "-c", program]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def steps_of(folder: Path) -> list[int]:
+    import pandas as pd
+
+    return sorted(pd.read_parquet(folder / "runs/a-run/steps")["step"])
+
+
+def test_a_killed_job_is_read_to_its_end(tmp_path: Path) -> None:
+    """By the next sidecar of the node, once it is old enough: all steps are kept, and shared memory is free."""
+    young = "drain.main(); assert os.path.exists(ring); os.utime(folder, (0, 0)); "
+    done = in_own_memory(DEAD + DRAIN + young + "dead_runs.begin(); os.wait();" + LEFT, tmp_path)
+
+    assert done.stdout == "[]\n"
+    assert steps_of(tmp_path) == list(range(20))
+    assert "1 rings (0 MB) of a-run, whose processes are dead, were read into" in done.stderr
+
+
+def test_a_run_directory_that_is_gone(tmp_path: Path) -> None:
+    """Is not made again: the rings are removed, and that is said."""
+    gone = "import shutil; shutil.rmtree('runs'); os.utime(folder, (0, 0)); drain.main();"
+    done = in_own_memory(DEAD + DRAIN + gone + LEFT, tmp_path)
+
+    assert done.stdout == "[]\n"
+    assert not (tmp_path / "runs").exists()
+    assert "were removed: their run directory is gone" in done.stderr
+
+
+def test_a_run_directory_that_refuses(tmp_path: Path) -> None:
+    """The rings stay: a finished step must not be lost."""
+    refuses = "import shutil; shutil.rmtree('runs/a-run/spans'); open('runs/a-run/spans', 'w').close();"
+    done = in_own_memory(
+        DEAD + DRAIN + refuses + "os.utime(folder, (0, 0)); drain.main(); assert os.path.exists(ring)", tmp_path
+    )
+
+    assert "stay: " in done.stderr
+
+
+def test_a_container_beside_us(tmp_path: Path) -> None:
+    """A rank that lives in a namespace of process ids of its own, whose number nobody has here: it is not touched."""
+    beside = f"""
+import os, subprocess, sys
+rank = subprocess.Popen(
+    ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", {RANK + "input()"!r}],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+)
+ring = rank.stdout.readline().strip()
+folder = os.path.dirname(ring)
+os.utime(folder, (0, 0))
+drain.main()
+print(os.path.exists(ring))
+rank.communicate("\\n")
+os.utime(folder, (0, 0))
+drain.main()
+print(os.path.exists(ring))
+"""
+    done = in_own_memory(DRAIN + beside, tmp_path)
+
+    assert done.stdout == "True\nFalse\n"
+    assert steps_of(tmp_path) == list(range(20))
+
+
+KILLED = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from torchlens_perf.run.directory import RunDirectory
+trainer = subprocess.Popen([sys.executable, sys.argv[1], "runs", "never"])
+def until(condition):
+    deadline_s = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return found
+nodes = until(lambda: list(Path("runs").glob("*/nodes")))
+run = RunDirectory(nodes[0].parent.absolute())
+ring = until(run.local_rings)[0]
+assert ring.is_symlink(), "it is in the memory of its process"
+until(ring.with_suffix(".held").is_symlink)
+from torchlens_perf.run.ring import STEP, Reader
+reader = Reader(ring)
+until(lambda: reader.counter(STEP) > 100)
+trainer.kill()
+trainer.wait()
+finished = reader.counter(STEP)
+reader.close()
+until(lambda: not list(run._local_files("*")))
+print(finished)
+"""
+
+
+def test_a_ring_in_memory_whose_process_is_killed(tmp_path: Path) -> None:
+    """Shared memory is too small, so nothing of the ring has a name; the sidecar has it, and loses nothing."""
+    from tests.support.processes import SCRIPTS, report
+    from torchlens_perf.run.directory import RunDirectory
+
+    script = KILLED.replace("sys.argv[1]", repr(str(SCRIPTS / "train_until_told.py")))
+    done = in_own_memory(script, tmp_path, size="1m")
+    (path,) = (tmp_path / "runs").iterdir()
+    (rank,) = report(RunDirectory(path))["ranks"]
+
+    assert rank["steps"] - int(done.stdout) in (0, 1)
+    assert (rank["state"], rank["lost"]) == ("died", 0)
+
+
+COPIED = """
+import os, sys
+from pathlib import Path
+from tests.support.ranks import HOST, identity_of
+from torchlens_perf.recorder import keep_ring
+from torchlens_perf.run.directory import RunDirectory, create_ring
+run = RunDirectory(Path("runs/a-run").absolute())
+run.create()
+from torchlens_perf.run.rings import memory
+memory.WITHOUT_SIGBUS = frozenset()
+ring = create_ring(run, identity_of(run, 0), 1024, keep=True)
+run.register_ring(HOST, ring.path)
+ring.set_metadata({"whose": "ours"})
+ring.close()
+%s
+print(keep_ring.keep(run, HOST, ring, 60))
+ring.let_go()
+print(os.path.isdir('runs') and [path.name for path in run.kept_rings(HOST)], [path.name for path in run.local_rings()])
+"""
+
+
+@pytest.mark.parametrize("size", ["64m", "1m"])
+def test_without_a_sidecar_it_is_copied(size: str, tmp_path: Path) -> None:
+    """A ring that cannot be mapped in the run directory lies in memory while it is written, and there afterwards."""
+    from torchlens_perf.run.ring import Reader
+
+    done = in_own_memory(COPIED % "", tmp_path, size=size)
+    (ring,) = (tmp_path / "runs/a-run/rings").iterdir()
+    reader = Reader(ring)
+
+    assert done.stdout == f"\n['{ring.name}'] []\n"
+    assert reader.metadata() == {"whose": "ours"}
+    reader.close()
+
+
+def test_without_a_sidecar_and_without_room(tmp_path: Path) -> None:
+    """Said, and where it is."""
+    done = in_own_memory(COPIED % "import shutil; shutil.rmtree('runs'); open('runs', 'w').close()", tmp_path)
+
+    assert "Not a directory; it stays in /dev/shm/" in done.stdout

@@ -1,0 +1,47 @@
+"""A sidecar asks for less than the job, and goes first where memory runs out."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.leftovers import eventually
+from tests.support.processes import wait_for_sidecar
+from tests.support.ranks import Rank
+from torchlens_perf.recorder import sidecar
+from torchlens_perf.run import sidecar_status
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock
+from torchlens_perf.sidecar import priority
+
+
+def test_of_a_live_sidecar(run: RunDirectory) -> None:
+    """It is nicer, the kernel would end it before this process, and its data have a bound."""
+    rank = Rank(run, 0, 1)
+    sidecar.ensure(run, rank.identity)
+    assert eventually(lambda: sidecar_status.read_status(str(find_sidecar_lock(run.run_id)))[0] > 0)
+    pid = sidecar_status.read_status(str(find_sidecar_lock(run.run_id)))[0]
+    score = Path(f"/proc/{pid}/oom_score_adj")
+    ours = int(Path("/proc/self/oom_score_adj").read_text())
+
+    assert eventually(lambda: int(score.read_text()) == min(1000, ours + 500))
+    assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0) or os.nice(0) >= 19
+    assert eventually(lambda: resource.prlimit(pid, resource.RLIMIT_DATA)[0] == priority.MEMORY_BYTES)
+    rank.close()
+    wait_for_sidecar(run)
+
+
+def test_memory_that_is_bounded() -> None:
+    """Asking for more is an error in Python, and the process goes on."""
+    program = (
+        "from torchlens_perf.sidecar.priority import bound_memory\n"
+        "bound_memory(200_000_000)\n"
+        "try: bytearray(300_000_000)\n"
+        "except MemoryError: print('refused')\n"
+        "print(len(bytearray(50_000_000)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["refused", "50000000"]

@@ -1,0 +1,185 @@
+"""A sidecar that is killed again and again, a disk that stays full, and bytes of others that are none of ours."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.sidecar.nodes.test_summary import JOB, told
+from tests.sidecar.test_damage import failing, finished
+from tests.sidecar.test_node import WORK, report
+from tests.support.figures import note, share
+from tests.support.leftovers import eventually
+from tests.support.long import long
+from tests.support.processes import ROOT, SCRIPTS, run_warm, wait_for_sidecar
+from tests.support.ranks import HOST, Rank
+from torchlens_perf.recorder import sidecar
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.processes import process_cpu_time_s
+from torchlens_perf.run.sidecar_status import read_status
+from torchlens_perf.sidecar.nodes import summary
+from torchlens_perf.sidecar.replay import replay
+from torchlens_perf.sidecar.rings import segments
+
+__all__ = ["failing"]
+KILLS, KILLS_A_RUN = 1000, 50
+SOAK_S, MAX_GROWTH_KB = 600, 64 << 10
+SEGMENTS, PAYLOADS = 20_000, 800_000
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kills", [KILLS_A_RUN, *long(KILLS)])
+def test_sidecar_killed_again_and_again(kills: int, tmp_path: Path) -> None:
+    """At any moment, also while it writes a segment or its state: each record is counted, and kept, once."""
+    began_s, number, steps, partial = time.monotonic(), kills if kills < KILLS else share(KILLS), 0, 0
+    runs = max(1, number // KILLS_A_RUN)
+    for seed in range(runs):
+        command = [sys.executable, str(SCRIPTS / "sidecars_killed.py"), str(tmp_path), str(KILLS_A_RUN), str(seed)]
+        done = run_warm(command, tmp_path, timeout_s=300, PYTHONPATH=str(ROOT))
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert (found["counted"], found["lost"], found["once"]) == (found["steps"], 0, True), found
+        steps, partial = steps + found["steps"], partial + found["partial"]
+
+    assert steps > runs * KILLS_A_RUN
+    assert partial > 0, "none was killed while it wrote"
+    if kills == KILLS:
+        counted = f"0 of {steps:,} steps lost or counted twice"
+        note("SIGKILL of the sidecar", runs * KILLS_A_RUN, KILLS, counted, time.monotonic() - began_s, runs - 1)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seconds", [8, *long(SOAK_S)])
+def test_disk_that_stays_full(seconds: int, run: RunDirectory, failing) -> None:
+    """The sidecar's memory stays bounded, it takes little of a processor, and all that did not fit is counted."""
+    began_s, full_s = time.monotonic(), seconds if seconds < SOAK_S else share(SOAK_S)
+    flag = failing(errno.ENOSPC, run.spans, run.steps, run.node_state(HOST))
+    rank = Rank(run, 0, 1)
+    rank.steps(20, **WORK)
+    sidecar.ensure(run, rank.identity)
+    assert eventually(run.node_state(HOST).exists)
+    pid, steps = read_status(str(run_lock(run)))[0], 20
+    flag.touch()
+    growth_kb, before_kb, cpu_s = 0, 0, process_cpu_time_s(pid)
+    while time.monotonic() - began_s < full_s:
+        rank.steps(10, **WORK)
+        steps += 10
+        time.sleep(0.05)
+        if time.monotonic() - began_s > full_s / 2:  # once its libraries are there
+            now_kb = resident_kb(pid)
+            before_kb = before_kb or now_kb
+            growth_kb = max(growth_kb, now_kb - before_kb)
+    share_of_cpu = (process_cpu_time_s(pid) - cpu_s) / full_s
+    flag.unlink()
+    rank.close()
+    wait_for_sidecar(run)
+    value, kept = report(run), pd.read_parquet(run.spans)["sequence"]
+
+    assert value["ranks"][0]["steps"] == steps
+    assert kept.is_unique
+    assert len(kept) + value["quality"]["lost"] >= 5 * steps
+    assert growth_kb < MAX_GROWTH_KB
+    if seconds == SOAK_S:
+        counted = (
+            f"{value['ranks'][0]['steps']:,} of {steps:,} steps counted, {len(kept):,} of {5 * steps:,} records kept, "
+            f"{value['quality']['lost']:,} lost; the sidecar grew by {growth_kb / 1024:.1f} MiB in the second half, "
+            f"{100 * share_of_cpu:.1f} % of a processor"
+        )
+        note("seconds of a full disk", full_s, SOAK_S, counted, time.monotonic() - began_s)
+
+
+def run_lock(run: RunDirectory) -> Path:
+    from torchlens_perf.run.directory import find_sidecar_lock
+
+    found = find_sidecar_lock(run.run_id)
+    assert found is not None
+    return found
+
+
+def resident_kb(pid: int) -> int:
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1])
+
+
+def damaged(draw: random.Random, whole: bytes) -> bytes:
+    """With some bytes of it changed, put in or taken out, or its end."""
+    made = bytearray(whole)
+    for _ in range(draw.randint(1, 8)):
+        at = draw.randrange(len(made))
+        if draw.random() < 0.8:
+            length = min(draw.randint(1, 4), len(made) - at)
+            made[at : at + length] = draw.randbytes(length)
+        else:
+            made[at : at + draw.randint(0, 16)] = draw.randbytes(draw.randint(0, 16))
+    return bytes(made[: None if draw.random() < 0.9 else draw.randrange(len(made))])
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("files", [100, *long(SEGMENTS)])
+def test_segments_of_any_bytes(files: int, run: RunDirectory) -> None:
+    """A later sidecar and a replay go on without it, and say so: no time that was changed is taken for one."""
+    began_s, number, seed = time.monotonic(), files if files < SEGMENTS else share(SEGMENTS), 5
+    finished(run, 20)
+    (path,) = run.spans.glob("*.parquet")
+    whole, draw, refused = path.read_bytes(), random.Random(seed), 0
+    for _ in range(number):
+        path.write_bytes(damaged(draw, whole))
+        notes: list[str] = []
+        segments.last_sequences(run, HOST, notes)
+        if draw.random() < 0.2:
+            wrong = replay(run, None)
+            assert wrong.notes or (wrong.steps, wrong.records) == (20, 100), "neither refused nor whole"
+        refused += bool(notes)
+
+    assert refused > 0
+    if files == SEGMENTS:
+        note(
+            "segments of any bytes",
+            number,
+            SEGMENTS,
+            f"{refused:,} refused, 0 other ends",
+            time.monotonic() - began_s,
+            seed,
+        )
+
+
+def ways(payload: bytes) -> Iterator[object]:
+    """What node 0's sidecar asks of a payload."""
+    values = summary.unpack([payload])
+    yield summary.progress(values, ["host"], [0.0])
+    yield summary.place(values[0], "host")
+    yield summary.modules_ns(values)
+    yield from summary.blocks(values)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("payloads", [2000, *long(PAYLOADS)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_payloads_of_any_bytes(payloads: int) -> None:
+    """They are read, or refused; whoever receives them goes on, and notes that comparing failed that time."""
+    began_s, number, seed = time.monotonic(), payloads if payloads < PAYLOADS else share(PAYLOADS), 6
+    whole, draw, refused, stopped = summary.pack(told(5, rows=JOB.rows_of(1))), random.Random(seed), 0, 0
+    for _ in range(number):
+        payload = damaged(draw, whole)
+        if not summary.is_readable(payload):
+            refused += 1
+            continue
+        try:
+            for _ in ways(payload):
+                pass
+        except (ValueError, IndexError):
+            stopped += 1
+
+    assert 0 < refused < number
+    if payloads == PAYLOADS:
+        counted = f"{refused:,} refused, {stopped:,} stopped a comparison, 0 other ends"
+        note("summaries of any bytes", number, PAYLOADS, counted, time.monotonic() - began_s, seed)

@@ -1,0 +1,194 @@
+"""SIGTERM to the sidecar, and a cleaner that removes its files in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.sidecar.test_node import WORK
+from tests.support.leftovers import eventually
+from tests.support.processes import SCRIPTS, clean_environ, report, wait_for_sidecar
+from tests.support.ranks import HOST, Rank
+from tests.support.warm_python import WarmPython
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock
+from torchlens_perf.run.ring import STEP, Reader
+from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.run.sidecar_status import AT_ONCE, read_status
+
+SCRIPT = str(SCRIPTS / "train_until_told.py")
+# In the sidecar: as in a run that is old, the next segment is far away. A young one has one every five seconds.
+OLD = """
+import sys
+if "sidecar" in sys.orig_argv:
+    from torchlens_perf.sidecar import schedule
+    schedule._KEEP_S = schedule._LATEST_KEEP_S = 600.0
+"""
+
+
+class Job:
+    """One rank that trains, with its sidecar, until it is told to end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stop = folder / "stop"
+        (folder / "old").mkdir()
+        (folder / "old" / "sitecustomize.py").write_text(OLD)
+        path = f"{folder / 'old'}:{os.environ.get('PYTHONPATH', '')}"
+        command = [sys.executable, SCRIPT, str(folder / "runs"), str(self.stop)]
+        self.trainer = WarmPython(
+            command, env=clean_environ({"PYTHONPATH": path}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert eventually(lambda: list(folder.glob("runs/*/nodes")))
+        (nodes,) = folder.glob("runs/*/nodes")
+        self.run = RunDirectory(nodes.parent)
+        assert eventually(lambda: len(self.run.local_rings()) == 1 and self.sidecar_pid() > 0)
+        self.reader = Reader(self.run.local_rings()[0])
+        self.sidecar = self.sidecar_pid()
+        assert eventually(lambda: self.steps() > 50)
+
+    def sidecar_pid(self) -> int:
+        lock = find_sidecar_lock(self.run.run_id)
+        return 0 if lock is None else read_status(str(lock))[0]
+
+    def sidecar_has_the_ring_open(self) -> bool:
+        found = set()
+        for descriptor in Path(f"/proc/{self.sidecar}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(descriptor))
+        return any(each.endswith(".ring") for each in found)
+
+    def steps(self) -> int:
+        """That it has finished."""
+        return self.reader.counter(STEP)
+
+    def kept_steps(self) -> int:
+        """That a segment holds, without a gap."""
+        steps = [step for path in sorted(self.run.steps.glob("*.parquet")) for step in pd.read_parquet(path)["step"]]
+        assert steps == list(range(len(steps)))
+        return len(steps)
+
+    def end(self) -> str:
+        """As it should. Returns what it has said."""
+        self.stop.touch()
+        _, said = self.trainer.communicate(timeout=60)
+        assert self.trainer.returncode == 0, said
+        return said
+
+    def kill(self) -> None:
+        """Everything, at once, and shared memory with it: as a pod."""
+        for pid in (self.sidecar, self.trainer.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.trainer.wait(10)
+        shutil.rmtree(f"/dev/shm/torchlens-perf-{os.getuid()}/{self.run.run_id}", ignore_errors=True)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.reader.close()
+    made.kill()
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_pod_that_ends(job: Job) -> None:
+    """SIGTERM, and SIGKILL later, when training has gone on: of what was finished a second before, nothing is lost."""
+    at_signal = job.steps()
+    assert job.kept_steps() == 0
+    os.kill(job.sidecar, signal.SIGTERM)
+    assert eventually(lambda: job.kept_steps() >= at_signal)
+    later = job.steps()
+    assert eventually(lambda: job.kept_steps() >= later), "it goes on, and soon"
+    assert lives(job.sidecar)
+    job.kill()
+
+    (rank,) = report(job.run)["ranks"]
+    assert rank["steps"] >= later
+
+
+def test_training_that_ends_after_it(job: Job) -> None:
+    """The report is as ever."""
+    os.kill(job.sidecar, signal.SIGTERM)
+    said = job.end()
+    wait_for_sidecar(job.run)
+
+    (rank,) = report(job.run)["ranks"]
+    assert f"{rank['steps']} steps" in said
+    assert (rank["state"], rank["lost"]) == ("closed", 0)
+    assert job.kept_steps() == rank["steps"]
+
+
+def test_a_second_one(job: Job) -> None:
+    """Ends it at once; one that comes together with the first does not. The job starts another one at its end."""
+    os.kill(job.sidecar, signal.SIGTERM)
+    os.kill(job.sidecar, signal.SIGTERM)
+    time.sleep(1.2)
+    assert lives(job.sidecar)
+    os.kill(job.sidecar, signal.SIGTERM)
+    assert eventually(lambda: not lives(job.sidecar))
+    said = job.end()
+    wait_for_sidecar(job.run)
+
+    (rank,) = report(job.run)["ranks"]
+    assert (rank["state"], rank["lost"]) == ("closed", 0)
+    assert "torchlens_perf" in said
+
+
+def test_a_cleaner_of_shared_memory(job: Job) -> None:
+    """All files of the run are removed there, twice: the lock comes back, nothing is lost, and there is one sidecar."""
+    folder = find_sidecar_lock(job.run.run_id).parent
+    assert eventually(job.sidecar_has_the_ring_open)  # a ring that it has never seen would be lost
+    for _ in range(2):  # before the sidecar reads, and while it does
+        shutil.rmtree(folder)
+        assert eventually(lambda: job.sidecar_pid() == job.sidecar)
+    said = job.end()
+    wait_for_sidecar(job.run)
+
+    (rank,) = report(job.run)["ranks"]
+    assert (rank["state"], rank["lost"]) == ("closed", 0)
+    assert job.kept_steps() == rank["steps"]
+    assert said.startswith("torchlens_perf")
+    assert "Traceback" not in job.run.node_log(next(job.run.nodes.glob("*.json")).stem).read_text()
+    assert not folder.exists()
+
+
+def test_a_cleaner_before_it_begins_anew(run: RunDirectory) -> None:
+    """On a machine without an idle processor the sidecar replaces itself by exec: it goes on with what it has open."""
+    rank, lock = Rank(run, 0, 1), SidecarLock(sidecar_lock(run.run_id))
+    rank.steps(20, **WORK)
+    assert lock.acquire()
+    ring = os.open(rank.ring_path, os.O_RDONLY)
+    shutil.rmtree(rank.ring_path.parent)
+    command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", HOST, "--lock-descriptor"]
+    command += [str(lock.descriptor), AT_ONCE, f"{ring}:{rank.ring_path}"]
+    sidecar = subprocess.Popen(command, env=clean_environ(), pass_fds=[lock.descriptor, ring])
+    os.close(ring)
+    assert eventually(lambda: report_of(run) is not None)
+    rank.steps(30, **WORK)
+    rank.close()
+    assert sidecar.wait(60) == 0
+    lock.close()
+
+    assert (report(run)["ranks"][0]["steps"], report(run)["quality"]["lost"]) == (50, 0)
+
+
+def report_of(run: RunDirectory) -> object:
+    """The first rank of the state, once there is one."""
+    return next(iter(report(run)["ranks"]), None) if run.node_state(HOST).exists() else None

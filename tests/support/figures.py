@@ -1,0 +1,39 @@
+"""What long tests have counted, written into docs/reliability.md by themselves: `make test-long` sets FIGURES.
+
+Without FIGURES nothing is written. SHARE, from 0 to 1, makes the long forms shorter; the number that was run is in the
+table, beside the full one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import os
+
+from tests.support.processes import ROOT
+
+FIGURES = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- figures: written by make test-long -->", "<!-- end of the figures -->"
+HEAD = ["| long form | run | of | seed | counted | minutes | date |", "|---|---|---|---|---|---|---|"]
+
+
+def share(full: int) -> int:
+    """How much of it is to be run, as SHARE says."""
+    return max(1, round(full * float(os.environ.get("SHARE", "1"))))
+
+
+def note(form: str, run: int, full: int, counted: str, took_s: float, seed: int | None = None) -> None:
+    """Replaces this form's row of the table. form: its name, and where it is. run: the number that was run."""
+    if not os.environ.get("FIGURES"):
+        return
+    today = datetime.date.today().isoformat()
+    row = f"| {form} | {run:,} | {full:,} | {'' if seed is None else seed} | {counted} | {took_s / 60:.1f} | {today} |"
+    with open(FIGURES, "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # tests run side by side
+        before, _, rest = file.read().partition(BEGIN)
+        block, _, after = rest.partition(END)
+        rows = [line for line in block.splitlines() if line.startswith("| ") and line not in HEAD]
+        rows = sorted([row, *(each for each in rows if not each.startswith(f"| {form} |"))])
+        file.seek(0)
+        file.write("\n".join([before + BEGIN, *HEAD, *rows, END]) + after)
+        file.truncate()

@@ -1,0 +1,57 @@
+"""The end of a run without a sidecar: a ring that could not be mapped in the run directory is copied there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from torchlens_perf.run.rings import copy_out, memory
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.run.ring import RingFile
+
+
+def keep(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
+    """Has a ring that was closed copied from this node's memory into the run directory, by a child process.
+
+    Waits at most so long; the child goes on by itself. Returns what went wrong, "" if nothing did, or if the ring lies
+    there already. Raises OSError where no process can be started.
+    """
+    if ring.path.is_relative_to(run.path):
+        return ""
+    deadline_s = time.monotonic() + timeout_s
+    descriptor = memory.open_to_read(str(ring.path))
+    try:
+        process = subprocess.Popen(
+            [
+                sys.executable, "-I", "-S", copy_out.__file__, str(descriptor), str(run.rings / ring.path.name),
+                str(run.node_rings(host)), *map(str, run.ring_files(ring.path)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            pass_fds=[descriptor],
+            start_new_session=True,
+            cwd="/",
+        )  # fmt: skip
+    finally:
+        os.close(descriptor)
+    assert process.stdout is not None
+    with process.stdout as said:
+        ready = select.poll()
+        ready.register(said.fileno(), select.POLLIN)
+        if not ready.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))):
+            return f"{run.rings} did not answer within {timeout_s:g} s; the copy goes on by itself"
+        reason = os.read(said.fileno(), 4096).decode(errors="replace")
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it has said what there is to say
+        process.wait(max(0.0, deadline_s - time.monotonic()))
+    if not reason:
+        return ""
+    return f"{reason}; it is lost" if ring.path.is_symlink() else f"{reason}; it stays in {ring.path}"

@@ -1,0 +1,231 @@
+"""What each launcher's environment says of a rank: its numbers, what its job is called, how often it was restarted.
+
+A row belongs to a process where its variables are there and agree with the rank and world size that torch uses: a job
+of Slurm has SLURM_PROCID in its batch script too, and torchrun under srun has that of its agent. What no row says is
+None: it is found out from the ranks that turn up on a node. docs/launchers.md says where each row was read or run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+
+_MAX_DIGITS = 9  # of a launcher's number: a longer one is none
+_BACKEND = re.compile(r"--rdzv[-_]backend(?:=(.*))?")
+_STORE = ("MASTER_ADDR", "MASTER_PORT")
+_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # srun(1), SLURM_TASKS_PER_NODE: "2(x3),1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """Which variables a launcher sets. Of several in one field, the first that is there counts."""
+
+    name: str
+    marks: tuple[str, ...]
+    """All of them are there under it, and not all of them under the rows below."""
+    rank: str = "RANK"
+    world_size: tuple[str, ...] = ("WORLD_SIZE",)
+    local_rank: str = "LOCAL_RANK"
+    local_world_size: str = ""
+    node: tuple[str, ...] = ()
+    """The node's number."""
+    nodes: tuple[str, ...] = ()
+    """How many there are."""
+    per_node: tuple[str, ...] = ()
+    """How many ranks each node has, as Slurm writes it."""
+    restarts: str = ""
+    job: tuple[str, ...] = ()
+    """Together they name the job on all nodes, and no other job ever."""
+
+
+LAUNCHERS = (
+    # torch/distributed/elastic/agent/server/local_elastic_agent.py; Accelerate starts it too. Its restarts are those of
+    # one agent: after a worker fails, its node says 1 and the others 0.
+    Launcher(
+        "torchrun",
+        ("TORCHELASTIC_RUN_ID",),
+        local_world_size="LOCAL_WORLD_SIZE",
+        node=("GROUP_RANK",),
+        nodes=("GROUP_WORLD_SIZE",),
+        restarts="TORCHELASTIC_RESTART_COUNT",
+    ),
+    # ray/train/torch/config.py
+    Launcher("Ray Train", ("RAY_JOB_ID", "NODE_RANK"), local_world_size="LOCAL_WORLD_SIZE", node=("NODE_RANK",)),
+    # deepspeed/launcher/launch.py
+    Launcher(
+        "DeepSpeed",
+        ("CROSS_RANK", "CROSS_SIZE"),
+        local_world_size="LOCAL_SIZE",
+        node=("CROSS_RANK",),
+        nodes=("CROSS_SIZE",),
+    ),
+    # srun(1), OUTPUT ENVIRONMENT VARIABLES. A batch script has SLURM_PROCID, and no step.
+    Launcher(
+        "srun",
+        ("SLURM_PROCID", "SLURM_STEP_ID"),
+        rank="SLURM_PROCID",
+        world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank="SLURM_LOCALID",
+        node=("SLURM_NODEID",),
+        nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        per_node=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+        restarts="SLURM_RESTART_COUNT",
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+    # Open MPI 4 and 5: docs.open-mpi.org, "Environment variables that are set for MPI processes"; OpenPMIx's namespace.
+    Launcher(
+        "Open MPI",
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE",),
+    ),
+    # MPICH, src/pm/hydra; Intel MPI has the same process manager.
+    Launcher(
+        "Hydra",
+        ("PMI_RANK", "PMI_SIZE"),
+        rank="PMI_RANK",
+        world_size=("PMI_SIZE",),
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+    ),
+    # lightning/fabric/strategies/launchers/subprocess_script.py: no RANK, which torch.distributed knows.
+    Launcher("Lightning", ("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"), node=("NODE_RANK",)),
+    # torch's env:// alone: a loop in a shell, Kubeflow's PyTorchJob with one process a pod, a JobSet's own variables.
+    Launcher("environment", ("RANK", "WORLD_SIZE"), local_world_size="LOCAL_WORLD_SIZE", node=("NODE_RANK",)),
+)
+_ALONE = Launcher("", ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One rank in its job. None: nobody says it."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    nodes: int | None
+    attempt: int
+    """How often the processes were restarted, as the launcher on this node counts."""
+    elastic: bool
+    """Whether the launcher may start its processes again."""
+    job: str
+    """What all nodes call the job, and no other job is called; "" where the environment has no such name."""
+    facts: str
+    """What all ranks of the job have in common, though another job may have it later; "" where nothing is known."""
+
+
+def place(environ: Mapping[str, str], distributed: tuple[int, int] | None, parent: Sequence[str] = ()) -> Place:
+    """Where this process is in its job.
+
+    distributed: rank and world size of torch.distributed, once it is initialised, which overrule the environment.
+    parent: the command line of the process that started this one.
+    """
+    row, rank, world_size = _row(environ, distributed)
+    local_rank, local_world_size = _number(environ, row.local_rank), _number(environ, row.local_world_size)
+    if local_world_size is None:
+        local_world_size = _of_node(_text(environ, row.per_node), _number(environ, *row.node))
+    nodes = _number(environ, *row.nodes)
+    if world_size == 1 or nodes == 1:
+        local_rank, local_world_size, nodes = rank if local_rank is None else local_rank, world_size, 1
+    if local_world_size is not None and not 0 < local_world_size <= world_size:
+        local_world_size = None
+    if local_world_size == world_size:
+        nodes = 1
+    return Place(
+        launcher=row.name,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        nodes=nodes,
+        attempt=_number(environ, row.restarts) or 0,
+        elastic=row.name == "torchrun",
+        job=_job(environ, row, parent),
+        facts=_facts(environ, world_size),
+    )
+
+
+def _row(environ: Mapping[str, str], distributed: tuple[int, int] | None) -> tuple[Launcher, int, int]:
+    """The row that this process is of, and its rank and world size."""
+    said = distributed or _pair(environ, "RANK", ("WORLD_SIZE",))
+    for row in LAUNCHERS:
+        if all(environ.get(mark) for mark in row.marks):
+            own = _pair(environ, row.rank, row.world_size)
+            if own is not None and (said is None or own == said):
+                return row, *own
+            if said is not None and row.name == "Lightning" and _number(environ, "WORLD_SIZE") == said[1]:
+                return row, *said
+    if said is not None:
+        return _ALONE, *said
+    # Half of what torch reads: only its own ranks know better.
+    return _ALONE, _number(environ, "RANK") or 0, _number(environ, "WORLD_SIZE") or 1
+
+
+def _job(environ: Mapping[str, str], row: Launcher, parent: Sequence[str]) -> str:
+    if row.name == "torchrun":
+        elastic, store = environ.get("TORCHELASTIC_RUN_ID", "none"), [environ.get(name, "") for name in _STORE]
+        # By c10d, node 0 has taken a free port for this job, and said so to the others. An id alone, and the port of a
+        # static rendezvous, are what a user has written down, and the next job has them too.
+        if elastic == "none" or not all(store) or _rendezvous(environ, parent) != "c10d":
+            return ""
+        return f"{elastic[:60]}-{_digest(elastic, *store)}"
+    values = [environ.get(name, "") for name in row.job]
+    if not values or not all(values):
+        return ""
+    return f"slurm-{'.'.join(values)}" if row.name == "srun" else f"mpi-{_digest(*values)}"
+
+
+def _rendezvous(environ: Mapping[str, str], parent: Sequence[str]) -> str:
+    """How torchrun's agents meet, from its arguments or their variables; "" where neither says it."""
+    for name, following in zip(parent, [*parent[1:], ""], strict=True):
+        found = _BACKEND.fullmatch(name)
+        if found:
+            return found[1] or following
+    return environ.get("PET_RDZV_BACKEND", "")
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode(errors="surrogateescape")).hexdigest()[:8]
+
+
+def _facts(environ: Mapping[str, str], world_size: int) -> str:
+    known = [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    return "\n".join([*known, str(world_size)]) if known[1] else ""
+
+
+def _of_node(per_node: str, node: int | None) -> int | None:
+    """How many ranks a node has, from Slurm's list over all nodes."""
+    counts: list[int] = []
+    for part in filter(None, per_node.split(",")):
+        found = _PER_NODE.fullmatch(part)
+        if found is None or len(counts) > 1 << 20:
+            return None
+        counts += [int(found[1][:_MAX_DIGITS])] * min(int((found[2] or "1")[:_MAX_DIGITS]), 1 << 20)
+    if node is not None and node < len(counts):
+        return counts[node]
+    return counts[0] if len(set(counts)) == 1 else None
+
+
+def _pair(environ: Mapping[str, str], rank: str, world_size: tuple[str, ...]) -> tuple[int, int] | None:
+    found = _number(environ, rank), _number(environ, *world_size)
+    return (found[0], found[1]) if found[0] is not None and found[1] is not None and found[0] < found[1] else None
+
+
+def _text(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((environ[name] for name in names if environ.get(name)), "")
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    return next((int(environ[name]) for name in names if is_number(environ.get(name, ""))), None)
+
+
+def is_number(text: str) -> bool:
+    """str.isdigit() alone is true of "²", which int() refuses."""
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS

@@ -1,0 +1,55 @@
+"""Copies a ring into the run directory, in a process of its own: its disk may not answer, and training must not wait.
+
+Run as a program that imports nothing of ours. It inherits the ring's descriptor, and so outlives the training process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+_CHUNK_BYTES = 1 << 20
+
+
+def copy_out(descriptor: int, target: str, listed_in: str, source: list[str]) -> None:
+    """Writes the file whole, then its path into the list of the node's rings, then removes the source's files.
+
+    Raises OSError; the source stays then.
+    """
+    os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
+    partial = f"{target}.partial"
+    try:
+        with open(partial, "xb", buffering=0, opener=_private) as file:
+            at = 0
+            while chunk := os.pread(descriptor, _CHUNK_BYTES, at):
+                at += file.write(chunk) or 0
+        os.rename(partial, target)
+    except OSError:
+        if os.path.exists(partial):
+            os.unlink(partial)
+        raise
+    with open(listed_in, "ab", buffering=0, opener=_private) as file:
+        file.write(os.fsencode(target) + b"\n")
+    for path in source:
+        if os.path.lexists(path):
+            os.unlink(path)
+    for folder in {os.path.dirname(path) for path in source}:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a FIFO keeps nobody waiting
+
+
+def _main() -> None:
+    descriptor, target, listed_in, *source = sys.argv[1:]
+    try:
+        copy_out(int(descriptor), target, listed_in, source)
+    except OSError as error:
+        os.write(1, (error.strerror or str(error)).encode(errors="backslashreplace"))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,137 @@
+"""This node among those of its job: which of them collects, and whose processes run together. Used by sidecar/job.py.
+
+The exchange stays open while processes are replaced: other nodes may have begun anew already, or may be about to.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.run.location import location
+from torchlens_perf.run.place.node import host_of
+from torchlens_perf.run.processes import age_s
+from torchlens_perf.sidecar.nodes import summary
+from torchlens_perf.sidecar.nodes.membership import Membership, Word
+from torchlens_perf.sidecar.nodes.messages import Collected, Received
+from torchlens_perf.sidecar.nodes.places import Places
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.identity import Identity
+    from torchlens_perf.sidecar.nodes.exchange import Exchange
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+OpenExchange = Callable[[Places, str, str, bool], "Exchange"]
+
+
+class Meeting:
+    """Belongs to the sidecar's thread; nothing in it waits for another node, but close()."""
+
+    def __init__(self, node: str, run_id: str, open_exchange: OpenExchange | None) -> None:
+        """node: its name, see run/place/node.py. open_exchange: None for Exchange."""
+        host = host_of(node)
+        self.name = f"{host}/{node.removeprefix(host).lstrip('-')}"
+        """What other nodes call this one: its host, and what distinguishes it from another node of that host."""
+        self.membership = Membership(run_id)
+        """Which processes of all nodes run together."""
+        self._open = open_exchange
+        self._exchange: Exchange | None = None
+        self._role: tuple[Places, bool] | None = None  # where the nodes meet, and whether this is node 0
+        self._notes: list[str] = []  # of exchanges that are closed
+        self._heard = b""  # of node 0, last
+
+    @property
+    def is_open(self) -> bool:
+        return self._exchange is not None
+
+    @property
+    def merges(self) -> bool:
+        """Whether this is node 0, which collects."""
+        return self._role is not None and self._role[1]
+
+    @property
+    def sends(self) -> bool:
+        return self._exchange is not None and not self.merges
+
+    def began(self, identity: Identity, generation: int, number: int | None) -> None:
+        """A set of processes of this node began, of which this is one. See Membership.began()."""
+        started_s = time.monotonic() - age_s(identity.process_started)
+        self.membership.began(generation, started_s, identity.world_size, restarts=identity.restarts, number=number)
+
+    def is_as(self, places: Places, merges: bool) -> bool:
+        """Whether the exchange that is open is the right one."""
+        return self._role == (places, merges)
+
+    def open(self, places: Places, some: Identity, merges: bool) -> None:
+        """Meets the other nodes in one of these places. some: any rank of this node. merges: whether rank 0 is here."""
+        # A job of one node needs neither asyncio nor what else they import.
+        from torchlens_perf.sidecar.nodes.exchange import Exchange
+        from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
+
+        if merges:
+            self.membership.lead()
+        else:
+            self.membership.follow()
+        # The node's name includes its location, so that those who receive the name know the location too.
+        where = location(some.attributes).replace("/", "-")
+        logger.info("%s windows between nodes; %s", "merging" if merges else "sending", places.text)
+        name = f"{self.name}/{where}" if where else self.name
+        self._exchange = (self._open or Exchange)(places, exchange_key(some.watch), name, merges)
+        self._role = places, merges
+
+    def close(self) -> None:
+        """Ends the exchange, and sends what is left: this waits for some seconds at most."""
+        if self._exchange is not None:
+            # Taken before it is closed: that the other end has left already is worth no note.
+            self._notes += [note for note in self._exchange.notes() if note not in self._notes]
+            self._exchange.close()
+            self.hear()
+            self._exchange = self._role = None
+
+    def notes(self) -> list[str]:
+        return self._notes + (self._exchange.notes() if self._exchange is not None else [])
+
+    def post(self, payloads: Mapping[int, bytes]) -> None:
+        if self._exchange is not None:
+            self._exchange.post(payloads)
+
+    def collect(self) -> Collected:
+        """What has come to node 0."""
+        return self._exchange.collect() if self._exchange is not None else Collected({}, {})
+
+    def say(self) -> None:
+        """On node 0, tells the others how the run is called and which generations it has had."""
+        if self._exchange is not None and self.merges:
+            self._exchange.set_reply(self.membership.word(time.monotonic()).encode())
+
+    def hear(self) -> None:
+        """On the others, takes over what node 0 has said."""
+        heard = self._exchange.reply() if self._exchange is not None else b""
+        if heard and heard != self._heard:
+            self._heard = heard
+            try:
+                self.membership.hear(Word.decode(heard), time.monotonic())
+            except ValueError as error:
+                logger.warning("node 0's word cannot be read: %s", error)
+
+    def of_generation(self, received: Sequence[Received], generation: int) -> list[Received]:
+        """Without what comes late from processes that these have replaced, or early from those that come next.
+
+        received: summaries. generation: of this node's processes, as it counts them.
+        """
+        now_s, current = time.monotonic(), self.membership.number(generation)
+        values = summary.unpack([each.payload for each in received])
+        known: dict[tuple[str, int], bool] = {}
+        chosen = []
+        columns = (values[name].tolist() for name in ("set", "age_s", "world_size"))
+        for each, of_set, set_age_s, world_size in zip(received, *columns, strict=True):
+            key = each.node, of_set
+            if key not in known:
+                started_s = now_s - each.age_s - set_age_s
+                known[key] = self.membership.of_other(*key, started_s, world_size) == current
+            if known[key]:
+                chosen.append(each)
+        return chosen

@@ -1,0 +1,30 @@
+"""How long the exchange between nodes waits, in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Each of them in seconds."""
+
+    operation_s: float = 2.0
+    """For node 0's answer to a message."""
+    connect_s: float = 4.0
+    """For a connection to node 0, until it has shown that it has the token."""
+    beat_s: float = 5.0
+    """Between signs of life of a node that has nothing to send, and between two answers of node 0 at most."""
+    silent_s: float = 30.0
+    """After which node 0 ends the stream of a node that is silent."""
+    look_s: float = 0.5
+    """Between node 0's looks whether it is published, and at silent streams."""
+    first_retry_s: float = 0.25
+    """After an error; doubled after each further one."""
+    last_retry_s: float = 10.0
+    store_after_s: float = 2.0
+    """Of looking for node 0, before the job's store is asked: where the nodes share the run directory, it need not."""
+    store_child_s: float = 60.0
+    """Lifetime of a process that asks the job's store: it looks again and again over one connection, and is killed."""
+    store_again_s: float = 120.0
+    """After such a process has found nothing, or could not connect."""

@@ -1,0 +1,119 @@
+"""What both ends of the exchange agree on: gRPC's environment and options, the two methods, tokens, and TLS.
+
+Importing this imports grpc: only sidecars of jobs of several nodes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# grpc reads these when it is imported; the user's own choice stays.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters becomes a note
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # the sidecar starts programs by vfork and exec alone
+# Its threads that poll cost more than polling in the thread that waits: 30 to 40 % of node 0's time per message.
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client")
+
+import grpc
+from grpc import aio
+
+from torchlens_perf.sidecar.nodes.messages import MAX_MESSAGE_BYTES
+
+logging.getLogger("grpc").setLevel(logging.CRITICAL)
+
+# The number is the version of all that is said: a node of another one gets UNIMPLEMENTED.
+HELLO = "/torchlens_perf.Exchange1/Hello"
+POST = "/torchlens_perf.Exchange1/Post"
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+INSTANCE_BYTES = 8
+TOKEN, INSTANCE, SENDER, NODE = "token", "instance-bin", "sender", "node-bin"
+MAX_CONNECTIONS = 8192
+IDLE_S = 10  # after which node 0 drops a connection without a call: sidecars have one all the time
+_KEEPALIVE_S = 60
+
+_MS = 1000
+_BOTH = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + 4096),
+    ("grpc.http2.bdp_probe", 0),  # a ping for every message, to size a window that small messages never fill
+    ("grpc.max_metadata_size", 8192),
+]
+CLIENT_OPTIONS: Sequence[tuple[str, Any]] = [
+    *_BOTH,
+    ("grpc.keepalive_time_ms", _KEEPALIVE_S * _MS),  # answers have a deadline anyway
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection, without the last one's back-off
+    # They also bound how long one connection is tried.
+    ("grpc.min_reconnect_backoff_ms", 5 * _MS),
+    ("grpc.initial_reconnect_backoff_ms", 5 * _MS),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),  # nodes of a job reach one another
+    ("grpc.service_config_disable_resolution", 1),
+]
+SERVER_OPTIONS: Sequence[tuple[str, Any]] = [
+    *_BOTH,
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", 5 * _MS),
+    ("grpc.max_connection_idle_ms", IDLE_S * _MS),
+    ("grpc.max_concurrent_streams", 4),
+    ("grpc.server.max_pending_requests", MAX_CONNECTIONS),  # all nodes come at once
+    ("grpc.server.max_pending_requests_hard_limit", MAX_CONNECTIONS),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10 * _MS),
+]
+ERRORS = (grpc.RpcError, asyncio.TimeoutError, asyncio.InvalidStateError, aio.UsageError)
+
+
+def proof(token: str, nonce: bytes, instance: bytes) -> bytes:
+    """By which node 0 shows that it has the token: nobody is sent it, or a payload, before."""
+    return hmac.new(token.encode(), b"torchlens_perf node 0" + nonce + instance, hashlib.sha256).digest()
+
+
+def same(shown: bytes, wanted: bytes) -> bool:
+    """Compares in a time that does not tell where they differ."""
+    return hmac.compare_digest(shown, wanted)
+
+
+def said(error: BaseException) -> str:
+    """One line about an error of gRPC."""
+    if isinstance(error, asyncio.TimeoutError):
+        return "it does not answer"
+    if isinstance(error, aio.AioRpcError):
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return "it is something else, or another version of torchlens_perf"
+        return f"{error.code().name}: {' '.join((error.details() or '').split())}"[:300]
+    return f"the connection has ended ({type(error).__name__})"
+
+
+def client_credentials(folder: str) -> grpc.ChannelCredentials:
+    """Of the files ca.crt and, if they are there, tls.crt and tls.key. Raises OSError."""
+    files = Path(folder)
+    pair = [(files / name).read_bytes() if (files / name).exists() else None for name in ("tls.key", "tls.crt")]
+    return grpc.ssl_channel_credentials((files / "ca.crt").read_bytes(), *(pair if all(pair) else (None, None)))
+
+
+def server_credentials(folder: str) -> grpc.ServerCredentials:
+    """Of the files tls.crt, tls.key and, if all nodes must show certificates, ca.crt. Raises OSError."""
+    files = Path(folder)
+    pairs = [((files / "tls.key").read_bytes(), (files / "tls.crt").read_bytes())]
+    ca = (files / "ca.crt").read_bytes() if (files / "ca.crt").exists() else None
+    return grpc.ssl_server_credentials(pairs, ca, require_client_auth=ca is not None)
+
+
+def allow_many_connections() -> None:
+    """Raises this process's limit of open files as far as it may: there is one connection per node."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def target(host: str, port: int) -> str:
+    """As gRPC wants an address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,63 @@
+"""A program that reads the rings of killed jobs into their run directories, see sidecar/rings/dead_runs.py."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.place.node import act_for
+from torchlens_perf.run.ring import HEAD, Reader
+from torchlens_perf.sidecar import priority
+from torchlens_perf.sidecar.rings.dead_runs import OLD_S, DeadRun, find
+from torchlens_perf.sidecar.start import process
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+
+def drain(dead: DeadRun) -> str:
+    """Reads its rings as a sidecar does, into its run directory if that is there still. Returns what was done."""
+    act_for(dead.digest)
+    name, bytes_ = dead.rings[0].parent.name.rpartition(".")[0], sum(ring.stat().st_size for ring in dead.rings)
+    what = f"{len(dead.rings)} rings ({bytes_ >> 20} MB) of {name}, whose processes are dead, were "
+    run = RunDirectory(Path(name) if dead.path is None else dead.path)
+    is_there = dead.path is not None and run.nodes.is_dir()
+    if is_there and any(path.exists() for path in run.local_rings()):
+        process.by_hand(run.path, dead.node)
+    if any(_holds_records(ring) for ring in dead.rings) and is_there:
+        raise RunStoreError(f"{run.path} cannot be written")
+    lock = process.locked(run)
+    for ring in dead.rings:
+        run.remove_ring(ring)
+    run.clear_local()
+    lock.remove()
+    return what + (f"read into {run.path}" if is_there else "removed: their run directory is gone")
+
+
+def _holds_records(path: Path) -> bool:
+    """Whether a ring is there, and somebody knows what of: rings of other versions nobody does."""
+    try:
+        reader = Reader(path)
+    except (OSError, RingError):
+        return False
+    try:
+        return bool(reader.metadata()) and reader.counter(HEAD) > 0
+    finally:
+        reader.close()
+
+
+def main(old_s: float = OLD_S) -> None:
+    """Drains them, one after the other. A disk that does not answer is waited for."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    priority.lower()
+    for dead in list(find(old_s)):
+        if any(ring.exists() for ring in dead.rings):  # else another one was faster
+            try:
+                logger.info("%s", drain(dead))
+            except (OSError, TorchlensPerfError) as error:
+                logger.warning("the rings in %s stay: %s", dead.rings[0].parent, error)
+
+
+if __name__ == "__main__":
+    main()
