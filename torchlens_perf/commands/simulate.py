@@ -144,7 +144,7 @@ def record(
     topology = simulation.topology
     host = topology.host(0)
     lock = locked(run)
-    exporter = exporter_from_environment(os.environ)
+    exporter = exporter_from_environment(os.environ, run, host)
     # In the past, so that no time in the run is in the reader's future.
     begin_unix_ns = time.time_ns() - math.ceil(1.5 * steps * simulation.work_ns)
     ranks = [

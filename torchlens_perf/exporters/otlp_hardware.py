@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from opentelemetry.metrics import CallbackOptions, CallbackT, Meter, Observation
+from opentelemetry.metrics import CallbackOptions, Observation
 
 from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample, Sample
 from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters.series import Callback, Meter
 
 _FRESH_S = 30.0  # an older sample is not exported as the present value
 
@@ -164,7 +165,7 @@ class HardwareMetrics:
             if each.field in grown:
                 self._counters[each.metric].add(grown[each.field] * each.scale, {**attributes, **each.more})
 
-    def _reading(self, kind: type[Sample], quantities: list[_Metric]) -> CallbackT:
+    def _reading(self, kind: type[Sample], quantities: list[_Metric]) -> Callback:
         def read(options: CallbackOptions) -> Iterator[Observation]:
             with self._lock:
                 points = list(self._points(kind, quantities))

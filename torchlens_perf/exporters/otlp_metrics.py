@@ -5,31 +5,26 @@ Their size does not grow with the run.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry.context import Context
-from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
+from opentelemetry.metrics import CallbackOptions, Observation
 
 from torchlens_perf.analysis.alerts.log import stragglers_by_class
 from torchlens_perf.exporters import Assessment, ExportBatch, semantics
-from torchlens_perf.exporters.counting import CountingExporter
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
-from torchlens_perf.exporters.otlp_resource import node_resource
+from torchlens_perf.exporters.series import Example, Meter
+from torchlens_perf.exporters.wire import item
 from torchlens_perf.run.records import PARTS
-from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import Hardware
     from torchlens_perf.analysis.words.hang import OpenHang
-    from torchlens_perf.run.identity import Identity
 
-_UNSAMPLED = Context()
+Sampled = Mapping[int, tuple[int, int]]
+"""By step that is also sent as spans: the ids of its trace and of the rank's step span in it."""
 # Of a device's memory, by the attribute that tells them apart.
 _MEMORY_STATES = {
     "allocated": "allocated_bytes",
@@ -41,99 +36,43 @@ _MEMORY_STATES = {
 # How often a gauge is 0 after its end: a series that just stops is taken to have kept its last value for minutes.
 _ZERO_POINTS = 3
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
+class NodeMetrics:
+    """A node's metrics. Written on the sidecar's thread; encode() on the sender's."""
 
-class MetricSender:
-    """Records steps into the SDK's instruments, and counts exports that failed."""
+    def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds."""
+        self._meter = Meter() if meter is None else meter
+        self._instruments = _Instruments(self._meter, clock)
+        self._hardware = HardwareMetrics(self._meter, clock)
 
-    def __init__(
-        self,
-        exporter: MetricExporter,
-        rejected: Callable[[], int] = lambda: 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """rejected: how many points the endpoint has rejected of those that the exporter could send. clock: seconds."""
-        self._rejected = rejected
-        self._clock = clock
-        self._counter = CountingExporter(exporter, "metrics", size=lambda metrics: 1)
-        self._provider: MeterProvider | None = None
-        self._instruments: _Instruments | None = None
-        self._hardware: HardwareMetrics | None = None
-        self._off = False
-
-    def export(self, batch: ExportBatch, sampled: Mapping[int, Context]) -> None:
-        """Records the batch's steps. sampled: steps whose spans are sent too, with the context of their span."""
-        self._start(batch.identity)
-        if self._instruments is not None:
-            self._instruments.record(batch, sampled)
+    def export(self, batch: ExportBatch, sampled: Sampled) -> None:
+        """Adds the batch's steps. sampled: steps whose spans are sent too."""
+        self._instruments.record(batch, sampled)
 
     def on_assessment(self, assessment: Assessment) -> None:
         """Sets the gauges of what is wrong now."""
-        self._start(assessment.identity)
-        if self._instruments is not None:
-            self._instruments.on_assessment(assessment)
+        self._instruments.on_assessment(assessment)
 
-    def measured(self, identity: Identity, hardware: Hardware) -> None:
-        self._start(identity)
-        if self._provider is not None:
-            if self._hardware is None:
-                self._hardware = HardwareMetrics(self._provider.get_meter(semantics.SCOPE, VERSION), self._clock)
-            self._hardware.measured(hardware)
+    def measured(self, hardware: Hardware) -> None:
+        self._hardware.measured(hardware)
 
-    def _start(self, identity: Identity) -> None:
-        """Once: the resource is known with the first batch, and not before."""
-        if self._provider is not None or self._off:
-            return
-        try:
-            reader = PeriodicExportingMetricReader(self._counter)  # type: ignore[arg-type]
-            self._provider = MeterProvider([reader], node_resource(identity), shutdown_on_exit=False)
-        except ValueError as error:
-            self._off = True
-            logger.warning("OTLP metrics are off: %s", error)
-            return
-        self._instruments = _Instruments(self._provider, self._clock)
-
-    def force_flush(self) -> None:
-        """Blocks until everything so far was delivered or has failed."""
-        if self._provider is not None:
-            self._provider.force_flush()
-
-    def shutdown(self) -> None:
-        """Sends everything once more; gives up when that fails."""
-        self._counter.ending = True
-        if self._provider is not None:
-            self._provider.shutdown()
-
-    def failed(self) -> int:
-        """How many exports, and how many points of the others, the endpoint has not taken."""
-        return self._counter.tried - self._counter.succeeded + self._rejected()
-
-    def notes(self) -> list[str]:
-        notes = []
-        failed = self._counter.tried - self._counter.succeeded
-        if failed:
-            notes.append(f"OTLP: {failed} of {self._counter.tried} metric exports failed")
-        if self._rejected():
-            notes.append(f"OTLP: {self._rejected()} metric points were rejected by the endpoint")
-        return notes
+    def encode(self) -> tuple[list[bytes], int]:
+        """All metrics as they lie in a request, and how many points they have."""
+        metrics = self._meter.collect()
+        count = sum(len(getattr(each, str(each.WhichOneof("data"))).data_points) for each in metrics)
+        return [item(each.SerializeToString()) for each in metrics], count
 
 
 class _Instruments:
     """The instruments, and how a batch goes into them."""
 
-    def __init__(self, provider: MeterProvider, clock: Callable[[], float]) -> None:
-        meter = provider.get_meter(semantics.SCOPE, VERSION)
-
-        def duration(name: str, description: str) -> Histogram:
-            return meter.create_histogram(
-                name, "s", description, explicit_bucket_boundaries_advisory=semantics.DURATION_BOUNDS_S
-            )
-
-        self._step = duration(semantics.STEP_DURATION, "Time from one step's end to the next")
-        self._own = duration(semantics.STEP_OWN_TIME, "Step time without the time blocked in communication")
-        self._phase = duration(semantics.PHASE_DURATION, "Time of one phase in one step, without nested phases")
-        self._device = duration(semantics.DEVICE_DURATION, "Time of a phase, or a step, on the device")
+    def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
+        duration = meter.create_histogram
+        self._step = duration(semantics.STEP_DURATION, "s", "Time from one step's end to the next")
+        self._own = duration(semantics.STEP_OWN_TIME, "s", "Step time without the time blocked in communication")
+        self._phase = duration(semantics.PHASE_DURATION, "s", "Time of one phase in one step, without nested phases")
+        self._device = duration(semantics.DEVICE_DURATION, "s", "Time of a phase, or a step, on the device")
         self._steps = meter.create_counter(semantics.STEPS, "{step}", "Steps finished")
         self._memory = meter.create_gauge(semantics.MEMORY, "By", "Memory at the end of the last step")
         self._memory_bytes: dict[int, int] = {}
@@ -147,7 +86,7 @@ class _Instruments:
         if assessment.whole_job:
             self._standing.on_assessment(assessment)
 
-    def record(self, batch: ExportBatch, sampled: Mapping[int, Context]) -> None:
+    def record(self, batch: ExportBatch, sampled: Sampled) -> None:
         """Adds a batch's steps. On the sidecar's thread."""
         steps = batch.steps
         if not len(steps):
@@ -158,20 +97,17 @@ class _Instruments:
         per_rank = batch.identity.world_size <= semantics.MAX_RANK_SERIES or rank in self._named
         if per_rank:
             attributes[semantics.RANK] = rank
-        phases = [{**attributes, semantics.PHASE: part} for part in PARTS]
-        for step, duration_ns, own_ns, parts_ns in zip(
-            steps.step.tolist(), steps.duration_ns.tolist(), steps.own_ns.tolist(), steps.parts_ns.tolist(), strict=True
-        ):
-            # The SDK makes an exemplar of a value whose context is sampled: it leads from a bucket to a trace.
-            context = sampled.get(step, _UNSAMPLED)
-            self._step.record(duration_ns / 1e9, attributes, context)
-            self._own.record(own_ns / 1e9, attributes, context)
-            for part_ns, of_phase in zip(parts_ns, phases, strict=True):
-                if part_ns:  # a phase that the step did not have is no phase of 0 s
-                    self._phase.record(part_ns / 1e9, of_phase)
+        step_s, own_s = steps.duration_ns / 1e9, steps.own_ns / 1e9
+        rows = [row for row, step in enumerate(steps.step.tolist()) if step in sampled]
+        of_step = [self._example(batch, row, float(step_s[row]), sampled) for row in rows]
+        self._step.record(step_s, attributes, of_step)
+        of_own = [each._replace(value=float(own_s[row])) for row, each in zip(rows, of_step, strict=True)]
+        self._own.record(own_s, attributes, of_own)
+        for part, part_ns in zip(PARTS, steps.parts_ns.T, strict=True):
+            had = part_ns[part_ns != 0]  # a phase that the step did not have is no phase of 0 s
+            self._phase.record(had / 1e9, {**attributes, semantics.PHASE: part})
         for phase, durations_ns in batch.device_ns.items():
-            for device_ns in durations_ns.tolist():
-                self._device.record(device_ns / 1e9, {**attributes, semantics.PHASE: phase})
+            self._device.record(durations_ns / 1e9, {**attributes, semantics.PHASE: phase})
         self._device_memory.record(batch, attributes, per_rank=per_rank)
         self._steps.add(len(steps), attributes)
         if steps.memory_bytes[-1]:
@@ -179,6 +115,13 @@ class _Instruments:
             # Without a series for each rank, the node's fullest rank is the one to know about.
             unnamed = [value for each, value in self._memory_bytes.items() if each not in self._named]
             self._memory.set(memory_bytes if per_rank else max(unnamed), attributes)
+
+    @staticmethod
+    def _example(batch: ExportBatch, row: int, value: float, sampled: Sampled) -> Example:
+        """What leads from a bucket to the rank's span."""
+        steps, anchor = batch.steps, batch.anchor
+        ended_ns = int(steps.start_ns[row] + steps.duration_ns[row]) + anchor.unix_ns - anchor.monotonic_ns
+        return Example(value, ended_ns, *sampled[int(steps.step[row])])
 
 
 class DeviceMemory:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource as ResourceMessage
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
 from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters.wire import key_values
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
@@ -30,6 +32,12 @@ def rank_resource(identity: Identity) -> Resource:
 def node_resource(identity: Identity) -> Resource:
     """The resource of all ranks of the identity's node, over its restarts."""
     return _resource({**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"})
+
+
+def encoded(resource: Resource) -> bytes:
+    """As it lies in a request."""
+    message: bytes = ResourceMessage(attributes=key_values(resource.attributes)).SerializeToString()
+    return message
 
 
 def _run(identity: Identity) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sampled steps as spans: one trace per step, a deterministic id for each span, and a count of what was not delivered.
+"""Sampled steps as spans, encoded: one trace per step, and a deterministic id for each span.
 
 The ids are derived from run, attempt and step, so the ranks' spans meet in one trace without talking to each other, and
 a replay sends the same ids again.
@@ -6,38 +6,35 @@ a replay sends the same ids again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace as trace_api
 from opentelemetry.context import Context
-from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
-from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import Decision, Sampler
-from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from torchlens_perf.analysis.statistics.steps import kind_name
 from torchlens_perf.exporters import ExportBatch, semantics
-from torchlens_perf.exporters.counting import BatchSender
-from torchlens_perf.exporters.otlp_resource import rank_resource
+from torchlens_perf.exporters.otlp_resource import encoded, rank_resource
+from torchlens_perf.exporters.wire import field, item, key_values, varint
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
-    from torchlens_perf.run.clock import Anchor
+    from opentelemetry.sdk.trace.sampling import Sampler
+
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import Span, StepTrace
 
-logger = logging.getLogger("torchlens_perf.sidecar")
-
-# More than the SDK's 2048: a step with gradient accumulation has several thousand spans, and is sent as a whole.
-DEFAULT_QUEUE_SIZE = 8192
+_SAMPLER = "OTEL_TRACES_SAMPLER"
+_TAKES_ALL = ("", "always_on", "parentbased_always_on")
+# Of a Span: trace_id, span_id and parent_span_id are length-delimited, start and end 64 bits.
+_TRACE_ID, _SPAN_ID, _PARENT_ID, _ATTRIBUTE = b"\x0a\x10", b"\x12\x08", b"\x22\x08", b"\x4a"
+_TIMES = struct.Struct("<cQcQ")
 
 
 def trace_id(run_id: str, attempt: int, step: int) -> int:
@@ -55,82 +52,47 @@ def _hash(size: int, *parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:size], "big") or 1
 
 
-class SpanSender(BatchSender):
-    """Feeds the SDK's batch processor with the sampled steps, and counts what it could not deliver."""
+class SpanEncoder:
+    """The spans of sampled steps, as they lie in a request. One thread."""
 
-    def __init__(self, exporter: SpanExporter, rejected: Callable[[], int] = lambda: 0) -> None:
-        """rejected: how many spans the endpoint has rejected of those that the exporter could send.
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Raises ValueError if OTEL_TRACES_SAMPLER_ARG cannot be used."""
+        self._sampler = _sampler(environ)
+        self._ranks: dict[str, _RankEncoder] = {}
 
-        Raises ValueError if an OTEL_BSP_* or OTEL_SPAN_* variable cannot be used.
-        """
-        super().__init__(exporter, "spans", rejected)
-        self._limits = SpanLimits()
-        self._sampler = TracerProvider(shutdown_on_exit=False).sampler
-        self._queue_size = _queue_size()
-        self._processor = BatchSpanProcessor(self._counter, max_queue_size=self._queue_size)  # type: ignore[arg-type]
-        self._tracers: dict[str, _RankTracer] = {}
-        self._fed = 0
-        self._left_out = 0
-        self._too_large = 0
-
-    def export(self, batch: ExportBatch) -> dict[int, Context]:
-        """Takes the batch's traces over; leaves out those that the queue has no room for, and counts them.
-
-        Returns for each step that it took the context of the rank's step span.
-        """
-        taken: dict[int, Context] = {}
+    def encode(self, batch: ExportBatch) -> tuple[bytes, dict[int, tuple[list[bytes], int, int]]]:
+        """The encoded resource of the batch's rank; and by step its spans, its trace's id and its step span's id."""
+        rank = self._ranks.get(batch.identity.key)
+        if rank is None or rank.identity != batch.identity:  # the run's name may be known later
+            rank = self._ranks[batch.identity.key] = _RankEncoder(batch.identity)
+        found: dict[int, tuple[list[bytes], int, int]] = {}
         if not batch.traces:
-            return taken
-        tracer = self._tracers.get(batch.identity.key)
-        if tracer is None:
-            tracer = _RankTracer(batch.identity, self._processor, self._sampler, self._limits)
-            self._tracers[batch.identity.key] = tracer
+            return rank.resource, found
         rows = {step: row for row, step in enumerate(batch.steps.step.tolist())}
+        offset_ns = batch.anchor.unix_ns - batch.anchor.monotonic_ns
         for trace in batch.traces:
-            if not tracer.samples(trace):
-                continue
-            size = tracer.size(trace)
-            # A full queue would drop its oldest spans without a word: leave out this trace as a whole.
-            if self._fed - self._counter.seen + size > self._queue_size:
-                self._left_out += size
-                self._too_large += size > self._queue_size
-                continue
-            taken[trace.step] = tracer.export(trace, batch.anchor, _of_step(batch, rows.get(trace.step)))
-            self._fed += size
-        return taken
+            in_trace = trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
+            if self._takes(in_trace, trace):
+                found[trace.step] = rank.encode(trace, in_trace, offset_ns, _of_step(batch, rows.get(trace.step)))
+        return rank.resource, found
 
-    def failed(self) -> int:
-        """How many spans of the sampled steps the endpoint has not taken, without those that are on their way."""
-        return self._counter.seen - self._counter.succeeded + self._rejected() + self._left_out
+    def _takes(self, in_trace: int, trace: StepTrace) -> bool:
+        """Whether OTEL_TRACES_SAMPLER takes the step's trace: all ranks decide alike, by its id."""
+        if self._sampler is None:
+            return True
+        from opentelemetry.sdk.trace.sampling import Decision
 
-    def notes(self) -> list[str]:
-        """What was not delivered, and why; for the report."""
-        notes = []
-        undelivered, sampled = self._fed - self._counter.seen + self.failed(), self._fed + self._left_out
-        if undelivered:
-            notes.append(
-                f"OTLP: {undelivered} of {sampled} spans were not delivered; to send them again: torchlens-perf "
-                "sidecar RUN_DIR"
-            )
-        if self._rejected():
-            notes.append(f"OTLP: {self._rejected()} of these spans were rejected by the endpoint")
-        if self._left_out:
-            notes.append(f"OTLP: {self._left_out} of these spans were left out because the endpoint was too slow")
-        if self._too_large:
-            notes.append(
-                f"OTLP: {self._too_large} steps have more than {self._queue_size} spans on a rank, which is more than "
-                f"the queue holds; set {OTEL_BSP_MAX_QUEUE_SIZE}"
-            )
-        return notes
+        decision = self._sampler.should_sample(Context(), in_trace, _root_name(trace)).decision
+        return decision is Decision.RECORD_AND_SAMPLE
 
 
-def _queue_size() -> int:
-    text = os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE, "").strip()
-    try:
-        return int(text) if text else DEFAULT_QUEUE_SIZE
-    except ValueError:
-        logger.warning("%s=%s is not a number: %d is used", OTEL_BSP_MAX_QUEUE_SIZE, text, DEFAULT_QUEUE_SIZE)
-        return DEFAULT_QUEUE_SIZE
+def _sampler(environ: Mapping[str, str]) -> Sampler | None:
+    """The SDK's for the variables; None where it takes all steps, and the SDK need not be imported."""
+    if environ.get(_SAMPLER, "").strip().lower() in _TAKES_ALL:
+        return None
+    from opentelemetry.sdk.trace import TracerProvider
+
+    return TracerProvider(shutdown_on_exit=False).sampler
 
 
 def _of_step(batch: ExportBatch, row: int | None) -> dict[str, Any]:
@@ -143,80 +105,90 @@ def _of_step(batch: ExportBatch, row: int | None) -> dict[str, Any]:
     }
 
 
-class _PresetIds(IdGenerator):
-    """Hands out the ids that were set just before; one thread."""
+class _RankEncoder:
+    """Encodes one rank's spans."""
 
-    def __init__(self) -> None:
-        self.trace_id = self.span_id = 1
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.resource = encoded(rank_resource(identity))
+        self._links = b"".join(field(b"\x6a", link) for link in _links(identity.traceparent))
 
-    def generate_trace_id(self) -> int:
-        return self.trace_id
-
-    def generate_span_id(self) -> int:
-        return self.span_id
-
-
-class _RankTracer:
-    """Builds one rank's spans, under a resource of its own."""
-
-    def __init__(self, identity: Identity, processor: BatchSpanProcessor, sampler: Sampler, limits: SpanLimits) -> None:
-        self._identity = identity
-        self._sampler = sampler
-        self._ids = _PresetIds()
-        provider = TracerProvider(
-            sampler, rank_resource(identity), shutdown_on_exit=False, id_generator=self._ids, span_limits=limits
-        )
-        provider.add_span_processor(processor)
-        self._tracer = provider.get_tracer(semantics.SCOPE, VERSION)
-        self._links = _links(identity.traceparent)
-
-    def samples(self, trace: StepTrace) -> bool:
-        """Whether OTEL_TRACES_SAMPLER takes the step's trace: all ranks decide alike, by its id."""
-        in_trace = trace_id(self._identity.run_id, self._identity.attempt, trace.step)
-        decision = self._sampler.should_sample(Context(), in_trace, _root_name(trace)).decision
-        return decision is Decision.RECORD_AND_SAMPLE
-
-    def size(self, trace: StepTrace) -> int:
-        """How many spans export() makes of it."""
-        return len(trace.spans) + (2 if self._identity.rank == 0 else 1)
-
-    def export(self, trace: StepTrace, anchor: Anchor, of_step: Mapping[str, Any]) -> Context:
-        """Hands the step's spans to the processor. Returns the context of the rank's step span.
-
-        of_step: more attributes of that span.
-        """
-        identity = self._identity
-        self._ids.trace_id = in_trace = trace_id(identity.run_id, identity.attempt, trace.step)
-        root_id, rank_id = span_id(in_trace, "root"), span_id(in_trace, identity.rank)
-        offset_ns = anchor.unix_ns - anchor.monotonic_ns
-        common = {
-            semantics.RUN_ID: identity.run_id,
-            semantics.STEP: trace.step,
-            semantics.RANK: identity.rank,
-        }
-        start_ns, end_ns = trace.start_ns + offset_ns, trace.start_ns + trace.duration_ns + offset_ns
-        if identity.rank == 0:
-            root = self._start(root_id, _root_name(trace), Context(), start_ns, common, self._links)
-            root.end(end_ns)
-        context = context_of(in_trace, root_id)
-        self._start(rank_id, semantics.SPAN_RANK_STEP, context, start_ns, {**common, **of_step}).end(end_ns)
-        in_step = context_of(in_trace, rank_id)
+    def encode(
+        self, trace: StepTrace, in_trace: int, offset_ns: int, of_step: Mapping[str, Any]
+    ) -> tuple[list[bytes], int, int]:
+        """The step's spans, and the ids of its trace and of the rank's step span. offset_ns: from CLOCK_MONOTONIC to
+        UNIX time. of_step: more attributes of that span."""
+        rank, started_ns = self.identity.rank, trace.start_ns + offset_ns
+        root_id, rank_id = span_id(in_trace, "root"), span_id(in_trace, rank)
+        head = _TRACE_ID + in_trace.to_bytes(16, "big")
+        common = _attributes({semantics.RUN_ID: self.identity.run_id, semantics.STEP: trace.step, semantics.RANK: rank})
+        times = _times(started_ns, started_ns + trace.duration_ns)
+        found = []
+        if rank == 0:
+            root = [head, _SPAN_ID, _id(root_id), times, _shape(_root_name(trace)), common, self._links]
+            found.append(item(b"".join(root)))
+        ids = [head, _SPAN_ID, _id(rank_id), _PARENT_ID, _id(root_id), times]
+        found.append(item(b"".join([*ids, _shape(semantics.SPAN_RANK_STEP), common, _attributes(of_step)])))
+        # As span_id() for each, without hashing what all have in common anew.
+        path = hashlib.sha256(f"{in_trace:032x}/{rank}/".encode())
+        this_ids: list[bytes] = []
+        in_rank = _id(rank_id)
         for index, (span, parent) in enumerate(nest(trace.spans)):
-            context = in_step if parent is None else context_of(in_trace, span_id(in_trace, identity.rank, parent))
-            this_id = span_id(in_trace, identity.rank, index)
+            digest = path.copy()
+            digest.update(b"%d" % index)
+            this_id = digest.digest()[:8]
+            this_ids.append(this_id)
             begin_ns = span.start_ns + offset_ns
-            emitted = self._start(this_id, span.name or span.kind, context, begin_ns, {**common, **_details(span)})
-            if span.flags & Flag.EXCEPTION:
-                emitted.set_status(Status(StatusCode.ERROR))
-            emitted.end(begin_ns + span.duration_ns)
-        return in_step
+            rest = _rest(span.name or span.kind, span.kind, span.flags & _SHAPING, span.value0 if _shaped(span) else 0)
+            body = b"".join((
+                head, _SPAN_ID, this_id, _PARENT_ID, in_rank if parent is None else this_ids[parent],
+                _times(begin_ns, begin_ns + span.duration_ns), common, rest,
+                _of_collective(span) if span.kind == "collective" else b"",
+            ))  # fmt: skip
+            found.append(b"\x12" + varint(len(body)) + body)
+        return found, in_trace, rank_id
 
-    def _start(
-        self, this_id: int, name: str, context: Context, start_ns: int, attributes: Mapping[str, Any],
-        links: Sequence[Link] = (),
-    ) -> trace_api.Span:  # fmt: skip
-        self._ids.span_id = this_id
-        return self._tracer.start_span(name, context, attributes=attributes, links=links, start_time=start_ns)
+
+_SHAPING = int(Flag.EXCEPTION | Flag.DEVICE)
+
+
+def _shaped(span: Span) -> bool:
+    """Whether value0 says what kind of span it is."""
+    return span.kind == "device"
+
+
+@functools.lru_cache(maxsize=4096)
+def _rest(name: str, kind: str, flags: int, value: int) -> bytes:
+    """All of a span but its ids, times and what it shares with the step."""
+    attributes: dict[str, Any] = {semantics.SPAN_KIND: kind}
+    if kind == "device":
+        attributes = {semantics.SPAN_KIND: kind_name(value), semantics.ON_DEVICE: True}
+    elif kind == "collective" and flags & Flag.DEVICE:
+        attributes[semantics.ON_DEVICE] = True
+    status = b"\x7a\x02\x18\x02" if flags & Flag.EXCEPTION else b""  # Span.status.code is ERROR
+    return _shape(name) + _attributes(attributes) + status
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(name: str) -> bytes:
+    shape: bytes = SpanMessage(name=name, kind=SpanMessage.SpanKind.SPAN_KIND_INTERNAL).SerializeToString()
+    return shape
+
+
+def _of_collective(span: Span) -> bytes:
+    return _attributes({semantics.BYTES: span.value0, semantics.SEQUENCE: span.value1 & 0xFFFFFFFF})
+
+
+def _attributes(attributes: Mapping[str, Any]) -> bytes:
+    return b"".join(field(_ATTRIBUTE, each.SerializeToString()) for each in key_values(attributes))
+
+
+def _times(start_ns: int, end_ns: int) -> bytes:
+    return _TIMES.pack(b"\x39", start_ns, b"\x41", end_ns)
+
+
+def _id(number: int) -> bytes:
+    return number.to_bytes(8, "big")
 
 
 def _root_name(trace: StepTrace) -> str:
@@ -258,25 +230,11 @@ def _end(span: Span) -> int:
     return span.start_ns + span.duration_ns
 
 
-def _details(span: Span) -> dict[str, Any]:
-    details: dict[str, Any] = {semantics.SPAN_KIND: span.kind}
-    if span.kind == "device":
-        return {semantics.SPAN_KIND: kind_name(span.value0), semantics.ON_DEVICE: True}
-    if span.kind == "collective":
-        details[semantics.BYTES], details[semantics.SEQUENCE] = span.value0, span.value1 & 0xFFFFFFFF
-        if _on_device(span):
-            details[semantics.ON_DEVICE] = True
-    return details
-
-
-def context_of(in_trace: int, parent_id: int) -> Context:
-    """For what lies in a span, or points to it."""
-    parent = SpanContext(in_trace, parent_id, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-    return trace_api.set_span_in_context(NonRecordingSpan(parent), Context())
-
-
-def _links(traceparent: str) -> tuple[Link, ...]:
-    """A link to the trace that started the job, if the environment named one (W3C traceparent)."""
+def _links(traceparent: str) -> list[bytes]:
+    """A link to the trace that started the job, if the environment named one (W3C traceparent); encoded."""
     context = TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
     found = trace_api.get_current_span(context).get_span_context()
-    return (Link(found),) if found.is_valid else ()
+    if not found.is_valid:
+        return []
+    link = SpanMessage.Link(trace_id=found.trace_id.to_bytes(16, "big"), span_id=_id(found.span_id))
+    return [link.SerializeToString()]

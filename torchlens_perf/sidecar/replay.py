@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.segments import Origin
 
 _FLUSH_TIMEOUT_S = 60.0
+_OUTBOX_TIMEOUT_S = 3600.0  # as long as the endpoint takes it
 _PATIENCE_S = 30.0
 _SPANS_A_FLUSH = 512
 
@@ -95,12 +96,24 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
         return Replayed(steps, records, damaged)
     sending.assess(run, judge, findings, named, saved_states)
     notes = sending.end()
+    _note_delivery(run, notes)
+    return Replayed(steps, records, [*damaged, *notes])
+
+
+def delivered(run: RunDirectory, exporter: Exporter) -> list[str]:
+    """Sends what waits in the run's outbox, and nothing else. Returns notes on what was not delivered."""
+    notes = exporter.shutdown(_OUTBOX_TIMEOUT_S)
+    _note_delivery(run, notes)
+    return notes
+
+
+def _note_delivery(run: RunDirectory, notes: list[str]) -> None:
+    """Once all is delivered, the nodes' states no longer say that something was not."""
     if not notes:
-        for host in segments.hosts(run):
-            state = node_state.load(run.node_state(host))
+        for path in run.nodes.glob("*.json"):
+            state = node_state.load(path)
             state.notes = [note for note in state.notes if not note.startswith(UNDELIVERED)]
             state.save(run)
-    return Replayed(steps, records, [*damaged, *notes])
 
 
 def _process(run: RunDirectory, origin: Origin, saved: NodeState, trace_every: int | None) -> ProcessState:

@@ -151,7 +151,7 @@ def _read(
     again, failures = True, 0
     while again:
         wanted = bool(wanted_signals(os.environ))
-        exporter = DeferredExporter(lambda: exporter_from_environment(os.environ)) if wanted else None
+        exporter = DeferredExporter(lambda: exporter_from_environment(os.environ, run, host)) if wanted else None
         sidecar = None
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
@@ -176,17 +176,25 @@ def _read(
 
 def _replay(run: RunDirectory, lock: SidecarLock) -> int:
     from torchlens_perf.config import from_environment
-    from torchlens_perf.exporters.otlp_environment import exporter_from_environment
-    from torchlens_perf.sidecar.replay import replay
+    from torchlens_perf.exporters.delivery.outbox import found, outbox
+    from torchlens_perf.exporters.otlp_environment import exporter_from_environment, wanted_signals
+    from torchlens_perf.sidecar.replay import delivered, replay
 
-    exporter = exporter_from_environment(os.environ)
-    done = replay(run, exporter, from_environment(os.environ).get("trace_every"))
-    where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
-    print(f"replayed {done.steps} steps, {done.records} records{where}")
-    for note in done.notes:
+    waits = any(found(outbox(run.path), signal) for signal in wanted_signals(os.environ))
+    exporter = exporter_from_environment(os.environ, run)
+    if exporter is not None and waits:
+        # Else a backend that has taken the other steps would get them twice.
+        notes = delivered(run, exporter)
+        print("sent what an endpoint had not taken" if not notes else "sent a part of what an endpoint had not taken")
+    else:
+        done = replay(run, exporter, from_environment(os.environ).get("trace_every"))
+        where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
+        print(f"replayed {done.steps} steps, {done.records} records{where}")
+        notes = done.notes
+    for note in notes:
         print(f"  - {printable(note)}")
     lock.remove()
-    return 1 if done.notes else 0
+    return 1 if notes else 0
 
 
 def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:

@@ -1,0 +1,93 @@
+"""Where one signal goes, and how: the OTEL_EXPORTER_OTLP_* variables, a signal's own before those of all signals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from opentelemetry.util.re import parse_env_headers
+
+HTTP, GRPC = "http/protobuf", "grpc"
+_DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
+_DEFAULT_TIMEOUT_S = 10.0
+COMPRESSIONS = ("none", "gzip", "deflate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Destination:
+    """An endpoint for one signal."""
+
+    signal: str
+    """traces, metrics or logs."""
+    endpoint: str
+    """Over HTTP the whole address; over gRPC the one that channels are made for, as host:port."""
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    timeout_s: float = _DEFAULT_TIMEOUT_S
+    compression: str = "none"
+    certificate: str = ""
+    """A file with the authorities to trust; "": those of the machine."""
+    client_certificate: str = ""
+    client_key: str = ""
+    insecure: bool = False
+    """gRPC without TLS."""
+    credentials: str = ""
+    """The name of a credential provider (entry point `opentelemetry_otlp_credential_provider`); "": none."""
+
+
+def destination(signal: str, protocol: str, environ: Mapping[str, str]) -> Destination:
+    """What the variables say of a signal. Raises ValueError, with the variable's name, for one that cannot be used."""
+
+    def of(name: str) -> str:
+        for variable in (f"OTEL_EXPORTER_OTLP_{signal.upper()}_{name}", f"OTEL_EXPORTER_OTLP_{name}"):
+            if value := environ.get(variable, "").strip():
+                return value
+        return ""
+
+    compression = of("COMPRESSION").lower() or "none"
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"OTEL_EXPORTER_OTLP_COMPRESSION={compression!r}: must be {', '.join(COMPRESSIONS)}")
+    provider = "OTEL_PYTHON_EXPORTER_OTLP_{}_{}CREDENTIAL_PROVIDER"
+    transport = "GRPC" if protocol == GRPC else "HTTP"
+    endpoint, insecure = _endpoint(signal, protocol, environ), of("INSECURE").lower() == "true"
+    if protocol == GRPC:
+        address = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
+        insecure = address.scheme == "http" or (not address.scheme and insecure)
+        endpoint = address.netloc.rpartition("@")[2]
+    return Destination(
+        signal=signal,
+        endpoint=endpoint,
+        headers=parse_env_headers(of("HEADERS"), liberal=True),
+        timeout_s=_seconds("OTEL_EXPORTER_OTLP_TIMEOUT", of("TIMEOUT")),
+        compression=compression,
+        certificate=of("CERTIFICATE"),
+        client_certificate=of("CLIENT_CERTIFICATE"),
+        client_key=of("CLIENT_KEY"),
+        insecure=insecure,
+        credentials=environ.get(provider.format(transport, f"{signal.upper()}_"), "")
+        or environ.get(provider.format(transport, ""), ""),
+    )
+
+
+def _endpoint(signal: str, protocol: str, environ: Mapping[str, str]) -> str:
+    own = environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT", "").strip()
+    shared = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip() or _DEFAULT_ENDPOINTS[protocol]
+    if protocol == GRPC:
+        return own or shared
+    endpoint = own or f"{shared.rstrip('/')}/v1/{signal}"
+    address = urlsplit(endpoint)
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise ValueError(f"an OTLP endpoint must begin with http:// or https://; that for {signal} does not")
+    return endpoint
+
+
+def _seconds(name: str, text: str) -> float:
+    if not text:
+        return _DEFAULT_TIMEOUT_S
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}={text!r}: must be a number of seconds")
+    return value

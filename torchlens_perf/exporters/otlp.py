@@ -1,0 +1,195 @@
+"""Traces, metrics and alerts over OTLP: encodes what the sidecar hands over, and puts it into the outboxes. Sidecar only."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from torchlens_perf.errors import guard
+from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters.delivery.batches import Batches
+from torchlens_perf.exporters.delivery.sender import Sender
+from torchlens_perf.exporters.otlp_alerts import encode_alert
+from torchlens_perf.exporters.otlp_metrics import NodeMetrics
+from torchlens_perf.exporters.otlp_resource import encoded, node_resource
+from torchlens_perf.exporters.otlp_spans import SpanEncoder
+from torchlens_perf.exporters.wire import request, scope
+from torchlens_perf.version import VERSION
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.alerts.alert import Alert
+    from torchlens_perf.analysis.statistics.hardware import Hardware
+    from torchlens_perf.exporters import Assessment, ExportBatch
+    from torchlens_perf.exporters.delivery.outbox import Outbox
+    from torchlens_perf.exporters.delivery.sender import Transport
+    from torchlens_perf.exporters.series import Meter
+    from torchlens_perf.run.identity import Identity
+
+_MAX_TRACED = 1024  # steps that an alert may link to
+_MAX_BACKLOG = 16384  # items that may wait while a replay goes on
+_WORDS = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """How one signal is sent."""
+
+    name: str
+    """traces, metrics or logs."""
+    outbox: Outbox
+    transport: Transport
+    batch_items: int
+    delay_s: float
+    """That items wait for others to fill a request; of metrics, from one export to the next."""
+
+
+class OtlpExporter:
+    """Sends sampled steps as spans, all steps as metrics, and alerts. Called on the sidecar's thread."""
+
+    def __init__(
+        self,
+        signals: Mapping[str, Signal],
+        meter: Meter,
+        environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """signals: by name; one that is missing is switched off. clock: seconds. Raises ValueError for a sampler that
+        cannot be used."""
+        self._scope = scope(semantics.SCOPE, VERSION)
+        self._clock = clock
+        self._resource = b""
+        self._encoder = SpanEncoder(environ) if "traces" in signals else None
+        self._metrics = NodeMetrics(meter, clock) if "metrics" in signals else None
+        self._batches: dict[str, Batches] = {}
+        self._senders: dict[str, Sender] = {}
+        self._metrics_due_s = math.inf
+        for name, signal in signals.items():
+            if name == "metrics":
+                self._interval_s = signal.delay_s
+                collect: Callable[[bool], float] = self._collect_metrics
+            else:
+                self._batches[name] = Batches(self._scope, signal.batch_items, signal.delay_s, clock)
+                collect = self._collecting(name)
+            self._senders[name] = Sender(name, signal.outbox, signal.transport, collect, clock)
+        self._traced: dict[tuple[int, int], None] = {}  # attempt and step, as they came
+
+    # -- what comes from the sidecar
+
+    def export(self, batch: ExportBatch) -> None:
+        with guard("exporting steps over OTLP"):
+            sampled: dict[int, tuple[int, int]] = {}
+            if self._encoder is not None:
+                resource, found = self._encoder.encode(batch)
+                for step, (spans, in_trace, in_rank) in found.items():
+                    sampled[step] = in_trace, in_rank
+                    self._add("traces", resource, spans)
+            self._traced.update(((batch.identity.attempt, step), None) for step in sampled)
+            while len(self._traced) > _MAX_TRACED:
+                del self._traced[next(iter(self._traced))]
+            if self._metrics is not None and self._begin(batch.identity):
+                self._metrics.export(batch, sampled)
+
+    def on_assessment(self, assessment: Assessment) -> None:
+        with guard("exporting alerts over OTLP"):
+            self._begin(assessment.identity)
+            if self._metrics is not None:
+                self._metrics.on_assessment(assessment)
+            if "logs" in self._senders and assessment.alerts:
+                run_id = assessment.identity.run_id
+                alerts = [encode_alert(each, run_id, self._traced_step(each)) for each in assessment.alerts]
+                self._add("logs", self._resource, alerts)
+
+    def measured(self, identity: Identity, hardware: Hardware) -> None:
+        with guard("exporting the hardware's telemetry over OTLP"):
+            if self._metrics is not None and self._begin(identity):
+                self._metrics.measured(hardware)
+
+    def force_flush(self, timeout_s: float) -> bool:
+        """Waits until little is left to deliver, or the endpoint does not take it. Returns whether it does."""
+        deadline_s = self._clock() + timeout_s
+        taken = True
+        for name, sender in self._senders.items():
+            if sender.failing or self._waiting(name) > _MAX_BACKLOG:
+                taken &= sender.flush(max(0.0, deadline_s - self._clock()))
+        return taken
+
+    def shutdown(self, timeout_s: float) -> list[str]:
+        deadline_s = self._clock() + timeout_s
+        for sender in self._senders.values():
+            sender.begin_closing()
+        for sender in self._senders.values():
+            sender.close(max(0.0, deadline_s - self._clock()))
+        return [note for sender in self._senders.values() for note in notes(sender)]
+
+    # -- parts
+
+    def _begin(self, identity: Identity) -> bool:
+        """The node's resource is known with the first process, and not before."""
+        if not self._resource:
+            self._resource = encoded(node_resource(identity))
+            if self._metrics is not None:
+                self._metrics_due_s = self._clock() + self._interval_s
+                self._senders["metrics"].outbox.wake()
+        return True
+
+    def _add(self, name: str, resource: bytes, items: list[bytes]) -> None:
+        was_empty = not self._batches[name].waiting()
+        if self._batches[name].add(resource, items) or was_empty:
+            self._senders[name].outbox.wake()
+
+    def _waiting(self, name: str) -> int:
+        return self._senders[name].outbox.waiting() + (self._batches[name].waiting() if name in self._batches else 0)
+
+    def _collecting(self, name: str) -> Callable[[bool], float]:
+        def collect(everything: bool) -> float:
+            bodies, next_s = self._batches[name].due(everything)
+            for body, items in bodies:
+                self._senders[name].send(body, items)
+            return next_s
+
+        return collect
+
+    def _collect_metrics(self, everything: bool) -> float:
+        """On the sender's thread."""
+        left_s = self._metrics_due_s - self._clock()
+        if (left_s <= 0 or everything) and self._resource and self._metrics is not None:
+            metrics, points = self._metrics.encode()
+            if points:
+                self._senders["metrics"].send(request([(self._resource, metrics)], self._scope), points)
+            self._metrics_due_s = self._clock() + self._interval_s
+            left_s = self._interval_s
+        return left_s
+
+    def _traced_step(self, alert: Alert) -> int | None:
+        """The first step in which the suspect was slow and that was sent as spans: all ranks send the same steps."""
+        if alert.since_step is None or alert.duration_s is not None:  # a step that hangs has no span yet
+            return None
+        end = alert.until_step if alert.until_step is not None else float("inf")
+        steps = (step for attempt, step in self._traced if attempt == alert.attempt)
+        return min((step for step in steps if alert.since_step <= step < end), default=None)
+
+
+def notes(sender: Sender) -> list[str]:
+    """What was not delivered of a signal, and where it is; for the report."""
+    what, found = _WORDS[sender.signal], []
+    waiting, dropped = sender.outbox.waiting(), sender.outbox.dropped
+    missing = waiting + dropped + sender.refused + sender.rejected
+    if missing:
+        found.append(f"OTLP: {missing} of {sender.put} {what} were not delivered")
+    if waiting:
+        where = "wait in the run directory" if sender.outbox.on_disk else "were lost with the sidecar's memory"
+        found.append(
+            f"OTLP: {waiting} of these {what} {where}"
+            + ("; to send them: torchlens-perf sidecar RUN_DIR" if sender.outbox.on_disk else "")
+        )
+    if sender.rejected:
+        found.append(f"OTLP: {sender.rejected} of these {what} were rejected by the endpoint")
+    if sender.refused:
+        found.append(f"OTLP: {sender.refused} of these {what} were in requests that the endpoint refused for good")
+    if dropped:
+        found.append(f"OTLP: {dropped} of these {what} had to go for newer ones: there was no more room for what waits")
+    return found

@@ -1,0 +1,286 @@
+"""Metrics as they are sent: series of a node that grow by whole arrays of values, and their points as OTLP has them.
+
+Shaped as OpenTelemetry's Meter, and not its SDK: a step has ten durations, and ten calls of `record()` are 100 us. Here
+a batch of steps is one call. Histograms are exponential with 32 buckets an octave, as the project's sketches are, or have the
+bounds that OpenTelemetry's variable asks for. Written on the sidecar's thread, read on the sender's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.proto.metrics.v1.metrics_pb2 import (
+    AggregationTemporality,
+    Exemplar,
+    ExponentialHistogramDataPoint,
+    HistogramDataPoint,
+    Metric,
+    NumberDataPoint,
+)
+
+from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S
+from torchlens_perf.exporters.wire import key_values
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+SCALE = 5  # 2**5 buckets an octave: a value is off by at most 1.1 %
+MAX_BUCKETS = 160  # of a point, as the SDK's default is; more are merged in pairs
+_MAX_EXEMPLARS = 10  # of a series and export
+CUMULATIVE = AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
+DELTA = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
+
+Attributes = Mapping[str, Any]
+Callback = Callable[[CallbackOptions], Iterable[Observation]]
+
+
+class Example(NamedTuple):
+    """One value, and the span that it is of."""
+
+    value: float
+    unix_ns: int
+    trace_id: int
+    span_id: int
+
+
+def _key(attributes: Attributes) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(attributes.items()))
+
+
+@dataclasses.dataclass
+class _Distribution:
+    """What one series of a histogram holds. Bucket numbers are the exponential histogram's, or of the bounds."""
+
+    counts: dict[int, int] = dataclasses.field(default_factory=dict)
+    zeros: int = 0
+    count: int = 0
+    total: float = 0.0
+    smallest: float = float("inf")
+    largest: float = float("-inf")
+    examples: dict[int, Example] = dataclasses.field(default_factory=dict)
+    """By octave, the newest."""
+
+    def add(self, values: npt.NDArray[np.float64], buckets: npt.NDArray[np.int64], zeros: int) -> None:
+        for bucket, count in zip(*(each.tolist() for each in np.unique(buckets, return_counts=True)), strict=True):
+            self.counts[bucket] = self.counts.get(bucket, 0) + count
+        self.zeros += zeros
+        self.count += len(values)
+        self.total += float(values.sum())
+        self.smallest = min(self.smallest, float(values.min()))
+        self.largest = max(self.largest, float(values.max()))
+
+    def show(self, examples: Iterable[Example]) -> None:
+        for example in examples:
+            octave = int(np.floor(np.log2(example.value))) if example.value > 0 else -1000
+            self.examples.pop(octave, None)
+            self.examples[octave] = example
+            if len(self.examples) > _MAX_EXEMPLARS:
+                del self.examples[next(iter(self.examples))]
+
+
+def exponential_bucket(values: npt.NDArray[np.float64], scale: int = SCALE) -> npt.NDArray[np.int64]:
+    """Of positive values: i where 2**(i / 2**scale) < value <= 2**((i + 1) / 2**scale).
+
+    https://opentelemetry.io/docs/specs/otel/metrics/data-model/#exponentialhistogram
+    """
+    found: npt.NDArray[np.int64] = np.ceil(np.log2(values) * 2.0**scale).astype(np.int64) - 1
+    return found
+
+
+class Histogram:
+    """Durations in seconds by attributes."""
+
+    def __init__(self, meter: Meter, name: str, unit: str, description: str) -> None:
+        self.name, self.unit, self.description = name, unit, description
+        self._meter = meter
+        self._series: dict[tuple[tuple[str, Any], ...], _Distribution] = {}
+
+    def record(
+        self,
+        values: npt.NDArray[np.float64] | Sequence[float],
+        attributes: Attributes,
+        examples: Iterable[Example] = (),
+    ) -> None:
+        """Adds values; negative ones and what is not a number are left out. examples: of some of them."""
+        array = np.asarray(values, np.float64)
+        array = array[array >= 0]
+        if not len(array):
+            return
+        if self._meter.bounds is not None:
+            buckets, zeros = np.searchsorted(self._meter.bounds, array, side="left"), 0
+        else:
+            positive = array[array > 0]
+            buckets, zeros = exponential_bucket(positive), len(array) - len(positive)
+        with self._meter.lock:
+            series = self._series.setdefault(_key(attributes), _Distribution())
+            series.add(array, buckets.astype(np.int64), zeros)
+            if self._meter.exemplars:
+                series.show(examples)
+
+    def metric(self, unix_ns: int) -> Metric | None:
+        """Its points now; None without any. Under the meter's lock."""
+        found = Metric(name=self.name, unit=self.unit, description=self.description)
+        since_ns, temporality = self._meter.since(unix_ns, grows=True), self._meter.grows
+        for key, series in self._series.items():
+            if not series.count:
+                continue
+            common: dict[str, Any] = {
+                "attributes": key_values(dict(key)), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
+                "count": series.count, "sum": series.total, "min": series.smallest, "max": series.largest,
+                "exemplars": [_exemplar(each) for each in series.examples.values()],
+            }  # fmt: skip
+            if self._meter.bounds is not None:
+                counts = [series.counts.get(bucket, 0) for bucket in range(len(self._meter.bounds) + 1)]
+                found.histogram.aggregation_temporality = temporality
+                found.histogram.data_points.append(
+                    HistogramDataPoint(bucket_counts=counts, explicit_bounds=self._meter.bounds, **common)
+                )
+            else:
+                scale, offset, counts = dense(series.counts)
+                point = ExponentialHistogramDataPoint(scale=scale, zero_count=series.zeros, **common)
+                point.positive.offset = offset
+                point.positive.bucket_counts.extend(counts)
+                found.exponential_histogram.aggregation_temporality = temporality
+                found.exponential_histogram.data_points.append(point)
+            series.examples.clear()
+        if temporality == DELTA:
+            self._series.clear()
+        return found if found.WhichOneof("data") else None
+
+
+def dense(counts: Mapping[int, int], scale: int = SCALE) -> tuple[int, int, list[int]]:
+    """Buckets as a point has them: scale, the first bucket, and all counts from there, at most MAX_BUCKETS."""
+    if not counts:
+        return scale, 0, []
+    while max(counts) - min(counts) >= MAX_BUCKETS:
+        merged: dict[int, int] = {}
+        for bucket, count in counts.items():
+            merged[bucket >> 1] = merged.get(bucket >> 1, 0) + count
+        counts, scale = merged, scale - 1
+    first = min(counts)
+    return scale, first, [counts.get(bucket, 0) for bucket in range(first, max(counts) + 1)]
+
+
+class Number:
+    """Values by attributes: a counter, an up-down counter or a gauge."""
+
+    def __init__(self, meter: Meter, name: str, unit: str, description: str, kind: str) -> None:
+        """kind: counter, updown or gauge."""
+        self.name, self.unit, self.description, self.kind = name, unit, description, kind
+        self._meter = meter
+        self._values: dict[tuple[tuple[str, Any], ...], float] = {}
+        self.callbacks: Sequence[Callback] = ()
+
+    def add(self, value: float, attributes: Attributes) -> None:
+        with self._meter.lock:
+            key = _key(attributes)
+            self._values[key] = self._values.get(key, 0) + value
+
+    def set(self, value: float, attributes: Attributes) -> None:
+        with self._meter.lock:
+            self._values[_key(attributes)] = value
+
+    def observe(self) -> None:
+        """Asks its callbacks, if it has any. Not under the lock, as they take locks of their own."""
+        if self.callbacks:
+            observed = [each for callback in self.callbacks for each in callback(CallbackOptions())]
+            with self._meter.lock:
+                self._values = {_key(each.attributes or {}): each.value for each in observed}
+
+    def metric(self, unix_ns: int) -> Metric | None:
+        """Its points now; None without any. Under the meter's lock."""
+        if not self._values:
+            return None
+        found = Metric(name=self.name, unit=self.unit, description=self.description)
+        counts = self.kind == "counter"
+        of = found.gauge if self.kind == "gauge" else found.sum
+        if self.kind != "gauge":
+            found.sum.is_monotonic = counts
+            found.sum.aggregation_temporality = self._meter.grows if counts else CUMULATIVE
+        for key, value in self._values.items():
+            point = NumberDataPoint(attributes=key_values(dict(key)), time_unix_nano=unix_ns)
+            if self.kind != "gauge":
+                point.start_time_unix_nano = self._meter.since(unix_ns, grows=counts)
+            if isinstance(value, int):
+                point.as_int = value
+            else:
+                point.as_double = value
+            of.data_points.append(point)
+        if counts and self._meter.grows == DELTA:
+            self._values.clear()
+        return found
+
+
+def _exemplar(example: Example) -> Exemplar:
+    return Exemplar(
+        as_double=example.value, time_unix_nano=example.unix_ns,
+        trace_id=example.trace_id.to_bytes(16, "big"), span_id=example.span_id.to_bytes(8, "big"),
+    )  # fmt: skip
+
+
+class Meter:
+    """All series of a node."""
+
+    def __init__(
+        self,
+        *,
+        explicit_bounds: bool = False,
+        delta: bool = False,
+        exemplars: bool = True,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """explicit_bounds: histograms with DURATION_BOUNDS_S, not exponential ones. delta: points hold what came since
+        the last export. clock_ns: UNIX time."""
+        self.bounds = DURATION_BOUNDS_S if explicit_bounds else None
+        self.grows = DELTA if delta else CUMULATIVE
+        self.exemplars = exemplars
+        self.lock = threading.Lock()
+        self._clock_ns = clock_ns
+        self._began_ns = self._last_ns = clock_ns()
+        self._instruments: list[Histogram | Number] = []
+
+    def since(self, unix_ns: int, *, grows: bool) -> int:
+        """When what a point holds began."""
+        return self._last_ns if grows and self.grows == DELTA else self._began_ns
+
+    def create_histogram(self, name: str, unit: str, description: str) -> Histogram:
+        found = Histogram(self, name, unit, description)
+        self._instruments.append(found)
+        return found
+
+    def create_counter(self, name: str, unit: str, description: str) -> Number:
+        return self._number(name, unit, description, "counter")
+
+    def create_gauge(self, name: str, unit: str, description: str) -> Number:
+        return self._number(name, unit, description, "gauge")
+
+    def create_observable_gauge(self, name: str, callbacks: Sequence[Callback], unit: str, description: str) -> Number:
+        return self._number(name, unit, description, "gauge", callbacks)
+
+    def create_observable_up_down_counter(
+        self, name: str, callbacks: Sequence[Callback], unit: str, description: str
+    ) -> Number:
+        return self._number(name, unit, description, "updown", callbacks)
+
+    def _number(self, name: str, unit: str, description: str, kind: str, callbacks: Sequence[Callback] = ()) -> Number:
+        found = Number(self, name, unit, description, kind)
+        found.callbacks = callbacks
+        self._instruments.append(found)
+        return found
+
+    def collect(self) -> list[Metric]:
+        """All metrics that have points."""
+        for instrument in self._instruments:
+            if isinstance(instrument, Number):
+                instrument.observe()
+        unix_ns = self._clock_ns()
+        with self.lock:
+            found = [each.metric(unix_ns) for each in self._instruments]
+            self._last_ns = unix_ns
+        return [each for each in found if each is not None]
