@@ -6,22 +6,18 @@ import dataclasses
 import itertools
 import logging
 import re
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.support.findings import PLACES, episode, findings, hang
 from tests.support.memory_exporter import MemoryExporter
+from tests.support.otlp_collector import Collector, exporter_to
+from tests.support.otlp_receiver import ReceivedPoint
 from tests.support.processes import ROOT
 from tests.support.tables import MS, step_table
 from torchlens_perf.analysis.alerts.log import AlertLog, stragglers_by_class
@@ -30,12 +26,11 @@ from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, semantics
-from torchlens_perf.exporters.otlp_alerts import AlertSender
-from torchlens_perf.exporters.otlp_environment import OtlpExporter
-from torchlens_perf.exporters.otlp_metrics import MetricSender
+from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import node_resource, rank_resource
-from torchlens_perf.exporters.otlp_spans import DEFAULT_QUEUE_SIZE, SpanSender, nest, span_id, trace_id
+from torchlens_perf.exporters.otlp_spans import SpanEncoder, nest, span_id, trace_id
 from torchlens_perf.exporters.sdk_log import RateLimitFilter
+from torchlens_perf.exporters.wire import request
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import Span, StepTrace
@@ -214,51 +209,6 @@ def test_node_resource_is_no_ranks() -> None:
 # -- the contract of an exporter
 
 
-class Points(MetricExporter):
-    """Keeps the last points of each metric."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: dict[str, list[Any]] = {}
-
-    def export(self, metrics_data: MetricsData, timeout_millis: float = 0, **kwargs: Any) -> MetricExportResult:
-        for of_resource in metrics_data.resource_metrics:
-            for of_scope in of_resource.scope_metrics:
-                self.last.update({metric.name: list(metric.data.data_points) for metric in of_scope.metrics})
-        return MetricExportResult.SUCCESS
-
-    def force_flush(self, timeout_millis: float = 0) -> bool:
-        return True
-
-    def shutdown(self, timeout_millis: float = 0, **kwargs: Any) -> None:
-        pass
-
-
-class Records:
-    """Keeps log records: delivers, fails or raises, at once or once it is open."""
-
-    def __init__(self, failure: str = "", opened: bool = True) -> None:
-        self.failure = failure
-        self.opened = threading.Event()
-        if opened:
-            self.opened.set()
-        self.kept: list[Any] = []
-        self.calls = 0
-
-    def export(self, batch: Sequence[Any]) -> Any:
-        self.calls += 1
-        if self.failure == "raises":
-            raise RuntimeError("on purpose")
-        if self.failure == "fails":
-            return SpanExportResult.FAILURE
-        self.opened.wait(20)
-        self.kept += [each.log_record for each in batch]
-        return SpanExportResult.SUCCESS
-
-    def shutdown(self) -> None:
-        pass
-
-
 def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
     """The in-memory exporter, and how many steps and sampled steps of ranks it got."""
     exporter = MemoryExporter()
@@ -269,26 +219,24 @@ def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
 
 
 def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
-    """The OTLP exporter over the SDK's in-memory one."""
-    spans, points = InMemorySpanExporter(), Points()
-    return OtlpExporter(SpanSender(spans), MetricSender(points), AlertSender(Records())), lambda: (
-        sum(point.count for point in points.last.get(semantics.STEP_DURATION, [])),
-        sum(each.name == semantics.SPAN_RANK_STEP for each in spans.get_finished_spans()),
+    """The OTLP exporter, with an endpoint inside of the test."""
+    of = {name: Collector(name) for name in ("traces", "metrics", "logs")}
+    return exporter_to(of), lambda: (
+        sum(point.count for point in of["metrics"].last(semantics.STEP_DURATION)),
+        sum(each.name == semantics.SPAN_RANK_STEP for each in of["traces"].spans()),
     )
 
 
 @pytest.mark.parametrize("make", [memory, otlp])
 def test_contract_delivers_everything(make: Callable[[], Any]) -> None:
-    """What was exported is there after force_flush(), also a second time; shutdown() has nothing to tell."""
+    """What was exported is there after shutdown(), which has nothing to tell; a flush on the way does no harm."""
     exporter, delivered = make()
     for rank in (0, 1):
         exporter.export(batch_of(identity(rank), range(10)))
     assert exporter.force_flush(10) is True
-    assert delivered() == (20, 20)
     exporter.export(batch_of(identity(1), range(10, 15)))
-    assert exporter.force_flush(10) is True
-    assert delivered() == (25, 25)
     assert exporter.shutdown(10) == []
+    assert delivered() == (25, 25)
 
 
 @pytest.mark.parametrize("make", [memory, otlp])
@@ -299,8 +247,8 @@ def test_contract_batch_without_traces(make: Callable[[], Any]) -> None:
     exporter.export(ExportBatch(full.identity, full.anchor, full.steps, ()))
     exporter.export(ExportBatch(full.identity, full.anchor, step_table([]), ()))
     assert exporter.force_flush(10) is True
-    assert delivered() == (4, 0)
     assert exporter.shutdown(10) == []
+    assert delivered() == (4, 0)
 
 
 @pytest.mark.parametrize("make", [memory, otlp])
@@ -325,17 +273,17 @@ def test_contract_unused(make: Callable[[], Any]) -> None:
     assert delivered() == (0, 0)
 
 
-def test_error_of_the_sdk_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception out of the SDK is kept from the sidecar's loop, and counted."""
+def test_error_of_ours_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception while steps are encoded is kept from the sidecar's loop, and counted."""
 
-    class Broken(SpanSender):
-        def export(self, batch: ExportBatch) -> Any:
-            raise RuntimeError("on purpose")
+    def fails(*arguments: Any) -> Any:
+        raise RuntimeError("on purpose")
 
-    exporter = OtlpExporter(Broken(InMemorySpanExporter()), None)
+    exporter = exporter_to({"traces": Collector("traces")})
     with monkeypatch.context() as lenient:
         lenient.setenv(RAISE, "0")
         lenient.setattr(swallowed, "by_place", Counter[str]())
+        lenient.setattr(SpanEncoder, "encode", fails)
         exporter.export(batch_of(identity(), [0]))
         assert dict(swallowed.by_place) == {"exporting steps over OTLP": 1}
     assert exporter.shutdown(10) == []
@@ -344,162 +292,68 @@ def test_error_of_the_sdk_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPat
 # -- spans
 
 
-class Endpoint(SpanExporter):
-    """Delivers while it is open; else blocks, fails or raises."""
-
-    def __init__(self, failure: str = "") -> None:
-        self.opened = threading.Event()
-        self.failure = failure
-        self.calls = 0
-        self.delivered = 0
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.calls += 1
-        if self.failure == "raises":
-            raise RuntimeError("on purpose")
-        if self.failure == "fails":
-            return SpanExportResult.FAILURE
-        self.opened.wait(20)
-        self.delivered += len(spans)
-        return SpanExportResult.SUCCESS
-
-    def shutdown(self) -> None:
-        pass
-
-
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint()
-    yield made
-    made.opened.set()
-
-
-def test_export_does_not_wait(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the endpoint blocks, export() returns; what the queue has no room for is left out whole, and counted."""
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "20")
-    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
-    sender = SpanSender(endpoint)
-    started_s = time.monotonic()
-    sender.export(batch_of(identity(), range(50), spans_a_step=3))  # 5 spans each, with the rank's step and the root
-    assert time.monotonic() - started_s < 1
-    endpoint.opened.set()
-    sender.shutdown()
-    assert endpoint.delivered == 20
-    assert sender.notes()[0].startswith("OTLP: 230 of 250 spans were not delivered")
-    assert sender.notes()[1] == "OTLP: 230 of these spans were left out because the endpoint was too slow"
-
-
-def test_room_comes_back(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was delivered, or failed, makes room for more."""
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "20")
-    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
-    sender = SpanSender(endpoint)
-    for step, failure in enumerate(["", "fails", "raises", ""] * 3):
-        endpoint.failure = failure
-        endpoint.opened.set()
-        sender.export(batch_of(identity(), [step], spans_a_step=18))
-        sender.force_flush()
-    assert endpoint.delivered == 120
-    assert sender.failed() == 120
-
-
-def test_step_larger_than_the_queue(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that the queue cannot hold is not sent in part; the note says which variable to set."""
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "20")
-    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
-    endpoint.opened.set()
-    sender = SpanSender(endpoint)
-    sender.export(batch_of(identity(), [0], spans_a_step=19))
-    sender.shutdown()
-    assert endpoint.delivered == 0
-    assert "OTEL_BSP_MAX_QUEUE_SIZE" in sender.notes()[-1]
-
-
-def test_step_with_gradient_accumulation_fits(endpoint: Endpoint) -> None:
-    """By default a step of several thousand spans, more than the SDK's own queue, is sent whole."""
-    spans_a_step = DEFAULT_QUEUE_SIZE - 2
-    endpoint.opened.set()
-    sender = SpanSender(endpoint)
-    sender.export(batch_of(identity(), [0], spans_a_step))
-    sender.shutdown()
-    assert endpoint.delivered == DEFAULT_QUEUE_SIZE
-    assert sender.notes() == []
-
-
-@pytest.mark.parametrize("failure", ["fails", "raises"])
-def test_dead_endpoint_is_tried_once_at_the_end(monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
-    """shutdown() gives a dead endpoint one try for all that is left, and counts all of it."""
-    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
-    blocked = Endpoint()
-    sender = SpanSender(blocked)
-    sender.export(batch_of(identity(), range(20), spans_a_step=3))
-    deadline_s = time.monotonic() + 5
-    while not blocked.calls and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # until the processor's thread is inside the first request
-    blocked.failure = failure
-    ending = threading.Thread(target=sender.shutdown)
-    ending.start()
-    time.sleep(0.05)
-    blocked.opened.set()
-    ending.join(10)
-    assert blocked.calls == 2
-    assert sender.notes()[0].startswith("OTLP: 90 of 100 spans were not delivered")
-
-
-def test_recovery_is_told_once(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
-    """When an endpoint takes spans again, one line says so, and how many it lacks."""
-    caplog.set_level(logging.INFO)
-    endpoint.opened.set()
-    sender = SpanSender(endpoint)
-    for step, failure in enumerate(["", "fails", "", ""]):
-        endpoint.failure = failure
-        sender.export(batch_of(identity(), [step]))
-        sender.force_flush()
-    sender.shutdown()
-    told = [record.getMessage() for record in caplog.records if "again" in record.getMessage()]
-    assert told == ["the OTLP endpoint takes spans again; it lacks 5"]
+def test_step_with_gradient_accumulation_is_sent_whole() -> None:
+    """A step of several thousand spans comes in several requests, with all of its spans."""
+    endpoint = Collector("traces")
+    exporter = exporter_to({"traces": endpoint})
+    exporter.export(batch_of(identity(), [0], spans_a_step=8190))
+    assert exporter.shutdown(10) == []
+    assert len(endpoint.spans()) == 8192
+    assert len(endpoint.taken) == 16
 
 
 def test_span_without_a_name() -> None:
     """A span that has no name is called by its kind; one that an exception left has the status of an error."""
-    spans = InMemorySpanExporter()
-    sender = SpanSender(spans)
+    endpoint = Collector("traces")
+    sender = exporter_to({"traces": endpoint})
     full = batch_of(identity(), [0])
     inside = (span(0, 1, kind="wait"), span(2, 1, flags=int(Flag.EXCEPTION), kind="forward", name="forward GPT"))
     trace = StepTrace(0, 0, 5, 0, inside)
     sender.export(ExportBatch(full.identity, full.anchor, full.steps, (trace,)))
-    sender.shutdown()
-    found = {each.name: each.status.status_code.name for each in spans.get_finished_spans()}
-    assert found == {"train step": "UNSET", "rank step": "UNSET", "wait": "UNSET", "forward GPT": "ERROR"}
+    sender.shutdown(10)
+    found = {each.name: each.status for each in endpoint.spans()}
+    assert found == {"train step": "", "rank step": "", "wait": "", "forward GPT": "STATUS_CODE_ERROR"}
 
 
 def test_only_rank_0_has_the_root() -> None:
     """The root is rank 0's; an inference step's root says so."""
     for rank, expected in ((0, ["inference step", "rank step"]), (1, ["rank step"])):
-        spans = InMemorySpanExporter()
-        sender = SpanSender(spans)
+        endpoint = Collector("traces")
+        sender = exporter_to({"traces": endpoint})
         full = batch_of(identity(rank), [0])
         trace = StepTrace(0, 0, 5, int(Flag.INFERENCE), ())
         sender.export(ExportBatch(full.identity, full.anchor, full.steps, (trace,)))
-        sender.shutdown()
-        assert [each.name for each in spans.get_finished_spans()] == expected
+        sender.shutdown(10)
+        assert [each.name for each in endpoint.spans()] == expected
 
 
 # -- metrics
 
 
+class Metrics(NodeMetrics):
+    """A node's metrics, and the points that would be sent."""
+
+    def sent(self) -> dict[str, list[ReceivedPoint]]:
+        """By name."""
+        items, _ = self.encode()
+        endpoint = Collector("metrics")
+        endpoint.taken.append(request([(b"", items)], b""))
+        found: dict[str, list[ReceivedPoint]] = {}
+        for point in endpoint.points():
+            found.setdefault(point.metric, []).append(point)
+        return found
+
+
 def test_many_ranks_share_a_series() -> None:
     """Beyond 64 ranks points carry no rank: a node has one series, whose gauge is its fullest rank's."""
-    points = Points()
-    sender = MetricSender(points)
+    sender = Metrics()
     many = semantics.MAX_RANK_SERIES + 1
     for rank, memory_bytes in ((0, 10), (1, 30), (2, 20)):
         full = batch_of(identity(rank, world_size=many), range(5))
         full.steps.memory_bytes[:] = memory_bytes
         sender.export(full, {})
-    sender.shutdown()
-    (duration,), (gauge,) = points.last[semantics.STEP_DURATION], points.last[semantics.MEMORY]
+    points = sender.sent()
+    (duration,), (gauge,) = points[semantics.STEP_DURATION], points[semantics.MEMORY]
     assert (duration.count, dict(duration.attributes)) == (15, {})
     assert (gauge.value, dict(gauge.attributes)) == (30, {})
 
@@ -509,20 +363,18 @@ def test_phases_do_not_depend_on_the_batches() -> None:
     table = step_table([{"forward": 1, "data": 2}, {"forward": 1}, {"forward": 1}])
     found = []
     for cuts in ([0, 3], [0, 1, 2, 3]):
-        points = Points()
-        sender = MetricSender(points)
+        sender = Metrics()
         for first, end in itertools.pairwise(cuts):
             columns = {name: value[first:end] for name, value in vars(table).items()}
             sender.export(ExportBatch(identity(), HostClock().anchor(), type(table)(**columns), ()), {})
-        sender.shutdown()
-        found.append({p.attributes[semantics.PHASE]: (p.count, p.sum) for p in points.last[semantics.PHASE_DURATION]})
+        points = sender.sent()[semantics.PHASE_DURATION]
+        found.append({p.attributes[semantics.PHASE]: (p.count, p.value) for p in points})
     assert found == [{"forward": (3, pytest.approx(0.003)), "data": (1, pytest.approx(0.002))}] * 2
 
 
 def test_rank_that_stands_out_has_series_of_its_own() -> None:
     """In a large job a named rank's steps go into series of its own while it is named, and into no other."""
-    points, slow = Points(), episode(1)
-    sender = MetricSender(points)
+    sender, slow = Metrics(), episode(1)
     many = semantics.MAX_RANK_SERIES + 1
 
     def export(first: int) -> None:
@@ -537,58 +389,53 @@ def test_rank_that_stands_out_has_series_of_its_own() -> None:
     slow = dataclasses.replace(slow, until_step=9)
     sender.on_assessment(assessment_of(findings(slow)))
     export(10)
-    sender.shutdown()
+    points = sender.sent()
     for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME):
-        found = {point.attributes.get(semantics.RANK): point.count for point in points.last[metric]}
+        found = {point.attributes.get(semantics.RANK): point.count for point in points[metric]}
         assert found == {None: 25, 1: 5}
     phases = {
-        (p.attributes.get(semantics.RANK), p.attributes[semantics.PHASE])
-        for p in points.last["torch.train.phase.duration"]
+        (p.attributes.get(semantics.RANK), p.attributes[semantics.PHASE]) for p in points["torch.train.phase.duration"]
     }
     assert {(1, "forward"), (1, "communication"), (None, "forward")} <= phases
-    assert {p.attributes.get(semantics.RANK): p.value for p in points.last[semantics.STEPS]} == {None: 25, 1: 5}
-    assert {p.attributes.get(semantics.RANK): p.value for p in points.last[semantics.MEMORY]} == {None: 200, 1: 200}
+    assert {p.attributes.get(semantics.RANK): p.value for p in points[semantics.STEPS]} == {None: 25, 1: 5}
+    assert {p.attributes.get(semantics.RANK): p.value for p in points[semantics.MEMORY]} == {None: 200, 1: 200}
 
 
 def test_fullest_rank_is_one_without_series_of_its_own() -> None:
     """While a rank is named, its memory is not the others' gauge."""
-    points = Points()
-    sender = MetricSender(points)
+    sender = Metrics()
     for rank, memory_bytes in ((1, 900), (0, 100)):
         sender.on_assessment(assessment_of(findings(episode(1)) if rank == 0 else NOTHING))
         full = batch_of(identity(rank, world_size=semantics.MAX_RANK_SERIES + 1), range(5))
         full.steps.memory_bytes[:] = memory_bytes
         sender.export(full, {})
-    sender.shutdown()
-    assert [(dict(point.attributes), point.value) for point in points.last[semantics.MEMORY]] == [({}, 100)]
+    points = sender.sent()
+    assert [(dict(point.attributes), point.value) for point in points[semantics.MEMORY]] == [({}, 100)]
 
 
 # -- what is wrong now
 
 
-def gauges(sender: MetricSender, points: Points) -> dict[tuple[Any, ...], float]:
+def gauges(sender: Metrics) -> dict[tuple[Any, ...], float]:
     """What the gauges of what is wrong send now: by name and attributes."""
-    points.last.clear()
-    sender.force_flush()
+    points = sender.sent()
     names = (semantics.STRAGGLER_COST, semantics.STRAGGLERS, semantics.DETECTABLE, semantics.HANG_DURATION)
     return {
-        (name, *point.attributes.values()): point.value
+        (name, *(point.attributes[key] for key in sorted(point.attributes))): point.value
         for name in names
-        for point in points.last.get(name, [])
+        for point in points.get(name, [])
         if name != semantics.STRAGGLERS or point.value
     }
 
 
 def test_gauges_tell_what_is_wrong_now() -> None:
     """Cost by rank and phase, stragglers by class, what would be named; zero for a while once it is over, then gone."""
-    points, slow = Points(), episode(3)
-    sender = MetricSender(points)
+    sender, slow = Metrics(), episode(3)
     sender.on_assessment(assessment_of(findings(slow, episode(5, phase="data", cost_ns=5e6))))
-    now = gauges(sender, points)
+    now = gauges(sender)
     slow = dataclasses.replace(slow, until_step=180)
     sender.on_assessment(assessment_of(findings(slow, detectable_ns=4e6)))
-    after = [gauges(sender, points) for _ in range(5)]
-    sender.shutdown()
+    after = [gauges(sender) for _ in range(5)]
 
     assert now == {
         (semantics.STRAGGLER_COST, 3, "backward"): 0.015,
@@ -604,38 +451,32 @@ def test_gauges_tell_what_is_wrong_now() -> None:
 @pytest.mark.parametrize(("shared_cost_ns", "cost_s"), [(12e6, 0.012), (None, None)])
 def test_gauges_of_a_slow_node(shared_cost_ns: float | None, cost_s: float | None) -> None:
     """Each of its ranks has what all of them cost together, not its own nothing; no point where that is not known."""
-    points = Points()
-    sender = MetricSender(points)
+    sender = Metrics()
     node = [episode(rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns) for rank in range(4)]
     sender.on_assessment(assessment_of(findings(*node, episode(6))))
-    now = gauges(sender, points)
+    now = gauges(sender)
     costs = {key[1]: value for key, value in now.items() if key[0] == semantics.STRAGGLER_COST}
     assert costs == {6: 0.015, **(dict.fromkeys(range(4), cost_s) if cost_s is not None else {})}
     assert now[semantics.STRAGGLERS, "slow_compute"] == 5
-    sender.shutdown()
 
 
 def test_gauge_of_one_that_is_slow_again() -> None:
     """A rank that is slow once more is not told as 0 any longer."""
-    points = Points()
-    sender = MetricSender(points)
+    sender = Metrics()
     for found in (findings(episode(3)), findings(), findings(episode(3, since=300, cost_ns=7e6))):
         sender.on_assessment(assessment_of(found))
-    assert gauges(sender, points)[semantics.STRAGGLER_COST, 3, "backward"] == 0.007
-    sender.shutdown()
+    assert gauges(sender)[semantics.STRAGGLER_COST, 3, "backward"] == 0.007
 
 
 def test_hang_gauge_goes_on() -> None:
     """While a job hangs, the gauge tells for how long; then it is 0 for a while."""
     now_s = [1000.0]
-    points, hung = Points(), hang(since_s=12)
-    sender = MetricSender(points, clock=lambda: now_s[0])
+    sender, hung = Metrics(clock=lambda: now_s[0]), hang(since_s=12)
     found = []
     for second, each in ((0, hung), (60, hung), (61, hang(kind="dead", since_s=75)), (62, None)):
         now_s[0] = 1000.0 + second
         sender.on_assessment(assessment_of(hung=each))
-        found.append(gauges(sender, points))
-    sender.shutdown()
+        found.append(gauges(sender))
 
     name = semantics.HANG_DURATION
     assert found == [
@@ -648,27 +489,22 @@ def test_hang_gauge_goes_on() -> None:
 
 def test_nothing_compared_is_not_zero() -> None:
     """Before any ranks were compared no gauge is sent; then every class is, also as 0."""
-    points = Points()
-    sender = MetricSender(points)
+    sender = Metrics()
     sender.on_assessment(assessment_of(NOTHING))
-    sender.force_flush()
-    assert points.last == {}
+    assert sender.sent() == {}
     sender.on_assessment(assessment_of(findings(detectable_ns=None)))
-    sender.force_flush()
-    assert {p.attributes[semantics.STRAGGLER_CLASS]: p.value for p in points.last.pop(semantics.STRAGGLERS)} == {
+    points = sender.sent()
+    assert {p.attributes[semantics.STRAGGLER_CLASS]: p.value for p in points.pop(semantics.STRAGGLERS)} == {
         "slow_compute": 0, "slow_data": 0, "slow_host": 0, "more_work": 0,
     }  # fmt: skip
-    assert points.last == {}
-    sender.shutdown()
+    assert points == {}
 
 
 def test_only_one_node_tells_what_is_wrong() -> None:
     """A sidecar that does not judge the whole job sends no such gauges: another one does."""
-    points = Points()
-    sender = MetricSender(points)
+    sender = Metrics()
     sender.on_assessment(assessment_of(findings(episode()), hung=hang(), whole_job=False))
-    assert gauges(sender, points) == {}
-    sender.shutdown()
+    assert gauges(sender) == {}
 
 
 # -- alerts
@@ -676,22 +512,22 @@ def test_only_one_node_tells_what_is_wrong() -> None:
 
 def test_alert_is_an_event() -> None:
     """A log record with an event's name, the sentence, the severity, ids, and the numbers; ends are no warnings."""
-    records, log, slow = Records(), AlertLog("run"), episode()
-    exporter = OtlpExporter(None, None, AlertSender(records))
+    endpoint, log, slow = Collector("logs"), AlertLog("run"), episode()
+    exporter = exporter_to({"logs": endpoint})
     exporter.on_assessment(assessment_of(findings(slow), log))
     slow = dataclasses.replace(slow, until_step=180)
     exporter.on_assessment(assessment_of(findings(slow), log))
     exporter.on_assessment(assessment_of(hung=hang(), log=log))
     assert exporter.shutdown(10) == []
-    started, ended, hung = records.kept
+    started, ended, hung = events = endpoint.events()
 
-    assert [(each.event_name, each.severity_text, each.severity_number.value) for each in records.kept] == [
-        ("torch.train.straggler.started", "WARN", 13),
-        ("torch.train.straggler.ended", "INFO", 9),
-        ("torch.train.hang.started", "WARN", 13),
+    assert [(each.name, each.severity) for each in events] == [
+        ("torch.train.straggler.started", "WARN SEVERITY_NUMBER_WARN"),
+        ("torch.train.straggler.ended", "INFO SEVERITY_NUMBER_INFO"),
+        ("torch.train.hang.started", "WARN SEVERITY_NUMBER_WARN"),
     ]
     assert started.body.startswith("Rank 3 (node-a) is slow in the backward pass")
-    assert started.timestamp == 1_700_000_000_000_000_000
+    assert started.time_ns == 1_700_000_000_000_000_000
     about = started.attributes[semantics.ALERT_ABOUT]
     assert dict(started.attributes) == {
         "log.record.uid": started.attributes["log.record.uid"],
@@ -720,8 +556,8 @@ def test_alert_is_an_event() -> None:
 )
 def test_alert_links_to_the_suspects_trace(traced: tuple[int, ...], until: int | None, expected: int | None) -> None:
     """An alert has the context of the suspect's span in the first step that was sent, by any rank, since it is slow."""
-    records = Records()
-    exporter = OtlpExporter(SpanSender(InMemorySpanExporter()), None, AlertSender(records))
+    endpoint = Collector("logs")
+    exporter = exporter_to({"traces": Collector("traces"), "logs": endpoint})
     for step in traced:
         exporter.export(batch_of(identity(0), [step]))
     exporter.export(batch_of(identity(0, attempt=1), [102]))  # not of this attempt
@@ -729,75 +565,30 @@ def test_alert_links_to_the_suspects_trace(traced: tuple[int, ...], until: int |
     assert exporter.shutdown(10) == []
     in_trace = trace_id("run", 0, expected) if expected is not None else 0
     context = (in_trace, span_id(in_trace, 3) if in_trace else 0)
-    assert {(each.trace_id, each.span_id) for each in records.kept[-1:]} == {context}
+    assert {(each.trace_id, each.span_id) for each in endpoint.events()[-1:]} == {context}
 
 
 def test_traced_steps_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only so many of the newest steps can be linked to."""
-    monkeypatch.setattr("torchlens_perf.exporters.otlp_environment._MAX_TRACED", 3)
-    records = Records()
-    exporter = OtlpExporter(SpanSender(InMemorySpanExporter()), None, AlertSender(records))
+    monkeypatch.setattr("torchlens_perf.exporters.otlp._MAX_TRACED", 3)
+    endpoint = Collector("logs")
+    exporter = exporter_to({"traces": Collector("traces"), "logs": endpoint})
     exporter.export(batch_of(identity(0), [100, 101, 102, 103, 104]))
     exporter.on_assessment(assessment_of(findings(episode(3, 100)), AlertLog("run")))
     exporter.shutdown(10)
-    assert records.kept[0].trace_id == trace_id("run", 0, 102)
+    assert endpoint.events()[0].trace_id == trace_id("run", 0, 102)
 
 
 def test_alerts_do_not_wait_for_the_endpoint() -> None:
     """While the endpoint blocks, alerts are taken over at once; all that does not arrive in time is counted."""
-    records, log = Records(opened=False), AlertLog("run")
-    exporter = OtlpExporter(None, None, AlertSender(records))
-    started_s = time.monotonic()
+    endpoint, log = Collector("logs", opened=False), AlertLog("run")
+    exporter = exporter_to({"logs": endpoint})
     for rank in range(8):
         exporter.on_assessment(assessment_of(findings(*(episode(each) for each in range(rank + 1))), log))
-    assert exporter.force_flush(0.1) is False
     notes = exporter.shutdown(0.2)
-    assert time.monotonic() - started_s < 5
-    assert notes == ["OTLP: 8 of 8 alerts were not delivered; the report has what they were about"]
-    records.opened.set()
-
-
-@pytest.mark.parametrize("failure", ["fails", "raises"])
-def test_undelivered_alerts_are_counted(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the endpoint refuses is counted and makes a flush fail; what it takes later is delivered."""
-    monkeypatch.setenv("OTEL_BLRP_SCHEDULE_DELAY", "60000")
-    records, log = Records(failure), AlertLog("run")
-    exporter = OtlpExporter(None, None, AlertSender(records))
-    exporter.on_assessment(assessment_of(findings(episode(1)), log))
-    assert exporter.force_flush(10) is False
-    records.failure = ""
-    exporter.on_assessment(assessment_of(findings(episode(1), episode(2)), log))
-    assert exporter.force_flush(10) is True
-    assert exporter.shutdown(10) == ["OTLP: 1 of 2 alerts were not delivered; the report has what they were about"]
-    assert [each.attributes[semantics.RANK] for each in records.kept] == [2]
-
-
-def test_dead_endpoint_gets_one_try_of_the_last_alerts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end the first batch that fails is the last one that is tried; all of them are counted."""
-    monkeypatch.setenv("OTEL_BLRP_SCHEDULE_DELAY", "60000")
-    monkeypatch.setenv("OTEL_BLRP_MAX_EXPORT_BATCH_SIZE", "2")
-    records = Records(opened=False)
-    exporter = OtlpExporter(None, None, AlertSender(records))
-    exporter.on_assessment(assessment_of(findings(*(episode(3, since) for since in range(8))), AlertLog("run")))
-    deadline_s = time.monotonic() + 5
-    while not records.calls and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # until the processor's thread is inside the first request
-    records.failure = "fails"
-    ending = threading.Thread(target=exporter.shutdown, args=(10,))
-    ending.start()
-    time.sleep(0.05)
-    records.opened.set()
-    ending.join(10)
-    assert records.calls == 2
-    assert exporter.shutdown(1)[0].startswith("OTLP: 6 of 8 alerts")
-
-
-def test_rejected_alerts_are_counted() -> None:
-    """Records that an endpoint rejects in a successful answer count as not delivered."""
-    sender = AlertSender(Records(), lambda: 1)
-    exporter = OtlpExporter(None, None, sender)
-    exporter.on_assessment(assessment_of(findings(episode(1), episode(2)), AlertLog("run")))
-    assert exporter.shutdown(10) == ["OTLP: 1 of 2 alerts were not delivered; the report has what they were about"]
+    assert endpoint.taken == []
+    assert notes[0] == "OTLP: 8 of 8 alerts were not delivered"
+    endpoint.opened.set()
 
 
 def test_memory_exporter_keeps_alerts() -> None:
@@ -846,7 +637,6 @@ def test_page_names_what_is_sent() -> None:
     for kind, changes in (("straggler", ("started", "ended")), ("hang", ("started", "updated", "ended"))):
         assert all(f"`{semantics.event_name(kind, change)}`" in page for change in changes)
     assert all(name in page for name in stragglers_by_class(NOTHING))
-    assert f"default here is {DEFAULT_QUEUE_SIZE}" in page
     assert f"Beyond {semantics.MAX_RANK_SERIES} ranks" in page
     assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one\nof so many, by default {Config.trace_every};" in page
     assert all(kind.name.lower() in page for kind in Kind if kind not in (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED))

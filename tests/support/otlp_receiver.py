@@ -109,19 +109,19 @@ class Receiver:
 
     def spans(self) -> list[ReceivedSpan]:
         """All spans since the last clear(), in the order of arrival."""
-        return [span for request in self._get("traces") for span in _spans(request)]
+        return [span for request in self._get("traces") for span in spans_of(request)]
 
     def batches(self) -> list[int]:
         """How many spans each request held."""
-        return [sum(1 for _ in _spans(request)) for request in self._get("traces")]
+        return [sum(1 for _ in spans_of(request)) for request in self._get("traces")]
 
     def points(self) -> list[ReceivedPoint]:
         """All metric points since the last clear(), in the order of arrival."""
-        return [point for request in self._get("metrics") for point in _points(request)]
+        return [point for request in self._get("metrics") for point in points_of(request)]
 
     def events(self) -> list[ReceivedEvent]:
         """All log records since the last clear(), by time."""
-        events = (event for request in self._get("logs") for event in _events(request))
+        events = (event for request in self._get("logs") for event in events_of(request))
         return sorted(events, key=lambda event: event.time_ns)
 
     def clear(self) -> None:
@@ -175,7 +175,7 @@ def _accepts(port: int) -> bool:
     return True
 
 
-def _spans(request: dict[str, Any]) -> Iterator[ReceivedSpan]:
+def spans_of(request: dict[str, Any]) -> Iterator[ReceivedSpan]:
     for of_resource in request.get("resource_spans", []):
         resource = _attributes(of_resource["resource"])
         for of_scope in of_resource["scope_spans"]:
@@ -195,11 +195,11 @@ def _spans(request: dict[str, Any]) -> Iterator[ReceivedSpan]:
                 )
 
 
-def _points(request: dict[str, Any]) -> Iterator[ReceivedPoint]:
+def points_of(request: dict[str, Any]) -> Iterator[ReceivedPoint]:
     for of_resource in request.get("resource_metrics", []):
         resource = _attributes(of_resource["resource"])
         for of_scope in of_resource["scope_metrics"]:
-            for metric in of_scope["metrics"]:
+            for metric in of_scope.get("metrics", []):
                 for form in ("histogram", "exponential_histogram", "sum", "gauge"):
                     data = metric.get(form, {})
                     for point in data.get("data_points", []):
@@ -221,7 +221,7 @@ def _points(request: dict[str, Any]) -> Iterator[ReceivedPoint]:
                         )
 
 
-def _events(request: dict[str, Any]) -> Iterator[ReceivedEvent]:
+def events_of(request: dict[str, Any]) -> Iterator[ReceivedEvent]:
     for of_resource in request.get("resource_logs", []):
         resource = _attributes(of_resource["resource"])
         for of_scope in of_resource["scope_logs"]:

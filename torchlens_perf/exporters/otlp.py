@@ -1,4 +1,5 @@
-"""Traces, metrics and alerts over OTLP: encodes what the sidecar hands over, and puts it into the outboxes. Sidecar only."""
+"""Traces, metrics and alerts over OTLP: encodes what the sidecar hands over, and puts it into the outboxes. Sidecar
+only."""
 
 from __future__ import annotations
 
@@ -67,6 +68,7 @@ class OtlpExporter:
         self._batches: dict[str, Batches] = {}
         self._senders: dict[str, Sender] = {}
         self._metrics_due_s = math.inf
+        self._last_metrics_sent = False
         for name, signal in signals.items():
             if name == "metrics":
                 self._interval_s = signal.delay_s
@@ -156,6 +158,7 @@ class OtlpExporter:
     def _collect_metrics(self, everything: bool) -> float:
         """On the sender's thread."""
         left_s = self._metrics_due_s - self._clock()
+        everything, self._last_metrics_sent = everything and not self._last_metrics_sent, everything
         if (left_s <= 0 or everything) and self._resource and self._metrics is not None:
             metrics, points = self._metrics.encode()
             if points:

@@ -1,7 +1,7 @@
 """What OTEL_* variables ask for: which signals go where. Runs in the sidecar; sets no global provider.
 
-All OTEL_* variables act as OpenTelemetry documents them (docs/opentelemetry.md lists them). Without an endpoint there is no
-exporter, and no network at all.
+All OTEL_* variables act as OpenTelemetry documents them (docs/opentelemetry.md lists them). Without an endpoint there
+is no exporter, and no network at all.
 """
 
 from __future__ import annotations

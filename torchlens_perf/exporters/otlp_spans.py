@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace as trace_api
@@ -139,7 +139,9 @@ class _RankEncoder:
             this_id = digest.digest()[:8]
             this_ids.append(this_id)
             begin_ns = span.start_ns + offset_ns
-            rest = _rest(span.name or span.kind, span.kind, span.flags & _SHAPING, span.value0 if _shaped(span) else 0)
+            rest = _rest(
+                span.name or span.kind, span.kind, span.flags & _SHAPING, span.value0 if span.kind == "device" else 0
+            )
             body = b"".join((
                 head, _SPAN_ID, this_id, _PARENT_ID, in_rank if parent is None else this_ids[parent],
                 _times(begin_ns, begin_ns + span.duration_ns), common, rest,
@@ -149,12 +151,7 @@ class _RankEncoder:
         return found, in_trace, rank_id
 
 
-_SHAPING = int(Flag.EXCEPTION | Flag.DEVICE)
-
-
-def _shaped(span: Span) -> bool:
-    """Whether value0 says what kind of span it is."""
-    return span.kind == "device"
+_SHAPING, _OTHER_THREAD, _DEVICE = int(Flag.EXCEPTION | Flag.DEVICE), int(Flag.OTHER_THREAD), int(Flag.DEVICE)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -176,7 +173,21 @@ def _shape(name: str) -> bytes:
 
 
 def _of_collective(span: Span) -> bytes:
-    return _attributes({semantics.BYTES: span.value0, semantics.SEQUENCE: span.value1 & 0xFFFFFFFF})
+    return _BYTES(span.value0) + _SEQUENCE(span.value1 & 0xFFFFFFFF)
+
+
+def _number(key: str) -> Callable[[int], bytes]:
+    """Encodes an attribute whose value is a number that is not negative."""
+    name = field(b"\x0a", key.encode())
+
+    def encode(value: int) -> bytes:
+        number = b"\x18" + varint(value)  # AnyValue.int_value
+        return field(_ATTRIBUTE, name + field(b"\x12", number))
+
+    return encode
+
+
+_BYTES, _SEQUENCE = _number(semantics.BYTES), _number(semantics.SEQUENCE)
 
 
 def _attributes(attributes: Mapping[str, Any]) -> bytes:
@@ -202,32 +213,36 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
     time. A collective lies where it was issued, or where its kernel began on the device; it may last longer than what
     is around it, and nothing lies in it.
     """
-    ordered = sorted(spans, key=lambda span: (span.start_ns, -span.duration_ns, span.depth))
+    ordered = sorted(spans, key=_order)
     nested: list[tuple[Span, int | None]] = []
-    running: list[int] = []  # those before this one that have not ended at its start
+    running: list[tuple[int, int, int, int, bool]] = []  # what has not ended: end, duration, index, thread, device
     for index, span in enumerate(ordered):
-        running = [other for other in running if _end(ordered[other]) >= span.start_ns]
-        around = [
-            other
-            for other in running
-            if _end(ordered[other]) >= (span.start_ns if span.kind == "collective" else _end(span))
-            and ordered[other].kind != "collective"
-            and (span.flags & Flag.OTHER_THREAD or not ordered[other].flags & Flag.OTHER_THREAD)
-            and _on_device(span) == _on_device(ordered[other])
-        ]
-        # Of several that last equally long, the last one is the innermost.
-        parent = min(around, key=lambda other: (ordered[other].duration_ns, -other), default=None)
+        start_ns, duration_ns, flags = span.start_ns, span.duration_ns, span.flags
+        is_collective, other_thread = span.kind == "collective", flags & _OTHER_THREAD
+        on_device = span.kind == "device" or (is_collective and bool(flags & _DEVICE))
+        end_ns = start_ns + duration_ns
+        needed_ns = start_ns if is_collective else end_ns
+        parent, shortest_ns, ended = None, -1, False
+        for around in running:
+            if around[0] < start_ns:
+                ended = True
+            elif (
+                around[0] >= needed_ns
+                and (other_thread or not around[3])
+                and around[4] == on_device
+                and (parent is None or around[1] <= shortest_ns)  # of equally long ones, the last is the innermost
+            ):
+                parent, shortest_ns = around[2], around[1]
+        if ended:
+            running = [around for around in running if around[0] >= start_ns]
         nested.append((span, parent))
-        running.append(index)
+        if not is_collective:
+            running.append((end_ns, duration_ns, index, other_thread, on_device))
     return nested
 
 
-def _on_device(span: Span) -> bool:
-    return span.kind == "device" or (span.kind == "collective" and bool(span.flags & Flag.DEVICE))
-
-
-def _end(span: Span) -> int:
-    return span.start_ns + span.duration_ns
+def _order(span: Span) -> tuple[int, int, int]:
+    return span.start_ns, -span.duration_ns, span.depth
 
 
 def _links(traceparent: str) -> list[bytes]:

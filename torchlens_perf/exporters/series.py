@@ -1,8 +1,8 @@
 """Metrics as they are sent: series of a node that grow by whole arrays of values, and their points as OTLP has them.
 
 Shaped as OpenTelemetry's Meter, and not its SDK: a step has ten durations, and ten calls of `record()` are 100 us. Here
-a batch of steps is one call. Histograms are exponential with 32 buckets an octave, as the project's sketches are, or have the
-bounds that OpenTelemetry's variable asks for. Written on the sidecar's thread, read on the sender's.
+a batch of steps is one call. Histograms are exponential with 32 buckets an octave, as the project's sketches are, or
+have the bounds that OpenTelemetry's variable asks for. Written on the sidecar's thread, read on the sender's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np

@@ -1,8 +1,9 @@
 """Protobuf's wire format, as far as requests are put together from parts that are encoded already.
 
-A step's spans differ in ids and times, and share all else. Encoding that once a step, and not once a span, is what makes
-the difference to the generated classes: docs/performance.md has the figures. Formats: https://protobuf.dev/programming-guides/encoding/
-and the .proto files of opentelemetry-proto 1.x, whose field numbers are stable.
+A step's spans differ in ids and times, and share all else. Encoding that once a step, and not once a span, is what
+makes the difference to the generated classes: docs/performance.md has the figures. Formats:
+https://protobuf.dev/programming-guides/encoding/ and the .proto files of opentelemetry-proto 1.x, whose field numbers
+are stable.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
 
-# Field numbers, the same in requests of spans, metrics and logs: a request has resources, these have scopes, these items.
+# Field numbers, the same in requests of spans, metrics and logs: a request has resources, these have scopes, these
+# items.
 _RESOURCES = _RESOURCE = _SCOPE = b"\x0a"  # field 1, length-delimited
 _SCOPES = _ITEMS = b"\x12"  # field 2, length-delimited
 

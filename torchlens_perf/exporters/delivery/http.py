@@ -27,7 +27,8 @@ _COMPRESS: Mapping[str, Callable[[bytes], bytes]] = {
     "deflate": lambda body: zlib.compress(body, 1),
 }
 _PROVIDERS = "opentelemetry_otlp_credential_provider"
-# The endpoint is busy or away; 500 is not on the specification's list, but proxies answer it when what is behind them is.
+# The endpoint is busy or away; 500 is not on the specification's list, but proxies answer it when what is behind them
+# is.
 _BUSY = (408, 429, 500, 502, 503, 504)
 # This is no endpoint, or not with these credentials: somebody has to mend that.
 _NOT_IT = (401, 403, 404, 405, 407)

@@ -1,7 +1,7 @@
 """Where requests go that leave no machine: the console, or files for a cluster without a network.
 
-As OTLP has them in JSON, a request a line: https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding. Any OTLP endpoint that
-takes JSON takes such a line as a request's body.
+As OTLP has them in JSON, a request a line: https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding. Any OTLP
+endpoint that takes JSON takes such a line as a request's body.
 """
 
 from __future__ import annotations

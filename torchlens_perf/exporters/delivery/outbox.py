@@ -1,8 +1,8 @@
 """What is to be delivered, oldest first: the newest in memory, what the endpoint does not take on disk.
 
-A file of the outbox is one request, whole, and its name says how many items are in it. It is written under another name and
-renamed, and goes when the endpoint has taken it: whoever is killed in between sends that one request twice, and none is
-lost. Beyond the room that it is given, the oldest requests go for newer ones, and are counted.
+A file of the outbox is one request, whole, and its name says how many items are in it. It is written under another name
+and renamed, and goes when the endpoint has taken it: whoever is killed in between sends that one request twice, and
+none is lost. Beyond the room that it is given, the oldest requests go for newer ones, and are counted.
 """
 
 from __future__ import annotations

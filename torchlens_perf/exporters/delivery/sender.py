@@ -1,8 +1,8 @@
 """Sends one signal's requests from its outbox, on a thread of its own, until it is closed.
 
-A request that the endpoint does not take now is tried again for as long as there is room in the outbox: after as long as the
-endpoint asks, else after ever longer, up to a minute. Meanwhile what comes is written to the disk, so that a sidecar that is
-killed loses none of it. A request is in flight one at a time, so that at most one is delivered twice.
+A request that the endpoint does not take now is tried again for as long as there is room in the outbox: after as long
+as the endpoint asks, else after ever longer, up to a minute. Meanwhile what comes is written to the disk, so that a
+sidecar that is killed loses none of it. A request is in flight one at a time, so that at most one is delivered twice.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Sender:
         collect: Callable[[bool], float] = lambda final: float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """collect: called on the sender's thread, to send() what is due by now, or all if it is the last time; returns in
-        how many seconds something is due again. clock: seconds; also what pauses are measured by."""
+        """collect: called on the sender's thread, to send() what is due by now, or all if it is the last time; returns
+        in how many seconds something is due again. clock: seconds; also what pauses are measured by."""
         self.signal, self.outbox = signal, outbox
         self._transport, self._collect, self._clock = transport, collect, clock
         self.put = self.delivered = self.rejected = self.refused = 0
