@@ -41,6 +41,7 @@ RANKS = {
     "analysis.words": "sentences about all of that",
     "analysis.alerts": "the sentences that start and end",
     "analysis": "all of it, as one node's state",
+    "exporters.delivery": "takes encoded requests to an endpoint, and keeps them until it takes them",
     "exporters": "who shows it to a backend",
     "report": "who shows it to people",
     "sidecar.rings": "reads rings, keeps records",
@@ -77,7 +78,7 @@ PURE = {
 }  # fmt: skip
 THIRD_PARTY = {
     "cupy": {"cuda.kernels"},
-    "grpc": {"sidecar.nodes.client", "sidecar.nodes.server", "sidecar.nodes.transport"},
+    "grpc": {"exporters.delivery.grpc_channel", "sidecar.nodes.client", "sidecar.nodes.server", "sidecar.nodes.transport"},
     "msgspec": {
         "analysis.collectives.slow_link", "analysis.node_state", "analysis.words.evidence", "report.report_json",
         "sidecar.nodes.membership",

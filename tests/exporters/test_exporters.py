@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,8 +28,7 @@ from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import node_resource, rank_resource
 from torchlens_perf.exporters.otlp_spans import SpanEncoder, nest, span_id, trace_id
-from torchlens_perf.exporters.sdk_log import RateLimitFilter
-from torchlens_perf.exporters.wire import request
+from torchlens_perf.exporters.delivery.wire import request
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import Span, StepTrace
@@ -233,7 +231,7 @@ def test_contract_delivers_everything(make: Callable[[], Any]) -> None:
     exporter, delivered = make()
     for rank in (0, 1):
         exporter.export(batch_of(identity(rank), range(10)))
-    assert exporter.force_flush(10) is True
+    assert exporter.wait_for_room(10) is True
     exporter.export(batch_of(identity(1), range(10, 15)))
     assert exporter.shutdown(10) == []
     assert delivered() == (25, 25)
@@ -246,7 +244,7 @@ def test_contract_batch_without_traces(make: Callable[[], Any]) -> None:
     full = batch_of(identity(), range(4))
     exporter.export(ExportBatch(full.identity, full.anchor, full.steps, ()))
     exporter.export(ExportBatch(full.identity, full.anchor, step_table([]), ()))
-    assert exporter.force_flush(10) is True
+    assert exporter.wait_for_room(10) is True
     assert exporter.shutdown(10) == []
     assert delivered() == (4, 0)
 
@@ -258,7 +256,7 @@ def test_contract_judgement_before_any_batch(make: Callable[[], Any]) -> None:
     log = AlertLog("run")
     exporter.on_assessment(assessment_of(NOTHING, log))
     exporter.on_assessment(assessment_of(findings(episode()), log, hang()))
-    assert exporter.force_flush(10) is True
+    assert exporter.wait_for_room(10) is True
     exporter.export(batch_of(identity(), range(4)))
     assert exporter.shutdown(10) == []
     assert delivered() == (4, 4)
@@ -268,7 +266,7 @@ def test_contract_judgement_before_any_batch(make: Callable[[], Any]) -> None:
 def test_contract_unused(make: Callable[[], Any]) -> None:
     """An exporter that got nothing ends at once, with nothing to tell."""
     exporter, delivered = make()
-    assert exporter.force_flush(10) is True
+    assert exporter.wait_for_room(10) is True
     assert exporter.shutdown(10) == []
     assert delivered() == (0, 0)
 
@@ -599,28 +597,6 @@ def test_memory_exporter_keeps_alerts() -> None:
     assert [(alert.kind, alert.change) for alert in exporter.alerts] == [("straggler", "started"), ("hang", "started")]
     assert exporter.assessment is not None
     assert exporter.assessment.hang == hang()
-
-
-# -- the SDK's log
-
-
-def test_repeated_messages_are_spared() -> None:
-    """A message of the SDK comes at most once in five minutes, whatever its numbers; ours always come."""
-    now = [0.0]
-    sparing = RateLimitFilter(lambda: now[0])
-
-    def passes(name: str, seconds: float, number: int) -> bool:
-        now[0] = seconds
-        return sparing.filter(logging.LogRecord(name, logging.ERROR, "", 0, "retrying in %d s", (number,), None))
-
-    sdk, ours = "opentelemetry.exporter", "torchlens_perf.sidecar"
-    assert [passes(sdk, 0, 1), passes(sdk, 10, 2), passes(sdk, 299, 3), passes(sdk, 301, 4)] == [
-        True,
-        False,
-        False,
-        True,
-    ]
-    assert [passes(ours, 302, 1), passes(ours, 302, 2)] == [True, True]
 
 
 # -- the page for users

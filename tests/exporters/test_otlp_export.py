@@ -246,23 +246,24 @@ def test_resource_of_spans(exported: Exported) -> None:
 
 
 def test_duration_histograms(exported: Exported) -> None:
-    """Durations arrive in seconds, in our buckets, with one count for each step of each rank."""
+    """Durations arrive in seconds, each in the exponential bucket that it belongs to, one for each step of each rank."""
     for metric, column in ((semantics.STEP_DURATION, "duration_ns"), (semantics.STEP_OWN_TIME, "own_ns")):
         points = exported.of_metric(metric)
-        assert {("s", "histogram", "cumulative", semantics.DURATION_BOUNDS_S)} == {
-            (point.unit, point.form, point.temporality, point.bounds) for point in points
+        assert {("s", "exponential_histogram", "cumulative")} == {
+            (point.unit, point.form, point.temporality) for point in points
         }
         for rank in RANKS:
             values = [int(str(row[column])) / 1e9 for row in exported.rows("steps") if row["rank"] == rank]
             (point,) = [point for point in points if point.attributes == {semantics.RANK: rank}]
             assert len(values) == point.count
             assert sum(values) == pytest.approx(point.value, rel=1e-9)
-            assert tuple(_histogram(values)) == point.buckets
+            assert _histogram(values, point) == point.buckets
 
 
-def _histogram(values: list[float]) -> list[int]:
-    edges = [float("-inf"), *semantics.DURATION_BOUNDS_S, float("inf")]
-    return [sum(low < value <= high for value in values) for low, high in itertools.pairwise(edges)]
+def _histogram(values: list[float], point: ReceivedPoint) -> tuple[int, ...]:
+    base = 2.0**2.0**-point.scale
+    edges = [base ** (point.offset + bucket) for bucket in range(len(point.buckets) + 1)]
+    return tuple(sum(low < value <= high for value in values) for low, high in itertools.pairwise(edges))
 
 
 def test_phase_histogram(exported: Exported) -> None:

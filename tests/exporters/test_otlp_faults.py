@@ -152,9 +152,10 @@ def test_report_counts_what_was_not_delivered(live: dict[str, Ended], fault: str
     count = spans_of(run, Config.trace_every)
     note = f"OTLP: {count} of {count} spans were not delivered"
     (node,) = node_state.load_all(run)
-    assert [note] == [each[: len(note)] for each in node.notes if "spans" in each]
+    waits = f"OTLP: {count} of these spans wait in the run directory; to send them: torchlens-perf sidecar RUN_DIR"
+    assert [note, waits] == [each for each in node.notes if "spans" in each]
     assert note in run.report.read_text()
-    assert [each for each in node.notes if "metric exports failed" in each]
+    assert [each for each in node.notes if "metric points were not delivered" in each]
     assert live[fault].sidecar_s < 3 * TIMEOUT_S
 
 
@@ -201,7 +202,7 @@ def test_refusals_are_counted(sidecar: Run, fault: str) -> None:
         ended = sidecar(**{ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"})
     count = spans_of(ended.run, 1)
     assert f"OTLP: {count} of {count} spans were not delivered" in ended.report
-    assert "Failed to export" in ended.log
+    assert "traces are not delivered: " in ended.log
 
 
 def test_partial_success_is_counted(sidecar: Run) -> None:
@@ -230,16 +231,14 @@ started_s = time.monotonic()
 for _ in range(100):
     exporter.export(one_step())
 exported_s = time.monotonic()
-flushed = exporter.force_flush(0.3)
-flushed_s = time.monotonic()
 notes = exporter.shutdown(0.5)
-print(exported_s - started_s, flushed, flushed_s - exported_s, time.monotonic() - flushed_s, time.monotonic(), notes)
+print(exported_s - started_s, time.monotonic() - exported_s, time.monotonic(), notes)
 """
 
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
 def test_time_limits_hold(protocol: str) -> None:
-    """With an endpoint that never answers, and no timeout to speak of, flush, shutdown and the process end in time."""
+    """With an endpoint that never answers, and no timeout to speak of, shutdown and the process end in time."""
     root = str(ROOT)
     slow = slowdown()
     with silent() as address:
@@ -249,12 +248,11 @@ def test_time_limits_hold(protocol: str) -> None:
         )
         ended_s = time.monotonic()
         slow = max(slow, slowdown())
-    export_s, flushed, flush_s, shutdown_s, printed_s, notes = done.stdout.split(maxsplit=5)
-    assert (done.returncode, flushed) == (0, "False")
+    export_s, shutdown_s, printed_s, notes = done.stdout.split(maxsplit=3)
+    assert done.returncode == 0
     assert "200 of 200 spans were not delivered" in notes
-    assert "1 of 1 metric exports failed" in notes
+    assert "metric points were not delivered" in notes
     assert float(export_s) < 0.5 * slow
-    assert 0.3 <= float(flush_s) < 0.3 + 0.5 * slow
     assert 0.5 <= float(shutdown_s) < 0.5 + 0.5 * slow
     assert ended_s - float(printed_s) < 1.0 * slow
 
@@ -274,7 +272,7 @@ def test_replay_stops_at_a_dead_endpoint(sidecar: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr(replay, "_PATIENCE_S", 0.0)
 
     class Dead(MemoryExporter):
-        def force_flush(self, timeout_s: float) -> bool:
+        def wait_for_room(self, timeout_s: float) -> bool:
             return False
 
     exporter = Dead()

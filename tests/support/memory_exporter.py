@@ -31,7 +31,7 @@ class MemoryExporter:
     def measured(self, identity: Identity, hardware: Hardware) -> None:
         self.hardware.append(hardware)
 
-    def force_flush(self, timeout_s: float) -> bool:
+    def wait_for_room(self, timeout_s: float) -> bool:
         return True
 
     def shutdown(self, timeout_s: float) -> list[str]:

@@ -63,6 +63,9 @@ class ReceivedPoint:
     """A histogram's sum."""
     bounds: tuple[float, ...]
     buckets: tuple[int, ...]
+    scale: int
+    """Of an exponential histogram, as is the number of its first bucket."""
+    offset: int
     exemplars: tuple[tuple[int, int, float], ...]
     """Trace id, span id and value."""
 
@@ -213,7 +216,11 @@ def points_of(request: dict[str, Any]) -> Iterator[ReceivedPoint]:
                             count=int(point.get("count", 0)),
                             value=float(point.get("sum", point.get("as_double", point.get("as_int", 0)))),
                             bounds=tuple(point.get("explicit_bounds", ())),
-                            buckets=tuple(int(count) for count in point.get("bucket_counts", ())),
+                            buckets=tuple(
+                                int(count) for count in point.get("positive", point).get("bucket_counts", ())
+                            ),
+                            scale=int(point.get("scale", 0)),
+                            offset=int(point.get("positive", {}).get("offset", 0)),
                             exemplars=tuple(
                                 (_id(each["trace_id"]), _id(each["span_id"]), each["as_double"])
                                 for each in point.get("exemplars", ())

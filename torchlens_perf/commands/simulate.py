@@ -162,7 +162,7 @@ def record(
         sidecar.judge(time.monotonic())
         sidecar.export()
         if exporter is not None:
-            exporter.force_flush(_FLUSH_TIMEOUT_S)  # steps come faster than in life: its queues would run over
+            exporter.wait_for_room(_FLUSH_TIMEOUT_S)  # steps come faster than in life: its queues would run over
         if sidecar.unkept_records() >= _MAX_UNKEPT_RECORDS:
             sidecar.keep()
     for rank in ranks:

@@ -72,8 +72,8 @@ class Exporter(Protocol):
     def measured(self, identity: Identity, hardware: Hardware) -> None:
         """Takes over new samples of GPUs and network ports, each once. identity: of any process of the node."""
 
-    def force_flush(self, timeout_s: float) -> bool:
-        """Waits at most about `timeout_s` for delivery. Returns whether all since the last call was delivered."""
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Waits until little is left to deliver, at most about `timeout_s`. Returns whether the endpoint takes it."""
 
     def shutdown(self, timeout_s: float) -> list[str]:
         """Ends within about `timeout_s`. Returns notes for the report: what was not delivered, and why."""

@@ -18,7 +18,7 @@ from torchlens_perf.exporters.otlp_alerts import encode_alert
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import encoded, node_resource
 from torchlens_perf.exporters.otlp_spans import SpanEncoder
-from torchlens_perf.exporters.wire import request, scope
+from torchlens_perf.exporters.delivery.wire import request, scope
 from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class OtlpExporter:
             if self._metrics is not None and self._begin(identity):
                 self._metrics.measured(hardware)
 
-    def force_flush(self, timeout_s: float) -> bool:
+    def wait_for_room(self, timeout_s: float) -> bool:
         """Waits until little is left to deliver, or the endpoint does not take it. Returns whether it does."""
         deadline_s = self._clock() + timeout_s
         taken = True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.config import Config, from_environment
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters import sdk_log
+from torchlens_perf.exporters.redaction import keep_secrets_out_of_the_log
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import Hardware
@@ -88,7 +88,7 @@ def exporter_from_environment(
     signals = wanted_signals(environ)
     if not signals:
         return None
-    sdk_log.install_log_filters(environ)
+    keep_secrets_out_of_the_log(environ)
     folder = None if run is None else run.path
     made = {}
     for name, way in signals.items():
@@ -170,7 +170,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 class DeferredExporter:
     """Hands everything on to the exporter that `make` returns; to none where that is None. It is made when there is
-    something to export: importing the SDK may take longer than a short run."""
+    something to export: what it imports may take longer than a short run."""
 
     def __init__(self, make: Callable[[], Exporter | None]) -> None:
         """make: called once, when something is to be exported."""
@@ -192,8 +192,8 @@ class DeferredExporter:
         if exporter is not None:
             exporter.measured(identity, hardware)
 
-    def force_flush(self, timeout_s: float) -> bool:
-        return self._made is None or self._made.force_flush(timeout_s)
+    def wait_for_room(self, timeout_s: float) -> bool:
+        return self._made is None or self._made.wait_for_room(timeout_s)
 
     def shutdown(self, timeout_s: float) -> list[str]:
         return [] if self._made is None else self._made.shutdown(timeout_s)

@@ -8,7 +8,7 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource as ResourceMes
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.wire import key_values
+from torchlens_perf.exporters.delivery.wire import key_values
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity

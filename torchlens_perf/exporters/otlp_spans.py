@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from torchlens_perf.analysis.statistics.steps import kind_name
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_resource import encoded, rank_resource
-from torchlens_perf.exporters.wire import field, item, key_values, varint
+from torchlens_perf.exporters.delivery.wire import field, item, key_values, varint
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:

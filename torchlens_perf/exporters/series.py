@@ -25,7 +25,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 )
 
 from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S
-from torchlens_perf.exporters.wire import key_values
+from torchlens_perf.exporters.delivery.wire import key_values
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -152,7 +152,7 @@ class _Sending:
                 continue
             self._exporter.export(part)
             started_s = time.monotonic()
-            if not self._exporter.force_flush(_FLUSH_TIMEOUT_S):
+            if not self._exporter.wait_for_room(_FLUSH_TIMEOUT_S):
                 self._waited_s += time.monotonic() - started_s
 
     def assess(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from torchlens_perf.exporters.wire import request
+from torchlens_perf.exporters.delivery.wire import request
 
 
 class Batches:

@@ -41,13 +41,13 @@ class HttpTransport:
     def __init__(self, to: Destination) -> None:
         """Raises RuntimeError for a credential provider that is not there."""
         self._to = to
-        self._session = _Session() if not to.credentials else _session_of(to.credentials)
+        self._http = _Session() if not to.credentials else _session_of(to.credentials)
         if not to.credentials:
-            self._session.auth = _authorize
+            self._http.auth = _authorize
         if to.certificate:
-            self._session.verify = to.certificate
+            self._http.verify = to.certificate
         if to.client_certificate:
-            self._session.cert = (to.client_certificate, to.client_key) if to.client_key else to.client_certificate
+            self._http.cert = (to.client_certificate, to.client_key) if to.client_key else to.client_certificate
         self._headers = {"Content-Type": _PROTOBUF, "User-Agent": f"torchlens_perf/{VERSION}", **to.headers}
         if to.compression != "none":
             self._headers["Content-Encoding"] = to.compression
@@ -57,7 +57,7 @@ class HttpTransport:
         packed = _COMPRESS[self._to.compression](body)
         try:
             # Redirects are not followed: a POST with credentials must not go where a proxy points.
-            response = self._session.post(
+            response = self._http.post(
                 self._to.endpoint, packed, headers=self._headers, timeout=self._to.timeout_s, allow_redirects=False
             )
         except (requests.RequestException, OSError) as error:
@@ -65,7 +65,7 @@ class HttpTransport:
         return _answer(response)
 
     def close(self) -> None:
-        self._session.close()
+        self._http.close()
 
 
 def _answer(response: requests.Response) -> Answer:

@@ -1,49 +1,22 @@
-"""The log of the SDK and its libraries: without credentials, which they put into messages, and without floods."""
+"""The sidecar's log without credentials, which libraries put into their messages."""
 
 from __future__ import annotations
 
 import logging
 import re
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from urllib.parse import unquote, urlsplit
 
 _SHORTEST_SECRET = 4  # shorter ones, like the 0 in experiment-id=0, guard nothing and would tear other words apart
-_REPEATED_EVERY_S = 300.0
-_MAX_REMEMBERED = 256
 
 
-def install_log_filters(environ: Mapping[str, str]) -> None:
-    """From here on, what OTEL_* variables hold in headers, and in addresses beside host and path, is logged as ***.
-
-    A message of the SDK, whatever its numbers, is logged at most once in five minutes.
-    """
+def keep_secrets_out_of_the_log(environ: Mapping[str, str]) -> None:
+    """From here on, what OTEL_* variables hold in headers, and in addresses beside host and path, is logged as ***."""
     # Filters of a logger do not see its children's records; those of its handlers do.
     for handler in (*logging.getLogger().handlers, logging.lastResort):
         if handler is not None:
-            handler.addFilter(RateLimitFilter())
             handler.addFilter(Redaction(environ))
-
-
-class RateLimitFilter(logging.Filter):
-    """Drops a message that the SDK logged a moment ago: it reports an endpoint that is down at each attempt."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._clock = clock
-        self._logged_s: dict[tuple[str, str], float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not record.name.startswith("opentelemetry."):
-            return True
-        now_s, message = self._clock(), (record.name, str(record.msg))
-        if now_s - self._logged_s.get(message, float("-inf")) < _REPEATED_EVERY_S:
-            return False
-        if len(self._logged_s) >= _MAX_REMEMBERED:
-            self._logged_s.clear()
-        self._logged_s[message] = now_s
-        return True
 
 
 class Redaction(logging.Filter):
