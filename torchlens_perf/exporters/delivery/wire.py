@@ -22,12 +22,19 @@ _SCOPES = _ITEMS = b"\x12"  # field 2, length-delimited
 
 def varint(number: int) -> bytes:
     """A number that is not negative."""
+    return _VARINTS[number] if number < len(_VARINTS) else _varint(number)
+
+
+def _varint(number: int) -> bytes:
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
         number >>= 7
     out.append(number)
     return bytes(out)
+
+
+_VARINTS = [_varint(number) for number in range(1 << 11)]  # most lengths of spans
 
 
 def field(tag: bytes, content: bytes) -> bytes:
