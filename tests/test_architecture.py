@@ -78,7 +78,9 @@ PURE = {
 }  # fmt: skip
 THIRD_PARTY = {
     "cupy": {"cuda.kernels"},
-    "grpc": {"exporters.delivery.grpc_channel", "sidecar.nodes.client", "sidecar.nodes.server", "sidecar.nodes.transport"},
+    "grpc": {
+        "exporters.delivery.grpc_channel", "sidecar.nodes.client", "sidecar.nodes.server", "sidecar.nodes.transport",
+    },
     "msgspec": {
         "analysis.collectives.slow_link", "analysis.node_state", "analysis.words.evidence", "report.report_json",
         "sidecar.nodes.membership",

@@ -17,8 +17,8 @@ from torchlens_perf.exporters.delivery.batches import Batches
 from torchlens_perf.exporters.delivery.halves import count, halves
 from torchlens_perf.exporters.delivery.outbox import Outbox, Room, found, outbox
 from torchlens_perf.exporters.delivery.sender import Sender
-from torchlens_perf.exporters.otlp import notes
 from torchlens_perf.exporters.delivery.wire import item, request, scope
+from torchlens_perf.exporters.otlp import notes
 
 SCOPE = scope("tests", "1")
 TOO_LARGE = Answer(Outcome.TOO_LARGE, "HTTP 413")

@@ -25,10 +25,10 @@ from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, semantics
+from torchlens_perf.exporters.delivery.wire import request
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import node_resource, rank_resource
 from torchlens_perf.exporters.otlp_spans import SpanEncoder, nest, span_id, trace_id
-from torchlens_perf.exporters.delivery.wire import request
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import Span, StepTrace

@@ -219,7 +219,8 @@ def test_partial_success(exporter: Make) -> None:
 def test_wrong_number_is_said_and_not_used(
     receiver: Receiver, exporter: Make, caplog: pytest.LogCaptureFixture, value: str
 ) -> None:
-    """A value of OTEL_BLRP_* that cannot be used costs nothing: the usual one is taken, and a line in the log says so."""
+    """A value of OTEL_BLRP_* that cannot be used costs nothing: the usual one is taken, and a line in the log says
+    so."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE": value})
     assert "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE" in caplog.text
     a_run(sender)

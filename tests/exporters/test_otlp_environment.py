@@ -405,7 +405,8 @@ def test_delta(sidecar: Run, receiver: Receiver) -> None:
 
 
 def test_explicit_buckets(sidecar: Run, receiver: Receiver) -> None:
-    """OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION can ask for explicit buckets: each value is in its own."""
+    """OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION can ask for explicit buckets: each value is in its
+    own."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION="explicit_bucket_histogram",

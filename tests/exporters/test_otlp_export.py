@@ -246,7 +246,8 @@ def test_resource_of_spans(exported: Exported) -> None:
 
 
 def test_duration_histograms(exported: Exported) -> None:
-    """Durations arrive in seconds, each in the exponential bucket that it belongs to, one for each step of each rank."""
+    """Durations arrive in seconds, each in the exponential bucket that it belongs to, one for each step of each
+    rank."""
     for metric, column in ((semantics.STEP_DURATION, "duration_ns"), (semantics.STEP_OWN_TIME, "own_ns")):
         points = exported.of_metric(metric)
         assert {("s", "exponential_histogram", "cumulative")} == {

@@ -14,11 +14,11 @@ from torchlens_perf.errors import guard
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.delivery.batches import Batches
 from torchlens_perf.exporters.delivery.sender import Sender
+from torchlens_perf.exporters.delivery.wire import request, scope
 from torchlens_perf.exporters.otlp_alerts import encode_alert
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import encoded, node_resource
 from torchlens_perf.exporters.otlp_spans import SpanEncoder
-from torchlens_perf.exporters.delivery.wire import request, scope
 from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, SeverityNumber
 
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.otlp_spans import span_id, trace_id
 from torchlens_perf.exporters.delivery.wire import any_value, item, key_values
+from torchlens_perf.exporters.otlp_spans import span_id, trace_id
 from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:

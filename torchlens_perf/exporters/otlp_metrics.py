@@ -14,9 +14,9 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from torchlens_perf.analysis.alerts.log import stragglers_by_class
 from torchlens_perf.exporters import Assessment, ExportBatch, semantics
+from torchlens_perf.exporters.delivery.wire import item
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
 from torchlens_perf.exporters.series import Example, Meter
-from torchlens_perf.exporters.delivery.wire import item
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:

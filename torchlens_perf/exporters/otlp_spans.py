@@ -20,8 +20,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from torchlens_perf.analysis.statistics.steps import kind_name
 from torchlens_perf.exporters import ExportBatch, semantics
-from torchlens_perf.exporters.otlp_resource import encoded, rank_resource
 from torchlens_perf.exporters.delivery.wire import field, item, key_values, varint
+from torchlens_perf.exporters.otlp_resource import encoded, rank_resource
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
@@ -68,12 +68,18 @@ class SpanEncoder:
         found: dict[int, tuple[list[bytes], int, int]] = {}
         if not batch.traces:
             return rank.resource, found
-        rows = {step: row for row, step in enumerate(batch.steps.step.tolist())}
+        steps = batch.steps
+        of_steps = {
+            step: {semantics.OWN_SECONDS: own_ns / 1e9, semantics.MICRO_STEPS: micro_steps}
+            for step, own_ns, micro_steps in zip(
+                steps.step.tolist(), steps.own_ns.tolist(), steps.micro_steps.tolist(), strict=True
+            )
+        }
         offset_ns = batch.anchor.unix_ns - batch.anchor.monotonic_ns
         for trace in batch.traces:
             in_trace = trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
             if self._takes(in_trace, trace):
-                found[trace.step] = rank.encode(trace, in_trace, offset_ns, _of_step(batch, rows.get(trace.step)))
+                found[trace.step] = rank.encode(trace, in_trace, offset_ns, of_steps.get(trace.step, {}))
         return rank.resource, found
 
     def _takes(self, in_trace: int, trace: StepTrace) -> bool:
@@ -93,16 +99,6 @@ def _sampler(environ: Mapping[str, str]) -> Sampler | None:
     from opentelemetry.sdk.trace import TracerProvider
 
     return TracerProvider(shutdown_on_exit=False).sampler
-
-
-def _of_step(batch: ExportBatch, row: int | None) -> dict[str, Any]:
-    """Attributes of a rank's step span that are about the step as a whole."""
-    if row is None:
-        return {}
-    return {
-        semantics.OWN_SECONDS: int(batch.steps.own_ns[row]) / 1e9,
-        semantics.MICRO_STEPS: int(batch.steps.micro_steps[row]),
-    }
 
 
 class _RankEncoder:

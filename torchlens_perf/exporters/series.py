@@ -24,8 +24,8 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
     NumberDataPoint,
 )
 
-from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S
 from torchlens_perf.exporters.delivery.wire import key_values
+from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S
 
 if TYPE_CHECKING:
     import numpy.typing as npt
