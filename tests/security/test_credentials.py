@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.endpoints import serving
-from torchlens_perf.exporters import otlp_environment
+from torchlens_perf.exporters.delivery.answer import Outcome
+from torchlens_perf.exporters.delivery.http import HttpTransport
+from torchlens_perf.exporters.delivery.settings import destination
 
 _HEADER = "Bearer the-users"
 
@@ -52,49 +53,47 @@ def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitSta
         yield stack
 
 
-def _export(monkeypatch: pytest.MonkeyPatch, address: str, header: str = _HEADER) -> Any:
-    """What the SDK's exporter says of one export, made as the sidecar makes it."""
+def _export(address: str, header: str = _HEADER) -> Outcome:
+    """What became of one request, sent as the sidecar sends it."""
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_EXPORTER_OTLP_TIMEOUT": "2"}
     if header:
         environ["OTEL_EXPORTER_OTLP_HEADERS"] = f"Authorization={header.replace(' ', '%20')}"
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    exporter, _ = otlp_environment._sdk_exporter("traces", "http/protobuf", environ)
+    transport = HttpTransport(destination("traces", "http/protobuf", environ))
     try:
-        return exporter.export([])
+        return transport.send(b"").outcome
     finally:
-        exporter.shutdown()
+        transport.close()
 
 
-def test_header_wins_over_netrc(leaving: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_wins_over_netrc(leaving: ExitStack) -> None:
     """What the user has set is what arrives."""
     endpoint = _Endpoint(leaving)
-    assert _export(monkeypatch, endpoint.address).name == "SUCCESS"
+    assert _export(endpoint.address) is Outcome.DELIVERED
     assert endpoint.received == [_HEADER]
 
 
-def test_netrc_is_not_sent(leaving: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_netrc_is_not_sent(leaving: ExitStack) -> None:
     """Without a header there is none: a password for a machine is not for whatever listens on it."""
     endpoint = _Endpoint(leaving)
-    assert _export(monkeypatch, endpoint.address, header="").name == "SUCCESS"
+    assert _export(endpoint.address, header="") is Outcome.DELIVERED
     assert endpoint.received == [None]
 
 
-def test_credentials_in_the_address(leaving: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_in_the_address(leaving: ExitStack) -> None:
     """They are sent, unless there is a header."""
     endpoint = _Endpoint(leaving)
     address = endpoint.address.replace("http://", "http://me:word@")
-    _export(monkeypatch, address, header="")
-    _export(monkeypatch, address)
+    _export(address, header="")
+    _export(address)
 
     assert endpoint.received == [f"Basic {base64.b64encode(b'me:word').decode()}", _HEADER]
 
 
-def test_redirects_are_not_followed(leaving: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirects_are_not_followed(leaving: ExitStack) -> None:
     """The one that is pointed to hears nothing, on the same machine either."""
     elsewhere = _Endpoint(leaving)
     endpoint = _Endpoint(leaving, location=f"{elsewhere.address}/v1/traces")
 
-    assert _export(monkeypatch, endpoint.address).name == "FAILURE"
+    assert _export(endpoint.address) is Outcome.LATER
     assert set(endpoint.received) == {_HEADER}
     assert elsewhere.received == []
