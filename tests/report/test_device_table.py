@@ -12,19 +12,21 @@ import numpy as np
 import pytest
 
 from tests.support.memory_exporter import MemoryExporter
-from tests.support.ranks import Rank, make_run
+from tests.support.otlp_collector import Collector, exporter_to
+from tests.support.ranks import Rank, identity_of, make_run
 from tests.support.reports import checked
 from tests.support.saved import saved
-from tests.support.tables import MS
+from tests.support.tables import MS, step_table
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.device import CAUGHT_UP_NS, DeviceStatistics, phase_durations_ns
-from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.otlp_spans import _details, nest
+from torchlens_perf.exporters import ExportBatch, semantics
+from torchlens_perf.exporters.otlp_spans import nest
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import DeviceClock
-from torchlens_perf.run.records import Span
+from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
 from torchlens_perf.run.sketch import Sketch, WindowSketch, to_records
 from torchlens_perf.sidecar.node import Sidecar
@@ -246,7 +248,7 @@ def test_statistics_survive_their_file() -> None:
     }  # fmt: skip
 
 
-def test_device_spans_lie_beside_the_hosts() -> None:
+def test_device_spans_lie_beside_the_hosts(run: RunDirectory) -> None:
     """In a trace: a span of the device in a span of the device, never in one of the host that happens to contain it."""
 
     def span(kind: str, name: str, start_ns: int, duration_ns: int, value0: int = 0, flags: int = 0) -> Span:
@@ -266,9 +268,18 @@ def test_device_spans_lie_beside_the_hosts() -> None:
         "backward": None, "forward GPT": None, "layer": "forward GPT", "in backward": "backward", "issued": "backward",
         "kernel": "forward GPT",
     }  # fmt: skip
-    assert _details(spans[1]) == {semantics.SPAN_KIND: "forward", semantics.ON_DEVICE: True}
-    assert _details(spans[5])[semantics.ON_DEVICE] is True
-    assert semantics.ON_DEVICE not in _details(spans[4])
+    endpoint = Collector("traces")
+    exporter = exporter_to({"traces": endpoint})
+    exporter.export(
+        ExportBatch(
+            identity_of(run, 0), HostClock().anchor(), step_table([{}]), (StepTrace(0, 0, 200, 0, tuple(spans)),)
+        )
+    )
+    exporter.shutdown(10)
+    sent = {each.name: each.attributes for each in endpoint.spans()}
+    assert (sent["forward GPT"][semantics.SPAN_KIND], sent["forward GPT"][semantics.ON_DEVICE]) == ("forward", True)
+    assert sent["kernel"][semantics.ON_DEVICE] is True
+    assert semantics.ON_DEVICE not in sent["issued"]
 
 
 def test_a_device_that_is_behind_is_what_limits_the_step(run: RunDirectory) -> None:

@@ -189,7 +189,7 @@ def test_alerts_on_what_is_no_ranks_work(
 ) -> None:
     """What the report says besides slow ranks is told as an alert, once; a replay tells it under the same id."""
     live, again, run = MemoryExporter(), MemoryExporter(), make_run(tmp_path)
-    monkeypatch.setattr("torchlens_perf.exporters.otlp_environment.exporter_from_environment", lambda _: live)
+    monkeypatch.setattr("torchlens_perf.exporters.otlp_environment.exporter_from_environment", lambda *_: live)
     record(simulation(fault, topology=topology), 96, run, "note")
     replay(run, again)
     report = build(run.run_id, node_state.load_all(run))
