@@ -44,6 +44,26 @@ class Place(TypedDict):
     local_rank: int | None
     mesh: dict[str, int]
     """Its coordinate in each dimension of the device mesh, where process groups tell it: {"dp": 1, "tp": 0}."""
+    population: str
+    """Ranks with the same text do the same work: excess is work above the median of the others of them."""
+
+
+class StepBands(TypedDict):
+    """Of each column, quantiles of the durations of all single steps of all ranks in it, in seconds."""
+
+    p5_s: list[float | None]
+    p50_s: list[float | None]
+    p95_s: list[float | None]
+    max_s: list[float | None]
+
+
+class SlowTime(TypedDict):
+    """A time in which a rank was named as slow: steps [since_step, until_step); None for still."""
+
+    rank: int
+    phase: str
+    since_step: int
+    until_step: int | None
 
 
 class StepMatrices(TypedDict):
@@ -53,8 +73,12 @@ class StepMatrices(TypedDict):
     places: list[Place]
     """The rows, sorted by rank."""
     step: Matrix
+    bands: StepBands
+    slow: list[SlowTime]
     work: Matrix
-    """Own time without lack of CPU; what ranks are compared by."""
+    """Own time without lack of CPU; what ranks are compared by. Of steps that are compared: without the warm-up, and
+    without steps that evaluate, save, compile, are sampled or captured; so it may be "not measured" where step is not.
+    By the device's clock for ranks that are judged by it."""
     parts: dict[str, Matrix]
     """By part (run.records.PARTS), in the order to stack them in. A part that no step has is left out."""
     device_parts: dict[str, Matrix]
@@ -108,6 +132,8 @@ class StepTraceRow(TypedDict):
     step: int
     why: str
     """Why this step is in the page: "slowest", "first slow step of rank 3", "typical", "evaluation", ..."""
+    clock: str
+    """A sentence: how the ranks' times were laid on one line, and how well that is known."""
     ranks: list[RankTrace]
     ranks_left_out: int
     collectives: list[CollectiveJoined]
