@@ -43,7 +43,11 @@ def document(contents: Contents) -> str:
         "body",
         tag("a", "Skip to the verdicts", class_="skip", href="#verdicts"),
         _header(contents),
-        tag("nav", tag("ul", [tag("li", tag("a", label, href=f"#{key}")) for key, label in shown]), aria_label="Sections"),
+        tag(
+            "nav",
+            tag("ul", [tag("li", tag("a", label, href=f"#{key}")) for key, label in shown]),
+            aria_label="Sections",
+        ),
         tag("main", sections),
         tag("footer", tag("p", f"Written {contents['written']} by torchlens_perf {contents['version']}.")),
         _raw("script", inert(contents), type="application/json", id="contents"),

@@ -117,7 +117,9 @@ def device_parts_s(grid: StepGrid, windows: Mapping[int, Windows]) -> dict[str, 
     return found
 
 
-def _spread(grid: StepGrid, windows: Windows, values: Floats, weights: npt.NDArray[np.floating]) -> tuple[Floats, Floats]:
+def _spread(
+    grid: StepGrid, windows: Windows, values: Floats, weights: npt.NDArray[np.floating]
+) -> tuple[Floats, Floats]:
     """Values of windows, summed in the grid's columns with their weights, and the sums of those.
 
     A window that is wider than a column stands in each of its columns.

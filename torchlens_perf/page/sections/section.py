@@ -29,7 +29,9 @@ def table(
 ) -> Element:
     """A table that scrolls by itself. texts: the columns that are not numbers. marked: rows that stand out."""
     left, strong = set(texts), set(marked)
-    head = tag("tr", [tag("th", each, scope="col", class_="text" if at in left else None) for at, each in enumerate(headers)])
+    head = tag(
+        "tr", [tag("th", each, scope="col", class_="text" if at in left else None) for at, each in enumerate(headers)]
+    )
     body = [
         tag(
             "tr",
