@@ -1,6 +1,7 @@
-"""What a page holds, as JSON: the contract between the Python that gathers it and the scripts that draw it. Types only.
+"""What a page holds, as JSON: the contract between what gathers it and the scripts that draw it. Types only.
 
-The page's file holds it as inert JSON in `<script type="application/json" id="contents">`; the live page serves the same.
+The page's file holds it as inert JSON in `<script type="application/json" id="contents">`; the live page serves the
+same.
 Names end in their units, as in the report: `_s` seconds, `_bytes`. None is what was not measured, never 0.
 """
 
@@ -16,8 +17,8 @@ SCHEMA = 1
 class Matrix(TypedDict):
     """Durations of [ranks, columns] as codes of 16 bits: row by row, little-endian, deflated (zlib), in base64.
 
-    Code 0 is "not measured", 1 is 0 s, and a larger one is `smallest_s * exp((code - 2) * log_step)` seconds. So a value
-    is off by at most half of log_step, whatever its size.
+    Code 0 is "not measured", 1 is 0 s, and a larger one is `smallest_s * exp((code - 2) * log_step)` seconds. So a
+    value is off by at most half of log_step, whatever its size.
     """
 
     smallest_s: float
@@ -91,7 +92,9 @@ class SpanRow(TypedDict):
     """One lane's spans as columns of equal length; lengths in microseconds from the step's start on that rank."""
 
     lane: str
-    """host, device, or thread: what does not nest with the others has a lane of its own."""
+    """host, collectives, other threads, device, collectives on the device: what does not nest with the others has a
+    lane of its own. Only in `host` are spans of a step's parts; spans inside of others have a larger depth there. In
+    the other lanes depth keeps apart what overlaps."""
     kind: list[str]
     """Of records: data, forward, backward, optimizer, wait, module, module_backward, section, collective, ..."""
     name: list[int]
@@ -109,6 +112,8 @@ class CollectiveJoined(TypedDict):
     number: int
     """Its sequence number in the group: with the group, the flight recorder's id."""
     bytes: int | None
+    asynchronous: bool
+    """Then a wait is how much earlier a rank has issued it, not time that it was blocked."""
     last_rank: int | None
     """Who arrived last; None where that cannot be known."""
     arrival_us: dict[str, float | None]

@@ -15,21 +15,20 @@ if TYPE_CHECKING:
 
 SMALLEST_S = 1e-9
 LOG_STEP = 0.004  # a value is off by 0.2 % at most: less than steps differ anyway, and their noise packs into few bits
-COARSEST_LOG_STEP = 0.02
 _NOT_MEASURED, _ZERO, _FIRST = 0, 1, 2
 _LAST = (1 << 16) - 1
 
 
-def encoded(values_s: npt.NDArray[np.floating], log_step: float = LOG_STEP) -> Matrix:
+def encoded(values_s: npt.NDArray[np.floating]) -> Matrix:
     """The durations, in seconds, shape [ranks, columns]; NaN is what was not measured. Below SMALLEST_S is 0 s."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log(values_s / SMALLEST_S) / log_step
+        logs = np.log(values_s / SMALLEST_S) / LOG_STEP
     codes = np.full(values_s.shape, _NOT_MEASURED, "<u2")
     codes[values_s < SMALLEST_S] = _ZERO
     known = values_s >= SMALLEST_S
     codes[known] = np.clip(np.rint(logs[known]) + _FIRST, _FIRST, _LAST)
     packed = zlib.compress(codes.tobytes(), 9)
-    return {"smallest_s": SMALLEST_S, "log_step": log_step, "codes": base64.b64encode(packed).decode()}
+    return {"smallest_s": SMALLEST_S, "log_step": LOG_STEP, "codes": base64.b64encode(packed).decode()}
 
 
 def decoded(matrix: Matrix, ranks: int) -> npt.NDArray[np.float64]:

@@ -69,7 +69,7 @@ class Joined(Protocol):
     """Gets operations of one kind that all of `ranks` have issued and ended."""
 
     def __call__(
-        self, key: OperationKey, ranks: tuple[int, ...], calls: npt.NDArray[np.void], root: int | None
+        self, key: OperationKey, ranks: tuple[int, ...], calls: npt.NDArray[np.void], root: int | None, /
     ) -> None:
         """calls: channel.CALL, shape [operations, ranks]. root: column of the root."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 1 << 16
 _PARTS = tuple(f"{part}_ns" for part in PARTS)
-_COLUMNS = ("process", "step", "start_ns", "duration_ns", "own_ns", "memory_bytes", "flags", *_PARTS)
+_COLUMNS = ("process", "step", "start_ns", "duration_ns", "own_ns", "ready_ns", "memory_bytes", "flags", *_PARTS)
 _WORK = "work_ns"  # missing in run directories of earlier versions
 UNREADABLE = (OSError, ValueError, KeyError, pa.ArrowException)
 """What reading a file raises that somebody has damaged, or another version has written."""
@@ -54,7 +54,8 @@ def by_text(column: pa.Array, value_of: Mapping[str, int], missing: int) -> npt.
     """What value_of has for each row of a column of texts."""
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     values = np.array([value_of.get(text, missing) for text in coded.dictionary.to_pylist()] + [missing], np.int64)
-    return values[coded.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)]
+    found: npt.NDArray[np.int64] = values[coded.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)]
+    return found
 
 
 def _batch(batch: Any, row_of: Mapping[str, int], begin_ns: Mapping[str, int]) -> Batch:
@@ -64,7 +65,9 @@ def _batch(batch: Any, row_of: Mapping[str, int], begin_ns: Mapping[str, int]) -
     ours = row >= 0
 
     def numbers(name: str) -> npt.NDArray[np.int64]:
-        return columns[name].to_numpy(zero_copy_only=False)[ours].astype(np.int64)
+        known = columns[name].fill_null(-1)
+        found: npt.NDArray[np.int64] = known.to_numpy(zero_copy_only=False)[ours].astype(np.int64)
+        return found
 
     return Batch(
         row=row[ours],
@@ -73,6 +76,7 @@ def _batch(batch: Any, row_of: Mapping[str, int], begin_ns: Mapping[str, int]) -
         duration_ns=numbers("duration_ns"),
         work_ns=numbers(_WORK if _WORK in columns else "own_ns"),
         parts_ns=np.stack([numbers(name) for name in _PARTS], axis=1),
+        ready_ns=numbers("ready_ns"),
         memory_bytes=numbers("memory_bytes"),
         flags=numbers("flags"),
     )

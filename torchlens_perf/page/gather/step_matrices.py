@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
-from torchlens_perf.page.contents import Columns, Matrix, Place, SlowTime, StepMatrices
+from torchlens_perf.page.contents import Columns, Place, SlowTime, StepMatrices
 from torchlens_perf.page.gather.step_files import step_batches
 from torchlens_perf.page.gather.step_grid import QUANTILES, StepGrid
 from torchlens_perf.page.matrix import encoded
@@ -62,9 +62,7 @@ def step_grid(run: RunDirectory, processes: Mapping[int, ProcessState], notes: l
     return grid if grid.steps.any() else None
 
 
-def step_matrices(
-    grid: StepGrid, processes: Mapping[int, ProcessState], findings: Findings, log_step: float
-) -> StepMatrices:
+def step_matrices(grid: StepGrid, processes: Mapping[int, ProcessState], slow: list[SlowTime]) -> StepMatrices:
     """The grid as the page holds it."""
     ranks = sorted(processes)
     steps = np.where(grid.steps > 0, grid.steps, np.nan)
@@ -72,24 +70,21 @@ def step_matrices(
         row: processes[rank].judged_windows() for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE
     }
 
-    def matrix(values_s: Floats) -> Matrix:
-        return encoded(values_s, log_step)
-
     return {
         "columns": _columns(grid),
         "places": [_place(rank, processes[rank]) for rank in ranks],
-        "step": matrix(grid.step_ns / steps / 1e9),
+        "step": encoded(grid.step_ns / steps / 1e9),
         "bands": {
             **{name: _rounded(grid.quantile_s(share)) for name, share in QUANTILES.items()},  # type: ignore[typeddict-item]
             "max_s": _rounded(grid.longest_ns / 1e9),
         },
-        "slow": _slow_times(findings),
-        "work": matrix(work_s(grid, windows)),
+        "slow": slow,
+        "work": encoded(work_s(grid, windows)),
         "parts": {
-            part: matrix(grid.parts_ns[at] / steps / 1e9) for at, part in enumerate(PARTS) if grid.parts_ns[at].any()
+            part: encoded(grid.parts_ns[at] / steps / 1e9) for at, part in enumerate(PARTS) if grid.parts_ns[at].any()
         },
         "device_parts": {
-            part: matrix(values) for part, values in device_parts_s(grid, windows).items() if np.nansum(values)
+            part: encoded(values) for part, values in device_parts_s(grid, windows).items() if np.nansum(values)
         },
         "memory_bytes": _memory(grid),
     }
@@ -102,7 +97,8 @@ def work_s(grid: StepGrid, windows: Mapping[int, Windows]) -> Floats:
         known = each.work_steps > 0
         means = np.divide(each.work_sum_ns, each.work_steps, out=np.full(len(known), np.nan), where=known)
         sums[row], counts[row] = _spread(grid, each, means, np.where(known, each.work_steps, 0))
-    return np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0) / 1e9
+    mean_s: Floats = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0) / 1e9
+    return mean_s
 
 
 def device_parts_s(grid: StepGrid, windows: Mapping[int, Windows]) -> dict[str, Floats]:
@@ -118,7 +114,7 @@ def device_parts_s(grid: StepGrid, windows: Mapping[int, Windows]) -> dict[str, 
 
 
 def _spread(
-    grid: StepGrid, windows: Windows, values: Floats, weights: npt.NDArray[np.floating]
+    grid: StepGrid, windows: Windows, values: Floats, weights: npt.NDArray[np.floating[Any]]
 ) -> tuple[Floats, Floats]:
     """Values of windows, summed in the grid's columns with their weights, and the sums of those.
 
@@ -136,8 +132,8 @@ def _spread(
 
 def _columns(grid: StepGrid) -> Columns:
     starts = np.where(np.isfinite(grid.start_ns), grid.start_ns, np.nan)
-    some = np.isfinite(starts).any(axis=0)
-    started_s = np.full(len(some), np.nan)
+    some = grid.steps.any(axis=0)
+    started_s = np.full(starts.shape[1], np.nan)
     started_s[some] = np.nanmedian(starts[:, some], axis=0) / 1e9
     return {
         "width": grid.width,
@@ -158,7 +154,8 @@ def _place(rank: int, process: ProcessState) -> Place:
     }
 
 
-def _slow_times(findings: Findings) -> list[SlowTime]:
+def slow_times(findings: Findings) -> list[SlowTime]:
+    """In which ranks were named as slow, the earliest first."""
     return [
         {"rank": each.rank, "phase": each.phase, "since_step": each.since_step, "until_step": each.until_step}
         for each in sorted(findings.episodes, key=lambda episode: (episode.since_step, episode.rank))
@@ -178,4 +175,4 @@ def _memory(grid: StepGrid) -> list[list[int | None]] | None:
 
 def _rounded(values: Floats | Sequence[float]) -> list[float | None]:
     """Six figures, None for what is not known."""
-    return [float(f"{value:.6g}") if value == value else None for value in np.asarray(values).tolist()]
+    return [float(f"{value:.6g}") if value == value else None for value in np.asarray(values, np.float64).tolist()]

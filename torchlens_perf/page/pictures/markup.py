@@ -14,7 +14,7 @@ Child = Element | str | None | Iterable["Child"]
 
 
 def tag(name: str, /, *children: Child, **attributes: str | float | None) -> Element:
-    """An element. A trailing underscore of an attribute's name is dropped and others become hyphens: class_, data_chart.
+    """An element. A trailing underscore of an attribute's name is dropped, others become hyphens: class_, data_chart.
 
     None is no child, and no attribute.
     """
