@@ -26,10 +26,11 @@
     return theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   };
 
-  // The excess diverges from 0; all else goes from little to much. Dark on light and light on dark alike.
+  // The excess diverges from 0, which has the colour of the paper; all else goes from little to much.
+  const DIVERGING_DARK = ["#58a6ff", "#4184d6", "#3168ab", "#264b77", "#1f3350", "#22272e", "#4f2a2a", "#7a3030", "#a83b36", "#d4483f", "#ff6a5e"];
   function palette(quantity) {
-    const named = quantity === "excess" ? Bokeh.Palettes.RdBu11 : Bokeh.Palettes.Viridis256;
-    return quantity === "excess" ? [...named].reverse().reverse() : named;
+    if (quantity !== "excess") return Bokeh.Palettes.Viridis256;
+    return torchlens.isDark() ? DIVERGING_DARK : Bokeh.Palettes.RdBu11;
   }
 
   torchlens.figure = (place, { width, height, ...options }) => {
@@ -45,7 +46,9 @@
       axis.axis_label_text_font_style = "normal";
     }
     for (const grid of [figure.xgrid, figure.ygrid].flat()) if (grid) grid.grid_line_color = colors.grid;
-    if (figure.toolbar) figure.toolbar.logo = null;
+    figure.toolbar.logo = null;
+    const brush = figure.toolbar.tools.find((tool) => tool instanceof Bokeh.BoxSelectTool);
+    if (brush) figure.toolbar.active_drag = brush;
     return figure;
   };
 
@@ -113,7 +116,7 @@
     }
 
     async draw() {
-      const { steps, view, shared } = this.page;
+      const { steps, view } = this.page;
       const quantity = steps.quantities.has(view.now.quantity) ? view.now.quantity : "excess";
       const values = steps.values(quantity), colors = torchlens.colors();
       this.order = this.rows();
@@ -136,7 +139,7 @@
       });
       const height = Math.max(160, Math.min(620, 90 + count * (count > 64 ? 1 : 18)));
       const figure = torchlens.figure(this.place, {
-        width: this.page.width(this.place), height, x_range: shared.x, x_axis_label: "step",
+        width: this.page.width(this.place), height, x_range: (this.range = this.page.range()), x_axis_label: "step",
         y_range: new Bokeh.Range1d({ start: 0, end: count, bounds: [0, count] }),
         tools: [new Bokeh.BoxSelectTool({ dimensions: "width", persistent: true }),
           new Bokeh.BoxZoomTool({ dimensions: "both" }), new Bokeh.PanTool({ dimensions: "both" }),
@@ -235,11 +238,11 @@
     }
 
     async draw() {
-      const { steps, shared, view } = this.page, colors = torchlens.colors();
+      const { steps, view } = this.page, colors = torchlens.colors();
       const middle = steps.first.map((first) => first + steps.width / 2), bands = steps.bands;
       const top = Math.max(0, ...bands.p95_s.filter((value) => value !== null)) * 1.25 || 1;
       const figure = torchlens.figure(this.place, {
-        width: this.page.width(this.place), height: 260, x_range: shared.x, x_axis_label: "step", y_axis_label: "s",
+        width: this.page.width(this.place), height: 260, x_range: (this.range = this.page.range()), x_axis_label: "step", y_axis_label: "s",
         y_range: new Bokeh.Range1d({ start: 0, end: top }),
         tools: [new Bokeh.BoxSelectTool({ dimensions: "width", persistent: true }), new Bokeh.BoxZoomTool(),
           new Bokeh.PanTool(), new Bokeh.WheelZoomTool({ dimensions: "width" }), new Bokeh.ResetTool(), new Bokeh.SaveTool()],

@@ -54,13 +54,32 @@
       this.isLive = document.documentElement.dataset.live !== undefined;
       this.view = new torchlens.View();
       this.charts = [];
-      if (steps) this.shared = this.ranges();
+      this.asked = new Set();
+      this.idle = true;
     }
 
-    // Charts over steps are zoomed together.
-    ranges() {
-      const { first, end } = this.steps;
-      return { x: new Bokeh.Range1d({ start: first[0] ?? 0, end: Math.max(end, (first[0] ?? 0) + 1), bounds: [first[0] ?? 0, Math.max(end, (first[0] ?? 0) + 1)] }) };
+    // Charts over steps are zoomed together. A range belongs to one chart: each has its own, and they follow each other.
+    range() {
+      const [low, high] = this.bounds();
+      this.zoom ??= [low, high];
+      const range = new Bokeh.Range1d({ start: this.zoom[0], end: this.zoom[1], bounds: [low, high], reset_start: low, reset_end: high });
+      const changed = () => this.zoomed(range);
+      range.properties.start.change.connect(changed);
+      range.properties.end.change.connect(changed);
+      return range;
+    }
+
+    bounds() {
+      const low = this.steps.first[0] ?? 0;
+      return [low, Math.max(this.steps.end, low + 1)];
+    }
+
+    zoomed(range) {
+      if (range.start === this.zoom[0] && range.end === this.zoom[1]) return;
+      this.zoom = [range.start, range.end];
+      for (const { chart } of this.charts) {
+        if (chart.range && chart.range !== range) chart.range.setv({ start: range.start, end: range.end });
+      }
     }
 
     width(place) { return Math.max(280, Math.floor(place.clientWidth) - 4); }
@@ -105,18 +124,32 @@
       this.say(view);
     }
 
+    // One drawing at a time: what is asked for meanwhile is drawn after it.
     async draw(changed) {
-      for (const each of this.charts) {
-        if (each.redraws.some((key) => changed.has(key))) {
-          try {
-            await each.chart.draw();
-            if (each.chart.place.childElementCount) each.figure.classList.add("drawn");
-          } catch (error) { // its picture stays
-            each.figure.classList.remove("drawn");
-            console.error(error);
-          }
-        } else if (each.marks.some((key) => changed.has(key))) each.chart.mark();
+      for (const key of changed) this.asked.add(key);
+      if (!this.idle) return;
+      this.idle = false;
+      while (this.asked.size) {
+        const keys = this.asked;
+        this.asked = new Set();
+        for (const each of this.charts) {
+          if (each.redraws.some((key) => keys.has(key))) await this.redraw(each);
+          else if (each.marks.some((key) => keys.has(key))) each.chart.mark();
+        }
       }
+      this.idle = true;
+    }
+
+    async redraw(each) {
+      try {
+        await each.chart.draw();
+        each.figure.classList.toggle("drawn", each.chart.place.childElementCount > 0);
+      } catch (error) { // its picture stays
+        each.chart.place.replaceChildren();
+        each.figure.classList.remove("drawn");
+        console.error(error);
+      }
+      each.done = true;
     }
 
     say(view) {
@@ -200,13 +233,9 @@
       const steps = await torchlens.read(contents);
       this.contents = contents;
       if (steps) {
-        const followed = !this.steps || this.shared.x.end >= this.steps.end;
-        const start = this.shared?.x.start;
+        const follows = !this.steps || this.zoom[1] >= this.bounds()[1];
         this.steps = steps;
-        const ranges = this.ranges();
-        if (!this.shared) this.shared = ranges;
-        else if (followed) Object.assign(this.shared.x, { bounds: ranges.x.bounds, start, end: ranges.x.end });
-        else this.shared.x.bounds = ranges.x.bounds;
+        if (this.zoom && follows) this.zoom = [this.zoom[0], this.bounds()[1]];
       }
       await this.draw(new Set(["quantity", "steps", "step", "theme"]));
     }

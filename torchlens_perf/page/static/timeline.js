@@ -48,7 +48,7 @@
       this.picker();
       if (!trace) return;
       const colors = torchlens.colors(), names = this.page.contents.traces.names;
-      const last = new Set(trace.collectives.map((each) => each.last_rank));
+      const culprit = this.culprit(trace);
       const columns = { left: [], right: [], bottom: [], top: [], color: [], edge: [], at: [] };
       this.spans = [];
       const ticks = [];
@@ -58,7 +58,7 @@
         for (const row of rank.rows) {
           const depths = row.depth.map((depth) => Math.min(depth, MAX_DEPTH)), lowest = Math.min(...depths, MAX_DEPTH);
           const levels = Math.max(1, Math.max(...depths, 0) - lowest + 1);
-          ticks.push([-(y + levels / 2), `rank ${rank.rank}${last.has(rank.rank) ? " \u25c0 last" : ""}${row.lane === "host" ? "" : ` ${torchlens.short(row.lane, 12)}`}`]);
+          ticks.push([-(y + levels / 2), `rank ${rank.rank}${rank.rank === culprit ? " \u25c0 waited for" : ""}${row.lane === "host" ? "" : ` ${torchlens.short(row.lane, 12)}`}`]);
           row.start_us.forEach((start_us, at) => {
             const top = y + depths[at] - lowest, begin = offset_ms + start_us / 1e3;
             columns.left.push(begin);
@@ -95,6 +95,17 @@
       await torchlens.show(figure, this.place);
       this.caption(trace);
       this.waits(trace);
+    }
+
+    // The rank that the others have waited for longest in this step: last at collectives, by their waits.
+    culprit(trace) {
+      const waits = new Map();
+      for (const each of trace.collectives) {
+        if (each.last_rank === null) continue;
+        const all = Object.values(each.wait_us).filter((value) => value !== null);
+        waits.set(each.last_rank, (waits.get(each.last_rank) ?? 0) + Math.max(0, ...all));
+      }
+      return [...waits].sort(([, one], [, other]) => other - one)[0]?.[0] ?? null;
     }
 
     hover(x, y) {
