@@ -3,8 +3,8 @@
     python -m benchmarks.page_charts          # needs bokeh, plotly and playwright from PyPI, and Chromium
 
 Each in one file without a network, under the page's content security policy. Printed: bytes of the library, raw and
-packed; seconds until the chart is painted; milliseconds from zooming to a half of the steps until that is painted; and whether the
-policy had to allow eval.
+packed; seconds until the chart is painted; milliseconds from zooming to a half of the steps until that is painted; and
+whether the policy had to allow eval.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Error, sync_playwright
 
@@ -32,7 +33,8 @@ const ranks = {RANKS}, steps = {STEPS};
 const values = new Float32Array(ranks * steps);
 let seed = 1;
 for (let i = 0; i < values.length; i++) {{ seed = (seed * 16807) % 2147483647; values[i] = seed / 2147483647; }}
-const painted = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now()))));
+const frame = () => new Promise(done => requestAnimationFrame(done));
+const painted = async () => {{ await frame(); await frame(); return performance.now(); }};
 """
 DRAW = {
     "Bokeh": """
@@ -87,8 +89,7 @@ def main() -> int:
                 path.write_text(page(library, DATA + DRAW[name], evaluates=evaluates))
                 tab = browser.new_page()
                 problems: list[str] = []
-                tab.on("console", lambda message, into=problems: into.append(message.text) if message.type == "error" else None)
-                tab.on("pageerror", lambda error, into=problems: into.append(str(error)))
+                listen(tab, problems)
                 tab.goto(path.as_uri())
                 try:
                     first_s = tab.evaluate("draw()") / 1e3
@@ -109,14 +110,21 @@ def main() -> int:
     return 0
 
 
+def listen(tab: Any, problems: list[str]) -> None:
+    """Into problems goes what the console reports as an error."""
+    tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+
+
 def page(library: str, script: str, *, evaluates: bool) -> str:
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in (library, script))
-    scripts = f"script-src {hashes}{' ' + chr(39) + 'unsafe-eval' + chr(39) if evaluates else ''}"
-    policy = f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; {scripts}"
-    return (
-        f'<!DOCTYPE html><html><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'</head><body><div id="chart"></div><script>{library}</script><script>{script}</script></body></html>'
-    )
+    """A file under the page's policy. evaluates: which also lets eval be called."""
+    digests = (hashlib.sha256(each.encode()).digest() for each in (library, script))
+    scripts = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+    scripts += ["'unsafe-eval'"] if evaluates else []
+    policy = f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {' '.join(scripts)}"
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+    body = f'<div id="chart"></div><script>{library}</script><script>{script}</script>'
+    return f"<!DOCTYPE html><html><head>{head}</head><body>{body}</body></html>"
 
 
 if __name__ == "__main__":
