@@ -17,8 +17,10 @@ import sys
 from torchlens_perf.commands.progress import Progress
 with Progress("reading [bold] names", quiet="quiet" in sys.argv, after_s=0.0) as progress:
     progress(1, 4)
+    if progress._timer is not None:
+        progress._timer.join()  # it is shown by now
     print("asked for", flush=True)
-    sys.stdin.readline()  # until the parent has seen the line, or knows that there is none
+    sys.stdin.readline()  # until the parent has seen it
 print("at the end")
 """
 MANY_STEPS = ["-m", "torchlens_perf", "simulate", "--rows", "--ranks", "64", "--steps", "100000000"]
