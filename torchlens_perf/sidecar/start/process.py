@@ -207,14 +207,18 @@ def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextMana
 
 
 def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
-    """Writes report.txt as rank 0's terminal wants it, and hands it to rank 0 where that waits."""
+    """Hands the short form to rank 0 where that waits, as its terminal wants it, and writes report.txt."""
+    from torchlens_perf.report.brief import brief
     from torchlens_perf.report.run_report import run_report
     from torchlens_perf.report.terminal import render
 
-    text = render(run_report(run), str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
-    deliver(asked.get("mailbox", ""), text)  # first: the disk of the run directory may be slow
+    report = run_report(run)
+    mailbox = asked.get("mailbox", "")
+    if mailbox:  # first: the disk of the run directory may be slow
+        short = brief(report, str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
+        deliver(mailbox, short)
     partial = run.report.with_suffix(".partial")
-    ownership.write(partial, text, like=run.nodes)
+    ownership.write(partial, render(report, str(run.path), columns=0, color=False), like=run.nodes)
     os.replace(partial, run.report)
 
 
