@@ -1,4 +1,4 @@
-"""Since when verdicts have held, by sidecars: in one go, started again, by a replay, and from nothing but the records."""
+"""Since when verdicts have held: by a sidecar in one go, by several, by a replay, and by nothing but the records."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def brief(report: Report, run_dir: str, *, columns: int, color: bool, page: str 
     found = any(map(is_finding, rows))
     begin: list[RenderableType] = [title(report), Text("")]
     end: list[RenderableType] = [*_figures(report, ranks=found), *_asides(report), _where_the_rest_is(run_dir, page)]
-    verdicts = [list(verdict_parts(row, report, trivial=False)) for row in rows]
+    verdicts = [list(verdict_parts(row, report, brief=True)) for row in rows]
     if found:
         captured = map(Text, capture_lines(report, run_dir))
         parts = [*begin, *(part for each in verdicts for part in each), *captured, *end]
@@ -63,7 +63,8 @@ def _asides(report: Report) -> Iterator[RenderableType]:
 
 def _where_the_rest_is(run_dir: str, page: str) -> Text:
     also = f", and the page {printable(page)}" if page else ""
-    return Text(f"this is the short form; all of it: torchlens-perf report {printable(run_dir)}{also}", style="dim")
+    text = f"this is the short form; all of it: torchlens-perf report {printable(run_dir)}{also}"
+    return Text(text, style="dim", no_wrap=True, overflow="ignore")  # to be copied as it is
 
 
 def _fitting(verdicts: Sequence[Sequence[RenderableType]], lines: int, columns: int) -> list[RenderableType]:

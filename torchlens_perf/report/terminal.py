@@ -66,7 +66,7 @@ def as_text(value: RenderableType, *, columns: int, color: bool) -> str:
         markup=False,  # a module may be called "[bold]"
         emoji=False,
     )
-    console.print(value)
+    console.print(value, crop=False)  # what is to be copied may be longer
     # rich fills lines with spaces up to the width; copied into an issue they are only in the way.
     return "\n".join(line.rstrip() for line in file.getvalue().split("\n"))
 

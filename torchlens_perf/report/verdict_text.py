@@ -37,12 +37,13 @@ def is_finding(row: VerdictRow) -> bool:
     return row["kind"] in _FINDINGS or (row["kind"] == f"hang{OVER}" and not is_over(row))
 
 
-def verdict_parts(row: VerdictRow, report: Report, *, trivial: bool = True) -> Iterator[RenderableType]:
-    """The verdict with its evidence. trivial: also that it has held all the time."""
+def verdict_parts(row: VerdictRow, report: Report, *, brief: bool = False) -> Iterator[RenderableType]:
+    """The verdict with its evidence. brief: without since when it has held, unless it is a finding, or over by now."""
     head, _, action = row["text"].partition(" Next: ")
     text = Text(printable(head), style=_STYLES.get(row["kind"], "bold"))
-    held = held_words(row["held"], report["run"]["started"], trivial=trivial)
-    if held:
+    over = row["held"] is not None and row["held"]["until_step"] is not None
+    held = held_words(row["held"], report["run"]["started"])
+    if held and (not brief or over or is_finding(row)):
         text.append(f"\n{held}", style="dim not bold")
     if action:
         text.append("\nNext: ", style="bold")
@@ -81,14 +82,11 @@ def earlier_line(rows: Sequence[VerdictRow]) -> str:
     return f"Earlier in this run: {heads[0]}{more}."
 
 
-def held_words(held: Held | None, started: str | None, *, trivial: bool = True) -> str:
-    """Since when, and in how many windows; "" where that is not known. started: of the run. trivial: also that it was
-    so all the time."""
+def held_words(held: Held | None, started: str | None) -> str:
+    """Since when, and in how many windows; "" where that is not known. started: of the run."""
     if held is None or held["since_step"] is None:
         return ""
     since, until, windows = held["since_step"], held["until_step"], held["windows_judged"]
-    if not trivial and until is None and windows is not None and windows == held["windows_held"]:
-        return ""
     steps = f"since step {since}" if until is None else f"from step {since} to {until - 1}"
     times = [_clock(each, started) for each in (held["since"], held["until"]) if each is not None]
     at = f" ({' to '.join(times)} UTC)" if times and (until is None or len(times) == 2) else ""
