@@ -91,7 +91,7 @@ THIRD_PARTY = {
     },
     "nvtx": {"hooks.nvtx", "commands.doctor"},
     "opentelemetry": {"exporters"},
-    "rich": {"report.heat_map", "report.rank_table", "report.tables", "report.terminal"},
+    "rich": {"commands.progress", "report.heat_map", "report.rank_table", "report.tables", "report.terminal"},
     "pyarrow": {"page.gather", "sidecar.rings.segments", "sidecar.telemetry.log"},
     "pynvml": {"sidecar.telemetry.gpu"},
     "torch": {
