@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.stragglers.excess import excess_over_others
+from torchlens_perf.analysis.stragglers.excess import relative_excess
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,18 +31,6 @@ def window_excess(windows: RunWindows, places: Mapping[int, Placement]) -> npt.N
         populations[places[rank].population if rank in places else ""].append(row)
     excess = np.full(windows.work_ns.shape, np.nan)
     for rows in populations.values():
-        excess[rows] = _of_population(windows.work_ns[rows])
+        excess[rows] = relative_excess(windows.work_ns[rows])
     return excess
 
-
-def _of_population(work_ns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """[ranks, columns] of ranks that do the same; NaN where there is no other rank."""
-    relative = np.full(work_ns.shape, np.nan)
-    for column, values in enumerate(work_ns.T):
-        present = np.flatnonzero(np.isfinite(values))
-        if len(present) > 1:
-            above = excess_over_others(values[present, None])[:, 0]
-            others = values[present] - above
-            known = others > 0
-            relative[present[known], column] = above[known] / others[known]
-    return relative

@@ -117,7 +117,7 @@ def within(series: Sequence[Series], budget_bytes: int, notes: list[str]) -> lis
     for each in series:
         order.append((places[each["where"]], each))
         places[each["where"]] += 1
-    kept, used_bytes = [], 0
+    kept, used_bytes = list[Series](), 0
     for _, each in sorted(order, key=lambda item: item[0]):
         used_bytes += len(json.dumps(each, separators=(",", ":")))
         if used_bytes > budget_bytes:

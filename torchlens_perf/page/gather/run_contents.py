@@ -52,8 +52,9 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
         def made(of: StepGrid) -> StepMatrices:
             return step_matrices(of, processes, slow)
 
-        grid, matrices = thinned_grid(grid, made, int(_MATRICES * budget_bytes), notes)
-        series += rank_series(grid, matrices["columns"], processes, ranks)
+        grid, fitting = thinned_grid(grid, made, int(_MATRICES * budget_bytes), notes)
+        matrices = fitting
+        series += rank_series(grid, fitting["columns"], processes, ranks)
     series = within(series, int(_SERIES * budget_bytes), notes)
     if grid is not None:
         left = budget_bytes - sum(map(size_bytes, (shown, matrices, series)))
