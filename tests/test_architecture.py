@@ -54,6 +54,7 @@ RANKS = {
     "sidecar.nodes": "talks to other nodes' sidecars",
     "sidecar": "puts that together, round by round",
     "sidecar.start": "starts it, with next to nothing imported",
+    "serve": "shows the page to viewers, and follows runs",
     # both
     "simulate": "writes rings as a training process does, and is replayed as a sidecar does",
     "commands": "calls any of them",

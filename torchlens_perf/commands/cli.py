@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torchlens_perf.commands import capture, simulate
+from torchlens_perf.commands import capture, serve, simulate
 from torchlens_perf.commands import run as run_command
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import TorchlensPerfError, printable
@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     sidecar.set_defaults(command=_sidecar)
 
     capture.add_command(commands)
+    serve.add_command(commands)
     simulate.add_command(commands)
 
     build_tap = commands.add_parser(

@@ -1,7 +1,8 @@
 """Who may look: whoever has the token, on this machine, from a page of this server's own.
 
 The token comes in the address that is printed, once; then a cookie has it, which no other site's page sends (SameSite).
-The Host header must name this server, so that no name that somebody else's name server has pointed here is taken for it.
+The Host header must name this server, so that no name that somebody else's name server has pointed here is taken for
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ HEADERS = {
     "cache-control": "no-store",
 }
 _NO_TOKEN = (
-    "This page is for who has started it. Open the address that `torchlens-perf serve` has printed: it ends in a token.\n"
+    "This page is for who has started it. Open the address that `torchlens-perf serve` has printed: it ends in a "
+    "token.\n"
 )
 _READS = ("GET", "HEAD")
 

@@ -1,11 +1,11 @@
-"""Follows a run for all who look at it: its directory is looked at once a second at most, and read once for everybody."""
+"""Follows a run for all who look at it: its directory is looked at once a second at most, and read once for
+everybody."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from torchlens_perf.errors import TorchlensPerfError
@@ -49,6 +49,11 @@ class Follower:
         self._following: asyncio.Task[None] | None = None
         self._rest_s = LOOK_S
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody waits for changes."""
+        return self._viewers > 0
+
     async def current(self) -> Rendered:
         """As it is now. Raises TorchlensPerfError where nothing could ever be read."""
         await self._look()
@@ -56,7 +61,7 @@ class Follower:
             raise TorchlensPerfError(self.problem or f"{self.run.name} cannot be read")
         return self._now
 
-    async def changes(self, since: int) -> AsyncIterator[tuple[int, bool]]:
+    async def changes(self, since: int) -> AsyncGenerator[tuple[int, bool], None]:
         """The version whenever there is a newer one than was seen, and whether the run goes on; ends with the run."""
         self._viewers += 1
         if self._following is None:
@@ -64,7 +69,8 @@ class Follower:
         try:
             while True:
                 async with self._news:
-                    await self._news.wait_for(lambda: self.version > since)
+                    while self.version <= since:
+                        await self._news.wait()
                 since = self.version
                 is_live = self._now is None or self._now.is_live
                 yield since, is_live
@@ -88,9 +94,8 @@ class Follower:
                 seen = await asyncio.wait_for(asyncio.to_thread(signature, self.run), 10.0)
                 if seen == self._seen:
                     return
-                began_s = time.monotonic()
                 self._now = await self._worker.call(rendered, self.run)
-                self._rest_s = max(LOOK_S, _SHARE * (time.monotonic() - began_s))
+                self._rest_s = max(LOOK_S, _SHARE * self._now.took_s)
                 self._seen, self.problem = seen, ""
             except (OSError, TorchlensPerfError, asyncio.TimeoutError) as error:
                 self.problem = str(error) or "the run directory does not answer"

@@ -10,8 +10,8 @@ from torchlens_perf.page.pictures.markup import tag
 from torchlens_perf.run.captures import MAX_RANKS, MAX_STEPS
 
 
-def live_part(name: str, *, is_live: bool) -> LivePart:
-    """Of the run with this name."""
+def live_part(*, is_live: bool) -> LivePart:
+    """Of a run that goes on, or has ended."""
     said = "follows the run" if is_live else "this run has ended"
     status = tag(
         "p",
@@ -35,8 +35,8 @@ def live_part(name: str, *, is_live: bool) -> LivePart:
         action="api/captures",
     )
     what = (
-        f"A trace by torch.profiler, stacks and the flight recorder of up to {MAX_RANKS} ranks for a few steps. The ranks "
-        "pause while they write."
+        f"A trace by torch.profiler, stacks and the flight recorder of up to {MAX_RANKS} ranks for a few steps. The "
+        "ranks pause while they write."
     )
     captures = tag("details", tag("summary", "Look at a few steps in full detail"), tag("p", what), form)
     return LivePart(_script(), [status, captures if is_live else None])

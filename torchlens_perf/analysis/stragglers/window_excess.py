@@ -33,4 +33,3 @@ def window_excess(windows: RunWindows, places: Mapping[int, Placement]) -> npt.N
     for rows in populations.values():
         excess[rows] = relative_excess(windows.work_ns[rows])
     return excess
-

@@ -43,11 +43,11 @@ def whole_steps(
     names, rows, used_bytes, left_out = Names(), list[StepTraceRow](), 0, 0
     for step, why in steps:
         of_step = [
-            RankRecords(rank, node_of[rank], _offset_ns(processes[rank]), processes[rank].groups, records)
+            RankRecords(rank, node_of[rank], offset_ns(processes[rank]), processes[rank].groups, records)
             for rank in ranks
-            if (records := _of_step(read.get(processes[rank].identity.key), step)) is not None
+            if (records := records_of_step(read.get(processes[rank].identity.key), step)) is not None
         ]
-        row = _row(step, why, of_step, len(processes), names, uncomparable)
+        row = step_row(step, why, of_step, len(processes), names, uncomparable)
         if row is None:
             continue
         size = len(json.dumps(row, separators=(",", ":")))
@@ -66,18 +66,18 @@ def whole_steps(
     return {"names": names.all(), "steps": rows}
 
 
-def _offset_ns(process: ProcessState) -> int:
+def offset_ns(process: ProcessState) -> int:
     return process.anchor.unix_ns - process.anchor.monotonic_ns
 
 
-def _of_step(read: Records | None, step: int) -> Records | None:
+def records_of_step(read: Records | None, step: int) -> Records | None:
     if read is None:
         return None
     records = read.records[read.records["step"] == step]
     return Records(records, read.names) if (records["kind"] == Kind.STEP).any() else None
 
 
-def _row(
+def step_row(
     step: int, why: str, ranks: Sequence[RankRecords], world_size: int, names: Names, uncomparable: Collection[str]
 ) -> StepTraceRow | None:
     if not ranks:
