@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 import msgspec
 import numpy as np
 
+from torchlens_perf.analysis.alerts.history import History
 from torchlens_perf.analysis.alerts.log import OpenAlerts
 from torchlens_perf.analysis.causes.straggler_groups import NOBODY, StragglerSummary
 from torchlens_perf.analysis.collectives.join import CollectiveJoin, JoinState
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.records import StepTable
 
-SCHEMA = 9
+SCHEMA = 10
 
 _T = TypeVar("_T")
 
@@ -137,6 +138,8 @@ class NodeState:
     findings: Findings = NOTHING
     """What this node's straggler detector found: in its own ranks, or on node 0 in those of all nodes."""
     alerts: OpenAlerts | None = None
+    history: History = dataclasses.field(default_factory=History)
+    """What was found while the run went on, and when."""
     telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
     tap_outlook: str = ""
     """What becomes of the native tap that its ranks have missed, see TapForNextRun.outlook()."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torchlens_perf.commands import capture, simulate
+from torchlens_perf.commands import capture, serve, simulate
 from torchlens_perf.commands import run as run_command
+from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import TorchlensPerfError, printable
 from torchlens_perf.run.directory import RunDirectory
 
+_INTERRUPTED = 128 + signal.SIGINT
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code."""
+    """Runs one command and returns the exit code; with Ctrl-C that is 130, as a shell has it."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if arguments[:1] == ["run"] and arguments[1:2] not in (["-h"], ["--help"]):
@@ -27,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TorchlensPerfError as error:
         print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("torchlens-perf: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     except BrokenPipeError:
         # `torchlens-perf report | head`: nobody reads on. Python would complain again when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -49,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="show a run's report, live or finished")
     report.add_argument("run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here")
     report.add_argument("--json", action="store_true", help="as JSON, schema-versioned")
+    report.add_argument("--html", type=Path, metavar="FILE", help="as one HTML file that needs no network")
     report.add_argument("--schema", action="store_true", help="the JSON schema of --json; needs no run")
     report.set_defaults(command=_report)
 
@@ -62,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     sidecar.set_defaults(command=_sidecar)
 
     capture.add_command(commands)
+    serve.add_command(commands)
     simulate.add_command(commands)
 
     build_tap = commands.add_parser(
@@ -76,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="what works in this environment, and what to do where it does not")
     doctor.set_defaults(command=_doctor)
+    for command in commands.choices.values():
+        command.add_argument("-q", "--quiet", action="store_true", help="only what was asked for, and errors")
     return parser
 
 
@@ -89,7 +100,16 @@ def _report(options: argparse.Namespace) -> int:
     from torchlens_perf.report.terminal import show
 
     run = RunDirectory(options.run_dir or _newest_run())
-    value = run_report(run)
+    if options.html is not None:
+        from torchlens_perf.page.document.write import write_page
+
+        with Progress("writing the page", quiet=options.quiet):
+            size = write_page(run, options.html)
+        if not options.quiet:
+            print(f"torchlens-perf: wrote {printable(str(options.html))}, {size / 1e6:.2f} MB", file=sys.stderr)
+        return 0
+    with Progress("reading the run", quiet=options.quiet):
+        value = run_report(run)
     if options.json:
         report_json.write(value, sys.stdout)
     else:
@@ -111,7 +131,8 @@ def _newest_run() -> Path:
 def _sidecar(options: argparse.Namespace) -> int:
     from torchlens_perf.sidecar.start.process import by_hand
 
-    return by_hand(options.run_dir.absolute(), options.host)
+    replaying = Progress("replaying the run", quiet=options.quiet)
+    return by_hand(options.run_dir.absolute(), options.host, replaying, quiet=options.quiet)
 
 
 def _build_tap(options: argparse.Namespace) -> int:
@@ -119,7 +140,10 @@ def _build_tap(options: argparse.Namespace) -> int:
     from torchlens_perf.sidecar import tap_for_next_run
 
     if options.in_background is None:
-        print(printable(str(tap_build.build())))
+        with Progress("compiling the native tap on collectives", quiet=options.quiet):
+            built = tap_build.build()
+        if not options.quiet:
+            print(printable(str(built)))
     else:
         tap_for_next_run.give_way()
         print(printable(str(tap_build.build_in_background(options.in_background))))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.channel import Counts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
-from torchlens_perf.analysis.collectives.semantics import SEND_RECV, GroupKey, cannot_tell
+from torchlens_perf.analysis.collectives.semantics import SEND_RECV, GroupKey, Waits, cannot_tell, semantics_of
 from torchlens_perf.analysis.collectives.statistics import TOTALS, OperationStatistics, merged_operations
 from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, printable
 from torchlens_perf.analysis.stragglers.detector import dimension
@@ -18,7 +18,7 @@ from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import NodeState, ProcessState
-    from torchlens_perf.analysis.words.report import Collective
+    from torchlens_perf.analysis.words.report import ArrivedLast, Collective
 
 _MAX_ROWS = 6
 _TIMES = tuple(name for name in TOTALS if name.endswith("_ns"))
@@ -50,6 +50,18 @@ def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
         for each in merged_operations([node.operations() for node in nodes])
     ]
     return sorted(rows, key=lambda row: (-row["bytes"], -row["count"], row["operation"], row["group"]))
+
+
+def arrived_last(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
+    """By rank, how often it came last. Where another rank's end does not show who came last, nobody did."""
+    counts: dict[int, list[int]] = {}
+    for row in rows:
+        if row["joined_whole"] and row["joined"] and semantics_of(row["operation"]).waits is Waits.ALL:
+            for rank, values in row["by_rank"].items():
+                count = counts.setdefault(int(rank), [0, 0])
+                count[0] += int(values["last"])
+                count[1] += row["joined"]
+    return {rank: {"count": last, "joined": of, "share": last / of} for rank, (last, of) in counts.items()}
 
 
 def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessState]) -> list[str]:

@@ -154,17 +154,18 @@ class Sidecar:
             self._tap.begin_if_due(running_s)
 
     def export(self) -> None:
-        """Hands what account() counted to the exporter."""
-        if self._exporter is not None:
-            if self.conclusions.job.awaits_node_0() and self.sources.live():
-                return  # which trace a step belongs to depends on what it says
-            while self._unexported:
-                batch = self._unexported.pop(0)
-                who = self.state.processes[batch.identity.key].identity
-                self._exporter.export(dataclasses.replace(batch, identity=who))
-            assessment = self.conclusions.assessment(self.sources)  # after the steps: alerts point to their traces
-            if assessment is not None:
-                self._exporter.on_assessment(assessment)
+        """Hands what account() counted, and what judge() found, to the exporter, if there is one."""
+        if self.conclusions.job.awaits_node_0() and self.sources.live():
+            return  # which trace a step belongs to depends on what it says
+        assessment = self.conclusions.assessment()
+        if self._exporter is None:
+            return
+        while self._unexported:
+            batch = self._unexported.pop(0)
+            who = self.state.processes[batch.identity.key].identity
+            self._exporter.export(dataclasses.replace(batch, identity=who))
+        if assessment is not None:  # after the steps: alerts point to their traces
+            self._exporter.on_assessment(assessment)
 
     def keep(self) -> None:
         """Writes a segment and the state, and removes the rings of processes that have ended and are kept whole."""

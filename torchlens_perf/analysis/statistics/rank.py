@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ _UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
 # Steps that are in no window: they do other work than training steps.
 _OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED)
 _OWN = [PARTS.index(part) for part in OWN_PARTS]
+_LITTLE_LACK = 0.02  # of a window's step: what lacks a CPU for less is not kept
 _NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
 _CALLS, _FORWARD_PHASES = (int(Kind.MODULE), int(Kind.FORWARD)), (int(Kind.FORWARD), int(Kind.RECOMPUTE))
 
@@ -47,14 +48,20 @@ class Windows:
     that is in some steps only. Without the warm-up, and without steps that do other work than the other ranks'."""
     work_steps: npt.NDArray[np.int64]
     """How many steps that sum is over; 0: there is no work to compare."""
+    start_ns: npt.NDArray[np.int64]
+    """When the first of its steps began, by its node's CLOCK_MONOTONIC."""
+    lack_ns: Mapping[int, Sequence[float]]
+    """By a window's first step, how long in each part its thread was ready and had no CPU: medians over the steps. Of
+    windows in which that was worth keeping."""
     tags: Mapping[int, int]
     """By a window's first step, what else its steps did, as flags of TAGS; also of windows that have no row."""
     warm_from: int | None
     """The first step that is no warm-up; None: there is no step yet."""
 
 
-_NONE = np.zeros(0)
-NO_WINDOWS = Windows(FIRST_WINDOW_STEPS, _NONE.astype(np.int64), _NONE, _NONE, _NONE, _NONE.astype(np.int64), {}, None)
+_NONE, _NO_LACK = np.zeros(0), (0.0,) * len(PARTS)
+_NO_STEPS = _NONE.astype(np.int64)
+NO_WINDOWS = Windows(FIRST_WINDOW_STEPS, _NO_STEPS, _NONE, _NONE, _NONE, _NO_STEPS, _NO_STEPS, {}, {}, None)
 
 
 class _Row(NamedTuple):
@@ -63,6 +70,20 @@ class _Row(NamedTuple):
     parts_ns: npt.NDArray[np.float64]
     work_sum_ns: float
     work_steps: int
+    start_ns: int
+    lack_ns: npt.NDArray[np.float64]
+
+
+class _Step(NamedTuple):
+    """Of the window in progress."""
+
+    step: int
+    duration_ns: int
+    parts_ns: npt.NDArray[np.int64]
+    work_ns: float
+    """NaN where it is not compared."""
+    start_ns: int
+    ready_ns: npt.NDArray[np.int64]
 
 
 class WindowHistory:
@@ -75,16 +96,15 @@ class WindowHistory:
         """earlier: to go on after. Of these, what was in progress is a window, or was too short for one."""
         self.width = earlier.width
         self._rows = [
-            _Row(*row)
+            _Row._make((*row, np.array(earlier.lack_ns.get(row[0], _NO_LACK), np.float64)))
             for row in zip(
                 earlier.first_step.tolist(), earlier.duration_ns.tolist(), earlier.parts_ns,
-                earlier.work_sum_ns.tolist(), earlier.work_steps.tolist(), strict=True,
+                earlier.work_sum_ns.tolist(), earlier.work_steps.tolist(), earlier.start_ns.tolist(), strict=True,
             )
         ]  # fmt: skip
         self._tags = dict(earlier.tags)
         self._warm_from = earlier.warm_from
-        # Of the window in progress: step, duration, parts, work; NaN where the work is not compared.
-        self._steps: list[tuple[int, int, npt.NDArray[np.int64], float]] = []
+        self._steps: list[_Step] = []
 
     def add(self, table: StepTable) -> None:
         """Adds steps, in order."""
@@ -95,14 +115,15 @@ class WindowHistory:
         compared = (table.flags & _OTHER_WORK) == 0
         uncompared_work = ((table.flags & OTHER_WORK) != 0) | (table.step < self._warm_from)
         work_ns = np.where(uncompared_work, np.nan, _work_ns(table))
-        for step, duration_ns, parts_ns, step_work_ns, good in zip(
-            table.step.tolist(), table.duration_ns.tolist(), table.parts_ns, work_ns.tolist(), compared.tolist(),
-            strict=True,
-        ):  # fmt: skip
-            if self._steps and step // self.width != self._steps[0][0] // self.width:
+        columns = (
+            table.step.tolist(), table.duration_ns.tolist(), table.parts_ns, work_ns.tolist(), table.start_ns.tolist(),
+            table.ready_ns,
+        )  # fmt: skip
+        for step, good in zip(map(_Step, *columns), compared.tolist(), strict=True):
+            if self._steps and step.step // self.width != self._steps[0].step // self.width:
                 self._close_window()
             if good:
-                self._steps.append((step, duration_ns, parts_ns, step_work_ns))
+                self._steps.append(step)
         tagged = (table.flags & TAGS) != 0
         for step, flags in zip(table.step[tagged].tolist(), table.flags[tagged].tolist(), strict=True):
             first = step // self.width * self.width
@@ -122,16 +143,23 @@ class WindowHistory:
             parts_ns=np.array([row.parts_ns for row in rows], np.float64).reshape(len(rows), len(PARTS)),
             work_sum_ns=np.array([row.work_sum_ns for row in rows], np.float64),
             work_steps=np.array([row.work_steps for row in rows], np.int64),
+            start_ns=np.array([row.start_ns for row in rows], np.int64),
+            lack_ns={row.first_step: row.lack_ns.tolist() for row in rows if row.lack_ns.any()},
             tags=dict(self._tags),
             warm_from=self._warm_from,
         )
 
     def _row(self) -> _Row:
-        durations = np.array([step[1] for step in self._steps])
-        parts = np.array([step[2] for step in self._steps])
-        work = [step[3] for step in self._steps if step[3] == step[3]]
-        first = self._steps[0][0] // self.width * self.width
-        return _Row(first, float(median(durations, 0)), median(parts, 0), sum(work), len(work))
+        duration_ns = float(median(np.array([step.duration_ns for step in self._steps]), 0))
+        parts_ns = median(np.array([step.parts_ns for step in self._steps]), 0)
+        work = [step.work_ns for step in self._steps if step.work_ns == step.work_ns]
+        # Of short steps it is not measured, and none is kept.
+        lack_ns = np.minimum(median(np.maximum([step.ready_ns for step in self._steps], 0), 0), parts_ns)
+        if lack_ns.sum() < _LITTLE_LACK * duration_ns:
+            lack_ns = np.zeros(len(PARTS))
+        first = self._steps[0]
+        first_step = first.step // self.width * self.width
+        return _Row(first_step, duration_ns, parts_ns, sum(work), len(work), first.start_ns, lack_ns)
 
     def _close_window(self) -> None:
         if 2 * len(self._steps) >= self.width:
@@ -165,6 +193,8 @@ def _append(rows: list[_Row], row: _Row) -> None:
         (last.parts_ns + row.parts_ns) / 2,
         last.work_sum_ns + row.work_sum_ns,
         last.work_steps + row.work_steps,
+        last.start_ns,
+        (last.lack_ns + row.lack_ns) / 2,
     )
 
 

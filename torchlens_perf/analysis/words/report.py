@@ -158,6 +158,15 @@ class DeviceTimes(TypedDict):
     caught_up: float | None
 
 
+class ArrivedLast(TypedDict):
+    """To how many collectives a rank came last, of those that it took part in and of which that is known: all ranks of
+    the group are on one node, and all wait for all."""
+
+    count: int
+    joined: int
+    share: float
+
+
 class Rank(TypedDict):
     """One rank."""
 
@@ -184,6 +193,11 @@ class Rank(TypedDict):
     memory: Memory
     out_of_memory: OutOfMemory | None
     device: DeviceTimes | None
+    arrived_last: ArrivedLast | None
+    """None where that is known of no collective."""
+    wait_s_per_step: float | None
+    """How long a typical step is blocked in communication, by the clock that the rank is judged by; None where it is in
+    none, or that is not measured."""
     coverage: float
     lost: int
 
@@ -293,6 +307,23 @@ class Capture(TypedDict):
     left_out: dict[str, str]
 
 
+class Held(TypedDict):
+    """Since when a verdict has held. Of a slow rank, that is its episode."""
+
+    since_step: int | None
+    until_step: int | None
+    """The step from which on it no longer held; None while it holds."""
+    windows_held: int | None
+    """In how many windows, from the one step to the other."""
+    windows_judged: int | None
+    """Of how many that show whether it held, over the whole run; None: it is not judged by windows."""
+    window_steps: int | None
+    """How many steps a window has."""
+    since: str | None
+    """When that step began, in UTC; within the window, by a usual step's duration."""
+    until: str | None
+
+
 class VerdictFacts(TypedDict):
     """A verdict without its evidence."""
 
@@ -306,6 +337,8 @@ class VerdictFacts(TypedDict):
     text: str
     where: dict[str, str] | None
     """Who knows the rank by which name: host, scheduler, container, cloud."""
+    held: Held | None
+    """None where it cannot be known."""
 
 
 class VerdictRow(VerdictFacts):

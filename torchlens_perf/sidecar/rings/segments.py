@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,12 +116,13 @@ def hosts(run: RunDirectory) -> list[str]:
 
 
 def read_chunks(
-    run: RunDirectory, host: str, notes: list[str] | None = None
+    run: RunDirectory, host: str, notes: list[str] | None = None, segment_done: Callable[[], object] = lambda: None
 ) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], int]]:
     """A node's records as they were read from the rings: origin, records, names, and records lost before them.
 
     notes: gets a line for each segment that is damaged, which is left out; its records are counted as lost where later
-    ones follow. None: that is an error. Raises RunStoreError, also where the disk does not answer as it should.
+    ones follow. None: that is an error. segment_done: called after each segment. Raises RunStoreError, also where the
+    disk does not answer as it should.
     """
     expected: dict[str, int] = {}
     for path in files_of(run.spans, host):
@@ -132,11 +133,13 @@ def read_chunks(
             if notes is None:
                 raise
             notes.append(f"{error}: its records are missing")
+            segment_done()
             continue
         for origin, records, names, sequences in chunks:
             lost = int(sequences[-1]) + 1 - expected.get(origin.key, int(sequences[0])) - len(sequences)
             expected[origin.key] = int(sequences[-1]) + 1
             yield origin, records, names, max(0, lost)
+        segment_done()
 
 
 def _chunks(path: Path) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], npt.NDArray[np.int64]]]:

@@ -8,11 +8,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, guard, printable
 from torchlens_perf.run import ownership, ring
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
 
 logger = logging.getLogger("torchlens_perf.sidecar")
+
+Advanced: TypeAlias = Callable[[int, int], object]
+"""Called as advanced(done, total)."""
+_UNHEARD: AbstractContextManager[Advanced] = contextlib.nullcontext(lambda done, total: None)
 
 _AGAIN_S = 1.0  # between two tries to make the run directory
 _MAX_FAILURES, _LONGEST_REST_S = 10, 60.0  # of a sidecar that begins anew, ever more rarely: ten minutes in all
@@ -72,13 +77,16 @@ class _WithoutPandas(MetaPathFinder):
             raise ModuleNotFoundError("a sidecar has no use for pandas", name=fullname)
 
 
-def by_hand(run_dir: Path, name: str | None) -> int:
+def by_hand(
+    run_dir: Path, name: str | None, replaying: AbstractContextManager[Advanced] = _UNHEARD, *, quiet: bool = False
+) -> int:
     """Reads a node's rings if there are any, else replays what is kept. Returns the exit code.
 
-    name: the node's, or its host's; None: this node's.
+    name: the node's, or its host's; None: this node's. replaying: entered for a replay; it gets to know how far that
+    is. quiet: nothing is printed but what went wrong.
     Raises RunStoreError for what is no run directory, or cannot be written, or has a sidecar already.
     """
-    _log()
+    _log(logging.WARNING if quiet else logging.INFO)
     termination.install()
     run = RunDirectory(run_dir)
     if not run.nodes.is_dir() and not run.local_rings():  # nobody may have been able to make it
@@ -89,16 +97,12 @@ def by_hand(run_dir: Path, name: str | None) -> int:
     run.create()
     keep_log(run, host)
     with ownership.as_private_as(run.nodes):
-        return _read_or_replay(run, host, lock)
+        if not any(path.exists() for path in run.registered_rings(host)):
+            from torchlens_perf.sidecar.rings import segments
 
-
-def _read_or_replay(run: RunDirectory, host: str, lock: SidecarLock) -> int:
-    if not any(path.exists() for path in run.registered_rings(host)):
-        from torchlens_perf.sidecar.rings import segments
-
-        if segments.hosts(run):
-            return _replay(run, lock)
-    _read(run, host, lock, {})
+            if segments.hosts(run):
+                return _replay(run, lock, replaying, quiet=quiet)
+        _read(run, host, lock, {})
     return 0
 
 
@@ -115,10 +119,21 @@ def _known_node(run: RunDirectory, name: str | None) -> str:
     return of_host[0] if of_host else exact
 
 
-def _log() -> None:
-    handler = logging.StreamHandler()
+def _log(level: int = logging.INFO) -> None:
+    handler = _Stderr()
     handler.setFormatter(_PrintableLines("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class _Stderr(logging.Handler):
+    """Writes to what sys.stderr is then: while progress is shown, that is what writes above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            self.handleError(record)
 
 
 class _PrintableLines(logging.Formatter):
@@ -174,7 +189,7 @@ def _read(
         tap.finish()
 
 
-def _replay(run: RunDirectory, lock: SidecarLock) -> int:
+def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextManager[Advanced], *, quiet: bool) -> int:
     from torchlens_perf.config import from_environment
     from torchlens_perf.exporters.delivery.outbox import found, outbox
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment, wanted_signals
@@ -182,15 +197,17 @@ def _replay(run: RunDirectory, lock: SidecarLock) -> int:
 
     waits = any(found(outbox(run.path), signal) for signal in wanted_signals(os.environ))
     exporter = exporter_from_environment(os.environ, run)
-    if exporter is not None and waits:
-        # Else a backend that has taken the other steps would get them twice.
-        notes = delivered(run, exporter)
-        print("sent what an endpoint had not taken" if not notes else "sent a part of what an endpoint had not taken")
-    else:
-        done = replay(run, exporter, from_environment(os.environ).get("trace_every"))
-        where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
-        print(f"replayed {done.steps} steps, {done.records} records{where}")
-        notes = done.notes
+    with replaying as advanced:
+        if exporter is not None and waits:
+            # Else a backend that has taken the other steps would get them twice.
+            notes = delivered(run, exporter)
+            done = "sent what an endpoint had not taken" if not notes else "sent a part of what an endpoint had not taken"
+        else:
+            replayed = replay(run, exporter, from_environment(os.environ).get("trace_every"), advanced)
+            where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
+            done, notes = f"replayed {replayed.steps} steps, {replayed.records} records{where}", replayed.notes
+    if not quiet:
+        print(done)
     for note in notes:
         print(f"  - {printable(note)}")
     lock.remove()
@@ -198,14 +215,18 @@ def _replay(run: RunDirectory, lock: SidecarLock) -> int:
 
 
 def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
-    """Writes report.txt as rank 0's terminal wants it, and hands it to rank 0 where that waits."""
+    """Hands the short form to rank 0 where that waits, as its terminal wants it, and writes report.txt."""
+    from torchlens_perf.report.brief import brief
     from torchlens_perf.report.run_report import run_report
     from torchlens_perf.report.terminal import render
 
-    text = render(run_report(run), str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
-    deliver(asked.get("mailbox", ""), text)  # first: the disk of the run directory may be slow
+    report = run_report(run)
+    mailbox = asked.get("mailbox", "")
+    if mailbox:  # first: the disk of the run directory may be slow
+        short = brief(report, str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
+        deliver(mailbox, short)
     partial = run.report.with_suffix(".partial")
-    ownership.write(partial, text, like=run.nodes)
+    ownership.write(partial, render(report, str(run.path), columns=0, color=False), like=run.nodes)
     os.replace(partial, run.report)
 
 

@@ -1,0 +1,132 @@
+"""document(): a run's page as one file that needs nothing else: no network, and no scripts to be read."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib.util
+import json
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchlens_perf.page.pictures.markup import Element, html, raw, tag
+from torchlens_perf.page.sections.every import SECTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchlens_perf.page.contents import Contents
+    from torchlens_perf.page.pictures.markup import Child
+
+_STATIC = "static"
+# The charts' library, where it is installed: the package, and the file in it. It is not imported.
+CHART_LIBRARY = ("bokeh", ("server/static/js/bokeh.min.js", "server/static/js/bokeh-api.min.js"))
+# In the order in which each needs those before it.
+SCRIPTS = ("contents.js", "view.js", "charts.js", "timeline.js", "series.js", "page.js")
+STYLES = ("page.css", "charts.css")
+
+
+class LivePart(NamedTuple):
+    """What the live page has besides a file. It may ask its own server, and nobody else."""
+
+    script: str
+    elements: Sequence[Child]
+    """Shown above the verdicts."""
+
+
+def document(contents: Contents, live: LivePart | None = None) -> str:
+    """The page. contents: see contents.py. live: where a server shows it; None for a file."""
+    style, library = "\n".join(map(static, STYLES)), chart_library()
+    scripts = [library, "\n".join(map(static, SCRIPTS))] if library else []
+    scripts += [live.script] if live is not None else []
+    run = contents["report"]["run"]
+    title = f"{run['program'] or 'run'} · {run['id']} · torchlens_perf"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy([style], scripts, asks=live is not None)),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="referrer", content="no-referrer"),
+        tag("title", title),
+        raw("style", style),
+    )
+    sections = [section(contents) for _, _, section in SECTIONS]
+    shown = [(key, label) for (key, label, _), each in zip(SECTIONS, sections, strict=True) if each is not None]
+    body = tag(
+        "body",
+        tag("a", "Skip to the verdicts", class_="skip", href="#verdicts"),
+        _header(contents),
+        tag(
+            "nav",
+            tag("ul", [tag("li", tag("a", label, href=f"#{key}")) for key, label in shown]),
+            aria_label="Sections",
+        ),
+        tag("main", live.elements if live is not None else None, sections),
+        tag("footer", tag("p", f"Written {contents['written']} by torchlens_perf {contents['version']}.")),
+        raw("script", inert(contents), type="application/json", id="contents"),
+        [raw("script", each) for each in scripts],
+    )
+    state = None if live is None else "running" if run["live"] else "ended"
+    return f"<!DOCTYPE html>\n{html(tag('html', head, body, lang='en', data_live=state))}\n"
+
+
+def _header(contents: Contents) -> Element:
+    run = contents["report"]["run"]
+    ranks = f"{run['world_size']} rank{'s' if run['world_size'] != 1 else ''}"
+    nodes = f" on {len(run['nodes'])} nodes" if len(run["nodes"]) > 1 else ""
+    state = "running" if run["live"] else "ended"
+    return tag(
+        "header",
+        tag("h1", run["program"] or "run", " ", tag("small", run["id"])),
+        tag("p", f"{ranks}{nodes}, {state}"),
+    )
+
+
+def inert(value: Any) -> str:
+    """JSON that no HTML parser and no script sees as anything else."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and its like are escaped
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def policy(styles: list[str], scripts: list[str], *, asks: bool = False) -> str:
+    """The content security policy: scripts that are in the page, by their hashes, and nothing else; no network at all.
+
+    asks: of the live page, which asks its own server. The charts' library makes style elements of its own, whose hashes
+    nobody knows before. A style can reach nothing.
+    """
+    style = ["'unsafe-inline'"] if scripts else [f"'{_digest(text)}'" for text in styles]
+    parts = {
+        "default-src": ["'none'"],
+        "img-src": ["data:", "blob:"] if scripts else ["data:"],
+        "style-src": style,
+        "script-src": [f"'{_digest(text)}'" for text in scripts] or ["'none'"],
+        "base-uri": ["'none'"],
+        "form-action": ["'self'"] if asks else ["'none'"],
+        "connect-src": ["'self'"] if asks else ["'none'"],
+    }
+    return "; ".join(" ".join([source, *allowed]) for source, allowed in parts.items())
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+@functools.cache
+def static(name: str) -> str:
+    """A file of the page's own; "" where there is none."""
+    path = resources.files("torchlens_perf.page") / _STATIC / name
+    return path.read_text("utf-8") if path.is_file() else ""
+
+
+@functools.cache
+def chart_library() -> str:
+    """The charts' JavaScript library; "" where it is not installed: the page then has its pictures only."""
+    package, files = CHART_LIBRARY
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        return ""
+    paths = [Path(found.origin).parent / file for file in files]
+    return "\n".join(path.read_text("utf-8") for path in paths) if all(path.is_file() for path in paths) else ""
