@@ -17,7 +17,7 @@ from rich.text import Text
 
 from torchlens_perf.analysis.statistics.rank import Windows
 from torchlens_perf.analysis.stragglers.detector import Findings
-from torchlens_perf.analysis.stragglers.excess import relative_excess
+from torchlens_perf.analysis.stragglers.excess import excess_over_others
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.run.ring import Flag
 
@@ -49,7 +49,7 @@ def heat(windows: Mapping[int, Windows], findings: Findings, places: Mapping[int
     work_ns = np.stack([_mean_work(windows[rank], width, first, columns) for rank in ranks])
     excess = np.full(work_ns.shape, np.nan)
     for rows in populations.values():
-        excess[rows] = relative_excess(work_ns[rows])
+        excess[rows] = _excess(work_ns[rows])
     rounded = [[round(value, 4) if value == value else None for value in values] for values in excess.tolist()]
     slow = defaultdict(list)
     for episode in sorted(findings.episodes, key=lambda episode: episode.since_step):
@@ -78,6 +78,19 @@ def _mean_work(windows: Windows, width: int, first: int, columns: int) -> npt.ND
     sums = np.bincount(at, windows.work_sum_ns, columns)
     means: npt.NDArray[np.float64] = np.divide(sums, steps, out=np.full(columns, np.nan), where=steps > 0)
     return means
+
+
+def _excess(work_ns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """[ranks, columns] of ranks that do the same; NaN where there is no other rank."""
+    relative = np.full(work_ns.shape, np.nan)
+    for column, values in enumerate(work_ns.T):
+        present = np.flatnonzero(np.isfinite(values))
+        if len(present) > 1:
+            above = excess_over_others(values[present, None])[:, 0]
+            others = values[present] - above
+            known = others > 0
+            relative[present[known], column] = above[known] / others[known]
+    return relative
 
 
 def _tags(windows: list[Windows], width: int, first: int, columns: int) -> list[list[str]]:
