@@ -171,8 +171,9 @@ class HeldVerdict(TypedDict):
     since_s: float | None
     until_s: float | None
     """Seconds since the run's first step; until_s is None where it holds still."""
-    windows_held: int
-    windows_judged: int
+    windows_held: int | None
+    windows_judged: int | None
+    """Of so many windows of steps over the run; None where it is not judged by windows, or that is not known."""
 
 
 class Thinned(TypedDict):

@@ -11,8 +11,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchlens_perf.analysis.statistics.quantities import duration_or_dash
 from torchlens_perf.page.pictures.markup import Element, html, raw, tag
 from torchlens_perf.page.sections.every import SECTIONS
+from torchlens_perf.page.sections.quality import overhead_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,13 +77,21 @@ def document(contents: Contents, live: LivePart | None = None) -> str:
 
 def _header(contents: Contents) -> Element:
     run = contents["report"]["run"]
-    ranks = f"{run['world_size']} rank{'s' if run['world_size'] != 1 else ''}"
-    nodes = f" on {len(run['nodes'])} nodes" if len(run["nodes"]) > 1 else ""
-    state = "running" if run["live"] else "ended"
+    steps, nodes = contents["report"]["steps"], len(run["nodes"])
+    facts = [
+        ("ranks", f"{run['world_size']}" + (f" on {nodes} nodes" if nodes > 1 else "")),
+        ("steps", str(steps["count"])),
+        ("median step", duration_or_dash(steps["p50_s"])),
+        ("device", run["device"] or "CPU"),
+        ("started", (run["started"] or "not yet").replace("T", " ")),
+        ("running" if run["live"] else "ended", (run["ended"] or run["last_step_at"] or "-").replace("T", " ")),
+        *([("attempt", str(run["attempt"]))] if run["attempt"] else []),
+        ("cost of recording", overhead_words(contents["report"])),
+    ]
     return tag(
         "header",
         tag("h1", run["program"] or "run", " ", tag("small", run["id"])),
-        tag("p", f"{ranks}{nodes}, {state}"),
+        tag("ul", [tag("li", label, " ", tag("b", value)) for label, value in facts], class_="facts"),
     )
 
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from torchlens_perf.analysis.stragglers.detector import NOTHING
+from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
 from torchlens_perf.page.gather.span_files import records_of
 from torchlens_perf.page.gather.step_choice import chosen_ranks
-from torchlens_perf.page.gather.step_collectives import RankRecords
+from torchlens_perf.page.gather.step_collectives import joined_by_step
 from torchlens_perf.page.gather.step_matrices import slow_times
 from torchlens_perf.page.gather.step_trace import Names
-from torchlens_perf.page.gather.whole_steps import offset_ns, records_of_step, step_row
+from torchlens_perf.page.gather.whole_steps import by_step, offset_ns, step_row
 from torchlens_perf.report.build import latest_attempt
 from torchlens_perf.report.run_report import report_and_states
 
@@ -35,13 +36,20 @@ def one_step(run: RunDirectory, step: int) -> StepTraces:
     plain = cast("Report", msgspec.to_builtins(report, enc_hook=lambda number: number.item(), str_keys=True))
     ranks = chosen_ranks(plain, slow_times(findings), node_of)
     notes: list[str] = []
-    read = records_of(run, {processes[rank].identity.key: node_of[rank] for rank in ranks}, [step], notes)
-    of_step = [
-        RankRecords(rank, node_of[rank], offset_ns(processes[rank]), processes[rank].groups, records)
+    keys = {rank: each.identity.key for rank, each in processes.items()}
+    read = records_of(run, {keys[rank]: node_of[rank] for rank in ranks}, [step], notes)
+    of_ranks = [
+        RankRecords(rank, node_of[rank], offset_ns(processes[rank]), processes[rank].groups, read[keys[rank]])
         for rank in ranks
-        if (records := records_of_step(read.get(processes[rank].identity.key), step)) is not None
+        if keys[rank] in read
     ]
-    names = Names()
+    of_step = [
+        each._replace(records=records) for each in of_ranks if (records := by_step(each.records).get(step)) is not None
+    ]
     uncomparable = {name for state in states for name in state.join.uncomparable()}
-    row = step_row(step, "asked for", of_step, len(processes), names, uncomparable)
-    return {"names": names.all(), "steps": [] if row is None else [row]}
+    names = Names()
+    row = step_row(step, "asked for", of_step, len(processes), names, NodeClocks([of_step], uncomparable))
+    if row is None:
+        return {"names": [], "steps": []}
+    row["collectives"] = joined_by_step(of_ranks, ranks, uncomparable).get(step, [])
+    return {"names": names.all(), "steps": [row]}

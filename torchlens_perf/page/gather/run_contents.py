@@ -10,6 +10,7 @@ import msgspec
 from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
 from torchlens_perf.page.gather.hardware_series import hardware_series, rank_series, within
+from torchlens_perf.page.gather.held import held
 from torchlens_perf.page.gather.step_choice import chosen_ranks
 from torchlens_perf.page.gather.step_matrices import begin_unix_ns, slow_times, step_grid, step_matrices
 from torchlens_perf.page.gather.thinning import size_bytes, thinned_grid, thinned_report
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.run.directory import RunDirectory
 
-DEFAULT_BUDGET_BYTES = 1_500_000
+DEFAULT_BUDGET_BYTES = 1_300_000  # with pictures and the charts' library, a page is then below 3 MB
 _REPORT, _MATRICES, _SERIES = 0.25, 0.45, 0.12  # shares of it at most; whole steps have what is left
 
 
@@ -43,9 +44,10 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     ranks = chosen_ranks(plain, slow, node_of)
     named = _named(plain, slow)
     shown = thinned_report({**plain, "heat": None}, {*named, *ranks}, int(_REPORT * budget_bytes), notes)
+    begin_ns = begin_unix_ns(processes)
     grid = step_grid(run, processes, notes)
     matrices: StepMatrices | None = None
-    series: list[Series] = hardware_series(run, processes, node_of, ranks, begin_unix_ns(processes), notes)
+    series: list[Series] = hardware_series(run, processes, node_of, ranks, begin_ns, notes)
     traces: StepTraces = {"names": [], "steps": []}
     if grid is not None:
 
@@ -66,7 +68,7 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
         "steps": matrices,
         "traces": traces,
         "telemetry": series,
-        "held": [None for _ in report["verdicts"]],
+        "held": [held(verdict, matrices and matrices["columns"], begin_ns) for verdict in plain["verdicts"]],
         "thinned": {"budget_bytes": budget_bytes, "sentences": notes},
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "version": VERSION,

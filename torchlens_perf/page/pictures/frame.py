@@ -56,7 +56,7 @@ def x_axis(frame: Frame, values: Iterable[float], show: Callable[[float], str], 
     for value in values:
         x = frame.x(value)
         marks.append(tag("path", d=f"M{x:.1f} {frame.bottom:.1f}v{_TICK:g}", class_="axis"))
-        marks.append(tag("text", show(value), x=x, y=frame.bottom + 17, text_anchor="middle"))
+        marks.append(tag("text", show(value) if value else "0", x=x, y=frame.bottom + 17, text_anchor="middle"))
     marks.append(tag("text", label, x=frame.right, y=frame.bottom + 33, text_anchor="end", class_="label"))
     return tag("g", marks, aria_hidden="true")
 
@@ -67,7 +67,7 @@ def y_axis(frame: Frame, values: Iterable[float], show: Callable[[float], str]) 
     for value in values:
         y = frame.y(value)
         marks.append(tag("path", d=f"M{frame.left:.1f} {y:.1f}H{frame.right:.1f}", class_="grid"))
-        marks.append(tag("text", show(value), x=frame.left - 7, y=y + 4, text_anchor="end"))
+        marks.append(tag("text", show(value) if value else "0", x=frame.left - 7, y=y + 4, text_anchor="end"))
     return tag("g", marks, aria_hidden="true")
 
 

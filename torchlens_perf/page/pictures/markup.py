@@ -21,7 +21,7 @@ def tag(name: str, /, *children: Child, **attributes: str | float | None) -> Ele
     made = ElementTree.Element(name)
     for key, value in attributes.items():
         if value is not None:
-            made.set(key.rstrip("_").replace("_", "-"), safe(value) if isinstance(value, str) else number(value))
+            made.set(key.rstrip("_").replace("_", "-"), printable(value) if isinstance(value, str) else number(value))
     _append(made, children)
     return made
 
@@ -72,4 +72,4 @@ def name(text: str, longest: int = 48) -> Child:
     if len(text) <= longest:
         return tag("span", text, class_="name")
     half = longest // 2
-    return tag("span", f"{text[:half]}…{text[-half:]}", class_="name", title=text[:LONGEST_TEXT])
+    return tag("span", f"{text[:half]}…{text[-half:]}", class_="name", title=safe(text))

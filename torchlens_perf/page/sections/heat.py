@@ -64,7 +64,7 @@ def _means(excess: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _words(ranks: list[int], means: npt.NDArray[np.float64], matrices: StepMatrices) -> str:
     slow = matrices["slow"]
     highest = int(np.nanargmax(means))
-    most = f"the most more work over the run has rank {ranks[highest]}: {_signed(means[highest])} in the mean"
+    most = f"over the whole run, rank {ranks[highest]} is most above the others: {_signed(means[highest])} in the mean"
     if not slow:
         return f"No rank was named as slow; {most}."
     named = []
@@ -72,7 +72,7 @@ def _words(ranks: list[int], means: npt.NDArray[np.float64], matrices: StepMatri
         until = "on" if each["until_step"] is None else f"to step {each['until_step'] - 1}"
         named.append(f"rank {each['rank']} from step {each['since_step']} {until}")
     rest = f" and {len(slow) - 4} more times" if len(slow) > 4 else ""
-    return f"Named as slow: {'; '.join(named)}{rest}. Of all ranks, {most}."
+    return f"Named as slow: {'; '.join(named)}{rest}; {most}."
 
 
 def _table(

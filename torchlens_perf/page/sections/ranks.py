@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent
 from torchlens_perf.page.pictures.markup import Child, Element, name, tag
@@ -46,11 +46,17 @@ def own_s(rank: Rank) -> float:
 def came_last(report: Report) -> dict[int, tuple[int, int]]:
     """By rank, how often it came last, and in how many operations: of those whose ranks were all compared."""
     found: dict[int, tuple[int, int]] = {}
+    for rank in report["ranks"]:
+        known: Any = cast("Mapping[str, Any]", rank).get("arrived_last")
+        if known is not None:
+            found[rank["rank"]] = known["count"], known["joined"]
+    if found:
+        return found
     for row in report["collectives"]:
         if row["joined_whole"] and row["joined"] and row["wait_s"]["mean_s"] is not None:
-            for rank, of in row["by_rank"].items():
-                last, joined = found.get(int(rank), (0, 0))
-                found[int(rank)] = (last + int(of["last"]), joined + row["joined"])
+            for key, of in row["by_rank"].items():
+                last, joined = found.get(int(key), (0, 0))
+                found[int(key)] = (last + int(of["last"]), joined + row["joined"])
     return found
 
 

@@ -201,7 +201,9 @@ def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextMana
         if exporter is not None and waits:
             # Else a backend that has taken the other steps would get them twice.
             notes = delivered(run, exporter)
-            done = "sent what an endpoint had not taken" if not notes else "sent a part of what an endpoint had not taken"
+            done = (
+                "sent what an endpoint had not taken" if not notes else "sent a part of what an endpoint had not taken"
+            )
         else:
             replayed = replay(run, exporter, from_environment(os.environ).get("trace_every"), advanced)
             where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
