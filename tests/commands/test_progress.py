@@ -157,6 +157,27 @@ def test_quiet_replay(run_dir: str) -> None:
     assert failed.stderr == "torchlens-perf: /nowhere is not a run directory\n"
 
 
+_LOGS = """
+import contextlib, logging, sys
+from pathlib import Path
+from torchlens_perf.sidecar.start.process import by_hand
+by_hand(Path(sys.argv[1]), sys.argv[2], quiet=len(sys.argv) > 3)
+logger = logging.getLogger("torchlens_perf.sidecar")
+logger.info("what goes on")
+logger.warning("what went wrong")
+"""
+
+
+def test_quiet_log(run_dir: str) -> None:
+    """A sidecar by hand logs on stderr; quiet, what went wrong alone."""
+    command = [sys.executable, "-c", _LOGS, run_dir, HOST]
+    usual, quiet = (subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["quiet"]))
+
+    assert "INFO what goes on" in usual.stderr
+    assert "what goes on" not in quiet.stderr
+    assert "WARNING what went wrong" in quiet.stderr
+
+
 def test_quiet_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """What works is not named."""
     checks = [Check(OK, "recorder", "native"), Check(WORSE, "tap", "missing", "build it")]

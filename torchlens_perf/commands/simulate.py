@@ -146,13 +146,10 @@ def record(
     """
     from torchlens_perf.sidecar.start.process import locked
 
-    host = simulation.topology.host(0)
     lock = locked(run)
     try:
         _read_as_it_is_written(simulation, steps, run, lock, note, device, advanced)
     except BaseException:  # with Ctrl-C too, nothing of it stays in shared memory
-        for ring in run.registered_rings(host):
-            run.remove_ring(ring)
         lock.remove()
         raise
 
