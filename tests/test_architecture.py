@@ -95,7 +95,10 @@ THIRD_PARTY = {
     },
     "nvtx": {"hooks.nvtx", "commands.doctor"},
     "opentelemetry": {"exporters"},
-    "rich": {"commands.progress", "report.heat_map", "report.rank_table", "report.tables", "report.terminal"},
+    "rich": {
+        "commands.progress", "report.brief", "report.heat_map", "report.rank_table", "report.tables", "report.terminal",
+        "report.verdict_text",
+    },
     "pyarrow": {"page.gather", "sidecar.rings.segments", "sidecar.telemetry.log"},
     "pynvml": {"sidecar.telemetry.gpu"},
     "torch": {

@@ -42,7 +42,7 @@ def with_all(state: NodeState) -> NodeState:
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_healthy_run_is_short(seed: int, columns: int) -> None:
-    """Whatever the loop does: evaluation, saving, noise, ranks that were slow, waits for a while, hangs that went by."""
+    """Whatever the loop does: evaluation, noise, ranks that were slow, waits for a while, hangs that went by."""
     rng = np.random.default_rng(seed)
     loops = random_steps(rng, 300, 8)
     for loop in loops:

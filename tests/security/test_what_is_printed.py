@@ -147,7 +147,7 @@ def test_outcome_of_a_capture(text: str, tmp_path_factory: pytest.TempPathFactor
     captures.write(captures.outcome_path(folder), dataclasses.replace(outcome, first_step=3))
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        capture._wait(run, request, timeout_s=10)
+        capture._wait(run, request, timeout_s=10, quiet=False)
     assert "rank 0" in out.getvalue()
     _assert_harmless(out.getvalue())
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import printable
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS, TRACE
 from torchlens_perf.run.rank_ranges import ranges
@@ -51,27 +53,45 @@ def capture(options: argparse.Namespace) -> int:
 
     run = RunDirectory(options.run_dir.absolute())
     request = ask_capture(run, options.rank, options.steps, python=options.python, force=options.force)
-    print(f"asked: ranks {ranges(request.ranks)}, {request.steps} steps from step {request.from_step} on")
-    return 0 if options.no_wait else _wait(run, request, options.timeout)
+    if not options.quiet:
+        print(f"asked: ranks {ranges(request.ranks)}, {request.steps} steps from step {request.from_step} on")
+    return 0 if options.no_wait else _wait(run, request, options.timeout, quiet=options.quiet)
 
 
-def _wait(run: RunDirectory, request: Request, timeout_s: float) -> int:
-    from torchlens_perf.report.captures import capture_line, captures
+def _wait(run: RunDirectory, request: Request, timeout_s: float, *, quiet: bool) -> int:
+    from torchlens_perf.report.captures import capture_line
 
     received: dict[int, Capture] = {}
     deadline_s = time.monotonic() + timeout_s
     while len(received) < len(request.ranks):
-        if time.monotonic() > deadline_s:
-            left = [rank for rank in request.ranks if rank not in received]
+        with Progress(f"waiting for ranks {ranges(_left(request, received))}", quiet=quiet) as progress:
+            progress(len(received), len(request.ranks))
+            new = _next(run, request, received, deadline_s)
+        if not new:
             path = printable(str(run.path))
-            print(f"not yet: ranks {ranges(left)}. Next: torchlens-perf report {path}, or nodes/*.log there")
+            print(f"not yet: ranks {ranges(_left(request, received))}. Next: torchlens-perf report {path}, or "
+                  "nodes/*.log there")  # fmt: skip
             return 1
-        time.sleep(_POLL_S)
-        for row in captures(run):
-            if row["id"] == request.id and row["rank"] not in received:
-                received[row["rank"]] = row
-                _tell(row, capture_line(row, str(run.path)), str(run.path))
+        for row in new:
+            received[row["rank"]] = row
+            _tell(row, capture_line(row, str(run.path)), str(run.path))
     return 0 if all(TRACE in row["files"] for row in received.values()) else 1
+
+
+def _left(request: Request, received: Mapping[int, Capture]) -> list[int]:
+    return [rank for rank in request.ranks if rank not in received]
+
+
+def _next(run: RunDirectory, request: Request, received: Mapping[int, Capture], deadline_s: float) -> list[Capture]:
+    """Waits for what ranks answer; [] after the deadline."""
+    from torchlens_perf.report.captures import captures
+
+    while time.monotonic() <= deadline_s:
+        time.sleep(_POLL_S)
+        new = [row for row in captures(run) if row["id"] == request.id and row["rank"] not in received]
+        if new:
+            return new
+    return []
 
 
 def _tell(row: Capture, line: str, run_dir: str) -> None:

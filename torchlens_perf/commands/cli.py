@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what works in this environment, and what to do where it does not")
     doctor.set_defaults(command=_doctor)
     for command in commands.choices.values():
-        command.add_argument("-q", "--quiet", action="store_true", help="only what was asked for, and errors")
+        command.add_argument("--quiet", action="store_true", help="only what was asked for, and errors")
     return parser
 
 
@@ -155,6 +155,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     worst = 0
     for check in examine():
-        print(printable(str(check)))
+        if check.severity or not options.quiet:
+            print(printable(str(check)))
         worst = max(worst, check.severity)
     return 1 if worst > 1 else 0

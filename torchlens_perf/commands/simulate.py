@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.stragglers.episodes import Episode
     from torchlens_perf.analysis.stragglers.placement import Placement
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.run.sidecar_lock import SidecarLock
     from torchlens_perf.simulate.rings import SimulatedDevice
     from torchlens_perf.simulate.simulation import Simulation, Topology
 
@@ -143,16 +144,34 @@ def record(
     One sidecar reads the ranks of all hosts, as if they were of one. note: what the report says of the run's origin.
     Calling thread; it exports over OTLP where the environment names an endpoint.
     """
+    from torchlens_perf.sidecar.start.process import locked
+
+    lock = locked(run)
+    try:
+        _read_as_it_is_written(simulation, steps, run, lock, note, device, advanced)
+    except BaseException:  # with Ctrl-C too, nothing of it stays in shared memory
+        lock.remove()
+        raise
+
+
+def _read_as_it_is_written(
+    simulation: Simulation,
+    steps: int,
+    run: RunDirectory,
+    lock: SidecarLock,
+    note: str,
+    device: SimulatedDevice | None,
+    advanced: Advanced,
+) -> None:
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.node import Sidecar
-    from torchlens_perf.sidecar.start.process import locked, write_report
+    from torchlens_perf.sidecar.start.process import write_report
     from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 
     topology = simulation.topology
     host = topology.host(0)
-    lock = locked(run)
     exporter = exporter_from_environment(os.environ, run, host)
     # In the past, so that no time in the run is in the reader's future.
     begin_unix_ns = time.time_ns() - math.ceil(1.5 * steps * simulation.work_ns)

@@ -26,10 +26,15 @@ _MAX_RANKS = 8
 
 
 def brief(report: Report, run_dir: str, *, columns: int, color: bool, page: str = "") -> str:
-    """The short form as text for a terminal of `columns`, with its escape sequences if `color`.
+    """The short form as text for a terminal of `columns`, 0 for none, with its escape sequences if `color`.
 
     page: the file of the run's page, if there is one.
     """
+    return as_text(brief_layout(report, run_dir, columns=columns, page=page), columns=columns, color=color)
+
+
+def brief_layout(report: Report, run_dir: str, *, columns: int, page: str = "") -> RenderableType:
+    """The same as a rich renderable."""
     report = safe(report)
     rows = [row for row in report["verdicts"] if not is_over(row)]
     found = any(map(is_finding, rows))
@@ -38,11 +43,9 @@ def brief(report: Report, run_dir: str, *, columns: int, color: bool, page: str 
     verdicts = [list(verdict_parts(row, report, brief=True)) for row in rows]
     if found:
         captured = map(Text, capture_lines(report, run_dir))
-        parts = [*begin, *(part for each in verdicts for part in each), *captured, *end]
-    else:
-        left = MAX_LINES - _lines([*begin, *end], columns)
-        parts = [*begin, *_fitting(verdicts, left, columns), *end]
-    return as_text(Group(*parts), columns=columns, color=color)
+        return Group(*begin, *(part for each in verdicts for part in each), *captured, *end)
+    left = MAX_LINES - _lines([*begin, *end], columns)
+    return Group(*begin, *_fitting(verdicts, left, columns), *end)
 
 
 def _figures(report: Report, *, ranks: bool) -> Iterator[RenderableType]:

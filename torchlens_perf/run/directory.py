@@ -9,7 +9,7 @@
       steps/NODE-*.parquet one row a step and rank
       spans/NODE-*.parquet one row a record
       oom/rankNNNNN-STEP.json, .txt  what held the memory of a device that ran out of it
-      gpus/NODE-*.parquet  one row a GPU and second; links/ one row a network port and five seconds; outbox/ see exporters
+      gpus/NODE-*.parquet  one row a GPU and second; links/ one row a port and five seconds; outbox/ see exporters
       captures/            deep looks at a few steps, see captures.py
       rings/KEY.ring       ring files, where no sidecar reads them while the job runs
       report.txt, .html    the last report, and as a page

@@ -106,8 +106,9 @@ def _means(values: Floats, windows: Windows, width: int, first: int, columns: in
 
 def _lack(windows: Windows) -> Floats:
     lack_ns = np.zeros((len(windows.first_step), len(PARTS)))
-    for row, step in enumerate(windows.first_step.tolist()):
-        lack_ns[row] = windows.lack_ns.get(step, 0.0)
+    if windows.lack_ns:
+        rows = np.searchsorted(windows.first_step, list(windows.lack_ns))
+        lack_ns[rows] = list(windows.lack_ns.values())
     return lack_ns
 
 
