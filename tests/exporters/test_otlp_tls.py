@@ -118,7 +118,6 @@ def exported(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     exporter = exporter_from_environment(told)
     assert exporter is not None
     exporter.export(one_step())
-    exporter.force_flush(WITHIN_S)
     return "; ".join(exporter.shutdown(WITHIN_S))
 
 
