@@ -28,6 +28,7 @@ RANKS = {
     "hooks.loop": "says where a step ends: the other hooks tell it",
     "hooks.on_device": "hooks about a device",
     "hooks": "all hooks, and the list of them",
+    "results": "shows a watch's own run to who asks for it; asks the sidecar, or a child process",
     "watch": "makes the recorder and the hooks, attaches them, takes them away",
     "autoload": "starts a watch in a script that does not know of us",
     "startup": "starts autoload where torch does not",
@@ -43,6 +44,7 @@ RANKS = {
     "analysis": "all of it, as one node's state",
     "exporters": "who shows it to a backend",
     "report": "who shows it to people",
+    "page": "the same as HTML",
     "sidecar.rings": "reads rings, keeps records",
     "sidecar.telemetry": "reads the node's hardware",
     "sidecar.host": "reads the kernel",
@@ -86,7 +88,10 @@ THIRD_PARTY = {
     "nvtx": {"hooks.nvtx", "commands.doctor"},
     "opentelemetry": {"exporters"},
     "rich": {"report.heat_map", "report.rank_table", "report.tables", "report.terminal"},
-    "pyarrow": {"sidecar.rings.segments", "sidecar.telemetry.log"},
+    "IPython": {"results.notebook"},
+    "pandas": {"results.steps"},
+    "polars": {"results.steps"},
+    "pyarrow": {"results.steps", "sidecar.rings.segments", "sidecar.telemetry.log"},
     "pynvml": {"sidecar.telemetry.gpu"},
     "torch": {
         "commands.doctor", "commands.tap_build",
@@ -242,6 +247,8 @@ def test_no_collective_of_ours() -> None:
         ("cuda.aggregate", "all_reduce"),  # aggregate="device", which is asked for
         ("hooks.on_device.cuda_device", "all_reduce"),
         ("hooks.on_device.cuda_device", "new_group"),
+        ("results.alerts", "loads"),  # JSON, as all of these
+        ("results.ask", "loads"),
         ("run.captures", "loads"),
         ("run.fitting", "loads"),
         ("run.ring", "loads"),
@@ -263,6 +270,7 @@ def test_broad_excepts_are_few() -> None:
     allowed = {
         "cuda.kernels": 3,  # CuPy's errors have no root in common
         "errors": 3,  # guard()
+        "results.alerts": 1,  # whatever the user's callback raises
         "recorder.device_abilities": 1,  # as is what a device raises
         "recorder.torch_private": 1,  # a probe that fails is a no
         "commands.doctor": 1,  # a check that fails is a line

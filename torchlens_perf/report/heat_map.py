@@ -45,7 +45,7 @@ def heat(windows: Mapping[int, Windows], findings: Findings, places: Mapping[int
         populations[places[rank].population if rank in places else ""].append(row)
     if all(len(rows) < 2 for rows in populations.values()):
         return None
-    width, first, columns = _grid([windows[rank] for rank in ranks])
+    width, first, columns = grid([windows[rank] for rank in ranks])
     work_ns = np.stack([_mean_work(windows[rank], width, first, columns) for rank in ranks])
     excess = np.full(work_ns.shape, np.nan)
     for rows in populations.values():
@@ -62,7 +62,7 @@ def heat(windows: Mapping[int, Windows], findings: Findings, places: Mapping[int
     }
 
 
-def _grid(windows: list[Windows]) -> tuple[int, int, int]:
+def grid(windows: list[Windows]) -> tuple[int, int, int]:
     """Width and first step of the columns, and how many there are: windows of all ranks fit into them whole."""
     width = max(each.width for each in windows)
     low = min(int(each.first_step[0]) for each in windows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from torchlens_perf.analysis.alerts.alert import Alert
     from torchlens_perf.analysis.causes.rules import Diagnosis
     from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
     from torchlens_perf.analysis.node_state import NodeState
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _JUDGING = "judging the ranks"
 _SIGNALS = "looking for causes"
+_NEWEST_ALERTS = 32  # for who begins to listen later
 
 
 class Conclusions:
@@ -79,6 +82,8 @@ class Conclusions:
             state.findings, state.hang, saved=state.alerts,
         )  # fmt: skip
         self._assessor = Assessor(alerts)
+        self.newest_alerts: deque[Alert] = deque(maxlen=_NEWEST_ALERTS)
+        self.alerts_raised = 0
 
     def begin(self, identity: Identity, generation: int) -> None:
         """Other processes begin, of which this is one: what was found before holds of none of them."""
@@ -148,7 +153,7 @@ class Conclusions:
         self._state.hang = self.job.hang
 
     def assessment(self, sources: RingSources) -> Assessment | None:
-        """For an exporter, what holds now and what has changed since the last time; None while no process is known."""
+        """Who wants alerts gets what holds now, and what has changed since the last time; None: no process is known."""
         who = next((source.state.identity for source in sources.newest()), None)
         if who is None:
             return None
@@ -167,6 +172,8 @@ class Conclusions:
                     at_step=max((source.reader.counter(ring.STEP) for source in run_on), default=None),
                 )  # fmt: skip
                 self._state.alerts = self._assessor.alerts.open()
+                self.newest_alerts.extend(found.alerts)
+                self.alerts_raised += len(found.alerts)
         return found
 
     def relay_captures(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, guard, printable
 from torchlens_perf.run import ownership, ring
 from torchlens_perf.run.directory import RunDirectory, sidecar_lock, sidecar_log, writer_lives
+from torchlens_perf.run.mailbox import REPORT, deliver
 from torchlens_perf.run.place.node import host_of, node_name
-from torchlens_perf.run.report_mailbox import deliver
 from torchlens_perf.run.ring import Reader, State
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import LOADS
@@ -155,7 +155,7 @@ def _read(
         sidecar = None
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
-            again = run_sidecar(sidecar, lock, exporter)
+            again = run_sidecar(sidecar, lock, exporter, live_results)
         except Exception:
             failures += 1
             if not attends or failures > _MAX_FAILURES:  # by hand, somebody sees what is wrong
@@ -190,15 +190,29 @@ def _replay(run: RunDirectory, lock: SidecarLock) -> int:
 
 
 def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
-    """Writes report.txt as rank 0's terminal wants it, and hands it to rank 0 where that waits."""
+    """Writes report.txt as rank 0's terminal wants it, and hands it to rank 0 where that waits: as text, or in the form
+    for a notebook's cell."""
     from torchlens_perf.report.run_report import run_report
     from torchlens_perf.report.terminal import render
 
-    text = render(run_report(run), str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
-    deliver(asked.get("mailbox", ""), text)  # first: the disk of the run directory may be slow
+    report = run_report(run)
+    text = render(report, str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
+    handed = text
+    if asked.get("form") == "cell":
+        from torchlens_perf.page.notebook import results
+
+        handed = results(report, str(run.path), text)
+    deliver(asked.get("mailbox", ""), handed)  # first: the disk of the run directory may be slow
     partial = run.report.with_suffix(".partial")
     ownership.write(partial, text, like=run.nodes)
     os.replace(partial, run.report)
+
+
+def live_results(run: RunDirectory) -> str:
+    """For those who look at the run while it goes on, see LiveResults. Raises RunStoreError."""
+    from torchlens_perf.page.notebook import results_of
+
+    return results_of(run)
 
 
 def settle(run: RunDirectory, host: str) -> bool:
@@ -218,7 +232,7 @@ def settle(run: RunDirectory, host: str) -> bool:
             if str(error) != said:
                 said = str(error)
                 logger.error("%s", said)
-        for mailbox in run.local_mailboxes():
+        for mailbox in run.local_mailboxes(REPORT):
             with contextlib.suppress(OSError):
                 deliver(str(mailbox), f"torchlens_perf: no report: {said}\n")
         if not any(map(_is_written, run.local_rings())):
