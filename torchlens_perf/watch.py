@@ -291,7 +291,7 @@ class Watch(ShowsResults):
         global _running
         session, self._session = self._session, None
         if self._surfaces is not None:
-            self._surfaces.abandon()
+            self._surfaces.end()
         if session is not None:
             session.abandon()
         if _running is self:

@@ -52,10 +52,6 @@ class Surfaces:
         self.cell.show(recorded, self._attached.enter_context)
 
     def end(self) -> None:
-        """Nothing is shown live any more."""
+        """Nothing is shown live any more. In a forked child what the parent shows stays."""
         with guard("ending what the run was shown by"):
             self._attached.close()
-
-    def abandon(self) -> None:
-        """In a forked child: all of it is the parent's."""
-        self._attached.pop_all()

@@ -32,6 +32,7 @@ class Mailbox:
     def __init__(self, ring: Path, kind: str, question: str = "") -> None:
         """ring: the rank's ring file. Raises OSError, also where this process has one of that kind already."""
         self.path = ring.with_suffix(kind)
+        self._pid = os.getpid()
         self._seen = (0, 0)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         os.write(self._descriptor, question.encode())
@@ -53,14 +54,15 @@ class Mailbox:
         deadline_s = time.monotonic() + timeout_s
         while True:
             text = self.news()
-            if text is not None or time.monotonic() > deadline_s:
+            if text is not None or time.monotonic() >= deadline_s:
                 return text
             time.sleep(_LOOK_EVERY_S)
 
     def close(self) -> None:
-        """Takes it away: nothing can come any more."""
+        """Takes it away: nothing can come any more. In a forked child it stays, as it is the parent's."""
         os.close(self._descriptor)
-        self.path.unlink(missing_ok=True)
+        if self._pid == os.getpid():
+            self.path.unlink(missing_ok=True)
 
 
 def question(mailbox: Path) -> str | None:
@@ -71,7 +73,8 @@ def question(mailbox: Path) -> str | None:
         return None
     with open(descriptor, "rb", buffering=0) as file:
         text = file.read(64)
-    return None if not text or text.endswith(_END) else text.decode(errors="replace")
+    asked = text.decode(errors="replace")
+    return asked if asked in (RESULTS, STEPS) else None
 
 
 def deliver(mailbox: str, text: str) -> None:

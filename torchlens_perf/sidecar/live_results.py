@@ -22,19 +22,25 @@ MAX_RANKS = 256
 """Of larger jobs results are not put together here: that would take seconds, in which no ring is read. Who asks has the
 state saved, and has a process of their own read it."""
 _VIEW_EVERY_S = 1.0
-_MIN_REST = 50.0  # times what a view has taken
+_MIN_REST = 20.0  # times what a view has taken
 _TICK_NS = 50_000_000  # of a file system's clock: more than any kernel's
 
 
 class LiveResults:
     """Belongs to the sidecar's thread."""
 
-    def __init__(self, sidecar: Sidecar, results: Callable[[RunDirectory], str] | None) -> None:
+    def __init__(
+        self,
+        sidecar: Sidecar,
+        results: Callable[[RunDirectory], str] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """results: a run's, as text, from what its nodes have saved; it may raise OSError and RunStoreError. None: who
-        asks reads the run directory.
+        asks reads the run directory. clock: in seconds.
         """
         self._sidecar = sidecar
         self._results = results
+        self._clock = clock
         self._changes_ns: list[int] = []
         self._answers: list[Path] = []
         self._views: list[Path] = []
@@ -74,7 +80,7 @@ class LiveResults:
         due = bool(self._views) and now_s >= self._view_due_s and counted != self._view_of
         if not asked and not due:
             return
-        began_s, text = time.monotonic(), ""
+        began_s, text = self._clock(), ""
         try:
             self._sidecar.save()
             if self._results is not None and self._ranks() <= MAX_RANKS:
@@ -84,7 +90,7 @@ class LiveResults:
         if self._views:
             _deliver(self._views, text)
             self._view_of = counted
-            self._view_due_s = now_s + max(_VIEW_EVERY_S, _MIN_REST * (time.monotonic() - began_s))
+            self._view_due_s = now_s + max(_VIEW_EVERY_S, _MIN_REST * (self._clock() - began_s))
 
     def _show_alerts(self) -> None:
         conclusions = self._sidecar.conclusions

@@ -14,7 +14,7 @@ _KEEP_S, _LATEST_KEEP_S = 5.0, 60.0
 _MAX_UNKEPT_SHARE = 1 / 2  # of a ring: what is in no segment is still there if all processes are killed at once
 _HURRIED_S = 1.0  # between two segments, once the sidecar may be killed at any time
 _SHARE = 1 / 400  # of the time, that counting takes, and writing the state
-_WATCHED_SHARE = 1 / 50  # of the time, that counting takes while somebody looks at the run
+_WATCHED_SHARE = 1 / 20  # of the time, that counting takes while somebody looks at the run
 
 
 class Schedule:
