@@ -14,16 +14,19 @@ import pytest
 
 import torchlens_perf as perf
 from tests.results.test_results import Loop, training
+from tests.support.ranks import Rank
 from torchlens_perf.analysis.alerts.alert import Alert as Raised
 from torchlens_perf.errors import ConfigError
+from torchlens_perf.recorder.session import Session
 from torchlens_perf.results.alerts import Alert, Alerts
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import ALERTS, deliver
-from torchlens_perf.watch import Watch, running
+from torchlens_perf.watch import running
 
 STARTED = Raised(
     "1" * 32, "a" * 32, "straggler", "started", "Rank 1 is slow. Next: look at its host.", 1_500_000_000, 0,
-    since_step=40, rank=1, ranks=(1,), host="node-a", phase="forward", cause="slow_compute", because=("gpu_throttled",), scope="rank",
-    cost_s=0.25, cost_share=0.5,
+    since_step=40, rank=1, ranks=(1,), host="node-a", phase="forward", cause="slow_compute", scope="rank",
+    because=("gpu_throttled",), cost_s=0.25, cost_share=0.5,
 )  # fmt: skip
 ENDED = dataclasses.replace(STARTED, id="2" * 32, change="ended", text="It is over.", until_step=90)
 
@@ -31,12 +34,14 @@ ENDED = dataclasses.replace(STARTED, id="2" * 32, change="ended", text="It is ov
 class Heard:
     """A callback that keeps what it has heard."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
+    def __init__(self, error: BaseException | None = None, wait_s: float = 0.0) -> None:
         self.alerts: list[Alert] = []
         self._error = error
+        self._wait_s = wait_s
 
     def __call__(self, alert: Alert) -> None:
         self.alerts.append(alert)
+        time.sleep(self._wait_s)
         if self._error is not None:
             raise self._error
 
@@ -47,30 +52,36 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
         yield made
 
 
-def named(watch: Watch, *raised: Raised) -> None:
+@pytest.fixture
+def session(run: RunDirectory) -> Iterator[Session]:
+    """A rank's, without a sidecar: the tests say what that would."""
+    rank = Rank(run, 0, 1)
+    yield rank.session
+    rank.close()
+
+
+def named(session: Session, *raised: Raised) -> None:
     """What the sidecar does with its newest alerts."""
     rows = [dataclasses.asdict(each) for each in raised]
-    deliver(str(watch._session.ring_path.with_suffix(ALERTS)), json.dumps(rows))
+    deliver(str(session.ring_path.with_suffix(ALERTS)), json.dumps(rows))
 
 
-def look(watch: Watch) -> None:
+def look(session: Session) -> None:
     """What is done at a step's end, once in 50 ms at most."""
-    (work,) = (work for work, name in watch._session._throttled.items() if "on_verdict" in name)
+    (work,) = (work for work, name in session._throttled.items() if "on_verdict" in name)
     work()
 
 
-def test_each_alert_is_heard_once_by_each_callback(loop: Loop) -> None:
-    """In their order, with what the sidecar has found, by the end of the next steps; also what was named before."""
-    first, second = Heard(), Heard()
-    assert loop.watch.on_verdict(first) is first
-    loop.watch.on_verdict(second)
-    named(loop.watch, STARTED)
-    deadline_s = time.monotonic() + 30
-    while not first.alerts and time.monotonic() < deadline_s:
-        loop.train(1)
-    named(loop.watch, STARTED, ENDED)
-    look(loop.watch)
-    look(loop.watch)
+def test_each_alert_is_heard_once_by_each_callback(session: Session) -> None:
+    """In their order, with what the sidecar has found; also what was named before somebody listened."""
+    alerts, first, second = Alerts(), Heard(), Heard()
+    alerts.callbacks += [first, second]
+    with alerts.listening(session):
+        named(session, STARTED)
+        look(session)
+        named(session, STARTED, ENDED)
+        look(session)
+        look(session)
 
     assert first.alerts == second.alerts
     assert [each.change for each in first.alerts] == ["started", "ended"]
@@ -82,39 +93,40 @@ def test_each_alert_is_heard_once_by_each_callback(loop: Loop) -> None:
     assert (first.alerts[1].next, first.alerts[1].until_step) == ("", 90)
 
 
-def test_an_exception_ends_nothing(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_ends_nothing(session: Session, caplog: pytest.LogCaptureFixture) -> None:
     """It is logged once for each callback; the others hear of it, and it is called again."""
-    bad, good = Heard(ValueError("no \x1b[2J network")), Heard()
-    loop.watch.on_verdict(bad)
-    loop.watch.on_verdict(good)
-    with caplog.at_level(logging.WARNING, "torchlens_perf"):
-        named(loop.watch, STARTED, ENDED)
-        look(loop.watch)
+    alerts, bad, good = Alerts(), Heard(ValueError("no \x1b[2J network")), Heard()
+    alerts.callbacks += [bad, good]
+    with caplog.at_level(logging.WARNING, "torchlens_perf"), alerts.listening(session):
+        named(session, STARTED, ENDED)
+        look(session)
 
     assert len(bad.alerts) == len(good.alerts) == 2
     (record,) = caplog.records
     assert "a callback of on_verdict(), raised, and training goes on: ValueError: no ?[2J network" in record.message
     assert "Heard" in record.message
-    assert loop.watch.summary().missing == ""
-    assert not [note for note in loop.watch._session._notes if "on_verdict" in note]
+    assert session._notes == []
 
 
-def test_a_callback_may_end_the_job(loop: Loop) -> None:
+def test_a_callback_may_end_the_job(session: Session) -> None:
     """SystemExit and Ctrl-C are the user's word."""
-    loop.watch.on_verdict(Heard(SystemExit(3)))
-    named(loop.watch, STARTED)
-    with pytest.raises(SystemExit):
-        look(loop.watch)
+    alerts = Alerts()
+    alerts.callbacks.append(Heard(SystemExit(3)))
+    with alerts.listening(session):
+        named(session, STARTED)
+        with pytest.raises(SystemExit):
+            look(session)
 
 
 def test_its_time_is_the_users(tmp_path: Path) -> None:
     """A callback that posts to a chat for 0.2 s is no cost of this tool, and no later step pays for it."""
+    heard = Heard(wait_s=0.2)
     with training(tmp_path) as loop:
-        loop.watch.on_verdict(lambda alert: time.sleep(0.2))
+        assert loop.watch.on_verdict(heard) is heard
         loop.train(20)
-        named(loop.watch, STARTED)
+        named(loop.watch._session, STARTED)
         deadline_s = time.monotonic() + 30
-        while not loop.watch._surfaces._alerts._known and time.monotonic() < deadline_s:
+        while not heard.alerts and time.monotonic() < deadline_s:
             loop.train(1)
         loop.train(5)
     steps = loop.watch.steps("pandas")
@@ -130,8 +142,8 @@ def test_before_the_watch_begins(tmp_path: Path) -> None:
     watch = perf.watch(dir=str(tmp_path), report=False)
     watch.on_verdict(heard)
     with watch:
-        named(watch, STARTED)
-        look(watch)
+        named(watch._session, STARTED)
+        look(watch._session)
 
     assert len(heard.alerts) == 1
 
@@ -143,8 +155,8 @@ def test_in_a_watch_inside_of_another_one(loop: Loop) -> None:
     inner.on_verdict(before)
     with inner:
         inner.on_verdict(after)
-    named(loop.watch, STARTED)
-    look(loop.watch)
+    named(loop.watch._session, STARTED)
+    look(loop.watch._session)
 
     assert len(before.alerts) == len(after.alerts) == 1
 
@@ -159,8 +171,8 @@ def test_a_forked_child_hears_nothing_and_takes_nothing_away(loop: Loop) -> None
             ours = not heard.alerts and running()._surfaces is None
         os._exit(0 if ours else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    named(loop.watch, STARTED)
-    look(loop.watch)
+    named(loop.watch._session, STARTED)
+    look(loop.watch._session)
 
     assert len(heard.alerts) == 1
 
