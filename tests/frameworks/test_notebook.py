@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.page.test_notebook_cell import Page
+from tests.results.test_docs_notebook import blocks
 from tests.support.kernel import Kernel
 from tests.support.processes import ROOT, clean_environ, report, runs
 
@@ -283,6 +284,16 @@ def test_a_process_that_was_forked_from_the_kernel(kernel: Kernel) -> None:
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
     )
     assert output.text == "0\n"
+
+
+def test_the_example_of_the_docs(kernel: Kernel) -> None:
+    """Cell after cell, as it is in docs/notebook.md."""
+    outputs = [kernel.run(block) for block in blocks()]
+
+    assert [output.errors for output in outputs] == [[]] * len(outputs)
+    assert ": 1 rank, ended" in outputs[0].only()["text/plain"]
+    assert outputs[1].only()["text/plain"] == outputs[0].only()["text/plain"]
+    assert "200 steps: p50" in outputs[2].text
 
 
 def test_saved_and_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
