@@ -16,8 +16,9 @@ import pytest
 from tests.report.test_report import report_on
 from tests.support.ranks import Rank, make_run
 from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.errors import printable
 from torchlens_perf.page.notebook import MAX_BYTES, cell, results
-from torchlens_perf.page.small_charts import MAX_BARS, PART_COLORS, parts_chart, step_chart
+from torchlens_perf.page.small_charts import MAX_BARS, PART_COLORS, image, parts_chart, step_chart
 from torchlens_perf.run.records import PARTS
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
@@ -191,6 +192,8 @@ def test_hostile_names_are_inert(report: dict[str, Any]) -> None:
         assert not set("\x1b\u202e\u2028") & set(page.words + json.dumps(page.images[0][0]))
         assert len(page.images) == len(clean.images)
     json.loads(results({**report, "run": planted(report["run"])}, HOSTILE, HOSTILE))
+    ((says, _),) = Page(image('<svg xmlns="http://www.w3.org/2000/svg"/>', HOSTILE)).images
+    assert says == printable(HOSTILE)
 
 
 def vars_of(verdict: dict[str, Any]) -> dict[str, Any]:

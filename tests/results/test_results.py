@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,15 @@ def test_while_the_run_goes_on_and_after_it(tmp_path: Path) -> None:
     assert "42 steps: p50 " in str(after)
 
 
+def test_right_after_the_end(tmp_path: Path) -> None:
+    """The sidecar still writes then, as nobody has waited for a report: it is waited for."""
+    with perf.watch(dir=str(tmp_path), report=False) as watch:
+        Loop(watch).train(17)
+    found = watch.summary()
+
+    assert (found.steps, found.running, len(watch.steps("pandas"))) == (17, False, 17)
+
+
 def test_what_asking_takes_is_the_tools(tmp_path: Path) -> None:
     """The step in which results were asked for is not said to be long by the user's doing."""
     with training(tmp_path) as loop:
@@ -111,13 +121,17 @@ def test_which_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is imported, else installed; a mistake says what there is."""
     watch = perf.watch()
     assert isinstance(watch.steps(), pandas.DataFrame)
+    with monkeypatch.context() as only_polars:
+        only_polars.delitem(sys.modules, "pandas")
+        only_polars.setitem(sys.modules, "polars", types.SimpleNamespace(DataFrame=lambda: "polars' own"))
+        assert watch.steps() == "polars' own"
     with pytest.raises(ConfigError, match="backend='arrow': must be 'pandas' or 'polars'"):
         watch.steps("arrow")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="polars is not installed"):
-        watch.steps("polars")
     monkeypatch.delitem(sys.modules, "pandas")
     monkeypatch.delitem(sys.modules, "polars", raising=False)
+    with pytest.raises(ConfigError, match="polars is not installed"):
+        watch.steps("polars")
     with pytest.raises(ConfigError, match="install one of them"):
         watch.steps()
 

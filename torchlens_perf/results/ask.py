@@ -24,6 +24,7 @@ COMMAND = "results"
 ANSWER_TIMEOUT_S = 5.0  # of the sidecar: a young one imports what it needs first
 _SETTLE_S = 5.0  # for the sidecar to write what is left, once the run has ended
 _LOOK_EVERY_S = 0.02
+_WAKE_EVERY_S = 0.5
 
 
 class Recorded(NamedTuple):
@@ -94,10 +95,13 @@ def ask(recorded: Recorded, question: str) -> str | None:
     if run is None or session is None or not recorded.has_sidecar:
         return None
     with guard("asking the sidecar"):
-        box = Mailbox(session.ring_path, ANSWER, question)
+        box, deadline_s = Mailbox(session.ring_path, ANSWER, question), time.monotonic() + ANSWER_TIMEOUT_S
         try:
-            wake(recorded)
-            return box.wait(ANSWER_TIMEOUT_S)
+            text = None
+            while text is None and (left_s := deadline_s - time.monotonic()) > 0:
+                wake(recorded)  # one that is being killed may hold its lock a little longer
+                text = box.wait(min(left_s, _WAKE_EVERY_S))
+            return text
         finally:
             box.close()
     return None

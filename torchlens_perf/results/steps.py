@@ -45,17 +45,20 @@ def _read(recorded: Recorded) -> bytes:
 def _backend(name: str | None) -> str:
     """Which of BACKENDS to use. Raises ConfigError for another one, or where none is installed."""
     if name is None:
-        imported = [each for each in BACKENDS if each in sys.modules]
-        installed = [each for each in BACKENDS if importlib.util.find_spec(each) is not None]
-        found = [*imported, *installed]
-        if not found:
+        found = next((each for each in BACKENDS if each in sys.modules), None)
+        found = found or next((each for each in BACKENDS if _is_installed(each)), None)
+        if found is None:
             raise ConfigError("steps() makes a frame of pandas or polars: install one of them")
-        return found[0]
+        return found
     if name not in BACKENDS:
         raise ConfigError(f"backend={name!r}: must be {' or '.join(map(repr, BACKENDS))}")
-    if importlib.util.find_spec(name) is None:
+    if not _is_installed(name):
         raise ConfigError(f"backend={name!r}: {name} is not installed")
     return name
+
+
+def _is_installed(name: str) -> bool:
+    return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
 def _frame(backend: str, stream: bytes) -> Any:

@@ -156,7 +156,7 @@ def write_steps(run: RunDirectory, file: IO[bytes]) -> None:
                 logger.warning("%s: its steps are missing", error)
     if not tables:
         raise RunStoreError(f"{run.path} has no steps yet")
-    table = pa.concat_tables(tables).unify_dictionaries()
+    table = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
     table = table.sort_by([("rank", "ascending"), ("attempt", "ascending"), ("step", "ascending")])
     with pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)
