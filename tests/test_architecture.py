@@ -28,6 +28,7 @@ RANKS = {
     "hooks.loop": "says where a step ends: the other hooks tell it",
     "hooks.on_device": "hooks about a device",
     "hooks": "all hooks, and the list of them",
+    "results": "shows a watch's own run to who asks for it; asks the sidecar, or a child process",
     "watch": "makes the recorder and the hooks, attaches them, takes them away",
     "autoload": "starts a watch in a script that does not know of us",
     "startup": "starts autoload where torch does not",
@@ -99,7 +100,10 @@ THIRD_PARTY = {
         "commands.progress", "report.brief", "report.heat_map", "report.rank_table", "report.tables", "report.terminal",
         "report.verdict_text",
     },
-    "pyarrow": {"page.gather", "sidecar.rings.segments", "sidecar.telemetry.log"},
+    "IPython": {"results.notebook"},
+    "pandas": {"results.steps"},
+    "polars": {"results.steps"},
+    "pyarrow": {"page.gather", "results.steps", "sidecar.rings.segments", "sidecar.telemetry.log"},
     "pynvml": {"sidecar.telemetry.gpu"},
     "torch": {
         "commands.doctor", "commands.tap_build",
@@ -255,6 +259,8 @@ def test_no_collective_of_ours() -> None:
         ("cuda.aggregate", "all_reduce"),  # aggregate="device", which is asked for
         ("hooks.on_device.cuda_device", "all_reduce"),
         ("hooks.on_device.cuda_device", "new_group"),
+        ("results.alerts", "loads"),  # JSON, as all of these
+        ("results.ask", "loads"),
         ("run.captures", "loads"),
         ("run.fitting", "loads"),
         ("run.ring", "loads"),
@@ -276,6 +282,7 @@ def test_broad_excepts_are_few() -> None:
     allowed = {
         "cuda.kernels": 3,  # CuPy's errors have no root in common
         "errors": 3,  # guard()
+        "results.alerts": 1,  # whatever the user's callback raises
         "recorder.device_abilities": 1,  # as is what a device raises
         "recorder.torch_private": 1,  # a probe that fails is a no
         "commands.doctor": 1,  # a check that fails is a line

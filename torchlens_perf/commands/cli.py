@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torchlens_perf.commands import capture, serve, simulate
+from torchlens_perf.commands import capture, results, serve, simulate
 from torchlens_perf.commands import run as run_command
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import TorchlensPerfError, printable
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     capture.add_command(commands)
     serve.add_command(commands)
     simulate.add_command(commands)
+    results.add_command(commands)
 
     build_tap = commands.add_parser(
         "build-tap",

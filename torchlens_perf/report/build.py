@@ -33,6 +33,7 @@ from torchlens_perf.report.held import RunSoFar
 from torchlens_perf.report.judged_windows import JudgedWindows
 from torchlens_perf.report.module_rows import module_rows, section_rows
 from torchlens_perf.report.step_classes import phases, sampled_lack_of_cpu, step_classes, typical_step
+from torchlens_perf.report.step_history import step_history
 from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.run.sketch import merged
@@ -75,6 +76,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         "steps": _steps(processes, judged_windows),
         "ranks": [_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
         "heat": heat(grid, judging.findings, _places(processes)),
+        "history": step_history(judged_windows),
         "modules": module_rows(processes),
         "sections": section_rows(processes),
         "device_sections": device_sections(processes),

@@ -27,9 +27,9 @@ from torchlens_perf.errors import RunStoreError, guard
 from torchlens_perf.exporters import ExportBatch, Exporter, export_batch
 from torchlens_perf.run import ownership, ring
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.mailbox import deliver
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.place.joined import join_run
-from torchlens_perf.run.report_mailbox import deliver
 from torchlens_perf.sidecar.conclusions import Conclusions
 from torchlens_perf.sidecar.rings.segments import Chunk, SegmentWriter
 from torchlens_perf.sidecar.rings.source import RingSource
@@ -152,6 +152,11 @@ class Sidecar:
         """Has the native tap built for the next run, if ranks have missed it. running_s: since the sidecar began."""
         with self.conclusions.going_on(_TAP):
             self._tap.begin_if_due(running_s)
+
+    @property
+    def exports(self) -> bool:
+        """Whether there is an exporter."""
+        return self._exporter is not None
 
     def export(self) -> None:
         """Hands what account() counted, and what judge() found, to the exporter, if there is one."""

@@ -219,6 +219,17 @@ class Heat(TypedDict):
     ranks: list[HeatRank]
 
 
+class StepHistory(TypedDict):
+    """How long steps took, in windows of `width` steps, without the warm-up and steps with other work: of the ranks'
+    medians in each window, the median and the extremes."""
+
+    width: int
+    first_steps: list[int]
+    median_s: list[float]
+    fastest_s: list[float]
+    slowest_s: list[float]
+
+
 class Module(TypedDict):
     """One timed module."""
 
@@ -366,6 +377,7 @@ class Facts(TypedDict):
     steps: Steps
     ranks: list[Rank]
     heat: Heat | None
+    history: StepHistory | None
     modules: list[Module]
     sections: list[Section]
     device_sections: list[DeviceSection]
