@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torchlens_perf.commands import capture, simulate
+from torchlens_perf.commands import capture, simulate, top
 from torchlens_perf.commands import run as run_command
 from torchlens_perf.errors import TorchlensPerfError, printable
 from torchlens_perf.run.directory import RunDirectory
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
     capture.add_command(commands)
     simulate.add_command(commands)
+    top.add_command(commands)
 
     build_tap = commands.add_parser(
         "build-tap",
