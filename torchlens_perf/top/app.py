@@ -34,9 +34,11 @@ ScrolledLines:focus { background-tint: ansi_default 0%; }
 #right { width: 38; padding-left: 1; }
 .wide #right { width: 54; }
 .narrow #right { display: none; }
-.short #lower { min-height: 5; }
+.short #verdicts { min-height: 1; }
+.short #lower { min-height: 3; }
+.short #quality { display: none; }
 RankGrid { height: 1fr; background: ansi_default; color: ansi_default; }
-#keys { color: ansi_default; }
+#keys { dock: bottom; }
 """
 
 

@@ -25,7 +25,7 @@ _STATE_STYLES = {BLOCKING: "bold red", SLOW: "bold red", DIED: "bold magenta", E
 _STANDING = {MISSING: 1, DIED: 2, SLOW: 3, BLOCKING: 4}
 MEANINGS = {
     BLOCKING: "others wait for it", SLOW: "slow", DIED: "died", ENDED: "ended", MISSING: "nothing heard",
-    UNKNOWN: "not known",
+    UNKNOWN: "not compared, or not measured",
 }  # fmt: skip
 _WAIT_BOUNDS = (0.1, 0.3, 0.5, 0.7)
 _MAX_MISSING = 1 << 16  # ranks that are shown of which nothing is known: a damaged file may tell of any number

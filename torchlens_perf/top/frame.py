@@ -43,9 +43,11 @@ def frame(view: View, entries: Sequence[Entry], width: int, lettering: Lettering
     return clipped(lines, width)
 
 
-def grid_title(report: Report, view: str, width: int, *, by_node: bool) -> str:
-    """What the cells are."""
-    who = "ranks" if not by_node else "nodes by their worst ranks" if width > 60 else "nodes"
+def grid_title(report: Report, view: str, width: int, *, by_node: bool, page: str = "") -> str:
+    """What the cells are. page: which of them are there, as Grid.page_of() has it."""
+    who = page or ("nodes" if by_node else "ranks")
+    if by_node and width > 60:
+        who += ", by their worst ranks"
     if view != EXCESS:
         return f"{who}: waiting in communication" if width > 60 else f"{who}: waiting"
     steps = window_steps(report)

@@ -85,7 +85,8 @@ class Grid:
     def _line(self, first: int, end: int, marked: int | None) -> Text:
         line = Text(no_wrap=True)
         if not self.wide:
-            line.append(f"{self.cells[first].rank:>{self.name_width}} ", style="dim")
+            cell = self.cells[first]
+            line.append(f"{min(cell.ranks, default=cell.rank):>{self.name_width}} ", style="dim")
         for place, index in enumerate(range(first, end)):
             cell = self.cells[index]
             mark = " reverse" if index == marked else ""
@@ -125,9 +126,9 @@ def _grid(cells: Sequence[Cell], width: int, height: int, lettering: Lettering, 
     columns = max(1, (width + _GAP) // (name + 2 + _NUMBER + _GAP))
     if len(cells) <= _MOST_WIDE and -(-len(cells) // columns) <= height:
         return Grid(cells, by_node, True, columns, height, name, lettering)
-    room = width - number - 1
+    room = max(1, width - number - 1)
     groups = (room + 1) // (_GROUP + 1)
-    return Grid(cells, by_node, False, groups * _GROUP or max(1, room), height, number, lettering)
+    return Grid(cells, by_node, False, groups * _GROUP or room, height, number, lettering)
 
 
 def described(cell: Cell, meaning: str, what: str) -> str:

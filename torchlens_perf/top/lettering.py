@@ -70,7 +70,7 @@ class Lettering:
                 room = max(1, width - len(lead))
             line = f"{line} {word}" if line else word
             while cell_len(line) > room:  # a word that is longer than a line
-                piece = chop_cells(line, room)[0]
+                piece = chop_cells(line, room)[0] or line[0]  # a letter that is wider than there is room
                 lines.append(lead + piece)
                 line, lead = line[len(piece) :], begin + " " * min(indent, max(0, width - len(begin) - 8))
                 room = max(1, width - len(lead))

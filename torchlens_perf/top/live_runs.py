@@ -31,8 +31,12 @@ class RunRow:
     ranks: int = 0
     steps: int | None = None
     live: bool | None = None
-    """None: nothing new for a quarter of an hour, and so not looked at."""
+    """None: not known; nothing is there yet, or nothing new for a quarter of an hour, and so it is not looked at."""
     problem: str = ""
+
+    @property
+    def is_recent(self) -> bool:
+        return time.time() - self.changed_unix_s < _RECENT_S
 
 
 def default_folder() -> Path:
@@ -52,7 +56,7 @@ def runs_in(folder: Path) -> list[RunRow]:
     except OSError:
         return []
     rows = [RunRow(path, changed) for changed, path in sorted(found, reverse=True)[:_MOST]]
-    return [_looked_at(row) if time.time() - row.changed_unix_s < _RECENT_S else row for row in rows]
+    return [_looked_at(row) if row.is_recent else row for row in rows]
 
 
 def _changed(path: Path) -> float | None:
@@ -97,6 +101,8 @@ def run_lines(rows: list[RunRow], chosen: int, width: int, lettering: Lettering)
     lines = []
     for index, row in enumerate(rows):
         state, style = {True: ("live", "bold green"), False: ("ended", ""), None: ("old", "dim")}[row.live]
+        if row.live is None and row.is_recent:
+            state, style = "begins", "green"  # no sidecar has written yet
         if row.problem:
             state, style = "damaged", "bold yellow"
         changed = time.strftime("%m-%d %H:%M", time.localtime(row.changed_unix_s))

@@ -57,7 +57,7 @@ def run_state(view: View) -> tuple[str, str]:
     """In a few words, and their style."""
     report = view.report
     if report is None:
-        return "waiting", "bold yellow"
+        return "waiting" if view.trouble else "reading", "bold yellow"
     run = report["run"]
     if not run["live"]:
         at = clock_time(seconds_of(run["ended"])) if run["ended"] else ""
@@ -149,16 +149,23 @@ def verdict_lines(entries: Sequence[Entry], width: int, lettering: Lettering, *,
 
 
 def _when(entry: Entry) -> str:
-    """When it began, as well as that is known; of what is over, when that was and for how long it held."""
-    began = clock_time(entry.from_s)
+    """When it began, as well as that is known; of what is over, when that was and for how long it held.
+
+    The sidecar knows of something some time after it began, and this screen after that: what was only seen is said to
+    be. "" where its sentence tells more.
+    """
+    if entry.holds and entry.began_s is not None:
+        return f"since {clock_time(entry.began_s)}"
     if entry.holds:
-        if entry.began_s is None and entry.seen_s is None:
-            return ""  # its sentence says since which step, if it says so at all
-        return began
+        return f"seen {clock_time(entry.seen_s)}" if entry.comes_and_goes and entry.seen_s is not None else ""
     if entry.ended_s is None:
         return "over:"
-    since = "" if entry.from_s is None else f" after {time_left(max(0.0, entry.ended_s - entry.from_s))}"
-    return f"{clock_time(entry.ended_s)} over{since}:"
+    lasted = ""
+    if entry.began_s is not None:
+        lasted = f" after {time_left(max(0.0, entry.ended_s - entry.began_s))}"
+    elif entry.seen_s is not None:
+        lasted = f", seen for {time_left(max(0.0, entry.ended_s - entry.seen_s))}"
+    return f"{clock_time(entry.ended_s)} over{lasted}:"
 
 
 # -- the typical step
@@ -198,7 +205,7 @@ def phase_title(report: Report, width: int) -> str:
     clock = "device" if report["run"]["judged_by"] == DEVICE else "host"
     if width < 52:
         return f"step by the {clock}" + (f", mean of {ranks}" if ranks > 1 else "")
-    return f"typical step by the {clock}" + (f": mean of {ranks} ranks; rank with most" if ranks > 1 else "")
+    return f"step by the {clock}" + (f", mean of {ranks} ranks; who has most" if ranks > 1 else "")
 
 
 def step_parts(rank: Rank, *, by_device: bool) -> dict[str, float]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _MAX_RANKS = 32  # whose steps make the curve: in step with each other, some tell what all do
 _CHANGED = 0.1  # so much faster or slower than the run's mean, the time left is said by both
+_RECENT = 8  # the newest of so many parts of the curve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +47,23 @@ class Pace:
         return 1 / step_s if step_s else None
 
     @property
+    def recent_s(self) -> float | None:
+        """Of the newest windows: one alone varies by chance."""
+        newest = self.curve_s[-max(1, len(self.curve_s) // _RECENT) :]
+        return sum(newest) / len(newest) if newest else None
+
+    @property
     def left_s(self) -> tuple[float, ...]:
-        """How long the rest will take: by the run's mean step, and by the newest window's where that is another.
+        """How long the rest will take: by the run's mean step, and by the newest ones where they take another time.
 
         Empty where it is not known.
         """
         if self.total is None or self.steps is None or self.mean_s is None or self.steps > self.total:
             return ()
-        left = self.total - self.steps
+        left, recent_s = self.total - self.steps, self.recent_s
         found = [left * self.mean_s]
-        if self.now_s is not None and abs(self.now_s / self.mean_s - 1) > _CHANGED:
-            found.append(left * self.now_s)
+        if recent_s is not None and self.mean_s and abs(recent_s / self.mean_s - 1) > _CHANGED:
+            found.append(left * recent_s)
         return tuple(found)
 
     @property

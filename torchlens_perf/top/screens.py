@@ -63,7 +63,7 @@ class OverviewScreen(Shown):
 
     def __init__(self) -> None:
         super().__init__()
-        self._hosts: str | None = None  # of the node whose ranks alone are shown
+        self._host: str | None = None  # of the node whose ranks alone are shown
 
     def compose(self) -> ComposeResult:
         top = self.top
@@ -100,8 +100,8 @@ class OverviewScreen(Shown):
     def show_anew(self) -> None:
         report, grid = self.top.view.report, self.grid
         cells = rank_cells(report, grid.view) if report is not None else []
-        if self._hosts is not None:
-            cells = [cell for cell in cells if cell.host == self._hosts] or cells
+        if self._host is not None:
+            cells = [cell for cell in cells if cell.host == self._host] or cells
         grid.show(cells)
         for lines in self.query(Lines):
             lines.refresh(layout=True)
@@ -126,11 +126,11 @@ class OverviewScreen(Shown):
         if report is None:
             return [overview.rule("ranks", width, self.top.lettering)]
         grid = self.grid.grid
-        title = grid_title(report, self.grid.view, width, by_node=grid.by_node)
-        if self._hosts is not None:
-            title = f"{self._hosts}: {title}"
         page = grid.page_of(grid.at(self.grid.chosen.rank)) if self.grid.chosen is not None else ""
-        return [overview.rule(f"{page}; {title}" if page else title, width, self.top.lettering)]
+        title = grid_title(report, self.grid.view, width, by_node=grid.by_node, page=page)
+        if self._host is not None:
+            title = f"{self._host}: {title}"
+        return [overview.rule(title, width, self.top.lettering, chosen=self.grid.has_focus)]
 
     def _chosen(self, width: int) -> list[Text]:
         return [Text(self.top.lettering.fitted(self.grid.chosen_text(), width), style="italic")]
@@ -151,7 +151,7 @@ class OverviewScreen(Shown):
     def key_names(self) -> Sequence[tuple[str, str]]:
         other = VIEWS[1 - VIEWS.index(self.grid.view)]
         keys = [("q", "quit"), ("?", "help"), ("Enter", "open"), ("v", other), ("w", "next slow"), ("n", "notes")]
-        back = [("Esc", "all nodes")] if self._hosts is not None else []
+        back = [("Esc", "all nodes")] if self._host is not None else []
         return [*keys[:3], *back, *keys[3:], ("Tab", "verdicts"), ("g", "nodes"), ("r", "runs")]
 
     # -- keys
@@ -161,7 +161,8 @@ class OverviewScreen(Shown):
             self.query_one(name, Lines).refresh()
 
     def on_scrolled_lines_scrolled(self) -> None:
-        self.query_one("#verdict-rule", Lines).refresh()
+        for name in ("#verdict-rule", "#grid-rule"):
+            self.query_one(name, Lines).refresh()
 
     def on_rank_grid_opened(self, message: RankGrid.Opened) -> None:
         if len(message.cell.ranks) > 1:
@@ -170,7 +171,7 @@ class OverviewScreen(Shown):
             self.top.push_screen(rank_screen(message.cell.rank))
 
     def _only(self, cell: Cell | None) -> None:
-        self._hosts = None if cell is None else cell.host
+        self._host = None if cell is None else cell.host
         self.grid.by_node = None if cell is None else False
         self.show_anew()
 
@@ -182,7 +183,7 @@ class OverviewScreen(Shown):
         self.show_anew()
 
     def action_group(self) -> None:
-        self._hosts = None
+        self._host = None
         self.grid.by_node = not self.grid.grid.by_node
         self.show_anew()
 

@@ -70,7 +70,7 @@ class VerdictList:
         before, self._holding = self._holding, {}
         for key, entry in rows.items():
             if entry.holds:
-                first = before.pop(key, None) or _taken(before, entry)
+                first = before.pop(key, None) or _taken(before, attempt, entry)
                 seen_s = first.seen_s if first is not None else now_s if self._looked else None
                 self._holding[key] = dataclasses.replace(entry, seen_s=seen_s)
             else:
@@ -132,13 +132,12 @@ def _ranks(row: VerdictRow) -> tuple[int, ...]:
     return () if row["rank"] is None else (row["rank"],)
 
 
-def _taken(before: dict[_Key, Entry], entry: Entry) -> Entry | None:
+def _taken(before: dict[_Key, Entry], attempt: int, entry: Entry) -> Entry | None:
     """What held before of some of these ranks, of which more are known by now, or other ones. Taken out."""
-    if not entry.comes_and_goes:
-        return None
-    found = (key for key, each in before.items() if each.kind == entry.kind and set(each.ranks) & set(entry.ranks))
-    key = next(found, None)
-    return None if key is None else before.pop(key)
+    for key, each in before.items() if entry.comes_and_goes else ():
+        if key[0] == attempt and each.kind == entry.kind and set(each.ranks) & set(entry.ranks):
+            return before.pop(key)
+    return None
 
 
 def _joined(said: Entry, known: Entry) -> Entry:
