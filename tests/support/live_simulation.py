@@ -17,9 +17,7 @@ from torchlens_perf.simulate.simulation import Simulation, Topology
 class LiveSimulation:
     """Entered, its run is live; left, it has ended."""
 
-    def __init__(
-        self, path: Path, ranks: int, *faults: str, node_size: int = 8, note: str = "simulated", stages: int = 1
-    ) -> None:
+    def __init__(self, path: Path, ranks: int, *faults: str, node_size: int = 8, stages: int = 1) -> None:
         """stages: of a pipeline; the ranks are data parallel in each."""
         self.run = RunDirectory(path)
         self.run.create()
@@ -28,7 +26,7 @@ class LiveSimulation:
         self._blocks = 0
         host = topology.host(0)
         begin = Anchor(10**12, time.time_ns() - 600 * 10**9, 0)
-        self.ranks = [SimulatedRank(self.run, host, topology, rank, begin, note) for rank in range(ranks)]
+        self.ranks = [SimulatedRank(self.run, host, topology, rank, begin, "simulated") for rank in range(ranks)]
         self.sidecar = Sidecar(self.run, host, None, lambda run, asked: None)
 
     def goes_on(self, blocks: int = 1) -> None:

@@ -16,9 +16,9 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top.reading import RunReader, View
 
 
-def view_of(path: Path, ranks: int, *faults: str, blocks: int = 3, node_size: int = 8) -> View:
-    """What is shown of a live run."""
-    with LiveSimulation(path, ranks, *faults, node_size=node_size) as live:
+def view_of(path: Path, ranks: int, *faults: str, blocks: int = 3, **options: int) -> View:
+    """What is shown of a live run. options: of LiveSimulation."""
+    with LiveSimulation(path, ranks, *faults, **options) as live:
         live.goes_on(blocks)
         return RunReader(live.run).look()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import unicodedata
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.text import Text
 
+from tests.support.processes import ROOT
 from torchlens_perf.top.lettering import Lettering, clipped
 
 texts = st.one_of(
@@ -54,6 +58,27 @@ def test_long_text_is_cut() -> None:
 def test_ascii(text: str, shown: str) -> None:
     """Without Unicode, a letter is shown without its accent, or as a question mark for each cell that it had."""
     assert Lettering(ascii_only=True).inert(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_ascii"),
+    [
+        ({"LC_ALL": "C"}, True),
+        ({"LC_ALL": "en_US.ISO-8859-1"}, True),
+        ({"LANG": "C.UTF-8"}, False),
+        ({"LC_ALL": "", "LANG": "de_DE.utf8"}, False),
+        ({"LC_CTYPE": "POSIX", "LANG": "C.UTF-8"}, True),
+        ({}, True),
+    ],
+    ids=str,
+)
+def test_locale(environment: dict[str, str], is_ascii: bool) -> None:
+    """Only where the locale says that there is Unicode: Python takes UTF-8 for itself in the C locale, too."""
+    program = "from torchlens_perf.top.lettering import of_locale; print(of_locale().ascii_only)"
+    environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **environment}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=True)
+
+    assert done.stdout == f"{is_ascii}\n"
 
 
 def test_clipped() -> None:

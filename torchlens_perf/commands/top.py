@@ -43,11 +43,12 @@ def add_command(commands: Any) -> None:
 
 def top(options: argparse.Namespace) -> int:
     """Runs the command. Raises RunStoreError where --once finds nothing, and TorchlensPerfError without Textual."""
-    from torchlens_perf.top.lettering import Lettering
+    from torchlens_perf.top.lettering import Lettering, of_locale
 
-    lettering = Lettering(ascii_only=not _is_utf8())
+    lettering = of_locale()
     if options.once or not _can_be_drawn_on():
-        return _plain(options.run, lettering, once=options.once)
+        can_be_encoded = (sys.stdout.encoding or "").lower().startswith("utf")
+        return _plain(options.run, Lettering(lettering.ascii_only or not can_be_encoded), once=options.once)
     if importlib.util.find_spec("textual") is None:
         raise TorchlensPerfError(_MISSING)
     from torchlens_perf.top.app import Top
@@ -105,14 +106,3 @@ def _can_be_drawn_on() -> bool:
     """Whether there is a terminal on which text can be put anywhere."""
     streams = (sys.stdin, sys.stdout, sys.stderr)
     return os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and all(each.isatty() for each in streams)
-
-
-def _is_utf8() -> bool:
-    """Whether the locale that this process was started in has Unicode. Python may have put another one in its place."""
-    try:
-        lines = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
-        environ = dict(line.partition("=")[::2] for line in lines)
-    except OSError:
-        environ = dict(os.environ)
-    locale = next(filter(None, (environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))), "")
-    return "utf8" in locale.lower().replace("-", "")

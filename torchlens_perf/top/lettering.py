@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import unicodedata
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.text import Text
@@ -75,6 +77,17 @@ class Lettering:
                 line, lead = line[len(piece) :], begin + " " * min(indent, max(0, width - len(begin) - 8))
                 room = max(1, width - len(lead))
         return [*lines, lead + line]
+
+
+def of_locale() -> Lettering:
+    """Unicode where the locale says so that this process was started in: Python may have put another in its place."""
+    try:
+        lines = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
+        environ = dict(line.partition("=")[::2] for line in lines)
+    except OSError:
+        environ = dict(os.environ)
+    locale = next(filter(None, (environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))), "")
+    return Lettering(ascii_only="utf8" not in locale.lower().replace("-", ""))
 
 
 def _ascii(letter: str) -> str:

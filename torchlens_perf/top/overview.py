@@ -221,7 +221,9 @@ def step_parts(rank: Rank, *, by_device: bool) -> dict[str, float]:
 def quality_line(report: Report, width: int, lettering: Lettering) -> Text:
     quality = report["quality"]
     overhead = quality["overhead_share"]
-    cost = "not measured" if overhead is None else f"{overhead:.2%} of the steps"
+    cost = "not measured"
+    if overhead is not None:
+        cost = f"{overhead:.2%} of the steps" if overhead >= 0.0001 else "below 0.01% of the steps"
     notes = len(quality["notes"])
     parts = [
         f"data: {quality['lost']:,} of {quality['records'] + quality['lost']:,} records lost, "

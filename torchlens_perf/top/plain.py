@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING
@@ -27,11 +28,7 @@ class PlainTop:
     """One thread."""
 
     def __init__(self, file: IO[str], width: int, lettering: Lettering, *, color: bool) -> None:
-        self._width, self._lettering = width, lettering
-        self._console = Console(
-            file=file, width=width, highlight=False, markup=False, emoji=False, soft_wrap=True,
-            force_terminal=color, color_system="auto" if color else None, no_color=not color,
-        )  # fmt: skip
+        self._file, self._width, self._lettering, self._color = file, width, lettering, color
         self._verdicts = VerdictList()
 
     def once(self, view: View) -> None:
@@ -80,10 +77,17 @@ class PlainTop:
         return Text(f"{state}  {pace.plain.rstrip()}")
 
     def _print(self, lines: Sequence[Text]) -> None:
+        """Raises BrokenPipeError where nobody reads on; rich's own console would end the process."""
+        drawn = io.StringIO()
+        console = Console(
+            file=drawn, width=self._width, highlight=False, markup=False, emoji=False, soft_wrap=True,
+            force_terminal=self._color, color_system="standard" if self._color else None,
+        )  # fmt: skip
         for line in lines:
             line.rstrip()
-            self._console.print(line)
-        self._console.file.flush()
+            console.print(line)
+        self._file.write(drawn.getvalue())
+        self._file.flush()
 
 
 def _subject(entry: Entry) -> tuple[object, ...]:
