@@ -39,6 +39,20 @@ SCHEMA = 10
 _T = TypeVar("_T")
 
 
+@dataclasses.dataclass(frozen=True)
+class Whereabouts:
+    """What a running process was doing at one instant: a snapshot, taken beside it. Seconds are by then."""
+
+    step: int
+    """In progress."""
+    step_s: float
+    """For so long."""
+    inside: tuple[str, ...]
+    """The spans that its training thread was inside of, outermost first, without the step."""
+    inside_s: float | None
+    """For how long it had been in the innermost; None where it was in none."""
+
+
 @dataclasses.dataclass
 class ProcessState:
     """One process of one rank."""
@@ -71,6 +85,10 @@ class ProcessState:
     tool_ns: int = 0
     open_spans: list[str] = dataclasses.field(default_factory=list)
     """What a process that died was inside of."""
+    now: Whereabouts | None = None
+    """Of one that runs, when the state was saved; None of others, and of simulated ones."""
+    total_steps: int = 0
+    """How many steps it will make, as its watch was told; 0: not known."""
     groups: dict[str, ProcessGroup] = dataclasses.field(default_factory=dict)
     """Those that it has used, by name."""
     not_measured: list[str] = dataclasses.field(default_factory=list)
@@ -130,6 +148,8 @@ class NodeState:
     passing_notes: list[str] = dataclasses.field(default_factory=list)
     """What holds now, as that another node is not reached; a later sidecar says what holds then."""
     sidecar_cpu_s: float = 0.0
+    saved_unix_ns: int = 0
+    """When this was saved, by the node's clock; 0: not known."""
     join: CollectiveJoin = dataclasses.field(default_factory=CollectiveJoin)
     """The node's collectives, joined across its ranks."""
     hang: OpenHang | None = None

@@ -11,6 +11,8 @@ from torchlens_perf.report.captures import captures
 from torchlens_perf.run.directory import RunDirectory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.analysis.words.report import Report
 
@@ -26,7 +28,12 @@ def run_report(run: RunDirectory) -> Report:
 def report_and_states(run: RunDirectory) -> tuple[Report, list[NodeState]]:
     """run_report(), and the nodes' states that it is made of. Raises RunStoreError likewise."""
     unusable: list[str] = []
-    states = node_state.load_all(run, unusable)
+    return report_of(run, node_state.load_all(run, unusable), unusable)
+
+
+def report_of(run: RunDirectory, states: list[NodeState], unusable: Sequence[str] = ()) -> Report:
+    """The same of nodes' states that are loaded. unusable: why each of the others could not be."""
+    unusable = list(unusable)
     try:
         report = build(run.run_id, states, captures(run))
     except Exception:

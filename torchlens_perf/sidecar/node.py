@@ -206,6 +206,9 @@ class Sidecar:
             wanted = bool(self.sources.setting("build_tap"))
             self.state.tap_outlook = self._tap.outlook(next(filter(None, missed), ""), wanted=wanted)
         self.state.sidecar_cpu_s = times.user + times.system
+        self.state.saved_unix_ns = time.time_ns()
+        for source in self.sources:
+            source.state.now = source.whereabouts(time.monotonic_ns())
         self.state.save(self.run, durably=durably)
         self._saved_hang = self.state.hang
 
@@ -338,6 +341,7 @@ class Sidecar:
             source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
             source.settings = dict(metadata["settings"])
             state.trace_every = int(source.settings["trace_every"])
+            state.total_steps = int(source.settings.get("total_steps", 0))
         if state.ended == "died":
             state.open_spans = [span.name for span in reader.open_spans()[1:]]
 
