@@ -28,11 +28,15 @@ def run_report(run: RunDirectory) -> Report:
 def report_and_states(run: RunDirectory) -> tuple[Report, list[NodeState]]:
     """run_report(), and the nodes' states that it is made of. Raises RunStoreError likewise."""
     unusable: list[str] = []
-    return report_of(run, node_state.load_all(run, unusable), unusable)
+    return _of_states(run, node_state.load_all(run, unusable), unusable)
 
 
 def report_of(run: RunDirectory, states: list[NodeState], unusable: Sequence[str] = ()) -> Report:
     """The same of nodes' states that are loaded. unusable: why each of the others could not be."""
+    return _of_states(run, states, unusable)[0]
+
+
+def _of_states(run: RunDirectory, states: list[NodeState], unusable: Sequence[str]) -> tuple[Report, list[NodeState]]:
     unusable = list(unusable)
     try:
         report = build(run.run_id, states, captures(run))

@@ -40,7 +40,7 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     findings = max((state.findings for state in states), key=lambda each: each.compared, default=NOTHING)
     slow = slow_times(findings)
     notes: list[str] = []
-    plain = cast("Report", msgspec.to_builtins(report, enc_hook=lambda number: number.item(), str_keys=True))
+    plain = as_plain(report)
     ranks = chosen_ranks(plain, slow, node_of)
     named = _named(plain, slow)
     shown = thinned_report({**plain, "heat": None}, {*named, *ranks}, int(_REPORT * budget_bytes), notes)
@@ -73,6 +73,11 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "version": VERSION,
     }
+
+
+def as_plain(report: Report) -> Report:
+    """The same with numbers of Python's, as JSON wants them."""
+    return cast("Report", msgspec.to_builtins(report, enc_hook=lambda number: number.item(), str_keys=True))
 
 
 def _named(report: Report, slow: list[SlowTime]) -> set[int]:
