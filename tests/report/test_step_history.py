@@ -6,7 +6,7 @@ import pytest
 
 from tests.report.test_heat_map import windows
 from torchlens_perf.analysis.statistics.rank import NO_WINDOWS, WARM_UP_STEPS
-from torchlens_perf.report.heat_map import MAX_COLUMNS
+from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS
 from torchlens_perf.report.step_history import step_history
 
 
