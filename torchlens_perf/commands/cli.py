@@ -98,8 +98,8 @@ def _report(options: argparse.Namespace) -> int:
     from torchlens_perf.report.terminal import show
 
     run = RunDirectory(options.run_dir or _newest_run())
-    with Progress("reading the run", quiet=options.quiet):
-        value = run_report(run)
+    with Progress("reading the run", quiet=options.quiet) as progress:
+        value = run_report(run, progress)
     if options.json:
         report_json.write(value, sys.stdout)
     else:

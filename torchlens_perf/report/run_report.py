@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis import node_state
@@ -15,13 +16,14 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Report
 
 
-def run_report(run: RunDirectory) -> Report:
+def run_report(run: RunDirectory, advanced: Callable[[int, int], object] = lambda done, total: None) -> Report:
     """The report as its files tell it now. A node's file that cannot be used costs that node only, and is noted.
 
+    advanced: called with the number of nodes' files that are read, and of all.
     Raises RunStoreError if there are none, or none can be used.
     """
     unusable: list[str] = []
-    states = node_state.load_all(run, unusable)
+    states = node_state.load_all(run, unusable, advanced)
     try:
         report = build(run.run_id, states, captures(run))
     except Exception:
