@@ -97,7 +97,7 @@ def test_verdicts_that_have_no_room_are_counted() -> None:
 def test_the_page_is_named_if_there_is_one() -> None:
     state = node([usual(60)])
     assert "page" not in short(state)
-    assert short(state, page=f"{LONG}/report.html").endswith(f"{LONG}, and soon the page {LONG}/report.html\n")
+    assert short(state, page=f"{LONG}/report.html").endswith(f"{LONG}\nsoon also as a page: {LONG}/report.html\n")
 
 
 @pytest.mark.parametrize("html", [True, False])
@@ -119,7 +119,7 @@ def test_what_rank_0_gets(html: bool, run: RunDirectory, tmp_path: Path) -> None
     assert text is not None
     assert "\x1b[" in text
     assert f"torchlens-perf report {run.path}" in text
-    assert (f"and soon the page {run.path}/report.html" in text) is html
+    assert (f"soon also as a page: {run.path}/report.html" in text) is html
     assert "typical step of each rank" not in text
     whole = run.report.read_text()
     assert "\x1b[" not in whole

@@ -65,7 +65,7 @@ def _asides(report: Report) -> Iterator[RenderableType]:
 
 
 def _where_the_rest_is(run_dir: str, page: str) -> Text:
-    also = f", and soon the page {printable(page)}" if page else ""
+    also = f"\nsoon also as a page: {printable(page)}" if page else ""
     text = f"this is the short form; all of it: torchlens-perf report {printable(run_dir)}{also}"
     return Text(text, style="dim", no_wrap=True, overflow="ignore")  # to be copied as it is
 
