@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
@@ -230,16 +231,22 @@ def _set_aside(path: Path) -> str:
     return f"It is kept as {aside.name}"
 
 
-def load_all(run: RunDirectory, unusable: list[str] | None = None) -> list[NodeState]:
+def load_all(
+    run: RunDirectory,
+    unusable: list[str] | None = None,
+    advanced: Callable[[int, int], object] = lambda done, total: None,
+) -> list[NodeState]:
     """All nodes of the run, by host. unusable: gets a line for each file that cannot be read; None: that is an error.
 
-    Raises RunStoreError if there are none, or none can be read.
+    advanced: called with the number of files that are looked at, and of all. Raises RunStoreError if there are none, or
+    none can be read.
     """
     paths = sorted(run.nodes.glob("*.json"))
     if not paths:
         raise RunStoreError(f"{run.path} is not a run directory, or its sidecar has not written anything yet")
     states = []
-    for path in paths:
+    for done, path in enumerate(paths, 1):
+        advanced(done, len(paths))
         try:
             states.append(load(path))
         except RunStoreError as error:

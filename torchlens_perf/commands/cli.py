@@ -111,8 +111,8 @@ def _report(options: argparse.Namespace) -> int:
         if not options.quiet:
             print(f"torchlens-perf: wrote {printable(str(options.html))}, {size / 1e6:.2f} MB", file=sys.stderr)
         return 0
-    with Progress("reading the run", quiet=options.quiet):
-        value = run_report(run)
+    with Progress("reading the run", quiet=options.quiet) as progress:
+        value = run_report(run, progress)
     if options.json:
         report_json.write(value, sys.stdout)
     else:
