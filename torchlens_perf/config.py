@@ -117,7 +117,7 @@ class Config:
     for `torchlens-perf sidecar RUN_DIR`."""
 
     report: bool = True
-    """Print the verdict on rank 0 when the run ends."""
+    """Show the verdict on rank 0 when the run ends: printed on stderr, in a notebook in the cell."""
 
     exit_timeout_s: float = 1.0
     """Longest wait for the report when the run ends, in seconds."""

@@ -48,7 +48,9 @@ def bundle(found: Results) -> dict[str, str]:
 class Cell:
     """Where one watch is shown. Training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: in seconds."""
+        self._clock = clock
         self._handle: Any = None  # IPython's, of the newest display
         self._cell: object = None  # that the report at the end was put into, without having been asked for
         self._mailbox: Mailbox | None = None
@@ -104,13 +106,13 @@ class Cell:
         return text is not None
 
     def _update(self, session: Session) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s < self._due_s:
             return
         with own_work(session):
             if self._take(0.0) and self._newest is not None and self._newest.missing != TOO_MANY:
                 self._handle.update(bundle(self._newest), raw=True)
-        self._due_s = now_s + max(_EVERY_S, _MIN_REST * (time.monotonic() - now_s))
+        self._due_s = now_s + max(_EVERY_S, _MIN_REST * (self._clock() - now_s))
 
     def end(self, found: Results) -> None:
         """The run has ended: where it is shown, it is shown as it ended; else in the cell that runs."""
