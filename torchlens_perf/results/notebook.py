@@ -7,7 +7,6 @@ on, by IPython's own display. Where nobody displays a watch, nothing of this run
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -15,13 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.errors import guard
 from torchlens_perf.results.ask import Recorded, Results, nothing, own_work, parsed, results, wake
 from torchlens_perf.run.mailbox import VIEW, Mailbox
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
-
-logger = logging.getLogger("torchlens_perf")
 
 _EVERY_S = 1.0
 _MIN_REST = 100.0  # times what an update has taken: a front end that is slow to take it must not slow the job
@@ -76,7 +74,8 @@ class Cell:
             return
         with own_work(session):
             if self._mailbox is None:
-                attach(self._live(recorded))
+                with guard("showing the run while it goes on"):
+                    attach(self._live(recorded))
             if self._newest is None:
                 self._take(_FIRST_S if session.training_steps else 0.0)
         if self._newest is not None and self._newest.missing == TOO_MANY:
