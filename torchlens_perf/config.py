@@ -117,7 +117,7 @@ class Config:
     for `torchlens-perf sidecar RUN_DIR`."""
 
     report: bool = True
-    """Print the verdict on rank 0 when the run ends."""
+    """Show the verdict on rank 0 when the run ends: printed on stderr, in a notebook in the cell."""
 
     html: bool = True
     """Let the sidecar write report.html into the run directory when the run has ended; nobody waits for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 import threading
@@ -50,15 +51,9 @@ def train_until(done, most_s=60):
         train(1)
         time.sleep(0.002)
 """
-TRAIN = """
-with perf.watch(model, optimizer, **settings) as w:
-    train(30)
-"""
-LIVE = """
-with perf.watch(model, optimizer, **settings) as w:
-    display(w)
-    train(30)
-"""
+WITH = "\nwith perf.watch(model, optimizer, **settings) as w:\n"
+TRAIN = WITH + "    train(30)\n"
+LIVE = WITH + "    display(w)\n    train(30)\n"
 # A digest of all that training may leave, and how many threads a watch has added.
 SAME_BITS = """
 import hashlib, os, random, time
@@ -157,7 +152,7 @@ def test_live(kernel: Kernel) -> None:
     assert all(": 1 rank, running" in text for text in texts[1:-1])
     assert len(texts) >= 5
     assert ": 1 rank, ended" in found["text/plain"]
-    counts = [int(text.partition(" steps")[0].rpartition(" ")[2].rpartition("\n")[2]) for text in texts[1:]]
+    counts = [int(re.findall(r"^(\d+) steps", text, re.MULTILINE)[0]) for text in texts[1:]]
     assert counts == sorted(counts)
     assert len(set(counts)) >= 3
 
@@ -246,8 +241,10 @@ def test_a_late_report(kernel: Kernel) -> None:
 
 
 def test_switched_off(kernel: Kernel) -> None:
-    """Without a report, nothing is shown; a watch that records nothing says so."""
-    assert kernel.run(TRAIN.replace("**settings", "report=False")).reports == []
+    """Without a report, nothing is shown that was not asked for; a watch that records nothing says so."""
+    silent = "**settings, report=False"
+    assert kernel.run(TRAIN.replace("**settings", silent)).reports == []
+    assert ": 1 rank, ended" in kernel.run(LIVE.replace("**settings", silent)).only()["text/plain"]
     output = kernel.run("%env TORCHLENS_PERF=0\n" + TRAIN + "w")
     assert output.only()["text/plain"] == "torchlens_perf: nothing is recorded: it is switched off"
     kernel.run("import os; del os.environ['TORCHLENS_PERF']")
@@ -338,8 +335,10 @@ def test_a_kernel_that_records_by_itself_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", ["IPython", "python"])
 def test_terminals_are_as_before(program: str, tmp_path: Path) -> None:
-    """In plain IPython and plain Python the report is text on stderr, once; shown again, text on stdout."""
-    code = SETUP + TRAIN + ("display(w)" if program == "IPython" else "print(w._repr_mimebundle_()['text/plain'])")
+    """In plain IPython and plain Python the report is text on stderr, once. Shown while the run goes on, it is text on
+    stdout, once: a terminal has no place that could be updated."""
+    show = "display(w)" if program == "IPython" else "print(w._repr_mimebundle_()['text/plain'])"
+    code = f"{SETUP}{WITH}    train(30)\n    {show}\n    train_until(lambda: False, most_s=2.5)\n"
     command = [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", code]
     done = subprocess.run(
         command if program == "IPython" else [sys.executable, "-c", code],
@@ -347,6 +346,7 @@ def test_terminals_are_as_before(program: str, tmp_path: Path) -> None:
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("30 steps") == done.stdout.count("30 steps") == 1
+    assert (done.stderr.count(": 1 rank, ended"), done.stdout.count(": 1 rank, running")) == (1, 1)
+    assert done.stderr.count("torchlens_perf  ") == done.stdout.count("torchlens_perf  ") == 1
     assert "<div" not in done.stdout + done.stderr
     runs(tmp_path)

@@ -8,7 +8,7 @@ import time
 import pandas as pd
 import pytest
 
-from tests.sidecar.test_node import WORK, finish, looked, sidecar, two_ranks
+from tests.sidecar.test_node import WORK, dead_process, finish, looked, sidecar, two_ranks
 from tests.support.memory_exporter import MemoryExporter
 from tests.support.ranks import Rank
 from torchlens_perf.errors import RunStoreError
@@ -123,6 +123,25 @@ def test_a_view_is_kept_fresh_once_a_second(live: Live) -> None:
     assert live.made == 2
 
 
+def test_a_view_of_a_process_that_died(run: RunDirectory) -> None:
+    """It has not taken it away, and nobody looks: nothing is put together for it, while others go on."""
+    died, lives = Rank(run, 0, identity=dead_process()), Rank(run, 1)
+    made = sidecar(run)[0]
+    results = LiveResults(made, results_of)
+    view = Mailbox(died.ring_path, VIEW)
+    for rank in (died, lives):
+        rank.steps(8, **WORK)
+    looked(made)
+    results.asked()
+    results.update(100.0)
+
+    assert view.news() is None
+    view.close()
+    for rank in (died, lives):
+        rank.close()
+    made.close()
+
+
 def test_a_view_takes_a_bounded_share(live: Live) -> None:
     """What took 0.5 s comes again after ten."""
     view = Mailbox(live.ranks[0].ring_path, VIEW)
@@ -205,7 +224,8 @@ def test_a_mailbox_of_a_process_that_died_is_removed(run: RunDirectory) -> None:
 def test_what_is_asked_in_the_tick_of_a_look_is_seen(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system's clock has ticks: what comes in that of the last look leaves the folder's time as it was."""
     tick_ns = time.time_ns()
-    monkeypatch.setattr(live.run, "local_changes_ns", lambda: [tick_ns])
+    monkeypatch.setattr(live_results, "_changed_ns", lambda folder: tick_ns)
+    live.round(0.0)
     assert live.results.asked() == frozenset()
     box = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS)
     assert live.results.asked() == {RESULTS}

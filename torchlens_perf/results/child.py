@@ -26,7 +26,6 @@ def output(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
             capture_output=True,
             env=environment(),
             cwd="/",
-            start_new_session=True,  # a notebook's interrupt goes to the kernel's whole process group
             timeout=timeout_s,
             check=False,
         )

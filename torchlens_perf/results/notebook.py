@@ -7,7 +7,6 @@ on, by IPython's own display. Where nobody displays a watch, nothing of this run
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -15,13 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.errors import guard
 from torchlens_perf.results.ask import Recorded, Results, nothing, own_work, parsed, results, wake
 from torchlens_perf.run.mailbox import VIEW, Mailbox
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
-
-logger = logging.getLogger("torchlens_perf")
 
 _EVERY_S = 1.0
 _MIN_REST = 100.0  # times what an update has taken: a front end that is slow to take it must not slow the job
@@ -48,7 +46,9 @@ def bundle(found: Results) -> dict[str, str]:
 class Cell:
     """Where one watch is shown. Training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: in seconds."""
+        self._clock = clock
         self._handle: Any = None  # IPython's, of the newest display
         self._cell: object = None  # that the report at the end was put into, without having been asked for
         self._mailbox: Mailbox | None = None
@@ -74,7 +74,8 @@ class Cell:
             return
         with own_work(session):
             if self._mailbox is None:
-                attach(self._live(recorded))
+                with guard("showing the run while it goes on"):
+                    attach(self._live(recorded))
             if self._newest is None:
                 self._take(_FIRST_S if session.training_steps else 0.0)
         if self._newest is not None and self._newest.missing == TOO_MANY:
@@ -104,13 +105,13 @@ class Cell:
         return text is not None
 
     def _update(self, session: Session) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s < self._due_s:
             return
         with own_work(session):
             if self._take(0.0) and self._newest is not None and self._newest.missing != TOO_MANY:
                 self._handle.update(bundle(self._newest), raw=True)
-        self._due_s = now_s + max(_EVERY_S, _MIN_REST * (time.monotonic() - now_s))
+        self._due_s = now_s + max(_EVERY_S, _MIN_REST * (self._clock() - now_s))
 
     def end(self, found: Results) -> None:
         """The run has ended: where it is shown, it is shown as it ended; else in the cell that runs."""

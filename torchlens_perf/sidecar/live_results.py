@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -41,6 +42,8 @@ class LiveResults:
         self._sidecar = sidecar
         self._results = results
         self._clock = clock
+        self._rings = 0
+        self._folders: list[str] = []  # that they lie in
         self._changes_ns: list[int] = []
         self._answers: list[Path] = []
         self._views: list[Path] = []
@@ -52,16 +55,26 @@ class LiveResults:
 
     def asked(self) -> frozenset[str]:
         """What somebody waits for just now: mailbox.RESULTS, mailbox.STEPS. Cheap where nothing has changed."""
-        run, changes_ns = self._sidecar.run, self._sidecar.run.local_changes_ns()
+        changes_ns = self._changes()
         if changes_ns != self._changes_ns:
             kinds = mailbox.ANSWER, mailbox.VIEW, mailbox.ALERTS
-            self._answers, self._views, self._alerts = (run.local_mailboxes(kind) for kind in kinds)
+            self._answers, self._views, self._alerts = (self._sidecar.run.local_mailboxes(kind) for kind in kinds)
             # What comes in the same tick of the clock does not change the time.
-            settled = max(changes_ns) < time.time_ns() - _TICK_NS
+            settled = max(changes_ns, default=0) < time.time_ns() - _TICK_NS
             self._changes_ns = changes_ns if settled else []
         questions = {path: mailbox.question(path) for path in self._answers}
         self._asked = {path: text for path, text in questions.items() if text}
         return frozenset(self._asked.values())
+
+    def _changes(self) -> list[int]:
+        """When something last came or went beside the rings on this node. The run directory's disk is not asked."""
+        rings = [source.path for source in self._sidecar.sources]
+        if len(rings) != self._rings:
+            self._rings = len(rings)
+            on_disk = self._sidecar.run.path
+            folders = dict.fromkeys(str(path.parent) for path in rings if not path.is_relative_to(on_disk))
+            self._folders = list(folders)
+        return [_changed_ns(folder) for folder in self._folders]
 
     @property
     def is_watched(self) -> bool:
@@ -75,9 +88,10 @@ class LiveResults:
         """
         if self._alerts:
             self._show_alerts()
-        asked = list(self._asked)
+        asked, running = list(self._asked), {source.path for source in self._sidecar.sources.live()}
+        views = [path for path in self._views if path.with_suffix(".ring") in running]
         counted = sum(source.state.counted for source in self._sidecar.sources)
-        due = bool(self._views) and now_s >= self._view_due_s and counted != self._view_of
+        due = bool(views) and now_s >= self._view_due_s and counted != self._view_of
         if not asked and not due:
             return
         began_s, text = self._clock(), ""
@@ -87,8 +101,8 @@ class LiveResults:
                 text = self._results(self._sidecar.run)
         finally:
             _deliver(asked, text)
-        if self._views:
-            _deliver(self._views, text)
+        if views:
+            _deliver(views, text)
             self._view_of = counted
             self._view_due_s = now_s + max(_VIEW_EVERY_S, _MIN_REST * (self._clock() - began_s))
 
@@ -102,6 +116,13 @@ class LiveResults:
 
     def _ranks(self) -> int:
         return max((source.state.identity.world_size for source in self._sidecar.sources), default=1)
+
+
+def _changed_ns(folder: str) -> int:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except OSError:  # it went with its last ring
+        return 0
 
 
 def _deliver(mailboxes: Iterable[Path], text: str) -> None:
