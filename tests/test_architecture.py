@@ -57,6 +57,7 @@ RANKS = {
     "sidecar": "puts that together, round by round",
     "sidecar.start": "starts it, with next to nothing imported",
     "serve": "shows the page to viewers, and follows runs",
+    "top": "shows a run in a terminal, while it goes on",
     # both
     "simulate": "writes rings as a training process does, and is replayed as a sidecar does",
     "commands": "calls any of them",
@@ -103,7 +104,7 @@ THIRD_PARTY = {
     "nvtx": {"hooks.nvtx", "commands.doctor"},
     "opentelemetry": {"exporters"},
     "rich": {
-        "commands.progress", "report.brief", "report.heat_map", "report.rank_table", "report.tables", "report.terminal",
+        "commands.progress", "top", "report.brief", "report.heat_map", "report.rank_table", "report.tables", "report.terminal",
         "report.verdict_text",
     },
     "IPython": {"results.notebook"},
@@ -111,6 +112,8 @@ THIRD_PARTY = {
     "polars": {"results.steps"},
     "pyarrow": {"page.gather", "results.steps", "sidecar.rings.segments", "sidecar.telemetry.log"},
     "pynvml": {"sidecar.telemetry.gpu"},
+    "starlette": {"serve"},
+    "textual": {"top"},
     "torch": {
         "commands.doctor", "commands.tap_build",
         "cuda.aggregate",
@@ -120,6 +123,7 @@ THIRD_PARTY = {
         "torchrun",
         "watch",
     },
+    "uvicorn": {"serve"},
 }  # fmt: skip
 IMPURE = {"mmap", "os", "pathlib", "socket", "subprocess", "threading", "time"}
 

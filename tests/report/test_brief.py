@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torchlens_perf.run.report_mailbox import ReportMailbox
+from torchlens_perf.run.mailbox import REPORT, Mailbox
 
 from tests.analysis.words.test_bottleneck import BASE, random_steps
 from tests.report import test_memory_table as memory
@@ -111,7 +111,7 @@ def test_what_rank_0_gets(html: bool, run: RunDirectory, tmp_path: Path) -> None
     sidecar.account()
     sidecar.keep()
     sidecar.close()
-    mailbox = ReportMailbox(tmp_path / "rank.ring")
+    mailbox = Mailbox(tmp_path / "rank.ring", REPORT)
     write_report(run, {"mailbox": str(mailbox.path), "columns": 80, "color": True, "html": html})
     text = mailbox.wait(5)
     mailbox.close()

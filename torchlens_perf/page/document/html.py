@@ -115,8 +115,9 @@ def policy(styles: list[str], scripts: list[str], *, asks: bool = False) -> str:
         "script-src": [f"'{_digest(text)}'" for text in scripts] or ["'none'"],
         "base-uri": ["'none'"],
         "form-action": ["'self'"] if asks else ["'none'"],
-        "connect-src": ["'self'"] if asks else ["'none'"],
     }
+    if asks:
+        parts["connect-src"] = ["'self'"]
     return "; ".join(" ".join([source, *allowed]) for source, allowed in parts.items())
 
 

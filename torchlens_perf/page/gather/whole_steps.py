@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from torchlens_perf.page.gather.span_files import COLLECTIVES, Records, kept_ste
 from torchlens_perf.page.gather.step_choice import chosen_steps
 from torchlens_perf.page.gather.step_collectives import joined_by_step
 from torchlens_perf.page.gather.step_trace import Names, rank_trace
+from torchlens_perf.page.gather.thinning import size_bytes as size_of
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -63,12 +63,18 @@ def whole_steps(
     clocks = NodeClocks(of_steps.values(), uncomparable)
     names, rows, used_bytes, left_out = Names(), list[StepTraceRow](), 0, 0
     for step, why in steps:
+<<<<<<< HEAD
         row = step_row(step, why, of_steps[step], len(processes), names, clocks)
+=======
+        known = len(names)
+        row = _row(step, why, of_steps[step], len(processes), names, clocks)
+>>>>>>> page
         if row is None:
             continue
         row["collectives"] = collectives.get(step, [])
-        size = len(json.dumps(row, separators=(",", ":")))
+        size = size_of(row) + size_of(names.all()[known:])
         if used_bytes + size > budget_bytes:
+            names.forget(known)
             left_out += 1
             continue
         used_bytes += size
