@@ -104,8 +104,8 @@ THIRD_PARTY = {
     "nvtx": {"hooks.nvtx", "commands.doctor"},
     "opentelemetry": {"exporters"},
     "rich": {
-        "commands.progress", "top", "report.brief", "report.heat_map", "report.rank_table", "report.tables", "report.terminal",
-        "report.verdict_text",
+        "commands.progress", "report.brief", "report.heat_map", "report.rank_table", "report.tables", "report.terminal",
+        "report.verdict_text", "top",
     },
     "IPython": {"results.notebook"},
     "pandas": {"results.steps"},

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torchlens_perf.run.mailbox import REPORT, Mailbox
 
 from tests.analysis.words.test_bottleneck import BASE, random_steps
 from tests.report import test_memory_table as memory
@@ -22,6 +21,7 @@ from torchlens_perf.analysis.words.hang import RankStack
 from torchlens_perf.report.brief import MAX_LINES, brief
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.start.process import write_report

@@ -63,12 +63,8 @@ def whole_steps(
     clocks = NodeClocks(of_steps.values(), uncomparable)
     names, rows, used_bytes, left_out = Names(), list[StepTraceRow](), 0, 0
     for step, why in steps:
-<<<<<<< HEAD
-        row = step_row(step, why, of_steps[step], len(processes), names, clocks)
-=======
         known = len(names)
-        row = _row(step, why, of_steps[step], len(processes), names, clocks)
->>>>>>> page
+        row = step_row(step, why, of_steps[step], len(processes), names, clocks)
         if row is None:
             continue
         row["collectives"] = collectives.get(step, [])
