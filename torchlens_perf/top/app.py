@@ -68,13 +68,20 @@ class Top(App[None]):
         Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
 
-    def __init__(self, run: RunDirectory | None, folder: Path, lettering: Lettering) -> None:
-        """run: to show; None: one is chosen, or the next live one in the folder. folder: whose runs are listed."""
+    def __init__(
+        self, run: RunDirectory | None, folder: Path, lettering: Lettering, *, look_s: float = LOOK_S
+    ) -> None:
+        """run: to show; None: one is chosen, or the next live one in the folder. folder: whose runs are listed.
+
+        look_s: between two looks at the files.
+        """
         super().__init__(ansi_color=True)
         self.folder, self.lettering = folder, lettering
+        self._look_s = look_s
         self.runs: list[RunRow] = []
         self._lists_runs = False
         self._awake = threading.Event()
+        self._has_ended = False
         self._start_with(run)
 
     @property
@@ -95,6 +102,10 @@ class Top(App[None]):
             self.push_screen(RunsScreen())
         # A daemon: where a disk does not answer, quitting does not wait for it.
         threading.Thread(target=self._keep_looking, name="reading the run directory", daemon=True).start()
+
+    def on_unmount(self) -> None:
+        self._has_ended = True
+        self._awake.set()
 
     def open(self, path: Path) -> None:
         """Shows another run, from its beginning."""
@@ -135,7 +146,7 @@ class Top(App[None]):
         """In a thread: a look takes milliseconds, or seconds of a large job, and a disk may not answer."""
         shown: View | None = None
         runs: list[RunRow] = []
-        while True:
+        while not self._has_ended:
             try:
                 reader = self._reader
                 view = reader.look() if reader is not None else None
@@ -146,5 +157,5 @@ class Top(App[None]):
             if view is not shown or found != runs:
                 self.post_message(Looked(reader, view if view is not shown else None, found))
             shown, runs = view, found
-            self._awake.wait(LOOK_S)
+            self._awake.wait(self._look_s)
             self._awake.clear()

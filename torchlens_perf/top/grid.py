@@ -59,9 +59,12 @@ class Grid:
         return min(last, max(0, index + pages.get(key, 0)))
 
     def next_outstanding(self, index: int) -> int:
-        """The next cell after this one that stands out, after the last one the first; the same where none does."""
+        """The next cell after this one that stands out, after the last one the first; the same where none does.
+
+        -1: before all of them.
+        """
         order = [*range(index + 1, len(self.cells)), *range(index + 1)]
-        return next((at for at in order if self.cells[at].stands_out), index)
+        return next((at for at in order if self.cells[at].stands_out), max(0, index))
 
     def page_of(self, index: int) -> str:
         """Which of the cells are shown; "" where all are."""
@@ -131,9 +134,9 @@ def _grid(cells: Sequence[Cell], width: int, height: int, lettering: Lettering, 
     return Grid(cells, by_node, False, groups * _GROUP or room, height, number, lettering)
 
 
-def described(cell: Cell, meaning: str, what: str) -> str:
-    """One cell in words, for the line below the grid. meaning: of its letter; what: the number is."""
-    known = ", ".join(filter(None, (meaning, f"{cell.text} {what}" if cell.text else "")))
+def described(cell: Cell, meaning: str, number: str) -> str:
+    """One cell in words, for the line below the grid. meaning: of its letter; number: in words; each may be ""."""
+    known = ", ".join(filter(None, (meaning, number)))
     if len(cell.ranks) > 1:
         return f"{cell.host or '(not known)'}, ranks {ranges(cell.ranks)}; rank {cell.rank}: {known}"
     return f"rank {cell.rank}{f' on {cell.host}' if cell.host else ''}: {known}"

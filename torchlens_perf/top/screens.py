@@ -53,6 +53,7 @@ class OverviewScreen(Shown):
 
     BINDINGS: ClassVar[list[Binding]] = [  # type: ignore[assignment]
         Binding("v", "view", show=False),
+        Binding("w", "next_outstanding", show=False),
         Binding("g", "group", show=False),
         Binding("n", "notes", show=False),
         Binding("r", "runs", show=False),
@@ -178,11 +179,17 @@ class OverviewScreen(Shown):
     def action_back(self) -> None:
         self._only(None)
 
+    def action_next_outstanding(self) -> None:
+        self.grid.focus()
+        self.grid.choose_next_outstanding()
+
     def action_view(self) -> None:
+        self.grid.focus()
         self.grid.view = VIEWS[1 - VIEWS.index(self.grid.view)]
         self.show_anew()
 
     def action_group(self) -> None:
+        self.grid.focus()
         self._host = None
         self.grid.by_node = not self.grid.grid.by_node
         self.show_anew()

@@ -76,7 +76,6 @@ class RankGrid(Widget, can_focus=True):
     BINDINGS: ClassVar[list[Binding]] = [  # type: ignore[assignment]
         *(Binding(key, f"move('{key}')", show=False) for key in (*STEPS, "pageup", "pagedown", "home", "end")),
         Binding("enter", "open", show=False),
-        Binding("w", "next_outstanding", show=False),
     ]
 
     class Opened(Message):
@@ -122,7 +121,8 @@ class RankGrid(Widget, can_focus=True):
         cell = self.chosen
         if cell is None:
             return ""
-        return described(cell, MEANINGS.get(cell.letter, ""), "work" if self.view == EXCESS else "of its step waiting")
+        number = f"{cell.text} work" if self.view == EXCESS else f"waits {cell.text}"
+        return described(cell, MEANINGS.get(cell.letter, ""), number if cell.text else "")
 
     def render(self) -> Text:
         grid = self.grid
@@ -135,10 +135,11 @@ class RankGrid(Widget, can_focus=True):
         if grid.cells:
             self._choose(grid.moved(grid.at(self._rank), key))
 
-    def action_next_outstanding(self) -> None:
+    def choose_next_outstanding(self) -> None:
+        """The next cell that stands out, whichever is chosen."""
         grid = self.grid
         if grid.cells:
-            self._choose(grid.next_outstanding(grid.at(self._rank)))
+            self._choose(grid.next_outstanding(grid.at(self._rank) if self._rank is not None else -1))
 
     def action_open(self) -> None:
         cell = self.chosen
