@@ -20,7 +20,7 @@ from torchlens_perf.top.rank_lines import rank_lines
 from torchlens_perf.top.widgets import Lines, RankGrid, ScrolledLines
 
 if TYPE_CHECKING:
-    from torchlens_perf.top.app import Top
+    from torchlens_perf.top.shown import Top
 
 _MIN_PHASES, _WIDE_PHASES = 70, 110  # columns of the terminal, for the typical step to be there, and to have room
 
