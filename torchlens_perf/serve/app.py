@@ -27,9 +27,9 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
-from torchlens_perf.report.ask_capture import ask_capture
 from torchlens_perf.report.captures import capture_line, captures
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.serve.ask_capture import ask_capture
 from torchlens_perf.serve.follow import Follower
 from torchlens_perf.serve.list_page import list_page
 from torchlens_perf.serve.runs import Run, find_runs, is_run, line_of
