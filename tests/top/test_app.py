@@ -46,11 +46,7 @@ def test_run_from_its_beginning_to_its_end(live: LiveSimulation) -> None:
             live.ends()
             await drawn.sees("simulation run 4 ranks ENDED ")
             await drawn.sees("at the end, 1 over")
-            await drawn.sees(
-                lambda lines: any(
-                    re.match(r"[\d:]{8} over.*: Rank 3 was slow", each) for each in lines
-                )
-            )
+            await drawn.sees(lambda lines: any(re.match(r"[\d:]{8} over.*: Rank 3 was slow", each) for each in lines))
 
     runs(scenario)
 
