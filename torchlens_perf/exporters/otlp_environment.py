@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
+_HEARS_S = 0.25  # between two looks for signals
 _SIGNALS = ("traces", "metrics", "logs")
 _PROTOCOLS = ("http/protobuf", "grpc")
 # By signal, where the SDK has its exporters: over OTLP, and to the console.
@@ -251,5 +252,7 @@ def _within(timeout_s: float, calls: Sequence[Callable[[], None]]) -> bool:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
+        # Not in one wait: a Ctrl-C that comes just before one is heard after it.
+        while thread.is_alive() and (left_s := deadline_s - time.monotonic()) > 0:
+            thread.join(min(left_s, _HEARS_S))
     return not any(thread.is_alive() for thread in threads)
