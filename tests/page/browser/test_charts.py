@@ -60,7 +60,7 @@ def tab(tab_of: TabOf, file: Path) -> Tab:
 def cells(tab: Tab) -> Any:
     """The ranks in the heat map, from the top."""
     tab.settle()
-    return tab.value("torchlensPage.charts[0].chart.order.map(each => torchlensPage.steps.places[each.row].rank)")
+    return tab.value("torchlensPage.charts.find(each => each.key === 'heat').chart.order.map(each => torchlensPage.steps.places[each.row].rank)")
 
 
 def test_every_chart_is_drawn_and_nothing_else_is_asked_for(tab: Tab) -> None:
@@ -171,7 +171,7 @@ def test_step_is_chosen_by_click_and_by_key(tab: Tab) -> None:
     tab.page.keyboard.press("ArrowRight")
     tab.settle()
     view = tab.value("torchlensPage.view.now")
-    assert (view["rank"], view["step"]) == (1, 0) or (view["rank"], view["step"]) == (0, 0)
+    assert (view["rank"], view["step"]) == (0, 1)
     assert f"Rank {view['rank']}, step {view['step']}" in tab.page.inner_text("main > .said")
 
 

@@ -4,13 +4,10 @@
 
 {
   const FLAG_MARKS = { checkpoint: "S", evaluation: "E", compile: "C", capture: "P", "garbage collection": "G" };
-  const PART_COLORS = {
-    data: "#b07aa1", forward: "#4e79a7", recompute: "#76b7b2", backward: "#59a14f", optimizer: "#edc948",
-    communication: "#e15759", host: "#9c755f", tool: "#bab0ac",
-  };
   const MAX_BARS = 32;
 
-  torchlens.partColor = (part) => PART_COLORS[part] ?? "#79706e";
+  // As in the pictures and tables: the style sheet has the colours.
+  torchlens.partColor = (part) => getComputedStyle(document.documentElement).getPropertyValue(`--${part}`).trim() || "#79706e";
 
   torchlens.colors = () => {
     const style = getComputedStyle(document.body);

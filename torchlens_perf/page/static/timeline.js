@@ -2,10 +2,10 @@
 "use strict";
 
 {
-  const KIND_COLORS = {
-    data: "#b07aa1", forward: "#4e79a7", recompute: "#76b7b2", backward: "#59a14f", optimizer: "#edc948", wait: "#e15759",
-    module: "#86bcb6", module_backward: "#8cd17d", section: "#ff9da7", collective: "#f28e2b", device: "#79706e",
-  };
+  // Kinds that are no part of a step; those that are have their colours in the style sheet.
+  const KIND_COLORS = { module: "#86bcb6", module_backward: "#7fb3d9", section: "#ff9da7", collective: "#f28e2b", wait: "#e15759" };
+  const PARTS = new Set(["data", "forward", "recompute", "backward", "optimizer"]);
+  const kindColor = (kind) => (PARTS.has(kind) ? torchlens.partColor(kind) : KIND_COLORS[kind] ?? "#79706e");
   const LANE_GAP = 0.35, MAX_DEPTH = 6;
 
   class Timeline {
@@ -65,7 +65,7 @@
             columns.right.push(begin + row.duration_us[at] / 1e3);
             columns.top.push(-top - 0.04);
             columns.bottom.push(-top - 0.96);
-            columns.color.push(KIND_COLORS[row.kind[at]] ?? "#bab0ac");
+            columns.color.push(kindColor(row.kind[at]));
             columns.edge.push(row.kind[at] === "wait" ? colors.slow : colors.grid);
             columns.at.push(this.spans.length);
             this.spans.push({ rank: rank.rank, lane: row.lane, kind: row.kind[at], name: names[row.name[at]] ?? "", start_us, duration_us: row.duration_us[at] });
