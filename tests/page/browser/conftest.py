@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.processes import ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 127.0.0.1:1"]
@@ -70,6 +74,21 @@ def browser() -> Iterator[Any]:
         started = player.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield started
         started.close()
+
+
+@pytest.fixture(scope="session")
+def slow_rank_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a simulated run of eight ranks, rank 3 slow in the forward pass from step 100 on."""
+    from torchlens_perf.page.document.write import write_page
+    from torchlens_perf.run.directory import RunDirectory
+
+    run = RunDirectory(tmp_path_factory.mktemp("page") / "slow-rank")
+    fault = "constant:rank=3,share=0.25,phase=forward,since=100"
+    command = ["simulate", "--topology", "dp=4,tp=2", "--steps", "300", "--fault", fault, "--out", str(run.path)]
+    subprocess.run([sys.executable, "-m", "torchlens_perf", *command], check=True, capture_output=True, cwd=ROOT)
+    path = run.path / "report.html"
+    write_page(run, path)
+    return path
 
 
 @pytest.fixture

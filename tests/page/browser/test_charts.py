@@ -60,7 +60,8 @@ def tab(tab_of: TabOf, file: Path) -> Tab:
 def cells(tab: Tab) -> Any:
     """The ranks in the heat map, from the top."""
     tab.settle()
-    return tab.value("torchlensPage.charts.find(each => each.key === 'heat').chart.order.map(each => torchlensPage.steps.places[each.row].rank)")
+    heat = "torchlensPage.charts.find(each => each.key === 'heat').chart"
+    return tab.value(f"{heat}.order.map(each => torchlensPage.steps.places[each.row].rank)")
 
 
 def test_every_chart_is_drawn_and_nothing_else_is_asked_for(tab: Tab) -> None:
