@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("textual", reason="Textual is not installed: pip install 'torchlens-perf[top]'")
 
 from tests.support.live_simulation import LiveSimulation
+from tests.support.long import long
 from tests.support.processes import SCRIPTS, clean_environ, wait_for_sidecar
 from tests.support.tmux import PROMPT, Tmux
 from tests.support.warm_python import WarmPython
@@ -66,7 +67,7 @@ def test_live_run(tmp_path: Path) -> None:
     assert not any("rank 0" in line for line in lines)  # the screen before is back
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize("size", [(80, 24), *long(((120, 40),), ((200, 60),))])
 def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> None:
     """The slow rank, its cost and what to do can be read whole, with all ranks, all parts, and the keys below."""
     with Tmux(*size) as terminal:
@@ -86,6 +87,7 @@ def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> N
     assert "…" not in text.replace("mean of…", "")
 
 
+@pytest.mark.long
 def test_resized(planted: LiveSimulation) -> None:
     """While it runs, to any size and back."""
     with Tmux(120, 40) as terminal:
@@ -115,6 +117,7 @@ def test_without_colour(planted: LiveSimulation) -> None:
     assert lines
 
 
+@pytest.mark.long
 def test_without_unicode(planted: LiveSimulation) -> None:
     """LC_ALL=C: all of it in ASCII, also where it is drawn from a terminal that is not told of Unicode."""
     with Tmux(environment={"LC_ALL": "C"}) as terminal:
@@ -126,7 +129,7 @@ def test_without_unicode(planted: LiveSimulation) -> None:
     assert all(line.isascii() for line in (*lines, *rank))
 
 
-@pytest.mark.parametrize("end", ["C-c", "SIGTERM", "C-z"])
+@pytest.mark.parametrize("end", ["C-c", *long("SIGTERM", "C-z")])
 def test_ended(planted: LiveSimulation, end: str) -> None:
     """By Ctrl-C, by SIGTERM, or stopped for a while by Ctrl-Z: the shell has its screen and its keys again."""
     with Tmux() as terminal:
