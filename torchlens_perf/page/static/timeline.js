@@ -156,6 +156,9 @@
       if (trace.ranks_left_out) said.push(`${trace.ranks_left_out} ranks are left out.`);
       if (trace.clock) said.push(trace.clock);
       this.said.textContent = said.join(" ");
+      // The caption is about the picture's step.
+      const words = this.place.closest("figure").querySelector("figcaption");
+      if (words) words.hidden = !words.textContent.startsWith(`Step ${trace.step} `);
     }
 
     // Who arrived last at each collective, and how long the others waited.
