@@ -233,9 +233,13 @@
       const steps = await torchlens.read(contents);
       this.contents = contents;
       if (steps) {
-        const follows = !this.steps || this.zoom[1] >= this.bounds()[1];
+        if (!this.steps && this.isLive) { // there are pictures now that were not there when the page was loaded
+          location.reload();
+          return;
+        }
+        const follows = this.steps && this.zoom && this.zoom[1] >= this.bounds()[1];
         this.steps = steps;
-        if (this.zoom && follows) this.zoom = [this.zoom[0], this.bounds()[1]];
+        if (follows) this.zoom = [this.zoom[0], this.bounds()[1]];
       }
       await this.draw(new Set(["quantity", "steps", "step", "theme"]));
     }
