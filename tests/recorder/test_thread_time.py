@@ -59,10 +59,6 @@ class TimedRig(Rig):
     def thread_times(self) -> dict[Kind, tuple[int, int]]:
         """Ends the step: nanoseconds of CPU, and ready without one, by phase; STEP is what lies outside of phases."""
         self.recorder.next_step()
-        return self.read_thread_times()
-
-    def read_thread_times(self) -> dict[Kind, tuple[int, int]]:
-        """Of the steps that have ended since the last reading."""
         found = [each for each in self.records() if each["kind"] == Kind.THREAD_TIME]
         return {Kind(each["flags"]): (each["value0"], each["value1"]) for each in found}
 
@@ -214,8 +210,8 @@ def test_kernel_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rig = TimedRig(python, tmp_path)
     before = open_files()
     for text in (b"0 0 0\n", b"", b"?"):
-        with monkeypatch.context() as told:
-            told.setattr(os, "pread", lambda *_, text=text: text)
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pread", lambda *_, text=text: text)
             assert rig.recorder.start_thread_time() is False
     rig.measure_next_step()
     assert rig.thread_times() == {}
@@ -229,18 +225,19 @@ def test_kernel_that_stops_telling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert rig.recorder.start_thread_time()
     rig.measure_next_step()
 
-    def fails(*args: int) -> bytes:
+    pread, of_reader = os.pread, rig.reader._descriptor
+
+    def fails(descriptor: int, *args: int) -> bytes:
+        if descriptor == of_reader:
+            return pread(descriptor, *args)
         raise OSError("planted")
 
     for broken, found in ((True, False), (True, False), (False, False), (False, True)):
-        with monkeypatch.context() as told:
-            if broken:
-                told.setattr(os, "pread", fails)
-            with rig.inside(Kind.FORWARD):
-                work(WORK_S / 4)
-            rig.clock.advance(LONG_NS)
-            rig.recorder.next_step()
-        assert bool(rig.read_thread_times()) == found
+        monkeypatch.setattr(os, "pread", fails if broken else pread)
+        with rig.inside(Kind.FORWARD):
+            work(WORK_S / 4)
+        rig.clock.advance(LONG_NS)
+        assert bool(rig.thread_times()) == found
     rig.close()
 
 
