@@ -18,7 +18,13 @@ class LiveSimulation:
     """Entered, its run is live; left, it has ended."""
 
     def __init__(
-        self, path: Path, ranks: int, *faults: str, node_size: int = 8, stages: int = 1, total_steps: int = 0,
+        self,
+        path: Path,
+        ranks: int,
+        *faults: str,
+        node_size: int = 8,
+        stages: int = 1,
+        total_steps: int = 0,
         seconds_ago: int = 600,
     ) -> None:
         """stages: of a pipeline; the ranks are data parallel in each. total_steps: that the run says it will make.
