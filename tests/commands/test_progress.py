@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import os
 import pty
 import signal
@@ -44,7 +45,7 @@ class Terminal:
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         self._screen, terminal = pty.openpty()
-        self.shown = ""
+        self.shown, self._text = "", codecs.getincrementaldecoder("utf-8")(errors="replace")
         environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
         self.process = subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=terminal,
@@ -64,7 +65,7 @@ class Terminal:
             piece = b""
         if not piece:
             raise EOFError(self.shown)
-        self.shown += piece.decode()
+        self.shown += self._text.decode(piece)  # a character may come in two pieces
 
     def end(self) -> str:
         """Lets it go on, and returns its stdout."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def recorded(
     folder: Path, *faults: str, steps: int = STEPS, device: SimulatedDevice | None = None, **more: Any
 ) -> RunDirectory:
     """A simulated run, as its sidecar leaves it."""
-    run = RunDirectory(folder / "run")
+    run = RunDirectory(folder / f"run-{uuid.uuid4().hex[:12]}")  # others simulate meanwhile: a run has one sidecar
     run.create()
     record(simulation(*faults, **more), steps, run, "simulated", device)
     return run

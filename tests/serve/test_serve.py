@@ -33,8 +33,10 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run, rank 3 of 4 slow."""
     folder = tmp_path_factory.mktemp("runs")
     fault = f"constant:rank={SLOW},share=0.4,phase=forward,since=20"
-    command = ["simulate", "--ranks", "4", "--steps", "96", "--fault", fault, "--out", str(folder / "done")]
+    made = folder / f"done-{os.getpid()}"  # a run has one sidecar at a time, and others simulate too
+    command = ["simulate", "--ranks", "4", "--steps", "96", "--fault", fault, "--out", str(made)]
     subprocess.run([sys.executable, "-m", "torchlens_perf", *command], check=True, capture_output=True, cwd=ROOT)
+    made.rename(folder / "done")
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def slow_rank_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from torchlens_perf.page.document.write import write_page
     from torchlens_perf.run.directory import RunDirectory
 
-    run = RunDirectory(tmp_path_factory.mktemp("page") / "slow-rank")
+    run = RunDirectory(tmp_path_factory.mktemp("page") / f"slow-rank-{os.getpid()}")
     fault = "constant:rank=3,share=0.25,phase=forward,since=100"
     command = ["simulate", "--topology", "dp=4,tp=2", "--steps", "300", "--fault", fault, "--out", str(run.path)]
     subprocess.run([sys.executable, "-m", "torchlens_perf", *command], check=True, capture_output=True, cwd=ROOT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +29,7 @@ HOSTILE = [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A simulated run, rank 3 of 8 slow in the forward pass from step 60 on."""
-    path = tmp_path_factory.mktemp("page") / "run"
+    path = tmp_path_factory.mktemp("page") / f"charts-{os.getpid()}"
     fault = f"constant:rank={SLOW},share=0.25,phase=forward,since={SINCE}"
     command = ["simulate", "--topology", "dp=4,tp=2", "--node-size", "4", "--steps", "200", "--fault", fault]
     subprocess.run(
