@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="show a run's report, live or finished")
     report.add_argument("run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here")
     report.add_argument("--json", action="store_true", help="as JSON, schema-versioned")
+    report.add_argument("--html", type=Path, metavar="FILE", help="as one HTML file that needs no network")
     report.add_argument("--schema", action="store_true", help="the JSON schema of --json; needs no run")
     report.set_defaults(command=_report)
 
@@ -89,6 +90,12 @@ def _report(options: argparse.Namespace) -> int:
     from torchlens_perf.report.terminal import show
 
     run = RunDirectory(options.run_dir or _newest_run())
+    if options.html is not None:
+        from torchlens_perf.page.document.write import write_page
+
+        size = write_page(run, options.html)
+        print(f"torchlens-perf: wrote {printable(str(options.html))}, {size / 1e6:.2f} MB", file=sys.stderr)
+        return 0
     value = run_report(run)
     if options.json:
         report_json.write(value, sys.stdout)

@@ -1,6 +1,7 @@
-"""What a page holds, as JSON: the contract between the Python that gathers it and the scripts that draw it. Types only.
+"""What a page holds, as JSON: the contract between what gathers it and the scripts that draw it. Types only.
 
-The page's file holds it as inert JSON in `<script type="application/json" id="contents">`; the live page serves the same.
+The page's file holds it as inert JSON in `<script type="application/json" id="contents">`; the live page serves the
+same.
 Names end in their units, as in the report: `_s` seconds, `_bytes`. None is what was not measured, never 0.
 """
 
@@ -16,8 +17,8 @@ SCHEMA = 1
 class Matrix(TypedDict):
     """Durations of [ranks, columns] as codes of 16 bits: row by row, little-endian, deflated (zlib), in base64.
 
-    Code 0 is "not measured", 1 is 0 s, and a larger one is `smallest_s * exp((code - 2) * log_step)` seconds. So a value
-    is off by at most half of log_step, whatever its size.
+    Code 0 is "not measured", 1 is 0 s, and a larger one is `smallest_s * exp((code - 2) * log_step)` seconds. So a
+    value is off by at most half of log_step, whatever its size.
     """
 
     smallest_s: float
@@ -44,6 +45,26 @@ class Place(TypedDict):
     local_rank: int | None
     mesh: dict[str, int]
     """Its coordinate in each dimension of the device mesh, where process groups tell it: {"dp": 1, "tp": 0}."""
+    population: str
+    """Ranks with the same text do the same work: excess is work above the median of the others of them."""
+
+
+class StepBands(TypedDict):
+    """Of each column, quantiles of the durations of all single steps of all ranks in it, in seconds."""
+
+    p5_s: list[float | None]
+    p50_s: list[float | None]
+    p95_s: list[float | None]
+    max_s: list[float | None]
+
+
+class SlowTime(TypedDict):
+    """A time in which a rank was named as slow: steps [since_step, until_step); None for still."""
+
+    rank: int
+    phase: str
+    since_step: int
+    until_step: int | None
 
 
 class StepMatrices(TypedDict):
@@ -53,8 +74,12 @@ class StepMatrices(TypedDict):
     places: list[Place]
     """The rows, sorted by rank."""
     step: Matrix
+    bands: StepBands
+    slow: list[SlowTime]
     work: Matrix
-    """Own time without lack of CPU; what ranks are compared by."""
+    """Own time without lack of CPU; what ranks are compared by. Of steps that are compared: without the warm-up, and
+    without steps that evaluate, save, compile, are sampled or captured; so it may be "not measured" where step is not.
+    By the device's clock for ranks that are judged by it."""
     parts: dict[str, Matrix]
     """By part (run.records.PARTS), in the order to stack them in. A part that no step has is left out."""
     device_parts: dict[str, Matrix]
@@ -67,7 +92,9 @@ class SpanRow(TypedDict):
     """One lane's spans as columns of equal length; lengths in microseconds from the step's start on that rank."""
 
     lane: str
-    """host, device, or thread: what does not nest with the others has a lane of its own."""
+    """host, collectives, other threads, device, collectives on the device: what does not nest with the others has a
+    lane of its own. Only in `host` are spans of a step's parts; spans inside of others have a larger depth there. In
+    the other lanes depth keeps apart what overlaps."""
     kind: list[str]
     """Of records: data, forward, backward, optimizer, wait, module, module_backward, section, collective, ..."""
     name: list[int]
@@ -85,6 +112,8 @@ class CollectiveJoined(TypedDict):
     number: int
     """Its sequence number in the group: with the group, the flight recorder's id."""
     bytes: int | None
+    asynchronous: bool
+    """Then a wait is how much earlier a rank has issued it, not time that it was blocked."""
     last_rank: int | None
     """Who arrived last; None where that cannot be known."""
     arrival_us: dict[str, float | None]
@@ -108,6 +137,8 @@ class StepTraceRow(TypedDict):
     step: int
     why: str
     """Why this step is in the page: "slowest", "first slow step of rank 3", "typical", "evaluation", ..."""
+    clock: str
+    """A sentence: how the ranks' times were laid on one line, and how well that is known."""
     ranks: list[RankTrace]
     ranks_left_out: int
     collectives: list[CollectiveJoined]
@@ -140,8 +171,9 @@ class HeldVerdict(TypedDict):
     since_s: float | None
     until_s: float | None
     """Seconds since the run's first step; until_s is None where it holds still."""
-    windows_held: int
-    windows_judged: int
+    windows_held: int | None
+    windows_judged: int | None
+    """Of so many windows of steps over the run; None where it is not judged by windows, or that is not known."""
 
 
 class Thinned(TypedDict):

@@ -54,7 +54,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
 
     captures: of the run directory, see captures.py.
     """
-    processes = _latest_attempt(nodes)
+    processes = latest_attempt(nodes)
     judged_windows = {rank: process.judged_windows() for rank, process in processes.items()}
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
     links = _links(nodes, processes)
@@ -93,7 +93,7 @@ def _where(each: Verdict, processes: dict[int, ProcessState]) -> dict[str, str] 
 
 def slow_link_verdict(nodes: list[NodeState]) -> Verdict | None:
     """The report's verdict on slow links; None if none is slow. For alerts, which need no other part of the report."""
-    processes = _latest_attempt(nodes)
+    processes = latest_attempt(nodes)
     links = _links(nodes, processes)
     if not links.links:
         return None
@@ -103,7 +103,7 @@ def slow_link_verdict(nodes: list[NodeState]) -> Verdict | None:
 
 def for_alerts(nodes: list[NodeState]) -> SlowRankContext:
     """What sentences on slow ranks take from the report, which alerts need no other part of."""
-    processes = _latest_attempt(nodes)
+    processes = latest_attempt(nodes)
     last = came_last(collective_rows(newest_joins(nodes)))
     return SlowRankContext(module_rows(processes), _device(processes), _judged_by(processes), last)
 
@@ -121,7 +121,7 @@ def _places(processes: dict[int, ProcessState]) -> dict[int, Placement]:
     return {rank: each.place for rank, each in processes.items()}
 
 
-def _latest_attempt(nodes: list[NodeState]) -> dict[int, ProcessState]:
+def latest_attempt(nodes: list[NodeState]) -> dict[int, ProcessState]:
     """By rank, the last process of the newest world. An earlier one may have had other ranks, and other steps.
 
     Agents that join or leave an elastic job make another world, and torchrun does not count that as an attempt.

@@ -20,6 +20,11 @@ def run_report(run: RunDirectory) -> Report:
 
     Raises RunStoreError if there are none, or none can be used.
     """
+    return report_and_states(run)[0]
+
+
+def report_and_states(run: RunDirectory) -> tuple[Report, list[NodeState]]:
+    """run_report(), and the nodes' states that it is made of. Raises RunStoreError likewise."""
     unusable: list[str] = []
     states = node_state.load_all(run, unusable)
     try:
@@ -31,9 +36,10 @@ def run_report(run: RunDirectory) -> Report:
         if len(broken) == len(states):
             raise RunStoreError("; ".join(broken.values())) from None
         unusable += broken.values()
-        report = build(run.run_id, [state for state in states if state.host not in broken], captures(run))
+        states = [state for state in states if state.host not in broken]
+        report = build(run.run_id, states, captures(run))
     report["quality"]["notes"] += [f"{each}: the ranks of that node are missing here" for each in unusable]
-    return report
+    return report, states
 
 
 def _problem(run: RunDirectory, state: NodeState) -> str:

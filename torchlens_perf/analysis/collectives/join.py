@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -65,6 +65,15 @@ class JoinState:
     channels: list[ChannelState]
 
 
+class Joined(Protocol):
+    """Gets operations of one kind that all of `ranks` have issued and ended."""
+
+    def __call__(
+        self, key: OperationKey, ranks: tuple[int, ...], calls: npt.NDArray[np.void], root: int | None, /
+    ) -> None:
+        """calls: channel.CALL, shape [operations, ranks]. root: column of the root."""
+
+
 class CollectiveJoin:
     """Fed with the records of this node's ranks; add() keeps them and join() joins what is complete. One thread.
 
@@ -73,7 +82,9 @@ class CollectiveJoin:
     join(), at most MAX_PENDING incomplete operations of each group, whatever the ranks do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, joined: Joined | None = None) -> None:
+        """joined: gets all operations that are joined, besides the sums."""
+        self._joined = joined
         self.outdated_records = 0  # of attempts and generations that are over
         self._begin(-1, 0)
 
@@ -289,6 +300,8 @@ class CollectiveJoin:
         operation = row.key.operation
         sizes = size_bytes(operation, calls["bytes"], len(row.key.members) or len(ranks))
         root = ranks.index(signature.root) if signature.root in ranks else None
+        if self._joined is not None:
+            self._joined(row.key, ranks, calls, root)
         overlapped = calls["overlapped"] & (not semantics_of(operation).blocks)
         for octave, chosen in _by(np.frexp(sizes.astype(np.float64))[1].astype(np.int64)):
             found = attribute(operation, calls["duration_ns"][chosen], root)

@@ -37,6 +37,20 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
     return excess
 
 
+def relative_excess(work: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """[ranks, columns] of ranks that do the same: each value above the median of the others in its column, as a share
+    of that; NaN where the rank has none there, or no other rank."""
+    relative = np.full(work.shape, np.nan)
+    for column, values in enumerate(work.T):
+        present = np.flatnonzero(np.isfinite(values))
+        if len(present) > 1:
+            above = excess_over_others(values[present, None])[:, 0]
+            others = values[present] - above
+            known = others > 0
+            relative[present[known], column] = above[known] / others[known]
+    return relative
+
+
 def noise(excess: npt.NDArray[np.floating[Any]]) -> float:
     """Standard deviation of the excess from row to row, as it counts in a mean over many rows: the middle rank's.
 

@@ -1,0 +1,123 @@
+"""document(): a run's page as one file that needs nothing else: no network, and no scripts to be read."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib.util
+import json
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.analysis.statistics.quantities import duration_or_dash
+from torchlens_perf.page.pictures.markup import Element, html, tag
+from torchlens_perf.page.sections.every import SECTIONS
+from torchlens_perf.page.sections.quality import overhead_words
+
+if TYPE_CHECKING:
+    from torchlens_perf.page.contents import Contents
+
+_STATIC = "static"
+# The charts' library, where it is installed: the package, and the file in it. It is not imported.
+CHART_LIBRARY = ("bokeh", "server/static/js/bokeh.min.js")
+
+
+def document(contents: Contents) -> str:
+    """The page. contents: see contents.py."""
+    style, scripts = static("page.css"), [each for each in (chart_library(), static("page.js")) if each]
+    run = contents["report"]["run"]
+    title = f"{run['program'] or 'run'} · {run['id']} · torchlens_perf"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy([style], scripts)),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="referrer", content="no-referrer"),
+        tag("title", title),
+        _raw("style", style),
+    )
+    sections = [section(contents) for _, _, section in SECTIONS]
+    shown = [(key, label) for (key, label, _), each in zip(SECTIONS, sections, strict=True) if each is not None]
+    body = tag(
+        "body",
+        tag("a", "Skip to the verdicts", class_="skip", href="#verdicts"),
+        _header(contents),
+        tag(
+            "nav",
+            tag("ul", [tag("li", tag("a", label, href=f"#{key}")) for key, label in shown]),
+            aria_label="Sections",
+        ),
+        tag("main", sections),
+        tag("footer", tag("p", f"Written {contents['written']} by torchlens_perf {contents['version']}.")),
+        _raw("script", inert(contents), type="application/json", id="contents"),
+        [_raw("script", each) for each in scripts],
+    )
+    return f"<!DOCTYPE html>\n{html(tag('html', head, body, lang='en'))}\n"
+
+
+def _header(contents: Contents) -> Element:
+    run = contents["report"]["run"]
+    steps, nodes = contents["report"]["steps"], len(run["nodes"])
+    facts = [
+        ("ranks", f"{run['world_size']}" + (f" on {nodes} nodes" if nodes > 1 else "")),
+        ("steps", str(steps["count"])),
+        ("median step", duration_or_dash(steps["p50_s"])),
+        ("device", run["device"] or "CPU"),
+        ("started", (run["started"] or "not yet").replace("T", " ")),
+        ("running" if run["live"] else "ended", (run["ended"] or run["last_step_at"] or "-").replace("T", " ")),
+        *([("attempt", str(run["attempt"]))] if run["attempt"] else []),
+        ("cost of recording", overhead_words(contents["report"])),
+    ]
+    return tag(
+        "header",
+        tag("h1", run["program"] or "run", " ", tag("small", run["id"])),
+        tag("ul", [tag("li", label, " ", tag("b", value)) for label, value in facts], class_="facts"),
+    )
+
+
+def _raw(name: str, text: str, **attributes: str) -> Element:
+    """A script or style element: its text is not escaped, so that it must not end it."""
+    assert f"</{name}" not in text.lower()
+    made = tag(name, **attributes)
+    made.text = text
+    return made
+
+
+def inert(value: Any) -> str:
+    """JSON that no HTML parser and no script sees as anything else."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and its like are escaped
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def policy(styles: list[str], scripts: list[str]) -> str:
+    """The content security policy: what is in the page, by its hash, and nothing else; no network at all."""
+    allowed = {"style-src": styles, "script-src": scripts}
+    parts = ["default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
+    for source, texts in allowed.items():
+        parts.append(" ".join([source, *(f"'{_digest(text)}'" for text in texts)] if texts else [source, "'none'"]))
+    return "; ".join(parts)
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+@functools.cache
+def static(name: str) -> str:
+    """A file of the page's own; "" where there is none."""
+    path = resources.files("torchlens_perf.page") / _STATIC / name
+    return path.read_text("utf-8") if path.is_file() else ""
+
+
+@functools.cache
+def chart_library() -> str:
+    """The charts' JavaScript library; "" where it is not installed: the page then has its pictures only."""
+    package, file = CHART_LIBRARY
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        return ""
+    path = Path(found.origin).parent / file
+    return path.read_text("utf-8") if path.is_file() else ""

@@ -1,0 +1,30 @@
+"""Writes a run's page."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.page.document.html import document
+from torchlens_perf.page.gather.run_contents import DEFAULT_BUDGET_BYTES, contents
+from torchlens_perf.run import ownership
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.directory import RunDirectory
+
+
+def write_page(run: RunDirectory, path: Path, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> int:
+    """Writes the page whole or not at all; returns its size in bytes.
+
+    Raises RunStoreError where there is no run, or the file cannot be written.
+    """
+    text = document(contents(run, budget_bytes)).encode("utf-8", "replace")
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        ownership.write(partial, text)
+        os.replace(partial, path)
+    except OSError as error:
+        raise RunStoreError(f"{path} cannot be written: {error.strerror or error}") from None
+    return len(text)

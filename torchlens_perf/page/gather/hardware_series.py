@@ -1,0 +1,208 @@
+"""What was measured over time beside the steps: GPUs, network ports, device memory, lack of a CPU."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
+from torchlens_perf.page.contents import Columns, Series
+from torchlens_perf.page.gather.step_files import UNREADABLE, open_parquet
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.analysis.node_state import ProcessState
+    from torchlens_perf.page.gather.step_grid import StepGrid
+    from torchlens_perf.run.directory import RunDirectory
+
+    Floats = npt.NDArray[np.float64]
+
+MAX_POINTS = 240  # of a series: means over stretches of time
+_WORTH_SHOWING = 0.01  # share of a step without a CPU
+_GAUGE, _RATE, _SHARE, _COUNT = range(4)
+
+
+class _Quantity(NamedTuple):
+    title: str
+    unit: str
+    how: int
+    """_GAUGE as it is, _RATE growth a second, _SHARE growth in ns as a share of the time, _COUNT growth since the first
+    sample; the last two only where there is any."""
+
+
+_GPU = {
+    "sm_clock_hz": _Quantity("SM clock", "Hz", _GAUGE),
+    "temperature_c": _Quantity("GPU temperature", "Cel", _GAUGE),
+    "power_w": _Quantity("GPU power", "W", _GAUGE),
+    "throttle_thermal_ns": _Quantity("throttled by heat", "1", _SHARE),
+    "throttle_hw_thermal_ns": _Quantity("throttled by heat, by the hardware", "1", _SHARE),
+    "throttle_power_ns": _Quantity("throttled by the power limit", "1", _SHARE),
+    "throttle_hw_power_brake_ns": _Quantity("throttled by the power brake", "1", _SHARE),
+    "throttle_sync_boost_ns": _Quantity("throttled by sync boost", "1", _SHARE),
+    "xids": _Quantity("XID errors", "1", _COUNT),
+    "ecc_uncorrected": _Quantity("uncorrected ECC errors", "1", _COUNT),
+    "sm_active": _Quantity("SMs active", "1", _GAUGE),
+    "busy": _Quantity("GPU busy: any kernel runs", "1", _GAUGE),
+    "memory_used_bytes": _Quantity("GPU memory used, by all processes", "By", _GAUGE),
+    "nvlink_received_bytes": _Quantity("NVLink received", "By/s", _RATE),
+    "pcie_received_bytes": _Quantity("PCIe received", "By/s", _RATE),
+    "pcie_replays": _Quantity("PCIe replays", "1", _COUNT),
+    "nvlink_errors": _Quantity("NVLink errors", "1", _COUNT),
+}
+_LINK = {
+    "transmitted_bytes": _Quantity("port transmitted", "By/s", _RATE),
+    "received_bytes": _Quantity("port received", "By/s", _RATE),
+    **{name: _Quantity(f"port: {name.replace('_', ' ')}", "1", _COUNT) for name in LINK_ERRORS},
+}
+
+
+def hardware_series(
+    run: RunDirectory,
+    processes: Mapping[int, ProcessState],
+    node_of: Mapping[int, str],
+    ranks: Sequence[int],
+    begin_unix_ns: int,
+    notes: list[str],
+) -> list[Series]:
+    """Of the GPUs that these ranks compute on, and the ports of their nodes. notes: as step_batches()."""
+    nodes = {node_of[rank] for rank in ranks}
+    rank_of = {gpu["uuid"]: rank for rank in ranks for gpu in processes[rank].gpus}
+    found = []
+    for (_, uuid), table in _tables(run.path / "gpus", nodes, "uuid", notes):
+        if uuid in rank_of:
+            found += _series(table, _GPU, f"rank {rank_of[uuid]}", rank_of[uuid], begin_unix_ns)
+    for (host, port), table in _tables(run.path / "links", nodes, "device", notes):
+        found += _series(table, _LINK, f"{host} {port}", None, begin_unix_ns)
+    return found
+
+
+def rank_series(
+    grid: StepGrid, columns: Columns, processes: Mapping[int, ProcessState], ranks: Sequence[int]
+) -> list[Series]:
+    """Of each rank: its lack of a CPU, if any, and its device's memory."""
+    row_of = {rank: row for row, rank in enumerate(sorted(processes))}
+    started = np.array([np.nan if each is None else each for each in columns["started_s"]])
+    first_steps = np.array(columns["first_steps"])
+    known = np.isfinite(started)
+    found: list[Series] = []
+    for rank in ranks:
+        shares = grid.no_cpu_share(row_of[rank])
+        if np.nanmax(shares, initial=0.0) >= _WORTH_SHOWING:
+            found.append(_one("ready to run, and no CPU was free", "1", f"rank {rank}", rank, started, shares))
+        readings = processes[rank].statistics.memory.readings
+        if not readings or not known.any():
+            continue
+        at = np.interp([each.step for each in readings], first_steps[known], started[known])
+        for name, title in (
+            ("allocated_bytes", "device memory allocated"),
+            ("reserved_bytes", "device memory reserved"),
+        ):
+            values = np.array([np.nan if (value := getattr(each, name)) is None else value for each in readings])
+            if np.isfinite(values).any():
+                found.append(_one(title, "By", f"rank {rank}", rank, at, values))
+    return found
+
+
+def within(series: Sequence[Series], budget_bytes: int, notes: list[str]) -> list[Series]:
+    """The first quantities of each thing come before the later ones; notes: gets a sentence on what is left out."""
+    places: dict[str, int] = defaultdict(int)
+    order = []
+    for each in series:
+        order.append((places[each["where"]], each))
+        places[each["where"]] += 1
+    kept, used_bytes = list[Series](), 0
+    for _, each in sorted(order, key=lambda item: item[0]):
+        used_bytes += len(json.dumps(each, separators=(",", ":")))
+        if used_bytes > budget_bytes:
+            notes.append(f"Of {len(series)} quantities that were measured over time, {len(kept)} are shown.")
+            break
+        kept.append(each)
+    return sorted(kept, key=lambda each: each["title"])
+
+
+def _tables(
+    folder: Path, nodes: set[str], named_by: str, notes: list[str]
+) -> Iterator[tuple[tuple[str, str], dict[str, Floats]]]:
+    """By host and name, columns of numbers in the order of time."""
+    parts: dict[tuple[str, str], list[pa.Table]] = defaultdict(list)
+    for path in sorted(folder.glob("*.parquet")):
+        if path.stem.rpartition("-")[0] not in nodes:
+            continue
+        try:
+            with open_parquet(path) as file:
+                table = file.read()
+            names = [str(name) for name in table.column(named_by).to_pylist()]
+            if "port" in table.column_names:
+                names = [
+                    f"{name} port {port}" for name, port in zip(names, table.column("port").to_pylist(), strict=True)
+                ]
+            hosts = table.column("host").to_pylist()
+            keys = np.array([f"{host}\0{name}" for host, name in zip(hosts, names, strict=True)])
+            table = table.set_column(table.column_names.index("time"), "time", table.column("time").cast(pa.int64()))
+            for key in np.unique(keys).tolist():
+                host, _, name = key.partition("\0")
+                parts[host, name].append(table.filter(pa.array(keys == key)))
+        except UNREADABLE as error:
+            notes.append(f"{folder.name}/{path.name} cannot be read: {str(error).partition(chr(10))[0]}")
+    for key, tables in sorted(parts.items()):
+        whole = pa.concat_tables(tables)
+        yield (
+            key,
+            {
+                field.name: np.asarray(whole.column(field.name).to_numpy(), np.float64)
+                for field in whole.schema
+                if pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
+            },
+        )
+
+
+def _series(
+    table: Mapping[str, Floats], quantities: Mapping[str, _Quantity], where: str, rank: int | None, begin_unix_ns: int
+) -> list[Series]:
+    time_s = (table["time"] - begin_unix_ns) / 1e9
+    found = []
+    for name, (title, unit, how) in quantities.items():
+        values = table.get(name)
+        if values is None or not np.isfinite(values).any():
+            continue
+        if how != _GAUGE:
+            grown = np.maximum(np.diff(values, prepend=np.nan), 0)  # a counter that was reset begins anew
+            if how != _RATE and not np.nansum(grown):
+                continue
+            gone_s = np.diff(time_s, prepend=np.nan)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                values = {
+                    _RATE: grown / gone_s,
+                    _SHARE: grown / 1e9 / gone_s,
+                    _COUNT: np.cumsum(np.nan_to_num(grown)),
+                }[how]
+        found.append(_one(title, unit, where, rank, time_s, values))
+    return found
+
+
+def _one(title: str, unit: str, where: str, rank: int | None, time_s: Floats, values: Floats) -> Series:
+    """With at most MAX_POINTS points, each the mean of what is known in a stretch of time."""
+    known = np.isfinite(time_s)
+    time_s, values = time_s[known], values[known]
+    if len(values) > MAX_POINTS:
+        starts = np.linspace(0, len(values), MAX_POINTS, endpoint=False).astype(np.int64)
+        there = np.isfinite(values)
+        counts = np.add.reduceat(there.astype(np.int64), starts)
+        sums = np.add.reduceat(np.where(there, values, 0.0), starts)
+        values = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+        time_s = np.add.reduceat(time_s, starts) / np.diff(starts, append=len(time_s))
+    return {
+        "title": title,
+        "unit": unit,
+        "where": where,
+        "rank": rank,
+        "time_s": [float(f"{each:.6g}") for each in time_s.tolist()],
+        "value": [float(f"{each:.5g}") if np.isfinite(each) else None for each in values.tolist()],
+    }

@@ -1,0 +1,81 @@
+"""contents(): start here. All that a page shows, from a run directory, within a budget of bytes."""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from torchlens_perf.analysis.stragglers.detector import NOTHING
+from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
+from torchlens_perf.page.gather.hardware_series import hardware_series, rank_series, within
+from torchlens_perf.page.gather.held import held
+from torchlens_perf.page.gather.step_choice import chosen_ranks
+from torchlens_perf.page.gather.step_matrices import begin_unix_ns, slow_times, step_grid, step_matrices
+from torchlens_perf.page.gather.thinning import size_bytes, thinned_grid, thinned_report
+from torchlens_perf.page.gather.whole_steps import whole_steps
+from torchlens_perf.report.build import latest_attempt
+from torchlens_perf.report.run_report import report_and_states
+from torchlens_perf.version import VERSION
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Report
+    from torchlens_perf.page.gather.step_grid import StepGrid
+    from torchlens_perf.run.directory import RunDirectory
+
+DEFAULT_BUDGET_BYTES = 1_500_000
+_REPORT, _MATRICES, _SERIES = 0.25, 0.45, 0.12  # shares of it at most; whole steps have what is left
+
+
+def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Contents:
+    """What the run's page holds, live or finished; as JSON it has at most about so many bytes.
+
+    Raises RunStoreError as run_report(). Any process but a training process; one thread.
+    """
+    report, states = report_and_states(run)
+    processes = latest_attempt(states)
+    node_by_key = {key: state.host for state in states for key in state.processes}
+    node_of = {rank: node_by_key[each.identity.key] for rank, each in processes.items()}
+    findings = max((state.findings for state in states), key=lambda each: each.compared, default=NOTHING)
+    slow = slow_times(findings)
+    notes: list[str] = []
+    plain = cast("Report", msgspec.to_builtins(report, enc_hook=lambda number: number.item(), str_keys=True))
+    ranks = chosen_ranks(plain, slow, node_of)
+    named = _named(plain, slow)
+    shown = thinned_report({**plain, "heat": None}, {*named, *ranks}, int(_REPORT * budget_bytes), notes)
+    begin_ns = begin_unix_ns(processes)
+    grid = step_grid(run, processes, notes)
+    matrices: StepMatrices | None = None
+    series: list[Series] = hardware_series(run, processes, node_of, ranks, begin_ns, notes)
+    traces: StepTraces = {"names": [], "steps": []}
+    if grid is not None:
+
+        def made(of: StepGrid) -> StepMatrices:
+            return step_matrices(of, processes, slow)
+
+        grid, fitting = thinned_grid(grid, made, int(_MATRICES * budget_bytes), notes)
+        matrices = fitting
+        series += rank_series(grid, fitting["columns"], processes, ranks)
+    series = within(series, int(_SERIES * budget_bytes), notes)
+    if grid is not None:
+        left = budget_bytes - sum(map(size_bytes, (shown, matrices, series)))
+        uncomparable = {name for state in states for name in state.join.uncomparable()}
+        traces = whole_steps(run, processes, node_of, ranks, grid, slow, uncomparable, left, notes)
+    return {
+        "schema": SCHEMA,
+        "report": shown,
+        "steps": matrices,
+        "traces": traces,
+        "telemetry": series,
+        "held": [held(verdict, matrices and matrices["columns"], begin_ns) for verdict in plain["verdicts"]],
+        "thinned": {"budget_bytes": budget_bytes, "sentences": notes},
+        "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "version": VERSION,
+    }
+
+
+def _named(report: Report, slow: list[SlowTime]) -> set[int]:
+    """Ranks that verdicts and slow times are about."""
+    named = {verdict["rank"] for verdict in report["verdicts"]} | {each["rank"] for each in slow}
+    return {rank for rank in named if rank is not None}

@@ -1,0 +1,104 @@
+"""Which steps the page holds whole, and of which ranks: those that tell most. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
+from torchlens_perf.page.contents import SlowTime
+from torchlens_perf.run.ring import Flag
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.analysis.words.report import Rank, Report
+    from torchlens_perf.page.gather.step_grid import StepGrid
+
+MAX_STEPS = 64
+MAX_RANKS = 16  # of a larger job: those that are slow, those that wait for them, and usual ones
+_SLOW, _WAITING, _USUAL = 6, 4, 3
+_MAX_SLOW_TIMES = 8
+_RECENT = 10  # the newest steps are one part in so many of all
+_KINDS = {"checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED}
+
+
+def chosen_steps(
+    grid: StepGrid, slow: Sequence[SlowTime], warm_from: int, kept: tuple[int, int] | None
+) -> list[tuple[int, str]]:
+    """Steps and why, the most telling first. kept: from which step to which one records are there; None: of none."""
+    if kept is None:
+        return []
+    numbers = grid.first_single + np.arange(len(grid.single_ns))
+    there = (grid.single_ns > 0) & (numbers >= kept[0]) & (numbers <= kept[1])
+    usual = there & ((grid.single_flags & OTHER_WORK) == 0) & (numbers >= warm_from)
+    found: dict[int, str] = {}
+
+    def add(of: npt.NDArray[np.bool_], why: str, *, typical: bool = False) -> None:
+        at = _nearest_to_median(grid.single_ns, of) if typical else _longest(grid.single_ns, of)
+        if at is not None:
+            found.setdefault(int(numbers[at]), why)
+
+    now = [each for each in slow if each["until_step"] is None]
+    for each in now[:1]:
+        add(usual & (numbers >= each["since_step"]), f"typical while rank {each['rank']} is slow", typical=True)
+    add(there & (numbers >= warm_from), "slowest")
+    for each in slow[:_MAX_SLOW_TIMES]:
+        add(there & (numbers == each["since_step"]), f"first slow step of rank {each['rank']}")
+    for each in now[:1]:
+        add(usual & (numbers < each["since_step"]), f"typical before rank {each['rank']} was slow", typical=True)
+    if not now:
+        add(usual, "typical", typical=True)
+    for kind, flag in _KINDS.items():
+        add(there & ((grid.single_flags & flag) != 0) & (numbers >= warm_from), f"longest with {kind}")
+    ends = numbers[there]
+    if len(ends):
+        add(there & (numbers == ends[0]), "first")
+        add(there & (numbers == ends[-1]), "last")
+        add(there & (numbers > ends[-1] - max(1, len(ends) // _RECENT)), "longest of the newest")
+        for number in np.unique(ends[np.linspace(0, len(ends) - 1, MAX_STEPS).astype(np.int64)]).tolist():
+            found.setdefault(number, "one of many")
+    return list(found.items())[:MAX_STEPS]
+
+
+def _longest(values: npt.NDArray[np.float64], of: npt.NDArray[np.bool_]) -> int | None:
+    return int(np.where(of, values, -1.0).argmax()) if of.any() else None
+
+
+def _nearest_to_median(values: npt.NDArray[np.float64], of: npt.NDArray[np.bool_]) -> int | None:
+    if not of.any():
+        return None
+    distance = np.abs(values - np.median(values[of]))
+    return int(np.where(of, distance, np.inf).argmin())
+
+
+def chosen_ranks(report: Report, slow: Sequence[SlowTime], node_of: Mapping[int, str]) -> list[int]:
+    """At most MAX_RANKS, ascending: all of a small job; else slow ones, on their nodes those that wait most, and usual
+    ones. node_of: each rank's node, as few of which are read as will do."""
+    rows = {rank["rank"]: rank for rank in report["ranks"]}
+    if len(rows) <= MAX_RANKS:
+        return sorted(rows)
+    named = [verdict["rank"] for verdict in report["verdicts"] if verdict["rank"] in rows]
+    named += [each["rank"] for each in reversed(slow) if each["rank"] in rows]
+    by_own = sorted(rows, key=lambda rank: -_typical(rows[rank], "own_s"))
+    chosen = list(dict.fromkeys([*(rank for rank in named if rank is not None), *by_own]))[:_SLOW]
+    nodes = list(dict.fromkeys(node_of[rank] for rank in chosen))[:2]
+    near = [rank for rank in rows if node_of[rank] in nodes and rank not in chosen]
+    chosen += sorted(near, key=lambda rank: -_waiting(rows[rank]))[:_WAITING]
+    middle = _typical(rows[by_own[len(by_own) // 2]], "own_s")
+    usual = sorted(
+        (rank for rank in near if rank not in chosen), key=lambda r: abs(_typical(rows[r], "own_s") - middle)
+    )
+    chosen += usual[:_USUAL]
+    elsewhere = next((rank for rank in by_own[len(by_own) // 2 :] if rank not in chosen), None)
+    return sorted([*chosen, *([elsewhere] if elsewhere is not None else [])])[:MAX_RANKS]
+
+
+def _typical(rank: Rank, field: str) -> float:
+    return float(rank["typical"][field]) if rank["typical"] is not None else 0.0  # type: ignore[literal-required]
+
+
+def _waiting(rank: Rank) -> float:
+    return rank["typical"]["parts"].get("communication", 0.0) if rank["typical"] is not None else 0.0

@@ -1,0 +1,151 @@
+"""Steps of all ranks, added up in windows that are the same for all: what the matrices are made from. Pure.
+
+Memory is bounded by the number of ranks and windows, not by that of steps: steps come in batches and are let go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Integers = npt.NDArray[np.int64]
+    Floats = npt.NDArray[np.float64]
+
+MAX_COLUMNS = 4096
+MAX_CELLS = 1_500_000  # ranks times columns
+QUANTILES = {"p5_s": 0.05, "p50_s": 0.5, "p95_s": 0.95}
+_BIN = 0.01  # of the logarithm of a duration, in the counts that quantiles are taken from
+_SMALLEST_NS = 1e3
+_BINS = 3000  # up to 10^13 ns
+_MAX_SINGLE_STEPS = 1 << 22  # of which the longest rank's duration is kept, the newest
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Steps of any ranks, in any order: columns of equal length. Times in ns."""
+
+    row: Integers
+    """The rank's place among the grid's rows."""
+    step: Integers
+    start_ns: Integers
+    """After the run's first step began, by the wall clock."""
+    duration_ns: Integers
+    work_ns: Integers
+    parts_ns: Integers
+    """Shape [steps, parts]."""
+    ready_ns: Integers
+    """Ready to run without a CPU; -1 where that was not measured."""
+    memory_bytes: Integers
+    flags: Integers
+
+
+class StepGrid:
+    """Sums over windows of `width` steps, a power of two. Row i is the i-th rank."""
+
+    def __init__(self, warm_from: Integers, first: int, last: int, parts: int) -> None:
+        """warm_from: of each rank, its first step that is no warm-up. first, last: of the steps of all ranks."""
+        ranks = len(warm_from)
+        most = max(1, min(MAX_COLUMNS, MAX_CELLS // max(1, ranks)))
+        self.width = 1
+        while last // self.width - first // self.width >= most:
+            self.width *= 2
+        self.first = first // self.width * self.width
+        columns = last // self.width - first // self.width + 1
+        self.warm_from = warm_from
+        shape = (ranks, columns)
+        self.steps = np.zeros(shape, np.int32)
+        self.compared = np.zeros(shape, np.int32)
+        self.step_ns, self.work_ns = np.zeros(shape), np.zeros(shape)
+        self.parts_ns = np.zeros((parts, *shape))
+        self.ready_ns, self.ready_of_ns = np.zeros(shape), np.zeros(shape)
+        self.memory_bytes = np.full(shape, -1, np.int64)
+        self.start_ns = np.full(shape, np.inf)
+        self.flags = np.zeros(columns, np.int64)
+        self.longest_ns = np.full(columns, np.nan)
+        self._counts = np.zeros((columns, _BINS), np.int32)
+        self.first_single = max(first, last - _MAX_SINGLE_STEPS + 1)
+        self.single_ns = np.zeros(last - self.first_single + 1)
+        """Of each step from `first_single` on, the longest duration of a rank; 0 where there is none."""
+        self.single_flags = np.zeros(len(self.single_ns), np.int64)
+
+    @property
+    def first_steps(self) -> Integers:
+        """Of each column."""
+        return self.first + np.arange(len(self.flags)) * self.width
+
+    def add(self, batch: Batch) -> None:
+        """Steps that are not in the grid's range are left out."""
+        column = (batch.step - self.first) // self.width
+        inside = (column >= 0) & (column < len(self.flags))
+        if not inside.all():
+            batch = Batch(**{field.name: getattr(batch, field.name)[inside] for field in dataclasses.fields(Batch)})
+            column = column[inside]
+        at = (batch.row, column)
+        np.add.at(self.steps, at, 1)
+        np.add.at(self.step_ns, at, batch.duration_ns)
+        for part in range(len(self.parts_ns)):
+            np.add.at(self.parts_ns[part], at, batch.parts_ns[:, part])
+        measured = batch.ready_ns >= 0
+        np.add.at(self.ready_ns, (batch.row[measured], column[measured]), batch.ready_ns[measured])
+        np.add.at(self.ready_of_ns, (batch.row[measured], column[measured]), batch.duration_ns[measured])
+        np.maximum.at(self.memory_bytes, at, batch.memory_bytes)
+        np.minimum.at(self.start_ns, at, batch.start_ns)
+        compared = ((batch.flags & OTHER_WORK) == 0) & (batch.step >= self.warm_from[batch.row])
+        at = (batch.row[compared], column[compared])
+        np.add.at(self.compared, at, 1)
+        np.add.at(self.work_ns, at, batch.work_ns[compared])
+        np.bitwise_or.at(self.flags, column, batch.flags)
+        np.fmax.at(self.longest_ns, column, batch.duration_ns)
+        single = batch.step >= self.first_single
+        at_step = batch.step[single] - self.first_single
+        np.maximum.at(self.single_ns, at_step, batch.duration_ns[single])
+        np.bitwise_or.at(self.single_flags, at_step, batch.flags[single])
+        bins = np.log(np.maximum(batch.duration_ns, _SMALLEST_NS) / _SMALLEST_NS) / _BIN
+        np.add.at(self._counts, (column, np.minimum(bins.astype(np.int64), _BINS - 1)), 1)
+
+    def quantile_s(self, share: float) -> Floats:
+        """Of each column, that quantile of all its steps, to within half a percent; NaN where there is no step."""
+        reached = self._counts.cumsum(axis=1)
+        total = reached[:, -1]
+        found = (reached >= np.maximum(1, np.ceil(share * total))[:, None]).argmax(axis=1)
+        seconds = _SMALLEST_NS * np.exp((found + 0.5) * _BIN) / 1e9
+        return np.where(total > 0, np.minimum(seconds, np.nan_to_num(self.longest_ns, nan=np.inf) / 1e9), np.nan)
+
+    def no_cpu_share(self, row: int) -> Floats:
+        """Of each column, the share of the rank's time in which it was ready and had no CPU; NaN: not measured."""
+        of_ns = self.ready_of_ns[row]
+        share: Floats = np.divide(self.ready_ns[row], of_ns, out=np.full(len(of_ns), np.nan), where=of_ns > 0)
+        return share
+
+    def widened(self) -> StepGrid:
+        """The same with windows twice as wide."""
+        wider = StepGrid.__new__(StepGrid)
+        wider.width = 2 * self.width
+        wider.first = self.first // wider.width * wider.width
+        before = (self.first - wider.first) // self.width
+        after = (len(self.flags) + before) % 2
+        for name in ("warm_from", "first_single", "single_ns", "single_flags"):
+            setattr(wider, name, getattr(self, name))
+
+        def paired(values: npt.NDArray[Any], empty: float, axis: int) -> npt.NDArray[Any]:
+            padding = [(0, 0)] * values.ndim
+            padding[axis] = (before, after)
+            padded = np.pad(values, padding, constant_values=empty)
+            return padded.reshape(*values.shape[:axis], -1, 2, *values.shape[axis + 1 :])
+
+        for name in ("steps", "compared", "step_ns", "work_ns", "ready_ns", "ready_of_ns"):
+            setattr(wider, name, paired(getattr(self, name), 0, 1).sum(axis=2))
+        wider.parts_ns = paired(self.parts_ns, 0, 2).sum(axis=3)
+        wider.memory_bytes = paired(self.memory_bytes, -1, 1).max(axis=2)
+        wider.start_ns = paired(self.start_ns, np.inf, 1).min(axis=2)
+        wider.flags = np.bitwise_or.reduce(paired(self.flags, 0, 0), axis=1)
+        wider.longest_ns = np.fmax.reduce(paired(self.longest_ns, np.nan, 0), axis=1)
+        wider._counts = paired(self._counts, 0, 0).sum(axis=1)
+        return wider

@@ -1,0 +1,178 @@
+"""Each rank's steps as matrices, for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
+from torchlens_perf.page.contents import Columns, Place, SlowTime, StepMatrices
+from torchlens_perf.page.gather.step_files import step_batches
+from torchlens_perf.page.gather.step_grid import QUANTILES, StepGrid
+from torchlens_perf.page.matrix import encoded
+from torchlens_perf.run.records import PARTS
+from torchlens_perf.run.ring import Flag
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.analysis.node_state import ProcessState
+    from torchlens_perf.analysis.statistics.rank import Windows
+    from torchlens_perf.analysis.stragglers.detector import Findings
+    from torchlens_perf.run.directory import RunDirectory
+
+    Floats = npt.NDArray[np.float64]
+
+MAX_MEMORY_COLUMNS = 256
+_FLAGS = {
+    "checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED, "capture": Flag.CAPTURED,
+    "garbage collection": Flag.COLLECTED,
+}  # fmt: skip
+
+
+def unix_offset_ns(process: ProcessState) -> int:
+    """What to add to a time of the process's node to have it on the wall clock."""
+    return process.anchor.unix_ns - process.anchor.monotonic_ns
+
+
+def begin_unix_ns(processes: Mapping[int, ProcessState]) -> int:
+    """When the run's first step began; 0 if there is none."""
+    starts = ((each.statistics.started_ns, unix_offset_ns(each)) for each in processes.values())
+    return min((start + offset for start, offset in starts if start is not None), default=0)
+
+
+def step_grid(run: RunDirectory, processes: Mapping[int, ProcessState], notes: list[str]) -> StepGrid | None:
+    """The steps of these processes, by rank; None where there are none. notes: gets a line for each unreadable file."""
+    ranks = sorted(processes)
+    firsts = [processes[rank].statistics.first_step for rank in ranks]
+    lasts = [processes[rank].statistics.last_step for rank in ranks]
+    known = [(first, last) for first, last in zip(firsts, lasts, strict=True) if first is not None and last is not None]
+    if not known:
+        return None
+    warm_from = np.array([(first or 0) + WARM_UP_STEPS for first in firsts], np.int64)
+    grid = StepGrid(warm_from, min(first for first, _ in known), max(last for _, last in known), len(PARTS))
+    row_of = {processes[rank].identity.key: row for row, rank in enumerate(ranks)}
+    begin_ns = begin_unix_ns(processes)
+    begins = {each.identity.key: begin_ns - unix_offset_ns(each) for each in processes.values()}
+    for batch in step_batches(run, row_of, begins, notes):
+        grid.add(batch)
+    return grid if grid.steps.any() else None
+
+
+def step_matrices(grid: StepGrid, processes: Mapping[int, ProcessState], slow: list[SlowTime]) -> StepMatrices:
+    """The grid as the page holds it."""
+    ranks = sorted(processes)
+    steps = np.where(grid.steps > 0, grid.steps, np.nan)
+    windows = {
+        row: processes[rank].judged_windows() for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE
+    }
+
+    return {
+        "columns": _columns(grid),
+        "places": [_place(rank, processes[rank]) for rank in ranks],
+        "step": encoded(grid.step_ns / steps / 1e9),
+        "bands": {
+            **{name: _rounded(grid.quantile_s(share)) for name, share in QUANTILES.items()},  # type: ignore[typeddict-item]
+            "max_s": _rounded(grid.longest_ns / 1e9),
+        },
+        "slow": slow,
+        "work": encoded(work_s(grid, windows)),
+        "parts": {
+            part: encoded(grid.parts_ns[at] / steps / 1e9) for at, part in enumerate(PARTS) if grid.parts_ns[at].any()
+        },
+        "device_parts": {
+            part: encoded(values) for part, values in device_parts_s(grid, windows).items() if np.nansum(values)
+        },
+        "memory_bytes": _memory(grid),
+    }
+
+
+def work_s(grid: StepGrid, windows: Mapping[int, Windows]) -> Floats:
+    """[ranks, columns]: mean work of the steps that are compared. windows: of the rows that are judged by a device."""
+    sums, counts = grid.work_ns.copy(), grid.compared.astype(np.float64)
+    for row, each in windows.items():
+        known = each.work_steps > 0
+        means = np.divide(each.work_sum_ns, each.work_steps, out=np.full(len(known), np.nan), where=known)
+        sums[row], counts[row] = _spread(grid, each, means, np.where(known, each.work_steps, 0))
+    mean_s: Floats = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0) / 1e9
+    return mean_s
+
+
+def device_parts_s(grid: StepGrid, windows: Mapping[int, Windows]) -> dict[str, Floats]:
+    """By part, [ranks, columns]: medians over the windows that are kept of a device's steps."""
+    if not windows:
+        return {}
+    found = {part: np.full(grid.step_ns.shape, np.nan) for part in PARTS}
+    for row, each in windows.items():
+        for at, part in enumerate(PARTS):
+            sums, counts = _spread(grid, each, each.parts_ns[:, at], np.ones(len(each.first_step)))
+            found[part][row] = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0) / 1e9
+    return found
+
+
+def _spread(
+    grid: StepGrid, windows: Windows, values: Floats, weights: npt.NDArray[np.floating[Any]]
+) -> tuple[Floats, Floats]:
+    """Values of windows, summed in the grid's columns with their weights, and the sums of those.
+
+    A window that is wider than a column stands in each of its columns.
+    """
+    sums, counts = np.zeros((2, len(grid.flags)))
+    values, weights = np.nan_to_num(values), weights.astype(np.float64)
+    for offset in range(0, max(windows.width, 1), grid.width):
+        column = (windows.first_step + offset - grid.first) // grid.width
+        inside = (column >= 0) & (column < len(sums))
+        np.add.at(sums, column[inside], (values * weights)[inside])
+        np.add.at(counts, column[inside], weights[inside])
+    return sums, counts
+
+
+def _columns(grid: StepGrid) -> Columns:
+    starts = np.where(np.isfinite(grid.start_ns), grid.start_ns, np.nan)
+    some = grid.steps.any(axis=0)
+    started_s = np.full(starts.shape[1], np.nan)
+    started_s[some] = np.nanmedian(starts[:, some], axis=0) / 1e9
+    return {
+        "width": grid.width,
+        "first_steps": grid.first_steps.tolist(),
+        "started_s": _rounded(started_s),
+        "flags": [[name for name, flag in _FLAGS.items() if found & flag] for found in grid.flags.tolist()],
+    }
+
+
+def _place(rank: int, process: ProcessState) -> Place:
+    placement = process.place
+    return {
+        "rank": rank,
+        "host": process.identity.host,
+        "local_rank": process.identity.local_rank,
+        "mesh": dict(placement.coordinates),
+        "population": placement.population,
+    }
+
+
+def slow_times(findings: Findings) -> list[SlowTime]:
+    """In which ranks were named as slow, the earliest first."""
+    return [
+        {"rank": each.rank, "phase": each.phase, "since_step": each.since_step, "until_step": each.until_step}
+        for each in sorted(findings.episodes, key=lambda episode: (episode.since_step, episode.rank))
+    ]
+
+
+def _memory(grid: StepGrid) -> list[list[int | None]] | None:
+    """The most in each of at most MAX_MEMORY_COLUMNS groups of steps. 0 is what nobody has read."""
+    if (grid.memory_bytes <= 0).all():
+        return None
+    together = -(-grid.memory_bytes.shape[1] // MAX_MEMORY_COLUMNS)
+    padding = -grid.memory_bytes.shape[1] % together
+    padded = np.pad(grid.memory_bytes, ((0, 0), (0, padding)), constant_values=-1)
+    most = padded.reshape(len(padded), -1, together).max(axis=2)
+    return [[value if value > 0 else None for value in row] for row in most.tolist()]
+
+
+def _rounded(values: Floats | Sequence[float]) -> list[float | None]:
+    """Six figures, None for what is not known."""
+    return [float(f"{value:.6g}") if value == value else None for value in np.asarray(values, np.float64).tolist()]

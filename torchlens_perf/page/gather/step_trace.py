@@ -1,0 +1,120 @@
+"""One rank's records of one step as rows of spans, and names as numbers."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.steps import kind_name
+from torchlens_perf.page.contents import RankTrace, SpanRow
+from torchlens_perf.run.ring import Flag, Kind
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.page.gather.span_files import Records
+
+HOST, DEVICE = "host", "device"
+_LANES = (HOST, "collectives", "other threads", DEVICE, "collectives on the device")
+_ROUNDED_US = 0.1
+MAX_SPANS = 600  # of one rank and step: the longest
+
+
+class Names:
+    """Each name once."""
+
+    def __init__(self) -> None:
+        self._index: dict[str, int] = {}
+
+    def index(self, name: str) -> int:
+        return self._index.setdefault(name, len(self._index))
+
+    def all(self) -> list[str]:
+        return list(self._index)
+
+
+class Traced(NamedTuple):
+    """What became of a rank's records."""
+
+    trace: RankTrace
+    left_out: int
+    """Spans, the shortest."""
+    longest_left_out_us: float
+
+
+def rank_trace(rank: int, of: Records, names: Names, offset_us: float | None, *, modules: bool = True) -> Traced | None:
+    """The step that these records are of; None if its end is not among them. modules: whether modules are shown."""
+    records = of.records
+    ends = records[records["kind"] == Kind.STEP]
+    if not len(ends):
+        return None
+    begin_ns, duration_ns = int(ends[-1]["start_ns"]), int(ends[-1]["duration_ns"])
+    spans = records[records["kind"] != Kind.STEP]
+    if not modules:
+        spans = spans[~np.isin(spans["kind"], (Kind.MODULE, Kind.MODULE_BACKWARD))]
+    left_out, longest_left_out_us = 0, 0.0
+    if len(spans) > MAX_SPANS:
+        order = np.argsort(-spans["duration_ns"], kind="stable")
+        left_out = len(spans) - MAX_SPANS
+        longest_left_out_us = float(spans["duration_ns"][order[MAX_SPANS]]) / 1e3
+        spans = spans[np.sort(order[:MAX_SPANS])]
+    lanes = _lanes(spans)
+    rows = []
+    for lane in range(len(_LANES)):
+        chosen = spans[lanes == lane]
+        if len(chosen):
+            chosen = chosen[np.lexsort((-chosen["duration_ns"], chosen["start_ns"]))]
+            rows.append(_row(_LANES[lane], chosen, of.names, names, begin_ns))
+    trace: RankTrace = {
+        "rank": rank,
+        "offset_us": None if offset_us is None else round(offset_us, 1),
+        "duration_us": round(duration_ns / 1e3, 1),
+        "rows": rows,
+    }
+    return Traced(trace, left_out, longest_left_out_us)
+
+
+def _lanes(spans: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    flags, is_collective = spans["flags"], spans["kind"] == Kind.COLLECTIVE
+    by_device = (spans["kind"] == Kind.DEVICE) | ((flags & Flag.DEVICE) != 0)
+    lanes = np.where(is_collective, 1, 0)
+    lanes[(flags & Flag.OTHER_THREAD) != 0] = 2
+    lanes[by_device] = np.where(is_collective[by_device], 4, 3)
+    return lanes
+
+
+def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], names: Names, begin_ns: int) -> SpanRow:
+    on_device = spans["kind"] == Kind.DEVICE  # its own kind is what the span is on the host
+    kinds = np.where(on_device, spans["value0"].astype(np.int64), spans["kind"].astype(np.int64)).tolist()
+    start_us = np.round((spans["start_ns"] - begin_ns) / 1e3, 1)
+    duration_us = np.round(np.maximum(spans["duration_ns"], 0) / 1e3, 1)
+    depth = spans["depth"].astype(np.int64)
+    depth = depth - depth.min() if lane == HOST else _apart(start_us, start_us + duration_us)
+    return {
+        "lane": lane,
+        "kind": [kind_name(kind) for kind in kinds],
+        "name": [names.index(texts[name_id]) for name_id in spans["name_id"].tolist()],
+        "start_us": start_us.tolist(),
+        "duration_us": duration_us.tolist(),
+        "depth": depth.tolist(),
+    }
+
+
+def _apart(start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """For spans in the order of their starts, the lowest row in which each overlaps no other."""
+    found = np.zeros(len(start), np.int64)
+    busy: list[tuple[float, int]] = []  # until when, and which row
+    free: list[int] = []
+    rows = 0
+    for index, (begins, ends) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+        while busy and busy[0][0] <= begins + _ROUNDED_US:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            row = heapq.heappop(free)
+        else:
+            row, rows = rows, rows + 1
+        found[index] = row
+        heapq.heappush(busy, (ends, row))
+    return found

@@ -1,0 +1,81 @@
+"""What is left out where a page would become too large, each with a sentence that says so. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Report
+    from torchlens_perf.page.gather.step_grid import StepGrid
+
+_MAX_MODULES = 64
+_FEWEST_RANKS = 16
+_T = TypeVar("_T")
+
+
+def size_bytes(value: Any) -> int:
+    """As JSON in the page, in about so many bytes."""
+    return len(json.dumps(value, separators=(",", ":")))
+
+
+def thinned_grid(
+    grid: StepGrid, made_of: Callable[[StepGrid], _T], budget_bytes: int, notes: list[str]
+) -> tuple[StepGrid, _T]:
+    """The grid with as wide windows as it takes for what is made of it to fit, and that."""
+    made = made_of(grid)
+    narrow = grid.width
+    while size_bytes(made) > budget_bytes and len(grid.flags) > 1:
+        grid = grid.widened()
+        made = made_of(grid)
+    if grid.width > 1:
+        why = "to keep the page small" if grid.width > narrow else "as there are too many steps to show each"
+        notes.append(f"Columns of ranks by steps are means over {grid.width} steps, {why}.")
+    return grid, made
+
+
+def thinned_report(report: Report, named: Collection[int], budget_bytes: int, notes: list[str]) -> Report:
+    """The report with the rows that matter most. named: ranks that must stay. Its verdicts stay whole."""
+    if size_bytes(report) <= budget_bytes:
+        return report
+    modules = report["modules"]
+    if len(modules) > _MAX_MODULES:
+        report = {**report, "modules": modules[:_MAX_MODULES]}
+        notes.append(f"Of {len(modules)} modules, the {_MAX_MODULES} that take most time are shown.")
+    ranks = report["ranks"]
+    count = len(ranks)
+    by_own = sorted(ranks, key=lambda each: -(each["typical"]["own_s"] if each["typical"] is not None else 0.0))
+    while size_bytes(report) > budget_bytes and count > _FEWEST_RANKS:
+        count = max(_FEWEST_RANKS, count // 2)
+        every = max(1, 2 * len(ranks) // count)
+        order = [*sorted(named), *(each["rank"] for each in (*by_own[: count // 2], *ranks[::every], *by_own))]
+        kept = set(list(dict.fromkeys(order))[: max(count, len(set(named)))])
+        report = _of_ranks(report, kept)
+    if len(report["ranks"]) < len(ranks):
+        notes.append(
+            f"Tables show {len(report['ranks'])} of {len(ranks)} ranks: those that are named, those with the most own "
+            "time, and others evenly; matrices and verdicts are about all."
+        )
+    return report
+
+
+def _of_ranks(report: Report, kept: Collection[int]) -> Report:
+    names = {str(rank) for rank in kept}
+
+    def only(row: Any) -> Any:
+        return {
+            key: {rank: each for rank, each in value.items() if rank in names}
+            if key in ("by_rank", "backward_by_rank") and isinstance(value, Mapping)
+            else value
+            for key, value in row.items()
+        }
+
+    return {
+        **report,
+        "ranks": [rank for rank in report["ranks"] if rank["rank"] in kept],
+        "modules": [only(row) for row in report["modules"]],
+        "sections": [only(row) for row in report["sections"]],
+        "device_sections": [only(row) for row in report["device_sections"]],
+        "collectives": [only(row) for row in report["collectives"]],
+    }

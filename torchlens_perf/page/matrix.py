@@ -1,0 +1,42 @@
+"""Durations as codes of 16 bits on a logarithmic scale, in text that JSON can hold; see contents.Matrix. Pure."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.page.contents import Matrix
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+SMALLEST_S = 1e-9
+LOG_STEP = 0.004  # a value is off by 0.2 % at most: less than steps differ anyway, and their noise packs into few bits
+_NOT_MEASURED, _ZERO, _FIRST = 0, 1, 2
+_LAST = (1 << 16) - 1
+
+
+def encoded(values_s: npt.NDArray[np.floating]) -> Matrix:
+    """The durations, in seconds, shape [ranks, columns]; NaN is what was not measured. Below SMALLEST_S is 0 s."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(values_s / SMALLEST_S) / LOG_STEP
+    codes = np.full(values_s.shape, _NOT_MEASURED, "<u2")
+    codes[values_s < SMALLEST_S] = _ZERO
+    known = values_s >= SMALLEST_S
+    codes[known] = np.clip(np.rint(logs[known]) + _FIRST, _FIRST, _LAST)
+    packed = zlib.compress(codes.tobytes(), 9)
+    return {"smallest_s": SMALLEST_S, "log_step": LOG_STEP, "codes": base64.b64encode(packed).decode()}
+
+
+def decoded(matrix: Matrix, ranks: int) -> npt.NDArray[np.float64]:
+    """What encoded() was given, to within half of log_step; NaN is what was not measured. Raises ValueError."""
+    codes = np.frombuffer(zlib.decompress(base64.b64decode(matrix["codes"])), "<u2").reshape(ranks, -1)
+    values: npt.NDArray[np.float64] = matrix["smallest_s"] * np.exp(
+        (codes.astype(np.float64) - _FIRST) * matrix["log_step"]
+    )
+    values[codes == _NOT_MEASURED] = np.nan
+    values[codes == _ZERO] = 0.0
+    return values

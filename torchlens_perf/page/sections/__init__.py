@@ -1,0 +1,1 @@
+"""The page's sections: each is a fragment that stands alone."""

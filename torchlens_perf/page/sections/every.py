@@ -1,0 +1,39 @@
+"""All sections in the order of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchlens_perf.page.sections.causes import causes
+from torchlens_perf.page.sections.collectives import collectives
+from torchlens_perf.page.sections.heat import heat
+from torchlens_perf.page.sections.memory import memory
+from torchlens_perf.page.sections.modules import modules
+from torchlens_perf.page.sections.phases import phases
+from torchlens_perf.page.sections.quality import quality
+from torchlens_perf.page.sections.ranks import ranks
+from torchlens_perf.page.sections.step import step
+from torchlens_perf.page.sections.steps import steps
+from torchlens_perf.page.sections.telemetry import telemetry
+from torchlens_perf.page.sections.verdicts import verdicts
+
+if TYPE_CHECKING:
+    from torchlens_perf.page.contents import Contents
+    from torchlens_perf.page.pictures.markup import Element
+
+# Fragment, label, and what makes it; that returns None where there is nothing to show.
+SECTIONS: tuple[tuple[str, str, Callable[[Contents], Element | None]], ...] = (
+    ("verdicts", "Verdicts", verdicts),
+    ("ranks", "Ranks", ranks),
+    ("steps", "Step time", steps),
+    ("heat", "Ranks by step", heat),
+    ("phases", "Phases", phases),
+    ("step", "One step", step),
+    ("modules", "Modules", modules),
+    ("collectives", "Collectives", collectives),
+    ("memory", "Memory", memory),
+    ("telemetry", "Hardware", telemetry),
+    ("causes", "Causes", causes),
+    ("quality", "Quality and cost", quality),
+)

@@ -1,0 +1,132 @@
+"""Modules and the user's sections: where the time of forward and backward goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, printable
+from torchlens_perf.page.pictures.markup import Child, Element, name, tag
+from torchlens_perf.page.pictures.phases import Bar, phases_picture
+from torchlens_perf.page.sections.ranks import named_ranks
+from torchlens_perf.page.sections.section import figure, section, table
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Distribution, Module, Report
+    from torchlens_perf.page.contents import Contents
+
+_MAX_ROWS, _MAX_BARS = 40, 12
+
+
+def modules(contents: Contents) -> Element | None:
+    report = contents["report"]
+    parts = [_modules(report), _sections(report), _device_sections(report)]
+    if not any(part is not None for part in parts):
+        return None
+    note = None
+    if not report["modules"]:
+        note = tag("p", "No module was timed.", class_="note")
+    elif report["run"]["deeper_modules"]:
+        note = tag("p", "There are modules below those that are timed.", class_="note")
+    return section("modules", "Modules and sections", parts, note)
+
+
+def _modules(report: Report) -> Element | None:
+    rows = report["modules"][:_MAX_ROWS]
+    if not rows:
+        return None
+    named = next((rank for rank in named_ranks(report) if any(str(rank) in row["by_rank"] for row in rows)), None)
+    several = len(report["ranks"]) > 1
+    on_device = any(row["device_s"] is not None for row in rows)
+    headers: list[Child] = ["module", "calls", "own p50", "own a step"]
+    headers += ["slowest rank"] if several else []
+    headers += [f"rank {named}", "its others"] if several and named is not None else []
+    headers += ["backward p50", *(["device p50", "device own a step"] if on_device else [])]
+    body: list[list[Child]] = []
+    for row in rows:
+        cells: list[Child] = [
+            name(row["name"]),
+            str(row["calls"]),
+            duration_or_dash(row["own_s"]["p50_s"]),
+            duration(row["own_s_per_step"]),
+        ]
+        if several:
+            cells.append(_slowest(row["by_rank"]))
+        if several and named is not None:
+            mine = row["by_rank"].get(str(named))
+            others = [value for rank, value in row["by_rank"].items() if rank != str(named)]
+            cells += [duration_or_dash(mine), duration(_middle(others)) if others else "-"]
+        cells.append(_median(row["backward_s"]))
+        if on_device:
+            cells += [_median(row["device_s"]), duration_or_dash(row["device_own_s_per_step"])]
+        body.append(cells)
+    which = (
+        f"the {len(rows)} of {len(report['modules'])} that take most" if len(rows) < len(report["modules"]) else "all"
+    )
+    by = "device time without modules inside" if on_device else "own forward time"
+    caption = f"Modules by {by}, {which}; own: without modules inside"
+    if several and named is not None:
+        caption += f"; its others: the median of the ranks beside rank {named}"
+    words = (
+        f"By {by}, {printable(rows[0]['name'])} takes most: {duration(_a_step(rows[0], on_device=on_device))} a step."
+    )
+    bars = [Bar(_short(row["name"]), {"forward": _a_step(row, on_device=on_device)}, False) for row in rows[:_MAX_BARS]]
+    title, label = "Own time of modules", "in a step, mean over ranks"
+    picture = phases_picture(bars, words, "modules-picture", title, label)
+    return tag("div", figure("modules", picture, tag("strong", words)), table(caption, headers, body))
+
+
+def _a_step(row: Module, *, on_device: bool) -> float:
+    return (row["device_own_s_per_step"] or 0.0) if on_device else row["own_s_per_step"]
+
+
+def _short(text: str) -> str:
+    text = printable(text)
+    return text if len(text) <= 15 else f"…{text[-14:]}"
+
+
+def _slowest(by_rank: Mapping[str, float]) -> str:
+    if len(by_rank) < 2:
+        return "-"
+    rank = max(by_rank, key=lambda each: by_rank[each])
+    return f"{rank} ({duration(by_rank[rank])})"
+
+
+def _middle(values: list[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def _median(found: Distribution | None) -> str:
+    return "-" if found is None else duration_or_dash(found["p50_s"])
+
+
+def _sections(report: Report) -> Element | None:
+    rows = report["sections"][:_MAX_ROWS]
+    if not rows:
+        return None
+    body: list[list[Child]] = [
+        [
+            name(row["name"]), str(row["calls"]), duration_or_dash(row["total_s"]["p50_s"]),
+            duration(row["s_per_step"]), _slowest(row["by_rank"]), _median(row["device_s"]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    headers = ["section", "calls", "p50", "a step", "slowest rank", "device p50"]
+    return table("Sections of the program's own", headers, body)
+
+
+def _device_sections(report: Report) -> Element | None:
+    rows = report["device_sections"][:_MAX_ROWS]
+    if not rows:
+        return None
+    body: list[list[Child]] = [
+        [
+            name(row["name"]), str(row["calls"]), duration_or_dash(row["device_s"]["p50_s"]),
+            duration_or_dash(row["device_s"]["p99_s"]), duration_or_dash(row["device_s"]["max_s"]),
+            _slowest(row["by_rank"]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    headers = ["device section", "count", "p50", "p99", "longest", "slowest rank (mean)"]
+    return table("Device sections, by stamps of the device's clock", headers, body)

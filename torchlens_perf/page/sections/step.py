@@ -1,0 +1,141 @@
+"""Whole steps: the most telling one of all as a time line, and its collectives with who waited for whom."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import amount, duration
+from torchlens_perf.page.pictures.markup import Child, Element, name, tag
+from torchlens_perf.page.pictures.phases import part_legend
+from torchlens_perf.page.pictures.time_line import time_line
+from torchlens_perf.page.sections.ranks import named_ranks
+from torchlens_perf.page.sections.section import details, figure, section, table
+from torchlens_perf.run.records import PARTS
+
+if TYPE_CHECKING:
+    from torchlens_perf.page.contents import CollectiveJoined, Contents, StepTraceRow
+
+_MAX_COLLECTIVES = 24
+_MAX_STEPS = 64
+
+
+def step(contents: Contents) -> Element | None:
+    traces = contents["traces"]
+    if not traces["steps"]:
+        return None
+    shown = traces["steps"][0]
+    named = named_ranks(contents["report"])
+    words = _words(shown)
+    picture = time_line(shown, traces["names"], named, words)
+    left_out = f" {shown['ranks_left_out']} other ranks are left out." if shown["ranks_left_out"] else ""
+    unknown = " Ranks with * begin at 0 here: when they really did is not known." if _some_unknown(shown) else ""
+    caption: Child = [
+        tag("strong", words),
+        f" Step {shown['step']}, {shown['why']}. {shown['clock']}{unknown}{left_out}",
+        part_legend([part for part in PARTS if part not in ("tool",)]),
+    ]
+    return section(
+        "step",
+        "One step, all ranks",
+        figure("step", picture, caption),
+        _collectives(shown),
+        _ranks(shown),
+        _all_steps(traces["steps"]),
+    )
+
+
+def _some_unknown(shown: StepTraceRow) -> bool:
+    return any(trace["offset_us"] is None for trace in shown["ranks"])
+
+
+def _words(shown: StepTraceRow) -> str:
+    """Who was waited for, and how long, in this step."""
+    blocked: dict[int, dict[str, float]] = {}
+    for each in shown["collectives"]:
+        if each["last_rank"] is not None and not each["asynchronous"]:
+            waits = blocked.setdefault(each["last_rank"], {})
+            for rank, wait in each["wait_us"].items():
+                waits[rank] = waits.get(rank, 0.0) + (wait or 0.0)
+    longest = max(shown["ranks"], key=lambda trace: trace["duration_us"])
+    text = f"Step {shown['step']} takes {duration(longest['duration_us'] / 1e6)} on rank {longest['rank']}"
+    if blocked:
+        last = max(blocked, key=lambda each: max(blocked[each].values()))
+        waiter = max(blocked[last], key=lambda rank: blocked[last][rank])
+        waited = duration(blocked[last][waiter] / 1e6)
+        text += f"; in collectives in which rank {last} comes last, rank {waiter} waits {waited}, the most of all"
+    return f"{text}."
+
+
+def _collectives(shown: StepTraceRow) -> Element | None:
+    rows = []
+    for each in shown["collectives"][:_MAX_COLLECTIVES]:
+        waits = {rank: wait for rank, wait in each["wait_us"].items() if wait is not None}
+        most = max(waits, key=lambda rank: waits[rank], default=None)
+        arrivals = [arrival for arrival in each["arrival_us"].values() if arrival is not None]
+        rows.append(
+            [
+                f"{each['name']}",
+                name(each["group"], 24),
+                str(each["number"]),
+                amount(each["bytes"], "B") if each["bytes"] is not None else "-",
+                str(each["last_rank"]) if each["last_rank"] is not None else "not known",
+                duration(max(arrivals) / 1e6) if arrivals else "not known",
+                f"{duration(waits[most] / 1e6)} (rank {most})" if most is not None and waits[most] > 0 else "none",
+                "yes" if each["asynchronous"] else "no",
+            ]
+        )
+    if not rows:
+        return None
+    headers = ["collective", "group", "number", "bytes", "came last", "after the first", "longest wait", "asynchronous"]
+    caption = f"Collectives of step {shown['step']} that were joined over its ranks, in the order of their ends"
+    count = len(shown["collectives"])
+    note = f"{len(rows)} of {count}; " if len(rows) < count else ""
+    note += (
+        "after the first: how much later than the first rank the last one came; a wait of an asynchronous one is how "
+    )
+    note += "much earlier a rank issued it."
+    return tag("div", table(caption, headers, rows, texts=(0, 1)), tag("p", note, class_="note"))
+
+
+def _ranks(shown: StepTraceRow) -> Element:
+    rows = []
+    for trace in shown["ranks"]:
+        waited = [_wait_of(each, trace["rank"]) for each in shown["collectives"] if not each["asynchronous"]]
+        known = [wait for wait in waited if wait is not None]
+        spans = sum(len(row["kind"]) for row in trace["rows"])
+        begin = trace["offset_us"]
+        rows.append(
+            [
+                str(trace["rank"]),
+                "not known" if begin is None else duration(begin / 1e6),
+                duration(trace["duration_us"] / 1e6),
+                duration(sum(known) / 1e6) if known else "-",
+                str(sum(each["last_rank"] == trace["rank"] for each in shown["collectives"])),
+                str(spans),
+            ]
+        )
+    headers = ["rank", "began after the first", "step", "waited in joined collectives", "came last in", "spans"]
+    caption = f"Step {shown['step']} by rank"
+    return details("The step as a table", table(caption, headers, rows, texts=()))
+
+
+def _wait_of(each: CollectiveJoined, rank: int) -> float | None:
+    return each["wait_us"].get(str(rank))
+
+
+def _all_steps(steps: list[StepTraceRow]) -> Element:
+    rows = [
+        [
+            str(each["step"]),
+            each["why"],
+            duration(max(trace["duration_us"] for trace in each["ranks"]) / 1e6),
+            str(len(each["ranks"])),
+            str(len(each["collectives"])),
+        ]
+        for each in steps[:_MAX_STEPS]
+    ]
+    headers = ["step", "why", "longest rank", "ranks", "collectives joined"]
+    return details(
+        f"All {len(steps)} steps that this page holds whole",
+        table("With scripts, the time line above shows any of them", headers, rows, texts=(1,)),
+    )
