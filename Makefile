@@ -10,7 +10,7 @@ MAKEFLAGS += --jobs=2
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-launchers test-frameworks test-device check format bench gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-page test-device check format bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -72,6 +72,15 @@ test-frameworks: $(FRAMEWORKS)/ready
 $(FRAMEWORKS)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install -q --no-compile -e '.[test,frameworks]'
+	touch $@
+
+# Pages in a real Chromium, which is Debian's: as root it is installed where it is missing. SHOTS=1: also docs/images.
+test-page: $(TEST)/browser
+	$(TEST)/bin/python -m pytest -m '' tests/page/browser
+
+$(TEST)/browser: $(TEST)/tap
+	command -v chromium || apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
+	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test,browser]'
 	touch $@
 
 # With the caller's Python: its torch, pytest and pytest-timeout, and what the package needs; installs nothing.

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 _STATIC = "static"
 # The charts' library, where it is installed: the package, and the file in it. It is not imported.
-CHART_LIBRARY = ("bokeh", "server/static/js/bokeh.min.js")
+CHART_LIBRARY = ("bokeh", ("server/static/js/bokeh.min.js", "server/static/js/bokeh-api.min.js"))
+# In the order in which each needs those before it.
+SCRIPTS = ("contents.js", "view.js", "charts.js", "timeline.js", "series.js", "page.js")
+STYLES = ("page.css", "charts.css")
 
 
 def document(contents: Contents) -> str:
     """The page. contents: see contents.py."""
-    style, scripts = static("page.css"), [each for each in (chart_library(), static("page.js")) if each]
+    style, library = "\n".join(map(static, STYLES)), chart_library()
+    scripts = [library, "\n".join(map(static, SCRIPTS))] if library else []
     run = contents["report"]["run"]
     title = f"{run['program'] or 'run'} · {run['id']} · torchlens_perf"
     head = tag(
@@ -93,12 +97,20 @@ def inert(value: Any) -> str:
 
 
 def policy(styles: list[str], scripts: list[str]) -> str:
-    """The content security policy: what is in the page, by its hash, and nothing else; no network at all."""
-    allowed = {"style-src": styles, "script-src": scripts}
-    parts = ["default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
-    for source, texts in allowed.items():
-        parts.append(" ".join([source, *(f"'{_digest(text)}'" for text in texts)] if texts else [source, "'none'"]))
-    return "; ".join(parts)
+    """The content security policy: scripts that are in the page, by their hashes, and nothing else; no network at all.
+
+    The charts' library makes style elements of its own, whose hashes nobody knows before. A style can reach nothing.
+    """
+    style = ["'unsafe-inline'"] if scripts else [f"'{_digest(text)}'" for text in styles]
+    parts = {
+        "default-src": ["'none'"],
+        "img-src": ["data:", "blob:"] if scripts else ["data:"],
+        "style-src": style,
+        "script-src": [f"'{_digest(text)}'" for text in scripts] or ["'none'"],
+        "base-uri": ["'none'"],
+        "form-action": ["'none'"],
+    }
+    return "; ".join(" ".join([source, *allowed]) for source, allowed in parts.items())
 
 
 def _digest(text: str) -> str:
@@ -115,9 +127,9 @@ def static(name: str) -> str:
 @functools.cache
 def chart_library() -> str:
     """The charts' JavaScript library; "" where it is not installed: the page then has its pictures only."""
-    package, file = CHART_LIBRARY
+    package, files = CHART_LIBRARY
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         return ""
-    path = Path(found.origin).parent / file
-    return path.read_text("utf-8") if path.is_file() else ""
+    paths = [Path(found.origin).parent / file for file in files]
+    return "\n".join(path.read_text("utf-8") for path in paths) if all(path.is_file() for path in paths) else ""
