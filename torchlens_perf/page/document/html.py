@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
-import importlib.util
 import json
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.quantities import duration_or_dash
+from torchlens_perf.page.document.scripts import chart_library, page_script, static
 from torchlens_perf.page.pictures.markup import Element, html, tag
 from torchlens_perf.page.sections.every import SECTIONS
 from torchlens_perf.page.sections.quality import overhead_words
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
+    from torchlens_perf.page.document.scripts import Library
 
-_STATIC = "static"
-# The charts' library, where it is installed: the package, and the file in it. It is not imported.
-CHART_LIBRARY = ("bokeh", ("server/static/js/bokeh.min.js", "server/static/js/bokeh-api.min.js"))
-# In the order in which each needs those before it.
-SCRIPTS = ("contents.js", "view.js", "charts.js", "timeline.js", "series.js", "page.js")
 STYLES = ("page.css", "charts.css")
 
 
 def document(contents: Contents) -> str:
     """The page. contents: see contents.py."""
-    style, library = "\n".join(map(static, STYLES)), chart_library()
-    scripts = [library, "\n".join(map(static, SCRIPTS))] if library else []
+    style, scripts, library = "\n".join(map(static, STYLES)), [page_script()], chart_library()
     run = contents["report"]["run"]
     title = f"{run['program'] or 'run'} · {run['id']} · torchlens_perf"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy([style], scripts)),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy([style], scripts, library)),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="referrer", content="no-referrer"),
@@ -57,6 +49,7 @@ def document(contents: Contents) -> str:
         tag("main", sections),
         tag("footer", tag("p", f"Written {contents['written']} by torchlens_perf {contents['version']}.")),
         _raw("script", inert(contents), type="application/json", id="contents"),
+        _raw("script", library.packed, type="text/plain", id="chart-library") if library is not None else None,
         [_raw("script", each) for each in scripts],
     )
     return f"<!DOCTYPE html>\n{html(tag('html', head, body, lang='en'))}\n"
@@ -96,17 +89,17 @@ def inert(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def policy(styles: list[str], scripts: list[str]) -> str:
+def policy(styles: list[str], scripts: list[str], library: Library | None) -> str:
     """The content security policy: scripts that are in the page, by their hashes, and nothing else; no network at all.
 
     The charts' library makes style elements of its own, whose hashes nobody knows before. A style can reach nothing.
     """
-    style = ["'unsafe-inline'"] if scripts else [f"'{_digest(text)}'" for text in styles]
+    texts = [*scripts, *([library.text] if library is not None else [])]
     parts = {
         "default-src": ["'none'"],
-        "img-src": ["data:", "blob:"] if scripts else ["data:"],
-        "style-src": style,
-        "script-src": [f"'{_digest(text)}'" for text in scripts] or ["'none'"],
+        "img-src": ["data:"],
+        "style-src": ["'unsafe-inline'"] if library is not None else [f"'{_digest(text)}'" for text in styles],
+        "script-src": [f"'{_digest(text)}'" for text in texts],
         "base-uri": ["'none'"],
         "form-action": ["'none'"],
     }
@@ -115,21 +108,3 @@ def policy(styles: list[str], scripts: list[str]) -> str:
 
 def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-@functools.cache
-def static(name: str) -> str:
-    """A file of the page's own; "" where there is none."""
-    path = resources.files("torchlens_perf.page") / _STATIC / name
-    return path.read_text("utf-8") if path.is_file() else ""
-
-
-@functools.cache
-def chart_library() -> str:
-    """The charts' JavaScript library; "" where it is not installed: the page then has its pictures only."""
-    package, files = CHART_LIBRARY
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
-        return ""
-    paths = [Path(found.origin).parent / file for file in files]
-    return "\n".join(path.read_text("utf-8") for path in paths) if all(path.is_file() for path in paths) else ""

@@ -172,6 +172,7 @@ def _row(call: _Call, by_rank: Mapping[int, RankRecords], clock: CommonClock) ->
     return {
         "name": f"{key.operation} {key.dtype}".strip(),
         "group": key.group.description or key.group.name,
+        "group_name": key.group.name,
         "number": call.number,
         "bytes": call.bytes,
         "asynchronous": call.asynchronous,
