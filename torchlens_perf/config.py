@@ -18,7 +18,7 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of ours that are not settings.
 _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
 SIDECAR_SETTINGS = (
-    "disk_bytes", "trace_every", "telemetry", "capture", "build_tap",
+    "disk_bytes", "trace_every", "telemetry", "capture", "build_tap", "html",
     "exchange", "coordinator", "exchange_token", "exchange_tls", "exchange_tls_name",
 )  # fmt: skip
 """Those that the sidecar follows: it gets them through the ring file."""
@@ -118,6 +118,9 @@ class Config:
 
     report: bool = True
     """Print the verdict on rank 0 when the run ends."""
+
+    html: bool = True
+    """Let the sidecar write report.html into the run directory when the run has ended; nobody waits for it."""
 
     exit_timeout_s: float = 1.0
     """Longest wait for the report when the run ends, in seconds."""

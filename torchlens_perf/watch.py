@@ -27,7 +27,7 @@ from torchlens_perf import config as configuration
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switches_off
 from torchlens_perf.hooks.on_device import choice as on_device
-from torchlens_perf.recorder import keep_ring, sidecar
+from torchlens_perf.recorder import keep_ring, report_page, sidecar
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest
 from torchlens_perf.recorder.recorder import refusal
 from torchlens_perf.run import directory, identity, make_folders
@@ -266,6 +266,8 @@ class Watch:
             problem = "the sidecar did not take it over"
         if problem:
             logger.warning("torchlens_perf: rank %d's ring: %s", who.rank, problem)
+
+    report_html = report_page.report_html
 
     def abandon(self) -> None:
         """In a forked child: forgets the session, which is the parent's. The child may start one of its own."""

@@ -42,9 +42,10 @@ def run_warm(
 
 def clean_environ(added: Mapping[str, str] | None = None) -> dict[str, str]:
     """Ours without settings of ours and of OpenTelemetry, with one OpenMP thread, and what is added. Our errors are
-    raised."""
+    raised, and runs have no page unless it is asked for."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
-    return {**inherited, "OMP_NUM_THREADS": "1", RAISE: "1", **(added or {})}
+    ours = {"OMP_NUM_THREADS": "1", RAISE: "1", "TORCHLENS_PERF_HTML": "0"}
+    return {**inherited, **ours, **(added or {})}
 
 
 def slowdown() -> float:

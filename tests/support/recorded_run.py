@@ -30,7 +30,8 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def environment(folder: Path, told: Mapping[str, str]) -> dict[str, str]:
     """What a process of the tests is started with; runs go into `folder`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "TORCHLENS_PERF"))}
-    return {**inherited, "TORCHLENS_PERF_DIR": str(folder), "OMP_NUM_THREADS": "1", **told}
+    ours = {"TORCHLENS_PERF_DIR": str(folder), "OMP_NUM_THREADS": "1", "TORCHLENS_PERF_HTML": "0"}
+    return {**inherited, **ours, **told}
 
 
 def train(folder: Path, told: Mapping[str, str], steps: int = STEPS) -> RunDirectory:

@@ -49,11 +49,6 @@ def _start(run: RunDirectory, who: Identity) -> bool:
     if not lock.acquire():
         return False
     try:
-        environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-        environment.update(dict.fromkeys(_THREADS, "1"))
-        if "PYTHONPATH" in environment or not _is_installed(_ROOT):
-            environment["PYTHONPATH"] = os.pathsep.join(python_path(environment.get("PYTHONPATH", "")))
         command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", who.node]
         command += ["--lock-descriptor", str(lock.descriptor)]
         if not who.on_one_node:
@@ -66,7 +61,7 @@ def _start(run: RunDirectory, who: Identity) -> bool:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=environment(),
                 pass_fds=[lock.descriptor],
                 start_new_session=True,
                 cwd="/",
@@ -77,6 +72,16 @@ def _start(run: RunDirectory, who: Identity) -> bool:
         raise
     lock.close()
     return True
+
+
+def environment() -> dict[str, str]:
+    """For a command of ours: no training process, no GPU, and with another working directory."""
+    found = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+    found["CUDA_VISIBLE_DEVICES"] = ""
+    found.update(dict.fromkeys(_THREADS, "1"))
+    if "PYTHONPATH" in found or not _is_installed(_ROOT):
+        found["PYTHONPATH"] = os.pathsep.join(python_path(found.get("PYTHONPATH", "")))
+    return found
 
 
 def python_path(text: str) -> list[str]:

@@ -12,7 +12,7 @@
       gpus/NODE-*.parquet  one row a GPU and second; links/ one row a network port and five seconds; outbox/ see exporters
       captures/            deep looks at a few steps, see captures.py
       rings/KEY.ring       ring files, where no sidecar reads them while the job runs
-      report.txt           the last report
+      report.txt, .html    the last report, and as a page
 
     /dev/shm/torchlens-perf-UID/
       .run-...             the run id that the ranks of one launcher have agreed on

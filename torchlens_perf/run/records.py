@@ -62,6 +62,14 @@ class StepTable:
         own: npt.NDArray[np.int64] = self.parts_ns[:, [PARTS.index(part) for part in OWN_PARTS]].sum(axis=1)
         return own
 
+    @property
+    def work_ns(self) -> npt.NDArray[np.int64]:
+        """Own time without the part of it in which the thread was ready and had no CPU, where that was measured."""
+        places = [PARTS.index(part) for part in OWN_PARTS]
+        own_ns, ready_ns = self.parts_ns[:, places], self.ready_ns[:, places].clip(min=0)
+        work: npt.NDArray[np.int64] = (own_ns - ready_ns.clip(max=own_ns)).sum(axis=1)
+        return work
+
 
 @dataclasses.dataclass(frozen=True)
 class StepTrace:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import ring
 from torchlens_perf.sidecar import termination
+from torchlens_perf.sidecar.page_file import write_page
 from torchlens_perf.sidecar.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -84,6 +85,9 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
         sidecar.save(durably=True)
     with going_on("writing the report"), _logged("the last report could not be written"):
         sidecar.write_report()
+    lock.write_status("is writing the page")
+    with going_on("writing the page"), _logged("the page could not be written"):
+        write_page(sidecar)
     sidecar.close()
     return _give_back(sidecar, lock)
 

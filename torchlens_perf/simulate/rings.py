@@ -122,7 +122,9 @@ class SimulatedRank:
         self._random = np.random.default_rng(rank)
         self.clock = HandClock(begin.monotonic_ns)
         self.identity = identity_of(run, topology, rank)
-        config = Config(ring_records=_RING_RECORDS, telemetry=False, capture="off", build_tap=False, exchange=False)
+        config = Config(
+            ring_records=_RING_RECORDS, telemetry=False, capture="off", build_tap=False, exchange=False, html=False
+        )
         # In the run directory: a simulation that is interrupted leaves nothing in shared memory.
         ring = create_ring(run, self.identity, config.ring_capacity, keep=True)
         self._session = Session(config, self.identity, ring, self.clock, begin)

@@ -15,7 +15,7 @@ from torchlens_perf.analysis.statistics.memory import MemoryStatistics
 from torchlens_perf.analysis.statistics.robust import median
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.analysis.statistics.step_mix import StepMix
-from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
+from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind, name_of
 from torchlens_perf.run.sketch import Sketch, add_to_each
 
@@ -28,7 +28,6 @@ TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION | Flag.CAPTURED)
 _UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
 # Steps that are in no window: they do other work than training steps.
 _OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED)
-_OWN = [PARTS.index(part) for part in OWN_PARTS]
 _NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
 _CALLS, _FORWARD_PHASES = (int(Kind.MODULE), int(Kind.FORWARD)), (int(Kind.FORWARD), int(Kind.RECOMPUTE))
 
@@ -169,10 +168,7 @@ def _append(rows: list[_Row], row: _Row) -> None:
 
 
 def _work_ns(table: StepTable) -> npt.NDArray[np.float64]:
-    """Own time of each step, without the part of it in which the thread was ready and had no CPU, where measured."""
-    own = table.parts_ns[:, _OWN]
-    ready = np.where(table.ready_ns[:, :1] >= 0, table.ready_ns[:, _OWN], 0)
-    work: npt.NDArray[np.float64] = (own - np.minimum(ready, own)).sum(axis=1).astype(np.float64)
+    work: npt.NDArray[np.float64] = table.work_ns.astype(np.float64)
     return work
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 _COPIED = ("step", "depth", "flags", "start_ns", "duration_ns", "nested_ns", "phase_ns", "value0", "value1")
 _LEFT_OUT = {Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED, Kind.MEMORY}
-_KINDS = {kind_name(kind): int(kind) for kind in Kind if kind not in _LEFT_OUT}
+KINDS = {kind_name(kind): int(kind) for kind in Kind if kind not in _LEFT_OUT}
+"""Those that are spans, by their names in the files."""
+COLLECTIVES = {kind_name(Kind.COLLECTIVE): int(Kind.COLLECTIVE)}
 
 
 class Records(NamedTuple):
@@ -54,13 +56,22 @@ def kept_steps(run: RunDirectory, nodes: Collection[str]) -> tuple[int, int] | N
     return (min(lows), max(highs)) if lows else None
 
 
+def size_bytes(run: RunDirectory) -> int:
+    """Of all span files."""
+    return sum(path.stat().st_size for path in run.spans.glob("*.parquet"))
+
+
 def records_of(
-    run: RunDirectory, node_of: Mapping[str, str], steps: Collection[int], notes: list[str]
+    run: RunDirectory,
+    node_of: Mapping[str, str],
+    steps: Collection[int],
+    notes: list[str],
+    kinds: Mapping[str, int] = KINDS,
 ) -> dict[str, Records]:
     """The records of these processes in these steps, by key. node_of: each process's node, as in names of files.
 
-    notes: gets a line for each file that cannot be read. A row group is read whole where it has one of them: memory is
-    bounded by the longest of those.
+    notes: gets a line for each file that cannot be read. kinds: those that are wanted, of KINDS. A row group is read
+    whole where it has one of them: memory is bounded by the longest of those.
     """
     parts: dict[str, list[pa.Table]] = defaultdict(list)
     wanted = np.array(sorted(steps), np.int64)
@@ -70,7 +81,7 @@ def records_of(
             try:
                 with open_parquet(path) as file:
                     for group in range(file.metadata.num_row_groups):
-                        for key, table in _of_group(file, group, wanted, places):
+                        for key, table in _of_group(file, group, wanted, places, kinds):
                             parts[key].append(table)
             except UNREADABLE as error:
                 notes.append(f"{path.name} cannot be read, its records are missing: {str(error).partition(chr(10))[0]}")
@@ -78,14 +89,18 @@ def records_of(
 
 
 def _of_group(
-    file: pa.parquet.ParquetFile, group: int, wanted: npt.NDArray[np.int64], places: Mapping[str, int]
+    file: pa.parquet.ParquetFile,
+    group: int,
+    wanted: npt.NDArray[np.int64],
+    places: Mapping[str, int],
+    kinds: Mapping[str, int],
 ) -> list[tuple[str, pa.Table]]:
     sought = file.read_row_group(group, columns=["step", "process", "kind"])
     chosen = np.isin(sought.column("step").to_numpy(), wanted)
     if not chosen.any():
         return []
     process = by_text(sought.column("process").combine_chunks(), places, -1)
-    chosen &= (process >= 0) & (by_text(sought.column("kind").combine_chunks(), _KINDS, -1) >= 0)
+    chosen &= (process >= 0) & (by_text(sought.column("kind").combine_chunks(), kinds, -1) >= 0)
     if not chosen.any():
         return []
     rows = file.read_row_group(group, columns=["kind", "name", *_COPIED]).take(pa.array(np.flatnonzero(chosen)))
@@ -98,7 +113,7 @@ def _records(table: pa.Table) -> Records:
     records = np.zeros(table.num_rows, record_dtype())
     for column in _COPIED:
         records[column] = table.column(column).to_numpy()
-    records["kind"] = by_text(table.column("kind").combine_chunks(), _KINDS, 0)
+    records["kind"] = by_text(table.column("kind").combine_chunks(), KINDS, 0)
     names = table.column("name").combine_chunks()
     if not pa.types.is_dictionary(names.type):
         names = names.dictionary_encode()

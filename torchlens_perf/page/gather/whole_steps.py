@@ -6,10 +6,13 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from torchlens_perf.page.contents import SlowTime, StepTraceRow, StepTraces
-from torchlens_perf.page.gather.span_files import Records, kept_steps, records_of
+from torchlens_perf.page.gather.node_clocks import CommonClock, NodeClocks, RankRecords
+from torchlens_perf.page.gather.span_files import COLLECTIVES, Records, kept_steps, records_of, size_bytes
 from torchlens_perf.page.gather.step_choice import chosen_steps
-from torchlens_perf.page.gather.step_collectives import CommonClock, RankRecords, common_clock, joined
+from torchlens_perf.page.gather.step_collectives import joined_by_step
 from torchlens_perf.page.gather.step_trace import Names, rank_trace
 from torchlens_perf.run.ring import Kind
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.run.directory import RunDirectory
+
+MAX_SPAN_BYTES = 1 << 30  # of span files, up to which those of ranks that are not shown are read too, for collectives
 
 
 def whole_steps(
@@ -38,18 +43,30 @@ def whole_steps(
     warm_from = int(grid.warm_from.max(initial=0))
     kept = kept_steps(run, {node_of[rank] for rank in ranks})
     steps = chosen_steps(grid, slow, warm_from, kept)
-    keys = {processes[rank].identity.key: node_of[rank] for rank in ranks}
-    read = records_of(run, keys, [step for step, _ in steps], notes)
+    wanted = [step for step, _ in steps]
+    keys = {rank: each.identity.key for rank, each in processes.items()}
+    read = records_of(run, {keys[rank]: node_of[rank] for rank in ranks}, wanted, notes)
+    if len(ranks) < len(processes) and size_bytes(run) <= MAX_SPAN_BYTES:
+        others = {keys[rank]: node_of[rank] for rank in processes if rank not in ranks}
+        read.update(records_of(run, others, wanted, notes, COLLECTIVES))
+    of_ranks = [
+        RankRecords(rank, node_of[rank], _offset_ns(process), process.groups, read[keys[rank]])
+        for rank, process in processes.items()
+        if keys[rank] in read
+    ]
+    of_steps: dict[int, list[RankRecords]] = {step: [] for step in wanted}
+    for each in of_ranks:
+        if each.rank in ranks:
+            for step, records in _by_step(each.records).items():
+                of_steps[step].append(each._replace(records=records))
+    collectives = joined_by_step(of_ranks, ranks, uncomparable)
+    clocks = NodeClocks(of_steps.values(), uncomparable)
     names, rows, used_bytes, left_out = Names(), list[StepTraceRow](), 0, 0
     for step, why in steps:
-        of_step = [
-            RankRecords(rank, node_of[rank], _offset_ns(processes[rank]), processes[rank].groups, records)
-            for rank in ranks
-            if (records := _of_step(read.get(processes[rank].identity.key), step)) is not None
-        ]
-        row = _row(step, why, of_step, len(processes), names, uncomparable)
+        row = _row(step, why, of_steps[step], len(processes), names, clocks)
         if row is None:
             continue
+        row["collectives"] = collectives.get(step, [])
         size = len(json.dumps(row, separators=(",", ":")))
         if used_bytes + size > budget_bytes:
             left_out += 1
@@ -70,19 +87,19 @@ def _offset_ns(process: ProcessState) -> int:
     return process.anchor.unix_ns - process.anchor.monotonic_ns
 
 
-def _of_step(read: Records | None, step: int) -> Records | None:
-    if read is None:
-        return None
-    records = read.records[read.records["step"] == step]
-    return Records(records, read.names) if (records["kind"] == Kind.STEP).any() else None
+def _by_step(read: Records) -> dict[int, Records]:
+    """Of steps whose end is among the records."""
+    steps, ends = read.records["step"], read.records["kind"] == int(Kind.STEP)
+    return {step: Records(read.records[steps == step], read.names) for step in np.unique(steps[ends]).tolist()}
 
 
 def _row(
-    step: int, why: str, ranks: Sequence[RankRecords], world_size: int, names: Names, uncomparable: Collection[str]
+    step: int, why: str, ranks: Sequence[RankRecords], world_size: int, names: Names, clocks: NodeClocks
 ) -> StepTraceRow | None:
+    """Without its collectives."""
     if not ranks:
         return None
-    clock = common_clock(ranks, uncomparable)
+    clock = clocks.of(ranks)
     begins = {each.rank: _begin_ns(each, clock) for each in ranks if each.rank in clock.offset_ns}
     first_ns = min(begins.values())
     found = []
@@ -97,7 +114,7 @@ def _row(
         "clock": clock.words,
         "ranks": found,
         "ranks_left_out": world_size - len(found),
-        "collectives": joined(ranks, clock, uncomparable),
+        "collectives": [],
     }
 
 

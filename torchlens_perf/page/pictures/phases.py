@@ -10,7 +10,7 @@ from torchlens_perf.page.pictures.frame import WIDTH, Frame, rect, svg, ticks, x
 from torchlens_perf.page.pictures.markup import Child, Element, tag
 
 _LEFT, _ROW, _BAR, _TOP = 108.0, 22.0, 16.0, 4.0
-WORDS = {"communication": "wait", "tool": "this tool"}
+WORDS = {"communication": "wait", "tool": "this tool", "cpu": "lack of a CPU"}
 
 
 class Bar(NamedTuple):

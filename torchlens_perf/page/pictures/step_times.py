@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 MAX_COLUMNS = 420
 _LEFT, _TOP, _HEIGHT = 88.0, 26.0, 210.0
-_HEADROOM = 1.6  # times the highest 95th percentile: longer steps are marked at the top
+_USUAL = 0.98  # share of the columns whose band has room
+_HEADROOM = 1.6  # times the longest of those: longer steps are marked at the top
 
 
 def step_times_picture(columns: Columns, bands: StepBands, slow: Sequence[SlowTime], description: str) -> Element:
@@ -25,7 +26,7 @@ def step_times_picture(columns: Columns, bands: StepBands, slow: Sequence[SlowTi
     first, width = columns["first_steps"][0], columns["width"]
     end = columns["first_steps"][-1] + width
     numbers = {name: np.array([np.nan if each is None else each for each in bands[name]]) for name in bands}  # type: ignore[literal-required]
-    usual = float(np.nanmax(numbers["p95_s"]))
+    usual = float(np.nanquantile(numbers["p95_s"], _USUAL))  # a few very long steps would flatten all others
     highest = float(np.nanmax(numbers["max_s"]))
     top_s = min(highest, _HEADROOM * usual) * 1.05
     frame = Frame(_LEFT, _TOP, WIDTH - _LEFT - 12, _HEIGHT, first, end, 0.0, top_s)
@@ -40,10 +41,8 @@ def step_times_picture(columns: Columns, bands: StepBands, slow: Sequence[SlowTi
         words = f"rank {each['rank']} is slow in {each['phase']}"
         marks.append(rect(begin, frame.top, stop - begin, frame.height, "slow-time", words))
         if index < 4:
-            y = frame.top - 6 - 0 * index
-            marks.append(
-                tag("text", f"rank {each['rank']} slow", x=begin + 3, y=y + 18 * (index % 2), class_="slow-label")
-            )
+            y = frame.top - 6 + 18 * (index % 2)
+            marks.append(tag("text", f"rank {each['rank']} slow", x=begin + 3, y=y, class_="slow-label"))
     marks.append(tag("path", d=band(list(zip(xs, at("p5_s"), at("p95_s"), strict=True))), class_="band"))
     marks.append(tag("path", d=line(list(zip(xs, at("max_s"), strict=True))), class_="thin"))
     marks.append(tag("path", d=line(list(zip(xs, at("p50_s"), strict=True))), class_="median"))

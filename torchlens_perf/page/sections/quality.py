@@ -24,12 +24,13 @@ def quality(contents: Contents) -> Element:
     report = contents["report"]
     found = report["quality"]
     tool_s = [rank["phases"]["tool"]["mean_s"] for rank in report["ranks"] if "tool" in rank["phases"]]
+    hooks = [["of it, own hooks in a step, mean over ranks", duration(sum(tool_s) / len(tool_s))]] if tool_s else []
     rows = [
         ["records", str(found["records"])],
         ["records lost", str(found["lost"])],
         ["steps whole, on the worst rank", f"{found['coverage']:.1%}"],
         ["cost of recording in the training process", overhead_words(report)],
-        ["own hooks in a step, mean over ranks", duration(sum(tool_s) / len(tool_s)) if tool_s else "not measured"],
+        *hooks,
         ["processor time of the sidecars", duration(found["sidecar_cpu_s"])],
     ]
     notes = found["notes"]

@@ -13,7 +13,7 @@ from torchlens_perf.page.sections.section import details, figure, section, table
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.contents import CollectiveJoined, Contents, StepTraceRow
+    from torchlens_perf.page.contents import CollectiveJoined, Contents, RankTrace, StepTraceRow
 
 _MAX_COLLECTIVES = 24
 _MAX_STEPS = 64
@@ -63,7 +63,25 @@ def _words(shown: StepTraceRow) -> str:
         waiter = max(blocked[last], key=lambda rank: blocked[last][rank])
         waited = duration(blocked[last][waiter] / 1e6)
         text += f"; in collectives in which rank {last} comes last, rank {waiter} waits {waited}, the most of all"
+    elif len(shown["ranks"]) > 1:
+        blocked_us = {trace["rank"]: _blocked_us(trace) for trace in shown["ranks"]}
+        order = sorted(blocked_us, key=lambda rank: blocked_us[rank])
+        most_us, least_us = blocked_us[order[-1]], blocked_us[order[0]]
+        if most_us:
+            text += f"; rank {order[-1]} is blocked in communication for {duration(most_us / 1e6)}, the longest"
+            text += f", rank {order[0]} for {duration(least_us / 1e6)}, the shortest" if least_us else ""
     return f"{text}."
+
+
+def _blocked_us(trace: RankTrace) -> float:
+    """In its waits on the training thread, which lie in no other wait."""
+    rows = [row for row in trace["rows"] if row["lane"] == "host"]
+    return sum(
+        duration_us
+        for row in rows
+        for kind, duration_us in zip(row["kind"], row["duration_us"], strict=True)
+        if kind == "wait"
+    )
 
 
 def _collectives(shown: StepTraceRow) -> Element | None:

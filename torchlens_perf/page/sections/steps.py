@@ -61,7 +61,7 @@ def _words(report: Report) -> str:
     unit = "forward passes" if found["inference"] else "steps"
     if found["p50_s"] is None:
         return f"{found['count']} {unit}, all of them warm-up."
-    text = f"{found['count']} {unit}; half of them take at most {duration(found['p50_s'])}"
+    text = f"{found['count']} {unit}; without the warm-up, half of them take at most {duration(found['p50_s'])}"
     if found["p95_s"] is not None and found["max_s"] is not None:
         text += f", 95 % at most {duration(found['p95_s'])}, and the longest {duration(found['max_s'])}"
     trend = found["trend"]
@@ -97,5 +97,6 @@ def _long_steps(report: Report) -> Element | None:
         ]
         for each in found
     ]
-    headers = ["what they do", "how many", "period", "longer by", "in", "share of all time", "steps"]
-    return table("Steps that take longer than the others", headers, rows, texts=(0, 4, 6))
+    headers = ["what they do", "a rank", "period", "longer by", "in", "share of all time", "on some rank, steps"]
+    caption = "Steps that take longer than the others: how many of a rank's, the mean over ranks, and which"
+    return table(caption, headers, rows, texts=(0, 4, 6))

@@ -202,6 +202,7 @@ def _step_table(chunk: Chunk) -> pa.Table:
         "start_ns": steps.start_ns,
         "duration_ns": steps.duration_ns,
         "own_ns": steps.own_ns,
+        "work_ns": steps.work_ns,
     }
     columns.update({f"{part}_ns": np.ascontiguousarray(steps.parts_ns[:, i]) for i, part in enumerate(PARTS)})
     columns.update(memory_bytes=steps.memory_bytes, micro_steps=steps.micro_steps, flags=steps.flags)

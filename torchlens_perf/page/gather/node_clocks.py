@@ -1,0 +1,111 @@
+"""The clocks of several nodes, laid together by collectives: one that blocks ends everywhere at about the same time.
+
+Ranks of one node have one clock. Those of several have wall clocks, which are milliseconds apart: more than what is to
+be seen in a step. So the ends of collectives that ranks of both nodes have issued show how far two clocks are apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from torchlens_perf.analysis.collectives.semantics import ends_after_all_have_come, parse
+from torchlens_perf.run.ring import Flag, Kind
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.page.gather.span_files import Records
+    from torchlens_perf.run.identity import ProcessGroup
+
+MIN_ENDS = 3  # of collectives that two nodes share, from which on their clocks are known
+_NEAREST = 9  # of them in time, as clocks drift
+_MAX_SPREAD_NS = 5_000_000  # of those ends: clocks that are known no better tell nothing
+
+
+class RankRecords(NamedTuple):
+    """One rank's records of one step."""
+
+    rank: int
+    node: str
+    unix_offset_ns: int
+    """What to add to its times to have them on the wall clock of its node."""
+    groups: Mapping[str, ProcessGroup]
+    records: Records
+
+
+class CommonClock(NamedTuple):
+    """What to add to each rank's times to have them on one line; ranks that cannot be laid there are missing."""
+
+    offset_ns: dict[int, int]
+    words: str
+
+
+class NodeClocks:
+    """How far the nodes' wall clocks are apart, as known from the steps that were read."""
+
+    def __init__(self, steps: Iterable[Collection[RankRecords]], uncomparable: Collection[str]) -> None:
+        """uncomparable: names of groups whose sequence numbers do not compare."""
+        ends: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for step in steps:
+            if len({each.node for each in step}) > 1:
+                for each in step:
+                    for key, end_ns in _ends(each, uncomparable):
+                        ends[key][each.node].append(end_ns + each.unix_offset_ns)
+        self._ends = [
+            {node: float(np.median(times)) for node, times in of.items()} for of in ends.values() if len(of) > 1
+        ]
+
+    def of(self, ranks: Collection[RankRecords]) -> CommonClock:
+        """For one step."""
+        nodes = list(dict.fromkeys(each.node for each in ranks))
+        if len(nodes) < 2:
+            offset_ns = {each.rank: each.unix_offset_ns for each in ranks}
+            return CommonClock(offset_ns, "The ranks are on one node, by its clock.")
+        at_ns = min(_begin_ns(each) for each in ranks)
+        shift_ns, spread_ns, fewest = {nodes[0]: 0}, 0.0, _NEAREST
+        for node in nodes[1:]:
+            apart = self._apart(nodes[0], node, at_ns)
+            if len(apart) >= MIN_ENDS:
+                middle = float(np.median(apart))
+                deviation = float(np.median(np.abs(apart - middle)))
+                if deviation <= _MAX_SPREAD_NS:
+                    shift_ns[node], spread_ns = -round(middle), max(spread_ns, deviation)
+                    fewest = min(fewest, len(apart))
+        offset_ns = {each.rank: each.unix_offset_ns + shift_ns[each.node] for each in ranks if each.node in shift_ns}
+        if len(shift_ns) < 2:
+            return CommonClock(offset_ns, f"The clocks of {len(nodes)} nodes cannot be compared.")
+        words = (
+            f"The clocks of {len(shift_ns)} nodes are laid together by the ends of {fewest} or more collectives, to "
+            f"within about {max(spread_ns / 1e6, 0.001):.3f} ms."
+        )
+        left = len(nodes) - len(shift_ns)
+        return CommonClock(offset_ns, words + (f" Those of {left} others cannot be compared." if left else ""))
+
+    def _apart(self, one: str, other: str, at_ns: int) -> npt.NDArray[np.float64]:
+        """By how much the other's clock is ahead, by each of the collectives nearest to this time."""
+        shared = [each for each in self._ends if one in each and other in each]
+        shared.sort(key=lambda each: abs(each[one] - at_ns))
+        return np.array([each[other] - each[one] for each in shared[:_NEAREST]])
+
+
+def _begin_ns(each: RankRecords) -> int:
+    return int(each.records.records["start_ns"].min(initial=1 << 62)) + each.unix_offset_ns
+
+
+def _ends(each: RankRecords, uncomparable: Collection[str]) -> list[tuple[tuple[str, int], int]]:
+    """Of its blocking collectives that end everywhere together: name and number, and when they ended."""
+    records, names = each.records
+    rows = records[(records["kind"] == Kind.COLLECTIVE) & ((records["flags"] & Flag.COMPLETED) != 0)]
+    found = []
+    for row in rows:
+        operation = parse(names[row["name_id"]])
+        if operation is None or operation.group in uncomparable or not ends_after_all_have_come(operation.operation):
+            continue
+        group = each.groups.get(operation.group)
+        key = f"{names[row['name_id']]} {group['ranks'] if group is not None else ''}"
+        found.append(((key, int(row["value1"]) & 0xFFFFFFFF), int(row["start_ns"] + row["duration_ns"])))
+    return found

@@ -1,0 +1,54 @@
+"""A run's page on request of the training process, which does nothing for it but start a command of ours and wait."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from torchlens_perf.errors import RunStoreError, printable
+
+TIMEOUT_S = 120.0
+_NAME = "report.html"  # in the run directory
+
+
+class Recorded(Protocol):
+    """What there is to show: a watch."""
+
+    run_dir: Path | None
+
+
+def report_html(watch: Recorded, path: str | os.PathLike[str] | None = None) -> Path:
+    """Writes the run as one HTML file, as `torchlens-perf report RUN --html FILE` does, and returns where it is.
+
+    path: the file; without it, report.html in the run directory. A live run has what the sidecar has saved, which
+    is some seconds old. Blocks the calling thread until another process has written it: a second or two, up to 120 s.
+    Raises RunStoreError, with what to do, where nothing is recorded, nothing is saved yet, or the file cannot be
+    written.
+    """
+    import subprocess
+    import sys
+
+    from torchlens_perf.recorder.sidecar import environment
+
+    if watch.run_dir is None:
+        raise RunStoreError(
+            "there is no run to show: enter the watch first; where it is switched off, the log says why"
+        )
+    if not sys.executable:
+        raise RunStoreError("no page: Python does not know its own program (sys.executable is empty)")
+    page = Path(path).absolute() if path is not None else watch.run_dir / _NAME
+    command = [sys.executable, "-m", "torchlens_perf", "report", str(watch.run_dir), "--html", str(page)]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment(), cwd="/", timeout=TIMEOUT_S,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise RunStoreError(f"the page was not written within {TIMEOUT_S:.0f} s") from None
+    except OSError as error:
+        raise RunStoreError(f"no page: no process can be started: {error.strerror or error}") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].removeprefix("torchlens-perf: ")
+        raise RunStoreError(printable(said) or f"no page: torchlens-perf ended with {done.returncode}")
+    return page

@@ -1,0 +1,76 @@
+"""report.html in the run directory, once the last report is written. Nobody waits for it.
+
+A child process makes it, so that what it takes is bounded: time, memory, and processors that nobody else wants. It is
+given up where another ring comes, which this sidecar is to read; the end of that process's run has a page of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchlens_perf.errors import printable
+from torchlens_perf.sidecar import termination
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.sidecar.node import Sidecar
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+TIMEOUT_S = 120.0  # a page on 1024 ranks takes a third of it where processors are idle
+TERMINATED_S = 10.0  # where somebody has asked this sidecar to end
+MEMORY_BYTES = 4 << 30
+_CPU_S = 120  # where this sidecar is killed, nobody else ends it
+_LOOK_S = 0.1
+
+
+def write_page(sidecar: Sidecar) -> None:
+    """Writes it, where rank 0 is on this node; notes in the node's state why not. Raises OSError.
+
+    The sidecar's thread, after the last report.
+    """
+    sources = sidecar.sources
+    if sources.setting("html") and any(source.state.identity.rank == 0 for source in sources):
+        why_not = written(sidecar.run, sources.has_unread_rings)
+        if why_not:
+            sidecar.state.notes.append(f"report.html could not be written: {why_not}")
+            sidecar.save(durably=True)
+
+
+def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> str:
+    """Writes it, or returns why not. gives_up: asked meanwhile; True ends it without a reason."""
+    page = run.report.with_suffix(".html")
+    command = [sys.executable, "-m", "torchlens_perf", "report", str(run.path), "--html", str(page)]
+    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve more than they use
+    began_s = time.monotonic()
+    with tempfile.TemporaryFile() as said:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, cwd="/", env=environment
+        )
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(child.pid, resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+            resource.prlimit(child.pid, resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+        while child.poll() is None:
+            took_s = time.monotonic() - began_s
+            late = took_s > (min(TERMINATED_S, timeout_s) if termination.is_asked() else timeout_s)
+            if late or gives_up():
+                child.kill()
+                child.wait()
+                return f"it took longer than {took_s:.0f} s" if late else ""
+            time.sleep(_LOOK_S)
+        said.seek(0)
+        words = said.read().decode(errors="replace").strip().rpartition("\n")[2]
+    if child.returncode:
+        reason = words.removeprefix("torchlens-perf: ") or f"its process ended with {child.returncode}"
+        return printable(reason)
+    logger.info("%s", printable(words))
+    return ""
