@@ -102,6 +102,9 @@ class SpanRow(TypedDict):
     start_us: list[float]
     duration_us: list[float]
     depth: list[int]
+    number: list[int] | None
+    """Of collectives, their sequence numbers: with the group in the name, what ties them to CollectiveJoined. 0 for
+    other spans; None where all are others."""
 
 
 class CollectiveJoined(TypedDict):
@@ -109,6 +112,9 @@ class CollectiveJoined(TypedDict):
 
     name: str
     group: str
+    """In words."""
+    group_name: str
+    """As in the names of spans."""
     number: int
     """Its sequence number in the group: with the group, the flight recorder's id."""
     bytes: int | None

@@ -109,6 +109,7 @@ def _row(call: _Call, known: Collection[int], shown: Collection[int]) -> Collect
     return {
         "name": f"{key.operation} {key.dtype}".strip(),
         "group": key.group.description or key.group.name,
+        "group_name": key.group.name,
         "number": call.number,
         "bytes": call.bytes,
         "asynchronous": call.asynchronous,
