@@ -92,8 +92,12 @@ def _in_file() -> tuple[str, Child, Child]:
 
 def _by_address(live: LivePart) -> tuple[str, Child, Child]:
     """The same of one that has them from its server."""
-    styles = [tag("link", rel="stylesheet", href=each) for each in live.styles]
-    return LIVE_POLICY, styles, [tag("script", src=each) for each in live.scripts]
+    return LIVE_POLICY, by_address(live.styles), [tag("script", src=each) for each in live.scripts]
+
+
+def by_address(styles: Sequence[str]) -> list[Element]:
+    """Links to styles, and to no icon: a browser would ask the server for one."""
+    return [tag("link", rel="icon", href="data:,"), *(tag("link", rel="stylesheet", href=each) for each in styles)]
 
 
 def _header(contents: Contents) -> Element:
