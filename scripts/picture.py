@@ -14,5 +14,6 @@ _COLUMNS = 120
 
 run = RunDirectory(Path(sys.argv[1]))
 console = Console(record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False, markup=False)
-console.print(brief_layout(run_report(run), f"torchlens-perf/{run.run_id}", columns=_COLUMNS))
+folder = f"torchlens-perf/{run.run_id}"
+console.print(brief_layout(run_report(run), folder, columns=_COLUMNS, page=f"{folder}/report.html"))
 console.save_svg(sys.argv[2], title="make demo")

@@ -28,6 +28,7 @@ RANKS = {
     "hooks.loop": "says where a step ends: the other hooks tell it",
     "hooks.on_device": "hooks about a device",
     "hooks": "all hooks, and the list of them",
+    "results": "shows a watch's own run to who asks for it; asks the sidecar, or a child process",
     "watch": "makes the recorder and the hooks, attaches them, takes them away",
     "autoload": "starts a watch in a script that does not know of us",
     "startup": "starts autoload where torch does not",
@@ -56,6 +57,7 @@ RANKS = {
     "sidecar": "puts that together, round by round",
     "sidecar.start": "starts it, with next to nothing imported",
     "serve": "shows the page to viewers, and follows runs",
+    "top": "shows a run in a terminal, while it goes on",
     # both
     "simulate": "writes rings as a training process does, and is replayed as a sidecar does",
     "commands": "calls any of them",
@@ -74,10 +76,16 @@ SHORT = {  # and why
 }
 
 # Files of these compute on values: they know no file, no process and no clock.
-PURE_PACKAGES = {"analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes"}
+PURE_PACKAGES = {
+    "analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes", "page.pictures",
+    "page.sections",
+}  # fmt: skip
 PURE = {
     "analysis.alerts.alert", "analysis.alerts.log", "analysis.words.evidence", "analysis.words.hang",
-    "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction", "recorder.sampling", "recorder.steps",
+    "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction",
+    "page.contents", "page.decoded", "page.gather.held", "page.gather.node_clocks", "page.gather.step_choice",
+    "page.gather.step_collectives", "page.gather.step_grid", "page.gather.step_trace", "page.gather.thinning",
+    "page.matrix", "recorder.sampling", "recorder.steps",
     "run.device.merged_rows", "run.device.step_parts", "run.fitting", "run.memory_readings", "run.oom_table",
     "run.rank_ranges", "run.records", "run.sketch", "sidecar.nodes.messages", "sidecar.nodes.summary",
     "sidecar.schedule",
@@ -97,10 +105,15 @@ THIRD_PARTY = {
     "opentelemetry": {"exporters"},
     "rich": {
         "commands.progress", "report.brief", "report.heat_map", "report.rank_table", "report.tables", "report.terminal",
-        "report.verdict_text",
+        "report.verdict_text", "top",
     },
-    "pyarrow": {"page.gather", "sidecar.rings.segments", "sidecar.telemetry.log"},
+    "IPython": {"results.notebook"},
+    "pandas": {"results.steps"},
+    "polars": {"results.steps"},
+    "pyarrow": {"page.gather", "results.steps", "sidecar.rings.segments", "sidecar.telemetry.log"},
     "pynvml": {"sidecar.telemetry.gpu"},
+    "starlette": {"serve"},
+    "textual": {"top"},
     "torch": {
         "commands.doctor", "commands.tap_build",
         "cuda.aggregate",
@@ -110,6 +123,7 @@ THIRD_PARTY = {
         "torchrun",
         "watch",
     },
+    "uvicorn": {"serve"},
 }  # fmt: skip
 IMPURE = {"mmap", "os", "pathlib", "socket", "subprocess", "threading", "time"}
 
@@ -255,6 +269,8 @@ def test_no_collective_of_ours() -> None:
         ("cuda.aggregate", "all_reduce"),  # aggregate="device", which is asked for
         ("hooks.on_device.cuda_device", "all_reduce"),
         ("hooks.on_device.cuda_device", "new_group"),
+        ("results.alerts", "loads"),  # JSON, as all of these
+        ("results.ask", "loads"),
         ("run.captures", "loads"),
         ("run.fitting", "loads"),
         ("run.ring", "loads"),
@@ -276,6 +292,7 @@ def test_broad_excepts_are_few() -> None:
     allowed = {
         "cuda.kernels": 3,  # CuPy's errors have no root in common
         "errors": 3,  # guard()
+        "results.alerts": 1,  # whatever the user's callback raises
         "recorder.device_abilities": 1,  # as is what a device raises
         "recorder.torch_private": 1,  # a probe that fails is a no
         "commands.doctor": 1,  # a check that fails is a line

@@ -20,7 +20,7 @@ from torch import nn
 import torchlens_perf as perf
 from tests.support.processes import report, run, wait_for_sidecar
 from tests.support.recording import recorded
-from torchlens_perf.recorder import native_tap
+from torchlens_perf.hooks.collective import another_has_tapped
 from torchlens_perf.report.brief import MAX_LINES
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
@@ -201,14 +201,14 @@ def test_forked_child_watches_collectives(tmp_path: Path) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import Work
 
-    before = vars(Work)["wait"], native_tap.another_has_tapped("c10d::allreduce_")
+    before = vars(Work)["wait"], another_has_tapped("c10d::allreduce_")
     told = tmp_path / "told"
     with recorded(tmp_path / "parent", faulthandler=True) as parent:
         session = running()._session
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                left = vars(Work)["wait"] is not before[0], native_tap.another_has_tapped("c10d::allreduce_")
+                left = vars(Work)["wait"] is not before[0], another_has_tapped("c10d::allreduce_")
                 dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
                 with recorded(tmp_path / "child") as own:
                     dist.all_reduce(torch.ones(4))
@@ -222,7 +222,7 @@ def test_forked_child_watches_collectives(tmp_path: Path) -> None:
     assert told.read_text() == repr(((False, before[1]), ["wait"] * 2, 2, []))
     assert with_stack
     assert written == len(parent.records)
-    assert (vars(Work)["wait"], native_tap.another_has_tapped("c10d::allreduce_")) == before
+    assert (vars(Work)["wait"], another_has_tapped("c10d::allreduce_")) == before
 
 
 def test_forked_child_is_left_as_it_was(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from tests.support.ranks import HOST, Rank, run_without_traces
 from torchlens_perf.commands import doctor, tap_build
 from torchlens_perf.commands.cli import _parser, main
 from torchlens_perf.commands.doctor import OK, WORSE, Check
+from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run.directory import local_folders
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.replay import replay
 
 WORK = """
 import sys
@@ -138,6 +140,33 @@ def run_dir(tmp_path: Path) -> Iterator[str]:
         sidecar.keep()
         sidecar.close()
         yield str(run.path)
+
+
+def test_how_far_a_replay_and_a_report_are(tmp_path: Path) -> None:
+    """By segments, also a damaged one, and by nodes' files."""
+    with run_without_traces(tmp_path) as run:
+        rank = Rank(run, 0, 1)
+        sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+        for _ in range(3):
+            rank.steps(20, forward=4, backward=6)
+            sidecar.poll()
+            sidecar.account()
+            sidecar.keep()
+        rank.close()
+        sidecar.poll()
+        sidecar.account()
+        sidecar.keep()
+        sidecar.close()
+        first = sorted(run.spans.iterdir())[0]
+        first.write_bytes(b"damaged")
+        calls: list[tuple[int, int]] = []
+        replay(run, None, advanced=lambda *call: calls.append(call))
+        count = len(list(run.spans.iterdir()))
+        assert calls == [(place + 1, count) for place in range(count)]
+        assert count >= 3
+        calls.clear()
+        run_report(run, lambda *call: calls.append(call))
+        assert calls == [(1, 1)]
 
 
 def test_quiet_report(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:

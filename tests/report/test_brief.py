@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,18 @@ from tests.analysis.words.test_bottleneck import BASE, random_steps
 from tests.report import test_memory_table as memory
 from tests.report.test_held import HUNG, MOVED, history, node, usual
 from tests.support.findings import episode, findings, hang
+from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
 from tests.support.tables import records
 from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.analysis.words.hang import RankStack
 from torchlens_perf.report.brief import MAX_LINES, brief
 from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.start.process import write_report
 
 LONG = "/lustre/projects/some-team/experiments/torchlens-perf/20261122-223230-760cafb6"
 
@@ -91,7 +97,33 @@ def test_verdicts_that_have_no_room_are_counted() -> None:
 def test_the_page_is_named_if_there_is_one() -> None:
     state = node([usual(60)])
     assert "page" not in short(state)
-    assert short(state, page=f"{LONG}/report.html").endswith(f"{LONG}, and the page {LONG}/report.html\n")
+    assert short(state, page=f"{LONG}/report.html").endswith(f"{LONG}\nsoon also as a page: {LONG}/report.html\n")
+
+
+@pytest.mark.parametrize("html", [True, False])
+def test_what_rank_0_gets(html: bool, run: RunDirectory, tmp_path: Path) -> None:
+    """The short form as its terminal wants it; report.txt is whole, without colours."""
+    rank = Rank(run, 0, 1)
+    rank.steps(50, forward=4, backward=6)
+    rank.close()
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.keep()
+    sidecar.close()
+    mailbox = Mailbox(tmp_path / "rank.ring", REPORT)
+    write_report(run, {"mailbox": str(mailbox.path), "columns": 80, "color": True, "html": html})
+    text = mailbox.wait(5)
+    mailbox.close()
+
+    assert text is not None
+    assert "\x1b[" in text
+    assert f"torchlens-perf report {run.path}" in text
+    assert (f"soon also as a page: {run.path}/report.html" in text) is html
+    assert "typical step of each rank" not in text
+    whole = run.report.read_text()
+    assert "\x1b[" not in whole
+    assert "typical step of each rank" in whole
 
 
 def test_of_a_slow_rank_the_verdict_and_the_evidence_come_first() -> None:

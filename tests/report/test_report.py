@@ -57,7 +57,7 @@ def test_schema(run: RunDirectory) -> None:
 
     assert SCHEMA == value["schema"] == 2
     assert set(value) == {
-        "schema", "run", "steps", "ranks", "heat", "modules", "sections", "device_sections", "collectives",
+        "schema", "run", "steps", "ranks", "heat", "history", "modules", "sections", "device_sections", "collectives",
         "slow_links", "captures", "gpus", "links", "verdicts", "quality",
     }  # fmt: skip
     assert {"id", "world_size", "nodes", "started", "ended"} <= set(value["run"])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torchlens_perf.commands import capture, serve, simulate
+from torchlens_perf.commands import capture, results, serve, simulate, top
 from torchlens_perf.commands import run as run_command
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import TorchlensPerfError, printable
@@ -55,9 +55,10 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="show a run's report, live or finished")
     report.add_argument("run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here")
-    report.add_argument("--json", action="store_true", help="as JSON, schema-versioned")
-    report.add_argument("--html", type=Path, metavar="FILE", help="as one HTML file that needs no network")
-    report.add_argument("--schema", action="store_true", help="the JSON schema of --json; needs no run")
+    form = report.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON, schema-versioned")
+    form.add_argument("--html", type=Path, metavar="FILE", help="as a page: one HTML file that needs no network")
+    form.add_argument("--schema", action="store_true", help="the JSON schema of --json; needs no run")
     report.set_defaults(command=_report)
 
     sidecar = commands.add_parser("sidecar", help="read, keep and export a run; replay a finished one")
@@ -72,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     capture.add_command(commands)
     serve.add_command(commands)
     simulate.add_command(commands)
+    results.add_command(commands)
+    top.add_command(commands)
 
     build_tap = commands.add_parser(
         "build-tap",
@@ -108,8 +111,8 @@ def _report(options: argparse.Namespace) -> int:
         if not options.quiet:
             print(f"torchlens-perf: wrote {printable(str(options.html))}, {size / 1e6:.2f} MB", file=sys.stderr)
         return 0
-    with Progress("reading the run", quiet=options.quiet):
-        value = run_report(run)
+    with Progress("reading the run", quiet=options.quiet) as progress:
+        value = run_report(run, progress)
     if options.json:
         report_json.write(value, sys.stdout)
     else:

@@ -28,7 +28,7 @@ _MAX_RANKS = 8
 def brief(report: Report, run_dir: str, *, columns: int, color: bool, page: str = "") -> str:
     """The short form as text for a terminal of `columns`, 0 for none, with its escape sequences if `color`.
 
-    page: the file of the run's page, if there is one.
+    page: the file of the run's page, if one is going to be written.
     """
     return as_text(brief_layout(report, run_dir, columns=columns, page=page), columns=columns, color=color)
 
@@ -65,7 +65,7 @@ def _asides(report: Report) -> Iterator[RenderableType]:
 
 
 def _where_the_rest_is(run_dir: str, page: str) -> Text:
-    also = f", and the page {printable(page)}" if page else ""
+    also = f"\nsoon also as a page: {printable(page)}" if page else ""
     text = f"this is the short form; all of it: torchlens-perf report {printable(run_dir)}{also}"
     return Text(text, style="dim", no_wrap=True, overflow="ignore")  # to be copied as it is
 

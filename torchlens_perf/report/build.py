@@ -33,6 +33,7 @@ from torchlens_perf.report.held import RunSoFar
 from torchlens_perf.report.judged_windows import JudgedWindows
 from torchlens_perf.report.module_rows import module_rows, section_rows
 from torchlens_perf.report.step_classes import phases, sampled_lack_of_cpu, step_classes, typical_step
+from torchlens_perf.report.step_history import step_history
 from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.run.sketch import merged
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         Facts,
         Quality,
         Rank,
+        RankNow,
         Report,
         Run,
         Steps,
@@ -75,6 +77,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         "steps": _steps(processes, judged_windows),
         "ranks": [_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
         "heat": heat(grid, judging.findings, _places(processes)),
+        "history": step_history(judged_windows),
         "modules": module_rows(processes),
         "sections": section_rows(processes),
         "device_sections": device_sections(processes),
@@ -194,11 +197,18 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
         "started": _time(min(started)) if started else None,
         "ended": None if live or not ended else _time(max(ended)),
         "last_step_at": _time(max(ended)) if ended else None,
+        "as_of": _time(max(saved)) if (saved := [node.saved_unix_ns for node in nodes if node.saved_unix_ns]) else None,
+        "total_steps": _total_steps(processes),
         "live": live,
         "device": _device(processes),
         "judged_by": _judged_by(processes),
         "deeper_modules": any(process.deeper_modules for process in processes.values()),
     }
+
+
+def _total_steps(processes: dict[int, ProcessState]) -> int | None:
+    told = {process.total_steps for process in processes.values()} - {0}
+    return next(iter(told)) if len(told) == 1 else None
 
 
 def _node_names(nodes: list[NodeState]) -> list[str]:
@@ -291,6 +301,7 @@ def _rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
         "attempt": process.identity.attempt,
         "state": process.ended or "running",
         "inside": process.open_spans,
+        "now": _now(process),
         "steps": statistics.counted_steps,
         "first_step": statistics.first_step,
         "last_step": statistics.last_step,
@@ -308,6 +319,13 @@ def _rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
         "coverage": statistics.coverage,
         "lost": statistics.lost,
     }
+
+
+def _now(process: ProcessState) -> RankNow | None:
+    now = process.now
+    if now is None or process.ended:
+        return None
+    return {"step": now.step, "step_s": now.step_s, "inside": list(now.inside), "inside_s": now.inside_s}
 
 
 def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Quality:

@@ -60,9 +60,10 @@ _T = TypeVar("_T")
 MAX_RANKS = 16
 _TYPICAL_RANKS = 4  # of those, where there are more: what the slow ones are to be laid beside
 _MIN_COLUMNS, _WIDEST_CELL = 4, 3
-_BOUNDS = (0.03, 0.06, 0.12, 0.25)
-_SHADES, _ASCII_SHADES = "·░▒▓█", ".:+%#"
-_STYLES = ("dim", "", "yellow", "red", "bold red")
+BOUNDS = (0.03, 0.06, 0.12, 0.25)
+"""Of the excess, as a share of the others' work: from where on a cell is one darker."""
+_SHADES, ASCII_SHADES = "·░▒▓█", ".:+%#"
+SHADE_STYLES = ("dim", "", "yellow", "red", "bold red")
 _TAG_LETTERS = {"checkpoint": "S", "evaluation": "E", "compile": "C", "capture": "P"}
 _TAG_WORDS = {"S": "saved a checkpoint", "E": "evaluated", "C": "compiled", "P": "was captured"}
 
@@ -85,7 +86,7 @@ class HeatMap:
         for line in _Picture(heat, ranks, label, room, ascii_only=options.ascii_only).lines():
             line.no_wrap, line.overflow = True, "crop"
             yield line
-        shades = _ASCII_SHADES if options.ascii_only else _SHADES
+        shades = ASCII_SHADES if options.ascii_only else _SHADES
         yield Text(_legend(heat, ranks, shades), style="italic dim")
         yield Text("")
 
@@ -127,7 +128,7 @@ class _Picture:
         self._cell = max(1, min(_WIDEST_CELL, min(room, 64) // self._columns))
         self._tags = [sorted(set().union(*group)) for group in self._grouped(heat["tags"])]
         self._column_steps = heat["width"] * self._together
-        self._shades = _ASCII_SHADES if ascii_only else _SHADES
+        self._shades = ASCII_SHADES if ascii_only else _SHADES
         self._frame = "|" if ascii_only else "│"
         self._bar = tuple("`-'>" if ascii_only else "└─┘>")
 
@@ -140,7 +141,7 @@ class _Picture:
             line = Text(f"rank {rank['rank']:>{self._label - 6}} {self._frame}")
             levels = (_level(group) for group in self._grouped(rank["excess"]))
             for level, cells in itertools.groupby(levels):  # one escape sequence for each run of cells
-                shade, style = (self._shades[level], _STYLES[level]) if level is not None else (" ", "")
+                shade, style = (self._shades[level], SHADE_STYLES[level]) if level is not None else (" ", "")
                 line.append(shade * self._cell * len(list(cells)), style=style)
             line.append(self._frame)
             yield line
@@ -199,7 +200,7 @@ def _free(line: Sequence[str], at: int, length: int) -> bool:
 def _level(excess: Sequence[float | None]) -> int | None:
     """How dark a cell is; None for blank."""
     present = [value for value in excess if value is not None]
-    return sum(_mean(present) >= bound for bound in _BOUNDS) if present else None
+    return sum(_mean(present) >= bound for bound in BOUNDS) if present else None
 
 
 def _letter(tags: Sequence[str]) -> str:
@@ -207,8 +208,8 @@ def _letter(tags: Sequence[str]) -> str:
 
 
 def _legend(heat: Heat, ranks: Sequence[HeatRank], shades: str) -> str:
-    scale = f"{shades[0]} below {_BOUNDS[0]:.0%}"
-    scale += "".join(f"  {shade} {bound:.0%}" for shade, bound in zip(shades[1:], _BOUNDS, strict=True))
+    scale = f"{shades[0]} below {BOUNDS[0]:.0%}"
+    scale += "".join(f"  {shade} {bound:.0%}" for shade, bound in zip(shades[1:], BOUNDS, strict=True))
     parts = [f"{scale} and more above the median of the others"]
     excess = [value for rank in ranks for value in rank["excess"]]
     if None in excess:

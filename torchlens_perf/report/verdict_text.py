@@ -44,7 +44,7 @@ def verdict_parts(row: VerdictRow, report: Report, *, brief: bool = False) -> It
     over = row["held"] is not None and row["held"]["until_step"] is not None
     held = held_words(row["held"], report["run"]["started"])
     if held and (not brief or over or is_finding(row)):
-        text.append(f"\n{held}", style="dim not bold")
+        text.append(f"\n{held}", style="default dim not bold")
     if action:
         text.append("\nNext: ", style="bold")
         text.append(printable(action), style="default not bold")
@@ -69,9 +69,9 @@ def earlier_parts(report: Report) -> Iterator[RenderableType]:
         text.append(f"\n{printable(row['text'])}", style="not bold")
         held = held_words(row["held"], report["run"]["started"])
         if held:
-            text.append(f" {held}", style="dim not bold")
+            text.append(f" {held}", style="default dim not bold")
     if len(rows) > _MAX_OVER:
-        text.append(f"\nand {len(rows) - _MAX_OVER} more; --json has all", style="dim not bold")
+        text.append(f"\nand {len(rows) - _MAX_OVER} more; --json has all", style="default dim not bold")
     yield Padding(text, (0, 0, 1, 2))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from torchlens_perf.analysis.alerts.alert import Alert
     from torchlens_perf.analysis.causes.rules import Diagnosis
     from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
     from torchlens_perf.analysis.node_state import NodeState
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _JUDGING = "judging the ranks"
 _SIGNALS = "looking for causes"
+_NEWEST_ALERTS = 32  # for who begins to listen later
 
 
 class Conclusions:
@@ -80,6 +83,8 @@ class Conclusions:
         )  # fmt: skip
         self._assessor = Assessor(alerts)
         self._assessment: Assessment | None = None  # the newest, with all alerts that no exporter has taken
+        self.newest_alerts: deque[Alert] = deque(maxlen=_NEWEST_ALERTS)
+        self.alerts_raised = 0
 
     def begin(self, identity: Identity, generation: int) -> None:
         """Other processes begin, of which this is one: what was found before holds of none of them."""
@@ -180,6 +185,8 @@ class Conclusions:
                 self._state.history.add(
                     found.alerts, max((each for each in last_steps if each is not None), default=None)
                 )
+                self.newest_alerts.extend(found.alerts)
+                self.alerts_raised += len(found.alerts)
         not_taken = self._assessment.alerts if self._assessment is not None else ()
         self._assessment = dataclasses.replace(found, alerts=(*not_taken, *found.alerts))
 

@@ -62,7 +62,7 @@ def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | 
     if not ranks:
         return None
     each = [windows[rank] for rank in ranks]
-    width, first, columns = _grid(each)
+    width, first, columns = grid(each)
     return RunWindows(
         ranks=ranks,
         width=width,
@@ -76,7 +76,7 @@ def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | 
     )
 
 
-def _grid(windows: list[Windows]) -> tuple[int, int, int]:
+def grid(windows: list[Windows]) -> tuple[int, int, int]:
     """Width and first step of the columns, and how many there are: windows of all ranks fit into them whole."""
     width = max(each.width for each in windows)
     low = min(int(each.first_step[0]) for each in windows)

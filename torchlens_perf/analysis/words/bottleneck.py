@@ -269,13 +269,18 @@ def _long(report: Facts, long: LongSteps) -> Verdict:
         often += f" (step{'s' if count > 1 else ''} {', '.join(map(str, long['steps']))})"
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
-    why = " and ".join(long["kinds"]) or _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
+    why = " and ".join(_kinds(long)) or _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
     text = (
         f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
         f"{percent(long['share'])} of the time of all steps. Next: {_long_action(long)}"
     )
     cost_s = long["total_s"] / max(1, steps["count"])
     return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
+
+
+def _kinds(long: LongSteps) -> list[str]:
+    """What else the steps did, where that may be why: importing a library for w.steps(), say, collects garbage too."""
+    return [] if long["part"] == "tool" and "capture" not in long["kinds"] else long["kinds"]
 
 
 _WHERE = {
@@ -294,7 +299,7 @@ def _long_action(long: LongSteps) -> str:
         "capture": "nothing: a capture was asked for.",
         "sampled backward pass": "nothing, or sample more rarely: backward_every.",
     }
-    for kind in long["kinds"]:
+    for kind in _kinds(long):
         if kind in actions:
             return actions[kind]
     numbers = ", ".join(map(str, long["steps"][-_MAX_NUMBERS:]))
@@ -303,5 +308,6 @@ def _long_action(long: LongSteps) -> str:
         "data": f"see what the loader does at steps {numbers}: a new epoch starts workers (persistent_workers=True).",
         "communication": f"see which rank does something else at steps {numbers}.",
         "host": f"see what the loop does at steps {numbers} (logging, an epoch's end): wrap parts in perf.section().",
+        "tool": "ask for results less often (w.summary(), w.steps(), a display), if the loop does.",
     }
     return by_part.get(long["part"], f"see what is different at steps {numbers}: batch size, sequence length.")

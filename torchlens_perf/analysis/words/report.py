@@ -37,6 +37,10 @@ class Run(TypedDict):
     started: str | None
     ended: str | None
     last_step_at: str | None
+    as_of: str | None
+    """When the newest of the nodes' states that this was made from was written."""
+    total_steps: int | None
+    """How many steps it will make, where its ranks were told so, and the same."""
     live: bool
     device: str | None
     judged_by: str | None
@@ -167,6 +171,17 @@ class ArrivedLast(TypedDict):
     share: float
 
 
+class RankNow(TypedDict):
+    """What a running rank was doing when its node's state was written."""
+
+    step: int
+    """In progress, for step_s."""
+    step_s: float
+    inside: list[str]
+    """The spans that its training thread was inside of, outermost first; for inside_s in the innermost."""
+    inside_s: float | None
+
+
 class Rank(TypedDict):
     """One rank."""
 
@@ -180,6 +195,8 @@ class Rank(TypedDict):
     """running, closed or died."""
     inside: list[str]
     """The spans that a process was inside of when it died."""
+    now: RankNow | None
+    """None of a process that has ended."""
     steps: int
     first_step: int | None
     last_step: int | None
@@ -217,6 +234,17 @@ class Heat(TypedDict):
     first_steps: list[int]
     tags: list[list[str]]
     ranks: list[HeatRank]
+
+
+class StepHistory(TypedDict):
+    """How long steps took, in windows of `width` steps, without the warm-up and steps with other work: of the ranks'
+    medians in each window, the median and the extremes."""
+
+    width: int
+    first_steps: list[int]
+    median_s: list[float]
+    fastest_s: list[float]
+    slowest_s: list[float]
 
 
 class Module(TypedDict):
@@ -366,6 +394,7 @@ class Facts(TypedDict):
     steps: Steps
     ranks: list[Rank]
     heat: Heat | None
+    history: StepHistory | None
     modules: list[Module]
     sections: list[Section]
     device_sections: list[DeviceSection]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
+from torchlens_perf.page.gather.run_contents import as_plain
 from torchlens_perf.page.gather.span_files import records_of
 from torchlens_perf.page.gather.step_choice import chosen_ranks
 from torchlens_perf.page.gather.step_collectives import joined_by_step
@@ -18,7 +17,6 @@ from torchlens_perf.report.build import latest_attempt
 from torchlens_perf.report.run_report import report_and_states
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.page.contents import StepTraces
     from torchlens_perf.run.directory import RunDirectory
 
@@ -33,8 +31,7 @@ def one_step(run: RunDirectory, step: int) -> StepTraces:
     node_by_key = {key: state.host for state in states for key in state.processes}
     node_of = {rank: node_by_key[each.identity.key] for rank, each in processes.items()}
     findings = max((state.findings for state in states), key=lambda each: each.compared, default=NOTHING)
-    plain = cast("Report", msgspec.to_builtins(report, enc_hook=lambda number: number.item(), str_keys=True))
-    ranks = chosen_ranks(plain, slow_times(findings), node_of)
+    ranks = chosen_ranks(as_plain(report), slow_times(findings), node_of)
     notes: list[str] = []
     keys = {rank: each.identity.key for rank, each in processes.items()}
     read = records_of(run, {keys[rank]: node_of[rank] for rank in ranks}, [step], notes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from torchlens_perf.page.gather.span_files import COLLECTIVES, Records, kept_ste
 from torchlens_perf.page.gather.step_choice import chosen_steps
 from torchlens_perf.page.gather.step_collectives import joined_by_step
 from torchlens_perf.page.gather.step_trace import Names, rank_trace
+from torchlens_perf.page.gather.thinning import size_bytes as size_of
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def whole_steps(
         read.update(records_of(run, others, wanted, notes, COLLECTIVES))
     of_ranks = [
         RankRecords(rank, node_of[rank], offset_ns(process), process.groups, read[keys[rank]])
-        for rank, process in processes.items()
+        for rank, process in sorted(processes.items())
         if keys[rank] in read
     ]
     of_steps: dict[int, list[RankRecords]] = {step: [] for step in wanted}
@@ -63,12 +63,14 @@ def whole_steps(
     clocks = NodeClocks(of_steps.values(), uncomparable)
     names, rows, used_bytes, left_out = Names(), list[StepTraceRow](), 0, 0
     for step, why in steps:
+        known = len(names)
         row = step_row(step, why, of_steps[step], len(processes), names, clocks)
         if row is None:
             continue
         row["collectives"] = collectives.get(step, [])
-        size = len(json.dumps(row, separators=(",", ":")))
+        size = size_of(row) + size_of(names.all()[known:])
         if used_bytes + size > budget_bytes:
+            names.forget(known)
             left_out += 1
             continue
         used_bytes += size

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, guard, printable
 from torchlens_perf.run import ownership, ring
 from torchlens_perf.run.directory import RunDirectory, sidecar_lock, sidecar_log, writer_lives
+from torchlens_perf.run.mailbox import REPORT, deliver
 from torchlens_perf.run.place.node import host_of, node_name
-from torchlens_perf.run.report_mailbox import deliver
 from torchlens_perf.run.ring import Reader, State
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import LOADS
@@ -170,7 +170,7 @@ def _read(
         sidecar = None
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
-            again = run_sidecar(sidecar, lock, exporter)
+            again = run_sidecar(sidecar, lock, exporter, live_results)
         except Exception:
             failures += 1
             if not attends or failures > _MAX_FAILURES:  # by hand, somebody sees what is wrong
@@ -201,9 +201,7 @@ def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextMana
         if exporter is not None and waits:
             # Else a backend that has taken the other steps would get them twice.
             notes = delivered(run, exporter)
-            done = (
-                "sent what an endpoint had not taken" if not notes else "sent a part of what an endpoint had not taken"
-            )
+            done = f"sent {'a part of ' if notes else ''}what an endpoint had not taken"
         else:
             replayed = replay(run, exporter, from_environment(os.environ).get("trace_every"), advanced)
             where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
@@ -217,7 +215,7 @@ def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextMana
 
 
 def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
-    """Hands the short form to rank 0 where that waits, as its terminal wants it, and writes report.txt."""
+    """Hands the short form to rank 0 where that waits, for its terminal or a notebook's cell, and writes report.txt."""
     from torchlens_perf.report.brief import brief
     from torchlens_perf.report.run_report import run_report
     from torchlens_perf.report.terminal import render
@@ -225,11 +223,24 @@ def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
     report = run_report(run)
     mailbox = asked.get("mailbox", "")
     if mailbox:  # first: the disk of the run directory may be slow
-        short = brief(report, str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
+        page = str(run.report.with_suffix(".html")) if asked.get("html") else ""  # which is written after this
+        look = {"columns": asked.get("columns", 0), "color": asked.get("color", False)}
+        short = brief(report, str(run.path), page=page, **look)
+        if asked.get("form") == "cell":
+            from torchlens_perf.page.notebook import results
+
+            short = results(report, str(run.path), short)
         deliver(mailbox, short)
     partial = run.report.with_suffix(".partial")
     ownership.write(partial, render(report, str(run.path), columns=0, color=False), like=run.nodes)
     os.replace(partial, run.report)
+
+
+def live_results(run: RunDirectory) -> str:
+    """For those who look at the run while it goes on, see LiveResults. Raises RunStoreError."""
+    from torchlens_perf.page.notebook import results_of
+
+    return results_of(run)
 
 
 def settle(run: RunDirectory, host: str) -> bool:
@@ -249,7 +260,7 @@ def settle(run: RunDirectory, host: str) -> bool:
             if str(error) != said:
                 said = str(error)
                 logger.error("%s", said)
-        for mailbox in run.local_mailboxes():
+        for mailbox in run.local_mailboxes(REPORT):
             with contextlib.suppress(OSError):
                 deliver(str(mailbox), f"torchlens_perf: no report: {said}\n")
         if not any(map(_is_written, run.local_rings())):
