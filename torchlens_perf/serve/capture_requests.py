@@ -71,13 +71,14 @@ def block(
         raise NoSuchError("there is no such file")
     folder = capture_files.rank_folder(Path("captures"), capture, int(rank))
     descriptor = _opened(path, [*folder.parts, file])
-    with open(descriptor, "rb") as opened:
+    try:
         found = os.fstat(descriptor)
         identity = (found.st_dev, found.st_ino, found.st_size)
         if not stat.S_ISREG(found.st_mode) or known not in ((), identity):
             raise NoSuchError("there is no such file any more")
-        opened.seek(at)
-        return opened.read(BLOCK_BYTES), identity
+        return os.pread(descriptor, BLOCK_BYTES, at), identity
+    finally:
+        os.close(descriptor)
 
 
 def _opened(folder: str, parts: Sequence[str]) -> int:

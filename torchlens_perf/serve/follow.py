@@ -27,7 +27,7 @@ HEARTBEAT_S = 15.0  # between two lines to a viewer at most: whoever is gone is 
 _ENDED_LOOK_S = 5.0  # at a run that has ended: it may begin again
 _SHARE = 4
 _PATIENCE_S = 1.0  # of a viewer, where there is a page that may be old
-_LOOK_WITHIN_S, _READ_WITHIN_S = 10.0, 120.0
+_LOOK_WITHIN_S, _READ_WITHIN_S = 5.0, 120.0
 _GONE = 404
 
 
@@ -150,7 +150,8 @@ class Follower:
             self.problem = error
         is_over = self.rendered is not None and not self.rendered.is_live
         now_s = self._clock()
-        self._next_s = now_s + max(_ENDED_LOOK_S if is_over else LOOK_S, (_SHARE - 1) * (now_s - began_s))
+        share = _SHARE if self.problem is None else 2  # whoever waits for a disk wants to know when it is back
+        self._next_s = now_s + max(_ENDED_LOOK_S if is_over else LOOK_S, (share - 1) * (now_s - began_s))
         self._tell(now_s)
 
     def _tell(self, now_s: float) -> None:

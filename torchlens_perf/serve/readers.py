@@ -67,11 +67,9 @@ class Readers:
         within_s: from now on, with the time that it waits for a reader. Raises ReadError for whatever it raises, and
         where it takes longer.
         """
-        self._limiter = self._limiter or CapacityLimiter(self._most)
         self.calls += 1
-        task = asyncio.ensure_future(
-            to_process.run_sync(_called, function, arguments, cancellable=True, limiter=self._limiter)
-        )
+        begun = asyncio.Event()
+        task = asyncio.ensure_future(self._called_in_reader(begun, function, arguments))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         # Not wait_for(): that waits until the reader is gone, and one that sleeps in the kernel survives a kill.
@@ -82,7 +80,8 @@ class Readers:
             raise
         if not done:
             task.cancel()
-            raise ReadError(503, f"the run directory did not answer within {within_s:g} s: is its disk gone, or busy?")
+            late = f"the run directory did not answer within {within_s:g} s: is its disk gone, or busy?"
+            raise ReadError(503, late if begun.is_set() else "all readers are busy; ask again in a moment")
         try:
             answer = task.result()
         except BrokenWorkerProcess:
@@ -90,6 +89,14 @@ class Readers:
         if isinstance(answer, _Problem):
             raise ReadError(answer.status, answer.text)
         return answer.value
+
+    async def _called_in_reader(
+        self, begun: asyncio.Event, function: Callable[..., _T], arguments: tuple[object, ...]
+    ) -> _Answer[_T] | _Problem:
+        self._limiter = self._limiter or CapacityLimiter(self._most)
+        async with self._limiter:
+            begun.set()
+            return await to_process.run_sync(_called, function, arguments, cancellable=True, limiter=CapacityLimiter(1))
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

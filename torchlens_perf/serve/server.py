@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 
 import uvicorn
@@ -18,6 +20,7 @@ from torchlens_perf.serve.access import Guard, new_token
 from torchlens_perf.serve.app import Server
 
 _EXIT_S = 1  # of answers that are under way when the server ends
+_LAST_S = 2.0
 _MAX_CONNECTIONS = 512
 
 
@@ -52,6 +55,9 @@ class _Ended(uvicorn.Server):
             yield
         finally:
             self._server.close()
+            last = threading.Timer(_LAST_S, os._exit, (0,))  # a reader that sleeps in the kernel outlives being killed
+            last.daemon = True
+            last.start()
 
     def _end(self) -> None:
         self._server.close()  # viewers wait for news: they are let go

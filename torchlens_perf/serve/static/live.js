@@ -122,8 +122,8 @@
     try {
       said.replaceChildren("asking \u2026");
       const asked = await json("api/captures", { method: "POST", body: new URLSearchParams(new FormData(form)) });
-      const last = asked.from_step + asked.steps - 1;
-      await follow(asked, `Asked: rank${asked.ranks.length > 1 ? "s" : ""} ${asked.ranks.join(", ")}, steps ${asked.from_step} to ${last}.`);
+      const which = `rank${asked.ranks.length > 1 ? "s" : ""} ${asked.ranks.join(", ")}`;
+      await follow(asked, `Asked: ${which}, ${asked.steps} step${asked.steps > 1 ? "s" : ""} from step ${asked.from_step} on.`);
     } catch (error) {
       said.replaceChildren(element("p", { className: "problem", textContent: error.message }));
     } finally {
