@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import http.client
 import os
 import re
 import signal
@@ -102,6 +104,24 @@ def test_what_cannot_be_is_one_line(runs: Path, tmp_path: Path) -> None:
     done = serve(str(runs), PYTHONPATH=path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert 'pip install "torchlens-perf[serve]"' in done.stderr
+
+
+def test_what_is_no_http_is_refused(runs: Path) -> None:
+    """And the server goes on, and says nothing."""
+    with PageServer(runs) as server:
+        viewer = server.viewer()
+        host, port = viewer.host.split(":")
+        for text in (b"\x00\xff\x00\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 100_000):
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=60) as connection:
+                connection.sendall(text)
+                connection.shutdown(socket.SHUT_WR)
+                answer = http.client.HTTPResponse(connection)
+                with contextlib.suppress(http.client.HTTPException):
+                    answer.begin()
+                    assert answer.status >= 400
+        assert viewer.ask("/").status == 200
+        server.process.terminate()
+        assert server.said() == ""
 
 
 # -- a disk that does not answer

@@ -19,6 +19,7 @@ class LiveSimulation:
 
     def __init__(self, path: Path, ranks: int, *faults: str, node_size: int = 8, stages: int = 1) -> None:
         """stages: of a pipeline; the ranks are data parallel in each."""
+        self.name = path.name
         self.run = RunDirectory(path)
         self.run.create()
         topology = Topology(ranks // stages, pp=stages, node_size=node_size)

@@ -157,6 +157,7 @@ class PageServer:
     """One server. Its process is ended when the context is left."""
 
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+        self.folder = folder
         command = [sys.executable, "-m", "torchlens_perf", "serve", str(folder), *arguments]
         environ = {**clean_environ(environment), "PYTHONPATH": _python_path()}
         self.process = subprocess.Popen(
