@@ -6,14 +6,27 @@ const torchlens = {};
 {
   torchlens.duration = (seconds) => {
     if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "not measured";
-    for (const [scale, unit] of [[1, "s"], [1e-3, "ms"], [1e-6, "us"]]) {
+    for (const [scale, unit] of [
+      [1, "s"],
+      [1e-3, "ms"],
+      [1e-6, "us"],
+    ]) {
       if (Math.abs(seconds) >= scale) {
-        const value = seconds / scale, size = Math.abs(value);
+        const value = seconds / scale;
+        const size = Math.abs(value);
         return `${value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2)} ${unit}`;
       }
     }
     return `${(seconds * 1e9).toFixed(0)} ns`;
   };
+
+  // On an axis: without zeros at the end.
+  torchlens.tick = (text) => (value) =>
+    value === 0
+      ? "0"
+      : text(value)
+          .replace(/(\.\d*?)0+(?= )/, "$1")
+          .replace(/\.(?= )/, "");
 
   torchlens.percent = (share) => {
     if (share === null || share === undefined || Number.isNaN(share)) return "not measured";
@@ -59,7 +72,10 @@ const torchlens = {};
   // "step 7" or "steps 8 to 15", of [since, until).
   torchlens.steps = (since, until) => (until - since > 1 ? `steps ${since} to ${until - 1}` : `step ${since}`);
 
-  torchlens.PART_WORDS = new Map([["communication", "wait"], ["tool", "this tool"]]);
+  torchlens.PART_WORDS = new Map([
+    ["communication", "wait"],
+    ["tool", "this tool"],
+  ]);
   torchlens.partWord = (part) => torchlens.PART_WORDS.get(part) ?? part;
 
   const collator = new Intl.Collator("en", { numeric: true });
