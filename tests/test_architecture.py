@@ -73,10 +73,16 @@ SHORT = {  # and why
 }
 
 # Files of these compute on values: they know no file, no process and no clock.
-PURE_PACKAGES = {"analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes"}
+PURE_PACKAGES = {
+    "analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes", "page.pictures",
+    "page.sections",
+}  # fmt: skip
 PURE = {
     "analysis.alerts.alert", "analysis.alerts.log", "analysis.words.evidence", "analysis.words.hang",
-    "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction", "recorder.sampling", "recorder.steps",
+    "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction",
+    "page.contents", "page.decoded", "page.gather.held", "page.gather.node_clocks", "page.gather.step_choice",
+    "page.gather.step_collectives", "page.gather.step_grid", "page.gather.step_trace", "page.gather.thinning",
+    "page.matrix", "recorder.sampling", "recorder.steps",
     "run.device.merged_rows", "run.device.step_parts", "run.fitting", "run.memory_readings", "run.oom_table",
     "run.rank_ranges", "run.records", "run.sketch", "sidecar.nodes.messages", "sidecar.nodes.summary",
     "sidecar.schedule",

@@ -119,6 +119,7 @@ def test_every_field_is_a_variable() -> None:
         "TORCHLENS_PERF_EXCHANGE_TOKEN": "/secret",
         "TORCHLENS_PERF_EXCHANGE_TLS": "/tls",
         "TORCHLENS_PERF_EXCHANGE_TLS_NAME": "node-0.job",
+        "TORCHLENS_PERF_HTML": "0",
     }
     config = from_settings({}, from_environment(environ))
 
@@ -129,7 +130,7 @@ def test_every_field_is_a_variable() -> None:
         aggregate="device", build_tap=False, device_times="on", capture="verdict", nccl="on",
         faulthandler=True, memory=False, memory_history=5000, nvtx=False, telemetry=False,
         ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
-        share="group",
+        share="group", html=False,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class Rank:
     def __init__(self, run: RunDirectory, rank: int, world_size: int = 2, **settings: Any) -> None:
         """registered: whether this node's sidecar is to read it. identity: what is not as in identity_of()."""
         changed, registered = settings.pop("identity", {}), settings.pop("registered", True)
-        config = Config(**{"ring_records": 4096, **settings})
+        config = Config(**{"ring_records": 4096, "html": False, **settings})
         self.identity = identity_of(run, rank, world_size, **changed)
         ring = create_ring(run, self.identity, config.ring_capacity)
         self.ring = ring

@@ -48,9 +48,10 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="show a run's report, live or finished")
     report.add_argument("run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here")
-    report.add_argument("--json", action="store_true", help="as JSON, schema-versioned")
-    report.add_argument("--html", type=Path, metavar="FILE", help="as one HTML file that needs no network")
-    report.add_argument("--schema", action="store_true", help="the JSON schema of --json; needs no run")
+    form = report.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON, schema-versioned")
+    form.add_argument("--html", type=Path, metavar="FILE", help="as a page: one HTML file that needs no network")
+    form.add_argument("--schema", action="store_true", help="the JSON schema of --json; needs no run")
     report.set_defaults(command=_report)
 
     sidecar = commands.add_parser("sidecar", help="read, keep and export a run; replay a finished one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +22,12 @@ def write_page(run: RunDirectory, path: Path, budget_bytes: int = DEFAULT_BUDGET
     Raises RunStoreError where there is no run, or the file cannot be written.
     """
     text = document(contents(run, budget_bytes)).encode("utf-8", "replace")
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.parent / f".{path.name}.partial"
     try:
         ownership.write(partial, text)
         os.replace(partial, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise RunStoreError(f"{path} cannot be written: {error.strerror or error}") from None
     return len(text)

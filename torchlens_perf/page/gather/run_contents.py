@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from torchlens_perf.analysis.stragglers.detector import NOTHING
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
+from torchlens_perf.page.gather.device_grid import Grids, device_grid
 from torchlens_perf.page.gather.hardware_series import hardware_series, rank_series, within
 from torchlens_perf.page.gather.held import held
 from torchlens_perf.page.gather.step_choice import chosen_ranks
 from torchlens_perf.page.gather.step_matrices import begin_unix_ns, slow_times, step_grid, step_matrices
-from torchlens_perf.page.gather.thinning import size_bytes, thinned_grid, thinned_report
+from torchlens_perf.page.gather.thinning import size_bytes, thinned_grids, thinned_report
 from torchlens_perf.page.gather.whole_steps import whole_steps
 from torchlens_perf.report.build import latest_attempt
 from torchlens_perf.report.run_report import report_and_states
 from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
+    from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.run.directory import RunDirectory
@@ -51,11 +55,12 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     traces: StepTraces = {"names": [], "steps": []}
     if grid is not None:
 
-        def made(of: StepGrid) -> StepMatrices:
+        def made(of: Grids) -> StepMatrices:
             return step_matrices(of, processes, slow)
 
-        grid, fitting = thinned_grid(grid, made, int(_MATRICES * budget_bytes), notes)
-        matrices = fitting
+        grids = Grids(grid, _device(run, processes, node_of, grid, notes))
+        grids, fitting = thinned_grids(grids, made, int(_MATRICES * budget_bytes), notes)
+        grid, matrices = grids.host, fitting
         series += rank_series(grid, fitting["columns"], processes, ranks)
     series = within(series, int(_SERIES * budget_bytes), notes)
     if grid is not None:
@@ -73,6 +78,25 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "version": VERSION,
     }
+
+
+def _device(
+    run: RunDirectory,
+    processes: Mapping[int, ProcessState],
+    node_of: Mapping[int, str],
+    grid: StepGrid,
+    notes: list[str],
+) -> StepGrid | None:
+    judged = {rank: each for rank, each in processes.items() if each.judged_by == DEVICE}
+    if not judged:
+        return None
+    found = device_grid(run, judged, node_of, grid.empty(), notes)
+    if found is None:
+        width = max(each.judged_windows().width for each in judged.values())
+        notes.append(
+            f"Steps by the devices' clocks are medians over {width} steps, as there are too many to show each."
+        )
+    return found
 
 
 def _named(report: Report, slow: list[SlowTime]) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,17 +88,42 @@ def records_of(
     return {key: _records(pa.concat_tables(tables)) for key, tables in parts.items()}
 
 
+def all_records(
+    run: RunDirectory, node_of: Mapping[str, str], notes: list[str], kinds: Mapping[str, int]
+) -> Iterator[tuple[str, Records]]:
+    """The records of these processes, of these kinds: by key, a piece after the other in the order of time.
+
+    Arguments as for records_of().
+    """
+    places = {key: index for index, key in enumerate(node_of)}
+    for node in dict.fromkeys(node_of.values()):
+        for path in files_of_node(run, node):
+            try:
+                with open_parquet(path) as file:
+                    pieces = [
+                        (key, _records(table, kinds))
+                        for group in range(file.metadata.num_row_groups)
+                        for key, table in _of_group(file, group, None, places, kinds)
+                    ]
+            except UNREADABLE as error:
+                notes.append(f"{path.name} cannot be read, its records are missing: {str(error).partition(chr(10))[0]}")
+            else:
+                yield from pieces
+
+
 def _of_group(
     file: pa.parquet.ParquetFile,
     group: int,
-    wanted: npt.NDArray[np.int64],
+    wanted: npt.NDArray[np.int64] | None,
     places: Mapping[str, int],
     kinds: Mapping[str, int],
 ) -> list[tuple[str, pa.Table]]:
     sought = file.read_row_group(group, columns=["step", "process", "kind"])
-    chosen = np.isin(sought.column("step").to_numpy(), wanted)
-    if not chosen.any():
-        return []
+    chosen = np.ones(sought.num_rows, bool)
+    if wanted is not None:
+        chosen = np.isin(sought.column("step").to_numpy(), wanted)
+        if not chosen.any():
+            return []
     process = by_text(sought.column("process").combine_chunks(), places, -1)
     chosen &= (process >= 0) & (by_text(sought.column("kind").combine_chunks(), kinds, -1) >= 0)
     if not chosen.any():
@@ -109,11 +134,11 @@ def _of_group(
     return [(keys[at], rows.filter(pa.array(process == at))) for at in np.unique(process).tolist()]
 
 
-def _records(table: pa.Table) -> Records:
+def _records(table: pa.Table, kinds: Mapping[str, int] = KINDS) -> Records:
     records = np.zeros(table.num_rows, record_dtype())
     for column in _COPIED:
         records[column] = table.column(column).to_numpy()
-    records["kind"] = by_text(table.column("kind").combine_chunks(), KINDS, 0)
+    records["kind"] = by_text(table.column("kind").combine_chunks(), kinds, 0)
     names = table.column("name").combine_chunks()
     if not pa.types.is_dictionary(names.type):
         names = names.dictionary_encode()

@@ -6,6 +6,7 @@ Memory is bounded by the number of ranks and windows, not by that of steps: step
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,17 +50,18 @@ class Batch:
 class StepGrid:
     """Sums over windows of `width` steps, a power of two. Row i is the i-th rank."""
 
-    def __init__(self, warm_from: Integers, first: int, last: int, parts: int) -> None:
+    def __init__(self, ranks: Sequence[int], warm_from: Integers, first: int, last: int, parts: int) -> None:
         """warm_from: of each rank, its first step that is no warm-up. first, last: of the steps of all ranks."""
-        ranks = len(warm_from)
-        most = max(1, min(MAX_COLUMNS, MAX_CELLS // max(1, ranks)))
+        self._range = ranks, warm_from, first, last, parts
+        self.row_of = {rank: row for row, rank in enumerate(ranks)}
+        most = max(1, min(MAX_COLUMNS, MAX_CELLS // max(1, len(ranks))))
         self.width = 1
         while last // self.width - first // self.width >= most:
             self.width *= 2
         self.first = first // self.width * self.width
         columns = last // self.width - first // self.width + 1
         self.warm_from = warm_from
-        shape = (ranks, columns)
+        shape = (len(ranks), columns)
         self.steps = np.zeros(shape, np.int32)
         self.compared = np.zeros(shape, np.int32)
         self.step_ns, self.work_ns = np.zeros(shape), np.zeros(shape)
@@ -74,6 +76,10 @@ class StepGrid:
         self.single_ns = np.zeros(last - self.first_single + 1)
         """Of each step from `first_single` on, the longest duration of a rank; 0 where there is none."""
         self.single_flags = np.zeros(len(self.single_ns), np.int64)
+
+    def empty(self) -> StepGrid:
+        """One of the same ranks and steps, without any; before it is widened."""
+        return StepGrid(*self._range)
 
     @property
     def first_steps(self) -> Integers:
@@ -131,7 +137,7 @@ class StepGrid:
         wider.first = self.first // wider.width * wider.width
         before = (self.first - wider.first) // self.width
         after = (len(self.flags) + before) % 2
-        for name in ("warm_from", "first_single", "single_ns", "single_flags"):
+        for name in ("_range", "row_of", "warm_from", "first_single", "single_ns", "single_flags"):
             setattr(wider, name, getattr(self, name))
 
         def paired(values: npt.NDArray[Any], empty: float, axis: int) -> npt.NDArray[Any]:

@@ -10,6 +10,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.page.contents import Columns, Place, SlowTime, StepMatrices
+from torchlens_perf.page.gather.device_grid import Grids
 from torchlens_perf.page.gather.step_files import step_batches
 from torchlens_perf.page.gather.step_grid import QUANTILES, StepGrid
 from torchlens_perf.page.matrix import encoded
@@ -53,8 +54,8 @@ def step_grid(run: RunDirectory, processes: Mapping[int, ProcessState], notes: l
     if not known:
         return None
     warm_from = np.array([(first or 0) + WARM_UP_STEPS for first in firsts], np.int64)
-    grid = StepGrid(warm_from, min(first for first, _ in known), max(last for _, last in known), len(PARTS))
-    row_of = {processes[rank].identity.key: row for row, rank in enumerate(ranks)}
+    grid = StepGrid(ranks, warm_from, min(first for first, _ in known), max(last for _, last in known), len(PARTS))
+    row_of = {processes[rank].identity.key: row for rank, row in grid.row_of.items()}
     begin_ns = begin_unix_ns(processes)
     begins = {each.identity.key: begin_ns - unix_offset_ns(each) for each in processes.values()}
     for batch in step_batches(run, row_of, begins, notes):
@@ -62,13 +63,16 @@ def step_grid(run: RunDirectory, processes: Mapping[int, ProcessState], notes: l
     return grid if grid.steps.any() else None
 
 
-def step_matrices(grid: StepGrid, processes: Mapping[int, ProcessState], slow: list[SlowTime]) -> StepMatrices:
-    """The grid as the page holds it."""
-    ranks = sorted(processes)
+def step_matrices(grids: Grids, processes: Mapping[int, ProcessState], slow: list[SlowTime]) -> StepMatrices:
+    """The grids as the page holds them."""
+    grid, ranks = grids.host, sorted(processes)
     steps = np.where(grid.steps > 0, grid.steps, np.nan)
-    windows = {
-        row: processes[rank].judged_windows() for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE
-    }
+    by_device = [row for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE]
+    if grids.device is not None:
+        work, device_parts = mixed_work_s(grid, grids.device, by_device), mean_parts_s(grids.device)
+    else:
+        windows = {row: processes[ranks[row]].judged_windows() for row in by_device}
+        work, device_parts = work_s(grid, windows), device_parts_s(grid, windows)
 
     return {
         "columns": _columns(grid),
@@ -79,15 +83,26 @@ def step_matrices(grid: StepGrid, processes: Mapping[int, ProcessState], slow: l
             "max_s": _rounded(grid.longest_ns / 1e9),
         },
         "slow": slow,
-        "work": encoded(work_s(grid, windows)),
-        "parts": {
-            part: encoded(grid.parts_ns[at] / steps / 1e9) for at, part in enumerate(PARTS) if grid.parts_ns[at].any()
-        },
-        "device_parts": {
-            part: encoded(values) for part, values in device_parts_s(grid, windows).items() if np.nansum(values)
-        },
+        "work": encoded(work),
+        "parts": {part: encoded(values) for part, values in mean_parts_s(grid).items() if np.nansum(values)},
+        "device_parts": {part: encoded(values) for part, values in device_parts.items() if np.nansum(values)},
         "memory_bytes": _memory(grid),
     }
+
+
+def mixed_work_s(host: StepGrid, device: StepGrid, by_device: Sequence[int]) -> Floats:
+    """[ranks, columns]: mean work of the steps that are compared; of these rows by the device's clock."""
+    sums, counts = host.work_ns.copy(), host.compared.astype(np.float64)
+    rows = list(by_device)
+    sums[rows], counts[rows] = device.work_ns[rows], device.compared[rows]
+    mean_s: Floats = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0) / 1e9
+    return mean_s
+
+
+def mean_parts_s(grid: StepGrid) -> dict[str, Floats]:
+    """By part, [ranks, columns]."""
+    steps = np.where(grid.steps > 0, grid.steps, np.nan)
+    return {part: grid.parts_ns[at] / steps / 1e9 for at, part in enumerate(PARTS)}
 
 
 def work_s(grid: StepGrid, windows: Mapping[int, Windows]) -> Floats:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Report
-    from torchlens_perf.page.gather.step_grid import StepGrid
+    from torchlens_perf.page.gather.device_grid import Grids
 
 _MAX_MODULES = 64
 _FEWEST_RANKS = 16
@@ -20,19 +20,20 @@ def size_bytes(value: Any) -> int:
     return len(json.dumps(value, separators=(",", ":")))
 
 
-def thinned_grid(
-    grid: StepGrid, made_of: Callable[[StepGrid], _T], budget_bytes: int, notes: list[str]
-) -> tuple[StepGrid, _T]:
-    """The grid with as wide windows as it takes for what is made of it to fit, and that."""
-    made = made_of(grid)
-    narrow = grid.width
-    while size_bytes(made) > budget_bytes and len(grid.flags) > 1:
-        grid = grid.widened()
-        made = made_of(grid)
-    if grid.width > 1:
-        why = "to keep the page small" if grid.width > narrow else "as there are too many steps to show each"
-        notes.append(f"Columns of ranks by steps are means over {grid.width} steps, {why}.")
-    return grid, made
+def thinned_grids(
+    grids: Grids, made_of: Callable[[Grids], _T], budget_bytes: int, notes: list[str]
+) -> tuple[Grids, _T]:
+    """The grids with as wide windows as it takes for what is made of them to fit, and that."""
+    made = made_of(grids)
+    narrow = grids.host.width
+    while size_bytes(made) > budget_bytes and len(grids.host.flags) > 1:
+        grids = grids.widened()
+        made = made_of(grids)
+    width = grids.host.width
+    if width > 1:
+        why = "to keep the page small" if width > narrow else "as there are too many steps to show each"
+        notes.append(f"Columns of ranks by steps are means over {width} steps, {why}.")
+    return grids, made
 
 
 def thinned_report(report: Report, named: Collection[int], budget_bytes: int, notes: list[str]) -> Report:

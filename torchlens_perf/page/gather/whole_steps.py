@@ -51,7 +51,7 @@ def whole_steps(
         read.update(records_of(run, others, wanted, notes, COLLECTIVES))
     of_ranks = [
         RankRecords(rank, node_of[rank], _offset_ns(process), process.groups, read[keys[rank]])
-        for rank, process in processes.items()
+        for rank, process in sorted(processes.items())
         if keys[rank] in read
     ]
     of_steps: dict[int, list[RankRecords]] = {step: [] for step in wanted}

@@ -1,0 +1,49 @@
+"""Runs whose pages are looked at: simulated ones with a planted rank, and small ones that are written straight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.simulations import simulation
+from torchlens_perf.commands.simulate import record
+from torchlens_perf.page.contents import Contents
+from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.simulate.rings import SimulatedDevice
+from torchlens_perf.simulate.simulation import Topology
+
+STEPS, SLOW_RANK, SINCE_STEP = 150, 5, 40
+FAULT = f"constant:rank={SLOW_RANK},share=0.3,phase=forward,since={SINCE_STEP}"
+
+
+def recorded(
+    folder: Path, *faults: str, steps: int = STEPS, device: SimulatedDevice | None = None, **more: Any
+) -> RunDirectory:
+    """A simulated run, as its sidecar leaves it."""
+    run = RunDirectory(folder / "run")
+    run.create()
+    record(simulation(*faults, **more), steps, run, "simulated", device)
+    return run
+
+
+@pytest.fixture(scope="session")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Eight ranks in a mesh of two dimensions, of which SLOW_RANK is slow."""
+    return recorded(tmp_path_factory.mktemp("simulated"), FAULT, topology=Topology(4, 2, node_size=4))
+
+
+@pytest.fixture(scope="session")
+def shown(simulated: RunDirectory) -> Contents:
+    return contents(simulated)
+
+
+@pytest.fixture(scope="session")
+def on_device(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Four ranks whose work is on devices; one is slow there."""
+    fault = "constant:rank=2,share=0.3,phase=backward"
+    return recorded(
+        tmp_path_factory.mktemp("device"), fault, steps=96, device=SimulatedDevice(), topology=Topology(4, node_size=4)
+    )

@@ -1,0 +1,253 @@
+"""What a page holds is what the report says and what the run directory has: the same numbers, whoever reads them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
+from tests.support.reports import as_json
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.page.contents import Contents, Matrix
+from torchlens_perf.page.decoded import Steps
+from torchlens_perf.page.gather import device_grid
+from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.page.matrix import LOG_STEP, decoded
+from torchlens_perf.report.run_report import run_report
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.records import PARTS
+
+RANKS = 8
+
+
+def table_of(run: RunDirectory, kind: str) -> Any:
+    """All rows of a kind of file, as a pandas-like dictionary of arrays."""
+    table = pa.concat_tables([pq.read_table(path) for path in sorted((run.path / kind).glob("*.parquet"))])
+    return {name: np.array(table.column(name).to_pylist()) for name in table.column_names}
+
+
+def cells(matrix: Matrix) -> np.ndarray:
+    return decoded(matrix, RANKS)
+
+
+def near(found: np.ndarray, expected: np.ndarray) -> bool:
+    """Within what a matrix promises; both know nothing of the same cells."""
+    assert (np.isnan(found) == np.isnan(expected)).all()
+    known = np.isfinite(expected) & (expected > 1e-9)
+    return bool((np.abs(np.log(found[known] / expected[known])) <= LOG_STEP / 2 * 1.001).all())
+
+
+def test_the_report_in_it_is_the_report(simulated: RunDirectory, shown: Contents) -> None:
+    """All but the heat map, which the matrices replace; as `report --json` has it."""
+    expected = {**as_json(run_report(simulated)), "heat": None}
+
+    assert json.loads(json.dumps(shown["report"])) == expected
+
+
+def test_matrices_are_the_steps_in_the_run_directory(simulated: RunDirectory, shown: Contents) -> None:
+    """Durations, parts and work of each step and rank are those of the Parquet files, to within the stated error."""
+    steps, matrices = table_of(simulated, "steps"), shown["steps"]
+    assert matrices is not None
+    assert matrices["columns"]["width"] == 1
+    at = (steps["rank"], steps["step"] - matrices["columns"]["first_steps"][0])
+
+    def expected(column: str) -> np.ndarray:
+        found = np.full((RANKS, STEPS), np.nan)
+        found[at] = steps[column] / 1e9
+        return found
+
+    assert near(cells(matrices["step"]), expected("duration_ns"))
+    assert {part for part in PARTS if steps[f"{part}_ns"].any()} == set(matrices["parts"])
+    for part, matrix in matrices["parts"].items():
+        assert near(cells(matrix), expected(f"{part}_ns")), part
+    work = expected("work_ns")
+    work[:, :3] = np.nan  # the warm-up is not compared
+    assert near(cells(matrices["work"]), work)
+
+
+def test_places(shown: Contents) -> None:
+    """Hosts, and coordinates in the mesh, as process groups describe it."""
+    assert shown["steps"] is not None
+    places = shown["steps"]["places"]
+
+    assert [place["rank"] for place in places] == list(range(RANKS))
+    assert [place["mesh"] for place in places[:3]] == [{"tp": 0, "dp": 0}, {"tp": 1, "dp": 0}, {"tp": 0, "dp": 1}]
+    assert len({place["host"] for place in places}) == 2
+
+
+def test_the_planted_rank(shown: Contents) -> None:
+    """Named in the verdict, slow in the matrices' excess from then on, and its time as the judge has it."""
+    matrices = shown["steps"]
+    assert matrices is not None
+    (slow,) = matrices["slow"]
+    excess = Steps(matrices).excess()
+    others = [rank for rank in range(RANKS) if rank != SLOW_RANK]
+
+    assert shown["report"]["verdicts"][0]["rank"] == slow["rank"] == SLOW_RANK
+    assert (slow["phase"], slow["until_step"]) == ("forward", None)
+    assert abs(slow["since_step"] - SINCE_STEP) <= 2
+    assert np.nanmean(excess[SLOW_RANK, SINCE_STEP + 2 :]) > 0.2
+    assert np.nanmean(excess[SLOW_RANK, : SINCE_STEP - 2]) < 0.05
+    assert np.nanmean(excess[others]) < 0.05
+
+
+def test_since_when_a_verdict_holds_is_on_the_line_of_time(shown: Contents) -> None:
+    """Seconds after the run's first step, where the step of the verdict began."""
+    held, matrices = shown["held"][0], shown["steps"]
+    assert held is not None
+    assert matrices is not None
+    since_step = shown["report"]["verdicts"][0]["since_step"]
+    assert since_step is not None
+
+    assert held["since_s"] == pytest.approx(matrices["columns"]["started_s"][since_step], abs=0.01)
+    assert held["until_s"] is None
+    assert len(shown["held"]) == len(shown["report"]["verdicts"])
+
+
+def test_whole_steps_are_the_records(simulated: RunDirectory, shown: Contents) -> None:
+    """Each span of a step that the page holds is a record of that rank, with its kind, name, start and duration; and
+    none is missing."""
+    spans, names = table_of(simulated, "spans"), shown["traces"]["names"]
+    left_out = {"step", "thread_time", "memory"}
+    for step in shown["traces"]["steps"][:6]:
+        assert [trace["rank"] for trace in step["ranks"]] == list(range(RANKS))
+        for trace in step["ranks"]:
+            mine = (spans["rank"] == trace["rank"]) & (spans["step"] == step["step"])
+            begin_ns = spans["start_ns"][mine & (spans["kind"] == "step")][0]
+            chosen = mine & ~np.isin(spans["kind"], list(left_out))
+            start_us = np.round((spans["start_ns"][chosen] - begin_ns) / 1e3, 1).tolist()
+            length_us = np.round(spans["duration_ns"][chosen] / 1e3, 1).tolist()
+            named = spans["kind"][chosen].tolist(), spans["name"][chosen].tolist()
+            expected = Counter(zip(*named, start_us, length_us, strict=True))
+            found = Counter(
+                (kind, names[name], start, length)
+                for row in trace["rows"]
+                for kind, name, start, length in zip(
+                    row["kind"], row["name"], row["start_us"], row["duration_us"], strict=True
+                )
+            )
+            assert found == expected
+
+
+def test_chosen_steps(simulated: RunDirectory, shown: Contents) -> None:
+    """The most telling first: a usual one while a rank is slow, then the slowest, and where the slowness begins; each
+    for the reason that it says."""
+    steps = table_of(simulated, "steps")
+    longest = {step: steps["duration_ns"][steps["step"] == step].max() for step in range(3, STEPS)}
+    found = {row["why"]: row["step"] for row in reversed(shown["traces"]["steps"])}
+    numbers = [row["step"] for row in shown["traces"]["steps"]]
+
+    assert shown["traces"]["steps"][0]["why"] == f"typical while rank {SLOW_RANK} is slow"
+    assert numbers[0] >= SINCE_STEP
+    assert found["slowest"] == max(longest, key=lambda step: longest[step])
+    assert abs(found[f"first slow step of rank {SLOW_RANK}"] - SINCE_STEP) <= 2
+    assert found[f"typical before rank {SLOW_RANK} was slow"] < SINCE_STEP
+    assert {0, STEPS - 1} <= set(numbers)
+    assert len(set(numbers)) == len(numbers) > 20
+
+
+def test_collectives_of_whole_steps(simulated: RunDirectory, shown: Contents) -> None:
+    """Who came last has the shortest duration, and the others waited by how much theirs is longer."""
+    spans = table_of(simulated, "spans")
+    step = shown["traces"]["steps"][0]
+    of_world = [each for each in step["collectives"] if each["group"] == "default_pg"]
+    of_step = (spans["step"] == step["step"]) & (spans["kind"] == "collective")
+    world = of_step & (spans["name"] == "allreduce group=0 dtype=bfloat16")
+    durations = dict(zip(spans["rank"][world].tolist(), spans["duration_ns"][world].tolist(), strict=True))
+    shortest = min(durations, key=lambda rank: durations[rank])
+
+    (row,) = of_world
+    assert row["last_rank"] == shortest
+    assert row["wait_us"] == {
+        str(rank): pytest.approx((length - durations[shortest]) / 1e3, abs=0.06) for rank, length in durations.items()
+    }
+    longest = max(durations.values())
+    assert row["arrival_us"] == {
+        str(rank): pytest.approx((longest - length) / 1e3, abs=0.06) for rank, length in durations.items()
+    }
+    data_groups = [each for each in step["collectives"] if each["group"] == "mesh_dp"]
+    assert {each["last_rank"] for each in data_groups if str(SLOW_RANK) in each["wait_us"]} == {SLOW_RANK}
+    operations = zip(spans["name"][of_step].tolist(), spans["value1"][of_step].tolist(), strict=True)
+    assert len(step["collectives"]) == len(set(operations))
+
+
+@pytest.mark.parametrize("budget_bytes", [60_000, 150_000])
+def test_the_budget_is_kept_and_said(simulated: RunDirectory, budget_bytes: int) -> None:
+    """A small page has wider columns and fewer whole steps, says so, and has all verdicts still."""
+    small = contents(simulated, budget_bytes)
+    whole = contents(simulated)
+    assert small["steps"] is not None
+    said = " ".join(small["thinned"]["sentences"])
+
+    assert len(json.dumps(small, separators=(",", ":"))) <= budget_bytes * 1.05
+    assert small["report"]["verdicts"] == whole["report"]["verdicts"]
+    if small["steps"]["columns"]["width"] > 1:
+        assert f"means over {small['steps']['columns']['width']} steps" in said
+    fewer = len(whole["traces"]["steps"]) - len(small["traces"]["steps"])
+    assert fewer > 0
+    assert f"Of {len(whole['traces']['steps'])} steps that were to be shown whole, {fewer} are left out." in said
+    assert whole["thinned"]["sentences"] == []
+
+
+def test_steps_by_the_devices_clock(on_device: RunDirectory) -> None:
+    """Where ranks are judged by their devices, work and device parts are by that clock: as the report has them."""
+    shown = contents(on_device)
+    matrices = shown["steps"]
+    assert matrices is not None
+    work, parts = (
+        decoded(matrices["work"], 4),
+        {name: decoded(each, 4) for name, each in matrices["device_parts"].items()},
+    )
+
+    for row, rank in enumerate(shown["report"]["ranks"]):
+        assert rank["device"] is not None
+        assert rank["device"]["work_s"] is not None
+        assert np.nanmedian(work[row]) == pytest.approx(rank["device"]["work_s"]["p50_s"], rel=0.05)
+        for part, seconds in rank["device"]["parts"].items():
+            if seconds > 1e-4:
+                assert np.nanmean(parts[part][row]) == pytest.approx(seconds, rel=0.1), part
+    lanes = {row["lane"] for trace in shown["traces"]["steps"][0]["ranks"] for row in trace["rows"]}
+    assert {"host", "device", "collectives on the device"} <= lanes
+
+
+def test_a_damaged_file_costs_what_is_in_it(simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """It is named among what is left out, and the rest is shown."""
+    import shutil
+
+    copy = RunDirectory(tmp_path_factory.mktemp("damaged") / "run")
+    shutil.copytree(simulated.path, copy.path)
+    (copy.steps / "node-0000-000099.parquet").write_bytes(b"PAR1 and no more")
+    (path,) = copy.spans.glob("*.parquet")
+    path.write_bytes(path.read_bytes()[:5000])
+    shown = contents(copy)
+
+    assert shown["steps"] is not None
+    assert shown["traces"]["steps"] == []
+    assert any("node-0000-000099.parquet cannot be read" in each for each in shown["thinned"]["sentences"])
+
+
+def test_without_a_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """An error of ours, with the folder's name."""
+    with pytest.raises(RunStoreError, match="is not a run directory"):
+        contents(RunDirectory(tmp_path_factory.mktemp("empty")))
+
+
+def test_many_steps_by_the_devices_clock(on_device: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are too many to join each, the windows that the report is made of are shown, and that is said."""
+    each = contents(on_device)
+    monkeypatch.setattr(device_grid, "MAX_STEPS", 10)
+    shown = contents(on_device)
+    assert each["steps"] is not None
+    assert shown["steps"] is not None
+
+    assert each["thinned"]["sentences"] == []
+    assert any(line.startswith("Steps by the devices' clocks are medians") for line in shown["thinned"]["sentences"])
+    exact, windows = (decoded(found["steps"]["work"], 4) for found in (each, shown) if found["steps"] is not None)
+    for row in range(4):
+        assert np.nanmean(windows[row]) == pytest.approx(np.nanmean(exact[row]), rel=0.02)

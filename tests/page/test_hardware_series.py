@@ -1,0 +1,114 @@
+"""Telemetry in a page: what was sampled, as levels, rates and shares, on the run's line of time."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import identity_of, make_run
+from torchlens_perf.analysis.node_state import ProcessState
+from torchlens_perf.analysis.statistics.hardware import GpuSample, LinkSample
+from torchlens_perf.analysis.statistics.rank import RankStatistics
+from torchlens_perf.page.gather.hardware_series import MAX_POINTS, hardware_series, within
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.telemetry.log import TelemetryWriter
+
+SECOND = 10**9
+BEGIN_NS = 1_790_000_000 * SECOND
+NODE = "host-a"
+
+
+def processes(run: RunDirectory) -> dict[int, ProcessState]:
+    """Two ranks, each with a GPU."""
+    made = {}
+    for rank in (0, 1):
+        process = ProcessState(identity_of(run, rank), Anchor(0, 0, 0), RankStatistics())
+        made[rank] = dataclasses.replace(process, gpus=[{"uuid": f"GPU-{rank}", "name": "H100", "index": 0}])
+    return made
+
+
+def written(run: RunDirectory, gpus: list[GpuSample], links: list[LinkSample]) -> None:
+    TelemetryWriter(run, NODE).write(gpus, links, 1 << 20)
+
+
+def series_of(run: RunDirectory, ranks: list[int]) -> dict[tuple[str, str], Any]:
+    notes: list[str] = []
+    found = hardware_series(run, processes(run), dict.fromkeys((0, 1), NODE), ranks, BEGIN_NS, notes)
+    assert notes == []
+    return {(each["title"], each["where"]): each for each in found}
+
+
+def gpu(uuid: str, second: int, **values: Any) -> GpuSample:
+    return GpuSample(uuid, second * SECOND, BEGIN_NS + second * SECOND, SECOND, **values)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return make_run(tmp_path)
+
+
+def test_levels_rates_and_shares(run: RunDirectory) -> None:
+    """Gauges as they are; counters as growth a second; throttling as a share of the time; what nobody measured has no
+    line, and neither has a GPU that no shown rank computes on."""
+    samples = [
+        gpu(
+            uuid, second, sm_clock_hz=10**9 + second, temperature_c=60 + second,
+            throttle_thermal_ns=second * SECOND // 4, throttle_power_ns=0, nvlink_received_bytes=second * 1000,
+        )
+        for second in range(4)
+        for uuid in ("GPU-0", "GPU-1", "GPU-of-others")
+    ]  # fmt: skip
+    written(run, samples, [])
+    found = series_of(run, [0])
+
+    assert {where for _, where in found} == {"rank 0"}
+    clock = found["SM clock", "rank 0"]
+    assert (clock["unit"], clock["rank"], clock["time_s"]) == ("Hz", 0, [0, 1, 2, 3])
+    assert clock["value"] == [pytest.approx(10**9 + second, rel=1e-4) for second in range(4)]
+    assert found["throttled by heat", "rank 0"]["value"] == [None, 0.25, 0.25, 0.25]
+    assert found["NVLink received", "rank 0"]["value"] == [None, 1000, 1000, 1000]
+    titles = {title for title, _ in found}
+    assert "throttled by the power limit" not in titles  # it was measured, and there was none
+    assert "GPU power" not in titles
+
+
+def test_ports_and_a_counter_that_begins_anew(run: RunDirectory) -> None:
+    """Of a port that was reset, nothing is negative."""
+    counts = [100, 300, 50, 150]
+    links = [
+        LinkSample(
+            "mlx5_0", 1, second * SECOND, BEGIN_NS + second * SECOND, transmitted_bytes=count, link_downs=second // 3
+        )
+        for second, count in enumerate(counts)
+    ]
+    written(run, [], links)
+    found = series_of(run, [0, 1])
+
+    assert found["port transmitted", f"{NODE} mlx5_0 port 1"]["value"] == [None, 200, 0, 100]
+    assert found["port: link downs", f"{NODE} mlx5_0 port 1"]["value"] == [0, 0, 0, 1]
+
+
+def test_long_runs_are_means_over_stretches(run: RunDirectory) -> None:
+    """However many samples there are, a line has MAX_POINTS points, whose mean is that of the samples."""
+    written(run, [gpu("GPU-0", second, power_w=float(second)) for second in range(2000)], [])
+    power = series_of(run, [0])["GPU power", "rank 0"]
+
+    assert len(power["value"]) == MAX_POINTS
+    assert sum(power["value"]) / MAX_POINTS == pytest.approx(999.5, rel=0.01)
+    assert power["time_s"] == sorted(power["time_s"])
+
+
+def test_what_does_not_fit_is_said(run: RunDirectory) -> None:
+    """First quantities of all come before later ones of some."""
+    written(run, [gpu(f"GPU-{rank}", second, sm_clock_hz=1, power_w=1.0) for second in range(9) for rank in (0, 1)], [])
+    every = list(series_of(run, [0, 1]).values())
+    notes: list[str] = []
+    kept = within(every, 400, notes)
+
+    assert [each["title"] for each in kept] == ["SM clock", "SM clock"]
+    assert notes == ["Of 4 quantities that were measured over time, 2 are shown."]
+    assert within(every, 10_000, []) == sorted(every, key=lambda each: each["title"])

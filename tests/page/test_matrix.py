@@ -1,0 +1,40 @@
+"""Durations as codes of 16 bits: what comes back is as near as the matrix says, and what was not measured stays so."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from torchlens_perf.page.matrix import SMALLEST_S, decoded, encoded
+
+DURATIONS = st.one_of(st.floats(0, 1e7, allow_nan=False), st.just(float("nan")), st.floats(1e-9, 1e-3))
+
+
+@given(arrays(np.float64, st.tuples(st.integers(1, 5), st.integers(1, 9)), elements=DURATIONS))
+def test_what_comes_back(values: np.ndarray) -> None:
+    """Each duration from a nanosecond to months is off by half of log_step at most; below it is 0 s; NaN is NaN."""
+    matrix = encoded(values)
+    back = decoded(matrix, len(values))
+
+    assert back.shape == values.shape
+    assert (np.isnan(back) == np.isnan(values)).all()
+    tiny = values < SMALLEST_S
+    assert (back[tiny] == 0).all()
+    large = values >= SMALLEST_S
+    off = np.abs(np.log(back[large] / values[large]))
+    assert (off <= matrix["log_step"] / 2 * 1.0001).all()
+
+
+def test_codes_are_as_the_contract_says() -> None:
+    """Row by row, two bytes little-endian, deflated, in base64: 0 is not measured, 1 is 0 s, 2 the smallest."""
+    matrix = encoded(np.array([[np.nan, 0.0], [SMALLEST_S, 1.0]]))
+    codes = np.frombuffer(zlib.decompress(base64.b64decode(matrix["codes"])), "<u2")
+
+    assert codes.tolist()[:3] == [0, 1, 2]
+    one_s = matrix["smallest_s"] * np.exp((int(codes[3]) - 2) * matrix["log_step"])
+    assert abs(np.log(one_s)) <= matrix["log_step"] / 2

@@ -1,0 +1,164 @@
+"""Pages of real training: written by the sidecar when the run has ended, and by w.report_html() at any time."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import clean_environ, run_warm, runs
+from tests.support.ranks import HOST, Rank
+from torchlens_perf.analysis import node_state
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar import page_file
+from torchlens_perf.sidecar.loop import run_sidecar
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.start.process import locked
+
+pytestmark = pytest.mark.distributed
+
+# Two ranks on gloo, of which one sleeps in forward; rank 0 has a page written in the middle.
+_JOB = """
+import sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import torchlens_perf as perf
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.01 * dist.get_rank())
+        return super().forward(x)
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(Slow(32, 64), nn.ReLU(), nn.Linear(64, 8)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with perf.watch(model, optimizer, exit_timeout_s=30) as w:
+    for _ in range(60):
+        model(torch.randn(16, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+if dist.get_rank() == 0:
+    before = set(sys.modules)
+    print("page", w.report_html("asked.html"))
+    ours = ("torchlens_perf", "pyarrow", "rich")
+    print("imported", sorted(name for name in set(sys.modules) - before if name.partition(".")[0] in ours))
+time.sleep(0.3)
+dist.destroy_process_group()
+"""
+
+
+def contents_of(page: Path) -> Any:
+    found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', page.read_text(), re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunDirectory, str]:
+    """Folder, run, and what the job printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "job.py").write_text(_JOB)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "job.py"]
+    done = run_warm(command, folder, TORCHLENS_PERF_HTML="1", PYTHONPATH=str(Path(__file__).parents[2]))
+    assert done.returncode == 0, done.stderr
+    (made,) = runs(folder)
+    return folder, made, done.stdout
+
+
+def test_the_sidecar_writes_it(trained: tuple[Path, RunDirectory, str]) -> None:
+    """Beside report.txt, with what the report says; nobody else can read it."""
+    _, made, _ = trained
+    page = made.report.with_suffix(".html")
+    command = [sys.executable, "-m", "torchlens_perf", "report", str(made.path), "--json"]
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    shown = contents_of(page)
+
+    assert page.stat().st_mode & 0o777 == 0o600
+    for part in ("verdicts", "ranks", "steps", "modules", "collectives"):
+        assert shown["report"][part] == report[part], part
+    assert shown["report"]["verdicts"][0]["rank"] == 1
+    assert shown["traces"]["steps"][0]["ranks"][1]["rank"] == 1
+    waits = [each["wait_us"] for each in shown["traces"]["steps"][0]["collectives"]]
+    assert max(wait["0"] for wait in waits) > 5000 > max(wait["1"] for wait in waits)  # rank 0 waits for rank 1's 10 ms
+
+
+def test_a_watch_has_it_written(trained: tuple[Path, RunDirectory, str]) -> None:
+    """Where it was asked for, by another process: the training process has imported nothing for it."""
+    folder, made, printed = trained
+
+    assert f"page {folder / 'asked.html'}\n" in printed
+    assert "imported []\n" in printed
+    assert contents_of(folder / "asked.html")["report"]["run"]["id"] == made.run_id
+
+
+def test_without_a_run() -> None:
+    """A watch that was never entered, or records nothing, says so."""
+    code = "import torchlens_perf as perf\nperf.watch().report_html()"
+    environ = clean_environ({"PYTHONPATH": str(Path(__file__).parents[2])})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "torchlens_perf.errors.RunStoreError: there is no run to show: enter the watch first; where it is switched "
+        "off, the log says why"
+    )
+
+
+def copied(made: RunDirectory, folder: Path) -> RunDirectory:
+    shutil.copytree(made.path, folder / "run")
+    (folder / "run" / "report.html").unlink()
+    return RunDirectory(folder / "run")
+
+
+def test_bounds(trained: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended where it takes too long, where another ring comes, and where it takes too much memory; each time
+    there is a reason, or none where another page is to come, and no half of a file."""
+    made = copied(trained[1], tmp_path)
+    page = made.report.with_suffix(".html")
+
+    assert page_file.written(made, lambda: False, timeout_s=0.0) == "it took longer than 0 s"
+    assert page_file.written(made, lambda: True) == ""
+    assert not page.exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(page_file, "MEMORY_BYTES", 40 << 20)
+        assert page_file.written(made, lambda: False) != ""
+    assert not page.exists()
+    assert page_file.written(made, lambda: False) == ""
+    assert contents_of(page)["report"]["steps"]["count"] == 60
+
+
+def test_an_error_is_the_reason(tmp_path: Path) -> None:
+    """The command's own line."""
+    made = RunDirectory(tmp_path / "run")
+    made.create()
+
+    assert page_file.written(made, lambda: False).startswith(f"{made.path} is not a run directory")
+
+
+@pytest.mark.parametrize("html", [True, False])
+def test_at_the_end_of_a_run(run: RunDirectory, *, html: bool) -> None:
+    """Where a page cannot be written, a note of the run says why, after its report was handed over; with html=False
+    nothing is tried."""
+    rank = Rank(run, 0, 1, html=html)
+    rank.steps(20, data=1, forward=4, backward=6, host=1)
+    rank.close()
+    page = run.report.with_suffix(".html")
+    page.mkdir()
+    reported: list[bool] = []
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: reported.append(page.is_dir()))
+    run_sidecar(sidecar, locked(run), None)
+    (state,) = node_state.load_all(run)
+
+    assert reported[-1]
+    assert [note for note in state.notes if "html" in note] == (
+        [f"report.html could not be written: {page} cannot be written: Is a directory"] if html else []
+    )

@@ -1,0 +1,131 @@
+"""Steps added up in windows: as one would add them by hand, whatever their order, and in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from torchlens_perf.page.gather import step_grid
+from torchlens_perf.page.gather.step_grid import Batch, StepGrid
+from torchlens_perf.run.ring import Flag
+
+RANKS, FIRST, LAST, PARTS = 3, 5, 104, 2
+
+
+def steps(seed: int = 0) -> Batch:
+    """A hundred steps of each rank, in any order."""
+    random = np.random.default_rng(seed)
+    row, step = np.meshgrid(np.arange(RANKS), np.arange(FIRST, LAST + 1))
+    count = row.size
+    parts = random.integers(0, 10**6, (count, PARTS))
+    flags = np.zeros(count, np.int64)
+    flags[step.ravel() == 40] = int(Flag.EVALUATION)
+    batch = Batch(
+        row=row.ravel(),
+        step=step.ravel(),
+        start_ns=(step.ravel() - FIRST) * 10**7,
+        duration_ns=parts.sum(axis=1) + 10**6,
+        work_ns=parts.sum(axis=1),
+        parts_ns=parts,
+        ready_ns=np.where(row.ravel() == 1, parts[:, 0], -1),
+        memory_bytes=random.integers(0, 10**9, count),
+        flags=flags,
+    )
+    return chosen(batch, random.permutation(count))
+
+
+def chosen(batch: Batch, places: npt.NDArray[np.int64]) -> Batch:
+    return Batch(**{field.name: getattr(batch, field.name)[places] for field in dataclasses.fields(Batch)})
+
+
+def grid_of(*batches: Batch, warm_from: int = 8) -> StepGrid:
+    grid = StepGrid(range(RANKS), np.full(RANKS, warm_from), FIRST, LAST, PARTS)
+    for batch in batches:
+        grid.add(batch)
+    return grid
+
+
+def test_single_steps() -> None:
+    """With room for each step, a cell is that step; work is that of steps that are compared only."""
+    batch = steps()
+    grid = grid_of(chosen(batch, np.arange(100)), chosen(batch, np.arange(100, len(batch.row))))
+
+    assert grid.width == 1
+    at = (batch.row, batch.step - FIRST)
+    assert (grid.step_ns[at] == batch.duration_ns).all()
+    assert (grid.parts_ns[1][at] == batch.parts_ns[:, 1]).all()
+    assert (grid.memory_bytes[at] == batch.memory_bytes).all()
+    compared = (batch.step >= 8) & (batch.flags == 0)
+    assert (grid.compared[at] == compared).all()
+    assert (grid.work_ns[at] == np.where(compared, batch.work_ns, 0)).all()
+    assert (grid.single_ns == grid.step_ns.max(axis=0)).all()
+    assert (grid.flags == np.where(grid.first_steps == 40, int(Flag.EVALUATION), 0)).all()
+
+
+def test_lack_of_a_cpu_is_a_share_or_not_measured() -> None:
+    """The share of the time of the steps in which it was measured; NaN for a rank of which none was."""
+    grid = grid_of(steps())
+
+    assert np.isnan(grid.no_cpu_share(0)).all()
+    assert (grid.no_cpu_share(1) == grid.ready_ns[1] / grid.step_ns[1]).all()
+
+
+def test_widened_is_as_if_wide_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as wide windows of a grid are those of a grid that had room for no more; both begin at multiples."""
+    batch = steps()
+    narrow = grid_of(batch)
+    monkeypatch.setattr(step_grid, "MAX_COLUMNS", 60)
+    wide = grid_of(batch)
+    widened = narrow.widened()
+
+    assert (wide.width, widened.width) == (2, 2)
+    assert wide.first_steps.tolist() == widened.first_steps.tolist()
+    assert wide.first_steps[0] % 2 == 0
+    for name in (
+        "steps",
+        "compared",
+        "step_ns",
+        "work_ns",
+        "parts_ns",
+        "ready_ns",
+        "memory_bytes",
+        "start_ns",
+        "flags",
+    ):
+        assert (getattr(wide, name) == getattr(widened, name)).all(), name
+    assert wide.quantile_s(0.5).tolist() == widened.quantile_s(0.5).tolist()
+
+
+def test_quantiles_of_single_steps() -> None:
+    """A column's quantiles are those of all steps of all ranks in it, to within one percent."""
+    batch = steps()
+    grid = grid_of(batch)
+    while len(grid.flags) > 1:
+        grid = grid.widened()
+
+    for share in (0.05, 0.5, 0.95):
+        expected = np.quantile(batch.duration_ns, share, method="inverted_cdf") / 1e9
+        assert abs(grid.quantile_s(share)[0] / expected - 1) < 0.01
+    assert grid.longest_ns[0] == batch.duration_ns.max()
+
+
+def test_memory_is_bounded_by_ranks_and_columns() -> None:
+    """However many steps a run had, there are MAX_CELLS cells at most, and MAX_COLUMNS columns."""
+    long = StepGrid(range(4), np.zeros(4, np.int64), 0, 10**9, PARTS)
+    many = StepGrid(range(4096), np.zeros(4096, np.int64), 0, 10**5, PARTS)
+
+    assert len(long.flags) <= step_grid.MAX_COLUMNS
+    assert len(long.single_ns) < 10**7
+    assert many.steps.size <= step_grid.MAX_CELLS
+
+
+def test_steps_beyond_the_range_are_left_out() -> None:
+    """A live run goes on while it is read: what has come since is in the next page."""
+    batch = steps()
+    later = dataclasses.replace(batch, step=batch.step + 1000)
+    grid = grid_of(batch, later)
+
+    assert grid.steps.sum() == len(batch.row)

@@ -1,0 +1,78 @@
+"""Steps by the devices' clocks, of ranks that are judged by those: from their records, as the judge makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
+from torchlens_perf.analysis.statistics.steps import assemble_steps, kind_name
+from torchlens_perf.page.gather.span_files import all_records
+from torchlens_perf.page.gather.step_grid import Batch, StepGrid
+from torchlens_perf.run.ring import Kind
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.node_state import ProcessState
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.run.records import StepTable
+
+MAX_STEPS = 100_000  # of all ranks together: each takes tens of microseconds
+_KINDS = {
+    kind_name(kind): int(kind)
+    for kind in (
+        Kind.STEP, Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT, Kind.RECOMPUTE, Kind.CLOSURE,
+        Kind.THREAD_TIME, Kind.DEVICE,
+    )
+}  # fmt: skip
+
+
+class Grids(NamedTuple):
+    """Steps by the hosts' clocks, and by the devices' where ranks are judged by those; of the same windows."""
+
+    host: StepGrid
+    device: StepGrid | None
+
+    def widened(self) -> Grids:
+        """Both with windows twice as wide."""
+        return Grids(self.host.widened(), None if self.device is None else self.device.widened())
+
+
+def device_grid(
+    run: RunDirectory,
+    processes: Mapping[int, ProcessState],
+    node_of: Mapping[int, str],
+    empty: StepGrid,
+    notes: list[str],
+) -> StepGrid | None:
+    """The steps of these processes, which are judged by their devices; None where that would take too long.
+
+    node_of: each rank's node, as in names of files. empty: a grid of all ranks' rows without steps. notes: gets a line
+    for each file that cannot be read.
+    """
+    if sum(each.statistics.counted_steps for each in processes.values()) > MAX_STEPS:
+        return None
+    rank_of = {each.identity.key: rank for rank, each in processes.items()}
+    nodes = {each.identity.key: node_of[rank] for rank, each in processes.items()}
+    joins = {key: DeviceSteps() for key in rank_of}
+    for key, (records, _) in all_records(run, nodes, notes, _KINDS):
+        table = joins[key].add(records, assemble_steps(records))
+        if len(table):
+            empty.add(_batch(table, empty.row_of[rank_of[key]]))
+    return empty
+
+
+def _batch(table: StepTable, row: int) -> Batch:
+    unknown = np.full(len(table), -1)
+    return Batch(
+        row=np.full(len(table), row),
+        step=table.step,
+        start_ns=table.start_ns,
+        duration_ns=table.duration_ns,
+        work_ns=table.work_ns,
+        parts_ns=table.parts_ns,
+        ready_ns=unknown,
+        memory_bytes=unknown,
+        flags=table.flags,
+    )
