@@ -294,7 +294,7 @@
     // The legend of the quantity.
     explain() {
       const text = (value) =>
-        this.scale.isShare && value === 0 ? "as the others" : torchlens.quantityText(this.quantity, value);
+        value !== 0 ? torchlens.quantityText(this.quantity, value) : this.scale.isShare ? "as the others" : "0";
       const swatch = (colour) => {
         const made = element("span", { className: "swatch" });
         if (colour === null) made.classList.add("unknown");
@@ -321,11 +321,11 @@
       const { steps, view, quantity } = this;
       const words = [element("strong", { text: this.found })];
       if (view.steps) words.push(element("strong", { text: ` ${this.selectedWords()}` }));
-      const clock = quantity.startsWith("device ") ? "" : "by the host's clock, ";
+      const clock = quantity.startsWith("device ") ? "device" : "host";
       words.push(
         this.scale.isShare
           ? " Work beside the median of the other ranks that do the same."
-          : ` ${torchlens.quantityWords(quantity)} of each rank: ${clock}dark is little.`,
+          : ` By the ${clock}'s clock, ${torchlens.partWord(quantity.replace("device ", ""))}: dark is little.`,
         ` A cell is ${steps.width > 1 ? `the mean of ${steps.width} steps` : "one step"}.`,
         " Drag to select steps, click to choose one.",
         steps.slow.length ? " Framed: named as slow." : "",

@@ -61,15 +61,15 @@
     }
   }
 
-  // From the 1st to the 99th percentile; from 0, where that is no large part of it.
+  // From the 2nd to the 98th percentile, which rare steps do not move; from 0, where that is no large part of it.
   function usual(values) {
     const every = Math.max(1, Math.floor(values.length / SAMPLED));
     const known = [];
     for (let at = 0; at < values.length; at += every) if (values[at] === values[at]) known.push(values[at]);
     if (!known.length) return [0, 1];
     const sorted = Float32Array.from(known).sort();
-    const low = sorted[Math.floor(0.01 * (sorted.length - 1))];
-    const high = sorted[Math.ceil(0.99 * (sorted.length - 1))];
+    const low = sorted[Math.floor(0.02 * (sorted.length - 1))];
+    const high = sorted[Math.ceil(0.98 * (sorted.length - 1))];
     if (!(high > 0)) return [0, 1e-9];
     return [low < 0.3 * high ? 0 : low, high > low ? high : low * 1.001];
   }

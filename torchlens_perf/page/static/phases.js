@@ -106,7 +106,7 @@
       this.ring = new Bokeh.BoxAnnotation({
         left: 0,
         fill_color: null,
-        line_color: colours.text,
+        line_color: colours.link,
         line_width: 2,
         visible: false,
       });

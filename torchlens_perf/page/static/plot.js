@@ -276,6 +276,7 @@
       });
       plot.xgrid.grid_line_color = null;
       plot.ygrid.grid_line_color = colours.rule;
+      if (yTicker) plot.ygrid.ticker = yTicker;
       return plot;
     }
 
@@ -304,8 +305,7 @@
       const box = new Bokeh.BoxAnnotation({
         fill_color: this.colours.link,
         fill_alpha: 0.1,
-        line_color: this.colours.link,
-        line_alpha: 0.8,
+        line_color: this.colours.text,
         visible: false,
       });
       plot.add_layout(box);
@@ -363,6 +363,21 @@
 
   // Letters for what steps did besides training; where they are too dense, every so many.
   const FLAG_LETTERS = { checkpoint: "S", evaluation: "E", compile: "C", capture: "P" };
+  const FLAG_WORDS = {
+    checkpoint: "S saved a checkpoint",
+    evaluation: "E evaluated",
+    compile: "C compiled",
+    capture: "P was captured",
+  };
+  // Of the letters that there are.
+  torchlens.flagLegend = ({ flags }) => {
+    const found = new Set(flags.flat());
+    return Object.keys(FLAG_WORDS)
+      .filter((flag) => found.has(flag))
+      .map((flag) => FLAG_WORDS[flag])
+      .join(", ");
+  };
+
   torchlens.flagMarks = (steps, [from, until], pixels) => {
     const found = { x: [], text: [] };
     const scale = pixels / Math.max(1, until - from);

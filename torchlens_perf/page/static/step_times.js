@@ -9,8 +9,14 @@
 
     constructor(page, figure) {
       super(page, figure);
-      this.said = element("p", { className: "chart-words" });
-      figure.append(this.said);
+      this.words = element("p", { className: "chart-words" });
+      figure.append(this.words);
+      figure.classList.add("own-words");
+      this.renewed();
+    }
+
+    renewed() {
+      this.found = this.figure.querySelector("figcaption strong")?.textContent ?? "";
     }
 
     build() {
@@ -195,24 +201,29 @@
       ]);
     }
 
-    // The selected steps in figures.
+    // What there is to be seen, and the selected steps in figures.
     say() {
       const { steps, view } = this;
-      const words = view.steps ? [this.selectedWords()] : [];
-      if (steps.rowOf.has(view.rank)) words.push(`Red line: rank ${view.rank}.`);
-      this.said.textContent = words.join(" ");
+      const letters = torchlens.flagLegend(steps);
+      this.words.replaceChildren(
+        element("strong", { text: `${this.found} ${view.steps ? this.selectedWords() : ""}` }),
+        ` Line: median over all ranks of each ${steps.width > 1 ? `${steps.width} steps` : "step"}; band: from the 5th to the`,
+        " 95th percentile; thin line: the longest; triangles: longer than there is room for. By the hosts' clocks, with the",
+        ` warm-up.${letters ? ` Letters: ${letters}.` : ""}`,
+        steps.rowOf.has(view.rank) ? ` Red line: rank ${view.rank}.` : "",
+      );
     }
 
     selectedWords() {
       const { steps, view } = this;
       const found = steps.spread(steps.range(view.steps));
       const where = torchlens.steps(...this.page.whole(view.steps));
-      if (!found) return `Selected: ${where}. No step was measured there.`;
+      if (!found) return `In the selected ${where}, no step was measured.`;
       const first = steps.first[found.column];
       const what = steps.width > 1 ? `means over ${steps.width} steps of single ranks` : "steps of single ranks";
       const longest = `rank ${found.rank}, ${torchlens.steps(first, first + steps.width)}`;
       return (
-        `Selected: ${where}. Of ${found.count} ${what}, half take at most ${duration(found.p50_s)}, ` +
+        `In the selected ${where}: of ${found.count} ${what}, half take at most ${duration(found.p50_s)}, ` +
         `95% at most ${duration(found.p95_s)}; the longest takes ${duration(found.max_s)}: ${longest}.`
       );
     }

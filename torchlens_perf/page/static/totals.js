@@ -79,6 +79,15 @@
         line_color: colours.ground,
         line_width: 0.7,
       });
+      this.names = source({ x: [], y: [], text: [] });
+      plot.text({
+        ...fields("x", "y", "text"),
+        source: this.names,
+        text_align: "right",
+        x_offset: -8,
+        text_baseline: "middle",
+        ...this.textLook("11px"),
+      });
       plot.on_event("mousemove", ({ x, y }) => this.hover(x, y, longest));
       plot.on_event("mouseleave", () => this.tip.hide());
       plot.on_event("tap", ({ x, y }) => {
@@ -108,6 +117,18 @@
         }
       });
       this.dots.data = found;
+      this.names.data = this.ranksByName(named);
+    }
+
+    // The ranks that stand out, beside their dots in the first row.
+    ranksByName(named) {
+      const dots = this.data[0].dots.filter(([, rank]) => rank === this.view.rank || named.has(rank)).slice(0, 3);
+      const y = this.data.length - 0.5;
+      return {
+        x: dots.map(([seconds]) => seconds),
+        y: dots.map(() => y),
+        text: dots.map(([, rank]) => `rank ${rank}`),
+      };
     }
 
     dotAt(row, x, longest) {

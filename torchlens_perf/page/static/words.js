@@ -36,6 +36,7 @@ const torchlens = {};
   // More or less than the others.
   torchlens.signed = (share) => {
     if (Number.isNaN(share)) return "not compared";
+    if (Math.abs(share) < 0.0005) return "0.0%";
     return share >= 0 ? `+${torchlens.percent(share)}` : `\u2212${torchlens.percent(-share)}`;
   };
 
