@@ -14,7 +14,13 @@ from torchlens_perf.page.matrix import encoded
 NODE_SIZE, TENSOR_PARALLEL = 8, 4
 STEP_S, EXCESS, SAMPLED_EVERY, CHECKPOINT_EVERY, EVALUATION_EVERY, WARM_UP = 0.25, 0.2, 16, 100, 250, 3
 MAX_REPORTED, MAX_MEMORY_COLUMNS, TELEMETRY_POINTS = 64, 256, 240
-_SHARES = {"data": 0.02, "forward": 0.28, "backward": 0.46, "optimizer": 0.08, "host": 0.04}  # of STEP_S; the rest waits
+_SHARES = {
+    "data": 0.02,
+    "forward": 0.28,
+    "backward": 0.46,
+    "optimizer": 0.08,
+    "host": 0.04,
+}  # of STEP_S; the rest waits
 
 
 def enlarged(small: Contents, ranks: int, steps: int, slow_rank: int, since: int, *, devices: bool = False) -> Contents:
@@ -67,7 +73,8 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
     memory = (2e9 + 1e8 * draw.random((ranks, columns)) + 5e8 * (np.arange(ranks) == slow_rank)[:, None]).astype(int)
     return {
         "columns": {
-            "width": 1, "first_steps": number.tolist(), "started_s": np.cumsum(step.max(axis=0)).tolist(), "flags": flags
+            "width": 1, "first_steps": number.tolist(), "started_s": np.cumsum(step.max(axis=0)).tolist(),
+            "flags": flags,
         },
         "places": [
             {

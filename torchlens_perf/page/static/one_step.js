@@ -115,7 +115,7 @@
       const from = Math.max(0, Math.min(at - MOST_OPTIONS / 2, all.length - MOST_OPTIONS));
       const shown = all.slice(from, from + MOST_OPTIONS);
       this.select.replaceChildren(
-        ...shown.map(({ step, why }) => element("option", { value: step, text: `${step}: ${short(why, 60)}` })),
+        ...shown.map(({ step, why }) => torchlens.option(step, `${step}: ${short(why, 60)}`)),
       );
       if (trace) this.select.value = String(trace.step);
       this.before.disabled = at <= 0;

@@ -166,6 +166,7 @@
       const contents = page ? JSON.parse(page.getElementById("contents").textContent) : newer;
       const steps = await torchlens.read(contents);
       await this.work;
+      const top = this.heldTop();
       this.contents = contents;
       this.steps = steps;
       this.version++;
@@ -174,6 +175,7 @@
       this.settle();
       for (const chart of this.charts) chart.ask(["contents"]);
       this.rankTable?.follow(new Set(["contents"]));
+      this.hold(top);
       await this.draw();
     }
 

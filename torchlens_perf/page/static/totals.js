@@ -211,10 +211,12 @@
       const all = report.collectives
         .filter((row) => row.joined && Object.keys(row.by_rank).length)
         .slice(0, MOST_COLLECTIVES);
-      const text = (row) =>
-        `${row.operation}${row.dtype ? ` ${row.dtype}` : ""}, ${short(row.description || row.group, 24)} of ranks ` +
-        (row.pair ? row.pair.join(" and ") : short(row.ranks ?? row.ranks_seen, 30));
-      this.select.replaceChildren(...all.map((row, at) => element("option", { value: at, text: text(row) })));
+      const text = (row) => {
+        const ranks = row.pair ? row.pair.join(" and ") : short(row.ranks ?? row.ranks_seen, 30);
+        const what = short(row.dtype ? `${row.operation} ${row.dtype}` : row.operation, 40);
+        return `${what}, ${short(row.description || row.group, 24)} of ranks ${ranks}`;
+      };
+      this.select.replaceChildren(...all.map((row, at) => torchlens.option(at, text(row))));
       const row = all[this.chosen] ?? all[(this.chosen = 0)];
       if (!row) return [];
       this.select.value = String(this.chosen);

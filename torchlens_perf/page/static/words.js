@@ -98,10 +98,12 @@ const torchlens = {};
     return made;
   };
 
+  torchlens.option = (value, text) => torchlens.element("option", { value, text: torchlens.short(text, 80) });
+
   // options: [value, text] each.
   torchlens.choice = (label, name, options, chosen) => {
     const select = torchlens.element("select", { name });
-    select.append(...options.map(([value, text]) => torchlens.element("option", { value, text })));
+    select.append(...options.map(([value, text]) => torchlens.option(value, text)));
     select.addEventListener("change", () => chosen(select.value));
     return { label: torchlens.element("label", {}, `${label} `, select), select };
   };
