@@ -40,10 +40,10 @@ def enlarged(small: Contents, ranks: int, steps: int, slow_rank: int, since: int
         rank["memory"]["source"] = "resident memory"
     report["run"] |= {"world_size": ranks, "nodes": [_host(rank) for rank in range(0, ranks, NODE_SIZE)]}
     report["steps"]["count"] = steps
-    report["verdicts"] = [
-        {**verdict, "rank": slow_rank, "since_step": since} if verdict["kind"] == "straggler" else verdict
-        for verdict in report["verdicts"]
-    ]
+    for verdict in report["verdicts"]:
+        if verdict["kind"] == "straggler":
+            verdict |= {"rank": slow_rank, "since_step": since}
+            verdict["evidence"]["ranks"] = [slow_rank]
     made["telemetry"] = _telemetry(shown, slow_rank, steps * STEP_S)
     return cast("Contents", made)
 

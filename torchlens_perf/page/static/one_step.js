@@ -5,7 +5,7 @@
   const MOST_OPTIONS = 80;
 
   // Who was waited for, and how long; and how that was known.
-  torchlens.stepWords = (trace, { step: wanted, steps }) => {
+  torchlens.stepWords = (trace, { step: wanted, steps, rank: chosen }) => {
     const blocked = new Map();
     const text = [];
     for (const { last_rank, asynchronous, wait_us } of trace.collectives) {
@@ -30,6 +30,9 @@
     }
     if (wanted === null && steps && !(trace.step >= steps[0] && trace.step < steps[1])) {
       text.push("No step of the selected ones is in this page span by span.");
+    }
+    if (chosen !== null && !trace.ranks.some(({ rank }) => rank === chosen)) {
+      text.push(`Rank ${chosen} is not among the ranks that are here of it.`);
     }
     text.push(`Why it is here: ${short(trace.why, 80)}.`, trace.clock);
     if (trace.ranks.some(({ offset_us }) => offset_us === null)) {
