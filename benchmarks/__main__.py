@@ -14,6 +14,8 @@ from benchmarks import (
     exchange_scale,
     exit_delay,
     hot_path,
+    late_sidecar,
+    live_results,
     long_run,
     merge_scale,
     nccl_plugin,
@@ -38,6 +40,8 @@ BENCHMARKS = {
     "whole_run": whole_run.main,
     "telemetry_cost": telemetry_cost.main,
     "nccl_plugin": nccl_plugin.main,
+    "live_results": live_results.main,
+    "late_sidecar": late_sidecar.main,
 }
 
 

@@ -28,6 +28,7 @@ RANKS = {
     "hooks.loop": "says where a step ends: the other hooks tell it",
     "hooks.on_device": "hooks about a device",
     "hooks": "all hooks, and the list of them",
+    "results": "shows a watch's own run to who asks for it; asks the sidecar, or a child process",
     "watch": "makes the recorder and the hooks, attaches them, takes them away",
     "autoload": "starts a watch in a script that does not know of us",
     "startup": "starts autoload where torch does not",
@@ -55,6 +56,8 @@ RANKS = {
     "sidecar.nodes": "talks to other nodes' sidecars",
     "sidecar": "puts that together, round by round",
     "sidecar.start": "starts it, with next to nothing imported",
+    "serve": "shows the page to viewers, and follows runs",
+    "top": "shows a run in a terminal, while it goes on",
     # both
     "simulate": "writes rings as a training process does, and is replayed as a sidecar does",
     "commands": "calls any of them",
@@ -100,9 +103,17 @@ THIRD_PARTY = {
     },
     "nvtx": {"hooks.nvtx", "commands.doctor"},
     "opentelemetry": {"exporters"},
-    "rich": {"report.heat_map", "report.rank_table", "report.tables", "report.terminal"},
-    "pyarrow": {"page.gather", "sidecar.rings.segments", "sidecar.telemetry.log"},
+    "rich": {
+        "commands.progress", "report.brief", "report.heat_map", "report.rank_table", "report.tables", "report.terminal",
+        "report.verdict_text", "top",
+    },
+    "IPython": {"results.notebook"},
+    "pandas": {"results.steps"},
+    "polars": {"results.steps"},
+    "pyarrow": {"page.gather", "results.steps", "sidecar.rings.segments", "sidecar.telemetry.log"},
     "pynvml": {"sidecar.telemetry.gpu"},
+    "starlette": {"serve"},
+    "textual": {"top"},
     "torch": {
         "commands.doctor", "commands.tap_build",
         "cuda.aggregate",
@@ -112,6 +123,7 @@ THIRD_PARTY = {
         "torchrun",
         "watch",
     },
+    "uvicorn": {"serve"},
 }  # fmt: skip
 IMPURE = {"mmap", "os", "pathlib", "socket", "subprocess", "threading", "time"}
 
@@ -257,6 +269,8 @@ def test_no_collective_of_ours() -> None:
         ("cuda.aggregate", "all_reduce"),  # aggregate="device", which is asked for
         ("hooks.on_device.cuda_device", "all_reduce"),
         ("hooks.on_device.cuda_device", "new_group"),
+        ("results.alerts", "loads"),  # JSON, as all of these
+        ("results.ask", "loads"),
         ("run.captures", "loads"),
         ("run.fitting", "loads"),
         ("run.ring", "loads"),
@@ -278,6 +292,7 @@ def test_broad_excepts_are_few() -> None:
     allowed = {
         "cuda.kernels": 3,  # CuPy's errors have no root in common
         "errors": 3,  # guard()
+        "results.alerts": 1,  # whatever the user's callback raises
         "recorder.device_abilities": 1,  # as is what a device raises
         "recorder.torch_private": 1,  # a probe that fails is a no
         "commands.doctor": 1,  # a check that fails is a line
@@ -285,6 +300,8 @@ def test_broad_excepts_are_few() -> None:
         "report.run_report": 2,  # as is what such a file makes of a report
         "sidecar.rings.segments": 1,
         "sidecar.start.process": 1,  # begins anew
+        "top.app": 1,  # on the thread that reads: it is raised on the application's
+        "top.reading": 1,  # whatever files of several nodes make of a report together
         "startup.sitecustomize": 2,  # before the script, where guard() is not imported yet
     }
     found: dict[str, int] = {}

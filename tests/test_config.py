@@ -38,6 +38,7 @@ from torchlens_perf.errors import ConfigError
         ({"nvtx": 1}, "nvtx"),
         ({"sidecar": None}, "sidecar"),
         ({"trace_every": 1.0}, "trace_every"),
+        ({"total_steps": -1}, "total_steps"),
     ],
 )
 def test_bad_setting_is_named(settings: dict[str, object], named: str) -> None:
@@ -119,6 +120,7 @@ def test_every_field_is_a_variable() -> None:
         "TORCHLENS_PERF_EXCHANGE_TOKEN": "/secret",
         "TORCHLENS_PERF_EXCHANGE_TLS": "/tls",
         "TORCHLENS_PERF_EXCHANGE_TLS_NAME": "node-0.job",
+        "TORCHLENS_PERF_TOTAL_STEPS": "10000",
         "TORCHLENS_PERF_HTML": "0",
     }
     config = from_settings({}, from_environment(environ))
@@ -130,7 +132,7 @@ def test_every_field_is_a_variable() -> None:
         aggregate="device", build_tap=False, device_times="on", capture="verdict", nccl="on",
         faulthandler=True, memory=False, memory_history=5000, nvtx=False, telemetry=False,
         ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
-        share="group", html=False,
+        share="group", total_steps=10_000, html=False,
     )  # fmt: skip
 
 

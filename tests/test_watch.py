@@ -20,7 +20,8 @@ from torch import nn
 import torchlens_perf as perf
 from tests.support.processes import report, run, wait_for_sidecar
 from tests.support.recording import recorded
-from torchlens_perf.recorder import native_tap
+from torchlens_perf.hooks.collective import another_has_tapped
+from torchlens_perf.report.brief import MAX_LINES
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.watch import running
@@ -73,7 +74,7 @@ def test_adds_nothing_to_the_process(tmp_path: Path) -> None:
 
 
 def test_report_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """On leaving, rank 0 prints the report on stderr, and the run directory holds it all."""
+    """On leaving, rank 0 prints the report's short form on stderr, and the run directory holds it all."""
     model, optimizer = make_model()
     with perf.watch(model, optimizer, dir=str(tmp_path), exit_timeout_s=20) as watch:
         train(model, optimizer, 60)
@@ -83,7 +84,10 @@ def test_report_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
     assert out == ""
     assert "60 steps" in err
-    assert err.rstrip().endswith(f"run directory: {watch.run_dir}")
+    assert err.endswith(f"this is the short form; all of it: torchlens-perf report {watch.run_dir}\n")
+    assert err.count("\n") <= MAX_LINES
+    assert "typical step of each rank" not in err
+    assert "typical step of each rank" in made.report.read_text()
     assert made.report.read_text().count("run directory: ") == 1
     assert sorted(path.name for path in watch.run_dir.iterdir()) == ["nodes", "report.txt", "spans", "steps"]
     assert report(made)["ranks"][0]["steps"] == 60
@@ -197,14 +201,14 @@ def test_forked_child_watches_collectives(tmp_path: Path) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import Work
 
-    before = vars(Work)["wait"], native_tap.another_has_tapped("c10d::allreduce_")
+    before = vars(Work)["wait"], another_has_tapped("c10d::allreduce_")
     told = tmp_path / "told"
     with recorded(tmp_path / "parent", faulthandler=True) as parent:
         session = running()._session
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                left = vars(Work)["wait"] is not before[0], native_tap.another_has_tapped("c10d::allreduce_")
+                left = vars(Work)["wait"] is not before[0], another_has_tapped("c10d::allreduce_")
                 dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
                 with recorded(tmp_path / "child") as own:
                     dist.all_reduce(torch.ones(4))
@@ -218,7 +222,7 @@ def test_forked_child_watches_collectives(tmp_path: Path) -> None:
     assert told.read_text() == repr(((False, before[1]), ["wait"] * 2, 2, []))
     assert with_stack
     assert written == len(parent.records)
-    assert (vars(Work)["wait"], native_tap.another_has_tapped("c10d::allreduce_")) == before
+    assert (vars(Work)["wait"], another_has_tapped("c10d::allreduce_")) == before
 
 
 def test_forked_child_is_left_as_it_was(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of ours that are not settings.
 _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
 SIDECAR_SETTINGS = (
-    "disk_bytes", "trace_every", "telemetry", "capture", "build_tap", "html",
+    "disk_bytes", "trace_every", "telemetry", "capture", "build_tap", "html", "total_steps",
     "exchange", "coordinator", "exchange_token", "exchange_tls", "exchange_tls_name",
 )  # fmt: skip
 """Those that the sidecar follows: it gets them through the ring file."""
@@ -117,7 +117,7 @@ class Config:
     for `torchlens-perf sidecar RUN_DIR`."""
 
     report: bool = True
-    """Print the verdict on rank 0 when the run ends."""
+    """Show the verdict on rank 0 when the run ends: printed on stderr, in a notebook in the cell."""
 
     html: bool = True
     """Let the sidecar write report.html into the run directory when the run has ended; nobody waits for it."""
@@ -132,6 +132,10 @@ class Config:
     share: str = "off"
     """Who may read a run directory: "off", this user alone, whatever the umask; "group", also the group that the file
     system gives it."""
+
+    total_steps: int = 0
+    """How many steps this watch will see, for progress and the time left in `torchlens-perf top`. 0: not known; nothing
+    in a loop tells it for certain, so it is never guessed."""
 
     trace_every: int = 100
     """Spans of one step of so many are exported over OTLP, besides the first steps; 0 exports none."""
@@ -155,6 +159,7 @@ class Config:
         self._check("nccl", self.nccl in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)
+        self._check_number("total_steps", int, least=0)
         self._check_number("memory_history", int, least=0, most=100_000)
         self._check_number("ring_records", int, least=1024, most=1 << 24)
         self._check_number("disk_bytes", int, least=1 << 20)

@@ -13,11 +13,9 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import sys
 import time
-import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -26,13 +24,16 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf import config as configuration
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switches_off
+from torchlens_perf.hooks.loop import passed
 from torchlens_perf.hooks.on_device import choice as on_device
-from torchlens_perf.recorder import keep_ring, report_page, sidecar
+from torchlens_perf.recorder import keep_ring, sidecar
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest
 from torchlens_perf.recorder.recorder import refusal
+from torchlens_perf.results import last_report, report_page
+from torchlens_perf.results.methods import ShowsResults
 from torchlens_perf.run import directory, identity, make_folders
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.report_mailbox import ReportMailbox
+from torchlens_perf.run.mailbox import REPORT, Mailbox
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torchlens_perf.hooks.loop.selection import NamedModel
     from torchlens_perf.hooks.loop.training_loop import TrainingLoop
     from torchlens_perf.recorder.session import Session
+    from torchlens_perf.results.ask import Recorded
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.ring import RingFile
 
@@ -78,7 +80,7 @@ def watch(
     The training thread only writes marks into a memory-mapped file; another process, one per node, does the rest. With
     TORCHLENS_PERF=0 nothing is attached. Raises ConfigError for an argument that cannot be used.
     """
-    models, optimizers = _models(model, sys._getframe(1)), _optimizers(optimizer)
+    models, optimizers = passed.models(model, sys._getframe(1), watch.__name__), passed.optimizers(optimizer)
     try:
         enabled = configuration.is_on(os.environ) is not False
         environment = configuration.from_environment(os.environ)
@@ -89,7 +91,7 @@ def watch(
     return Watch(configuration.from_settings(settings, environment), models, optimizers, enabled=enabled)
 
 
-class Watch:
+class Watch(ShowsResults):
     """A watch: a context manager, entered once."""
 
     def __init__(
@@ -119,6 +121,8 @@ class Watch:
                 with guard("watching further models"):
                     if _running._session is not None and _running._loop is not None:
                         _running._loop.models_given(models)
+            for callback in self._surfaces.callbacks if self._surfaces is not None else ():
+                _running.on_verdict(callback)
             self.run_dir = _running.run_dir
             return self
         self.start()
@@ -146,6 +150,18 @@ class Watch:
         watch = self._joined or self
         if watch._session is not None:
             watch._session.manual_step(tokens)
+
+    def _recording(self) -> Watch:
+        return _running if _running is not None and _running.run_dir == self.run_dir else self
+
+    def _recorded(self) -> Recorded:
+        from torchlens_perf.results.ask import Recorded
+
+        watch, why = self._recording(), "nothing is recorded: it has not begun, or the log says why not"
+        if not self._enabled:
+            why = "nothing is recorded: it is switched off"
+        run = None if self.run_dir is None else RunDirectory(self.run_dir, shared=watch._config.is_shared)
+        return Recorded(run, watch._session, watch._config.sidecar, why)
 
     def start(self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None) -> bool:
         """Makes the ring, the sidecar, the run directory and the hooks. Returns whether it records.
@@ -181,6 +197,8 @@ class Watch:
             undo.pop_all()
             self._session, self.run_dir, _running = session, run.path, self
             self._ring = ring
+            if self._surfaces is not None:
+                self._surfaces.begin(session, has_sidecar=self._config.sidecar)
         return self._session is not None
 
     def _begin(self, undo: ExitStack, who: list[Identity], first_step: int) -> tuple[RunDirectory, Session, RingFile]:
@@ -222,7 +240,7 @@ class Watch:
         return run, session, ring
 
     def close(self) -> None:
-        """Detaches everything and, on rank 0, prints the report. Done by leaving the context; again is harmless.
+        """Detaches everything and, on rank 0, shows the report. Done by leaving the context; again is harmless.
 
         Of what lies on a disk that may not answer, nothing is touched: the wait for the report is the only one.
         """
@@ -234,18 +252,19 @@ class Watch:
             _running = None
         run = RunDirectory(self.run_dir, shared=self._config.is_shared)
         who, mailbox, began_s = session.identity, None, time.monotonic()
-        reports = self._config.report and who.rank == 0
+        cell, is_live = self._end_live()
+        reports = (self._config.report and who.rank == 0) or is_live
         with guard("asking for the report"):
             if reports and self._config.sidecar:
-                mailbox = ReportMailbox(session.ring_path)
+                mailbox = Mailbox(session.ring_path, REPORT)
         try:
-            session.close(_terminal(mailbox) if reports else {})
+            session.close(last_report.wanted(mailbox, in_cell=cell is not None) if reports else {})
             if self._config.sidecar:
                 with guard("starting the sidecar again"):
                     sidecar.ensure(run, who)  # if it was killed, another one finishes its work
             if reports:
                 with guard("the report at the end"):
-                    _print_report(run, self._config, who.node, mailbox)
+                    last_report.show(run, who.node, self._config, mailbox, cell)
         finally:
             if mailbox is not None:
                 with guard("asking for the report"):
@@ -273,6 +292,8 @@ class Watch:
         """In a forked child: forgets the session, which is the parent's. The child may start one of its own."""
         global _running
         session, self._session = self._session, None
+        if self._surfaces is not None:
+            self._surfaces.end()
         if session is not None:
             session.abandon()
         if _running is self:
@@ -321,26 +342,6 @@ def _say_off(reason: str, who: list[Identity]) -> None:
     logger.log(logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", printable(reason))
 
 
-def _terminal(mailbox: ReportMailbox | None) -> dict[str, Any]:
-    """What the report should look like: the sidecar writes it, but does not see rank 0's terminal."""
-    color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    return {
-        "columns": shutil.get_terminal_size((0, 0)).columns if sys.stderr.isatty() else 0,
-        "color": color,
-        "mailbox": "" if mailbox is None else str(mailbox.path),
-    }
-
-
-def _print_report(run: RunDirectory, config: Config, node: str, mailbox: ReportMailbox | None) -> None:
-    """Waits for the sidecar's report and prints it on stderr: stdout is the job's."""
-    if not config.sidecar:
-        print(f"torchlens_perf: recorded. Next: torchlens-perf sidecar {printable(str(run.path))}", file=sys.stderr)
-        return
-    late = sidecar.LateReport(run, node)
-    text = None if mailbox is None else mailbox.wait(config.exit_timeout_s)
-    print(text or f"torchlens_perf: {printable(late.line())}\n", end="", file=sys.stderr, flush=True)
-
-
 def forked_while_recording() -> bool:
     """Whether this process was forked from one that a watch recorded."""
     return _forked_while_recording
@@ -359,40 +360,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _models(model: Any, caller: types.FrameType) -> list[NamedModel] | None:
-    """What was passed as `model`, with names where there are several. Raises ConfigError for anything else."""
-    if model is None:
-        return None
-    from torch.nn import Module
-
-    from torchlens_perf.hooks.loop.model_names import names_in_call, names_of
-    from torchlens_perf.hooks.loop.selection import NamedModel
-
-    given: Sequence[str | None] = ()
-    if isinstance(model, Mapping):
-        models, given = list(model.values()), [str(name) for name in model]
-    else:
-        models = list(model) if isinstance(model, (list, tuple)) and not isinstance(model, Module) else [model]
-    if not models:
-        raise ConfigError(
-            f"model={model!r}: must be a torch.nn.Module, or a list or dict of some; leave it out for all"
-        )
-    for each in models:
-        if not isinstance(each, Module):
-            raise ConfigError(f"model={type(each).__name__}: must be a torch.nn.Module, or a list or dict of them")
-    if len(models) < 2 and not given:
-        return [NamedModel(each) for each in models]
-    given = given or names_in_call(caller, watch.__name__)
-    return [NamedModel(*each) for each in zip(models, names_of(models, given[: len(models)]), strict=True)]
-
-
-def _optimizers(optimizer: Any) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for each in optimizers:
-        if not callable(getattr(each, "step", None)):
-            raise ConfigError(f"optimizer={type(each).__name__}: must have a step() method, or be a list of such")
-    return optimizers

@@ -100,7 +100,10 @@ def test_written_and_read(run: RunDirectory, state: NodeState) -> None:
     value = msgspec.json.decode(written)
     process = next(iter(value["processes"].values()))
     statistics = process["statistics"]
-    assert (empty(value), empty(value["telemetry"])) == (set(), {"lost_samples", "dropped_files", "slow_samples"})
+    assert (empty(value), empty(value["telemetry"])) == (
+        {"saved_unix_ns"},
+        {"lost_samples", "dropped_files", "slow_samples"},
+    )
     assert {"groups", "gpus", "device", "out_of_memory", "cpu_wait"}.isdisjoint(empty(process))
     assert empty(statistics) <= {"lost", "flags_seen", "first_step", "memory_bytes", "memory_max_bytes", "work"}
     assert empty(statistics["device"]) <= {"caught_up", "stamped_lost", "stray_records", "sections", "modules"}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.live_ranks import LiveRanks
+from tests.support.otlp_receiver import wait_for
 from tests.support.processes import slowdown
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -47,6 +48,7 @@ def test_stopped_rank(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGCONT)
         made = max(rank["steps"] for rank in job.report()["ranks"])
         job.wait_for(lambda report: hang(report) is None and steps(made + 20)(report), STARTED_S)
+        after = job.wait_for(lambda report: report["verdicts"][-1], STARTED_S)
 
     assert found["rank"] == 1
     assert (found["evidence"]["kind"], found["evidence"]["ranks"]) == ("stopped", [1])
@@ -54,15 +56,27 @@ def test_stopped_rank(tmp_path: Path) -> None:
     assert "stopped by a signal" in found["text"]
     assert hang(shown) is not None
     assert shown["verdicts"] == [hang(shown)]
+    assert (after["kind"], after["rank"], after["evidence"]["went_on"]) == ("hang_ended", 1, True)
+    assert after["held"]["until"] > after["held"]["since"] == found["held"]["since"]
 
 
 def test_rank_that_is_stuck(tmp_path: Path) -> None:
-    """A rank that sleeps in a section of its own is named with that section; those that wait for it are not."""
+    """A rank that sleeps in a section of its own is named with that section; those that wait for it are not. When
+    somebody has killed the job, the report still begins with that."""
     with LiveRanks(tmp_path, RANKS, HANG_RANK="2", HANG_AFTER="40") as job:
         job.wait_for(steps(40), STARTED_S)
         found = job.wait_for(hang, NOTICED_S * slowdown())
+        for pid in job.rank_pids().values():
+            os.kill(pid, signal.SIGKILL)
+        assert wait_for(lambda: not job.report()["run"]["live"], 30)
+        after = job.report()["verdicts"][0]
 
     assert found["rank"] == 2
     assert (found["evidence"]["kind"], found["evidence"]["ranks"]) == ("missing", [2])
     assert found["evidence"]["waiting"] == [0, 1]
     assert "stuck here" in found["text"]
+    assert found["held"]["since_step"] == found["evidence"]["step"]
+    assert (after["kind"], after["rank"], after["evidence"]["went_on"]) == ("hang_ended", 2, False)
+    assert f"The job hung in step {found['evidence']['step']} for " in after["text"]
+    assert "stuck here" in after["text"]
+    assert after["held"]["since"] == found["held"]["since"] is not None

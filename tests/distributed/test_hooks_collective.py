@@ -23,8 +23,9 @@ from tests.support.long import long
 from tests.support.recording import EVERYTHING, Record, Recording, recorded
 from torchlens_perf import section, watch
 from torchlens_perf.commands import tap_build
-from torchlens_perf.hooks.collective import operators, payload_bytes
-from torchlens_perf.recorder import native_tap, torch_private
+from torchlens_perf.hooks.collective import another_has_tapped, operators
+from torchlens_perf.hooks.python_tap import payload_bytes
+from torchlens_perf.recorder import native_tap, torch_dispatcher
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -416,7 +417,7 @@ def test_watch_before_the_group(results: dict[str, list[Recording]]) -> None:
 def another_tool(folder: Path) -> tuple[Recording, int]:
     calls = []
     library = torch.library.Library("c10d", "IMPL")
-    rest = torch_private.rest_of_dispatch()
+    rest = torch_dispatcher.rest_of_dispatch()
 
     def theirs(keys: Any, *args: Any) -> Any:
         calls.append(1)
@@ -444,23 +445,23 @@ def test_another_tools_tap_is_left_to_it(results: dict[str, list[Any]]) -> None:
 @scenario
 def detached(folder: Path) -> dict[str, Any]:
     wait = Work.wait
-    had = [name for name in operators() if native_tap.another_has_tapped(name)]
+    had = [name for name in operators() if another_has_tapped(name)]
     with recorded(folder) as recording:
-        inside_watch = [name for name in operators() if not torch_private.has_tap(name)]
+        inside_watch = [name for name in operators() if not torch_dispatcher.owner_of_tap(name)]
         assert Work.wait is not wait
         work = dist.all_reduce(torch.ones(4), async_op=True)
     work.wait()
     tensor = torch.full((4,), float(dist.get_rank()))
     dist.all_reduce(tensor)
     with watch(dir=str(folder), sidecar=False, report=False, collectives=False):
-        off = [name for name in operators() if native_tap.another_has_tapped(name)]
+        off = [name for name in operators() if another_has_tapped(name)]
         off_wait = Work.wait is wait
     return {
         "taps before": had,
         "not tapped inside": inside_watch,
-        "taps after": [name for name in operators() if native_tap.another_has_tapped(name)],
+        "taps after": [name for name in operators() if another_has_tapped(name)],
         "taps with collectives=False": off,
-        "functional after": native_tap.another_has_tapped("_c10d_functional::wait_tensor"),
+        "functional after": another_has_tapped("_c10d_functional::wait_tensor"),
         "wait is back": Work.wait is wait and off_wait,
         "sum": tensor.tolist(),
         "recording": recording,
@@ -468,7 +469,7 @@ def detached(folder: Path) -> dict[str, Any]:
 
 
 def test_nothing_stays_attached(results: dict[str, list[dict[str, Any]]]) -> None:
-    """Every operator is tapped inside the watch, none outside of it; a handle outlives the watch."""
+    """Every operator is tapped inside the watch, outside of it ours passes on; a handle outlives the watch."""
     for rank in results["detached"]:
         assert rank["taps before"] == rank["not tapped inside"] == rank["taps after"] == []
         assert rank["taps with collectives=False"] == []

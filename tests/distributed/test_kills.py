@@ -108,7 +108,7 @@ def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
     assert value["quality"]["lost"] == 0
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", *long("SIGKILL", "SIGABRT")])
+@pytest.mark.parametrize("name", ["SIGTERM", *long("SIGKILL", "SIGABRT", "SIGHUP", "SIGUSR1")])
 def test_signal_ends_the_job_as_without_us(name: str, tmp_path: Path) -> None:
     """A signal ends the process with that signal, as it would unrecorded; the report has what was finished."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHLENS_PERF": "1"}

@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from tests.support.endpoints import answering, grpc_answering, refusing, serving, silent
+from tests.support.endpoints import answering, dropping, grpc_answering, refusing, serving, silent
 from tests.support.long import long, long_but
 from tests.support.memory_exporter import MemoryExporter
 from tests.support.otlp_receiver import Receiver
@@ -52,8 +52,10 @@ LIVE: dict[str, tuple[Fault, str]] = {
     "slow": (lambda: serving(answering(200, after_s=1.0)), HTTP),
     "grpc refused": (refusing, "grpc"),
     "grpc silent": (silent, "grpc"),
+    "dropped": (dropping, HTTP),
+    "grpc dropped": (dropping, "grpc"),
 }
-UNDELIVERED = ["refused", "silent", "503", "grpc refused", "grpc silent"]
+UNDELIVERED = ["refused", "silent", "503", "grpc refused", "grpc silent", "dropped", "grpc dropped"]
 REPLAYED = "refused"
 QUICK = {"no endpoint", REPLAYED, "silent", "grpc refused"}
 
@@ -237,11 +239,12 @@ print(exported_s - started_s, time.monotonic() - exported_s, time.monotonic(), n
 
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
-def test_time_limits_hold(protocol: str) -> None:
+@pytest.mark.parametrize("endpoint", [silent, dropping])
+def test_time_limits_hold(endpoint: Fault, protocol: str) -> None:
     """With an endpoint that never answers, and no timeout to speak of, shutdown and the process end in time."""
     root = str(ROOT)
     slow = slowdown()
-    with silent() as address:
+    with endpoint() as address:
         told = {ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "10000", "PYTHONPATH": root}
         done = subprocess.run(
             [sys.executable, "-c", _SHUT_DOWN], env={**os.environ, **told}, capture_output=True, text=True, timeout=30

@@ -1,25 +1,34 @@
-"""An OTLP endpoint whose certificate nobody has vouched for gets nothing: no span, no header, no plain text."""
+"""An OTLP endpoint that cannot show who it is gets nothing: no span, no header, no plain text."""
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import shutil
 import ssl
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 import requests
 
+from tests.exporters.test_otlp_environment import one_step
+from tests.support.certificates import Certificate, certificate
+from tests.support.endpoints import Spans, add_spans
 from tests.support.recorded_run import Sidecar, spans_of
+from torchlens_perf.exporters.otlp_environment import exporter_from_environment
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(shutil.which("openssl") is None, reason="no `openssl` command makes certificates"),
 ]
 SECRET = "canary-of-tls"
+HTTP, GRPC = "http/protobuf", "grpc"
+WITHIN_S = 3.0  # what is delivered is in milliseconds
+UNDELIVERED = "2 of 2 spans were not delivered"  # of one step
 
 
 class Endpoint(http.server.BaseHTTPRequestHandler):
@@ -39,15 +48,14 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def endpoint(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """Its address, and its own certificate."""
-    key, certificate = tmp_path / "key", tmp_path / "certificate"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
+@contextlib.contextmanager
+def over_http(shown: Certificate, clients: Certificate | None = None) -> Iterator[str]:
+    """An endpoint that shows this certificate, and asks its clients for theirs; its address."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    context.load_cert_chain(*shown)
+    if clients is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(clients.path)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
     server.handle_error = lambda request, address: None  # type: ignore[method-assign]
     server.daemon_threads = True
@@ -55,23 +63,110 @@ def endpoint(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     Endpoint.seen.clear()
-    yield f"https://127.0.0.1:{server.server_port}", certificate
-    server.shutdown()
-    server.server_close()
+    try:
+        yield f"https://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def over_grpc(shown: Certificate, clients: Certificate | None = None) -> Iterator[str]:
+    """The same over gRPC, for spans."""
+    pair = [(shown.key.read_bytes(), shown.path.read_bytes())]
+    asked = None if clients is None else clients.path.read_bytes()
+    server = grpc.server(ThreadPoolExecutor(2))
+    spans = Spans(grpc.StatusCode.OK)
+    add_spans(spans, server)
+    credentials = grpc.ssl_server_credentials(pair, asked, require_client_auth=clients is not None)
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    Endpoint.seen.clear()
+    spans.seen = Endpoint.seen
+    try:
+        yield f"https://127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait(5)
+
+
+SERVING = {HTTP: over_http, GRPC: over_grpc}
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_certificate_of_nobody(trusted: bool, sidecar: Callable[..., Sidecar], endpoint: tuple[str, Path]) -> None:
+def test_certificate_of_nobody(trusted: bool, sidecar: Callable[..., Sidecar], tmp_path: Path) -> None:
     """Unless the user trusts it, whomever the machine trusts else; what was not delivered is counted."""
-    address, certificate = endpoint
-    told = {"OTEL_EXPORTER_OTLP_CERTIFICATE": str(certificate)} if trusted else {}
+    shown = certificate(tmp_path / "tls")
+    told = {"OTEL_EXPORTER_OTLP_CERTIFICATE": str(shown.path)} if trusted else {}
     bundle = requests.certs.where()
-    ended = sidecar(
-        REQUESTS_CA_BUNDLE=bundle, OTEL_EXPORTER_OTLP_ENDPOINT=address, OTEL_EXPORTER_OTLP_TIMEOUT="2",
-        OTEL_EXPORTER_OTLP_HEADERS=f"authorization={SECRET}", **told,
-    )  # fmt: skip
+    with over_http(shown) as address:
+        ended = sidecar(
+            REQUESTS_CA_BUNDLE=bundle, OTEL_EXPORTER_OTLP_ENDPOINT=address, OTEL_EXPORTER_OTLP_TIMEOUT="2",
+            OTEL_EXPORTER_OTLP_HEADERS=f"authorization={SECRET}", **told,
+        )  # fmt: skip
     count = spans_of(ended.run, 1)
 
     assert any(SECRET in each for each in Endpoint.seen) == trusted
     assert (f"OTLP: {count} of {count} spans were not delivered" in ended.report) != trusted
     assert SECRET not in ended.log + ended.report
+
+
+def exported(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Sends a step's spans with these variables, and returns the exporter's notes."""
+    told = {**told, "OTEL_EXPORTER_OTLP_TIMEOUT": "1", "OTEL_EXPORTER_OTLP_HEADERS": f"authorization={SECRET}"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    exporter = exporter_from_environment(told)
+    assert exporter is not None
+    exporter.export(one_step())
+    return "; ".join(exporter.shutdown(WITHIN_S))
+
+
+FAULTS = {
+    "none": {},
+    "expired": {"expired": True},
+    "wrong host": {"names": "DNS:elsewhere.example,IP:192.0.2.1"},
+}
+
+
+@pytest.mark.parametrize("protocol", SERVING)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_certificate_that_does_not_hold(
+    fault: str, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user trusts who has signed it, and it has ended or is another host's: the spans are counted, none is sent."""
+    shown = certificate(tmp_path / "tls", **FAULTS[fault])
+    with SERVING[protocol](shown) as address:
+        notes = exported(
+            {
+                "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": address + ("/v1/traces" if protocol == HTTP else ""),
+                "OTEL_EXPORTER_OTLP_PROTOCOL": protocol, "OTEL_EXPORTER_OTLP_CERTIFICATE": str(shown.path),
+            },
+            monkeypatch,
+        )  # fmt: skip
+        seen = list(Endpoint.seen)
+
+    assert any(SECRET in each for each in seen) == (fault == "none")
+    assert (UNDELIVERED in notes) == (fault != "none")
+
+
+@pytest.mark.parametrize("protocol", SERVING)
+@pytest.mark.parametrize("has_key", [False, True])
+def test_endpoint_that_asks_for_a_certificate(
+    has_key: bool, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has none delivers nothing, and it is counted; who has it delivers all."""
+    shown, own = certificate(tmp_path / "tls"), certificate(tmp_path / "own", "DNS:client")
+    told = {"OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": str(own.path), "OTEL_EXPORTER_OTLP_CLIENT_KEY": str(own.key)}
+    with SERVING[protocol](shown, own) as address:
+        notes = exported(
+            {
+                "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": address + ("/v1/traces" if protocol == HTTP else ""),
+                "OTEL_EXPORTER_OTLP_PROTOCOL": protocol, "OTEL_EXPORTER_OTLP_CERTIFICATE": str(shown.path),
+                **(told if has_key else {}),
+            },
+            monkeypatch,
+        )  # fmt: skip
+        seen = list(Endpoint.seen)
+
+    assert bool(seen) == has_key
+    assert (UNDELIVERED in notes) != has_key

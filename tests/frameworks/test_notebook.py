@@ -1,20 +1,28 @@
-"""A notebook in a real Jupyter kernel: a report under each cell that trains, and nothing left between them."""
+"""Notebooks in a real Jupyter kernel: what is shown where, live and at the end, and that nothing else changes."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.processes import report, runs
+from tests.page.test_notebook_cell import Page
+from tests.results.test_docs_notebook import blocks
+from tests.support.kernel import Kernel
+from tests.support.processes import ROOT, clean_environ, report, runs
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("nbclient", "ipykernel")),
-        reason="nbclient and ipykernel are not in this environment: make test-frameworks",
+        any(importlib.util.find_spec(name) is None for name in ("nbclient", "nbconvert", "ipykernel")),
+        reason="nbclient, nbconvert and ipykernel are not in this environment: make test-frameworks",
     ),
 ]
 SETUP = """
@@ -22,45 +30,323 @@ import torch
 import torchlens_perf as perf
 from torch import nn
 
+torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+settings = {"exit_timeout_s": 60.0}
 losses = []
-"""
-TRAIN = """
-with perf.watch(model, optimizer, exit_timeout_s=60.0) as w:
-    for _ in range(30):
+
+def train(steps):
+    for _ in range(steps):
         loss = model(torch.randn(8, 32)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
+
+def train_until(done, most_s=60):
+    import time
+    until_s = time.monotonic() + most_s
+    while not done() and time.monotonic() < until_s:
+        train(1)
+        time.sleep(0.002)
 """
-AFTER = """
-import threading
-print(len(losses), threading.active_count() - before, model._forward_hooks, "_compiled_call_impl" in model.__dict__)
+WITH = "\nwith perf.watch(model, optimizer, **settings) as w:\n"
+TRAIN = WITH + "    train(30)\n"
+LIVE = WITH + "    display(w)\n    train(30)\n"
+# A digest of all that training may leave, and how many threads a watch has added.
+SAME_BITS = """
+import hashlib, os, random, time
+
+def result(shown):
+    torch.manual_seed(1)
+    random.seed(1)
+    seen = []
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    threads = len(os.listdir("/proc/self/task"))
+    with perf.watch(model, optimizer, report=False, **settings) as w:
+        if shown:
+            display(w)
+            w.on_verdict(print)
+        for step in range(400):
+            loss = model(torch.randn(8, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(float(loss.detach()) + random.random())
+            if shown:
+                time.sleep(0.006)
+                if step == 200:
+                    w.summary()
+        more = len(os.listdir("/proc/self/task")) - threads
+    seen += [[parameter.tolist() for parameter in model.parameters()], torch.get_rng_state().tolist()]
+    return hashlib.sha256(repr((seen, random.getstate())).encode()).hexdigest(), more
+
+result(False)
+"""
+# How often a cell was updated, as IPython saw it.
+COUNT_UPDATES = """
+from IPython import get_ipython
+publisher, updates = get_ipython().display_pub, []
+def count(message):
+    if message["header"]["msg_type"] == "update_display_data":
+        updates.append(message)
+    return message
+publisher.register_hook(count)
 """
 
 
-def text_of(cell: Any) -> str:
-    return "".join(output.get("text", "") for output in cell.outputs)
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One for all cells: each test is some cells of a long notebook."""
+    made = Kernel(tmp_path_factory.mktemp("notebook"))
+    output = made.run(SETUP)
+    assert output.errors == [], output.text
+    yield made
+    made.close()
+    runs(made.folder)  # their sidecars have ended
 
 
-def test_a_report_under_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cells that train make two runs, each with its own report; the kernel has no thread more."""
+def test_a_report_under_each_cell(kernel: Kernel) -> None:
+    """Each cell that trains has its own, once, as rich output; nothing is printed over what the user prints."""
+    for _ in range(2):  # it is run again
+        output = kernel.run(TRAIN + "print('done')")
+        found = output.only()
+        page = Page(found["text/html"])
+        assert "30 steps" in found["text/plain"]
+        assert "Next: " in found["text/plain"]
+        assert "notebook, run 2" in found["text/plain"]
+        assert output.text == "done\n"
+        assert len(page.images) == 2
+        verdict = found["text/plain"].partition("\n\n")[2].partition("Next:")[0]
+        assert " ".join(verdict.split()) in page.words
+
+
+def test_nothing_is_left_between_cells(kernel: Kernel) -> None:
+    """No thread more, and no hook."""
+    kernel.run("import threading; before = threading.active_count()" + TRAIN)
+    after = kernel.run(
+        "print(threading.active_count() - before, model._forward_hooks, '_compiled_call_impl' in model.__dict__)"
+    )
+    assert after.text == "0 OrderedDict() False\n"
+
+
+def test_live(kernel: Kernel) -> None:
+    """display(w) in a running cell: a line at once, then results that grow, in the same place, and the report at its
+    end; a summary meanwhile says the same."""
+    output = kernel.run(
+        COUNT_UPDATES + "with perf.watch(model, optimizer, **settings) as w:\n"
+        "    display(w)\n"
+        "    train_until(lambda: len(updates) >= 3)\n"
+        "    before = len(losses); s = w.summary()\n"
+        "publisher.unregister_hook(count)\nprint(s.running, s.steps > 0)"
+    )
+    found, texts = (
+        output.only(),
+        [content["data"]["text/plain"] for kind, content in output.messages if "display" in kind],
+    )
+
+    assert output.text == "True True\n"
+    assert texts[0] == "torchlens_perf: recording; the first results come with the next steps"
+    assert all(": 1 rank, running" in text for text in texts[1:-1])
+    assert len(texts) >= 5
+    assert ": 1 rank, ended" in found["text/plain"]
+    counts = [int(re.findall(r"^(\d+) steps", text, re.MULTILINE)[0]) for text in texts[1:]]
+    assert counts == sorted(counts)
+    assert len(set(counts)) >= 3
+
+
+def test_updates_are_bounded(kernel: Kernel) -> None:
+    """However fast steps are: one a second at most, and what they take is the tool's."""
+    output = kernel.run(
+        "import time\n" + COUNT_UPDATES + "with perf.watch(model, optimizer, **settings) as w:\n"
+        "    display(w)\n"
+        "    began_s = time.monotonic()\n"
+        "    train_until(lambda: time.monotonic() - began_s > 5)\n"
+        "    took_s = time.monotonic() - began_s\n"
+        "publisher.unregister_hook(count)\nprint(len(updates) <= took_s + 2)"
+    )
+    assert output.text == "True\n"
+
+
+def test_a_display_in_another_cell_follows_the_run(kernel: Kernel) -> None:
+    """It becomes the report, and the cell in which the run ends shows no second one."""
+    first = kernel.run("w = perf.watch(model, optimizer, **settings).__enter__()\ndisplay(w)")
+    (name,) = first.shown
+    middle = kernel.run(COUNT_UPDATES + "train_until(lambda: updates)\npublisher.unregister_hook(count);")
+    last = kernel.run("w.__exit__(None, None, None)")
+
+    assert (middle.reports, last.reports) == ([], [])
+    assert ": 1 rank, running" in middle.updated[name]["text/plain"]
+    assert ": 1 rank, ended" in last.updated[name]["text/plain"]
+
+
+def test_shown_again_after_the_end(kernel: Kernel) -> None:
+    """As a cell's last line: in that cell in place of the one that nobody asked for, and later as it was."""
+    same = kernel.run(TRAIN + "w")
+    later = kernel.run("w")
+    assert next(iter(same.shown.values())) == {"text/plain": "", "text/html": ""}
+    assert "30 steps" in same.only()["text/plain"]
+    assert later.only()["text/plain"] == same.only()["text/plain"]
+
+
+def test_after_the_output_was_cleared(kernel: Kernel) -> None:
+    """Loops that clear their cell and show everything anew show the run, too."""
+    output = kernel.run(
+        "from IPython.display import clear_output\n"
+        "with perf.watch(model, optimizer, **settings) as w:\n"
+        "    for _ in range(3):\n        train(10); clear_output(wait=True); display(w)\n"
+    )
+    assert [kind for kind, _ in output.messages].count("display_data") == 3
+    assert "30 steps" in list(output.shown.values())[-1]["text/plain"]
+
+
+def test_two_watches_in_a_cell(kernel: Kernel) -> None:
+    """Each has its report, in their order; one inside of another has none of its own."""
+    output = kernel.run(
+        TRAIN + "with perf.watch(model, optimizer, **settings) as v:\n    with perf.watch(model):\n        train(12)"
+    )
+    first, second = output.reports
+
+    assert "30 steps" in first["text/plain"]
+    assert "12 steps" in second["text/plain"]
+
+
+def test_an_exception_in_a_cell(kernel: Kernel) -> None:
+    """The report, then the traceback; the next cell is as any other."""
+    output = kernel.run(TRAIN + "    raise ValueError('the user\\'s')")
+    kinds = [kind for kind, _ in output.messages if kind in ("display_data", "error")]
+
+    assert kinds == ["display_data", "error"]
+    assert output.errors == ["ValueError"]
+    assert "30 steps" in output.only()["text/plain"]
+    assert "30 steps" in kernel.run(TRAIN).only()["text/plain"]
+
+
+def test_an_interrupt(kernel: Kernel) -> None:
+    """Of a cell that shows the run live: it ends with the report, and the sidecar is not interrupted."""
+    output = kernel.run(LIVE + "    print('now', flush=True)\n    train_until(lambda: False)", interrupt_at="now")
+    assert output.errors == ["KeyboardInterrupt"]
+    assert ": 1 rank, ended" in output.only()["text/plain"]
+    assert "30 steps" in kernel.run(TRAIN).only()["text/plain"]
+
+
+def test_a_late_report(kernel: Kernel) -> None:
+    """A line says why it is not there; the watch shows it as soon as it is."""
+    output = kernel.run("settings['exit_timeout_s'] = 0.0" + TRAIN + "settings['exit_timeout_s'] = 60.0")
+    assert "torchlens_perf: the report is not ready after 0.0 s" in output.only()["text/plain"]
+    assert output.text == ""
+    assert "30 steps" in kernel.run("w").only()["text/plain"]
+
+
+def test_switched_off(kernel: Kernel) -> None:
+    """Without a report, nothing is shown that was not asked for; a watch that records nothing says so."""
+    silent = "**settings, report=False"
+    assert kernel.run(TRAIN.replace("**settings", silent)).reports == []
+    assert ": 1 rank, ended" in kernel.run(LIVE.replace("**settings", silent)).only()["text/plain"]
+    output = kernel.run("%env TORCHLENS_PERF=0\n" + TRAIN + "w")
+    assert output.only()["text/plain"] == "torchlens_perf: nothing is recorded: it is switched off"
+    kernel.run("import os; del os.environ['TORCHLENS_PERF']")
+
+
+def test_hostile_names(kernel: Kernel) -> None:
+    """Of sections and modules: no markup, in no format."""
+    output = kernel.run(
+        "name = '<script>alert(1)</script>\\x1b[2J\"><img src=x onerror=alert(1)>'\n"
+        "bad = nn.ModuleDict({'<b>bold</b>': nn.Linear(4, 4)})['<b>bold</b>']\n"
+        "o = torch.optim.SGD(bad.parameters(), lr=0.1)\n"
+        "with perf.watch({name: bad}, o, **settings):\n"
+        "    for _ in range(20):\n"
+        "        with perf.section(name):\n            bad(torch.ones(2, 4)).sum().backward(); o.step()\n"
+    )
+    found = output.only()
+    Page(found["text/html"])
+    assert "<script>alert(1)</script>?[2J" in found["text/plain"]
+    assert "\x1b" not in found["text/plain"]
+
+
+def test_live_changes_no_bit(kernel: Kernel) -> None:
+    """Parameters, losses and random states are those of a run that nobody looks at; there is no thread more."""
+    code = COUNT_UPDATES + SAME_BITS + "print(result(False) == result(True), len(updates) > 1)"
+    assert kernel.run(code + "\npublisher.unregister_hook(count);").text == "True True\n"
+
+
+def test_a_process_that_was_forked_from_the_kernel(kernel: Kernel) -> None:
+    """As launchers of ranks in notebooks do: it has the report printed, and leaves the kernel's sockets alone."""
+    output = kernel.run(
+        "import os, sys\nchild = os.fork()\nif child == 0:\n"
+        "    from torchlens_perf.results import last_report, notebook\n"
+        "    os._exit(0 if notebook.shell() is None and not last_report.in_notebook() else 1)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    assert output.text == "0\n"
+
+
+def test_the_example_of_the_docs(kernel: Kernel) -> None:
+    """Cell after cell, as it is in docs/notebook.md."""
+    outputs = [kernel.run(block) for block in blocks()]
+
+    assert [output.errors for output in outputs] == [[]] * len(outputs)
+    assert ": 1 rank, ended" in outputs[0].only()["text/plain"]
+    assert outputs[1].only()["text/plain"] == outputs[0].only()["text/plain"]
+    assert "200 steps: p50" in outputs[2].text
+
+
+def test_saved_and_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook that was run and saved holds the report, and shows it where outputs are sanitized."""
     import nbformat
     from nbclient import NotebookClient
+    from nbconvert import HTMLExporter
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    cells = [SETUP, "import threading; before = threading.active_count()", TRAIN, TRAIN, AFTER]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (SETUP, TRAIN, LIVE)])
     NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
-
-    first, second = notebook.cells[2], notebook.cells[3]
-    for cell in (first, second):
-        assert "30 steps" in text_of(cell)
-        assert "Next: " in text_of(cell)
-    assert "ipykernel_launcher" not in text_of(first)
-    assert text_of(notebook.cells[4]) == "60 0 OrderedDict() False\n"
+    saved = nbformat.reads(nbformat.writes(notebook), as_version=4)
+    for cell in saved.cells[1:]:
+        (output,) = cell.outputs
+        assert output.output_type == "display_data"
+        assert ": 1 rank, ended" in output.data["text/plain"]
+        assert len(Page(output.data["text/html"]).images) == 2
+    whole, _ = HTMLExporter().from_notebook_node(saved)
+    strictest, _ = HTMLExporter(sanitize_html=True).from_notebook_node(saved)  # leaves no picture and no table
+    assert whole.count('src="data:image/svg+xml;base64,') == 4
+    assert strictest.count("<b>Next:</b>") >= 2
     reports = [report(directory) for directory in runs(tmp_path)]
     assert [value["steps"]["count"] for value in reports] == [30, 30]
+
+
+def test_a_kernel_that_records_by_itself_ends(tmp_path: Path) -> None:
+    """With TORCHLENS_PERF=1 the run ends with the kernel, which ends in time and leaves a report."""
+    kernel = Kernel(tmp_path, TORCHLENS_PERF="1")
+    assert kernel.run(SETUP + "train(30)").errors == []
+    ended = threading.Thread(target=kernel.close)
+    began_s = time.monotonic()
+    ended.start()
+    ended.join(60)
+
+    assert not ended.is_alive(), time.monotonic() - began_s
+    (run,) = runs(tmp_path)
+    assert report(run)["run"]["live"] is False
+    assert "29 steps" in run.report.read_text()
+
+
+@pytest.mark.parametrize("program", ["IPython", "python"])
+def test_terminals_are_as_before(program: str, tmp_path: Path) -> None:
+    """In plain IPython and plain Python the report is text on stderr, once. Shown while the run goes on, it is text on
+    stdout, once: a terminal has no place that could be updated."""
+    show = "display(w)" if program == "IPython" else "print(w._repr_mimebundle_()['text/plain'])"
+    code = f"{SETUP}{WITH}    train(30)\n    {show}\n    train_until(lambda: False, most_s=2.5)\n"
+    command = [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", code]
+    done = subprocess.run(
+        command if program == "IPython" else [sys.executable, "-c", code],
+        cwd=tmp_path, env=clean_environ({"PYTHONPATH": str(ROOT)}), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert (done.stderr.count(": 1 rank, ended"), done.stdout.count(": 1 rank, running")) == (1, 1)
+    assert done.stderr.count("torchlens_perf  ") == done.stdout.count("torchlens_perf  ") == 1
+    assert "<div" not in done.stdout + done.stderr
+    runs(tmp_path)

@@ -1,9 +1,9 @@
-"""Forks while a watch records: every child ends, with no thread of ours, and the parent loses nothing."""
+"""Forks while a watch records: every child ends, with no thread but its own, and the parent loses nothing."""
 
 from __future__ import annotations
 
-import os
-import threading
+import json
+import sys
 import time
 from pathlib import Path
 
@@ -16,87 +16,34 @@ import torchlens_perf as perf
 from tests.sidecar.test_node import finish
 from tests.support.figures import note, share
 from tests.support.long import long
-from tests.support.processes import report
+from tests.support.processes import ROOT, SCRIPTS, report, run_warm
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import node_name
-from torchlens_perf.watch import running
 
 FORKS = 1000
 ENDS_WITHIN_S = 60  # what waits for a lock that nobody holds does not end at all
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with perf.section("part"):
-        model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def in_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What a child of a job may do. The exit code.
-
-    Of its threads only Python's are counted: libraries that other tests have loaded here, as grpc, begin some of theirs
-    in each child.
-    """
-    if running() is not None:
-        return 1
-    if threading.active_count() != 1:
-        return 2
-    step(model, optimizer)
-    return 0 if threading.active_count() == 1 else 4
-
-
-def ended(child: int) -> int:
-    """Its exit code; None of a child that does not end."""
-    deadline_s = time.monotonic() + ENDS_WITHIN_S
-    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        assert time.monotonic() < deadline_s, "a child hangs"
-        time.sleep(0.0005)
-    return os.waitstatus_to_exitcode(found[1])
+STORM = str(SCRIPTS / "storm_of_forks.py")
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("forks", [20, *long(FORKS)])
 def test_storm_of_forks(forks: int, tmp_path: Path) -> None:
-    """While another thread marks without pause. Children train on; the parent's steps are all there."""
-    torch.set_num_threads(1)
-    model, began_s, number = nn.Linear(4, 2), time.monotonic(), forks if forks < FORKS else share(FORKS)
-    optimizer, stop = torch.optim.SGD(model.parameters(), lr=0.1), threading.Event()
-
-    def mark() -> None:
-        while not stop.is_set():
-            with perf.section("busy"):
-                time.sleep(0)
-
-    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False) as watch:
-        thread = threading.Thread(target=mark)
-        thread.start()
-        try:
-            for _ in range(number):
-                child = os.fork()
-                if child == 0:
-                    code = 3
-                    try:
-                        code = in_child(model, optimizer)
-                    finally:
-                        os._exit(code)
-                assert ended(child) == 0
-        finally:
-            stop.set()
-            thread.join()
-        for _ in range(10):
-            step(model, optimizer)
-    assert watch.run_dir is not None
-    made = RunDirectory(watch.run_dir)
+    """While another thread marks without pause. Children train on, alone; the parent's steps are all there."""
+    began_s, number = time.monotonic(), forks if forks < FORKS else share(FORKS)
+    done = run_warm([sys.executable, STORM, str(tmp_path), str(number)], tmp_path, timeout_s=1700, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ends"] == {"well": number}
+    made = RunDirectory(Path(found["run_dir"]))
     finish(made, node_name())
 
-    assert report(made)["ranks"][0]["steps"] == 10
+    assert report(made)["ranks"][0]["steps"] == found["steps"]
     if forks == FORKS:
         note(
             "forks beside a thread that marks",
             number,
             FORKS,
-            "0 hung, 0 of the parent's steps lost, 0 threads of ours in a child",
+            "0 hung, 0 of the parent's steps lost, 0 threads in a child",
             time.monotonic() - began_s,
         )
 

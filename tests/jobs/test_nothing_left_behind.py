@@ -26,8 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import torchlens_perf as perf
 from tests.support.recording import EVERYTHING, recorded
 from torchlens_perf.errors import swallowed
-from torchlens_perf.hooks.collective import operators
-from torchlens_perf.recorder import native_tap
+from torchlens_perf.hooks.collective import another_has_tapped, operators
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
 
 
@@ -52,8 +51,8 @@ def state() -> dict[str, Any]:
             for name in vars(nn.modules.module)
             if name.startswith("_global_") and name.endswith("hooks")
         ],
-        # The native tap stays, and passes on: native/tap.cpp says why.
-        "taps": [name for name in [*operators(), WAIT_TENSOR] if native_tap.another_has_tapped(name)],
+        # Ours stays, and passes on: native/tap.cpp says why.
+        "taps": [name for name in [*operators(), WAIT_TENSOR] if another_has_tapped(name)],
         "dynamo": repr(torch._dynamo.config.get_config_copy()),
         "threads": threading.enumerate(),
         "files": open_files(),
@@ -110,7 +109,7 @@ def test_process_is_as_it_was(tmp_path: Path) -> None:
 
     assert sorted(name for name in before if before[name] != inside[name]) == [
         "autograd", "collector", "errors", "files", "iterator class", "loader class", "module class", "scaler class",
-        "step hooks", *["taps"][: native_tap.load() is None], "work class",
+        "step hooks", "work class",
     ]  # fmt: skip
     assert {name for name in before if before[name] != after[name]} == set()
 
@@ -135,13 +134,9 @@ def test_also_when_the_loop_raises(tmp_path: Path) -> None:
 
 
 def test_objects_of_a_watch_are_freed(tmp_path: Path) -> None:
-    """The session and its recorder go when the watch has gone, also with the model still there.
-
-    torch itself keeps the last Python kernel that was registered for an operator, also after it was taken away: with
-    the taps of the collectives, the last session stays until the next one. That is all; see the next test.
-    """
+    """The session and its recorder go when the watch has gone, also with the model still there."""
     model = nn.Sequential(nn.Linear(4, 4))
-    with recorded(tmp_path, model, collectives=False, **EVERYTHING) as recording:
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
         train(model)
         session = weakref.ref(recording.watch._session)
     gc.collect()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm_python
-from tests.support.long import long_but
+from tests.support.long import long, long_but
 from tests.support.processes import SCRIPTS, report
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.directory import RunDirectory
@@ -59,27 +59,35 @@ def test_many_make_one_folder(tmp_path: Path) -> None:
 
 @in_namespaces
 @pytest.mark.distributed
-def test_equal_process_ids_on_two_nodes(tmp_path: Path) -> None:
-    """Two containers with a shared folder, each with process ids and a shared memory of its own: both are recorded."""
+@pytest.mark.parametrize(
+    ("hosts", "memory"), [(("node-0", "node-1"), "own"), *long((("pod", "pod"), "own")), (("pod", "pod"), "shared")]
+)
+def test_equal_process_ids_on_two_nodes(hosts: tuple[str, str], memory: str, tmp_path: Path) -> None:
+    """Two containers with a shared folder, each with process ids of its own: both are recorded, each by its sidecar.
+    Also where both have the name of their host, and its shared memory."""
     nodes = []
     for rank in range(2):
         environ = {
-            **os.environ, "NODE": f"node-{rank}", "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1", "TORCHLENS_PERF_RUN_ID": "shared", "OMP_NUM_THREADS": "1",
+            **os.environ, "NODE": hosts[rank], "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1", "TORCHLENS_PERF_RUN_ID": "shared", "OMP_NUM_THREADS": "1", "MEMORY": memory,
         }  # fmt: skip
         command = [sys.executable, "-c", _AS_A_NODE, WATCHED, str(tmp_path), "30"]
         nodes.append(
             warm_python.WarmPython(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     said = [node.communicate(timeout=110) for node in nodes]
-    value = report(RunDirectory(tmp_path / "shared"))
+    run = RunDirectory(tmp_path / "shared")
+    value = report(run)
 
     assert [node.returncode for node in nodes] == [0, 0], said
     assert len({out.partition("process ")[2].split()[0] for out, _ in said}) == 1, "their process ids are equal"
-    assert [(rank["rank"], rank["host"], rank["steps"]) for rank in value["ranks"]] == [
-        (0, "node-0", 30),
-        (1, "node-1", 30),
+    assert [(rank["rank"], rank["host"], rank["steps"], rank["state"]) for rank in value["ranks"]] == [
+        (0, hosts[0], 30, "closed"),
+        (1, hosts[1], 30, "closed"),
     ]
+    assert value["quality"]["lost"] == 0
+    assert not any("ring" in note for note in value["quality"]["notes"])
+    assert len(list(run.nodes.glob("*.json"))) == 2
 
 
 # The namespaces last as long as their first process, which so waits for what the program leaves.
@@ -91,7 +99,9 @@ first = os.fork()
 if first:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]))
 socket.sethostname(os.environ["NODE"])
-mounts = "mount --make-rprivate /; mount -t proc proc /proc; mount -t tmpfs tmpfs /dev/shm"
+mounts = "mount --make-rprivate /; mount -t proc proc /proc"
+if os.environ["MEMORY"] == "own":
+    mounts += "; mount -t tmpfs tmpfs /dev/shm"
 subprocess.run(["sh", "-ec", mounts], check=True)
 program = os.fork()
 if program:

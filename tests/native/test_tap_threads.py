@@ -60,13 +60,69 @@ dist.destroy_process_group()
 print(*done)
 """
 
+# The same with the tap in Python: a call that is inside of it when the watch ends comes to its end there.
+PYTHON_PROGRAM = """
+import os, sys, threading, time
+from contextlib import ExitStack
+from pathlib import Path
+import torch, torch.distributed as dist
+from tests.support.ranks import Rank, run_without_traces
+from torchlens_perf.hooks.collective import CollectiveHook
+from torchlens_perf.recorder import native_tap
+from torchlens_perf.run import tap_requirements
+
+tap_requirements.places = lambda: ()
+assert native_tap.load() is None
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+folder, watches = Path(sys.argv[1]), int(sys.argv[2])
+errors, done, ended = [], [0, 0], threading.Event()
+
+def train(number):
+    tensor = torch.ones(4)
+    try:
+        while not ended.is_set():
+            dist.all_reduce(tensor)
+            done[number] += 1
+    except BaseException as error:
+        errors.append(error)
+
+threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+[thread.start() for thread in threads]
+with run_without_traces(folder) as run:
+    rank = Rank(run, 0, 1)
+    for number in range(watches):
+        with CollectiveHook().attach(rank.session):
+            before = sum(done)
+            while number % 100 == 0 and sum(done) < before + 10 and not errors:
+                time.sleep(0.0005)
+    attached = ExitStack()
+    attached.enter_context(CollectiveHook().attach(rank.session))
+    child = os.fork()
+    if child == 0:
+        attached.close()  # takes no lock that another thread may have held
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    attached.close()
+    ended.set()
+    [thread.join() for thread in threads]
+    assert not errors, errors
+    assert rank.session.recorder.written >= watches // 50
+    rank.close()
+dist.destroy_process_group()
+print(*done)
+"""
+
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("watches", [3_000, *long(100_000)])
-def test_other_threads_issue_meanwhile(watches: int, tmp_path: Path) -> None:
-    if native_tap.load() is None:
+@pytest.mark.parametrize(
+    ("tap", "watches"), [("native", 3_000), ("python", 1_000), *long(("native", 100_000), ("python", 20_000))]
+)
+def test_other_threads_issue_meanwhile(tap: str, watches: int, tmp_path: Path) -> None:
+    """Each operation of theirs succeeds, and a child that is forked meanwhile ends its watch."""
+    if tap == "native" and native_tap.load() is None:
         pytest.skip("the native tap is not built")
-    run = [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", PROGRAM, str(tmp_path), str(watches)]
+    program = PROGRAM if tap == "native" else PYTHON_PROGRAM
+    run = [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", program, str(tmp_path), str(watches)]
     finished = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
 
     assert finished.returncode == 0, finished.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_collectives_of_whole_steps(simulated: RunDirectory, shown: Contents) ->
     assert len(step["collectives"]) == len(set(operations))
 
 
-@pytest.mark.parametrize("budget_bytes", [60_000, 150_000])
+@pytest.mark.parametrize("budget_bytes", [48_000, 60_000, 150_000])
 def test_the_budget_is_kept_and_said(simulated: RunDirectory, budget_bytes: int) -> None:
     """A small page has wider columns and fewer whole steps, says so, and has all verdicts still."""
     small = contents(simulated, budget_bytes)
@@ -187,6 +188,7 @@ def test_the_budget_is_kept_and_said(simulated: RunDirectory, budget_bytes: int)
 
     assert len(json.dumps(small, separators=(",", ":"))) <= budget_bytes * 1.05
     assert small["report"]["verdicts"] == whole["report"]["verdicts"]
+    assert (small["steps"]["columns"]["width"] > 1) == (budget_bytes < 60_000)
     if small["steps"]["columns"]["width"] > 1:
         assert f"means over {small['steps']['columns']['width']} steps" in said
     fewer = len(whole["traces"]["steps"]) - len(small["traces"]["steps"])
@@ -218,8 +220,6 @@ def test_steps_by_the_devices_clock(on_device: RunDirectory) -> None:
 
 def test_a_damaged_file_costs_what_is_in_it(simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> None:
     """It is named among what is left out, and the rest is shown."""
-    import shutil
-
     copy = RunDirectory(tmp_path_factory.mktemp("damaged") / "run")
     shutil.copytree(simulated.path, copy.path)
     (copy.steps / "node-0000-000099.parquet").write_bytes(b"PAR1 and no more")
@@ -230,6 +230,20 @@ def test_a_damaged_file_costs_what_is_in_it(simulated: RunDirectory, tmp_path_fa
     assert shown["steps"] is not None
     assert shown["traces"]["steps"] == []
     assert any("node-0000-000099.parquet cannot be read" in each for each in shown["thinned"]["sentences"])
+
+
+def test_a_run_of_an_earlier_version(simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whose step files have no work: own time stands for it, which is said once."""
+    copy = RunDirectory(tmp_path_factory.mktemp("earlier") / "run")
+    shutil.copytree(simulated.path, copy.path)
+    (path,) = copy.steps.glob("*.parquet")
+    pq.write_table(pq.read_table(path).drop_columns(["work_ns"]), path)
+    shown, before = contents(copy), contents(simulated)
+
+    assert [line for line in shown["thinned"]["sentences"] if line.startswith("Recorded by an earlier version")] != []
+    assert shown["steps"] is not None
+    assert before["steps"] is not None
+    assert shown["steps"]["work"] == before["steps"]["work"]  # there is no lack of a CPU in a simulation
 
 
 def test_without_a_run(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -69,7 +69,7 @@ def test_levels_rates_and_shares(run: RunDirectory) -> None:
     clock = found["SM clock", "rank 0"]
     assert (clock["unit"], clock["rank"], clock["time_s"]) == ("Hz", 0, [0, 1, 2, 3])
     assert clock["value"] == [pytest.approx(10**9 + second, rel=1e-4) for second in range(4)]
-    assert found["throttled by heat", "rank 0"]["value"] == [None, 0.25, 0.25, 0.25]
+    assert found["throttled by heat", "rank 0"]["value"] == [None, 25, 25, 25]
     assert found["NVLink received", "rank 0"]["value"] == [None, 1000, 1000, 1000]
     titles = {title for title, _ in found}
     assert "throttled by the power limit" not in titles  # it was measured, and there was none

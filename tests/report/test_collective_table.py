@@ -14,7 +14,7 @@ from tests.support.saved import saved
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.report.collective_table import collective_rows, collective_table, newest_joins
+from torchlens_perf.report.collective_table import arrived_last, collective_rows, collective_table, newest_joins
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
@@ -87,6 +87,25 @@ def test_nodes_and_attempts() -> None:
 
     assert (row["count"], row["joined"], row["ranks_seen"]) == (4, 1, "0-3")
     assert row["groups_operations"]["joined"] == 2  # what each node has joined
+
+
+def test_how_often_each_rank_came_last() -> None:
+    """Over all operations in which that shows; a rank that is never late has 0, and one without any has nothing."""
+    send = "broadcast group=0 dtype=float32 root=0"
+    issued = {
+        rank: [
+            *(Issued(NAME, n, (1000 if rank == n % 4 else 4000) * US, 3_000_000) for n in range(20)),
+            *(Issued(send, 20 + n, (1000 + rank) * US, 3_000_000) for n in range(20)),
+        ]
+        for rank in range(3)
+    }
+    rows = collective_rows([saved(joined(issued))])
+    found = arrived_last(rows)
+
+    assert {row["operation"]: row["joined"] for row in rows} == {"allreduce": 20, "broadcast": 20}
+    assert found == {rank: {"count": 5, "joined": 20, "share": 0.25} for rank in range(3)}
+    assert arrived_last(on_nodes((0, 1), (2, 3), last=3)) == {}
+    assert arrived_last([]) == {}
 
 
 def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, object]]:

@@ -23,8 +23,8 @@ from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_spans import nest
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
-from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.clock import HostClock
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import DeviceClock
 from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind, record_dtype

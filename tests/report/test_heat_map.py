@@ -14,9 +14,10 @@ from rich.console import Console
 from tests.support.findings import episode, findings
 from tests.support.tables import step_table
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, WindowHistory, Windows
+from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS, RunWindows, run_windows
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.report.heat_map import MAX_COLUMNS, MAX_RANKS, HeatMap, chosen, heat
+from torchlens_perf.report.heat_map import MAX_RANKS, HeatMap, chosen, heat
 from torchlens_perf.run.ring import Flag
 
 
@@ -34,10 +35,14 @@ def windows(
     return history.windows()
 
 
+def on_one_grid(*ranks: Windows) -> RunWindows | None:
+    return run_windows(dict(enumerate(ranks)), max((int(each.first_step[-1]) for each in ranks), default=0))
+
+
 def of(ranks: list[Windows], found: Findings = NOTHING, populations: str = "") -> dict[str, Any]:
     """The heat of these ranks; populations: a letter for each."""
     places = {rank: Placement("node", letter) for rank, letter in enumerate(populations)}
-    value = heat(dict(enumerate(ranks)), found, places)
+    value = heat(on_one_grid(*ranks), found, places)
     assert value is not None
     assert value == json.loads(json.dumps(value, allow_nan=False))
     return value
@@ -97,9 +102,10 @@ def test_ranks_that_do_other_work_are_not_compared() -> None:
 
     assert [excess(value, rank) for rank in range(4)] == [[0.0] * 5] * 4
     assert excess(value, 4) == [None] * 5
-    assert heat({0: windows(40), 1: windows(40)}, NOTHING, {0: Placement("", "a"), 1: Placement("", "b")}) is None
-    assert heat({0: windows(40)}, NOTHING, {}) is None
-    assert heat({}, NOTHING, {}) is None
+    alone = on_one_grid(windows(40), windows(40))
+    assert heat(alone, NOTHING, {0: Placement("", "a"), 1: Placement("", "b")}) is None
+    assert heat(on_one_grid(windows(40)), NOTHING, {}) is None
+    assert heat(on_one_grid(), NOTHING, {}) is None
 
 
 def test_missing_is_not_zero() -> None:

@@ -57,7 +57,7 @@ def test_schema(run: RunDirectory) -> None:
 
     assert SCHEMA == value["schema"] == 2
     assert set(value) == {
-        "schema", "run", "steps", "ranks", "heat", "modules", "sections", "device_sections", "collectives",
+        "schema", "run", "steps", "ranks", "heat", "history", "modules", "sections", "device_sections", "collectives",
         "slow_links", "captures", "gpus", "links", "verdicts", "quality",
     }  # fmt: skip
     assert {"id", "world_size", "nodes", "started", "ended"} <= set(value["run"])
@@ -66,7 +66,8 @@ def test_schema(run: RunDirectory) -> None:
     assert {"rank", "host", "own_s", "phases", "typical", "not_measured"} <= set(value["ranks"][0])
     assert set(value["ranks"][0]["phases"]["forward"]) == {"typical_s", "p50_s", "mean_s", "share"}
     assert set(value["ranks"][0]["typical"]) == {"s", "own_s", "work_s", "parts", "lack_of_cpu"}
-    assert set(value["verdicts"][0]) == {*Verdict.__dataclass_fields__, "where"}
+    assert {"arrived_last", "wait_s_per_step"} <= set(value["ranks"][0])
+    assert set(value["verdicts"][0]) == {*Verdict.__dataclass_fields__, "where", "held"}
     assert {"records", "lost", "coverage", "overhead_share", "notes"} <= set(value["quality"])
     assert {"name", "calls", "own_s", "by_rank"} <= set(value["modules"][0])
     assert {"operation", "group", "count", "bytes"} <= set(value["collectives"][0])
@@ -297,8 +298,22 @@ class TestTerminal:
         words = render(self.value(run), "/runs/1", columns=130, color=False).split()
         bars = [word for word in words if len(word) > 8 and set(word) <= set("dfrbowh")]
 
-        # 1, 4, 12, 6 and 1 of 24 ms; 1, 4, 2, 16 and 1 of 24 ms. In the order of PARTS.
-        assert bars == ["dffbbbbwwwwwwwwh", "dffbbbbbbbbbbbwh"]
+        # The slow rank is first. 1, 4, 16, 2 and 1 of 24 ms; 1, 4, 6, 12 and 1 of 24 ms. In the order of PARTS.
+        assert bars == ["dffbbbbbbbbbbbwh", "dffbbbbwwwwwwwwh"]
+
+    def test_who_is_slow_comes_first(self, run: RunDirectory) -> None:
+        """And each rank has how often it came last, and how long it waits, where that is known."""
+        value = self.value(run)
+        value["ranks"][1]["arrived_last"] = {"count": 30, "joined": 40, "share": 0.75}
+        lines = render(checked(value), "/runs/1", columns=130, color=False).splitlines()
+        (header,) = [place for place, line in enumerate(lines) if line.startswith(" rank  ")]
+
+        assert value["ranks"][0]["arrived_last"] is None
+        assert [rank["wait_s_per_step"] for rank in value["ranks"]] == pytest.approx([0.012, 0.002])
+        assert lines[header].rstrip().endswith("came last")
+        assert (lines[header + 2].split()[0], lines[header + 2].split()[-1]) == ("1", "75%")
+        assert (lines[header + 3].split()[0], lines[header + 3].split()[-1]) == ("0", "-")
+        assert "came last: to how many of the collectives" in " ".join(lines)
 
     @pytest.mark.parametrize("columns", [118, 90, 70, 50])
     def test_cells_are_never_broken(self, run: RunDirectory, columns: int) -> None:

@@ -24,6 +24,7 @@ from tests.support.reports import as_json, checked, problem
 from tests.support.simulations import simulation
 from tests.support.tables import MS
 from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.alerts.history import History, Noted
 from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
 from torchlens_perf.analysis.causes.straggler_groups import StageImbalance, StragglerGroup, StragglerSummary
 from torchlens_perf.analysis.node_state import NodeState
@@ -103,6 +104,17 @@ def judged(slow: Episode) -> NodeState:
     return node(ranks=2, findings=findings(slow), named=named)
 
 
+def noted(kind: str) -> History:
+    """What a sidecar has noted that is over."""
+    return History(0, [Noted("about", kind, "It is slow. Next: see.", (1,), 20, 5_000_000, 31, 9_000_000, 60.0)])
+
+
+def for_a_while(parts: dict[str, Any], since: int = 40) -> NodeState:
+    """A node whose steps have these parts in some of its windows."""
+    steps = [{**BASE, **(parts if since <= step < since + 40 else {})} for step in range(160)]
+    return NodeState(HOST, {"0": state_of(0, 1, steps)})
+
+
 def linked(run: RunDirectory) -> NodeState:
     """A node that has found a slow link."""
     record(simulation("link:rank=3,share=0.2", topology=Topology(4, 4)), 96, run, "note")
@@ -144,6 +156,18 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("none", evidence.WarmUpEvidence): lambda run: node(steps=2),
     ("not_compared", evidence.NotComparedEvidence): lambda run: node(ranks=2),
     ("no_steps", evidence.NoStepsEvidence): lambda run: node(steps=0),
+    **{
+        (f"{kind}_ended", evidence.PastEvidence): lambda run, kind=kind: node(history=noted(kind))
+        for kind in ("hang", "slow_link", "imbalance")
+    },
+    ("data_bound", evidence.StretchEvidence): lambda run: for_a_while({"data": 30.0}, since=120),
+    ("data_bound_ended", evidence.StretchEvidence): lambda run: for_a_while({"data": 30.0}),
+    ("communication_bound", evidence.StretchEvidence): lambda run: for_a_while({"communication": 30.0}, since=120),
+    ("communication_bound_ended", evidence.StretchEvidence): lambda run: for_a_while({"communication": 30.0}),
+    ("host_bound", evidence.StretchEvidence): lambda run: for_a_while({"host": 30.0}, since=120),
+    ("host_bound_ended", evidence.StretchEvidence): lambda run: for_a_while({"host": 30.0}),
+    ("lack_of_cpu", evidence.StretchEvidence): lambda run: for_a_while({"forward": 40.0, "cpu": 30.0}, since=120),
+    ("lack_of_cpu_ended", evidence.StretchEvidence): lambda run: for_a_while({"forward": 40.0, "cpu": 30.0}),
 }
 
 
@@ -155,7 +179,9 @@ def test_all_kinds_of_verdicts_are_here() -> None:
 def test_each_kind_of_verdict(run: RunDirectory, kind: str, of: Any) -> None:
     """Its row is as the schema says, with each field of its evidence and no other, and not with another kind's."""
     report = checked(build("run", [STATES[kind, of](run)]))
-    place = next(place for place, row in enumerate(report["verdicts"]) if row["kind"] == kind)
+    places = enumerate(report["verdicts"])
+    type_of = dict if issubclass(of, dict) else of
+    place = next(at for at, row in places if row["kind"] == kind and isinstance(row["evidence"], type_of))
     found, value = report["verdicts"][place]["evidence"], as_json(report)
     row = value["verdicts"][place]
     optional = getattr(of, "__optional_keys__", frozenset())

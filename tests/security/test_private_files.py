@@ -17,7 +17,7 @@ from tests.support.ranks import make_run
 from torchlens_perf.run import captures, ownership
 from torchlens_perf.run.captures import Request
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.report_mailbox import ReportMailbox
+from torchlens_perf.run.mailbox import KINDS, Mailbox
 
 # Trains, and prints the modes of what lies in shared memory meanwhile, and of an out-of-memory table.
 _JOB = """
@@ -105,20 +105,21 @@ def test_modes_of_captures(tmp_path: Path) -> None:
 
 
 def test_modes_of_the_mailbox_and_of_a_group(tmp_path: Path) -> None:
-    """Where rank 0 waits is never shared; a log in a shared folder is."""
+    """Where a rank hears from the sidecar is never shared; a log in a shared folder is."""
     before = os.umask(0)
     try:
-        mailbox = ReportMailbox(tmp_path / "rank.ring")
+        mailboxes = [Mailbox(tmp_path / "rank.ring", kind) for kind in KINDS]
         shared = RunDirectory(tmp_path / "runs" / "one", shared=True)
         shared.create()
         os.close(ownership.open_to_append(shared.node_log("host")))
     finally:
         os.umask(before)
 
-    assert stat.S_IMODE(mailbox.path.stat().st_mode) == 0o600
+    assert {stat.S_IMODE(mailbox.path.stat().st_mode) for mailbox in mailboxes} == {0o600}
     assert stat.S_IMODE(shared.node_log("host").stat().st_mode) == 0o640
     assert stat.S_IMODE(shared.path.parent.stat().st_mode) & 0o777 == 0o750
-    mailbox.close()
+    for mailbox in mailboxes:
+        mailbox.close()
 
 
 def _request() -> Request:

@@ -148,5 +148,8 @@ def test_modules(loaded: tuple[set[str], set[str]]) -> None:
 
     assert "torchlens_perf" in roots
     assert roots & (_NETWORK | _UNPICKLES | {"concurrent", "multiprocessing"}) == set()
-    assert roots & {"msgspec", "pyarrow", "rich", "pynvml"} == set()
+    assert roots & {"msgspec", "pyarrow", "rich", "pynvml", "IPython", "pandas", "polars"} == set()
     assert {name for name in more if name.startswith(("torchlens_perf.sidecar", "torchlens_perf.exporters"))} == set()
+    # Of what shows results, what a watch has in any case: nobody has asked for any.
+    shows = {name for name in watched if name.startswith("torchlens_perf.results.")}
+    assert shows == {"torchlens_perf.results.last_report", "torchlens_perf.results.methods"}

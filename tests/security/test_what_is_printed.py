@@ -39,7 +39,7 @@ hostile = st.one_of(
 _BAD = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
-def _assert_harmless(text: str, width: int | None = None) -> None:
+def assert_harmless(text: str, width: int | None = None) -> None:
     for line in text.split("\n"):
         bad = {hex(ord(each)) for each in line if unicodedata.category(each) in _BAD}
         assert bad == set(), line[:200]
@@ -56,15 +56,15 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(path.read_bytes()))
 
 
-def _texts(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def texts_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where texts are in a state."""
     if isinstance(value, str):
         return [path]
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [found for key, each in items for found in _texts(each, (*path, key))]
+    return [found for key, each in items for found in texts_in(each, (*path, key))]
 
 
-def _planted(value: Any, path: tuple[Any, ...], text: str) -> Any:
+def planted(value: Any, path: tuple[Any, ...], text: str) -> Any:
     copied = json.loads(json.dumps(value))
     at = copied
     for key in path[:-1]:
@@ -88,19 +88,19 @@ def test_state_of_a_node(
     """Any text of it, its notes, its schema: report, as text and as JSON, and capture's errors."""
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True, exist_ok=True)
-    where = data.draw(st.sampled_from(_texts(state)))
-    value = _planted(_planted(state, where, text), ("notes",), [note, text])  # type: ignore[arg-type]
+    where = data.draw(st.sampled_from(texts_in(state)))
+    value = planted(planted(state, where, text), ("notes",), [note, text])  # type: ignore[arg-type]
     for changed in (value, {**value, "schema": schema}):
         with contextlib.suppress(UnicodeEncodeError):
             run.node_state(HOST).write_text(json.dumps(changed))
-        _assert_harmless(_printed("report", str(run.path)))
-        _assert_harmless(_printed("report", "--json", str(run.path)))
-        _assert_harmless(_printed("capture", str(run.path), "--rank", "0"))
+        assert_harmless(_printed("report", str(run.path)))
+        assert_harmless(_printed("report", "--json", str(run.path)))
+        assert_harmless(_printed("capture", str(run.path), "--rank", "0"))
     run.node_state(HOST).write_text(json.dumps(value))
     with contextlib.suppress(RunStoreError):  # as some texts are ranks, or numbers
         for color in (False, True):
             shown = render(run_report(run), str(run.path), columns=100, color=color)
-            _assert_harmless(re.sub(r"\x1b\[[0-9;]*m", "", shown) if color else shown, 100 + len(str(run.path)))
+            assert_harmless(re.sub(r"\x1b\[[0-9;]*m", "", shown) if color else shown, 100 + len(str(run.path)))
 
 
 def test_notes_and_names(state: dict[str, Any], tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_notes_and_names(state: dict[str, Any], tmp_path: Path) -> None:
     run.node_state(HOST).write_text(json.dumps(value))
     shown = render(run_report(run), str(run.path), columns=100, color=False)
 
-    _assert_harmless(shown, 100 + len(str(run.path)))
+    assert_harmless(shown, 100 + len(str(run.path)))
     assert "?]8;;http://evil/?\\train.py" in shown
     assert "?[2J?[31mred" in shown
     assert "Rank 1 (node-0000) is slow in computing" in shown
@@ -129,7 +129,7 @@ def test_arguments(text: str) -> None:
         ["simulate", "--topology", text], [text],
     ):  # fmt: skip
         with contextlib.suppress(OSError, ValueError):  # a name that no system takes, or with a null
-            _assert_harmless(_printed(*arguments))
+            assert_harmless(_printed(*arguments))
 
 
 @given(text=hostile)
@@ -147,9 +147,9 @@ def test_outcome_of_a_capture(text: str, tmp_path_factory: pytest.TempPathFactor
     captures.write(captures.outcome_path(folder), dataclasses.replace(outcome, first_step=3))
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        capture._wait(run, request, timeout_s=10)
+        capture._wait(run, request, timeout_s=10, quiet=False)
     assert "rank 0" in out.getvalue()
-    _assert_harmless(out.getvalue())
+    assert_harmless(out.getvalue())
 
 
 @given(text=hostile)
@@ -158,7 +158,7 @@ def test_doctor(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings, and whatever a check finds."""
     found = [Check(2, text, text, text)]
     monkeypatch.setattr("torchlens_perf.commands.doctor.examine", lambda: iter(found))
-    _assert_harmless(_printed("doctor"))
+    assert_harmless(_printed("doctor"))
 
 
 def test_printable() -> None:
@@ -167,4 +167,4 @@ def test_printable() -> None:
     assert printable("größe 测试 \U0001f600") == "größe 测试 \U0001f600"
     assert printable("\x1b[31m\u202e\ud800\n") == "?[31m???"
     for text in _HOSTILE:
-        _assert_harmless(str(ConfigError(printable(text))))
+        assert_harmless(str(ConfigError(printable(text))))

@@ -277,9 +277,10 @@ def test_disk_that_is_full(node: Node) -> None:
     assert list((folder / TRACE).iterdir()) == []
 
 
-@pytest.mark.parametrize(("traced", "code"), [(True, 0), (False, 1)])
-def test_code_of_the_command(node: Node, traced: bool, code: int) -> None:
-    """0 is that there is a trace; a rank that has made no step yet does not stand in the way."""
+@pytest.mark.parametrize(("traced", "code", "quiet"), [(True, 0, []), (False, 1, []), (True, 0, ["--quiet"])])
+def test_code_of_the_command(node: Node, traced: bool, code: int, quiet: list[str]) -> None:
+    """0 is that there is a trace; a rank that has made no step yet does not stand in the way. Quiet, it says what came
+    of it all the same."""
     ranks = [Rank(node.run, rank) for rank in (0, 1)]
     ranks[0].steps(40, forward=100)
     sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
@@ -300,9 +301,11 @@ def test_code_of_the_command(node: Node, traced: bool, code: int) -> None:
     answering.start()
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert main(["capture", str(node.run.path), "--rank", "0", "--timeout", "20"]) == code
+        assert main(["capture", str(node.run.path), "--rank", "0", "--timeout", "20", *quiet]) == code
     answering.join(5)
     assert ("no trace: the disk is full" in out.getvalue()) is not traced
+    assert ("asked: ranks 0" in out.getvalue()) is not bool(quiet)
+    assert ("trace.json.gz  5 bytes" in out.getvalue()) is traced
     for rank in ranks:
         rank.close()
 

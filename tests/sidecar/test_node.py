@@ -635,6 +635,14 @@ class TestPacing:
             assert not schedule.account_due(100.0 + 0.99 * period_s, took_s)
             assert schedule.account_due(100.0 + 1.01 * period_s, took_s)
 
+    def test_counting_comes_sooner_while_somebody_looks(self) -> None:
+        """A twentieth of the time may go to it then, and never more than what it takes in 1 s."""
+        for took_s, period_s in ((0.001, 1.0), (0.05, 1.0), (0.1, 2.0), (0.5, 5.0)):
+            schedule = Schedule(0.0)
+            assert schedule.account_due(100.0, took_s, watched=True)
+            assert not schedule.account_due(100.0 + 0.99 * period_s, took_s, watched=True)
+            assert schedule.account_due(100.0 + 1.01 * period_s, took_s, watched=True)
+
     def test_looks_as_often_as_asked(self) -> None:
         """However long counting takes; sooner in a young run."""
         schedule = Schedule(0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from tests.support.simulations import judged, simulation, table_of
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.analysis.stragglers.detector import Findings
-from torchlens_perf.commands.simulate import add_command, record
+from torchlens_perf.commands.cli import _parser
+from torchlens_perf.commands.simulate import record
 from torchlens_perf.errors import ConfigError, TorchlensPerfError
 from torchlens_perf.report.build import build
 from torchlens_perf.run.clock import Anchor
@@ -203,10 +203,8 @@ def test_alerts_on_what_is_no_ranks_work(
 
 
 def command(*arguments: str) -> int:
-    """The command as the command line calls it."""
-    parser = argparse.ArgumentParser()
-    add_command(parser.add_subparsers())
-    options = parser.parse_args(["simulate", *arguments])
+    """As the command line calls it, but for what it makes of errors."""
+    options = _parser().parse_args(["simulate", *arguments])
     code: int = options.command(options)
     return code
 

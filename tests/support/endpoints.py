@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
@@ -76,6 +76,25 @@ def silent() -> Iterator[str]:
 
 
 @contextmanager
+def dropping() -> Iterator[str]:
+    """A TCP port that does not answer at all: its queue is full, so that the kernel drops who knocks."""
+    with ExitStack() as held:
+        server = held.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(8):
+            knocking = held.enter_context(socket.socket())
+            knocking.settimeout(0.1)
+            try:
+                knocking.connect(server.getsockname())
+            except TimeoutError:
+                break
+        else:
+            raise AssertionError("this kernel lets more connections wait than were asked for")
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@contextmanager
 def refusing() -> Iterator[str]:
     """A port that nobody listens on. It is held meanwhile, so that nobody gets it."""
     with socket.socket() as held:
@@ -83,22 +102,32 @@ def refusing() -> Iterator[str]:
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
-class _Spans(TraceServiceServicer):
-    def __init__(self, status: grpc.StatusCode, after_s: float) -> None:
+class Spans(TraceServiceServicer):
+    """A gRPC endpoint for spans that gives every request the same answer, after some time."""
+
+    def __init__(self, status: grpc.StatusCode, after_s: float = 0.0) -> None:
         self._status, self._after_s = status, after_s
+        self.seen: list[str] = []
+        """The metadata of each request."""
 
     def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
+        self.seen.append(repr(context.invocation_metadata()))
         time.sleep(self._after_s)
         if self._status is not grpc.StatusCode.OK:
             context.abort(self._status, "on purpose")
         return ExportTraceServiceResponse()
 
 
+def add_spans(spans: Spans, server: grpc.Server) -> None:
+    """Has the server answer by it."""
+    add_TraceServiceServicer_to_server(spans, server)
+
+
 @contextmanager
 def grpc_answering(status: grpc.StatusCode, after_s: float = 0.0) -> Iterator[str]:
     """A gRPC endpoint for spans that gives every request the same answer, after some time."""
     server = grpc.server(ThreadPoolExecutor(4))
-    add_TraceServiceServicer_to_server(_Spans(status, after_s), server)
+    add_spans(Spans(status, after_s), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

@@ -29,16 +29,21 @@ NODES = ("node-a", "node-b")
 RANKS, SLOW_RANK = 4, 3  # of the second node
 ON_NODE = str(SCRIPTS / "on_node.py")
 SHELL_NODE = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-_STEPS = "600"
+_STEPS = "1200"  # of 15 ms and more: nodes meet some six seconds after the start, on a busy machine later
 _LATER_S = 2.0  # so that the second node, on its own, calls the run otherwise than the first
 
 
 def on_nodes(*programs: list[str]) -> list[list[str]]:
     """Python programs, the first on the first node; the next one begins a little later."""
     return [
-        [sys.executable, ON_NODE, node, str(number * _LATER_S), *program]
+        on_node(node, number * _LATER_S, *program)
         for number, (node, program) in enumerate(zip(NODES, programs, strict=True))
     ]
+
+
+def on_node(node: str, delay_s: float, *program: str) -> list[str]:
+    """A Python program, on that node, after some time."""
+    return [sys.executable, ON_NODE, node, str(delay_s), *program]
 
 
 def by_shell(node: str, *command: str) -> list[str]:
@@ -111,13 +116,13 @@ def run(folder: Path, *commands: list[str], watched: bool = True, timeout_s: flo
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         said = "\n".join(log.read_text(errors="replace") for log in logs)
-        _wait_for_sidecars(folder)
+        sidecars_ended(folder)
     assert all(process.returncode == 0 for process in processes), said[-6000:]
     return Done(folder, said)
 
 
-def _wait_for_sidecars(folder: Path, timeout_s: float = 60) -> None:
-    """Those of this folder's runs, whichever node they are on."""
+def sidecars_ended(folder: Path, timeout_s: float = 60) -> None:
+    """Waits for those of this folder's runs, whichever node they are on."""
     deadline_s = time.monotonic() + timeout_s
     while pids := _sidecars(folder):
         if time.monotonic() > deadline_s:

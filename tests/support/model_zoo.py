@@ -445,6 +445,14 @@ def gradient_scaler(watching: Watching) -> Outcome:
 
 
 @case
+def not_a_number(watching: Watching) -> Outcome:
+    """The first loss is infinite, the others are NaN, and so are the parameters then."""
+    model = mlp()
+    scales = iter([float("inf"), *[float("nan")] * STEPS])
+    return train(watching, model, lambda batch: model(batch).square().mean() * next(scales))
+
+
+@case
 def closure(watching: Watching) -> Outcome:
     """LBFGS runs forward and backward inside its step, several times."""
     model = mlp()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from torchlens_perf.hooks import python_tap
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.processes import process_started
@@ -159,10 +160,11 @@ def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def load_anew() -> Iterator[None]:
-    """load() remembers what it has found."""
+    """load() remembers what it has found. The Python tap would stay, and hide the native one from later tests."""
     native_tap.load.cache_clear()
     yield
     native_tap.load.cache_clear()
+    python_tap._libraries.clear()  # nobody issues collectives just now
 
 
 @pytest.fixture

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
 
+from torchlens_perf.analysis.alerts.history import History
 from torchlens_perf.analysis.alerts.log import OpenAlerts
 from torchlens_perf.analysis.causes.straggler_groups import NOBODY, StragglerSummary
 from torchlens_perf.analysis.collectives.join import CollectiveJoin, JoinState
@@ -33,9 +35,23 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.records import StepTable
 
-SCHEMA = 9
+SCHEMA = 10
 
 _T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Whereabouts:
+    """What a running process was doing at one instant: a snapshot, taken beside it. Seconds are by then."""
+
+    step: int
+    """In progress."""
+    step_s: float
+    """For so long."""
+    inside: tuple[str, ...]
+    """The spans that its training thread was inside of, outermost first, without the step."""
+    inside_s: float | None
+    """For how long it had been in the innermost; None where it was in none."""
 
 
 @dataclasses.dataclass
@@ -70,6 +86,10 @@ class ProcessState:
     tool_ns: int = 0
     open_spans: list[str] = dataclasses.field(default_factory=list)
     """What a process that died was inside of."""
+    now: Whereabouts | None = None
+    """Of one that runs, when the state was saved; None of others, and of simulated ones."""
+    total_steps: int = 0
+    """How many steps it will make, as its watch was told; 0: not known."""
     groups: dict[str, ProcessGroup] = dataclasses.field(default_factory=dict)
     """Those that it has used, by name."""
     not_measured: list[str] = dataclasses.field(default_factory=list)
@@ -129,6 +149,8 @@ class NodeState:
     passing_notes: list[str] = dataclasses.field(default_factory=list)
     """What holds now, as that another node is not reached; a later sidecar says what holds then."""
     sidecar_cpu_s: float = 0.0
+    saved_unix_ns: int = 0
+    """When this was saved, by the node's clock; 0: not known."""
     join: CollectiveJoin = dataclasses.field(default_factory=CollectiveJoin)
     """The node's collectives, joined across its ranks."""
     hang: OpenHang | None = None
@@ -137,6 +159,8 @@ class NodeState:
     findings: Findings = NOTHING
     """What this node's straggler detector found: in its own ranks, or on node 0 in those of all nodes."""
     alerts: OpenAlerts | None = None
+    history: History = dataclasses.field(default_factory=History)
+    """What was found while the run went on, and when."""
     telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
     tap_outlook: str = ""
     """What becomes of the native tap that its ranks have missed, see TapForNextRun.outlook()."""
@@ -207,16 +231,22 @@ def _set_aside(path: Path) -> str:
     return f"It is kept as {aside.name}"
 
 
-def load_all(run: RunDirectory, unusable: list[str] | None = None) -> list[NodeState]:
+def load_all(
+    run: RunDirectory,
+    unusable: list[str] | None = None,
+    advanced: Callable[[int, int], object] = lambda done, total: None,
+) -> list[NodeState]:
     """All nodes of the run, by host. unusable: gets a line for each file that cannot be read; None: that is an error.
 
-    Raises RunStoreError if there are none, or none can be read.
+    advanced: called with the number of files that are looked at, and of all. Raises RunStoreError if there are none, or
+    none can be read.
     """
     paths = sorted(run.nodes.glob("*.json"))
     if not paths:
         raise RunStoreError(f"{run.path} is not a run directory, or its sidecar has not written anything yet")
     states = []
-    for path in paths:
+    for done, path in enumerate(paths, 1):
+        advanced(done, len(paths))
         try:
             states.append(load(path))
         except RunStoreError as error:

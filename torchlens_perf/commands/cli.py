@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torchlens_perf.commands import capture, simulate
+from torchlens_perf.commands import capture, results, serve, simulate, top
 from torchlens_perf.commands import run as run_command
+from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import TorchlensPerfError, printable
 from torchlens_perf.run.directory import RunDirectory
 
+_INTERRUPTED = 128 + signal.SIGINT
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code."""
+    """Runs one command and returns the exit code; with Ctrl-C that is 130, as a shell has it."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if arguments[:1] == ["run"] and arguments[1:2] not in (["-h"], ["--help"]):
@@ -27,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TorchlensPerfError as error:
         print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("torchlens-perf: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     except BrokenPipeError:
         # `torchlens-perf report | head`: nobody reads on. Python would complain again when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     sidecar.set_defaults(command=_sidecar)
 
     capture.add_command(commands)
+    serve.add_command(commands)
     simulate.add_command(commands)
+    results.add_command(commands)
+    top.add_command(commands)
 
     build_tap = commands.add_parser(
         "build-tap",
@@ -78,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="what works in this environment, and what to do where it does not")
     doctor.set_defaults(command=_doctor)
+    for command in commands.choices.values():
+        command.add_argument("--quiet", action="store_true", help="only what was asked for, and errors")
     return parser
 
 
@@ -94,10 +106,13 @@ def _report(options: argparse.Namespace) -> int:
     if options.html is not None:
         from torchlens_perf.page.document.write import write_page
 
-        size = write_page(run, options.html)
-        print(f"torchlens-perf: wrote {printable(str(options.html))}, {size / 1e6:.2f} MB", file=sys.stderr)
+        with Progress("writing the page", quiet=options.quiet):
+            size = write_page(run, options.html)
+        if not options.quiet:
+            print(f"torchlens-perf: wrote {printable(str(options.html))}, {size / 1e6:.2f} MB", file=sys.stderr)
         return 0
-    value = run_report(run)
+    with Progress("reading the run", quiet=options.quiet) as progress:
+        value = run_report(run, progress)
     if options.json:
         report_json.write(value, sys.stdout)
     else:
@@ -119,7 +134,8 @@ def _newest_run() -> Path:
 def _sidecar(options: argparse.Namespace) -> int:
     from torchlens_perf.sidecar.start.process import by_hand
 
-    return by_hand(options.run_dir.absolute(), options.host)
+    replaying = Progress("replaying the run", quiet=options.quiet)
+    return by_hand(options.run_dir.absolute(), options.host, replaying, quiet=options.quiet)
 
 
 def _build_tap(options: argparse.Namespace) -> int:
@@ -127,7 +143,10 @@ def _build_tap(options: argparse.Namespace) -> int:
     from torchlens_perf.sidecar import tap_for_next_run
 
     if options.in_background is None:
-        print(printable(str(tap_build.build())))
+        with Progress("compiling the native tap on collectives", quiet=options.quiet):
+            built = tap_build.build()
+        if not options.quiet:
+            print(printable(str(built)))
     else:
         tap_for_next_run.give_way()
         print(printable(str(tap_build.build_in_background(options.in_background))))
@@ -139,6 +158,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     worst = 0
     for check in examine():
-        print(printable(str(check)))
+        if check.severity or not options.quiet:
+            print(printable(str(check)))
         worst = max(worst, check.severity)
     return 1 if worst > 1 else 0

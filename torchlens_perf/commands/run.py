@@ -24,6 +24,7 @@ from torchlens_perf.startup import sitecustomize
 
 # One argument with short options: letters, then perhaps one that takes all that follows, or else the next argument.
 _SHORT_OPTIONS = re.compile(r"-([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
+_QUIET = "--quiet"  # Python has no such option
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
 # -E and -I make Python ignore PYTHONPATH, -S the sitecustomize.
 _NO_SITECUSTOMIZE = re.compile(r"-[^-WX]*[EIS]")
@@ -31,11 +32,13 @@ _NO_SITECUSTOMIZE = re.compile(r"-[^-WX]*[EIS]")
 
 def run(arguments: Sequence[str]) -> NoReturn:
     """Becomes `python ARGUMENTS`, recorded. Raises ConfigError if nothing is to be run or Python cannot be started."""
+    quiet = list(arguments[:1]) == [_QUIET]
+    arguments = arguments[quiet:]
     if not arguments or list(arguments) == ["-m"]:
         raise ConfigError("a script is needed: torchlens-perf run train.py ARGS")
     typed = typed_options(sys.orig_argv)
     environment = environment_at_start()
-    _switch_on(environment, [*typed, *split_options(arguments)[0]])
+    _switch_on(environment, [*typed, *split_options(arguments)[0]], quiet=quiet)
     try:
         os.execve(sys.executable, [sys.orig_argv[0], *typed, *arguments], environment)
     except OSError as error:
@@ -47,8 +50,10 @@ def describe(commands: Any) -> None:
     commands.add_parser(
         "run",
         help="run a script, recorded",
-        usage="torchlens-perf run [PYTHON'S OPTIONS] (SCRIPT | DIRECTORY | ZIP | -m MODULE | -c CODE | -) [ARGS]",
-        description="Becomes `python` with what follows, recorded. What you can give to python, you can give here.",
+        usage="torchlens-perf run [--quiet] [PYTHON'S OPTIONS] (SCRIPT | DIRECTORY | ZIP | -m MODULE | -c CODE | -) "
+        "[ARGS]",
+        description="Becomes `python` with what follows, recorded. What you can give to python, you can give here. "
+        "With --quiet, which comes first, the report at the end is not printed: the run directory has it.",
     )
 
 
@@ -103,13 +108,17 @@ def environment_at_start() -> dict[str, str]:
     return environment or {name: value for name, value in os.environ.items() if name != "LC_CTYPE"}
 
 
-def _switch_on(environment: dict[str, str], options: Sequence[str]) -> None:
-    """Makes Python, started with this environment and these options, record."""
+def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bool) -> None:
+    """Makes Python, started with this environment and these options, record. quiet: without a report at the end."""
+    if quiet:
+        environment.setdefault(f"{config.ENVIRONMENT_PREFIX}REPORT", "0")
     try:
         wanted = config.is_on(environment)
     except ConfigError:
         wanted = True  # the recording process says so itself, as of any variable that cannot be used
     if wanted is False:
+        if quiet:
+            return
         _say_off(environment, f"{config.SWITCH}={environment[config.SWITCH]}")
         return
     environment.setdefault(config.SWITCH, "1")

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.commands.progress import Advanced, Progress, nothing
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import ownership
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.stragglers.episodes import Episode
     from torchlens_perf.analysis.stragglers.placement import Placement
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.run.sidecar_lock import SidecarLock
     from torchlens_perf.simulate.rings import SimulatedDevice
     from torchlens_perf.simulate.simulation import Simulation, Topology
 
@@ -83,7 +85,10 @@ def simulate(options: argparse.Namespace) -> int:
     if options.rows and options.device:
         raise ConfigError("--rows has no devices: leave out --rows or --device")
     if options.rows:
-        return _rows(simulation, options.steps)
+        with Progress("simulating", quiet=options.quiet) as progress:
+            lines = _rows(simulation, options.steps, progress)
+        sys.stdout.write("\n".join(lines) + "\n")
+        return 0
     return _rings(simulation, options)
 
 
@@ -120,30 +125,53 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
     run.create()
     note = f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed {options.seed}"
     device = SimulatedDevice(options.late_steps, options.missing) if options.device else None
-    with ownership.as_private_as(run.nodes):
-        record(simulation, options.steps, run, note, device)
+    with Progress("simulating", quiet=options.quiet) as progress, ownership.as_private_as(run.nodes):
+        record(simulation, options.steps, run, note, device, progress)
     show(run_report(run), sys.stdout, str(run.path))
     return 0
 
 
 def record(
-    simulation: Simulation, steps: int, run: RunDirectory, note: str, device: SimulatedDevice | None = None
+    simulation: Simulation,
+    steps: int,
+    run: RunDirectory,
+    note: str,
+    device: SimulatedDevice | None = None,
+    advanced: Advanced = nothing,
 ) -> None:
     """Writes the run's ring files and has the ordinary sidecar read them, a block after the other.
 
     One sidecar reads the ranks of all hosts, as if they were of one. note: what the report says of the run's origin.
     Calling thread; it exports over OTLP where the environment names an endpoint.
     """
+    from torchlens_perf.sidecar.start.process import locked
+
+    lock = locked(run)
+    try:
+        _read_as_it_is_written(simulation, steps, run, lock, note, device, advanced)
+    except BaseException:  # with Ctrl-C too, nothing of it stays in shared memory
+        lock.remove()
+        raise
+
+
+def _read_as_it_is_written(
+    simulation: Simulation,
+    steps: int,
+    run: RunDirectory,
+    lock: SidecarLock,
+    note: str,
+    device: SimulatedDevice | None,
+    advanced: Advanced,
+) -> None:
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.node import Sidecar
-    from torchlens_perf.sidecar.start.process import locked, write_report
+    from torchlens_perf.sidecar.start.process import write_report
     from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 
     topology = simulation.topology
     host = topology.host(0)
-    lock = locked(run)
     exporter = exporter_from_environment(os.environ, run, host)
     # In the past, so that no time in the run is in the reader's future.
     begin_unix_ns = time.time_ns() - math.ceil(1.5 * steps * simulation.work_ns)
@@ -165,12 +193,13 @@ def record(
             exporter.wait_for_room(_FLUSH_TIMEOUT_S)  # steps come faster than in life: its queues would run over
         if sidecar.unkept_records() >= _MAX_UNKEPT_RECORDS:
             sidecar.keep()
+        advanced(part.first_step + len(part), steps)
     for rank in ranks:
         rank.close()
     run_sidecar(sidecar, lock, exporter)
 
 
-def _rows(simulation: Simulation, steps: int) -> int:
+def _rows(simulation: Simulation, steps: int, advanced: Advanced) -> list[str]:
     from torchlens_perf.analysis.statistics.step_bins import row_width
     from torchlens_perf.analysis.stragglers.detector import StragglerDetector
 
@@ -186,6 +215,7 @@ def _rows(simulation: Simulation, steps: int) -> int:
             judge.add_block(population, block)
         findings = judge.judge()
         judged_s += time.perf_counter() - begun_s
+        advanced(part.first_step + len(part), steps)
     begun_s = time.perf_counter()
     findings = judge.judge(final=True)
     judged_s += time.perf_counter() - begun_s
@@ -193,8 +223,7 @@ def _rows(simulation: Simulation, steps: int) -> int:
     lines = _lines(simulation, findings, steps)
     lasting = f"{steps} steps of {step_ms:.1f} ms" if findings.step_ns else f"{steps} steps"
     lines.append(f"{topology.ranks} ranks, {lasting}; judged in {each_ms:.1f} ms a step")
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
+    return lines
 
 
 def _lines(simulation: Simulation, findings: Findings, steps: int) -> list[str]:

@@ -45,6 +45,7 @@ class _Tail:
         self._name_id = name_id
         self._is_outermost = is_outermost
         self._queued = 0
+        self.is_hung = False  # on all roots
         self.start_ns = 0
         self.mark: int | None = None  # the same instant on the clock of the modules' passes, where there are any
         self.end_ns = 0
@@ -192,11 +193,24 @@ class BackwardHook:
         can_queue = torch_private.works("torch.autograd.Variable._execution_engine.queue_callback")
         communicates = session.communicates()
 
+        @guard("tail of a backward pass")
+        def begin_tail(roots: Sequence[Any], handles: list[RemovableHandle], outermost: bool) -> _Tail:
+            tail = self._tail = _Tail(session, tail_id, is_outermost=outermost)
+            with out_of_sight():
+                tail.is_hung = bool(tail.hang_on(roots, handles))
+            return tail
+
+        @guard("tail of a backward pass")
+        def end_tail(tail: _Tail, outermost: bool) -> None:
+            if outermost:
+                self._computed(tail.mark)
+            tail.record()
+
         def timed_backward(*args: Any, **kwargs: Any) -> Any:
             if recorder.closed or tracing() is not None:
                 return run_backward(*args, **kwargs)
             outermost, flags = not recorder.backwards, _EXCEPTION
-            tail, hung, outer = None, None, self._tail
+            tail, outer = None, self._tail
             handles: list[RemovableHandle] = []
             if outermost:
                 self._loop.backward_begins()
@@ -207,9 +221,7 @@ class BackwardHook:
                 # The end of the computation: without other ranks to wait for, only the modules' passes need it.
                 wanted = communicates or (recorder.sampled and outermost)
                 if wanted and can_queue and not torch_private.compiled_autograd():
-                    tail = self._tail = _Tail(session, tail_id, is_outermost=outermost)
-                    with out_of_sight():
-                        hung = tail.hang_on(args[0], handles)
+                    tail = begin_tail(args[0], handles, outermost)
                 result = run_backward(*args, **kwargs)
                 flags = 0
                 return result
@@ -218,12 +230,10 @@ class BackwardHook:
                 for handle in handles:
                     handle.remove()
                 if tail is not None and tail.end_ns:
-                    if outermost:
-                        self._computed(tail.mark)
-                    tail.record()
+                    end_tail(tail, outermost)
                 recorder.end(_BACKWARD, name_id, flags)
                 if session.stalls is not None and communicates:
-                    is_known = tail is not None and (tail.start_ns > 0 or (hung and not handles))
+                    is_known = tail is not None and (tail.start_ns > 0 or (tail.is_hung and not handles))
                     sends = kwargs.get("accumulate_grad", True)  # autograd.grad's gradients nobody hears of
                     session.stalls.end_tail(raised=flags != 0, is_known=is_known or not sends)
                 if not recorder.backwards:  # else it was inside another one: reentrant checkpointing

@@ -111,10 +111,11 @@ class CollectiveJoined(TypedDict):
     """One collective of the step, joined over the ranks of its group: who came when, and who waited how long."""
 
     name: str
+    """Operation and dtype: "allreduce float32"."""
     group: str
-    """In words."""
+    """The group's description, as "mesh_dp", or else its name."""
     group_name: str
-    """As in the names of spans."""
+    """As spans of collectives have it: "allreduce group=0 dtype=float32"."""
     number: int
     """Its sequence number in the group: with the group, the flight recorder's id."""
     bytes: int | None
@@ -162,7 +163,7 @@ class Series(TypedDict):
 
     title: str
     unit: str
-    """A unit as UCUM writes it: s, By, W, Cel, Hz, 1."""
+    """A unit as UCUM writes it: s, By, By/s, W, Cel, Hz, %, and 1 for a count."""
     where: str
     """Whose: "rank 3", "node17 GPU 0", "node17 mlx5_0 port 1"."""
     rank: int | None

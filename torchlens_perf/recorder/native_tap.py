@@ -22,12 +22,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchlens_perf.recorder import recorder, torch_private
+from torchlens_perf.recorder import recorder
 from torchlens_perf.run import ownership, tap_requirements
 
 COMPILER_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 _MODULE = "_torchlens_perf_tap"
-_OWNER = "torchlens_perf's native tap"  # the dispatcher shows it as who has put a kernel, see native/tap.cpp
+OWNER = "torchlens_perf's native tap"  # for torch_dispatcher.owner_of_tap(), see native/tap.cpp
 _DIGITS = 12  # of digests in the file's name
 
 
@@ -107,15 +107,6 @@ def load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
-
-
-def another_has_tapped(operator: str) -> bool:
-    """Whether another tool has a kernel where ours would be: the last one wins. Ours stays after a watch."""
-    import torch
-
-    shown = torch._C._dispatch_dump(operator).splitlines()
-    ours = any(line.startswith(f"BackendSelect: registered at {_OWNER}") for line in shown)
-    return torch_private.has_tap(operator) and not ours
 
 
 def marks() -> Any:

@@ -109,8 +109,7 @@ class Session:
         self._new_names = threading.RLock()
         self._notes: list[str] = []
         self._not_measured: list[str] = []  # parts of the step
-        self._overhead_ns = 0  # so far, by add_overhead()
-        self._flags = 0
+        self._flags = self._overhead_ns = 0  # the latter so far, by add_overhead()
         self._report: dict[str, Any] = {}
         self._module_names: set[str] = set()
         self._attached = ExitStack()
@@ -243,10 +242,11 @@ class Session:
     def tag(self, flag: Flag) -> None:
         self._flags |= int(flag)
 
-    def add_overhead(self, duration_ns: int) -> None:
-        """Work of ours that is no part of what every step costs: the step in which it is done is charged with it."""
+    def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
+        """Work that is no part of what every step costs: the step in which it is done has it, as the tool's if ours."""
         self._overhead_ns += duration_ns
-        self.recorder.add_overhead(duration_ns)
+        if ours:
+            self.recorder.add_overhead(duration_ns)
 
     def add_probe_cost(self, duration_ns: int) -> None:
         """Work of ours for an earlier step that was sampled."""

@@ -13,12 +13,9 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torchlens_perf.errors import HookUnavailable
-
-if TYPE_CHECKING:
-    import torch
 
 OLDEST_TORCH = (2, 11)
 PROFILER = "torch.autograd.profiler._enable_profiler"
@@ -125,7 +122,7 @@ def _dispatcher_tap() -> bool:
 
     key = torch._C.DispatchKey.BackendSelect
     torch._C._dispatch_keyset_full_after(key)
-    return callable(torch._C._dispatch_has_kernel_for_dispatch_key) and hasattr(torch.ops.c10d, "allreduce_")
+    return callable(torch._C._dispatch_library) and torch._C._dispatch_dump("c10d::allreduce_").startswith("name: ")
 
 
 def _work_wait() -> bool:
@@ -323,13 +320,6 @@ def steps_in_progress() -> list[int] | None:
     return found
 
 
-def rest_of_dispatch() -> torch._C.DispatchKeySet:
-    """The dispatch keys below BackendSelect: where a tap there sends its call on to."""
-    import torch
-
-    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-
 def current_stream_handle() -> Callable[[int], int] | None:
     """What gives the handle of a CUDA device's current stream; None without it."""
     if not works(STREAM_HANDLE):
@@ -338,13 +328,6 @@ def current_stream_handle() -> Callable[[int], int] | None:
 
     handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return handle
-
-
-def has_tap(operator: str) -> bool:
-    """Whether there is a kernel at BackendSelect for this operator, ours or another tool's: the last one wins."""
-    import torch
-
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "BackendSelect"))
 
 
 def compiled_autograd() -> bool:

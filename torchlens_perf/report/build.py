@@ -6,36 +6,46 @@ The top level is stable: `schema` counts up when a field changes its meaning or 
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
+from torchlens_perf.analysis.alerts.history import History
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings, slow_links
 from torchlens_perf.analysis.collectives.statistics import merged_operations
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
+from torchlens_perf.analysis.statistics.run_windows import run_windows
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words import verdict
 from torchlens_perf.analysis.words.evidence import Verdict
 from torchlens_perf.analysis.words.oom import out_of_memory_note
 from torchlens_perf.analysis.words.stragglers import SlowRankContext, came_last
-from torchlens_perf.report.collective_table import collective_rows, newest_joins, python_tap_notes
+from torchlens_perf.report.collective_table import arrived_last, collective_rows, newest_joins, python_tap_notes
 from torchlens_perf.report.device_table import device_notes, device_sections, device_times, memory_notes, memory_of
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.gpu_table import gpu_rows, link_rows, telemetry_notes
 from torchlens_perf.report.heat_map import heat
+from torchlens_perf.report.held import RunSoFar
+from torchlens_perf.report.judged_windows import JudgedWindows
 from torchlens_perf.report.module_rows import module_rows, section_rows
 from torchlens_perf.report.step_classes import phases, sampled_lack_of_cpu, step_classes, typical_step
+from torchlens_perf.report.step_history import step_history
 from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.run.sketch import merged
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import (
+        ArrivedLast,
         Capture,
         Facts,
         Quality,
         Rank,
+        RankNow,
         Report,
         Run,
         Steps,
@@ -44,8 +54,7 @@ if TYPE_CHECKING:
     )
 
 SCHEMA = 2
-# A mark in the middle of a step costs about this much more than the tight loop's 0.1 us: caches are cold there
-# (docs/performance.md has the measurement).
+# A mark inside a step costs so much more than the tight loop's 0.1 us: caches are cold there (docs/performance.md).
 MARK_NS = 400.0
 
 
@@ -56,20 +65,24 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     """
     processes = latest_attempt(nodes)
     judged_windows = {rank: process.judged_windows() for rank, process in processes.items()}
+    statistics = [each.statistics for each in processes.values()]
+    grid = run_windows(judged_windows, max((each.last_step or 0 for each in statistics), default=0))
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
-    links = _links(nodes, processes)
+    links, collectives = _links(nodes, processes), collective_rows(newest_joins(nodes))
+    last = arrived_last(collectives)
     facts: Facts = {
         "schema": SCHEMA,
         "run": _run(run_id, nodes, processes),
         "steps": _steps(processes, judged_windows),
-        "ranks": [_rank(rank, processes[rank]) for rank in sorted(processes)],
-        "heat": heat(judged_windows, judging.findings, _places(processes)),
+        "ranks": [_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
+        "heat": heat(grid, judging.findings, _places(processes)),
+        "history": step_history(judged_windows),
         "modules": module_rows(processes),
         "sections": section_rows(processes),
         "device_sections": device_sections(processes),
         "gpus": gpu_rows(nodes, processes),
         "links": link_rows(nodes),
-        "collectives": collective_rows(newest_joins(nodes)),
+        "collectives": collectives,
         "slow_links": links,
         "captures": list(captures),
         "quality": _quality(nodes, processes),
@@ -77,9 +90,44 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     for rank in facts["ranks"]:
         facts["quality"]["notes"] += [*memory_notes(rank), *filter(None, [out_of_memory_note(rank)])]
     hang = next((node.hang for node in nodes if node.hang is not None and facts["run"]["live"]), None)
+    by_device = facts["steps"]["by"] == DEVICE
+    so_far = RunSoFar(
+        windows=None if grid is None else JudgedWindows(grid, judging.findings, _places(processes), by_device),
+        findings=judging.findings,
+        history=_history(nodes, facts["run"]),
+        step_time=functools.partial(_step_time, processes, judged_windows),
+        time=_time,
+        first_step=min((s.first_step for s in statistics if s.first_step is not None), default=0),
+        last_step=max((s.last_step for s in statistics if s.last_step is not None), default=None),
+        live=facts["run"]["live"],
+    )
     found = verdict.verdicts(facts, judging.findings, judging.named, hang, links)
-    rows = [{**vars(each), "where": _where(each, processes)} for each in found]
+    rows = [{**vars(each), "where": _where(each, processes), "held": held} for each, held in so_far.rows(found)]
     return {**facts, "verdicts": cast("list[VerdictRow]", rows)}
+
+
+def _history(nodes: list[NodeState], run: Run) -> History:
+    """What the node that judges has noted of the attempt that is reported."""
+    found = (node.history for node in nodes if node.history.attempt == run["attempt"])
+    return max(found, key=lambda history: len(history.noted), default=History())
+
+
+def _step_time(
+    processes: dict[int, ProcessState], windows: dict[int, Windows], step: int, rank: int | None
+) -> str | None:
+    """When a step began on a rank, or on the first one where that is not here. Between two windows' first steps, by
+    their distance; after the last of them, by a usual step's duration. None where no window tells."""
+    with_windows = [each for each in sorted(windows) if len(windows[each].first_step)]
+    if not with_windows:
+        return None
+    rank = rank if rank in with_windows else with_windows[0]
+    known, process = windows[rank], processes[rank]
+    after = max(0.0, float(step - known.first_step[-1])) * float(known.duration_ns[-1])
+    at_ns = float(np.interp(step, known.first_step, known.start_ns)) + after
+    first_ns, last_ns = process.statistics.started_ns, process.statistics.ended_ns
+    if first_ns is None or last_ns is None:
+        return None
+    return _time(_unix_ns(process, int(min(max(at_ns, first_ns), last_ns))))
 
 
 def _where(each: Verdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
@@ -138,21 +186,28 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
     started = [_unix_ns(p, p.statistics.started_ns) for p in processes.values() if p.statistics.started_ns is not None]
     ended = [_unix_ns(p, p.statistics.ended_ns) for p in processes.values() if p.statistics.ended_ns is not None]
     live = any(not process.ended for process in processes.values())
-    any_identity = next(iter(processes.values())).identity if processes else None
+    who = next((process.identity for process in processes.values()), None)
     return {
         "id": run_id,
-        "program": any_identity.program if any_identity else None,
-        "world_size": any_identity.world_size if any_identity else 0,
+        "program": who.program if who else None,
+        "world_size": who.world_size if who else 0,
         "nodes": _node_names(nodes),
         "attempt": max((process.identity.attempt for process in processes.values()), default=0),
         "started": _time(min(started)) if started else None,
         "ended": None if live or not ended else _time(max(ended)),
         "last_step_at": _time(max(ended)) if ended else None,
+        "as_of": _time(max(saved)) if (saved := [node.saved_unix_ns for node in nodes if node.saved_unix_ns]) else None,
+        "total_steps": _total_steps(processes),
         "live": live,
         "device": _device(processes),
         "judged_by": _judged_by(processes),
         "deeper_modules": any(process.deeper_modules for process in processes.values()),
     }
+
+
+def _total_steps(processes: dict[int, ProcessState]) -> int | None:
+    told = {process.total_steps for process in processes.values()} - {0}
+    return next(iter(told)) if len(told) == 1 else None
 
 
 def _node_names(nodes: list[NodeState]) -> list[str]:
@@ -232,9 +287,11 @@ def _trend(windows: dict[int, Windows]) -> Trend | None:
     }
 
 
-def _rank(rank: int, process: ProcessState) -> Rank:
+def _rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
     statistics = process.statistics
-    typical = typical_step(statistics)
+    typical, device = typical_step(statistics), device_times(process)
+    by_device = device is not None and process.judged_by == DEVICE
+    clock = device if by_device else typical
     return {
         "rank": rank,
         "host": process.identity.host,
@@ -243,6 +300,7 @@ def _rank(rank: int, process: ProcessState) -> Rank:
         "attempt": process.identity.attempt,
         "state": process.ended or "running",
         "inside": process.open_spans,
+        "now": _now(process),
         "steps": statistics.counted_steps,
         "first_step": statistics.first_step,
         "last_step": statistics.last_step,
@@ -254,10 +312,19 @@ def _rank(rank: int, process: ProcessState) -> Rank:
         "not_measured": process.not_measured,
         "memory": memory_of(process),
         "out_of_memory": process.out_of_memory,
-        "device": device_times(process),
+        "device": device,
+        "arrived_last": last,
+        "wait_s_per_step": None if clock is None else clock["parts"].get("communication"),
         "coverage": statistics.coverage,
         "lost": statistics.lost,
     }
+
+
+def _now(process: ProcessState) -> RankNow | None:
+    now = process.now
+    if now is None or process.ended:
+        return None
+    return {"step": now.step, "step_s": now.step_s, "inside": list(now.inside), "inside_s": now.inside_s}
 
 
 def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Quality:

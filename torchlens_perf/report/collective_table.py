@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.channel import Counts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
-from torchlens_perf.analysis.collectives.semantics import SEND_RECV, GroupKey, cannot_tell
+from torchlens_perf.analysis.collectives.semantics import SEND_RECV, GroupKey, Waits, cannot_tell, semantics_of
 from torchlens_perf.analysis.collectives.statistics import TOTALS, OperationStatistics, merged_operations
 from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, printable
 from torchlens_perf.analysis.stragglers.detector import dimension
@@ -18,7 +18,7 @@ from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import NodeState, ProcessState
-    from torchlens_perf.analysis.words.report import Collective
+    from torchlens_perf.analysis.words.report import ArrivedLast, Collective
 
 _MAX_ROWS = 6
 _TIMES = tuple(name for name in TOTALS if name.endswith("_ns"))
@@ -50,6 +50,18 @@ def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
         for each in merged_operations([node.operations() for node in nodes])
     ]
     return sorted(rows, key=lambda row: (-row["bytes"], -row["count"], row["operation"], row["group"]))
+
+
+def arrived_last(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
+    """By rank, how often it came last. Where another rank's end does not show who came last, nobody did."""
+    counts: dict[int, list[int]] = {}
+    for row in rows:
+        if row["joined_whole"] and row["joined"] and semantics_of(row["operation"]).waits is Waits.ALL:
+            for rank, values in row["by_rank"].items():
+                count = counts.setdefault(int(rank), [0, 0])
+                count[0] += int(values["last"])
+                count[1] += row["joined"]
+    return {rank: {"count": last, "joined": of, "share": last / of} for rank, (last, of) in counts.items()}
 
 
 def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessState]) -> list[str]:
@@ -132,19 +144,19 @@ def collective_table(rows: Sequence[Collective]) -> FittingTable:
     shown = rows[:_MAX_ROWS]
     columns = [
         Column("collective", [printable(row["operation"]) for row in shown], left=True),
-        Column("ranks", [printable(_ranks(row)) for row in shown], left=True),
+        Column("ranks", [printable(ranks_of(row)) for row in shown], left=True),
         Column("count", [str(row["count"]) for row in shown], 0.2),
         Column("bytes", [amount(row["bytes"], "B") for row in shown], 0.5),
         Column("p50", [duration_or_dash(row["duration_s"]["p50_s"]) for row in shown], 0.6),
-        Column("wait", [_wait(row) for row in shown]),
-        Column("transfer", [_transfer(row) for row in shown], 0.4),
-        Column("bus", [_bus(row) for row in shown], 0.3),
-        Column("slowest rank", [_slowest(row) for row in shown]),
+        Column("wait", [wait_of(row) for row in shown]),
+        Column("transfer", [transfer_of(row) for row in shown], 0.4),
+        Column("bus", [bus_of(row) for row in shown], 0.3),
+        Column("slowest rank", [slowest_of(row) for row in shown]),
     ]
-    return FittingTable("collectives", columns, lambda headers: _notes(rows))
+    return FittingTable("collectives", columns, lambda headers: notes_on(rows, _MAX_ROWS))
 
 
-def _ranks(row: Collective) -> str:
+def ranks_of(row: Collective) -> str:
     if row["pair"] is not None:
         return f"{row['pair'][0]} to {row['pair'][1]}"
     if row["ranks"] is None:
@@ -153,7 +165,7 @@ def _ranks(row: Collective) -> str:
     return text if row["ranks_seen"] == row["ranks"] else f"{text} ({row['ranks_seen']} seen)"
 
 
-def _wait(row: Collective) -> str:
+def wait_of(row: Collective) -> str:
     """Total waiting of a rank by the mean, because a rank that is late now and then leaves no mark on the median."""
     least, most = row["wait_s"]["mean_s"], row["wait_upper_bound_s"]["mean_s"]
     if least is None or most is None:
@@ -164,12 +176,12 @@ def _wait(row: Collective) -> str:
     return f"{duration(least)}{mark}" if most <= 1.1 * least else f"<= {duration(most)}{mark}"
 
 
-def _transfer(row: Collective) -> str:
+def transfer_of(row: Collective) -> str:
     shortest = duration_or_dash(row["transfer_s"]["p50_s"])
     return shortest if row["joined_whole"] or shortest == "-" else f"<= {shortest}"
 
 
-def _bus(row: Collective) -> str:
+def bus_of(row: Collective) -> str:
     """A dash where the transfer may be mostly waiting."""
     least, most = row["wait_s"]["mean_s"], row["wait_upper_bound_s"]["mean_s"]
     mostly_waiting = row["pair"] is None and least is not None and most is not None and most > 1.1 * least
@@ -181,30 +193,31 @@ def _bus(row: Collective) -> str:
     return about + amount(row["busbw"], "B/s")
 
 
-def _slowest(row: Collective) -> str:
+def slowest_of(row: Collective) -> str:
     if row["slowest_rank"] is None:
         return "-"
     share = row["by_rank"][str(row["slowest_rank"])]["last"] / row["joined"]
     return f"{row['slowest_rank']} (last in {share:.0%})"
 
 
-def _notes(rows: Sequence[Collective]) -> list[str]:
+def notes_on(rows: Sequence[Collective], most: int) -> list[str]:
+    """What is to be said below a table of so many of these rows."""
     notes = ["wait: mean a rank; transfer: once the last was there; bus: bandwidth as nccl-tests has it"]
-    if any(row["asynchronous"] and row["joined"] for row in rows[:_MAX_ROWS]):
-        on_device = any(row["by_device"] for row in rows[:_MAX_ROWS])
+    if any(row["asynchronous"] and row["joined"] for row in rows[:most]):
+        on_device = any(row["by_device"] for row in rows[:most])
         what = "a rank's kernel began" if on_device else "a rank issued it"
         notes.append(f"~ asynchronous: how much earlier {what}, not time that it was blocked")
-    if any(row["joined"] and not row["joined_whole"] for row in rows[:_MAX_ROWS]):
+    if any(row["joined"] and not row["joined_whole"] for row in rows[:most]):
         notes.append(
             "where no node has all ranks, each compares its own: the wait is at least that, the transfer at most, and "
             "who came last is not known"
         )
-    shown = [row for row in rows[:_MAX_ROWS] if row["wait_s"]["mean_s"] is None]
+    shown = [row for row in rows[:most] if row["wait_s"]["mean_s"] is None]
     if shown:
         reasons = dict.fromkeys(f"{row['operation']}: {_why_not_joined(row)}" for row in shown)
         notes += list(reasons)
-    if len(rows) > _MAX_ROWS:
-        notes.append(f"{_MAX_ROWS} of {len(rows)}; --json has all, and what each cannot tell")
+    if len(rows) > most:
+        notes.append(f"{most} of {len(rows)}; --json has all, and what each cannot tell")
     return notes
 
 

@@ -11,96 +11,48 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.rank import Windows
 from torchlens_perf.analysis.stragglers.detector import Findings
-from torchlens_perf.analysis.stragglers.excess import excess_over_others
 from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.stragglers.window_excess import window_excess
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
+    from torchlens_perf.analysis.statistics.run_windows import RunWindows
     from torchlens_perf.analysis.words.report import Heat, HeatRank
 
-MAX_COLUMNS = 64
 _TAGS = {
     "checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED, "capture": Flag.CAPTURED,
 }  # fmt: skip
 
 
-def heat(windows: Mapping[int, Windows], findings: Findings, places: Mapping[int, Placement]) -> Heat | None:
-    """The report's `heat`: at most MAX_COLUMNS windows, the same for all ranks. None if there is nobody to compare.
+def heat(windows: RunWindows | None, findings: Findings, places: Mapping[int, Placement]) -> Heat | None:
+    """The report's `heat`: its windows, the same for all ranks. None if there is nobody to compare.
 
     `excess` is a rank's work in a window, above the median of the other ranks that do the same, as a share of that
     median; null where it, or all others, have no work there that can be compared. `slow` holds since and until which
     step it was a straggler, null for still. `tags` has for each window what else any rank did in it.
     """
-    ranks = [rank for rank in sorted(windows) if len(windows[rank].first_step)]
-    populations: dict[str, list[int]] = defaultdict(list)
-    for row, rank in enumerate(ranks):
-        populations[places[rank].population if rank in places else ""].append(row)
-    if all(len(rows) < 2 for rows in populations.values()):
+    if windows is None:
         return None
-    width, first, columns = _grid([windows[rank] for rank in ranks])
-    work_ns = np.stack([_mean_work(windows[rank], width, first, columns) for rank in ranks])
-    excess = np.full(work_ns.shape, np.nan)
-    for rows in populations.values():
-        excess[rows] = _excess(work_ns[rows])
+    populations = [places[rank].population if rank in places else "" for rank in windows.ranks]
+    if len(set(populations)) == len(populations):
+        return None
+    excess = window_excess(windows, places)
     rounded = [[round(value, 4) if value == value else None for value in values] for values in excess.tolist()]
     slow = defaultdict(list)
     for episode in sorted(findings.episodes, key=lambda episode: episode.since_step):
         slow[episode.rank].append([episode.since_step, episode.until_step])
     return {
-        "width": width,
-        "first_steps": [first + column * width for column in range(columns)],
-        "tags": _tags([windows[rank] for rank in ranks], width, first, columns),
-        "ranks": [{"rank": rank, "excess": row, "slow": slow[rank]} for rank, row in zip(ranks, rounded, strict=True)],
+        "width": windows.width,
+        "first_steps": windows.first_steps.tolist(),
+        "tags": [[name for name, flag in _TAGS.items() if found & flag] for found in windows.tags],
+        "ranks": [
+            {"rank": rank, "excess": row, "slow": slow[rank]} for rank, row in zip(windows.ranks, rounded, strict=True)
+        ],
     }
-
-
-def _grid(windows: list[Windows]) -> tuple[int, int, int]:
-    """Width and first step of the columns, and how many there are: windows of all ranks fit into them whole."""
-    width = max(each.width for each in windows)
-    low = min(int(each.first_step[0]) for each in windows)
-    high = max(int(each.first_step[-1]) + each.width for each in windows)
-    while (high - 1) // width - low // width >= MAX_COLUMNS:
-        width *= 2
-    return width, low // width * width, (high - 1) // width - low // width + 1
-
-
-def _mean_work(windows: Windows, width: int, first: int, columns: int) -> npt.NDArray[np.float64]:
-    at = (windows.first_step - first) // width
-    steps = np.bincount(at, windows.work_steps, columns)
-    sums = np.bincount(at, windows.work_sum_ns, columns)
-    means: npt.NDArray[np.float64] = np.divide(sums, steps, out=np.full(columns, np.nan), where=steps > 0)
-    return means
-
-
-def _excess(work_ns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """[ranks, columns] of ranks that do the same; NaN where there is no other rank."""
-    relative = np.full(work_ns.shape, np.nan)
-    for column, values in enumerate(work_ns.T):
-        present = np.flatnonzero(np.isfinite(values))
-        if len(present) > 1:
-            above = excess_over_others(values[present, None])[:, 0]
-            others = values[present] - above
-            known = others > 0
-            relative[present[known], column] = above[known] / others[known]
-    return relative
-
-
-def _tags(windows: list[Windows], width: int, first: int, columns: int) -> list[list[str]]:
-    flags = [0] * columns
-    for each in windows:
-        for step, found in each.tags.items():
-            column = (step - first) // width
-            if 0 <= column < columns:
-                flags[column] |= found
-    return [[name for name, flag in _TAGS.items() if found & flag] for found in flags]
 
 
 _T = TypeVar("_T")
@@ -108,9 +60,10 @@ _T = TypeVar("_T")
 MAX_RANKS = 16
 _TYPICAL_RANKS = 4  # of those, where there are more: what the slow ones are to be laid beside
 _MIN_COLUMNS, _WIDEST_CELL = 4, 3
-_BOUNDS = (0.03, 0.06, 0.12, 0.25)
-_SHADES, _ASCII_SHADES = "·░▒▓█", ".:+%#"
-_STYLES = ("dim", "", "yellow", "red", "bold red")
+BOUNDS = (0.03, 0.06, 0.12, 0.25)
+"""Of the excess, as a share of the others' work: from where on a cell is one darker."""
+_SHADES, ASCII_SHADES = "·░▒▓█", ".:+%#"
+SHADE_STYLES = ("dim", "", "yellow", "red", "bold red")
 _TAG_LETTERS = {"checkpoint": "S", "evaluation": "E", "compile": "C", "capture": "P"}
 _TAG_WORDS = {"S": "saved a checkpoint", "E": "evaluated", "C": "compiled", "P": "was captured"}
 
@@ -133,7 +86,7 @@ class HeatMap:
         for line in _Picture(heat, ranks, label, room, ascii_only=options.ascii_only).lines():
             line.no_wrap, line.overflow = True, "crop"
             yield line
-        shades = _ASCII_SHADES if options.ascii_only else _SHADES
+        shades = ASCII_SHADES if options.ascii_only else _SHADES
         yield Text(_legend(heat, ranks, shades), style="italic dim")
         yield Text("")
 
@@ -175,7 +128,7 @@ class _Picture:
         self._cell = max(1, min(_WIDEST_CELL, min(room, 64) // self._columns))
         self._tags = [sorted(set().union(*group)) for group in self._grouped(heat["tags"])]
         self._column_steps = heat["width"] * self._together
-        self._shades = _ASCII_SHADES if ascii_only else _SHADES
+        self._shades = ASCII_SHADES if ascii_only else _SHADES
         self._frame = "|" if ascii_only else "│"
         self._bar = tuple("`-'>" if ascii_only else "└─┘>")
 
@@ -188,7 +141,7 @@ class _Picture:
             line = Text(f"rank {rank['rank']:>{self._label - 6}} {self._frame}")
             levels = (_level(group) for group in self._grouped(rank["excess"]))
             for level, cells in itertools.groupby(levels):  # one escape sequence for each run of cells
-                shade, style = (self._shades[level], _STYLES[level]) if level is not None else (" ", "")
+                shade, style = (self._shades[level], SHADE_STYLES[level]) if level is not None else (" ", "")
                 line.append(shade * self._cell * len(list(cells)), style=style)
             line.append(self._frame)
             yield line
@@ -247,7 +200,7 @@ def _free(line: Sequence[str], at: int, length: int) -> bool:
 def _level(excess: Sequence[float | None]) -> int | None:
     """How dark a cell is; None for blank."""
     present = [value for value in excess if value is not None]
-    return sum(_mean(present) >= bound for bound in _BOUNDS) if present else None
+    return sum(_mean(present) >= bound for bound in BOUNDS) if present else None
 
 
 def _letter(tags: Sequence[str]) -> str:
@@ -255,8 +208,8 @@ def _letter(tags: Sequence[str]) -> str:
 
 
 def _legend(heat: Heat, ranks: Sequence[HeatRank], shades: str) -> str:
-    scale = f"{shades[0]} below {_BOUNDS[0]:.0%}"
-    scale += "".join(f"  {shade} {bound:.0%}" for shade, bound in zip(shades[1:], _BOUNDS, strict=True))
+    scale = f"{shades[0]} below {BOUNDS[0]:.0%}"
+    scale += "".join(f"  {shade} {bound:.0%}" for shade, bound in zip(shades[1:], BOUNDS, strict=True))
     parts = [f"{scale} and more above the median of the others"]
     excess = [value for rank in ranks for value in rank["excess"]]
     if None in excess:

@@ -12,12 +12,12 @@ from torchlens_perf.report.tables import Column, FittingTable, in_bytes, note_on
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Phase, Rank, Report
+    from torchlens_perf.analysis.words.report import ArrivedLast, Phase, Rank, Report
 
 _MAX_RANKS = 16
 _BAR_LETTERS = 16
 _WORTH_A_COLUMN = 0.02  # of the step
-_BAR, _OWN, _WORK, _NO_CPU = "share of the step", "own", "work", "no CPU"
+_BAR, _OWN, _WORK, _NO_CPU, _LAST = "share of the step", "own", "work", "no CPU", "came last"
 _HEADERS = {"communication": "wait", "recompute": "recomp."}
 _LETTERS = {
     "data": "d", "forward": "f", "recompute": "r", "backward": "b", "optimizer": "o", "communication": "w", "host": "h",
@@ -28,12 +28,11 @@ _STYLES = {
 }  # fmt: skip
 
 
-def rank_table(report: Report) -> FittingTable:
-    """The typical step of each rank; of many ranks, those with the most own time."""
-    ranks = report["ranks"]
-    if len(ranks) > _MAX_RANKS:
-        slowest = sorted(ranks, key=lambda rank: -(_typical(rank, "own_s") or 0.0))[:_MAX_RANKS]
-        ranks = sorted(slowest, key=lambda rank: rank["rank"])
+def rank_table(report: Report, most: int = _MAX_RANKS) -> FittingTable:
+    """The typical step of each rank, the slow ones first; of more than `most` ranks, those with the most own time."""
+    slow = [row["rank"] for row in report["verdicts"] if row["kind"] == "straggler"]
+    by_own = sorted(report["ranks"], key=lambda rank: (rank["rank"] not in slow, -(_typical(rank, "own_s") or 0.0)))
+    ranks = sorted(by_own[:most], key=lambda rank: (_place(rank["rank"], slow), rank["rank"]))
     seen = {part for rank in report["ranks"] for part in (*rank["phases"], *rank["not_measured"])}
     parts = [part for part in PARTS if part in seen and part != "tool"]
     several_hosts = len({rank["host"] for rank in report["ranks"]}) > 1
@@ -56,8 +55,9 @@ def rank_table(report: Report) -> FittingTable:
         columns.append(Column(_HEADERS.get(part, part), cells, 0.3 + max(shares, default=0.0)))
     columns.append(column("memory", 0.1, lambda rank: or_dash(rank["memory"]["max_bytes"], in_bytes)))
     columns.append(column(_BAR, 0.2, lambda rank: _bar(rank["phases"], parts), left=True))
-    suspect = next((verdict["rank"] for verdict in report["verdicts"] if verdict["kind"] == "straggler"), None)
-    bold = next((row for row, rank in enumerate(ranks) if rank["rank"] == suspect), None)
+    if any(rank["arrived_last"] for rank in report["ranks"]):
+        columns.append(column(_LAST, 0.85, lambda rank: or_dash(rank["arrived_last"], _last_in)))
+    bold = 0 if slow and ranks and ranks[0]["rank"] == slow[0] else None
 
     def notes(headers: Sequence[str]) -> list[str]:
         legend = ["own: without waiting"] if _OWN in headers else []
@@ -65,6 +65,8 @@ def rank_table(report: Report) -> FittingTable:
             legend.append("work: without lack of a CPU too" if legend else "work: without waiting and lack of a CPU")
         if _NO_CPU in headers:
             legend.append("no CPU: ready, and none was free")
+        if _LAST in headers:
+            legend.append("came last: to how many of the collectives that were joined over ranks")
         if _BAR in headers:
             legend.append(", ".join(f"{_LETTERS[part]} {_HEADERS.get(part, part)}" for part in parts))
         lines = note_on_rest(ranks, report["ranks"], "ranks with the most own time; --json has all")
@@ -76,6 +78,14 @@ def rank_table(report: Report) -> FittingTable:
 
     whose = ", by the host, which issues it" if report["run"]["device"] is not None else ""
     return FittingTable(f"typical step of each rank{whose}", columns, notes, bold)
+
+
+def _place(rank: int, slow: Sequence[int | None]) -> int:
+    return slow.index(rank) if rank in slow else len(slow)
+
+
+def _last_in(arrived: ArrivedLast) -> str:
+    return f"{arrived['share']:.0%}"
 
 
 def _typical(rank: Rank, field: Literal["s", "own_s", "work_s"]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis import node_state
@@ -11,22 +12,36 @@ from torchlens_perf.report.captures import captures
 from torchlens_perf.run.directory import RunDirectory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.analysis.words.report import Report
 
 
-def run_report(run: RunDirectory) -> Report:
+def run_report(run: RunDirectory, advanced: Callable[[int, int], object] = lambda done, total: None) -> Report:
     """The report as its files tell it now. A node's file that cannot be used costs that node only, and is noted.
 
+    advanced: called with the number of nodes' files that are read, and of all.
     Raises RunStoreError if there are none, or none can be used.
     """
-    return report_and_states(run)[0]
+    return report_and_states(run, advanced)[0]
 
 
-def report_and_states(run: RunDirectory) -> tuple[Report, list[NodeState]]:
+def report_and_states(
+    run: RunDirectory, advanced: Callable[[int, int], object] = lambda done, total: None
+) -> tuple[Report, list[NodeState]]:
     """run_report(), and the nodes' states that it is made of. Raises RunStoreError likewise."""
     unusable: list[str] = []
-    states = node_state.load_all(run, unusable)
+    return _of_states(run, node_state.load_all(run, unusable, advanced), unusable)
+
+
+def report_of(run: RunDirectory, states: list[NodeState], unusable: Sequence[str] = ()) -> Report:
+    """The same of nodes' states that are loaded. unusable: why each of the others could not be."""
+    return _of_states(run, states, unusable)[0]
+
+
+def _of_states(run: RunDirectory, states: list[NodeState], unusable: Sequence[str]) -> tuple[Report, list[NodeState]]:
+    unusable = list(unusable)
     try:
         report = build(run.run_id, states, captures(run))
     except Exception:

@@ -11,14 +11,14 @@ from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, printable
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
-from torchlens_perf.analysis.words.hang import HangEvidence
 from torchlens_perf.report.captures import capture_lines
 from torchlens_perf.report.collective_table import collective_table
-from torchlens_perf.report.device_table import device_table, memory_table, oom_table
+from torchlens_perf.report.device_table import device_table, memory_table
 from torchlens_perf.report.gpu_table import gpu_table, link_table
 from torchlens_perf.report.heat_map import HeatMap
 from torchlens_perf.report.rank_table import rank_table
 from torchlens_perf.report.tables import Column, FittingTable, or_dash
+from torchlens_perf.report.verdict_text import earlier_parts, is_over, verdict_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,14 +30,9 @@ if TYPE_CHECKING:
         Report,
         Section,
         Steps,
-        VerdictRow,
     )
 
 _MAX_MODULES, _MAX_SECTIONS = 8, 8
-_STYLES = {
-    "hang": "bold red", "out_of_memory": "bold red", "straggler": "bold red", "none": "bold green",
-    "no_steps": "bold yellow",
-}  # fmt: skip
 _PLAIN_WIDTH = 118
 _MAX_CHARACTERS = 2000  # of one text
 _QUANTILES: tuple[tuple[str, Literal["p50_s", "p95_s", "p99_s", "max_s"]], ...] = (
@@ -56,6 +51,11 @@ def show(report: Report, file: IO[str], run_dir: str) -> None:
 
 def render(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
     """The report as text for a terminal of `columns`, with its escape sequences if `color`."""
+    return as_text(layout(report, run_dir), columns=columns, color=color)
+
+
+def as_text(value: RenderableType, *, columns: int, color: bool) -> str:
+    """As text for a terminal of `columns`, 0 for none, with its escape sequences if `color`."""
     file = io.StringIO()
     console = Console(
         file=file,
@@ -66,24 +66,24 @@ def render(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
         markup=False,  # a module may be called "[bold]"
         emoji=False,
     )
-    console.print(layout(report, run_dir))
+    console.print(value, crop=False)  # what is to be copied may be longer
     # rich fills lines with spaces up to the width; copied into an issue they are only in the way.
     return "\n".join(line.rstrip() for line in file.getvalue().split("\n"))
 
 
 def layout(report: Report, run_dir: str) -> RenderableType:
-    report = cast("Report", _safe(report))
-    parts: list[RenderableType] = [_title(report), Text("")]
+    """The whole report."""
+    report = safe(report)
+    parts: list[RenderableType] = [title(report), Text("")]
     for verdict in report["verdicts"]:
-        parts.append(_verdict(verdict))
-        evidence = verdict["evidence"]
-        if isinstance(evidence, dict) and "table" in evidence and evidence["table"] is not None:
-            parts += [oom_table(evidence), Text("")]
+        if not is_over(verdict):
+            parts += verdict_parts(verdict, report)
+    parts += earlier_parts(report)
     captured = capture_lines(report, run_dir)
     if captured:
         parts.append(Padding(Text("\n".join(captured)), (0, 0, 1, 2)))
     if report["steps"]["count"]:
-        parts += [_step_line(report), rank_table(report)]
+        parts += [step_line(report), rank_table(report)]
         if any(rank["device"] for rank in report["ranks"]):
             parts.append(device_table(report["ranks"]))
         if any(rank["memory"]["device"] for rank in report["ranks"]):
@@ -105,8 +105,12 @@ def layout(report: Report, run_dir: str) -> RenderableType:
     return Group(*parts)
 
 
-def _safe(value: Any) -> Any:
+def safe(report: Report) -> Report:
     """A report in which no text drives the terminal or fills it: all of them pass here, whoever has written them."""
+    return cast("Report", _safe(report))
+
+
+def _safe(value: Any) -> Any:
     if isinstance(value, str):
         text = printable(value)
         return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
@@ -117,7 +121,8 @@ def _safe(value: Any) -> Any:
     return value
 
 
-def _title(report: Report) -> Text:
+def title(report: Report) -> Text:
+    """Which run, and how it is."""
     run = report["run"]
     nodes = f" on {len(run['nodes'])} nodes" if len(run["nodes"]) > 1 else ""
     ranks = f"{run['world_size']} rank{'s' if run['world_size'] != 1 else ''}{nodes}"
@@ -127,21 +132,8 @@ def _title(report: Report) -> Text:
     return Text.assemble(("torchlens_perf  ", "bold"), f"{program}run {run['id']}: {ranks}{attempt}, {state}")
 
 
-def _verdict(verdict: VerdictRow) -> RenderableType:
-    head, _, action = verdict["text"].partition(" Next: ")
-    text = Text(printable(head), style=_STYLES.get(verdict["kind"], "bold"))
-    if action:
-        text.append("\nNext: ", style="bold")
-        text.append(printable(action), style="default not bold")
-    evidence = verdict["evidence"]
-    for rank, stack in evidence.stacks.items() if isinstance(evidence, HangEvidence) else ():
-        text.append(f"\nPython stack of rank {rank}, innermost first:", style="bold")
-        for line in stack.lines or [f"none: {stack.reason}"]:
-            text.append("\n  " + printable(line), style="default not bold")
-    return Padding(text, (0, 0, 1, 2))
-
-
-def _step_line(report: Report) -> Text:
+def step_line(report: Report) -> Text:
+    """How many steps, and how long they take."""
     steps = report["steps"]
     unit = "forward passes" if steps["inference"] else "steps"
     if steps["p50_s"] is None:
@@ -232,13 +224,18 @@ def _median(distribution: Distribution | None) -> str:
     return "-" if distribution is None else duration_or_dash(distribution["p50_s"])
 
 
-def _quality(report: Report) -> RenderableType:
+def quality_line(report: Report) -> str:
+    """What the records are worth, and what recording cost."""
     quality = report["quality"]
     overhead = quality["overhead_share"]
     cost = "not measured" if overhead is None else f"{overhead:.2%} of the steps' time"
-    lines = [
+    return (
         f"data quality: {quality['records']} records, {quality['lost']} lost, {quality['coverage']:.1%} of steps "
         f"whole; this tool cost {cost}"
-    ]
+    )
+
+
+def _quality(report: Report) -> RenderableType:
+    quality, lines = report["quality"], [quality_line(report)]
     lines += [f"  - {printable(note)}" for note in quality["notes"]]
     return Text("\n".join(lines))

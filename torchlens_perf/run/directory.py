@@ -9,7 +9,7 @@
       steps/NODE-*.parquet one row a step and rank
       spans/NODE-*.parquet one row a record
       oom/rankNNNNN-STEP.json, .txt  what held the memory of a device that ran out of it
-      gpus/NODE-*.parquet  one row a GPU and second; links/ one row a network port and five seconds; outbox/ see exporters
+      gpus/NODE-*.parquet  one row a GPU and second; links/ one row a port and five seconds; outbox/ see exporters
       captures/            deep looks at a few steps, see captures.py
       rings/KEY.ring       ring files, where no sidecar reads them while the job runs
       report.txt, .html    the last report, and as a page
@@ -20,7 +20,7 @@
         KEY.ring           a rank's ring file, or a link to the process in whose memory it is
         KEY.held           a link to the process that has such a ring open
         TIME-KEY.registered  a link to it: it can be read
-        KEY.report         where rank 0 waits for its report, see report_mailbox.py
+        KEY.report, .answer, .view, .alerts   where it hears from the sidecar, see mailbox.py
         sidecar.lock, sidecar.log  the second until the run directory is there
 
 A store into a file that is mapped from a disk may wait for the disk, or end the process (SIGBUS): so rings go to shared
@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.run import make_folders, ownership
+from torchlens_perf.run import mailbox, make_folders, ownership
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.place.node import namespace_digest, pid_namespace
 from torchlens_perf.run.processes import process_started
@@ -54,7 +54,7 @@ from torchlens_perf.run.rings import memory
 _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # the name of a folder, and no path
 _MEMBER = "-rank"
 _CLAIM_NAME = re.compile(rf"(\.(?:run|off)-(\d+)-.*?\.\d+)(?:{_MEMBER}\d+)?")  # of which PID namespace
-_REGISTERED, _MAILBOX, _HELD = ".registered", ".report", ".held"
+_REGISTERED, _HELD = ".registered", ".held"
 _LOCK, _LOG = "sidecar.lock", "sidecar.log"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_OF_FREE = 16  # a ring takes at most one part in so many: containers often have 64 MB, which DataLoaders need
@@ -143,9 +143,9 @@ class RunDirectory:
         """When something last came or went, in each folder that local_rings() looks at; 0 where there is none."""
         return [_changed_ns(_local(parent, self.run_id)) for parent in _local_parents()]
 
-    def local_mailboxes(self) -> list[Path]:
-        """Where somebody waits for the report, or has waited."""
-        return list(self._local_files(f"*{_MAILBOX}"))
+    def local_mailboxes(self, kind: str) -> list[Path]:
+        """Where somebody waits for that, or has waited, see mailbox.py."""
+        return list(self._local_files(f"*{kind}"))
 
     def remove_ring(self, ring: Path) -> None:
         """Removes a ring file, what it was registered by, and its folder if nothing else is in it."""
@@ -166,7 +166,7 @@ class RunDirectory:
         """The sidecar ends: removes what nobody waits for on this node, but for its lock."""
         for path in self._local_files("*"):
             left = path.suffix == _REGISTERED and not path.exists()
-            left |= path.suffix in (_MAILBOX, _HELD) and not path.with_suffix(".ring").exists()
+            left |= path.suffix in (*mailbox.KINDS, _HELD) and not path.with_suffix(".ring").exists()
             if left or path.name == _LOG:
                 path.unlink(missing_ok=True)
 

@@ -257,34 +257,31 @@ def record_dtype() -> np.dtype[np.void]:
 class Reader:
     """Reads a ring file that another process may be writing, or has left behind.
 
-    Maps the file read-only; one thread.
+    By pread(2), not by a map: whoever makes the file shorter costs this ring its records, where a load from a mapped
+    page that is gone would end the reading process with SIGBUS. One thread.
     """
 
     def __init__(self, path: Path, descriptor: int | None = None) -> None:
         """descriptor: of the ring, open already; it is closed with this. Raises OSError, and RingError for no ring."""
-        import numpy as np
-
         self.path = path
         self.cursor = 0  # sequence number of the next record to read
         self._descriptor = memory.open_to_read(str(path)) if descriptor is None else descriptor
         try:
-            capacity = self._map_and_check()
+            self.capacity = self._checked_capacity()
         except BaseException:
             os.close(self._descriptor)
             raise
-        self.capacity: int = capacity
-        self._words = np.frombuffer(self._map, "<u8", RECORDS_OFFSET // 8)
-        self._records = np.frombuffer(self._map, record_dtype(), capacity, RECORDS_OFFSET)
+        self._header = bytes(METADATA_OFFSET)  # as it was last seen whole
         self._names: list[str] = []
         self._names_read = 0
 
-    def _map_and_check(self) -> int:
-        """Returns the capacity."""
+    def _checked_capacity(self) -> int:
         size = os.fstat(self._descriptor).st_size
         if size < RECORDS_OFFSET + RECORD_BYTES:
             raise RingError(f"{self.path} is too short to be a ring file")
-        self._map = mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ)
-        magic, version, record_bytes, capacity, *_ = _FIXED.unpack_from(self._map)
+        magic, version, record_bytes, capacity, *_ = _FIXED.unpack(
+            os.pread(self._descriptor, _FIXED.size, 0).ljust(_FIXED.size)
+        )
         if magic != MAGIC or version != VERSION or record_bytes != RECORD_BYTES:
             raise RingError(f"{self.path} is not a ring file of version {VERSION}")
         if capacity & (capacity - 1) or size != RECORDS_OFFSET + capacity * RECORD_BYTES:
@@ -295,15 +292,22 @@ class Reader:
         """Says that this process keeps the ring, until close(), also where its process ends."""
         memory.hold(str(self.path), self._descriptor)
 
+    def _words(self, first: int, count: int = 1) -> tuple[int, ...]:
+        """Words of the header as they are now; of a file that was cut or overwritten, as they were last."""
+        header = os.pread(self._descriptor, METADATA_OFFSET, 0)
+        if len(header) == METADATA_OFFSET and header.startswith(MAGIC):
+            self._header = header
+        return struct.unpack_from(f"<{count}Q", self._header, 8 * first)
+
     def counter(self, word: int) -> int:
         """A header counter: HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS, NAMES_LOST or INTERNAL_ERRORS."""
-        return int(self._words[word])
+        return self._words(word)[0]
 
     def metadata(self) -> dict[str, Any]:
         """The writer's metadata; empty while it is being replaced."""
         revision = self.counter(METADATA_REVISION)
         used = min(self.counter(METADATA_USED), METADATA_BYTES)
-        text = self._map[METADATA_OFFSET : METADATA_OFFSET + used]
+        text = os.pread(self._descriptor, used, METADATA_OFFSET)
         if revision % 2 or revision != self.counter(METADATA_REVISION) or not used:
             return {}
         try:
@@ -315,18 +319,21 @@ class Reader:
     def names(self) -> list[str]:
         """All names interned so far; a record's name_id is a position in this list."""
         used = min(self.counter(NAMES_USED), NAMES_BYTES)
-        while self._names_read < used:
-            (length,) = struct.unpack_from("<H", self._map, NAMES_OFFSET + self._names_read)
-            start = NAMES_OFFSET + self._names_read + 2
-            self._names.append(self._map[start : start + length].decode("utf-8", "replace"))
-            self._names_read += 2 + length
+        if used > self._names_read:
+            text, at = os.pread(self._descriptor, used - self._names_read, NAMES_OFFSET + self._names_read), 0
+            while at + 2 <= len(text):
+                (length,) = struct.unpack_from("<H", text, at)
+                self._names.append(text[at + 2 : at + 2 + length].decode("utf-8", "replace"))
+                at += 2 + length
+            self._names_read += at
         return self._names
 
     def open_spans(self) -> list[OpenSpan]:
         """What the training thread is inside of, outermost first. A snapshot: a running writer may change it midway."""
         names, spans = self.names(), []
-        for i in range(min(self.counter(DEPTH), MAX_FRAMES)):
-            start_ns, _, _, packed = (int(word) for word in self._words[FRAMES + 4 * i : FRAMES + 4 * i + 4])
+        depth, *frames = self._words(DEPTH, 1 + FRAME_BYTES // 8 * MAX_FRAMES)
+        for i in range(min(depth, MAX_FRAMES)):
+            start_ns, _, _, packed = frames[4 * i : 4 * i + 4]
             name_id, kind = packed & 0xFFFFFFFF, packed >> 32
             if kind in Kind._value2member_map_ and name_id < len(names):
                 spans.append(OpenSpan(Kind(kind), names[name_id], start_ns))
@@ -335,9 +342,9 @@ class Reader:
     def groups(self) -> list[GroupProgress]:
         """How far the rank is in each of its groups. A snapshot, as of open_spans()."""
         names, found = self.names(), []
-        for i in range(min(self.counter(GROUPS_USED), MAX_GROUPS)):
-            row = GROUPS + GROUP_WORDS * i
-            name_id, issued, ended = (int(word) for word in self._words[row : row + GROUP_WORDS])
+        groups, *rows = self._words(GROUPS_USED, 1 + GROUP_WORDS * MAX_GROUPS)
+        for i in range(min(groups, MAX_GROUPS)):
+            name_id, issued, ended = rows[GROUP_WORDS * i : GROUP_WORDS * (i + 1)]
             if name_id & 0xFFFFFFFF < len(names):
                 found.append(GroupProgress(names[name_id & 0xFFFFFFFF], issued, ended, name_id >> 32))
         return found
@@ -346,19 +353,21 @@ class Reader:
         """The records since the last read. Overwritten ones are counted as lost and skipped.
 
         A record that is still being written ends the batch and is read next time; with `final`, for a writer that has
-        ended, it is counted as lost.
+        ended, it is counted as lost. Raises RingError where the file was cut or overwritten meanwhile.
         """
         import numpy as np
 
         asked, stop = self.cursor, min(self.counter(HEAD), _LAST)
         first = max(asked, stop - self.capacity)
         sequences = np.arange(first, max(first, stop), dtype=np.int64)
-        stamps, begin = (sequences + 1).astype(np.uint32), first & (self.capacity - 1)
-        end = begin + len(sequences)
-        pieces = [self._records[begin:end], self._records[: max(0, end - self.capacity)]]  # it may go on at the start
-        records = np.concatenate(pieces)
-        # A slot that was being rewritten while it was copied has another stamp now, or had one then.
-        whole = (records["stamp"] == stamps) & (np.concatenate([piece["stamp"] for piece in pieces]) == stamps)
+        stamps = (sequences + 1).astype(np.uint32)
+        records = self._copied(first, len(sequences))
+        # A slot that was being rewritten while it was copied had another stamp then, or has one now.
+        whole = (records["stamp"] == stamps) & (self._copied(first, len(sequences))["stamp"] == stamps)
+        if os.fstat(self._descriptor).st_size != RECORDS_OFFSET + self.capacity * RECORD_BYTES:
+            raise RingError(f"{self.path} was made shorter")
+        if os.pread(self._descriptor, len(MAGIC), 0) != MAGIC:
+            raise RingError(f"{self.path} was overwritten")
         if not whole.all():
             head = self.counter(HEAD)
             in_flight = (sequences > head - self.capacity) & (sequences >= head - IN_FLIGHT)
@@ -371,7 +380,16 @@ class Reader:
         self.cursor = max(asked, stop)
         return Batch(records, sequences, self.cursor - asked - len(records))
 
+    def _copied(self, first: int, count: int) -> npt.NDArray[np.void]:
+        """That many records from number `first` on, as they lie there now; zeros where the file ends before."""
+        import numpy as np
+
+        copied, begin = bytearray(count * RECORD_BYTES), first & (self.capacity - 1)
+        until_end = min(count, self.capacity - begin) * RECORD_BYTES  # it may go on at the start
+        for at, part in ((begin, memoryview(copied)[:until_end]), (0, memoryview(copied)[until_end:])):
+            if part:
+                os.preadv(self._descriptor, [part], RECORDS_OFFSET + at * RECORD_BYTES)
+        return np.frombuffer(copied, record_dtype())
+
     def close(self) -> None:
-        del self._words, self._records
-        self._map.close()
         os.close(self._descriptor)

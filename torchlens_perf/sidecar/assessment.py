@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
 _PERIOD_S = 10.0  # between two looks for slow links, which are judged by the whole run
-_MIN_REST = 20.0  # times what a look has taken
+_MIN_REST = 100.0  # times what a look has taken
 
 
 class LinkWatch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from torchlens_perf.analysis.alerts.alert import Alert
     from torchlens_perf.analysis.causes.rules import Diagnosis
     from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
     from torchlens_perf.analysis.node_state import NodeState
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _JUDGING = "judging the ranks"
 _SIGNALS = "looking for causes"
+_NEWEST_ALERTS = 32  # for who begins to listen later
 
 
 class Conclusions:
@@ -79,6 +82,9 @@ class Conclusions:
             state.findings, state.hang, saved=state.alerts,
         )  # fmt: skip
         self._assessor = Assessor(alerts)
+        self._assessment: Assessment | None = None  # the newest, with all alerts that no exporter has taken
+        self.newest_alerts: deque[Alert] = deque(maxlen=_NEWEST_ALERTS)
+        self.alerts_raised = 0
 
     def begin(self, identity: Identity, generation: int) -> None:
         """Other processes begin, of which this is one: what was found before holds of none of them."""
@@ -146,12 +152,20 @@ class Conclusions:
         with self.going_on(_JUDGING):
             self._take_over(self.job.update(now_s, final=final), sources)
         self._state.hang = self.job.hang
+        if not self.job.awaits_node_0() or not sources.live():  # alerts are of the job's attempt, which it says
+            self._assess(sources)
 
-    def assessment(self, sources: RingSources) -> Assessment | None:
-        """For an exporter, what holds now and what has changed since the last time; None while no process is known."""
+    def assessment(self) -> Assessment | None:
+        """For an exporter, what holds now and what has changed since the last call; None while no process is known."""
+        found, self._assessment = self._assessment, None
+        if found is not None:
+            self._assessment = dataclasses.replace(found, alerts=())
+        return found
+
+    def _assess(self, sources: RingSources) -> None:
         who = next((source.state.identity for source in sources.newest()), None)
         if who is None:
-            return None
+            return
         found = Assessment(who, self._state.findings, self._state.hang, (), self.job.judges_alone)
         if self.job.judges_alone:
             run_on = sources.live()
@@ -167,7 +181,14 @@ class Conclusions:
                     at_step=max((source.reader.counter(ring.STEP) for source in run_on), default=None),
                 )  # fmt: skip
                 self._state.alerts = self._assessor.alerts.open()
-        return found
+                last_steps = [source.state.statistics.last_step for source in sources.newest()]
+                self._state.history.add(
+                    found.alerts, max((each for each in last_steps if each is not None), default=None)
+                )
+                self.newest_alerts.extend(found.alerts)
+                self.alerts_raised += len(found.alerts)
+        not_taken = self._assessment.alerts if self._assessment is not None else ()
+        self._assessment = dataclasses.replace(found, alerts=(*not_taken, *found.alerts))
 
     def relay_captures(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
         """Hands on what is asked of this node's ranks, and asks itself where one is named. final: the run has ended."""

@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import ring
+from torchlens_perf.run.mailbox import STEPS
 from torchlens_perf.sidecar import termination
+from torchlens_perf.sidecar.live_results import LiveResults
 from torchlens_perf.sidecar.page_file import write_page
 from torchlens_perf.sidecar.schedule import Schedule
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchlens_perf.exporters import Exporter
+    from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.sidecar_lock import SidecarLock
     from torchlens_perf.sidecar.node import Sidecar
     from torchlens_perf.sidecar.rings.sources import RingSources
@@ -26,29 +31,34 @@ _SHUTDOWN_TIMEOUT_S = 30.0
 _LOOK_S = 0.05  # between two looks whether a rank has ended, which may wait for the report
 
 
-def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) -> bool:
+def run_sidecar(
+    sidecar: Sidecar,
+    lock: SidecarLock,
+    exporter: Exporter | None,
+    results: Callable[[RunDirectory], str] | None = None,
+) -> bool:
     """Works until the node's processes have ended. The caller holds the lock, and has it back or gone afterwards.
 
-    Returns whether to begin anew: with the lock, for a ring that came in the last instant.
+    results: see LiveResults. Returns whether to begin anew: with the lock, for a ring that came in the last instant.
     """
     started_s = time.monotonic()
     schedule = Schedule(started_s)
     lock.write_status("is reading what the ranks record")
     account_took_s = save_took_s = 0.0
-    going_on = sidecar.conclusions.going_on
+    going_on, live = sidecar.conclusions.going_on, LiveResults(sidecar, results)
     while True:
         if not lock.restore():
             logger.error("another sidecar has begun after somebody removed the lock of this one, which ends")
             sidecar.close()
             return False
-        ends = termination.is_asked()
+        ends, asked = termination.is_asked(), live.asked()
         if ends:
             schedule.hurry()
         with going_on("reading the rings"):
             schedule.polled(sidecar.poll())
         now_s = time.monotonic()
         more = sidecar.sources.has_more_to_come(now_s - started_s, ends=ends)
-        if not more or schedule.account_due(now_s, account_took_s):
+        if not more or asked or schedule.account_due(now_s, account_took_s, watched=live.is_watched):
             with going_on("counting the records"):
                 sidecar.account()
             account_took_s = time.monotonic() - now_s
@@ -65,15 +75,17 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
             sidecar.export()
         with going_on("writing the run directory"), _logged("the run directory cannot be written"):
             unkept = sidecar.unkept_records(), sidecar.sources.max_unkept_share()
-            if not more or schedule.keep_due(now_s, *unkept, failing=sidecar.disk_failed):
+            if not more or STEPS in asked or schedule.keep_due(now_s, *unkept, failing=sidecar.disk_failed):
                 sidecar.keep()
             elif schedule.save_due(now_s, save_took_s, news=sidecar.has_unsaved_hang()):
                 began_s = time.monotonic()
                 sidecar.save()
                 save_took_s = time.monotonic() - began_s
+        with going_on("showing the live run"), _logged("the live run could not be shown"):
+            live.update(now_s)
         if not more:
             break
-        _rest(sidecar.sources, schedule.poll_s)
+        _rest(sidecar.sources, schedule.poll_s, live)
     if exporter is not None:
         with going_on("exporting"):
             sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
@@ -92,13 +104,13 @@ def run_sidecar(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None) 
     return _give_back(sidecar, lock)
 
 
-def _rest(sources: RingSources, rest_s: float) -> None:
-    """Sleeps for so long, or until a rank ends, or SIGTERM comes."""
+def _rest(sources: RingSources, rest_s: float, looks: LiveResults) -> None:
+    """Sleeps for so long, or until a rank ends or asks for something, or SIGTERM comes."""
     until_s = time.monotonic() + rest_s
-    live, asked = sources.live(), termination.is_asked()
+    live, ends = sources.live(), termination.is_asked()
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(_LOOK_S, left_s))
-        if termination.is_asked() != asked:
+        if termination.is_asked() != ends or looks.asked():
             return
         if any(source.reader.counter(ring.STATE) == ring.State.CLOSED for source in live):
             return

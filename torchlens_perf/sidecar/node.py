@@ -27,9 +27,9 @@ from torchlens_perf.errors import RunStoreError, guard
 from torchlens_perf.exporters import ExportBatch, Exporter, export_batch
 from torchlens_perf.run import ownership, ring
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.mailbox import deliver
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.place.joined import join_run
-from torchlens_perf.run.report_mailbox import deliver
 from torchlens_perf.sidecar.conclusions import Conclusions
 from torchlens_perf.sidecar.rings.segments import Chunk, SegmentWriter
 from torchlens_perf.sidecar.rings.source import RingSource
@@ -153,18 +153,24 @@ class Sidecar:
         with self.conclusions.going_on(_TAP):
             self._tap.begin_if_due(running_s)
 
+    @property
+    def exports(self) -> bool:
+        """Whether there is an exporter."""
+        return self._exporter is not None
+
     def export(self) -> None:
-        """Hands what account() counted to the exporter."""
-        if self._exporter is not None:
-            if self.conclusions.job.awaits_node_0() and self.sources.live():
-                return  # which trace a step belongs to depends on what it says
-            while self._unexported:
-                batch = self._unexported.pop(0)
-                who = self.state.processes[batch.identity.key].identity
-                self._exporter.export(dataclasses.replace(batch, identity=who))
-            assessment = self.conclusions.assessment(self.sources)  # after the steps: alerts point to their traces
-            if assessment is not None:
-                self._exporter.on_assessment(assessment)
+        """Hands what account() counted, and what judge() found, to the exporter, if there is one."""
+        if self.conclusions.job.awaits_node_0() and self.sources.live():
+            return  # which trace a step belongs to depends on what it says
+        assessment = self.conclusions.assessment()
+        if self._exporter is None:
+            return
+        while self._unexported:
+            batch = self._unexported.pop(0)
+            who = self.state.processes[batch.identity.key].identity
+            self._exporter.export(dataclasses.replace(batch, identity=who))
+        if assessment is not None:  # after the steps: alerts point to their traces
+            self._exporter.on_assessment(assessment)
 
     def keep(self) -> None:
         """Writes a segment and the state, and removes the rings of processes that have ended and are kept whole."""
@@ -200,6 +206,9 @@ class Sidecar:
             wanted = bool(self.sources.setting("build_tap"))
             self.state.tap_outlook = self._tap.outlook(next(filter(None, missed), ""), wanted=wanted)
         self.state.sidecar_cpu_s = times.user + times.system
+        self.state.saved_unix_ns = time.time_ns()
+        for source in self.sources:
+            source.state.now = source.whereabouts(time.monotonic_ns())
         self.state.save(self.run, durably=durably)
         self._saved_hang = self.state.hang
 
@@ -332,6 +341,7 @@ class Sidecar:
             source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
             source.settings = dict(metadata["settings"])
             state.trace_every = int(source.settings["trace_every"])
+            state.total_steps = int(source.settings.get("total_steps", 0))
         if state.ended == "died":
             state.open_spans = [span.name for span in reader.open_spans()[1:]]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis import node_state
@@ -23,6 +24,7 @@ from torchlens_perf.report.build import slow_link_verdict
 from torchlens_perf.run.identity import Identity, model_digest
 from torchlens_perf.sidecar.assessment import Assessor
 from torchlens_perf.sidecar.rings import segments
+from torchlens_perf.sidecar.rings.bounded_files import files_of
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.causes.rules import Diagnosis
@@ -46,10 +48,16 @@ class Replayed:
     notes: list[str]
 
 
-def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None = None) -> Replayed:
+def replay(
+    run: RunDirectory,
+    exporter: Exporter | None,
+    trace_every: int | None = None,
+    advanced: Callable[[int, int], object] = lambda done, total: None,
+) -> Replayed:
     """Sends a run's kept records through the exporter, and writes the state of nodes that have none.
 
-    trace_every: which steps are sent as spans; None: those that were when the run was live.
+    trace_every: which steps are sent as spans; None: those that were when the run was live. advanced: called with the
+    number of segments that are done, and of all.
 
     A node's saved statistics are left alone: they also count records that were removed since to save space. Its notes
     on what was not delivered go once this has delivered it.
@@ -59,12 +67,14 @@ def replay(run: RunDirectory, exporter: Exporter | None, trace_every: int | None
     judge, windows, rebuilt_states, saved_states = JobDetector(), MergedWindows(), [], []
     judged_steps: dict[str, JudgedSteps] = {}
     damaged: list[str] = []
-    for host in segments.hosts(run):
+    hosts = segments.hosts(run)
+    done, total = itertools.count(1), sum(len(files_of(run.spans, host)) for host in hosts)
+    for host in hosts:
         saved = node_state.load_or_new(run, host)
         saved_states.append(saved)
         replaced = _replaced(saved)
         rebuilt = NodeState(host)
-        for origin, kept, names, lost in segments.read_chunks(run, host, damaged):
+        for origin, kept, names, lost in segments.read_chunks(run, host, damaged, lambda: advanced(next(done), total)):
             process = rebuilt.processes.get(origin.key)
             if process is None:
                 process = rebuilt.processes[origin.key] = _process(run, origin, saved, trace_every)

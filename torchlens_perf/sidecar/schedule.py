@@ -14,6 +14,7 @@ _KEEP_S, _LATEST_KEEP_S = 5.0, 60.0
 _MAX_UNKEPT_SHARE = 1 / 2  # of a ring: what is in no segment is still there if all processes are killed at once
 _HURRIED_S = 1.0  # between two segments, once the sidecar may be killed at any time
 _SHARE = 1 / 400  # of the time, that counting takes, and writing the state
+_WATCHED_SHARE = 1 / 20  # of the time, that counting takes while somebody looks at the run
 
 
 class Schedule:
@@ -39,11 +40,15 @@ class Schedule:
         else:
             self.poll_s = min(_LONGEST_REST_S, self.poll_s * 1.5)
 
-    def account_due(self, now_s: float, took_s: float) -> bool:
-        """Once a second, in a young run sooner; later where it took long, most of which is for each module once."""
+    def account_due(self, now_s: float, took_s: float, *, watched: bool = False) -> bool:
+        """Once a second, in a young run sooner; later where it took long, most of which is for each module once.
+
+        watched: somebody looks at the run all the time.
+        """
         if self._hurries:
             return self._due("account", now_s, _HURRIED_S)
-        return self._due("account", now_s, max(self._young(now_s, _ACCOUNT_S), min(_LATEST_ACCOUNT_S, took_s / _SHARE)))
+        rest_s = min(_LATEST_ACCOUNT_S, took_s / (_WATCHED_SHARE if watched else _SHARE))
+        return self._due("account", now_s, max(self._young(now_s, _ACCOUNT_S), rest_s))
 
     def judge_due(self, now_s: float, period_s: float) -> bool:
         """So often, in a young run sooner."""

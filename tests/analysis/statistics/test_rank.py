@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.saved import saved
-from tests.support.tables import MS, records, step_table
+from tests.support.tables import MS, mixed_table, records, step_table
 from torchlens_perf.analysis.node_state import encode
 from torchlens_perf.analysis.statistics.rank import (
     FIRST_WINDOW_STEPS,
@@ -74,10 +74,10 @@ def test_history_does_not_grow_with_the_run() -> None:
 def test_windows_do_not_depend_on_batches(durations: list[int], size: int) -> None:
     """Added one by one or in pieces of any size, the same steps give the same windows."""
     whole, pieces = WindowHistory(), WindowHistory()
-    steps = [{"forward": duration} for duration in durations]
-    whole.add(step_table(steps))
+    steps = mixed_table([{"forward": duration, "cpu": duration / 2} for duration in durations])
+    whole.add(steps)
     for first in range(0, len(steps), size):
-        pieces.add(step_table(steps[first : first + size], first_step=first))
+        pieces.add(steps.where(slice(first, first + size)))
 
     assert encode(whole) == encode(pieces)
 

@@ -203,6 +203,16 @@ def test_one_evaluation_does_not_decide_the_headline() -> None:
     )
 
 
+def test_what_was_asked_of_this_tool_is_not_the_collectors() -> None:
+    """A step in which w.steps() imported a library, which collected garbage: it is long by this tool, and says so."""
+    usual, asked = {"forward": 5.0}, {"forward": 5.0, "tool": 900.0, "flags": int(Flag.COLLECTED)}
+    (said,) = (text for text in Shown(report_on([*[usual] * 40, asked, *[usual] * 40])).sentences if "longer" in text)
+
+    assert "takes 900 ms longer (this tool)" in said
+    assert "Next: ask for results less often" in said
+    assert "garbage" not in said
+
+
 def test_lack_of_cpu_is_said_first() -> None:
     """Half of the time nobody had a CPU: that, and not the forward pass."""
     loop = [{**BASE, "forward": 20.0, "cpu": 16.0} for _ in range(60)]

@@ -20,6 +20,7 @@ from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.words.evidence import NobodySlowEvidence, Verdict
 from torchlens_perf.analysis.words.stragglers import (
+    MAX_PAST,
     SlowRankContext,
     came_last,
     cause_class,
@@ -300,14 +301,14 @@ def test_who_was_slow() -> None:
 
 
 def test_the_first_few() -> None:
-    """Of many slow ranks four are told, the costliest first; of many that were slow, the last four."""
+    """Of many slow ranks four are told, the costliest first; of many that were slow, the newest, up to a bound."""
     slow = [episode(rank, cost_ns=rank * MS) for rank in range(6)]
-    over = [episode(rank, since=rank * 10, until=rank * 10 + 5) for rank in range(6)]
+    over = [episode(rank, since=rank * 10, until=rank * 10 + 5) for rank in range(MAX_PAST + 2)]
     lone = StragglerSummary(tuple(StragglerGroup("rank", "", (each.rank,), each) for each in reversed(slow)))
     now, before = straggler_verdicts(CONTEXT, findings(*slow, *over), lone)
 
     assert [verdict.rank for verdict in now] == [5, 4, 3, 2]
-    assert [verdict.rank for verdict in before] == [5, 4, 3, 2]
+    assert [verdict.rank for verdict in before] == list(range(MAX_PAST + 1, 1, -1))
 
 
 def test_confidence() -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.launchers.test_torchrun import check
-from tests.support.launched import NODES, SCRIPT, SHELL_NODE, SLOW_RANK, Done, by_shell, free_port, run, why_no_nodes
+from tests.jobs.launchers.test_torchrun import run_both
+from tests.support.launched import NODES, SCRIPT, SHELL_NODE, Done, by_shell, free_port, why_no_nodes
 from torchlens_perf.analysis import node_state
 
 REASON = why_no_nodes()
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.skipif(bool
 
 
 def store() -> dict[str, str]:
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLOW_RANK": str(SLOW_RANK)}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def need(*programs: str) -> None:
@@ -64,8 +64,7 @@ def test_open_mpi(tmp_path: Path, agent: str) -> None:
     ]  # fmt: skip
     exported = [word for name in ("PYTHONPATH", "TORCHLENS_PERF", "STEPS", "SLOW_RANK", "MASTER_ADDR", "MASTER_PORT",
                                   "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS") for word in ("-x", name)]  # fmt: skip
-    done = run(tmp_path, [*command[:8], *exported, *command[8:]], **store())
-    check(done)
+    done = run_both(tmp_path, [*command[:8], *exported, *command[8:]], **store())
     check_numbers(done, "Open MPI")
 
 
@@ -76,8 +75,7 @@ def test_mpich(tmp_path: Path, agent: str) -> None:
         "mpirun.mpich", "-launcher", "ssh", "-launcher-exec", agent, "-localhost", "127.0.0.1", "-hosts",
         "node-a:2,node-b:2", "-n", "4", sys.executable, SCRIPT,
     ]  # fmt: skip
-    done = run(tmp_path, command, **store())
-    check(done)
+    done = run_both(tmp_path, command, **store())
     check_numbers(done, "Hydra")
 
 
@@ -154,8 +152,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 def test_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
     """Each task is a rank; job and step name the run, the same on all nodes."""
     command = ["srun", "-N2", "-n4", "--ntasks-per-node=2", "--unbuffered", sys.executable, SCRIPT]
-    done = run(tmp_path, command, **slurm, **store())
-    check(done)
+    done = run_both(tmp_path, command, **slurm, **store())
     check_numbers(done, "srun")
     assert done.runs[0].run_id.startswith("slurm-")
 
@@ -173,8 +170,7 @@ def test_srun_of_shells(tmp_path: Path, slurm: dict[str, str]) -> None:
         "-c",
         f"{sys.executable} {SCRIPT}; exit $?",
     ]
-    done = run(tmp_path, command, **slurm, **store())
-    check(done)
+    run_both(tmp_path, command, **slurm, **store())
 
 
 def test_deepspeed(tmp_path: Path) -> None:
@@ -191,6 +187,5 @@ def test_deepspeed(tmp_path: Path) -> None:
         )
         for number, node in enumerate(NODES)
     ]  # fmt: skip
-    done = run(tmp_path, *commands, **given)
-    check(done)
+    done = run_both(tmp_path, *commands, **given)
     check_numbers(done, "DeepSpeed")

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.launchers.test_torchrun import check
-from tests.support.launched import SCRIPT, SLOW_RANK, by_shell, free_port, on_nodes, run, why_no_nodes
+from tests.jobs.launchers.test_torchrun import run_both
+from tests.support.launched import SCRIPT, by_shell, free_port, on_nodes, why_no_nodes
 from tests.support.processes import SCRIPTS
 from torchlens_perf.analysis import node_state
 
 REASON = why_no_nodes()
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
-SLOW = {"SLOW_RANK": str(SLOW_RANK)}
 
 
 def store() -> dict[str, str]:
@@ -24,10 +23,8 @@ def store() -> dict[str, str]:
 @pytest.mark.long
 def test_loop(tmp_path: Path) -> None:
     """MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE alone: which ranks are on a node is seen there."""
-    done = run(
-        tmp_path, *on_nodes(*([str(SCRIPTS / "launched_loop.py"), first] for first in ("0", "2"))), **store(), **SLOW
-    )
-    check(done)
+    loops = ([str(SCRIPTS / "launched_loop.py"), first] for first in ("0", "2"))
+    done = run_both(tmp_path, *on_nodes(*loops), **store())
     (made,) = done.runs
     processes = [each.identity for node in node_state.load_all(made) for each in node.processes.values()]
     assert {each.local_world_size for each in processes} == {None}
@@ -38,11 +35,7 @@ def test_loop(tmp_path: Path) -> None:
 def test_spawn(tmp_path: Path) -> None:
     """torch.multiprocessing: torch.distributed alone knows rank and world size."""
     script = str(SCRIPTS / "launched_spawn.py")
-    check(
-        run(
-            tmp_path, *on_nodes(*([script, first, "4"] for first in ("0", "2"))), **store(), **SLOW, START_METHOD="fork"
-        )
-    )
+    run_both(tmp_path, *on_nodes(*([script, first, "4"] for first in ("0", "2"))), **store(), START_METHOD="fork")
 
 
 @pytest.mark.long
@@ -53,7 +46,7 @@ def test_loop_in_a_shell(tmp_path: Path) -> None:
         by_shell(node, "sh", "-c", loop, sys.executable, SCRIPT, first)
         for node, first in (("node-a", "0"), ("node-b", "2"))
     ]
-    check(run(tmp_path, *commands, **store(), **SLOW, WORLD_SIZE="4"))
+    run_both(tmp_path, *commands, **store(), WORLD_SIZE="4")
 
 
 @pytest.mark.long
@@ -63,7 +56,7 @@ def test_spawn_of_fresh_interpreters(tmp_path: Path) -> None:
     commands = [
         by_shell(node, sys.executable, script, first, "4") for node, first in (("node-a", "0"), ("node-b", "2"))
     ]
-    check(run(tmp_path, *commands, **store(), **SLOW))
+    run_both(tmp_path, *commands, **store())
 
 
 @pytest.mark.long
@@ -75,7 +68,7 @@ def test_accelerate(tmp_path: Path) -> None:
                "--mixed_precision=no",
                "--dynamo_backend=no", f"--main_process_port={port}"]  # fmt: skip
     launch = (["-m", "accelerate.commands.launch", *options, f"--machine_rank={node}", SCRIPT] for node in range(2))
-    check(run(tmp_path, *on_nodes(*launch), **SLOW))
+    run_both(tmp_path, *on_nodes(*launch))
 
 
 @pytest.mark.long
@@ -87,4 +80,4 @@ def test_lightning(tmp_path: Path) -> None:
         by_shell(node, "env", f"NODE_RANK={number}", sys.executable, script)
         for number, node in enumerate(("node-a", "node-b"))
     ]
-    check(run(tmp_path, *commands, **store(), **SLOW))
+    run_both(tmp_path, *commands, **store())

@@ -52,10 +52,21 @@ def check(done: Done) -> None:
     assert found is not None, value["verdicts"]
 
 
+def run_both(folder: Path, *commands: list[str], **environment: str) -> Done:
+    """Runs a job with a slow rank, which is named in the one run of all nodes; and without us, which computes the same,
+    to the bit."""
+    done = run(folder, *commands, SLOW_RANK=str(SLOW_RANK), **environment)
+    check(done)
+    plain = run(folder / "unwatched", *commands, watched=False, SLOW_RANK="-1", **environment)
+    assert done.losses == plain.losses != []
+    assert plain.runs == []
+    return done
+
+
 @pytest.mark.long
 def test_static(tmp_path: Path) -> None:
     """Its run id is "none" and its port is known beforehand: nodes learn from node 0 what the run is called."""
-    check(run(tmp_path, *static(free_port()), SLOW_RANK=str(SLOW_RANK)))
+    run_both(tmp_path, *static(free_port()))
 
 
 @pytest.mark.long
@@ -72,7 +83,5 @@ def test_reused_id_is_a_new_run(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_c10d(tmp_path: Path) -> None:
-    """All nodes know node 0's address and port, which name the run; the loss is as without us."""
-    done = run(tmp_path, *c10d(free_port()), SLOW_RANK=str(SLOW_RANK), **C10D)
-    check(done)
-    assert done.losses == run(tmp_path / "unwatched", *c10d(free_port()), watched=False, **C10D).losses != []
+    """All nodes know node 0's address and port, which name the run."""
+    run_both(tmp_path, *c10d(free_port()), **C10D)

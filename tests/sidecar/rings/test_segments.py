@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from typing import Any
 import duckdb
 import numpy as np
 import pandas as pd
+import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
@@ -130,6 +133,33 @@ def test_duckdb_and_pandas_read_it_without_us(rig: Rig, tmp_path: Path) -> None:
     steps = pd.read_parquet(run.steps)
     assert (steps[[f"{part}_ns" for part in PARTS]].sum(axis=1) == steps["duration_ns"]).all()
     assert set(steps["micro_steps"]) == {2}
+
+
+def test_all_steps_as_one_stream(rig: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of all nodes' segments, by rank and step, with the columns that the files have. A damaged one costs its rows."""
+    run = make_run(tmp_path)
+    with pytest.raises(RunStoreError, match="has no steps yet"):
+        segments.write_steps(run, io.BytesIO())
+    writer = SegmentWriter(run, HOST, 1 << 30)
+    early, late = chunk(rig, 3), chunk(rig, 2)
+    writer.write([late])
+    SegmentWriter(run, "node-b", 1 << 30).write([dataclasses.replace(early, origin=origin(1)), early])
+    writer.write([early])
+    files = sorted(run.steps.glob(f"{HOST}-*.parquet"))
+    stream = io.BytesIO()
+    segments.write_steps(run, stream)
+    with pyarrow.ipc.open_stream(stream.getvalue()) as reader:
+        table = reader.read_all()
+
+    assert table.column_names == pq.read_schema(files[0]).names
+    rows = list(zip(table["rank"].to_pylist(), table["step"].to_pylist(), strict=True))
+    assert rows == sorted([*[(0, step) for step in (0, 0, 1, 1, 2, 2, 3, 4)], *[(1, step) for step in range(3)]])
+    files[0].write_bytes(files[0].read_bytes()[:-20])
+    stream = io.BytesIO()
+    segments.write_steps(run, stream)
+    with pyarrow.ipc.open_stream(stream.getvalue()) as reader:
+        assert reader.read_all().num_rows == 9
+    assert f"{files[0]} cannot be read" in caplog.text
 
 
 def test_cap_keeps_the_newest(rig: Rig, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.sidecar.test_node import WORK, dead_process
 from tests.support.ranks import HOST, Rank
 from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory, local_folders
+from torchlens_perf.run.mailbox import ALERTS, ANSWER, VIEW, Mailbox
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.rings import waiting
@@ -237,3 +238,20 @@ def test_a_hang_is_found_as_early_as_without_the_wait(run: RunDirectory) -> None
 
     assert found[True] == pytest.approx(began_s - SHORT_RUN_S, abs=LOOK_S)
     assert found[False] >= began_s
+
+
+@pytest.mark.parametrize(("kind", "at_once"), [(ANSWER, True), (VIEW, True), (ALERTS, False)])
+def test_who_asks_for_results_is_not_left_waiting(run: RunDirectory, kind: str, at_once: bool) -> None:
+    """A notebook, or w.summary(), in the run's first seconds. Who waits for alerts can wait: they need steps."""
+    rank = Rank(run, 0, 1)
+    boxes: list[Mailbox] = []
+
+    def at(waited_s: float) -> None:
+        if waited_s >= 1.0 and not boxes:
+            boxes.append(Mailbox(rank.ring_path, kind))
+
+    waited = Waited(run, at)
+
+    assert (waited.took_s < 1.3) == at_once
+    boxes[0].close()
+    rank.close()

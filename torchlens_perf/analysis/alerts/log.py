@@ -23,6 +23,7 @@ from torchlens_perf.analysis.causes.straggler_groups import straggler_groups
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words.evidence import SlowLinkEvidence, Verdict
+from torchlens_perf.analysis.words.hang import OpenHang
 from torchlens_perf.analysis.words.stragglers import SlowRankContext, cause_class
 from torchlens_perf.run.rank_ranges import ranges
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.causes.rules import Diagnosis
     from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
     from torchlens_perf.analysis.stragglers.episodes import Episode
-    from torchlens_perf.analysis.words.hang import OpenHang
 
 _CLASSES = ("slow_compute", "slow_data", "slow_host", "more_work")
 # So long a verdict is missed before it is over: one that is about as large as it must be comes and goes.
@@ -66,6 +66,8 @@ class OpenAlerts:
     attempt: int
     stragglers: tuple[OpenStraggler, ...] = ()
     verdicts: tuple[OpenVerdict, ...] = ()
+    hang: OpenHang | None = None
+    """Also while a sidecar that was started again has not found it anew."""
 
 
 class AlertLog:
@@ -93,6 +95,8 @@ class AlertLog:
         self._hang_is_saved = hang is not None
         episodes = {episode.key: episode for episode in findings.episodes}
         if saved is not None and saved.attempt == attempt:
+            self._hang = hang or saved.hang
+            self._hang_is_saved = self._hang is not None
             for slow in saved.stragglers:
                 of = {key: episodes.pop(key) for key in slow.episodes if key in episodes}
                 if of:
@@ -108,6 +112,7 @@ class AlertLog:
             self._attempt,
             tuple(OpenStraggler(slow.about, slow.kind, slow.name, tuple(slow.episodes)) for slow in self._open),
             tuple(self._standing.values()),
+            self._hang,
         )
 
     def changes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION | Flag.CAPTURED)
 _UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
 # Steps that are in no window: they do other work than training steps.
 _OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED)
+_LITTLE_LACK = 0.02  # of a window's step: what lacks a CPU for less is not kept
 _NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
 _CALLS, _FORWARD_PHASES = (int(Kind.MODULE), int(Kind.FORWARD)), (int(Kind.FORWARD), int(Kind.RECOMPUTE))
 
@@ -46,6 +47,11 @@ class Windows:
     that is in some steps only. Without the warm-up, and without steps that do other work than the other ranks'."""
     work_steps: npt.NDArray[np.int64]
     """How many steps that sum is over; 0: there is no work to compare."""
+    start_ns: npt.NDArray[np.int64]
+    """When the first of its steps began, by its node's CLOCK_MONOTONIC."""
+    lack_ns: Mapping[int, Sequence[float]]
+    """By a window's first step, how long in each part its thread was ready and had no CPU: medians over the steps. Of
+    windows in which that was worth keeping."""
     tags: Mapping[int, int]
     """By a window's first step, what else its steps did, as flags of TAGS; also of windows that have no row."""
     warm_from: int | None
@@ -53,7 +59,8 @@ class Windows:
 
 
 _NONE = np.zeros(0)
-NO_WINDOWS = Windows(FIRST_WINDOW_STEPS, _NONE.astype(np.int64), _NONE, _NONE, _NONE, _NONE.astype(np.int64), {}, None)
+_NO_STEPS = _NONE.astype(np.int64)
+NO_WINDOWS = Windows(FIRST_WINDOW_STEPS, _NO_STEPS, _NONE, _NONE, _NONE, _NO_STEPS, _NO_STEPS, {}, {}, None)
 
 
 class _Row(NamedTuple):
@@ -62,6 +69,26 @@ class _Row(NamedTuple):
     parts_ns: npt.NDArray[np.float64]
     work_sum_ns: float
     work_steps: int
+    start_ns: int
+    lack_ns: npt.NDArray[np.float64] | None
+
+
+class _Steps(NamedTuple):
+    """Consecutive steps of one window, as columns."""
+
+    step: npt.NDArray[np.int64]
+    duration_ns: npt.NDArray[np.int64]
+    parts_ns: npt.NDArray[np.int64]
+    work_ns: npt.NDArray[np.float64]
+    """NaN where it is not compared."""
+    start_ns: npt.NDArray[np.int64]
+    ready_ns: npt.NDArray[np.int64]
+
+    def where(self, chosen: npt.NDArray[np.bool_] | slice) -> _Steps:
+        return _Steps(
+            self.step[chosen], self.duration_ns[chosen], self.parts_ns[chosen], self.work_ns[chosen],
+            self.start_ns[chosen], self.ready_ns[chosen],
+        )  # fmt: skip
 
 
 class WindowHistory:
@@ -74,16 +101,15 @@ class WindowHistory:
         """earlier: to go on after. Of these, what was in progress is a window, or was too short for one."""
         self.width = earlier.width
         self._rows = [
-            _Row(*row)
+            _Row._make((*row, np.array(earlier.lack_ns[row[0]]) if row[0] in earlier.lack_ns else None))
             for row in zip(
                 earlier.first_step.tolist(), earlier.duration_ns.tolist(), earlier.parts_ns,
-                earlier.work_sum_ns.tolist(), earlier.work_steps.tolist(), strict=True,
+                earlier.work_sum_ns.tolist(), earlier.work_steps.tolist(), earlier.start_ns.tolist(), strict=True,
             )
         ]  # fmt: skip
         self._tags = dict(earlier.tags)
         self._warm_from = earlier.warm_from
-        # Of the window in progress: step, duration, parts, work; NaN where the work is not compared.
-        self._steps: list[tuple[int, int, npt.NDArray[np.int64], float]] = []
+        self._steps: list[_Steps] = []  # of the window in progress
 
     def add(self, table: StepTable) -> None:
         """Adds steps, in order."""
@@ -94,14 +120,16 @@ class WindowHistory:
         compared = (table.flags & _OTHER_WORK) == 0
         uncompared_work = ((table.flags & OTHER_WORK) != 0) | (table.step < self._warm_from)
         work_ns = np.where(uncompared_work, np.nan, _work_ns(table))
-        for step, duration_ns, parts_ns, step_work_ns, good in zip(
-            table.step.tolist(), table.duration_ns.tolist(), table.parts_ns, work_ns.tolist(), compared.tolist(),
-            strict=True,
-        ):  # fmt: skip
-            if self._steps and step // self.width != self._steps[0][0] // self.width:
-                self._close_window()
-            if good:
-                self._steps.append((step, duration_ns, parts_ns, step_work_ns))
+        steps = _Steps(table.step, table.duration_ns, table.parts_ns, work_ns, table.start_ns, table.ready_ns)
+        steps = steps.where(compared)
+        begin = 0
+        while begin < len(steps.step):
+            self._go_on_to(int(steps.step[begin]))
+            end = (int(steps.step[begin]) // self.width + 1) * self.width  # the first step of the next window
+            count = max(1, int(np.searchsorted(steps.step[begin:], end)))
+            self._steps.append(steps.where(slice(begin, begin + count)))
+            begin += count
+        self._go_on_to(int(table.step[-1]))
         tagged = (table.flags & TAGS) != 0
         for step, flags in zip(table.step[tagged].tolist(), table.flags[tagged].tolist(), strict=True):
             first = step // self.width * self.width
@@ -112,7 +140,7 @@ class WindowHistory:
     def windows(self) -> Windows:
         """The history, with the window in progress as its last row if it has half its steps."""
         rows = list(self._rows)
-        if 2 * len(self._steps) >= self.width or (self._steps and not rows):
+        if 2 * self._count >= self.width or (self._steps and not rows):
             _append(rows, self._row())
         return Windows(
             width=self.width,
@@ -121,23 +149,40 @@ class WindowHistory:
             parts_ns=np.array([row.parts_ns for row in rows], np.float64).reshape(len(rows), len(PARTS)),
             work_sum_ns=np.array([row.work_sum_ns for row in rows], np.float64),
             work_steps=np.array([row.work_steps for row in rows], np.int64),
+            start_ns=np.array([row.start_ns for row in rows], np.int64),
+            lack_ns={row.first_step: row.lack_ns.tolist() for row in rows if row.lack_ns is not None},
             tags=dict(self._tags),
             warm_from=self._warm_from,
         )
 
-    def _row(self) -> _Row:
-        durations = np.array([step[1] for step in self._steps])
-        parts = np.array([step[2] for step in self._steps])
-        work = [step[3] for step in self._steps if step[3] == step[3]]
-        first = self._steps[0][0] // self.width * self.width
-        return _Row(first, float(median(durations, 0)), median(parts, 0), sum(work), len(work))
+    def _go_on_to(self, step: int) -> None:
+        """Closes the window in progress, if that step is in another one."""
+        if self._steps and step // self.width != self._first_step // self.width:
+            if 2 * self._count >= self.width:
+                _append(self._rows, self._row())
+            self._steps.clear()
+            if len(self._rows) > MAX_WINDOWS:
+                self._merge_neighbours()
 
-    def _close_window(self) -> None:
-        if 2 * len(self._steps) >= self.width:
-            _append(self._rows, self._row())
-        self._steps.clear()
-        if len(self._rows) > MAX_WINDOWS:
-            self._merge_neighbours()
+    @property
+    def _first_step(self) -> int:
+        return int(self._steps[0].step[0])
+
+    @property
+    def _count(self) -> int:
+        return sum(len(steps.step) for steps in self._steps)
+
+    def _row(self) -> _Row:
+        several = len(self._steps) > 1
+        steps = _Steps(*map(np.concatenate, zip(*self._steps, strict=True))) if several else self._steps[0]
+        duration_ns, parts_ns = float(median(steps.duration_ns, 0)), median(steps.parts_ns, 0)
+        work_ns = steps.work_ns[~np.isnan(steps.work_ns)]
+        # Of short steps it is not measured, and none is kept.
+        lack_ns = np.minimum(median(np.maximum(steps.ready_ns, 0), 0), parts_ns)
+        kept = lack_ns if lack_ns.sum() >= max(1.0, _LITTLE_LACK * duration_ns) else None
+        first_step = self._first_step // self.width * self.width
+        work_sum_ns, start_ns = float(work_ns.sum()), int(steps.start_ns[0])
+        return _Row(first_step, duration_ns, parts_ns, work_sum_ns, len(work_ns), start_ns, kept)
 
     def _merge_neighbours(self) -> None:
         self.width *= 2
@@ -164,7 +209,15 @@ def _append(rows: list[_Row], row: _Row) -> None:
         (last.parts_ns + row.parts_ns) / 2,
         last.work_sum_ns + row.work_sum_ns,
         last.work_steps + row.work_steps,
+        last.start_ns,
+        _mean_lack(last, row),
     )
+
+
+def _mean_lack(*rows: _Row) -> npt.NDArray[np.float64] | None:
+    known = [row.lack_ns for row in rows if row.lack_ns is not None]
+    total: npt.NDArray[np.float64] | None = np.sum(known, axis=0) / len(rows) if known else None
+    return total
 
 
 def _work_ns(table: StepTable) -> npt.NDArray[np.float64]:

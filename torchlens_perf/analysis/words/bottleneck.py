@@ -8,7 +8,7 @@ says what limits the step; without that, only what the host did is said.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
@@ -24,7 +24,7 @@ from torchlens_perf.analysis.words.evidence import (
     Verdict,
 )
 from torchlens_perf.analysis.words.stragglers import phase_name
-from torchlens_perf.run.records import PARTS
+from torchlens_perf.run.records import OWN_PARTS, PARTS
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Facts, TypicalStep
@@ -42,14 +42,60 @@ _LAUNCH_BOUND, _CAUGHT_UP = 0.8, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class _Use:
-    """What a part of the typical step is spent on, in seconds, the mean over the ranks."""
+class Use:
+    """What a part of a step is spent on, in seconds, the mean over the ranks."""
 
     kind: str
     phase: str
     seconds: float
     what: str
     action: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """What a step of `step_s` is spent on. They add up to it, but for our own time."""
+
+    step_s: float
+    computing: Use
+    waits: list[Use]
+    """The rest, the most first."""
+
+    @property
+    def limit(self) -> Use:
+        """What is named first: computing, unless something else takes a quarter of the step, or more than computing."""
+        most = self.waits[0]
+        return most if most.seconds >= min(_WASTE_FIRST * self.step_s, self.computing.seconds) else self.computing
+
+    def wait(self, kind: str) -> Use:
+        """That of a kind."""
+        return next(each for each in self.waits if each.kind == kind)
+
+    @property
+    def worth_naming(self) -> list[Use]:
+        return [each for each in self.waits if each.seconds >= _WORTH_NAMING * self.step_s]
+
+
+def spent(
+    step_s: float, parts_s: Mapping[str, float], lack_s: Mapping[str, float], *, device: bool, look_at: str = ""
+) -> Spent:
+    """From the seconds of each part of a step, and those of them in which a thread was ready and had no CPU.
+
+    device: they are by the device's clock, which lacks a CPU where it waits for the host: between the phases.
+    """
+    lack = {part: min(parts_s.get(part, 0.0), lack_s.get(part, 0.0)) for part in (_GAP if device else OWN_PARTS)}
+    if sum(lack.values()) < _WORTH_NAMING * step_s:
+        lack = {}  # it stays in the parts, as the table has them
+    left = {part: seconds - lack.get(part, 0.0) for part, seconds in parts_s.items()}
+    computing = {part: left[part] for part in _COMPUTE if left.get(part, 0.0) > 0}
+    largest = max(computing, key=lambda part: computing[part], default="forward")
+    parts = sorted(computing.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for part, seconds in parts)
+    what = f"Computing ({shown})" if shown and not lack else "Computing"
+    waits = [Use("lack_of_cpu", "cpu", sum(lack.values()), "Waiting for a CPU", _CPU_ACTION)]
+    waits += [dataclasses.replace(each, seconds=left.get(each.phase, 0.0)) for each in _WAITS]
+    waits.sort(key=lambda use: -use.seconds)
+    return Spent(step_s, Use("compute_bound", largest, sum(computing.values()), what, look_at), waits)
 
 
 def bottlenecks(report: Facts) -> list[Verdict]:
@@ -76,25 +122,24 @@ def _typical(report: Facts) -> Verdict:
     if device is not None:
         return _on_a_device(report, device)
     sampled = report["steps"]["sampled_lack_of_cpu"]
-    computing, waits, step_s = _uses(report)
+    found = _on_the_host(report)
+    step_s, computing, first, worth = found.step_s, found.computing, found.limit, found.worth_naming
     measured = any(typical["lack_of_cpu"] is not None for typical in _typical_steps(report))
     if sampled is not None and sampled >= _SAMPLED_LACK and not measured:
         text = (
             f"Waiting for a CPU takes {percent(sampled)} of the time, by samples of one second: "
             f"steps are too short to say where. Next: {_CPU_ACTION}"
         )
-        evidence = SampledEvidence(sampled)
-        return Verdict("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, evidence)
-    first = waits[0] if waits[0].seconds >= min(_WASTE_FIRST * step_s, computing.seconds) else computing
-    worth = [each for each in waits if each is not first and each.seconds >= _WORTH_NAMING * step_s]
+        return Verdict("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, SampledEvidence(sampled))
+    worth = [each for each in worth if each is not first]
     beside = [*worth, computing] if first is not computing and computing.seconds else worth
     also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in beside)
     following = worth[0] if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s else first
     waste_s = sum(each.seconds for each in (first, *worth) if each is not computing)
     text = f"{first.what} takes {_of(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
     text += f" Next: {following.action}"
-    spent = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *waits)})
-    return Verdict(first.kind, None, first.phase, waste_s, waste_s / step_s, None, 0.9, text, spent)
+    evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *found.waits)})
+    return Verdict(first.kind, None, first.phase, waste_s, waste_s / step_s, None, 0.9, text, evidence)
 
 
 def _of(seconds: float, step_s: float) -> str:
@@ -106,43 +151,20 @@ def _typical_steps(report: Facts) -> list[TypicalStep]:
     return [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
 
 
-def _uses(report: Facts) -> tuple[_Use, list[_Use], float]:
-    """What a typical step is spent on: computing, and the rest, the most first; and how long it is.
-
-    They add up, but for our own time.
-    """
+def _on_the_host(report: Facts) -> Spent:
+    """What a typical step is spent on by the hosts' clocks."""
     steps = _typical_steps(report)
-    step_s = sum(step["s"] for step in steps) / len(steps)
-    lack_s = sum(sum((step["lack_of_cpu"] or {}).values()) for step in steps) / len(steps)
-    taken_out = lack_s >= _WORTH_NAMING * step_s  # else it stays in the parts, as the table has them
 
-    def mean_s(part: str) -> float:
-        total = 0.0
-        for step in steps:
-            lack = (step["lack_of_cpu"] or {}) if taken_out else {}
-            total += step["parts"].get(part, 0.0) - lack.get(part, 0.0)
-        return total / len(steps)
+    def mean_s(values: Iterable[Mapping[str, float]], part: str) -> float:
+        return sum(each.get(part, 0.0) for each in values) / len(steps)
 
-    computing = {part: seconds for part in _COMPUTE if (seconds := mean_s(part)) > 0}
-    largest = max(computing, key=lambda part: computing[part], default="forward")
-    parts = sorted(computing.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for part, seconds in parts)
-    what = f"Computing ({shown})" if shown and not taken_out else "Computing"
-    uses = [_Use("lack_of_cpu", "cpu", lack_s * taken_out, "Waiting for a CPU", _CPU_ACTION), *_waits(mean_s)]
-    uses.sort(key=lambda use: -use.seconds)
-    return _Use("compute_bound", largest, sum(computing.values()), what, _look_at(report)), uses, step_s
-
-
-def _waits(mean_s: Callable[[str], float]) -> list[_Use]:
-    """What a step is spent on besides computing, by the seconds of its parts."""
-    return [
-        _Use("data_bound", "data", mean_s("data"), "Waiting for data", _DATA_ACTION),
-        _Use(
-            "communication_bound", "communication", mean_s("communication"), "Waiting in communication",
-            _COMMUNICATION_ACTION,
-        ),
-        _Use("host_bound", "host", mean_s("host"), "Host code outside of the phases", _HOST_ACTION),
-    ]  # fmt: skip
+    return spent(
+        sum(step["s"] for step in steps) / len(steps),
+        {part: mean_s((step["parts"] for step in steps), part) for part in PARTS},
+        {part: mean_s((step["lack_of_cpu"] or {} for step in steps), part) for part in PARTS},
+        device=False,
+        look_at=_look_at(report),
+    )
 
 
 _CPU_ACTION = (
@@ -155,6 +177,11 @@ _DATA_ACTION = (
 _COMMUNICATION_ACTION = "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
 _HOST_ACTION = (
     "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in perf.section()."
+)
+_WAITS = (
+    Use("data_bound", "data", 0.0, "Waiting for data", _DATA_ACTION),
+    Use("communication_bound", "communication", 0.0, "Waiting in communication", _COMMUNICATION_ACTION),
+    Use("host_bound", "host", 0.0, "Host code outside of the phases", _HOST_ACTION),
 )
 
 
@@ -179,22 +206,14 @@ def _on_a_device(report: Facts, device: str) -> Verdict:
         return _not_known(report, device)
     parts = {part: sum(each["parts"].get(part, 0.0) for each in timed) / len(timed) for part in PARTS}
     step_s, evidence = sum(parts.values()), DeviceStepEvidence({part: s for part, s in parts.items() if s})
-    computing_s = sum(parts[part] for part in _COMPUTE)
-    # Between the phases a device waits for the host, and so for a CPU where that has none.
     lacks = [typical["lack_of_cpu"] or {} for typical in _typical_steps(report)]
-    lack = {part: min(parts[part], sum(each.get(part, 0.0) for each in lacks) / len(lacks)) for part in _GAP}
-    lack_s = sum(lack.values())
-    if lack_s < _WORTH_NAMING * step_s:
-        lack, lack_s = {}, 0.0
-    waits = [_Use("lack_of_cpu", "cpu", lack_s, "Waiting for a CPU", _CPU_ACTION)]
-    waits += _waits(lambda part: parts[part] - lack.get(part, 0.0))
-    waits.sort(key=lambda use: -use.seconds)
+    lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
+    found = spent(step_s, parts, lack, device=True, look_at=_look_at(report))
+    computing_s, worth, first = found.computing.seconds, found.worth_naming, found.limit
     caught_up = [each["caught_up"] for each in timed if each["caught_up"] is not None]
     share = sum(caught_up) / len(caught_up) if caught_up else 0.0
-    worth = [each for each in waits if each.seconds >= _WORTH_NAMING * step_s]
-    if waits[0].seconds >= min(_WASTE_FIRST * step_s, computing_s):
-        first, *rest = worth or waits[:1]
-        also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in rest)
+    if first is not found.computing:
+        also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth if each is not first)
         computes = f"; computing {_of(computing_s, step_s)}" if computing_s else ""
         text = (
             f"{first.what} takes {_of(first.seconds, step_s)} of a step on the {device} ({duration(step_s)}){also}"
@@ -210,8 +229,8 @@ def _on_a_device(report: Facts, device: str) -> Verdict:
         )
         # What the job would gain is not known: how long a device idled between two kernels is not measured.
         return Verdict("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share))
-    found = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
-    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in found)
+    phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
+    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in phases)
     also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth)
     ahead = f" The host is ahead, and waits for the {device}." if share < _CAUGHT_UP else ""
     action = worth[0].action if worth and worth[0].seconds >= _WORTH_DOING * step_s else _look_at(report)
@@ -220,12 +239,12 @@ def _on_a_device(report: Facts, device: str) -> Verdict:
         f"{also}.{ahead} Next: {action}"
     )
     waste_s = sum(each.seconds for each in worth)
-    return Verdict("compute_bound", None, found[0][1], waste_s, waste_s / step_s, None, 0.8, text, evidence)
+    return Verdict("compute_bound", None, phases[0][1], waste_s, waste_s / step_s, None, 0.8, text, evidence)
 
 
 def _not_known(report: Facts, device: str) -> Verdict:
-    computing, waits, step_s = _uses(report)
-    largest = max((computing, *waits), key=lambda use: use.seconds)
+    found = _on_the_host(report)
+    step_s, largest = found.step_s, max((found.computing, *found.waits), key=lambda use: use.seconds)
     text = (
         f"What limits the step is not known: the work is on a device ({device}), and only host time was recorded. "
         f"{largest.what} takes {_of(largest.seconds, step_s)} of a typical step on the host, which may be waiting for "
@@ -250,13 +269,18 @@ def _long(report: Facts, long: LongSteps) -> Verdict:
         often += f" (step{'s' if count > 1 else ''} {', '.join(map(str, long['steps']))})"
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
-    why = " and ".join(long["kinds"]) or _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
+    why = " and ".join(_kinds(long)) or _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
     text = (
         f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
         f"{percent(long['share'])} of the time of all steps. Next: {_long_action(long)}"
     )
     cost_s = long["total_s"] / max(1, steps["count"])
     return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
+
+
+def _kinds(long: LongSteps) -> list[str]:
+    """What else the steps did, where that may be why: importing a library for w.steps(), say, collects garbage too."""
+    return [] if long["part"] == "tool" and "capture" not in long["kinds"] else long["kinds"]
 
 
 _WHERE = {
@@ -275,7 +299,7 @@ def _long_action(long: LongSteps) -> str:
         "capture": "nothing: a capture was asked for.",
         "sampled backward pass": "nothing, or sample more rarely: backward_every.",
     }
-    for kind in long["kinds"]:
+    for kind in _kinds(long):
         if kind in actions:
             return actions[kind]
     numbers = ", ".join(map(str, long["steps"][-_MAX_NUMBERS:]))
@@ -284,5 +308,6 @@ def _long_action(long: LongSteps) -> str:
         "data": f"see what the loader does at steps {numbers}: a new epoch starts workers (persistent_workers=True).",
         "communication": f"see which rank does something else at steps {numbers}.",
         "host": f"see what the loop does at steps {numbers} (logging, an epoch's end): wrap parts in perf.section().",
+        "tool": "ask for results less often (w.summary(), w.steps(), a display), if the loop does.",
     }
     return by_part.get(long["part"], f"see what is different at steps {numbers}: batch size, sequence length.")

@@ -106,6 +106,27 @@ class DeviceStepEvidence(Struct, frozen=True):
     device waited for between the phases."""
 
 
+class StretchEvidence(Struct, frozen=True):
+    """Of a part of the run in which something else took the step's time than in the rest. Seconds are those of a step,
+    by windows: the mean over the ranks."""
+
+    step_s: float
+    spent_s: float
+    """What it took in a step meanwhile."""
+    rest_s: float
+    """The same in the rest of the run."""
+
+
+class PastEvidence(Struct, frozen=True):
+    """Of what was found while the run went on, and is over."""
+
+    ranks: tuple[int, ...]
+    duration_s: float | None
+    """Of a hang, for how long no step was made."""
+    went_on: bool | None
+    """Of a hang, whether steps were made afterwards."""
+
+
 class CaughtUpEvidence(Struct, frozen=True):
     """Of devices that wait for the host."""
 
@@ -163,6 +184,8 @@ Evidence = (
     | LongSteps
     | TypicalStepEvidence
     | DeviceStepEvidence
+    | StretchEvidence
+    | PastEvidence
     | CaughtUpEvidence
     | SampledEvidence
     | NotKnownEvidence
@@ -172,7 +195,12 @@ Evidence = (
     | WarmUpEvidence
 )
 
-_BY_STEP = (TypicalStepEvidence, DeviceStepEvidence)
+_BY_STEP = (TypicalStepEvidence, DeviceStepEvidence, StretchEvidence)
+OVER = "_ended"
+"""How the kinds of verdicts end that no longer hold."""
+WASTE = ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
+"""What a step's time may go to besides computing."""
+
 # All kinds of verdicts, and which evidence each may have. The JSON schema is made from it.
 EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "straggler": (StragglerEvidence,),
@@ -182,7 +210,7 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "slow_link": (SlowLinkEvidence,),
     "hang": (HangEvidence,),
     "out_of_memory": (OutOfMemoryEvidence,),
-    "compute_bound": _BY_STEP,
+    "compute_bound": (TypicalStepEvidence, DeviceStepEvidence),
     "data_bound": _BY_STEP,
     "communication_bound": _BY_STEP,
     "host_bound": (*_BY_STEP, CaughtUpEvidence),
@@ -192,6 +220,9 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "none": (NobodySlowEvidence, NotComparedEvidence, WarmUpEvidence),
     "not_compared": (NotComparedEvidence,),
     "no_steps": (NoStepsEvidence,),
+    # What is over; slow ranks have kinds of their own above.
+    **dict.fromkeys((f"{kind}{OVER}" for kind in ("hang", "slow_link", "imbalance")), (PastEvidence,)),
+    **dict.fromkeys((f"{kind}{OVER}" for kind in WASTE), (StretchEvidence,)),
 }
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TypedDict
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
-from torchlens_perf.analysis.statistics.memory import Growth
 from torchlens_perf.analysis.words.evidence import Evidence, LongSteps
 from torchlens_perf.analysis.words.report_hardware import Gpu, Link
+from torchlens_perf.analysis.words.report_memory import Memory
 from torchlens_perf.run.oom_table import OutOfMemory
 
 
@@ -37,6 +37,10 @@ class Run(TypedDict):
     started: str | None
     ended: str | None
     last_step_at: str | None
+    as_of: str | None
+    """When the newest of the nodes' states that this was made from was written."""
+    total_steps: int | None
+    """How many steps it will make, where its ranks were told so, and the same."""
     live: bool
     device: str | None
     judged_by: str | None
@@ -94,46 +98,6 @@ class Phase(TypedDict):
     mean_s: float
 
 
-class Retries(TypedDict):
-    """cudaMalloc retries in the last steps."""
-
-    count: int
-    steps: int
-
-
-class DeviceMemory(TypedDict):
-    """The allocator's newest reading, and what there was over the run."""
-
-    step: int
-    allocated_bytes: int | None
-    reserved_bytes: int | None
-    inactive_bytes: int | None
-    """In blocks that are free and cannot be given back."""
-    peak_bytes: int | None
-    """Most allocated since the job last reset the allocator's peaks."""
-    limit_bytes: int | None
-    """What the process may take of the device."""
-    alloc_retries: int | None
-    ooms: int | None
-    age_steps: int | None
-    fragmentation: float | None
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    peak_resets: int
-    readings: int
-    retries_in: Retries | None
-
-
-class Memory(TypedDict):
-    """Of one rank: resident memory on a CPU, the allocator's on a device."""
-
-    last_bytes: int | None
-    max_bytes: int | None
-    source: str | None
-    device: DeviceMemory | None
-    growth: Growth | None
-
-
 class DevicePhase(TypedDict):
     """One phase by the device's clock."""
 
@@ -158,6 +122,26 @@ class DeviceTimes(TypedDict):
     caught_up: float | None
 
 
+class ArrivedLast(TypedDict):
+    """To how many collectives a rank came last, of those that it took part in and of which that is known: all ranks of
+    the group are on one node, and all wait for all."""
+
+    count: int
+    joined: int
+    share: float
+
+
+class RankNow(TypedDict):
+    """What a running rank was doing when its node's state was written."""
+
+    step: int
+    """In progress, for step_s."""
+    step_s: float
+    inside: list[str]
+    """The spans that its training thread was inside of, outermost first; for inside_s in the innermost."""
+    inside_s: float | None
+
+
 class Rank(TypedDict):
     """One rank."""
 
@@ -171,6 +155,8 @@ class Rank(TypedDict):
     """running, closed or died."""
     inside: list[str]
     """The spans that a process was inside of when it died."""
+    now: RankNow | None
+    """None of a process that has ended."""
     steps: int
     first_step: int | None
     last_step: int | None
@@ -184,6 +170,11 @@ class Rank(TypedDict):
     memory: Memory
     out_of_memory: OutOfMemory | None
     device: DeviceTimes | None
+    arrived_last: ArrivedLast | None
+    """None where that is known of no collective."""
+    wait_s_per_step: float | None
+    """How long a typical step is blocked in communication, by the clock that the rank is judged by; None where it is in
+    none, or that is not measured."""
     coverage: float
     lost: int
 
@@ -203,6 +194,17 @@ class Heat(TypedDict):
     first_steps: list[int]
     tags: list[list[str]]
     ranks: list[HeatRank]
+
+
+class StepHistory(TypedDict):
+    """How long steps took, in windows of `width` steps, without the warm-up and steps with other work: of the ranks'
+    medians in each window, the median and the extremes."""
+
+    width: int
+    first_steps: list[int]
+    median_s: list[float]
+    fastest_s: list[float]
+    slowest_s: list[float]
 
 
 class Module(TypedDict):
@@ -293,6 +295,23 @@ class Capture(TypedDict):
     left_out: dict[str, str]
 
 
+class Held(TypedDict):
+    """Since when a verdict has held. Of a slow rank, that is its episode."""
+
+    since_step: int | None
+    until_step: int | None
+    """The step from which on it no longer held; None while it holds."""
+    windows_held: int | None
+    """In how many windows, from the one step to the other."""
+    windows_judged: int | None
+    """Of how many that show whether it held, over the whole run; None: it is not judged by windows."""
+    window_steps: int | None
+    """How many steps a window has."""
+    since: str | None
+    """When that step began, in UTC; within the window, by a usual step's duration."""
+    until: str | None
+
+
 class VerdictFacts(TypedDict):
     """A verdict without its evidence."""
 
@@ -306,6 +325,8 @@ class VerdictFacts(TypedDict):
     text: str
     where: dict[str, str] | None
     """Who knows the rank by which name: host, scheduler, container, cloud."""
+    held: Held | None
+    """None where it cannot be known."""
 
 
 class VerdictRow(VerdictFacts):
@@ -333,6 +354,7 @@ class Facts(TypedDict):
     steps: Steps
     ranks: list[Rank]
     heat: Heat | None
+    history: StepHistory | None
     modules: list[Module]
     sections: list[Section]
     device_sections: list[DeviceSection]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Collective, Facts, Module
 
 _MAX_NAMED = 4
+MAX_PAST = 64  # the newest of those that are over
 _SHORT_STEPS = 30  # an episode that was over so soon is transient
 _NOW_AND_THEN = 0.6  # share of slow steps below which the slowness comes and goes
 _MORE_WORK = 0.05
@@ -79,7 +80,7 @@ def straggler_verdicts(
     if named.imbalance is not None:
         now.append(_imbalance(named.imbalance, findings))
     before.sort(key=lambda episode: -episode.since_step)
-    return now, [_was_slow(each, named.diagnosis(each.key)) for each in before[:_MAX_NAMED]]
+    return now, [_was_slow(each, named.diagnosis(each.key)) for each in before[:MAX_PAST]]
 
 
 def came_last(rows: Sequence[Collective]) -> dict[int, float]:

@@ -26,7 +26,7 @@ def verdicts(
     hang: OpenHang | None,
     links: LinkFindings,
 ) -> list[Verdict]:
-    """The report's verdicts, the most important first. Never empty."""
+    """The report's verdicts, the most important first; those that are over come last. Never empty."""
     out_of_memory = out_of_memory_verdicts(report)  # first of all: the others hang because of it, or end
     if hang is not None:
         return [*out_of_memory, _hang(hang)]
@@ -48,8 +48,8 @@ def verdicts(
     found = [no_straggler(report, findings)] if report["run"]["world_size"] > 1 else []
     rest = bottlenecks(report)
     if rest[0].kind == "lack_of_cpu":
-        return [*out_of_memory, rest[0], *found, *before, *rest[1:]]
-    return [*out_of_memory, *found, *before, *rest]
+        return [*out_of_memory, rest[0], *found, *rest[1:], *before]
+    return [*out_of_memory, *found, *rest, *before]
 
 
 def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> Verdict:

@@ -5,35 +5,51 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import duration_or_dash
 from torchlens_perf.page.document.scripts import chart_library, page_script, static
-from torchlens_perf.page.pictures.markup import Element, html, tag
+from torchlens_perf.page.pictures.markup import Element, html, raw, tag
 from torchlens_perf.page.sections.every import SECTIONS
 from torchlens_perf.page.sections.quality import overhead_words
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchlens_perf.page.contents import Contents
     from torchlens_perf.page.document.scripts import Library
+    from torchlens_perf.page.pictures.markup import Child
 
 STYLES = ("page.css", "charts.css")
 
 
-def document(contents: Contents) -> str:
-    """The page. contents: see contents.py."""
+class LivePart(NamedTuple):
+    """What the live page has besides a file. It may ask its own server, and nobody else."""
+
+    script: str
+    elements: Sequence[Child]
+    """Shown above the verdicts."""
+
+
+def document(contents: Contents, live: LivePart | None = None) -> str:
+    """The page. contents: see contents.py. live: where a server shows it; None for a file."""
     style, scripts, library = "\n".join(map(static, STYLES)), [page_script()], chart_library()
+    scripts += [live.script] if live is not None else []
     run = contents["report"]["run"]
     title = f"{run['program'] or 'run'} · {run['id']} · torchlens_perf"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy([style], scripts, library)),
+        tag(
+            "meta",
+            http_equiv="Content-Security-Policy",
+            content=policy([style], scripts, library, asks=live is not None),
+        ),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="referrer", content="no-referrer"),
         tag("title", title),
-        _raw("style", style),
+        raw("style", style),
     )
     sections = [section(contents) for _, _, section in SECTIONS]
     shown = [(key, label) for (key, label, _), each in zip(SECTIONS, sections, strict=True) if each is not None]
@@ -46,13 +62,14 @@ def document(contents: Contents) -> str:
             tag("ul", [tag("li", tag("a", label, href=f"#{key}")) for key, label in shown]),
             aria_label="Sections",
         ),
-        tag("main", sections),
+        tag("main", live.elements if live is not None else None, sections),
         tag("footer", tag("p", f"Written {contents['written']} by torchlens_perf {contents['version']}.")),
-        _raw("script", inert(contents), type="application/json", id="contents"),
-        _raw("script", library.packed, type="text/plain", id="chart-library") if library is not None else None,
-        [_raw("script", each) for each in scripts],
+        raw("script", inert(contents), type="application/json", id="contents"),
+        raw("script", library.packed, type="text/plain", id="chart-library") if library is not None else None,
+        [raw("script", each) for each in scripts],
     )
-    return f"<!DOCTYPE html>\n{html(tag('html', head, body, lang='en'))}\n"
+    state = None if live is None else "running" if run["live"] else "ended"
+    return f"<!DOCTYPE html>\n{html(tag('html', head, body, lang='en', data_live=state))}\n"
 
 
 def _header(contents: Contents) -> Element:
@@ -75,34 +92,29 @@ def _header(contents: Contents) -> Element:
     )
 
 
-def _raw(name: str, text: str, **attributes: str) -> Element:
-    """A script or style element: its text is not escaped, so that it must not end it."""
-    assert f"</{name}" not in text.lower()
-    made = tag(name, **attributes)
-    made.text = text
-    return made
-
-
 def inert(value: Any) -> str:
     """JSON that no HTML parser and no script sees as anything else."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and its like are escaped
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def policy(styles: list[str], scripts: list[str], library: Library | None) -> str:
+def policy(styles: list[str], scripts: list[str], library: Library | None = None, *, asks: bool = False) -> str:
     """The content security policy: scripts that are in the page, by their hashes, and nothing else; no network at all.
 
-    The charts' library makes style elements of its own, whose hashes nobody knows before. A style can reach nothing.
+    asks: of the live page, which asks its own server. The charts' library makes style elements of its own, whose hashes
+    nobody knows before. A style can reach nothing.
     """
     texts = [*scripts, *([library.text] if library is not None else [])]
     parts = {
         "default-src": ["'none'"],
         "img-src": ["data:"],
         "style-src": ["'unsafe-inline'"] if library is not None else [f"'{_digest(text)}'" for text in styles],
-        "script-src": [f"'{_digest(text)}'" for text in texts],
+        "script-src": [f"'{_digest(text)}'" for text in texts] or ["'none'"],
         "base-uri": ["'none'"],
-        "form-action": ["'none'"],
+        "form-action": ["'self'"] if asks else ["'none'"],
     }
+    if asks:
+        parts["connect-src"] = ["'self'"]
     return "; ".join(" ".join([source, *allowed]) for source, allowed in parts.items())
 
 

@@ -26,30 +26,30 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 240  # of a series: means over stretches of time
 _WORTH_SHOWING = 0.01  # share of a step without a CPU
-_GAUGE, _RATE, _SHARE, _COUNT = range(4)
+_GAUGE, _LEVEL, _RATE, _SHARE, _COUNT = range(5)
 
 
 class _Quantity(NamedTuple):
     title: str
     unit: str
     how: int
-    """_GAUGE as it is, _RATE growth a second, _SHARE growth in ns as a share of the time, _COUNT growth since the first
-    sample; the last two only where there is any."""
+    """_GAUGE as it is; _LEVEL a share, in percent; _RATE growth a second; _SHARE growth in ns, in percent of the time;
+    _COUNT growth since the first sample. The last two only where there is any."""
 
 
 _GPU = {
     "sm_clock_hz": _Quantity("SM clock", "Hz", _GAUGE),
     "temperature_c": _Quantity("GPU temperature", "Cel", _GAUGE),
     "power_w": _Quantity("GPU power", "W", _GAUGE),
-    "throttle_thermal_ns": _Quantity("throttled by heat", "1", _SHARE),
-    "throttle_hw_thermal_ns": _Quantity("throttled by heat, by the hardware", "1", _SHARE),
-    "throttle_power_ns": _Quantity("throttled by the power limit", "1", _SHARE),
-    "throttle_hw_power_brake_ns": _Quantity("throttled by the power brake", "1", _SHARE),
-    "throttle_sync_boost_ns": _Quantity("throttled by sync boost", "1", _SHARE),
+    "throttle_thermal_ns": _Quantity("throttled by heat", "%", _SHARE),
+    "throttle_hw_thermal_ns": _Quantity("throttled by heat, by the hardware", "%", _SHARE),
+    "throttle_power_ns": _Quantity("throttled by the power limit", "%", _SHARE),
+    "throttle_hw_power_brake_ns": _Quantity("throttled by the power brake", "%", _SHARE),
+    "throttle_sync_boost_ns": _Quantity("throttled by sync boost", "%", _SHARE),
     "xids": _Quantity("XID errors", "1", _COUNT),
     "ecc_uncorrected": _Quantity("uncorrected ECC errors", "1", _COUNT),
-    "sm_active": _Quantity("SMs active", "1", _GAUGE),
-    "busy": _Quantity("GPU busy: any kernel runs", "1", _GAUGE),
+    "sm_active": _Quantity("SMs active", "%", _LEVEL),
+    "busy": _Quantity("GPU busy: any kernel runs", "%", _LEVEL),
     "memory_used_bytes": _Quantity("GPU memory used, by all processes", "By", _GAUGE),
     "nvlink_received_bytes": _Quantity("NVLink received", "By/s", _RATE),
     "pcie_received_bytes": _Quantity("PCIe received", "By/s", _RATE),
@@ -95,7 +95,7 @@ def rank_series(
     for rank in ranks:
         shares = grid.no_cpu_share(row_of[rank])
         if np.nanmax(shares, initial=0.0) >= _WORTH_SHOWING:
-            found.append(_one("ready to run, and no CPU was free", "1", f"rank {rank}", rank, started, shares))
+            found.append(_one("ready to run, and no CPU was free", "%", f"rank {rank}", rank, started, 100 * shares))
         readings = processes[rank].statistics.memory.readings
         if not readings or not known.any():
             continue
@@ -172,7 +172,9 @@ def _series(
         values = table.get(name)
         if values is None or not np.isfinite(values).any():
             continue
-        if how != _GAUGE:
+        if how == _LEVEL:
+            values = 100 * values
+        elif how != _GAUGE:
             grown = np.maximum(np.diff(values, prepend=np.nan), 0)  # a counter that was reset begins anew
             if how != _RATE and not np.nansum(grown):
                 continue
@@ -180,7 +182,7 @@ def _series(
             with np.errstate(divide="ignore", invalid="ignore"):
                 values = {
                     _RATE: grown / gone_s,
-                    _SHARE: grown / 1e9 / gone_s,
+                    _SHARE: 100 * grown / 1e9 / gone_s,
                     _COUNT: np.cumsum(np.nan_to_num(grown)),
                 }[how]
         found.append(_one(title, unit, where, rank, time_s, values))

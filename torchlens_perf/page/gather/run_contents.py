@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.run.directory import RunDirectory
 
-DEFAULT_BUDGET_BYTES = 1_300_000  # with pictures and the charts' library, a page is then below 3 MB
+DEFAULT_BUDGET_BYTES = 1_200_000  # with pictures and the charts' library, a page is then below 3 MB
 _REPORT, _MATRICES, _SERIES = 0.25, 0.45, 0.12  # shares of it at most; whole steps have what is left
+_OF_WHAT_IS_LEFT = 1.5  # where the report takes more
 
 
 def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Contents:
@@ -44,7 +45,7 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     findings = max((state.findings for state in states), key=lambda each: each.compared, default=NOTHING)
     slow = slow_times(findings)
     notes: list[str] = []
-    plain = cast("Report", msgspec.to_builtins(report, enc_hook=lambda number: number.item(), str_keys=True))
+    plain = as_plain(report)
     ranks = chosen_ranks(plain, slow, node_of)
     named = _named(plain, slow)
     shown = thinned_report({**plain, "heat": None}, {*named, *ranks}, int(_REPORT * budget_bytes), notes)
@@ -54,12 +55,13 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     series: list[Series] = hardware_series(run, processes, node_of, ranks, begin_ns, notes)
     traces: StepTraces = {"names": [], "steps": []}
     if grid is not None:
+        room = int(_MATRICES * min(budget_bytes, _OF_WHAT_IS_LEFT * (budget_bytes - size_bytes(shown))))
 
         def made(of: Grids) -> StepMatrices:
             return step_matrices(of, processes, slow)
 
         grids = Grids(grid, _device(run, processes, node_of, grid, notes))
-        grids, fitting = thinned_grids(grids, made, int(_MATRICES * budget_bytes), notes)
+        grids, fitting = thinned_grids(grids, made, room, notes)
         grid, matrices = grids.host, fitting
         series += rank_series(grid, fitting["columns"], processes, ranks)
     series = within(series, int(_SERIES * budget_bytes), notes)
@@ -78,6 +80,11 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "version": VERSION,
     }
+
+
+def as_plain(report: Report) -> Report:
+    """The same with numbers of Python's, as JSON wants them."""
+    return cast("Report", msgspec.to_builtins(report, enc_hook=lambda number: number.item(), str_keys=True))
 
 
 def _device(

@@ -32,6 +32,13 @@ class Names:
     def index(self, name: str) -> int:
         return self._index.setdefault(name, len(self._index))
 
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def forget(self, count: int) -> None:
+        """All but the first so many."""
+        self._index = {name: at for name, at in self._index.items() if at < count}
+
     def all(self) -> list[str]:
         return list(self._index)
 

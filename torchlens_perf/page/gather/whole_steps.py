@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from torchlens_perf.page.gather.span_files import COLLECTIVES, Records, kept_ste
 from torchlens_perf.page.gather.step_choice import chosen_steps
 from torchlens_perf.page.gather.step_collectives import joined_by_step
 from torchlens_perf.page.gather.step_trace import Names, rank_trace
+from torchlens_perf.page.gather.thinning import size_bytes as size_of
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -50,25 +50,27 @@ def whole_steps(
         others = {keys[rank]: node_of[rank] for rank in processes if rank not in ranks}
         read.update(records_of(run, others, wanted, notes, COLLECTIVES))
     of_ranks = [
-        RankRecords(rank, node_of[rank], _offset_ns(process), process.groups, read[keys[rank]])
+        RankRecords(rank, node_of[rank], offset_ns(process), process.groups, read[keys[rank]])
         for rank, process in sorted(processes.items())
         if keys[rank] in read
     ]
     of_steps: dict[int, list[RankRecords]] = {step: [] for step in wanted}
     for each in of_ranks:
         if each.rank in ranks:
-            for step, records in _by_step(each.records).items():
+            for step, records in by_step(each.records).items():
                 of_steps[step].append(each._replace(records=records))
     collectives = joined_by_step(of_ranks, ranks, uncomparable)
     clocks = NodeClocks(of_steps.values(), uncomparable)
     names, rows, used_bytes, left_out = Names(), list[StepTraceRow](), 0, 0
     for step, why in steps:
-        row = _row(step, why, of_steps[step], len(processes), names, clocks)
+        known = len(names)
+        row = step_row(step, why, of_steps[step], len(processes), names, clocks)
         if row is None:
             continue
         row["collectives"] = collectives.get(step, [])
-        size = len(json.dumps(row, separators=(",", ":")))
+        size = size_of(row) + size_of(names.all()[known:])
         if used_bytes + size > budget_bytes:
+            names.forget(known)
             left_out += 1
             continue
         used_bytes += size
@@ -83,17 +85,17 @@ def whole_steps(
     return {"names": names.all(), "steps": rows}
 
 
-def _offset_ns(process: ProcessState) -> int:
+def offset_ns(process: ProcessState) -> int:
     return process.anchor.unix_ns - process.anchor.monotonic_ns
 
 
-def _by_step(read: Records) -> dict[int, Records]:
+def by_step(read: Records) -> dict[int, Records]:
     """Of steps whose end is among the records."""
     steps, ends = read.records["step"], read.records["kind"] == int(Kind.STEP)
     return {step: Records(read.records[steps == step], read.names) for step in np.unique(steps[ends]).tolist()}
 
 
-def _row(
+def step_row(
     step: int, why: str, ranks: Sequence[RankRecords], world_size: int, names: Names, clocks: NodeClocks
 ) -> StepTraceRow | None:
     """Without its collectives."""

@@ -53,6 +53,14 @@ def number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
+def raw(name: str, text: str, **attributes: str) -> Element:
+    """A script or style element: its text is not escaped, so that it must not end it."""
+    assert f"</{name}" not in text.lower()
+    made = tag(name, **attributes)
+    made.text = text
+    return made
+
+
 def html(element: Element) -> str:
     """As text. A script or style element is written as it is: its text must be no markup."""
     return ElementTree.tostring(element, encoding="unicode", method="html")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import duration
@@ -46,14 +46,16 @@ def phases_picture(
     return svg(WIDTH, frame.bottom + 40, key, title, description, marks)
 
 
-def part_legend(parts: Sequence[str]) -> Element:
-    """Colours of parts."""
+def part_legend(parts: Sequence[str], spans: Mapping[str, str] | None = None) -> Element:
+    """Colours of parts, and of other spans, by what they are in CSS."""
+    looks = {f"part {part}": WORDS.get(part, part) for part in parts}
+    looks.update({f"span {kind}": words for kind, words in (spans or {}).items()})
     items = [
         tag(
             "li",
-            tag("svg", rect(0, 0, 14, 14, f"part {part}"), viewBox="0 0 14 14", class_="swatch", aria_hidden="true"),
-            WORDS.get(part, part),
+            tag("svg", rect(0, 0, 14, 14, look), viewBox="0 0 14 14", class_="swatch", aria_hidden="true"),
+            words,
         )
-        for part in parts
+        for look, words in looks.items()
     ]
     return tag("ul", items, class_="legend", aria_label="Colours")

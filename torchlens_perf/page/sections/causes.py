@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.quantities import percent
 from torchlens_perf.page.pictures.markup import Child, Element, tag
-from torchlens_perf.page.sections.section import details, section, table
+from torchlens_perf.page.sections.section import details, figure, section, table
+from torchlens_perf.page.sections.telemetry import over_time
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.contents import Contents
+    from torchlens_perf.page.contents import Contents, Series
+
+_NO_CPU = ("ready to run, and no CPU was free",)
+# By a cause's kind, the quantities over time that show it.
+_OVER_TIME = {
+    "no_cpu": _NO_CPU, "busy_neighbour": _NO_CPU, "cpu_quota": _NO_CPU, "own_threads": _NO_CPU,
+    "gpu_throttled": (
+        "throttled by heat", "throttled by heat, by the hardware", "throttled by the power limit",
+        "throttled by the power brake", "SM clock",
+    ),
+    "gpu_clock": ("SM clock",),
+    "gpu_errors": ("XID errors", "uncorrected ECC errors"),
+    "pcie": ("PCIe replays",),
+    "nvlink": ("NVLink errors",),
+    "alloc_retries": ("device memory reserved",),
+}  # fmt: skip
 
 
 def causes(contents: Contents) -> Element | None:
@@ -21,14 +37,15 @@ def causes(contents: Contents) -> Element | None:
     ]
     if not found:
         return None
-    return section("causes", "Causes", [_one(index, rank, diagnosis) for index, rank, diagnosis in found])
+    series = contents["telemetry"]
+    return section("causes", "Causes", [_one(index, rank, diagnosis, series) for index, rank, diagnosis in found])
 
 
 def _diagnosis(evidence: Any) -> Mapping[str, Any] | None:
     return evidence.get("diagnosis") if isinstance(evidence, dict) else None
 
 
-def _one(index: int, rank: int | None, diagnosis: Mapping[str, Any]) -> Element:
+def _one(index: int, rank: int | None, diagnosis: Mapping[str, Any], series: Sequence[Series]) -> Element:
     causes = diagnosis["causes"]
     title = tag("h3", f"Why rank {rank} is slow ", tag("a", "verdict", href=f"#verdict-{index + 1}"))
     parts: list[Child] = [title]
@@ -61,6 +78,12 @@ def _one(index: int, rank: int | None, diagnosis: Mapping[str, Any]) -> Element:
         ]
         caption = f"What was measured of rank {rank} while it is slow, and the median of the other ranks"
         parts.append(details("The evidence", table(caption, ["signal", f"rank {rank}", "others"], rows)))
+    for quantity in dict.fromkeys(title for each in causes for title in _OVER_TIME.get(each["kind"], ())):
+        of = [each for each in series if each["title"] == quantity]
+        if of:
+            key = f"cause-{index + 1}-{quantity.replace(' ', '-').replace(',', '')}"
+            shown = over_time(key, quantity, of, [rank] if rank is not None else [])
+            parts += [figure(None, shown.picture, shown.caption), details("As a table", shown.table)]
     return tag("div", parts)
 
 

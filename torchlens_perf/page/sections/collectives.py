@@ -9,6 +9,14 @@ from torchlens_perf.page.pictures.markup import Child, Element, name, tag
 from torchlens_perf.page.pictures.phases import Bar, phases_picture
 from torchlens_perf.page.sections.ranks import named_ranks
 from torchlens_perf.page.sections.section import details, figure, section, table
+from torchlens_perf.report.collective_table import (
+    bus_of,
+    notes_on,
+    ranks_of,
+    slowest_of,
+    transfer_of,
+    wait_of,
+)
 from torchlens_perf.report.tables import or_dash
 
 if TYPE_CHECKING:
@@ -40,45 +48,30 @@ def _words(rows: list[Collective]) -> str:
     lag_s = of["exposed_lag_s"] + of["overlapped_lag_s"]
     share = percent(of["last"] / most["joined"])
     return (
-        f"In {most['operation']} of {_ranks(most)}, rank {most['slowest_rank']} came last in {share} of "
+        f"In {most['operation']} of {f'ranks {ranks_of(most)}'}, rank {most['slowest_rank']} came last in {share} of "
         f"{most['joined']} operations, {duration(lag_s)} in all after the rank before it."
     )
 
 
-def _ranks(row: Collective) -> str:
-    if row["pair"] is not None:
-        return f"rank {row['pair'][0]} to {row['pair'][1]}"
-    return f"ranks {row['ranks'] or row['ranks_seen']}"
-
-
 def _table(rows: list[Collective]) -> Element:
-    body: list[list[Child]] = []
-    for row in rows[:_MAX_ROWS]:
-        last = None
-        if row["slowest_rank"] is not None:
-            last = (
-                f"{row['slowest_rank']} ({percent(row['by_rank'][str(row['slowest_rank'])]['last'] / row['joined'])})"
-            )
-        about = "~" if row["asynchronous"] else ""
-        body.append(
-            [
-                f"{row['operation']}{' ' + row['dtype'] if row['dtype'] else ''}",
-                [name(row["description"] or row["group"], 24), f", {_ranks(row)}"],
-                str(row["count"]),
-                amount(row["bytes"], "B"),
-                duration_or_dash(row["duration_s"]["p50_s"]),
-                about + duration_or_dash(row["wait_s"]["mean_s"]),
-                duration_or_dash(row["transfer_s"]["p50_s"]),
-                or_dash(row["busbw"], lambda rate: amount(rate, "B/s")),
-                or_dash(last, str),
-            ]
-        )
-    headers = ["collective", "group", "records", "bytes", "p50", "mean wait", "transfer p50", "bus", "came last"]
+    body: list[list[Child]] = [
+        [
+            f"{row['operation']}{' ' + row['dtype'] if row['dtype'] else ''}",
+            name(ranks_of(row), 32),
+            str(row["count"]),
+            amount(row["bytes"], "B"),
+            duration_or_dash(row["duration_s"]["p50_s"]),
+            wait_of(row),
+            transfer_of(row),
+            bus_of(row),
+            slowest_of(row),
+        ]
+        for row in rows[:_MAX_ROWS]
+    ]
+    headers = ["collective", "ranks", "records", "bytes", "p50", "wait", "transfer", "bus", "slowest rank"]
     caption = "Collectives by bytes" + (f", {len(body)} of {len(rows)}" if len(body) < len(rows) else "")
-    note = "wait: mean a rank; transfer: once the last was there; bus: bandwidth as nccl-tests has it"
-    if any(row["asynchronous"] for row in rows[:_MAX_ROWS]):
-        note += "; ~ asynchronous: how much earlier a rank issued it, not time that it was blocked"
-    return tag("div", table(caption, headers, body, texts=(0, 1)), tag("p", f"{note}.", class_="note"))
+    notes = tag("ul", [tag("li", each) for each in notes_on(rows, _MAX_ROWS)], class_="note")
+    return tag("div", table(caption, headers, body, texts=(0, 1)), notes)
 
 
 def _by_rank(report: Report, row: Collective) -> Element | None:
@@ -101,17 +94,24 @@ def _by_rank(report: Report, row: Collective) -> Element | None:
     ]
     headers = ["rank", "came last", "after the rank before, in all", "waited, in all", "issued earlier, in all"]
     which = f", {len(body)} of {len(order)} ranks" if len(body) < len(order) else ""
-    caption = f"{row['operation']} of {_ranks(row)} by rank{which}"
+    caption = f"{row['operation']} of ranks {ranks_of(row)} by rank{which}"
     marked = [at for at, rank in enumerate(order[:_MAX_RANKS]) if int(rank) in named]
-    words = f"What each rank waited in {row['operation']} of {_ranks(row)}, over the run."
+    what, label = "waited", "waited, in all"
+    if row["asynchronous"]:
+        what, label = "waited, or had issued it before the last did,", "waited or issued earlier, in all"
+    words = f"How long each rank {what} in {row['operation']} of ranks {ranks_of(row)}, over the run."
     bars = [
-        Bar(f"rank {rank}", {"communication": row["by_rank"][rank]["exposed_wait_s"]}, int(rank) in named)
-        for rank in order[:_MAX_RANKS]
+        Bar(f"rank {rank}", {"communication": of["exposed_wait_s"] + of["overlapped_wait_s"]}, int(rank) in named)
+        for rank, of in ((rank, row["by_rank"][rank]) for rank in order[:_MAX_RANKS])
     ]
-    picture = phases_picture(bars, words, "collectives-picture", title="Waiting by rank", label="waited, in all")
+    picture = phases_picture(bars, words, "collectives-picture", title="Waiting by rank", label=label)
     return tag(
         "div",
-        figure("collectives", picture, [tag("strong", words), " Who waits least is whom the others wait for."]),
+        figure(
+            "collectives",
+            picture,
+            [tag("strong", words), " The one that waits least is the one that the others wait for."],
+        ),
         table(caption, headers, body, texts=(), marked=marked),
     )
 

@@ -25,7 +25,7 @@ def memory(contents: Contents) -> Element | None:
     words = _words(report)
     picture = _picture(report, matrices, words) if matrices is not None else None
     sources = sorted({rank["memory"]["source"] for rank in report["ranks"] if rank["memory"]["source"]})
-    caption: Child = [tag("strong", words), f" {'; '.join(sources)}." if sources else None]
+    caption: Child = [tag("strong", words), f" Measured is the {' or the '.join(sources)}." if sources else None]
     shown = figure("memory", picture, caption) if picture is not None else tag("p", caption)
     return section("memory", "Memory", shown, _table(report), _device_table(report))
 

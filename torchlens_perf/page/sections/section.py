@@ -16,7 +16,12 @@ def section(key: str, title: str, *children: Child) -> Element:
 
 def figure(chart: str | None, picture: Element, caption: Child) -> Element:
     """A picture that scripts may replace by a chart. caption: what it shows, and what is to be seen in it."""
-    return tag("figure", picture, tag("figcaption", caption), data_chart=chart)
+    return tag("figure", picture, tag("figcaption", caption), data_chart=chart, tabindex="0")
+
+
+def of_picture(*words: Child) -> Element:
+    """What is said of the picture alone, and not of the chart that scripts put into its place."""
+    return tag("div", *words, class_="of-picture")
 
 
 def table(
@@ -46,7 +51,8 @@ def table(
         for index, row in enumerate(rows)
     ]
     made = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body))
-    return tag("div", made, class_="scrolls", tabindex="0", role="region", aria_label="table")
+    label = caption if isinstance(caption, str) else "table"
+    return tag("div", made, class_="scrolls", tabindex="0", role="region", aria_label=label)
 
 
 def details(summary: Child, *children: Child) -> Element:

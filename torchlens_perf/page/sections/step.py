@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, duration
 from torchlens_perf.page.pictures.markup import Child, Element, name, tag
-from torchlens_perf.page.pictures.phases import part_legend
-from torchlens_perf.page.pictures.time_line import time_line
+from torchlens_perf.page.pictures.time_line import legend, time_line
 from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import details, figure, section, table
-from torchlens_perf.run.records import PARTS
+from torchlens_perf.page.sections.section import details, figure, of_picture, section, table
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import CollectiveJoined, Contents, RankTrace, StepTraceRow
@@ -31,8 +29,8 @@ def step(contents: Contents) -> Element | None:
     unknown = " Ranks with * begin at 0 here: when they really did is not known." if _some_unknown(shown) else ""
     caption: Child = [
         tag("strong", words),
-        f" Step {shown['step']}, {shown['why']}. {shown['clock']}{unknown}{left_out}",
-        part_legend([part for part in PARTS if part not in ("tool",)]),
+        of_picture(f" Step {shown['step']}, {shown['why']}. {shown['clock']}{unknown}{left_out}"),
+        of_picture(legend(shown)),
     ]
     return section(
         "step",
@@ -62,7 +60,8 @@ def _words(shown: StepTraceRow) -> str:
         last = max(blocked, key=lambda each: max(blocked[each].values()))
         waiter = max(blocked[last], key=lambda rank: blocked[last][rank])
         waited = duration(blocked[last][waiter] / 1e6)
-        text += f"; in collectives in which rank {last} comes last, rank {waiter} waits {waited}, the most of all"
+        text += f"; in collectives in which rank {last} comes last, rank {waiter} waits {waited}, the most"
+        text += " of those shown" if shown["ranks_left_out"] else " of all"
     elif len(shown["ranks"]) > 1:
         blocked_us = {trace["rank"]: _blocked_us(trace) for trace in shown["ranks"]}
         order = sorted(blocked_us, key=lambda rank: blocked_us[rank])
@@ -104,7 +103,8 @@ def _collectives(shown: StepTraceRow) -> Element | None:
         )
     if not rows:
         return None
-    headers = ["collective", "group", "number", "bytes", "came last", "after the first", "longest wait", "asynchronous"]
+    longest = "longest wait of those shown" if shown["ranks_left_out"] else "longest wait"
+    headers = ["collective", "group", "number", "bytes", "came last", "after the first", longest, "asynchronous"]
     caption = f"Collectives of step {shown['step']} that were joined over its ranks, in the order of their ends"
     count = len(shown["collectives"])
     note = f"{len(rows)} of {count}; " if len(rows) < count else ""

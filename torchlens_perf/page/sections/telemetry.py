@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import amount, percent
 from torchlens_perf.page.pictures.lines import Line, lines_picture
 from torchlens_perf.page.pictures.markup import Child, Element, name, tag
 from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import details, figure, section, table
+from torchlens_perf.page.sections.section import details, section, table
 from torchlens_perf.report.tables import in_bytes, or_dash
 from torchlens_perf.run.rank_ranges import ranges
 
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 _MAX_PICTURES, _MAX_LINES, _MAX_GPUS = 16, 16, 32
 
 
+class OverTime(NamedTuple):
+    """One quantity of several ranks, GPUs or ports."""
+
+    picture: Element
+    caption: Child
+    table: Element
+
+
 def telemetry(contents: Contents) -> Element | None:
     by_title: dict[str, list[Series]] = defaultdict(list)
     for each in contents["telemetry"]:
@@ -29,17 +37,22 @@ def telemetry(contents: Contents) -> Element | None:
     if not by_title and gpus is None:
         return None
     named = named_ranks(contents["report"])
-    pictures = [
-        _quantity(at, title, of, named) for at, (title, of) in enumerate(list(by_title.items())[:_MAX_PICTURES])
-    ]
-    # A container, so that scripts replace all of them by one chart.
-    shown = tag("figure", pictures, data_chart="telemetry") if pictures else None
-    if shown is not None:
-        shown.set("class", "several")
-    return section("telemetry", "Hardware over time", gpus, shown)
+    titles = list(by_title.items())[:_MAX_PICTURES]
+    shown = [over_time(f"telemetry-{at}", title, of, named) for at, (title, of) in enumerate(titles)]
+    parts: list[Child] = []
+    if shown:
+        # One figure, which scripts replace by one chart: titles, pictures, then their words.
+        inside = [[tag("h3", title), each.picture] for (title, _), each in zip(titles, shown, strict=True)]
+        captions = tag("figcaption", [tag("p", each.caption) for each in shown])
+        parts = [
+            tag("figure", inside, captions, data_chart="telemetry", tabindex="0"),
+            details("As tables", [each.table for each in shown]),
+        ]
+    return section("telemetry", "Hardware over time", gpus, parts)
 
 
-def _quantity(at: int, title: str, of: Sequence[Series], named: Sequence[int]) -> Element:
+def over_time(key: str, title: str, of: Sequence[Series], named: Sequence[int]) -> OverTime:
+    """key: unique in the page. named: ranks to mark."""
     show = shown_as(of[0]["unit"])
     marked = {each["where"] for each in of if each["rank"] in named}
     words = _words(title, of, show)
@@ -48,15 +61,14 @@ def _quantity(at: int, title: str, of: Sequence[Series], named: Sequence[int]) -
         Line(each["where"], list(zip(each["time_s"], each["value"], strict=True)), each["where"] in marked)
         for each in order
     ]
-    picture = lines_picture(f"telemetry-{at}", title, lines, show, "seconds since the first step", words)
+    picture = lines_picture(key, title, lines, show, "seconds since the first step", words)
     rows: list[list[Child]] = []
     for each in order:
         known = [value for value in each["value"] if value is not None]
         cells = [show(min(known)), show(sum(known) / len(known)), show(max(known))] if known else ["-"] * 3
         rows.append([name(each["where"], 40), *cells])
-    caption: Child = [tag("strong", title), f". {words}"]
-    alternative = details("As a table", table(title, ["of", "least", "mean", "most"], rows))
-    return tag("div", figure(None, picture, caption), alternative)
+    caption: Child = [tag("strong", f"{title[:1].upper()}{title[1:]}. "), words]
+    return OverTime(picture, caption, table(title, ["of", "least", "mean", "most"], rows))
 
 
 def _words(title: str, of: Sequence[Series], show: Callable[[float], str]) -> str:
@@ -83,8 +95,8 @@ def shown_as(unit: str) -> Callable[[float], str]:
         return lambda value: f"{value / 1e6:.0f} MHz"
     if unit == "Cel":
         return lambda value: f"{value:.0f} °C"
-    if unit == "1":
-        return lambda value: f"{value:.3g}"
+    if unit in ("1", "%"):
+        return lambda value: f"{value:.3g}{' %' if unit == '%' else ''}"
     return lambda value: f"{value:.3g} {unit}"
 
 

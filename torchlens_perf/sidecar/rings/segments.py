@@ -11,10 +11,11 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.run.directory import RunDirectory
+
+logger = logging.getLogger("torchlens_perf.sidecar")
 
 _FOOTER = b"torchlens_perf"
 _SOUGHT_BY = ["rank", "step", "time"]  # readers skip files by their smallest and largest values
@@ -116,12 +119,13 @@ def hosts(run: RunDirectory) -> list[str]:
 
 
 def read_chunks(
-    run: RunDirectory, host: str, notes: list[str] | None = None
+    run: RunDirectory, host: str, notes: list[str] | None = None, segment_done: Callable[[], object] = lambda: None
 ) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], int]]:
     """A node's records as they were read from the rings: origin, records, names, and records lost before them.
 
     notes: gets a line for each segment that is damaged, which is left out; its records are counted as lost where later
-    ones follow. None: that is an error. Raises RunStoreError, also where the disk does not answer as it should.
+    ones follow. None: that is an error. segment_done: called after each segment. Raises RunStoreError, also where the
+    disk does not answer as it should.
     """
     expected: dict[str, int] = {}
     for path in files_of(run.spans, host):
@@ -132,11 +136,33 @@ def read_chunks(
             if notes is None:
                 raise
             notes.append(f"{error}: its records are missing")
+            segment_done()
             continue
         for origin, records, names, sequences in chunks:
             lost = int(sequences[-1]) + 1 - expected.get(origin.key, int(sequences[0])) - len(sequences)
             expected[origin.key] = int(sequences[-1]) + 1
             yield origin, records, names, max(0, lost)
+        segment_done()
+
+
+def write_steps(run: RunDirectory, file: IO[bytes]) -> None:
+    """Writes all steps of the run to a stream of Arrow's, by rank, attempt and step. Segments that are damaged are left
+    out, with a line in the log. Raises RunStoreError where there is none.
+    """
+    tables = []
+    for host in hosts(run):
+        for path in files_of(run.steps, host):
+            try:
+                with _readable(path):
+                    tables.append(pq.read_table(path, page_checksum_verification=True).replace_schema_metadata())
+            except DamagedSegmentError as error:
+                logger.warning("%s: its steps are missing", error)
+    if not tables:
+        raise RunStoreError(f"{run.path} has no steps yet")
+    table = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
+    table = table.sort_by([("rank", "ascending"), ("attempt", "ascending"), ("step", "ascending")])
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
 
 
 def _chunks(path: Path) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], npt.NDArray[np.int64]]]:

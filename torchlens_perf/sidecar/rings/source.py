@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchlens_perf.analysis.node_state import Whereabouts
 from torchlens_perf.run import ring
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.ring import Flag, Kind, Reader, State
@@ -82,6 +83,20 @@ class RingSource:
         if process_started(identity.pid) != identity.process_started:
             return "closed" if self.reader.counter(ring.STATE) == State.CLOSED else "died"
         return ""
+
+    def whereabouts(self, now_ns: int) -> Whereabouts | None:
+        """What the process is doing just now; None where it has ended, or its clock is none of this node's.
+
+        now_ns: CLOCK_MONOTONIC.
+        """
+        if self.read_to_end or self.simulated:
+            return None
+        step, spans = self.reader.counter(ring.STEP), self.reader.open_spans()
+        if not spans:
+            return None  # recording has not begun
+        for_s = [max(0.0, (now_ns - span.start_ns) / 1e9) for span in spans]
+        inside = tuple(span.name for span in spans[1:])
+        return Whereabouts(step, for_s[0], inside, for_s[-1] if inside else None)
 
     def whole_steps(self, now_s: float) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
         """Takes out the records of whole steps, and their sequence numbers; all of them, once it is read to its end.

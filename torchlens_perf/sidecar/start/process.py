@@ -8,17 +8,18 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, guard, printable
 from torchlens_perf.run import ownership, ring
 from torchlens_perf.run.directory import RunDirectory, sidecar_lock, sidecar_log, writer_lives
+from torchlens_perf.run.mailbox import REPORT, deliver
 from torchlens_perf.run.place.node import host_of, node_name
-from torchlens_perf.run.report_mailbox import deliver
 from torchlens_perf.run.ring import Reader, State
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import LOADS
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
 
 logger = logging.getLogger("torchlens_perf.sidecar")
+
+Advanced: TypeAlias = Callable[[int, int], object]
+"""Called as advanced(done, total)."""
+_UNHEARD: AbstractContextManager[Advanced] = contextlib.nullcontext(lambda done, total: None)
 
 _AGAIN_S = 1.0  # between two tries to make the run directory
 _MAX_FAILURES, _LONGEST_REST_S = 10, 60.0  # of a sidecar that begins anew, ever more rarely: ten minutes in all
@@ -72,13 +77,16 @@ class _WithoutPandas(MetaPathFinder):
             raise ModuleNotFoundError("a sidecar has no use for pandas", name=fullname)
 
 
-def by_hand(run_dir: Path, name: str | None) -> int:
+def by_hand(
+    run_dir: Path, name: str | None, replaying: AbstractContextManager[Advanced] = _UNHEARD, *, quiet: bool = False
+) -> int:
     """Reads a node's rings if there are any, else replays what is kept. Returns the exit code.
 
-    name: the node's, or its host's; None: this node's.
+    name: the node's, or its host's; None: this node's. replaying: entered for a replay; it gets to know how far that
+    is. quiet: nothing is printed but what went wrong.
     Raises RunStoreError for what is no run directory, or cannot be written, or has a sidecar already.
     """
-    _log()
+    _log(logging.WARNING if quiet else logging.INFO)
     termination.install()
     run = RunDirectory(run_dir)
     if not run.nodes.is_dir() and not run.local_rings():  # nobody may have been able to make it
@@ -88,17 +96,17 @@ def by_hand(run_dir: Path, name: str | None) -> int:
     priority.lower()
     run.create()
     keep_log(run, host)
-    with ownership.as_private_as(run.nodes):
-        return _read_or_replay(run, host, lock)
+    try:
+        with ownership.as_private_as(run.nodes):
+            if not any(path.exists() for path in run.registered_rings(host)):
+                from torchlens_perf.sidecar.rings import segments
 
-
-def _read_or_replay(run: RunDirectory, host: str, lock: SidecarLock) -> int:
-    if not any(path.exists() for path in run.registered_rings(host)):
-        from torchlens_perf.sidecar.rings import segments
-
-        if segments.hosts(run):
-            return _replay(run, lock)
-    _read(run, host, lock, {})
+                if segments.hosts(run):
+                    return _replay(run, lock, replaying, quiet=quiet)
+            _read(run, host, lock, {})
+    except KeyboardInterrupt:
+        lock.remove()  # whoever reads on has one of his own
+        raise
     return 0
 
 
@@ -115,10 +123,21 @@ def _known_node(run: RunDirectory, name: str | None) -> str:
     return of_host[0] if of_host else exact
 
 
-def _log() -> None:
-    handler = logging.StreamHandler()
+def _log(level: int = logging.INFO) -> None:
+    handler = _Stderr()
     handler.setFormatter(_PrintableLines("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class _Stderr(logging.Handler):
+    """Writes to what sys.stderr is then: while progress is shown, that is what writes above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            self.handleError(record)
 
 
 class _PrintableLines(logging.Formatter):
@@ -155,7 +174,7 @@ def _read(
         sidecar = None
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
-            again = run_sidecar(sidecar, lock, exporter)
+            again = run_sidecar(sidecar, lock, exporter, live_results)
         except Exception:
             failures += 1
             if not attends or failures > _MAX_FAILURES:  # by hand, somebody sees what is wrong
@@ -174,7 +193,7 @@ def _read(
         tap.finish()
 
 
-def _replay(run: RunDirectory, lock: SidecarLock) -> int:
+def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextManager[Advanced], *, quiet: bool) -> int:
     from torchlens_perf.config import from_environment
     from torchlens_perf.exporters.delivery.outbox import found, outbox
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment, wanted_signals
@@ -182,15 +201,17 @@ def _replay(run: RunDirectory, lock: SidecarLock) -> int:
 
     waits = any(found(outbox(run.path), signal) for signal in wanted_signals(os.environ))
     exporter = exporter_from_environment(os.environ, run)
-    if exporter is not None and waits:
-        # Else a backend that has taken the other steps would get them twice.
-        notes = delivered(run, exporter)
-        print("sent what an endpoint had not taken" if not notes else "sent a part of what an endpoint had not taken")
-    else:
-        done = replay(run, exporter, from_environment(os.environ).get("trace_every"))
-        where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
-        print(f"replayed {done.steps} steps, {done.records} records{where}")
-        notes = done.notes
+    with replaying as advanced:
+        if exporter is not None and waits:
+            # Else a backend that has taken the other steps would get them twice.
+            notes = delivered(run, exporter)
+            done = f"sent {'a part of ' if notes else ''}what an endpoint had not taken"
+        else:
+            replayed = replay(run, exporter, from_environment(os.environ).get("trace_every"), advanced)
+            where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
+            done, notes = f"replayed {replayed.steps} steps, {replayed.records} records{where}", replayed.notes
+    if not quiet:
+        print(done)
     for note in notes:
         print(f"  - {printable(note)}")
     lock.remove()
@@ -198,15 +219,32 @@ def _replay(run: RunDirectory, lock: SidecarLock) -> int:
 
 
 def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
-    """Writes report.txt as rank 0's terminal wants it, and hands it to rank 0 where that waits."""
+    """Hands the short form to rank 0 where that waits, for its terminal or a notebook's cell, and writes report.txt."""
+    from torchlens_perf.report.brief import brief
     from torchlens_perf.report.run_report import run_report
     from torchlens_perf.report.terminal import render
 
-    text = render(run_report(run), str(run.path), columns=asked.get("columns", 0), color=asked.get("color", False))
-    deliver(asked.get("mailbox", ""), text)  # first: the disk of the run directory may be slow
+    report = run_report(run)
+    mailbox = asked.get("mailbox", "")
+    if mailbox:  # first: the disk of the run directory may be slow
+        page = str(run.report.with_suffix(".html")) if asked.get("html") else ""  # which is written after this
+        look = {"columns": asked.get("columns", 0), "color": asked.get("color", False)}
+        short = brief(report, str(run.path), page=page, **look)
+        if asked.get("form") == "cell":
+            from torchlens_perf.page.notebook import results
+
+            short = results(report, str(run.path), short)
+        deliver(mailbox, short)
     partial = run.report.with_suffix(".partial")
-    ownership.write(partial, text, like=run.nodes)
+    ownership.write(partial, render(report, str(run.path), columns=0, color=False), like=run.nodes)
     os.replace(partial, run.report)
+
+
+def live_results(run: RunDirectory) -> str:
+    """For those who look at the run while it goes on, see LiveResults. Raises RunStoreError."""
+    from torchlens_perf.page.notebook import results_of
+
+    return results_of(run)
 
 
 def settle(run: RunDirectory, host: str) -> bool:
@@ -226,7 +264,7 @@ def settle(run: RunDirectory, host: str) -> bool:
             if str(error) != said:
                 said = str(error)
                 logger.error("%s", said)
-        for mailbox in run.local_mailboxes():
+        for mailbox in run.local_mailboxes(REPORT):
             with contextlib.suppress(OSError):
                 deliver(str(mailbox), f"torchlens_perf: no report: {said}\n")
         if not any(map(_is_written, run.local_rings())):

@@ -2,7 +2,8 @@
 
 A run that ends within SHORT_RUN_S is read once, at its end: to begin reading takes half a second of processor time,
 which training would miss. Until then this process looks at a few words of each ring's header, forty times a second.
-It goes on at once where a rank has ended, where a ring fills, and where something is not as it should be.
+It goes on at once where a rank has ended, where a ring fills, where somebody asks for results, and where something is
+not as it should be.
 
 Meanwhile a thread that gets idle processors only imports what comes next (preload.py), so that the report on a run of
 some seconds is there when the run ends. Where no processor is idle it has STARVED_S. To take one from threads that wait
@@ -32,6 +33,7 @@ FILLING = 1 / 8  # share of a ring from which on what reads it is imported
 LOOK_S = 0.025
 _LOOK_AROUND_S = 0.25  # between two looks for new rings, and whether processes live
 _REGISTERED = ".registered"  # as in run/directory.py
+_ASKS = (".answer", ".view")  # as in run/mailbox.py
 
 
 class Wait:
@@ -48,6 +50,7 @@ class Wait:
             self.rings[path] = WaitingRing(path, int(descriptor))
         self._folder = folder
         self._gone: set[str] = set()
+        self._asked = False
         self._around_s = float("-inf")
 
     def update(self, now_s: float) -> bool:
@@ -60,7 +63,7 @@ class Wait:
             due = [ring.update(now_s) or (around and not ring.writer_lives()) for ring in self.rings.values()]
         except (OSError, ValueError):
             return True  # whoever reads it says what is wrong with it
-        return any(due)
+        return any(due) or self._asked
 
     @property
     def fills(self) -> bool:
@@ -76,8 +79,10 @@ class Wait:
                     self._gone.add(path)  # an earlier sidecar has read it to its end
 
     def _paths(self) -> list[str]:
-        """As RunDirectory.local_rings()."""
-        links = sorted(name for name in os.listdir(self._folder) if name.endswith(_REGISTERED))
+        """As RunDirectory.local_rings(). Sees whether somebody asks for results, too."""
+        names = os.listdir(self._folder)
+        self._asked = any(name.endswith(_ASKS) for name in names)
+        links = sorted(name for name in names if name.endswith(_REGISTERED))
         return [os.readlink(f"{self._folder}/{name}") for name in links]
 
 

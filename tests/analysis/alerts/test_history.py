@@ -1,0 +1,126 @@
+"""What was found while a run went on, as the node's state keeps it: the same as the alerts say, over a restart too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tests.support.findings import PLACES, episode, findings, hang, slow_links
+from torchlens_perf.analysis.alerts.history import MAX_KEPT, History, Noted
+from torchlens_perf.analysis.alerts.log import AlertLog
+from torchlens_perf.analysis.node_state import decode, encode
+from torchlens_perf.analysis.stragglers.detector import NOTHING
+from torchlens_perf.analysis.words.evidence import Verdict
+from torchlens_perf.analysis.words.hang import OpenHang
+
+S = 1_000_000_000
+
+
+class Rig:
+    """A sidecar's alerts and its history, which can be started again from what it has saved."""
+
+    def __init__(self) -> None:
+        self.log, self.history, self.raised = AlertLog("run"), History(), 0
+        self._hang: OpenHang | None = None
+        self._attempt = -1
+
+    def look(
+        self, at_s: float, step: int, hung: OpenHang | None = None, *verdicts: Verdict, attempt: int = 0
+    ) -> list[Noted]:
+        alerts = self.log.changes(
+            attempt, NOTHING, hung, PLACES, round(at_s * S), at_step=step + 1, verdicts=list(verdicts)
+        )
+        self.history.add(alerts, step)
+        self.raised += len(alerts)
+        self._hang, self._attempt = hung, attempt
+        return self.history.noted
+
+    def restart(self) -> None:
+        saved = decode(encode(self.log.open()), type(self.log.open()))
+        self.log = AlertLog("run", self._attempt, hang=self._hang, saved=saved)
+        self.history = decode(encode(self.history), History)
+
+
+def test_a_hang_from_its_begin_to_its_end() -> None:
+    """Noted once, with the step, when it began, how long it lasted, and the sentence as it stood last."""
+    rig = Rig()
+    rig.look(100, 56)
+    (noted,) = rig.look(112, 56, hang(57, since_s=12))
+    assert (noted.kind, noted.since_step, noted.since_unix_ns, noted.is_over) == ("hang", 57, 100 * S, False)
+    rig.look(150, 56, hang(57, "dead", (2,), since_s=50))
+    (noted,) = rig.look(161, 57)
+
+    assert (noted.since_unix_ns, noted.until_unix_ns) == (100 * S, 161 * S)
+    assert (noted.until_step, noted.duration_s, noted.text) == (58, 50.0, hang(57, since_s=50).text)
+    assert rig.history.holds("hang") is None
+
+
+def test_a_restart_in_the_middle_changes_nothing() -> None:
+    """A sidecar that is started again goes on: the same alerts, and the same that is noted."""
+    straight, restarted = Rig(), Rig()
+    looks = [
+        (100, 56, None), (112, 56, hang(57)), (113, 56, hang(57, since_s=13)), (114, 56, None), (160, 57, None),
+        (172, 80, hang(81)), (185, 81, None),
+    ]  # fmt: skip
+    for at_s, step, hung in looks:
+        straight.look(at_s, step, hung or (hang(57, since_s=14) if at_s == 114 else None), slow_links((0, 1)))
+        restarted.look(at_s, step, hung, slow_links((0, 1)))
+        restarted.restart()
+
+    assert [(each.kind, each.since_step) for each in straight.history.noted] == [
+        ("slow_link", 56), ("hang", 57), ("hang", 81),
+    ]  # fmt: skip
+    for one, other in zip(straight.history.noted, restarted.history.noted, strict=True):
+        assert dataclasses.replace(one, duration_s=None) == dataclasses.replace(other, duration_s=None)
+    assert straight.raised == restarted.raised
+
+
+def test_it_holds_what_is_alerted() -> None:
+    """What the log of alerts has open is what the history says holds, at any time."""
+    rig = Rig()
+    for at_s, verdicts in ((0, []), (10, [slow_links((0, 1))]), (20, [slow_links((0, 1), (2, 3))]), (40, []), (90, [])):
+        rig.look(at_s, at_s, None, *verdicts)
+        held = {each.about for each in rig.history.noted if not each.is_over}
+        assert held == {each.alert.about for each in rig.log.open().verdicts}
+    (noted,) = rig.history.noted
+
+    assert (noted.since_step, noted.until_step, noted.ranks) == (10, 90, (0, 1))
+
+
+def test_what_comes_again_is_noted_again() -> None:
+    """A slow link that was gone for longer than a minute."""
+    rig = Rig()
+    for at_s, verdicts in ((0, [slow_links((0, 1))]), (10, []), (90, []), (100, [slow_links((0, 1))]), (110, [])):
+        rig.look(at_s, at_s, None, *verdicts)
+
+    assert [(each.since_step, each.until_step) for each in rig.history.noted] == [(0, 90), (100, None)]
+
+
+def test_slow_ranks_have_their_episodes() -> None:
+    """They are known again from the records: none is noted."""
+    history = History()
+    alerts = AlertLog("run").changes(0, findings(episode(), episode(5, until=180)), None, PLACES, S)
+    history.add(alerts, 200)
+
+    assert len(alerts) == 3
+    assert history.noted == []
+
+
+def test_another_attempt_begins_anew() -> None:
+    rig = Rig()
+    rig.look(112, 56, hang(57))
+    rig.look(120, 3, None, slow_links((0, 1)), attempt=1)
+
+    assert (rig.history.attempt, [each.kind for each in rig.history.noted]) == (1, ["slow_link"])
+
+
+def test_it_does_not_grow_with_the_run() -> None:
+    """The oldest that are over go; what holds stays."""
+    rig = Rig()
+    for step in range(0, 10 * MAX_KEPT, 10):
+        rig.look(step, step, hang(step + 1), slow_links((0, 1)))
+        rig.look(step + 5, step + 5, None, slow_links((0, 1)))
+    noted = rig.history.noted
+
+    assert len(noted) == MAX_KEPT
+    assert (noted[0].kind, noted[1].since_step) == ("slow_link", 11)
+    assert noted[-1].since_step == 10 * MAX_KEPT - 9

@@ -1,0 +1,75 @@
+"""Windows of several ranks on one grid."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.support.tables import MS, mixed_table, step_table
+from torchlens_perf.analysis.statistics.rank import WindowHistory, Windows
+from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS, RunWindows, run_windows
+from torchlens_perf.run.records import PARTS
+
+
+def windows(count: int, first: int = 0, **parts: float) -> Windows:
+    """Of a rank whose steps have these parts in ms; cpu: lack of a CPU in its forward part."""
+    history = WindowHistory()
+    history.add(mixed_table([parts or {"forward": 10.0}] * count, first))
+    return history.windows()
+
+
+def grid(*ranks: Windows, last_step: int = 10**6) -> RunWindows:
+    found = run_windows(dict(enumerate(ranks)), last_step)
+    assert found is not None
+    return found
+
+
+def test_what_is_covered() -> None:
+    """Columns by their middle: each is on one side of a step, and the last ends with the last step that was made."""
+    found = grid(windows(40), last_step=37)  # columns from 0, 8, 16, 24 and 32; the last has six steps
+
+    assert found.covered(12, 28).tolist() == [False, True, True, False, False]
+    assert found.covered(13, 29).tolist() == [False, False, True, True, False]
+    assert found.covered(0, 12).tolist() == [True, False, False, False, False]
+    assert found.covered(35, None).tolist() == [False] * 4 + [True]
+    assert found.covered(36, None).tolist() == [False] * 5
+
+
+def test_means_over_windows_of_a_column() -> None:
+    """Of ranks whose windows differ in width; what nobody has measured is no zero."""
+    long = windows(8 * 1000, forward=10.0, data=2.0, cpu=4.0)
+    found = grid(windows(16, forward=30.0), long)
+
+    assert long.width > 8
+    assert len(found) <= MAX_COLUMNS
+    assert found.duration_ns[:, 0].tolist() == [30 * MS, 12 * MS]
+    assert found.parts_ns[1, :, PARTS.index("data")].tolist() == [2 * MS] * len(found)
+    assert found.lack_ns[1, :, PARTS.index("forward")].tolist() == [4 * MS] * len(found)
+    assert found.lack_ns[0, 0].sum() == 0
+    assert np.isnan(found.duration_ns[0, 1:]).all()
+    assert np.isnan(found.parts_ns[0, 1:]).all()
+
+
+def test_little_lack_of_a_cpu_is_not_kept() -> None:
+    """As its threads have always some, and each value is in the node's state."""
+    assert windows(16, forward=100.0, cpu=1.0).lack_ns == {}
+    assert set(windows(16, forward=100.0, cpu=3.0).lack_ns) == {0, 8}
+
+
+def test_merged_windows_begin_with_the_first_and_lack_what_both_do() -> None:
+    """Also where only one of two neighbours lacked a CPU."""
+    history, steps = WindowHistory(), 8 * 600
+    lacks = [{"forward": 10.0, "cpu": 4.0 if step // 8 % 2 else 0.0} for step in range(steps)]
+    table = mixed_table(lacks)
+    history.add(table)
+    merged = history.windows()
+
+    assert merged.width == 16
+    assert merged.start_ns.tolist() == table.start_ns[merged.first_step].tolist()
+    assert [merged.lack_ns[step][PARTS.index("forward")] for step in merged.first_step.tolist()] == [2 * MS] * 300
+
+
+def test_nobody_has_windows() -> None:
+    assert run_windows({}, 0) is None
+    history = WindowHistory()
+    history.add(step_table([]))
+    assert run_windows({0: history.windows()}, 0) is None

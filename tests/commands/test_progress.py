@@ -1,0 +1,257 @@
+"""How far a long command is, on a real terminal and elsewhere; Ctrl-C; and what is not said with --quiet."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pty
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.endpoints import silent
+from tests.support.processes import ROOT
+from tests.support.ranks import HOST, Rank, run_without_traces
+from torchlens_perf.commands import doctor, tap_build
+from torchlens_perf.commands.cli import _parser, main
+from torchlens_perf.commands.doctor import OK, WORSE, Check
+from torchlens_perf.report.run_report import run_report
+from torchlens_perf.run.directory import find_sidecar_lock
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.replay import replay
+
+WORK = """
+import sys
+from torchlens_perf.commands.progress import Progress
+with Progress("reading [bold] names", quiet="quiet" in sys.argv, after_s=0.0) as progress:
+    progress(1, 4)
+    if progress._timer is not None:
+        progress._timer.join()  # it is shown by now
+    print("asked for", flush=True)
+    sys.stdin.readline()  # until the parent has seen it
+print("at the end")
+"""
+MANY_STEPS = ["-m", "torchlens_perf", "simulate", "--ranks", "16", "--steps", "100000000"]
+
+
+class Terminal:
+    """A process whose stderr is a terminal. Its stdout is a pipe."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self._screen, terminal = pty.openpty()
+        self.shown = ""
+        environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=terminal,
+            text=True, env=environment,
+        )  # fmt: skip
+        os.close(terminal)
+
+    def read_until(self, text: str) -> None:
+        """Raises EOFError if that never comes."""
+        while text not in self.shown:
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            piece = os.read(self._screen, 1 << 16)
+        except OSError:  # as Linux says that nobody has the terminal any more
+            piece = b""
+        if not piece:
+            raise EOFError(self.shown)
+        self.shown += piece.decode()
+
+    def end(self) -> str:
+        """Lets it go on, and returns its stdout."""
+        out, _ = self.process.communicate("\n")
+        try:
+            while True:
+                self._read()
+        except EOFError:
+            os.close(self._screen)
+        return out
+
+    @property
+    def left(self) -> str:
+        """What stays on the screen of what was written since the last line was erased."""
+        return self.shown.rpartition("\x1b[2K")[2].strip()
+
+
+def test_shown_on_a_terminal_and_gone_at_the_end() -> None:
+    """The line has its text as it is and how much is done; it leaves nothing, and stdout is not its."""
+    terminal = Terminal("-c", WORK)
+    terminal.read_until("25%")
+    out = terminal.end()
+
+    assert "reading [bold] names" in terminal.shown
+    assert terminal.left == ""
+    assert "\x1b[?25l" not in terminal.shown, "the cursor is hidden, which a SIGKILL would leave so"
+    assert out == "asked for\nat the end\n"
+
+
+def test_quiet_shows_nothing() -> None:
+    terminal = Terminal("-c", WORK, "quiet")
+
+    assert terminal.end() == "asked for\nat the end\n"
+    assert terminal.shown == ""
+
+
+@pytest.mark.parametrize("colors", ["", "1"])
+def test_nothing_without_a_terminal(colors: str) -> None:
+    """Nor where colours are asked for, as in a CI's log."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": colors}
+    done = subprocess.run(
+        [sys.executable, "-c", WORK], input="\n", capture_output=True, text=True, env=environment, check=True
+    )
+
+    assert (done.stdout, done.stderr) == ("asked for\nat the end\n", "")
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_ctrl_c_is_one_line(files: bool, tmp_path: Path) -> None:
+    """A long command on a terminal shows how far it is; with Ctrl-C it ends with 130, one line is left on the screen,
+    and nothing in shared memory."""
+    run_id = f"simulated-{uuid.uuid4().hex[:12]}"
+    terminal = Terminal(*MANY_STEPS, *(["--out", str(tmp_path / run_id)] if files else ["--rows"]))
+    terminal.read_until("simulating")
+    terminal.process.send_signal(signal.SIGINT)
+
+    assert terminal.end() == ""
+    assert terminal.process.returncode == 130
+    assert terminal.left == "torchlens-perf: interrupted"
+    assert find_sidecar_lock(run_id) is None
+    assert (tmp_path / run_id / "nodes").exists() is files
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[str]:
+    """A small run directory."""
+    with run_without_traces(tmp_path) as run:
+        rank = Rank(run, 0, 1)
+        rank.steps(50, forward=4, backward=6)
+        rank.close()
+        sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+        sidecar.poll()
+        sidecar.account()
+        sidecar.keep()
+        sidecar.close()
+        yield str(run.path)
+
+
+def test_ctrl_c_in_a_replay(run_dir: str) -> None:
+    """To an endpoint that does not answer: it ends at once, and leaves nothing in shared memory."""
+    with silent() as address:
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "TORCHLENS_PERF_TRACE_EVERY": "1"}
+        terminal = Terminal("-m", "torchlens_perf", "sidecar", run_dir, "--host", HOST, **environment)
+        terminal.read_until("replaying the run")
+        terminal.process.send_signal(signal.SIGINT)
+
+        assert terminal.end() == ""
+    assert terminal.process.returncode == 130
+    assert terminal.left == "torchlens-perf: interrupted"
+    assert find_sidecar_lock(Path(run_dir).name) is None
+
+
+def test_how_far_a_replay_and_a_report_are(tmp_path: Path) -> None:
+    """By segments, also a damaged one, and by nodes' files."""
+    with run_without_traces(tmp_path) as run:
+        rank = Rank(run, 0, 1)
+        sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+        for _ in range(3):
+            rank.steps(20, forward=4, backward=6)
+            sidecar.poll()
+            sidecar.account()
+            sidecar.keep()
+        rank.close()
+        sidecar.poll()
+        sidecar.account()
+        sidecar.keep()
+        sidecar.close()
+        first = sorted(run.spans.iterdir())[0]
+        first.write_bytes(b"damaged")
+        calls: list[tuple[int, int]] = []
+        replay(run, None, advanced=lambda *call: calls.append(call))
+        count = len(list(run.spans.iterdir()))
+        assert calls == [(place + 1, count) for place in range(count)]
+        assert count >= 3
+        calls.clear()
+        run_report(run, lambda *call: calls.append(call))
+        assert calls == [(1, 1)]
+
+
+def test_quiet_report(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was asked for is there."""
+    assert main(["report", run_dir, "--quiet"]) == 0
+    assert "50 steps" in capsys.readouterr().out
+
+
+def test_quiet_replay(run_dir: str) -> None:
+    """Nothing was asked for but that it is done; an error is said all the same."""
+    command = [sys.executable, "-m", "torchlens_perf", "sidecar", "--quiet", "--host", HOST]
+    done = subprocess.run([*command, run_dir], capture_output=True, text=True)
+    failed = subprocess.run([*command, "/nowhere"], capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr == "torchlens-perf: /nowhere is not a run directory\n"
+
+
+_LOGS = """
+import contextlib, logging, sys
+from pathlib import Path
+from torchlens_perf.sidecar.start.process import by_hand
+by_hand(Path(sys.argv[1]), sys.argv[2], quiet=len(sys.argv) > 3)
+logger = logging.getLogger("torchlens_perf.sidecar")
+logger.info("what goes on")
+logger.warning("what went wrong")
+"""
+
+
+def test_quiet_log(run_dir: str) -> None:
+    """A sidecar by hand logs on stderr; quiet, what went wrong alone."""
+    command = [sys.executable, "-c", _LOGS, run_dir, HOST]
+    usual, quiet = (subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["quiet"]))
+
+    assert "INFO what goes on" in usual.stderr
+    assert "what goes on" not in quiet.stderr
+    assert "WARNING what went wrong" in quiet.stderr
+
+
+def test_quiet_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What works is not named."""
+    checks = [Check(OK, "recorder", "native"), Check(WORSE, "tap", "missing", "build it")]
+    monkeypatch.setattr(doctor, "examine", lambda: iter(checks))
+    assert main(["doctor", "--quiet"]) == 0
+    assert capsys.readouterr().out == "worse   tap: missing; build it\n"
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.count("\n") == 2
+
+
+def test_quiet_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(tap_build, "build", lambda: Path("/there/tap.so"))
+    assert (main(["build-tap", "--quiet"]), capsys.readouterr().out) == (0, "")
+    assert (main(["build-tap"]), capsys.readouterr().out) == (0, "/there/tap.so\n")
+
+
+@pytest.mark.parametrize("wanted", ["1", "0"])
+def test_quiet_run(wanted: str, tmp_path: Path) -> None:
+    """`run --quiet` has no report printed, which stays the user's to ask for, and does not say that it is off."""
+    (tmp_path / "train.py").write_text("import os; print(os.environ.get('TORCHLENS_PERF_REPORT'))")
+    command = [sys.executable, "-m", "torchlens_perf", "run", "--quiet", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHLENS_PERF": wanted}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    environment["TORCHLENS_PERF_REPORT"] = "1"
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_every_command_has_it() -> None:
+    (commands,) = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    assert len(commands.choices) >= 7
+    assert [name for name, each in commands.choices.items() if "--quiet" not in each.format_help()] == []

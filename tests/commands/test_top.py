@@ -1,0 +1,191 @@
+"""`torchlens-perf top` where nothing is drawn: one frame as text, lines in a pipe, and mistakes."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.live_simulation import LiveSimulation
+from tests.support.processes import ROOT, clean_environ
+from tests.support.terminal import OnTerminal
+from torchlens_perf.commands.cli import main
+from torchlens_perf.top.lettering import Lettering
+from torchlens_perf.top.plain import PlainTop
+from torchlens_perf.top.reading import RunReader
+
+COMMAND = [sys.executable, "-m", "torchlens_perf", "top"]
+WITHOUT_TEXTUAL = [
+    sys.executable, "-c", "import sys; sys.modules['textual'] = None\n"
+    "from torchlens_perf.commands.cli import main; sys.exit(main(sys.argv[1:]))", "top",
+]  # fmt: skip
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LiveSimulation]:
+    with LiveSimulation(tmp_path / "runs" / "live", 4, "constant:rank=3,share=0.3,since=64") as running:
+        running.goes_on(3)
+        yield running
+
+
+def test_once(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
+    """One frame, without an escape sequence where it is no terminal."""
+    assert main(["top", str(live.run.path), "--once"]) == 0
+    out, err = capsys.readouterr()
+
+    assert "Rank 3 (node-0000) is slow" in out
+    assert "  4 ranks" in out
+    assert "\x1b" not in out
+    assert err == ""
+
+
+def test_once_needs_little(live: LiveSimulation) -> None:
+    """Neither Textual nor torch nor pyarrow: it works on a login node, and starts at once."""
+    program = (
+        "import sys; from torchlens_perf.commands.cli import main; main(sys.argv[1:])\n"
+        "print([name for name in ('textual', 'torch', 'pyarrow', 'asyncio') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", program, "top", str(live.run.path), "--once"]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean_environ({"PYTHONPATH": str(ROOT)}))
+
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A frame of nothing is an error: one line, exit code 2."""
+    assert main(["top", str(tmp_path / "run"), "--once"]) == 2
+    out, err = capsys.readouterr()
+
+    assert (out, err) == ("", f"torchlens-perf: {tmp_path}/run is not there yet\n")
+
+
+def test_no_run_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["top", "--once"]) == 2
+    assert "no run directory in torchlens-perf: name one, torchlens-perf top RUN_DIR" in capsys.readouterr().err
+
+
+def test_finds_the_live_run(
+    live: LiveSimulation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without RUN it is the live one, also where another has ended since; with a name, that one of the folder."""
+    with LiveSimulation(live.run.path.with_name("ended"), 2) as other:
+        other.goes_on()
+    monkeypatch.setenv("TORCHLENS_PERF_DIR", str(live.run.path.parent))
+    assert main(["top", "--once"]) == 0
+    assert "  live  4 ranks" in capsys.readouterr().out
+    assert main(["top", "ended", "--once"]) == 0
+    assert "  ended  2 ranks" in capsys.readouterr().out
+    live.ends()
+    assert main(["top", "--once"]) == 0
+    assert "ENDED" in capsys.readouterr().out
+
+
+def test_reader_that_stops_early(live: LiveSimulation) -> None:
+    """`top | head` ends quietly when nobody reads on."""
+    live.ends()
+    command = f"{' '.join(COMMAND)} {live.run.path} | head -n 1"
+    environ = clean_environ({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, env=environ)
+
+    assert (done.stdout.count("\n"), done.stderr, done.returncode) == (1, "", 0)
+
+
+def test_pipe(live: LiveSimulation) -> None:
+    """A frame at the beginning, verdicts when they come, and the last frame, which says that the run has ended."""
+    file, states = io.StringIO(), ["goes on", "waits", "goes on", "ends"]
+
+    def next_state() -> None:
+        state = states.pop(0)
+        if state == "goes on":
+            live.goes_on()
+        elif state == "ends":
+            live.ends()
+
+    with LiveSimulation(live.run.path.with_name("other"), 4, "constant:rank=2,share=0.4,since=64") as live:
+        live.goes_on(2)
+        reader = RunReader(live.run, monotonic=lambda: 0.0)
+        PlainTop(file, 80, Lettering(), color=False).follow(reader.look, next_state)
+    lines = file.getvalue().splitlines()
+
+    assert states == []
+    assert lines[0].startswith("simulation  other  4 ranks")
+    assert any(line.startswith(("seen ", "since ")) and "Rank 2 (node-0000) is slow" in line for line in lines)
+    frames = [index for index, line in enumerate(lines) if line.startswith("simulation  other")]
+    assert [line.rpartition("  ")[2].split()[0] for line in (lines[index] for index in frames)] == ["LIVE", "ENDED"]
+    assert "\x1b" not in file.getvalue()
+    assert max(map(len, lines)) <= 80
+
+
+def test_trouble_is_told_once(live: LiveSimulation) -> None:
+    """While nothing can be read, a log does not grow."""
+    file, rests = io.StringIO(), []
+    path = live.run.node_state("node-0000")
+    good = path.read_bytes()
+
+    def next_state() -> None:
+        rests.append(len(file.getvalue()))
+        if len(rests) == 1:
+            path.write_bytes(b"")
+        elif len(rests) == 5:
+            path.write_bytes(good)
+            live.ends()
+
+    reader = RunReader(live.run, monotonic=lambda: 0.0)
+    PlainTop(file, 80, Lettering(), color=False).follow(reader.look, next_state)
+
+    assert "cannot be read" in file.getvalue()
+    assert rests[2] == rests[3] == rests[4] > rests[0]
+
+
+def test_dumb_terminal(live: LiveSimulation) -> None:
+    """TERM=dumb: lines, no escape sequence; Ctrl-C ends it without a traceback."""
+    with OnTerminal([*COMMAND, str(live.run.path)], {"TERM": "dumb"}) as terminal:
+        terminal.wait_for("data: 0 of")
+        terminal.process.send_signal(2)
+        code = terminal.end()
+        text = terminal.written.decode()
+
+    assert code == 0
+    assert "Rank 3 (node-0000) is slow" in text
+    assert "\x1b" not in text
+    assert "Traceback" not in text
+
+
+def test_without_textual(live: LiveSimulation) -> None:
+    """On a terminal: one line with what to install, exit code 2. --once does without it, in colour."""
+    with OnTerminal([*WITHOUT_TEXTUAL, str(live.run.path)]) as terminal:
+        code = terminal.end()
+        said = terminal.written.decode()
+    with OnTerminal([*WITHOUT_TEXTUAL, str(live.run.path), "--once"]) as terminal:
+        once = terminal.end()
+        frame = terminal.written.decode()
+
+    assert code == 2
+    assert said.startswith("torchlens-perf: top ")
+    assert "pip install 'torchlens-perf[top]'" in said
+    assert said.count("\n") == 1
+    assert once == 0
+    assert re.search(r"\x1b\[1;31m[^\x1b]*Rank 3", frame)
+
+
+def test_locale_without_unicode(live: LiveSimulation) -> None:
+    """ASCII alone, whatever Python makes of the locale."""
+    environ = clean_environ({"PYTHONPATH": str(ROOT), "LC_ALL": "C"})
+    done = subprocess.run([*COMMAND, str(live.run.path), "--once"], capture_output=True, env=environ)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+
+
+def test_no_color(live: LiveSimulation) -> None:
+    """NO_COLOR on a terminal: no colour in a frame."""
+    with OnTerminal([*COMMAND, str(live.run.path), "--once"], {"NO_COLOR": "1"}) as terminal:
+        assert terminal.end() == 0
+        assert b"\x1b[31m" not in terminal.written
+        assert b"\x1b[1;31m" not in terminal.written

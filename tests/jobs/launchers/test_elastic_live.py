@@ -1,0 +1,298 @@
+"""An elastic job on two nodes while it runs: after a failure, and as nodes leave and join, all that worked works on.
+
+Its nodes share a disk, and a rendezvous that neither of them hosts: each may leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.jobs.launchers.test_torchrun import C10D
+from tests.support.endpoints import answering, serving
+from tests.support.launched import NODES, free_port, on_node, sidecars_ended, why_no_nodes
+from tests.support.processes import ROOT, SCRIPTS, clean_environ
+from tests.support.reports import as_json
+from tests.support.warm_python import WarmPython
+from torchlens_perf.analysis import node_state
+from torchlens_perf.commands.cli import main
+from torchlens_perf.exporters import semantics
+from torchlens_perf.report.build import build
+from torchlens_perf.report.captures import captures
+from torchlens_perf.run.directory import RunDirectory
+
+REASON = why_no_nodes()
+pytestmark = [
+    pytest.mark.distributed, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+]  # fmt: skip
+SCRIPT = str(SCRIPTS / "launched_elastic.py")
+WITHIN_S = 180.0
+# torchrun's own store keeps the addresses of the first attempt, where gloo then knocks in vain: with or without us.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+class ElasticJob:
+    """Agents of torchrun, one a node, each with two ranks. Entered, two run; left, all have ended."""
+
+    def __init__(self, folder: Path, nodes: str, **environment: str) -> None:
+        """nodes: as for --nnodes."""
+        self.folder, self._nodes = folder, nodes
+        self._environ = clean_environ(
+            {
+                "TORCHLENS_PERF": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **OWN_STORE, **C10D,
+                **environment,
+            }
+        )  # fmt: skip
+        self._port, self._logs = free_port(), 0
+        self._agents: dict[str, WarmPython] = {}
+
+    def __enter__(self) -> ElasticJob:
+        self._store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+        for node in NODES:
+            self.join(node)
+        return self
+
+    def join(self, node: str) -> None:
+        """A node's agent begins."""
+        meeting = "is_host=0,last_call_timeout=6,keep_alive_interval=2,keep_alive_max_attempt=5"
+        command = on_node(
+            node, 0.0, "-m", "torch.distributed.run", f"--nnodes={self._nodes}", "--nproc-per-node=2",
+            "--max-restarts=5", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=job",
+            f"--rdzv-conf={meeting}", "--local-addr=127.0.0.1", "--monitor-interval=0.5", SCRIPT,
+        )  # fmt: skip
+        self._logs += 1
+        with open(self.folder / f"log{self._logs}-{node}", "wb") as log:
+            self._agents[node] = WarmPython(
+                command, cwd=self.folder, env=self._environ, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def leave(self, node: str) -> None:
+        """Its agent ends, and its ranks with it."""
+        agent = self._agents.pop(node)
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(60)
+
+    def tell(self, what: str) -> Path:
+        """Makes a file that the ranks look for."""
+        path = self.folder / what
+        path.touch()
+        return path
+
+    def stop(self) -> None:
+        """The job ends as it should."""
+        self.tell("stop")
+        for agent in self._agents.values():
+            assert agent.wait(60) == 0, self.said()
+        self._agents.clear()
+
+    def said(self) -> str:
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("log*")))
+
+    @property
+    def runs(self) -> list[RunDirectory]:
+        found = sorted((self.folder / "torchlens-perf").glob("*/nodes"))
+        return [RunDirectory(path.parent) for path in found if not path.parent.is_symlink()]
+
+    def report(self) -> dict[str, Any]:
+        """What the command shows of the run just now; nothing before there is one."""
+        if len(self.runs) != 1 or not list(self.runs[0].nodes.glob("*.json")):
+            return {}
+        value: dict[str, Any] = as_json(build(self.runs[0].run_id, node_state.load_all(self.runs[0])))
+        return value
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], Any], what: str) -> dict[str, Any]:
+        """The first report that is as wanted."""
+        deadline_s = time.monotonic() + WITHIN_S
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(OSError):
+                report = self.report()
+                if report and wanted(report):
+                    return report
+            for node, agent in self._agents.items():
+                assert agent.poll() is None, f"{node}'s agent has ended: {self.said()[-6000:]}"
+            time.sleep(0.3)
+        report = self.report()
+        raise AssertionError(f"{what}: {report.get('ranks')}, {report.get('verdicts')}, {self.said()[-3000:]}")
+
+    def __exit__(self, *raised: object) -> None:
+        for agent in self._agents.values():
+            agent.send_signal(signal.SIGTERM)
+        for agent in self._agents.values():
+            with contextlib.suppress(Exception):
+                agent.wait(60)
+            agent.kill()
+        sidecars_ended(self.folder)
+
+
+def trains(attempt: int, ranks: int, steps: int = 60) -> Callable[[dict[str, Any]], bool]:
+    """Whether so many ranks of that attempt, and no others, make steps."""
+
+    def wanted(report: dict[str, Any]) -> bool:
+        return [(rank["rank"], rank["attempt"], rank["state"]) for rank in report["ranks"]] == [
+            (rank, attempt, "running") for rank in range(ranks)
+        ] and all(rank["steps"] >= steps for rank in report["ranks"])
+
+    return wanted
+
+
+def verdict(report: dict[str, Any], kind: str) -> dict[str, Any] | None:
+    return next((each for each in report["verdicts"] if each["kind"].startswith(kind)), None)
+
+
+def hang_of(rank: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda report: (found := verdict(report, "hang")) is not None and found["evidence"]["ranks"] == [rank]
+
+
+def traced(bodies: list[bytes]) -> dict[tuple[int, int], set[int]]:
+    """By attempt and step, whose spans are in its one trace."""
+    ranks, traces = defaultdict(set), defaultdict(set)
+    for body in bodies:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            of_resource = {each.key: each.value for each in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    own = of_resource | {each.key: each.value for each in span.attributes}
+                    key = own[semantics.RESTART_COUNT].int_value, own[semantics.STEP].int_value
+                    ranks[key].add(own[semantics.RANK].int_value)
+                    traces[key].add(span.trace_id)
+    assert all(len(found) == 1 for found in traces.values()), traces
+    return dict(ranks)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A job on two nodes, of which a worker of the second has failed: what is seen of it before and after."""
+    bodies: list[bytes] = []
+
+    class Collector(answering(200)):  # type: ignore[misc]
+        def do_POST(self) -> None:
+            body = self.body()
+            if self.path.endswith("/v1/traces"):
+                bodies.append(body)
+            self.answer(200)
+
+    seen: dict[str, Any] = {}
+    folder = tmp_path_factory.mktemp("elastic")
+    told = {"TORCHLENS_PERF_TRACE_EVERY": "20"}
+    with serving(Collector) as address, ElasticJob(folder, "2", OTEL_EXPORTER_OTLP_ENDPOINT=address, **told) as job:
+        seen["before"] = job.wait_for(trains(0, 4), "all ranks train")
+        job.tell("fail-3")
+        seen["after"] = job.wait_for(trains(1, 4), "all ranks train again")
+        (run,) = job.runs
+        seen["codes"] = [main(["capture", str(run.path), "--rank", str(rank), "--steps", "2"]) for rank in (0, 3)]
+        seen["captures"] = captures(run)
+        slow = job.tell("slow-3")
+        seen["slow"] = job.wait_for(lambda report: verdict(report, "straggler"), "the slow rank is named")
+        slow.unlink()
+        hangs = job.tell("hang-1")
+        seen["hang"] = job.wait_for(hang_of(1), "the rank that hangs is named")
+        hangs.unlink()
+        seen["over"] = job.wait_for(lambda report: verdict(report, "hang") is None, "the hang is over")
+        job.stop()
+        sidecars_ended(folder)
+        seen["end"], seen["runs"] = job.report(), job.runs
+        seen["nodes"] = node_state.load_all(run)
+    seen["traces"] = traced(bodies)
+    return seen
+
+
+def test_all_go_on_after_a_failure(failed: dict[str, Any]) -> None:
+    """One run, in which all ranks are of the second attempt."""
+    assert len(failed["runs"]) == 1
+    assert [(rank["rank"], rank["attempt"], rank["state"]) for rank in failed["end"]["ranks"]] == [
+        (rank, 1, "closed") for rank in range(4)
+    ]
+    assert max(node.findings.compared for node in failed["nodes"]) == 4
+
+
+def test_captures_after_a_failure(failed: dict[str, Any]) -> None:
+    """Of a rank on either node, in the second attempt."""
+    assert failed["codes"] == [0, 0]
+    assert [(row["rank"], row["attempt"], row["ended"]) for row in failed["captures"]] == [(0, 1, ""), (3, 1, "")]
+    assert all(row["last_step"] == row["first_step"] + 1 for row in failed["captures"])
+
+
+def test_traces_after_a_failure(failed: dict[str, Any]) -> None:
+    """A step's spans of all ranks meet in one trace, in both attempts."""
+    whole = {attempt for (attempt, _), ranks in failed["traces"].items() if ranks == {0, 1, 2, 3}}
+
+    assert whole == {0, 1}
+    assert {attempt for attempt, _ in failed["traces"]} == {0, 1}
+
+
+def test_slow_rank_after_a_failure(failed: dict[str, Any]) -> None:
+    """Node 0 names the rank of the other node."""
+    found = verdict(failed["slow"], "straggler")
+    assert found is not None
+    assert found["rank"] == 3
+
+
+def test_hang_after_a_failure(failed: dict[str, Any]) -> None:
+    """It is said who the others wait for; that the first attempt's processes have ended is no hang."""
+    found = verdict(failed["hang"], "hang")
+    assert found is not None
+    assert found["evidence"]["kind"] == "missing"
+    assert sorted(found["evidence"]["waiting"]) == [0, 2, 3]
+    for when in ("before", "after", "slow", "over", "end"):
+        assert verdict(failed[when], "hang") is None, when
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A job of one or two nodes: the node with rank 0 leaves, comes back, and the job goes on each time."""
+    seen: dict[str, Any] = {"hosts": []}
+    folder = tmp_path_factory.mktemp("moved")
+    with ElasticJob(folder, "1:2") as job:
+        seen["two"] = job.wait_for(trains(0, 4), "both nodes train")
+        first = seen["two"]["ranks"][0]["host"]
+        job.leave(first)
+        seen["one"] = job.wait_for(trains(1, 2), "the other node trains alone")
+        hangs = job.tell("hang-1")
+        seen["hang"] = job.wait_for(hang_of(1), "the rank that hangs is named")
+        hangs.unlink()
+        job.wait_for(lambda report: verdict(report, "hang") is None, "the hang is over")
+        job.join(first)
+        seen["again"] = job.wait_for(trains(2, 4), "both nodes train again")
+        slow = job.tell("slow-3")
+        seen["slow"] = job.wait_for(lambda report: verdict(report, "straggler"), "the slow rank is named")
+        slow.unlink()
+        job.stop()
+        sidecars_ended(folder)
+        seen["end"], seen["runs"], seen["said"] = job.report(), job.runs, job.said()
+        seen["nodes"] = [node_state.load_all(run) for run in job.runs]
+    return seen
+
+
+def test_rank_0_moves_to_the_other_node(moved: dict[str, Any]) -> None:
+    """The node that stays has rank 0, and judges; the ranks that have left are not missing."""
+    assert {rank["host"] for rank in moved["two"]["ranks"]} == set(NODES)
+    (host,) = {rank["host"] for rank in moved["one"]["ranks"]}
+    assert host != moved["two"]["ranks"][0]["host"]
+    assert moved["one"]["run"]["world_size"] == 2
+    assert verdict(moved["one"], "hang") is None
+    found = verdict(moved["hang"], "hang")
+    assert found is not None
+    assert found["evidence"]["waiting"] == [0]
+
+
+def test_node_that_joins(moved: dict[str, Any]) -> None:
+    """It is of the same run and attempt as the other one, and compared with it."""
+    assert {rank["host"] for rank in moved["again"]["ranks"]} == set(NODES)
+    found = verdict(moved["slow"], "straggler")
+    assert found is not None
+    assert found["rank"] == 3
+    assert len(moved["runs"]) == 1
+    assert [(rank["rank"], rank["attempt"], rank["state"]) for rank in moved["end"]["ranks"]] == [
+        (rank, 2, "closed") for rank in range(4)
+    ]
+    assert verdict(moved["end"], "hang") is None

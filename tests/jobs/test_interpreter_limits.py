@@ -1,0 +1,87 @@
+"""A stack that is nearly used up, and a garbage collector that runs all the time: a watch is as harmless as else."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchlens_perf as perf
+from tests.jobs.test_bit_equality import FEW, _one_thread, assert_harmless  # noqa: F401 - a fixture is among them
+from tests.support.model_zoo import CASES
+from tests.support.recorders import IDS
+from tests.support.recording import EVERYTHING, recorded
+from torchlens_perf.errors import RAISE, swallowed
+
+FRAMES_OF_OURS = 5  # around a call of the user's, at most; with the native recorder there is none
+
+
+@pytest.fixture
+def collecting() -> Iterator[None]:
+    """The collector runs at each allocation of a container."""
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_collector_at_each_allocation(name: str, collecting: None, tmp_path: Path) -> None:
+    """Whatever it frees or calls in the middle of a mark: the same bits, and every step is recorded."""
+    recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
+    assert len(recording.steps) == CASES[name].steps
+
+
+def trained(watching: Callable[..., Any], limit: int) -> list[Any] | None:
+    """The parameters after some steps under this recursion limit; None where it is too low for them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+
+    def step() -> None:
+        with perf.section("all of it"):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    usual = sys.getrecursionlimit()
+    with watching(model, optimizer):
+        step()  # what is imported at a first use
+        try:
+            sys.setrecursionlimit(limit)
+            for _ in range(4):
+                step()
+        except RecursionError:
+            return None
+        finally:
+            sys.setrecursionlimit(usual)
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler")
+def test_recursion_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under each limit around the lowest that training needs: the same bits, or the user's own RecursionError. A watch
+    needs at most a few frames more, and the next one records as ever."""
+    monkeypatch.setenv(RAISE, "0")
+    here = len(inspect.stack(0))
+    limits = range(here, here + 80)
+    plain = {limit: trained(lambda *given: nullcontext(), limit) for limit in limits}
+    watched = {limit: trained(lambda *given: recorded(tmp_path, *given, **EVERYTHING), limit) for limit in limits}
+    swallowed.by_place.clear()
+    lowest = [min(limit for limit in limits if found[limit] is not None) for found in (plain, watched)]
+
+    assert plain[limits[0]] is None
+    assert 0 <= lowest[1] - lowest[0] <= FRAMES_OF_OURS
+    assert {str(found) for found in watched.values()} == {str(found) for found in plain.values()}
+    with recorded(tmp_path, **EVERYTHING) as recording:
+        trained(lambda *given: nullcontext(), 1000)
+    assert len(recording.steps) > 1
+    assert recording.unbalanced == 0

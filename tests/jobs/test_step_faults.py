@@ -1,0 +1,132 @@
+"""Each function of ours that runs in the steps fails in turn: the job trains on, to the same bits, and it is counted.
+
+But for the recorder's marks, which are in C; those in Python would cost twice as much with a guard around each.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchlens_perf as perf
+from tests.jobs.test_nothing_left_behind import state
+from tests.support.interruptions import failing, functions_called
+from tests.support.recorders import IDS
+from tests.support.recording import EVERYTHING
+from torchlens_perf.errors import RAISE, swallowed
+
+PACKAGE = str(Path(perf.__file__).parent)
+# These call what they stand for: an error before their first line is the same as one in the call itself.
+IN_TORCHS_PLACE = {"timed_next", "timed_iter", "timed_backward", "noticed_step"}
+
+
+pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def _lenient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a user's process: our own mistakes are not raised."""
+    monkeypatch.setenv(RAISE, "0")
+    monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
+    gc.disable()  # what it calls of ours would be among the functions, and not be called again
+    yield
+    gc.enable()
+    swallowed.by_place.clear()
+
+
+class Job:
+    """A loop with data, sections, gradient accumulation, a scaler and two optimizers; the same bits each time."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+        self.optimizers = [
+            torch.optim.AdamW(self.model[0].parameters()), torch.optim.SGD(self.model[2].parameters(), 0.1)
+        ]  # fmt: skip
+        self.data = TensorDataset(torch.randn(8, 4))
+
+    def steps(self) -> list[Any]:
+        """Two of two micro-steps each, and the parameters."""
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for number, (batch,) in enumerate(DataLoader(self.data, 2)):
+            with perf.section("all of it"):
+                scaler.scale(self.model(batch).square().mean()).backward()
+            if number % 2:
+                for optimizer in self.optimizers:
+                    scaler.step(optimizer)
+                scaler.update()
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad()
+        return [parameter.tolist() for parameter in self.model.parameters()]
+
+
+def begin(job: Job, folder: Path) -> perf.Watch:
+    return perf.watch(
+        job.model, job.optimizers, dir=str(folder), sidecar=False, report=False, ring_records=4096, **EVERYTHING
+    ).__enter__()
+
+
+def functions_in_steps(folder: Path) -> list[CodeType]:
+    """Those of ours that run in the third and fourth step; errors.py is what keeps errors away."""
+    for _ in range(2):  # what is imported at a first use
+        job = Job()
+        watch = begin(job, folder)
+        job.steps()
+        functions = functions_called(job.steps, PACKAGE)
+        watch.__exit__(None, None, None)
+    return [
+        code for code in functions if not code.co_filename.endswith("errors.py") and code.co_name not in IN_TORCHS_PLACE
+    ]
+
+
+def test_each_function_fails(tmp_path: Path) -> None:
+    """With an error of its own it is logged and counted, and training is the same; with Ctrl-C that goes through. In
+    either case nothing stays attached."""
+    plain = Job()
+    expected = [plain.steps(), plain.steps()]
+    functions = functions_in_steps(tmp_path)
+    gc.collect()
+    gc.freeze()
+    torch.manual_seed(0)
+    before, problems = state(), []
+    for code in functions:
+        for error in (RuntimeError("planted"), KeyboardInterrupt()):
+            name = f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name} {type(error).__name__}"
+            swallowed.by_place.clear()
+            job, found, interrupted, other = Job(), [], False, None
+            watch = begin(job, tmp_path)
+            found.append(job.steps())
+            try:
+                with failing(code, error) as raised:
+                    found.append(job.steps())
+            except KeyboardInterrupt:
+                interrupted = True
+            except BaseException as went_through:
+                other = went_through
+            error.__traceback__ = None
+            watch.__exit__(None, None, None)
+            counted = sum(swallowed.by_place.values())
+            gc.collect()
+            torch.manual_seed(0)
+            different = {each for each, value in state().items() if before[each] != value}
+            wrong = {
+                "was not called again": not raised,
+                f"went through: {other!r}": other is not None,
+                "Ctrl-C did not go through": isinstance(error, KeyboardInterrupt) and not interrupted,
+                "trains otherwise": not interrupted and other is None and found != expected,
+                "was not counted": not interrupted and other is None and not counted,
+                f"left attached: {different}": bool(different),
+            }
+            problems += [f"{name}: {what}" for what, is_wrong in wrong.items() if is_wrong]
+    gc.unfreeze()
+
+    assert not problems, "\n".join(problems)
+    assert len(functions) > 10

@@ -1,0 +1,65 @@
+"""A job of many nodes: the page stays small and quick, is about those that matter, and says what it leaves out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.page_scale import write_run
+from torchlens_perf.page.contents import Contents
+from torchlens_perf.page.document.html import document
+from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.simulate.simulation import Topology
+
+RANKS, STEPS, SLOW_RANK, BUDGET_BYTES = 128, 64, 77, 400_000
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Contents:
+    run = RunDirectory(tmp_path_factory.mktemp("many") / "run")
+    fault = f"constant:rank={SLOW_RANK},share=0.4,phase=forward,since=8"
+    write_run(run, Topology(16, 8, node_size=8), STEPS, segments=2, fault=fault)
+    return contents(run, BUDGET_BYTES)
+
+
+def test_it_fits(many: Contents) -> None:
+    """Below the budget, with all verdicts, and all ranks in the matrices."""
+    assert len(json.dumps(many, separators=(",", ":"))) <= BUDGET_BYTES
+    assert many["steps"] is not None
+    assert len(many["steps"]["places"]) == RANKS
+    assert many["report"]["verdicts"][0]["rank"] == SLOW_RANK
+
+
+def test_tables_have_the_rows_that_matter(many: Contents) -> None:
+    """The named rank is among those that are left, and so is every rank of the whole steps; that is said."""
+    rows = {rank["rank"] for rank in many["report"]["ranks"]}
+    shown = {trace["rank"] for trace in many["traces"]["steps"][0]["ranks"]}
+
+    assert SLOW_RANK in shown <= rows
+    assert len(rows) < RANKS
+    assert any(line.startswith(f"Tables show {len(rows)} of {RANKS} ranks") for line in many["thinned"]["sentences"])
+    assert all(set(module["by_rank"]) <= set(map(str, rows)) for module in many["report"]["modules"])
+
+
+def test_whole_steps_of_several_nodes(many: Contents) -> None:
+    """The slow rank, those that wait for it, usual ones, on one line of time; who came last is known of all 128."""
+    step = many["traces"]["steps"][0]
+    (row,) = step["collectives"]
+
+    assert len(step["ranks"]) + step["ranks_left_out"] == RANKS
+    assert len(step["ranks"]) <= 16
+    assert row["last_rank"] == SLOW_RANK
+    assert set(row["wait_us"]) == {str(trace["rank"]) for trace in step["ranks"]}
+    assert step["clock"].startswith("The clocks of ")
+    assert all(trace["offset_us"] is not None for trace in step["ranks"])
+
+
+def test_the_document_is_bounded(many: Contents) -> None:
+    """Pictures and tables do not grow with the ranks."""
+    text = document(many)
+    data = text.partition('<script type="application/json"')[2].partition("</script>")[0]
+
+    assert len(text) - len(data) < 300_000
+    assert f'rank">{SLOW_RANK}' in text or f">{SLOW_RANK}</th>" in text

@@ -1,0 +1,297 @@
+"""A run in a notebook's cell: what it says; that it is inert and small, and needs no script and no style sheet."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.report.test_report import report_on
+from tests.support.ranks import Rank, make_run
+from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.errors import printable
+from torchlens_perf.page.notebook import MAX_BYTES, cell, results
+from torchlens_perf.page.small_charts import MAX_BARS, PART_COLORS, image, parts_chart, step_chart
+from torchlens_perf.run.records import PARTS
+
+WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
+# What JupyterLab leaves of the HTML of a notebook that is not trusted (packages/apputils/src/sanitizer.ts), as far as
+# it is used here: tags with their attributes, and styles with their values.
+TAGS: dict[str, set[str]] = {
+    "div": {"style"}, "p": set(), "b": set(), "br": set(), "small": set(), "img": {"alt", "src", "style"},
+    "table": set(), "thead": set(), "tbody": set(), "tr": set(), "th": set(), "td": set(),
+    "details": set(), "summary": set(), "ul": set(), "li": set(),
+}  # fmt: skip
+STYLES = {
+    "border-left": r"4px solid #[0-9a-f]{6}", "padding-left": r"\d+px", "margin": r"\d+px \d+px", "max-width": r"100%",
+}  # fmt: skip
+VOID = {"br", "img"}
+SVG = {"svg", "style", "rect", "text", "path", "polyline", "polygon", "circle"}
+HOSTILE = "\"></div><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[2J\u202e\u2028 ' ]]> &#60;b&#62; </svg>"
+
+
+class Page(HTMLParser):
+    """What a browser would see, checked against what may be there."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.text: list[str] = []
+        self.images: list[tuple[str, ElementTree.Element]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        assert set(given) <= TAGS[tag], (tag, given)
+        for style in filter(None, (given.get("style") or "").split(";")):
+            name, _, value = style.partition(":")
+            assert re.fullmatch(STYLES[name.strip()], value.strip()), style
+        if tag == "img":
+            head, _, data = (given["src"] or "").partition(",")
+            assert head == "data:image/svg+xml;base64"
+            self.images.append((given["alt"] or "", picture(base64.b64decode(data).decode())))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError(data)
+
+    handle_decl = handle_pi = unknown_decl = handle_comment
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+def picture(svg: str) -> ElementTree.Element:
+    """A well-formed SVG that loads nothing and runs nothing."""
+    root = ElementTree.fromstring(svg)
+    for element in root.iter():
+        tag = element.tag.removeprefix("{http://www.w3.org/2000/svg}")
+        assert tag in SVG, tag
+        for name, value in element.attrib.items():
+            assert not name.startswith("on"), name
+            assert "href" not in name, name
+            assert "url(" not in value, value
+    return root
+
+
+def texts(image: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in image.iter("{http://www.w3.org/2000/svg}text")]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of two ranks, one of which is slow, with a note."""
+    run = make_run(tmp_path_factory.mktemp("report"))
+    ranks = [Rank(run, rank) for rank in range(2)]
+    ranks[0].session.note("something is not measured")
+    ranks[0].steps(100, **WORK)
+    ranks[1].steps(100, **{**WORK, "forward": 9, "communication": 0.1})
+    found = report_on(run, ranks)
+    assert found["verdicts"][0]["kind"] == "straggler"
+    return found
+
+
+def test_what_it_says(report: dict[str, Any]) -> None:
+    """The verdict with its next action, the numbers of the report, the notes, where all is: as text, in that order."""
+    page = Page(cell(report, "/runs/one"))
+    verdict = " ".join(report["verdicts"][0]["text"].split())
+    head, _, action = verdict.partition(" Next: ")
+
+    assert head in page.words
+    assert f"Next: {action}" in page.words
+    assert page.words.index(head) < page.words.index("p50")
+    for name in ("p50_s", "p95_s", "p99_s", "max_s"):
+        assert duration(report["steps"][name]) in page.words
+    assert f"{report['quality']['overhead_share']:.2%} of the steps' time" in page.words
+    assert "something is not measured" in page.words
+    assert "run directory: /runs/one" in page.words
+    assert re.search(r"as of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page.words)
+
+
+def test_pictures_say_the_same_in_words(report: dict[str, Any]) -> None:
+    """Each has a text that states what it shows, with the report's numbers."""
+    (steps, history), (parts, bars) = Page(cell(report, "/runs/one")).images
+
+    assert steps.startswith("Step time over steps 8 to ")
+    assert duration(max(report["history"]["median_s"])) in steps
+    assert "step time: median of the ranks, and their range" in texts(history)
+    for rank in report["ranks"]:
+        said = parts.partition(f"rank {rank['rank']} ")[2].partition(";")[0]
+        assert said.startswith(duration(rank["typical"]["s"]))
+        for part, seconds in rank["typical"]["parts"].items():
+            assert f"{part} {duration(seconds)}" in said
+            assert part in texts(bars)
+
+
+def test_dark_and_light(report: dict[str, Any]) -> None:
+    """Pictures have a background of their own, on which all text stands out; the rest has the page's colours."""
+    style = Page(cell(report, "")).images[0][1][0].text or ""
+    light, _, dark = style.partition("@media(prefers-color-scheme:dark)")
+    for sheet in (light, light + dark):
+        colors = {
+            name: re.findall(rf"(?<![.\w]){re.escape(name)}{{[^}}]*fill:(#\w+)", sheet)[-1]
+            for name in ("text", ".m", ".p")
+        }
+        for name in ("text", ".m"):
+            assert contrast(colors[name], colors[".p"]) >= 4.5, (name, colors)
+    assert "color:" not in re.sub(r"border-left: 4px solid #\w+", "", cell(report, ""))
+
+
+def contrast(first: str, second: str) -> float:
+    """Of two colours, as WCAG 2 has it."""
+
+    def luminance(color: str) -> float:
+        digits = color[1:] if len(color) == 7 else "".join(2 * each for each in color[1:])
+        parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    high, low = sorted((luminance(first), luminance(second)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_hostile_names_are_inert(report: dict[str, Any]) -> None:
+    """In whichever text of a report: no tag, no attribute, nothing that drives a terminal or turns letters round."""
+    clean = Page(cell(report, "/runs/one"))
+
+    def planted(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: planted(each) for key, each in value.items()}
+        return (
+            [planted(each) for each in value]
+            if isinstance(value, list)
+            else HOSTILE
+            if isinstance(value, str)
+            else value
+        )
+
+    for field in ("run", "verdicts", "quality"):
+        bad = {
+            **report,
+            field: planted([vars_of(each) for each in report[field]] if field == "verdicts" else report[field]),
+        }
+        page = Page(cell(bad, HOSTILE))
+        assert "<script>alert(1)</script>" in page.words
+        assert not set("\x1b\u202e\u2028") & set(page.words + json.dumps(page.images[0][0]))
+        assert len(page.images) == len(clean.images)
+    json.loads(results({**report, "run": planted(report["run"])}, HOSTILE, HOSTILE))
+    ((says, _),) = Page(image('<svg xmlns="http://www.w3.org/2000/svg"/>', HOSTILE)).images
+    assert says == printable(HOSTILE)
+
+
+def vars_of(verdict: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in verdict.items() if name != "evidence"}
+
+
+def test_without_steps(tmp_path: Path) -> None:
+    """A run that has only begun says so; there is no picture of nothing, and no zero for what is not measured."""
+    run = make_run(tmp_path)
+    found = report_on(run, [Rank(run, 0, 1)])
+    page = Page(cell(found, ""))
+
+    assert page.images == []
+    assert "cost of this tool" in page.words
+    assert "not measured" in page.words
+    assert " ".join(found["verdicts"][0]["text"].split()).partition(" Next: ")[0] in page.words
+
+
+def test_large_jobs_and_long_texts_stay_small(report: dict[str, Any]) -> None:
+    """Whatever is in a run, a cell is smaller than its bound; what is left out is counted."""
+    large = copy.deepcopy({**report, "verdicts": [vars_of(each) for each in report["verdicts"]]})
+    large["ranks"] = [{**report["ranks"][0], "rank": rank} for rank in range(4096)]
+    large["verdicts"] = [{**large["verdicts"][0], "text": "x" * 5000 + " Next: " + "y" * 5000}] * 100
+    large["quality"]["notes"] = ["z" * 5000] * 100
+    columns = range(64)
+    large["history"] = {
+        "width": 1024, "first_steps": [1024 * i for i in columns], "median_s": [1.23456789 + i for i in columns],
+        "fastest_s": [1.0 for _ in columns], "slowest_s": [100.0 for _ in columns],
+    }  # fmt: skip
+    text = cell(large, "/runs/" + "d" * 5000)
+    page = Page(text)
+
+    assert len(text.encode()) < MAX_BYTES
+    assert "92 more: torchlens-perf report" in page.words
+    assert f"typical step, by part, {MAX_BARS} of 4096 ranks" in texts(page.images[1][1])
+
+
+def test_slow_ranks_are_among_those_that_are_shown() -> None:
+    """Of many, the ones that a verdict names, and others from all over."""
+    known = {rank: {"forward": 0.1, "backward": 0.2} for rank in range(100)}
+    chart = parts_chart(known, "typical step", [77, 3])
+    assert chart is not None
+    labels = [text for text in texts(picture(chart[0])) if text.startswith("rank ")]
+
+    assert len(labels) == MAX_BARS
+    assert {"rank 77", "rank 3", "rank 0"} <= set(labels)
+    assert labels == sorted(labels, key=lambda label: int(label[5:]))
+
+
+def test_lengths_are_the_numbers() -> None:
+    """A bar's pieces are as long as the parts, and a point is as high as the step."""
+    chart = parts_chart({0: {"forward": 0.1, "backward": 0.3}, 1: {"forward": 0.1, "backward": 0.1}}, "typical step")
+    assert chart is not None
+    lengths = [float(each) for each in re.findall(r"h([\d.]+)v14", chart[0])]
+    assert [round(each / lengths[0], 2) for each in lengths] == [1.0, 3.0, 1.0, 1.0]
+
+    history = {
+        "width": 8,
+        "first_steps": [0, 8, 16],
+        "median_s": [0.1, 0.2, 0.4],
+        "fastest_s": [0.1] * 3,
+        "slowest_s": [0.4] * 3,
+    }
+    svg, _ = step_chart(history)  # type: ignore[arg-type]
+    (points,) = re.findall(r'<polyline[^>]*points="([^"]+)"', svg)
+    (zero,) = re.findall(r'y="([\d.]+)" text-anchor="end">0<', svg)
+    heights = [float(zero) - 4 - float(point.split(",")[1]) for point in points.split()]
+    assert [round(each / heights[0], 1) for each in heights] == [1.0, 2.0, 4.0]
+
+
+def test_each_part_has_a_colour_of_its_own() -> None:
+    assert set(PART_COLORS) == set(PARTS)
+    assert len(set(PART_COLORS.values())) == len(PARTS)
+
+
+def test_devices_are_shown_by_their_own_clocks(report: dict[str, Any]) -> None:
+    """Where the ranks are judged by their devices, host times are not drawn as the step."""
+    device = {"parts": {"forward": 0.01, "backward": 0.02, "communication": 0.005}}
+    ranks = [{**rank, "device": device} for rank in report["ranks"]]
+    by_device = {**report, "steps": {**report["steps"], "by": "device"}, "ranks": ranks}
+    (steps, _), (parts, _) = Page(cell(by_device, "")).images
+
+    assert steps.startswith("Step time on the device over steps")
+    assert parts.startswith("A step on the device, by part. rank 0 35.0 ms: forward 10.0 ms, backward 20.0 ms")
+
+
+def test_summary_is_that_of_the_report(report: dict[str, Any]) -> None:
+    """Nothing of it is rounded or made up."""
+    value = json.loads(results(report, "/runs/one", "the text"))
+    summary, verdict = value["summary"], report["verdicts"][0]
+
+    assert value["text"] == "the text"
+    assert summary["verdicts"][0] == {
+        **{name: verdict[name] for name in ("kind", "rank", "phase", "cost_s_per_step", "cost_share", "since_step")},
+        "text": verdict["text"].partition(" Next: ")[0],
+        "next": verdict["text"].partition(" Next: ")[2],
+    }
+    assert summary["step_p50_s"] == report["steps"]["p50_s"]
+    assert (summary["steps"], summary["ranks"], summary["running"]) == (100, 2, False)
+    assert summary["overhead_share"] == report["quality"]["overhead_share"]
+    assert summary["sidecar_cpu_s"] == report["quality"]["sidecar_cpu_s"]

@@ -1,0 +1,113 @@
+"""How often a notebook's cell is updated, and what that takes; the cells themselves are in tests/frameworks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.ranks import Rank
+from tests.support.recorders import FakeClock
+from torchlens_perf.results import notebook
+from torchlens_perf.results.ask import Recorded
+from torchlens_perf.results.notebook import Cell
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.mailbox import VIEW, deliver
+
+
+class Clock:
+    """Time that passes where a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Handle:
+    """In the place of IPython's: takes its time, as a front end that is far away."""
+
+    def __init__(self, clock: Clock, of_marks: FakeClock) -> None:
+        self._clock = clock
+        self._of_marks = of_marks
+        self.takes_s = 0.0
+        self.texts: list[str] = []
+
+    def update(self, bundle: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self._clock.now_s += self.takes_s
+        self._of_marks.advance(round(self.takes_s * 1e9))
+        self.texts.append(bundle["text/plain"])
+
+
+class Shown:
+    """A rank that is shown in a cell, with the sidecar's side of it."""
+
+    def __init__(self, rank: Rank, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(notebook, "wake", lambda recorded: None)
+        self.clock = Clock()
+        self.handle = Handle(self.clock, rank.clock)
+        self.session = rank.session
+        self.cell = Cell(self.clock)
+        self.cell._handle = self.handle
+        self.live = self.cell._live(Recorded(run, self.session, True, ""))
+
+    def write(self, text: str) -> None:
+        value = json.dumps({"text": text, "html": "", "summary": {}}) if text else ""
+        deliver(str(self.session.ring_path.with_suffix(VIEW)), value)
+
+    def step_ends(self, at_s: float) -> list[str]:
+        """What is shown then."""
+        self.clock.now_s = max(self.clock.now_s, 1000.0 + at_s)
+        before = len(self.handle.texts)
+        (work,) = self.session._throttled
+        work()
+        return self.handle.texts[before:]
+
+
+@pytest.fixture
+def shown(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]:
+    rank = Rank(run, 0, 1)
+    made = Shown(rank, run, monkeypatch)
+    with made.live:
+        yield made
+    assert made.session._throttled == {}
+    assert not made.session.ring_path.with_suffix(VIEW).exists()
+    rank.close()
+
+
+def test_once_a_second_and_only_what_is_new(shown: Shown) -> None:
+    """However often steps end, and however often the sidecar writes."""
+    shown.write("first")
+    assert shown.step_ends(0.0) == ["first"]
+    shown.write("second")
+    assert [shown.step_ends(at_s) for at_s in (0.01, 0.5, 0.99, 1.01)] == [[], [], [], ["second"]]
+    assert [shown.step_ends(at_s) for at_s in (2.1, 3.2)] == [[], []]
+
+
+def test_a_slow_front_end_has_less(shown: Shown) -> None:
+    """An update that took 0.2 s is followed by 20 s without: a hundredth of the time at most."""
+    shown.handle.takes_s = 0.2
+    shown.write("first")
+    assert shown.step_ends(0.0) == ["first"]
+    shown.write("second")
+    assert [shown.step_ends(at_s) for at_s in (1.5, 19.9, 20.1)] == [[], [], ["second"]]
+
+
+def test_an_update_is_this_tools_time(shown: Shown) -> None:
+    """The step in which it is made is charged with it."""
+    before_ns = shown.session.recorder.tool_ns
+    shown.handle.takes_s = 0.003
+    shown.write("first")
+    shown.step_ends(0.0)
+
+    assert shown.session._overhead_ns == shown.session.recorder.tool_ns - before_ns == 3_000_000
+
+
+def test_a_large_job_is_not_shown_live(shown: Shown) -> None:
+    """The sidecar leaves it to who asks: what is shown stays as it is."""
+    shown.write("")
+    assert shown.step_ends(0.0) == []
+    assert shown.cell._newest.missing == notebook.TOO_MANY

@@ -1,0 +1,31 @@
+"""The example of docs/notebook.md runs as it stands there, block after block; here without a notebook."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from tests.support.processes import ROOT, run, runs
+
+DISPLAY = "def display(watch):\n    print(watch._repr_mimebundle_()['text/plain'])\n\n"
+
+
+def blocks() -> list[str]:
+    """The example's cells, as they are in the page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "notebook.md").read_text(), re.DOTALL)
+
+
+def test_as_a_script(tmp_path: Path) -> None:
+    """All of it, in plain Python, where displaying is printing; its figures are those of the run."""
+    code = DISPLAY + "\n".join(blocks()).replace(
+        "perf.watch(model, optimizer)", "perf.watch(model, optimizer, exit_timeout_s=60.0)"
+    )
+    done = run([sys.executable, "-c", code], tmp_path, TORCHLENS_PERF_RAISE="1")
+
+    assert done.returncode == 0, done.stderr
+    assert len(blocks()) == 5
+    assert re.search(r"^200 steps: p50 .* ms", done.stdout, re.MULTILINE)
+    assert "communication_ns" in done.stdout
+    assert "200 steps" in done.stderr
+    runs(tmp_path)

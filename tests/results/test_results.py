@@ -1,0 +1,257 @@
+"""w.summary() and w.steps(): while the run goes on, after its end, and where there is nothing to tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+
+import torchlens_perf as perf
+from tests.recorder.test_late_report import sidecar_of
+from tests.support.processes import run as run_command
+from tests.support.processes import wait_for_sidecar
+from torchlens_perf.errors import RAISE, ConfigError, RunStoreError
+from torchlens_perf.results import ask, child
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.mailbox import KINDS
+from torchlens_perf.run.records import PARTS
+from torchlens_perf.watch import Watch
+
+
+class Loop:
+    """A watch, and steps to make in it."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.model = torch.nn.Linear(4, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.model(torch.ones(2, 4)).sum().backward()
+            self.optimizer.step()
+
+
+@contextmanager
+def training(folder: Path, **settings: Any) -> Iterator[Loop]:
+    """A loop that is watched; its sidecar has ended afterwards."""
+    with perf.watch(dir=str(folder), **{"report": False, **settings}) as watch:
+        yield Loop(watch)
+    if watch.run_dir is not None:
+        wait_for_sidecar(RunDirectory(watch.run_dir))
+
+
+def test_while_the_run_goes_on_and_after_it(tmp_path: Path) -> None:
+    """All steps that have ended are in it, from the first second on, and none that has not."""
+    with training(tmp_path) as loop:
+        loop.train(30)
+        live, frame = loop.watch.summary(), loop.watch.steps("pandas")
+        loop.train(12)
+        (again,) = {loop.watch.summary().steps}
+        assert list(loop.watch._session.ring_path.parent.glob("*.answer")) == []
+    after, last = loop.watch.summary(), loop.watch.steps("pandas")
+
+    assert (live.steps, live.running, live.ranks, live.missing) == (30, True, 1, "")
+    assert (len(frame), again) == (30, 42)
+    assert (after.steps, after.running, after.run_id) == (42, False, loop.watch.run_dir.name)
+    assert (len(last), after.records_lost) == (42, 0)
+    assert last["step"].tolist() == list(range(42))
+    assert {f"{part}_ns" for part in PARTS} < set(last)
+    assert after.step_p50_s == pytest.approx(last["duration_ns"][3:].median() / 1e9, rel=0.05)
+    (verdict, *_) = after.verdicts
+    assert verdict.text
+    assert verdict.next
+    assert verdict.text in str(after)
+    assert f"Next: {verdict.next}" in str(after)
+    assert "42 steps: p50 " in str(after)
+
+
+def test_right_after_the_end(tmp_path: Path) -> None:
+    """The sidecar still writes then, as nobody has waited for a report: it is waited for."""
+    with perf.watch(dir=str(tmp_path), report=False) as watch:
+        Loop(watch).train(17)
+    found = watch.summary()
+
+    assert (found.steps, found.running, len(watch.steps("pandas"))) == (17, False, 17)
+
+
+def test_what_asking_takes_is_the_tools(tmp_path: Path) -> None:
+    """The step in which results were asked for is not said to be long by the user's doing."""
+    with training(tmp_path) as loop:
+        loop.train(20)
+        began_s = time.perf_counter()
+        loop.watch.summary()
+        took_s = time.perf_counter() - began_s
+        loop.train(20)
+    asked = loop.watch.steps("pandas").query("step == 20").iloc[0]
+
+    assert asked["tool_ns"] > 0.9 * took_s * 1e9
+    assert asked["own_ns"] < 0.5 * asked["tool_ns"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("polars") is None, reason="polars is not installed")
+def test_polars(tmp_path: Path) -> None:
+    """The same numbers, and null where nothing was measured."""
+    import polars
+
+    with training(tmp_path) as loop:
+        loop.train(8)
+    ours, theirs = loop.watch.steps("polars"), loop.watch.steps("pandas")
+
+    assert isinstance(ours, polars.DataFrame)
+    assert ours.columns == list(theirs.columns)
+    assert ours["duration_ns"].to_list() == theirs["duration_ns"].tolist()
+    assert ours["cpu_ns"].null_count() == theirs["cpu_ns"].isna().sum() > 0
+
+
+def test_which_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is imported, else installed; a mistake says what there is."""
+    watch = perf.watch()
+    assert isinstance(watch.steps(), pandas.DataFrame)
+    with monkeypatch.context() as only_polars:
+        only_polars.delitem(sys.modules, "pandas")
+        only_polars.setitem(sys.modules, "polars", types.SimpleNamespace(DataFrame=lambda: "polars' own"))
+        assert watch.steps() == "polars' own"
+    with pytest.raises(ConfigError, match="backend='arrow': must be 'pandas' or 'polars'"):
+        watch.steps("arrow")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "pandas")
+    monkeypatch.delitem(sys.modules, "polars", raising=False)
+    with pytest.raises(ConfigError, match="polars is not installed"):
+        watch.steps("polars")
+    with pytest.raises(ConfigError, match="install one of them"):
+        watch.steps()
+
+
+@pytest.mark.parametrize("why", ["not begun", "off", "refused"])
+def test_where_nothing_is_recorded(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that asks goes on, and hears why there is nothing: None, never 0."""
+    if why == "off":
+        monkeypatch.setenv("TORCHLENS_PERF", "0")
+    folder = tmp_path / "runs"
+    if why == "refused":
+        folder.write_text("no folder")
+    watch = perf.watch(dir=str(folder))
+    calls: list[object] = []
+    watch.on_verdict(calls.append)
+    if why != "not begun":
+        with watch:
+            Loop(watch).train(3)
+    found = watch.summary()
+
+    assert "nothing is recorded" in found.missing
+    assert (found.steps, found.step_p50_s, found.overhead_share, found.verdicts) == (None, None, None, ())
+    with caplog.at_level(logging.WARNING, "torchlens_perf"):
+        assert len(watch.steps()) == 0
+    assert "there are no steps to show: nothing is recorded" in caplog.text
+    assert "nothing is recorded" in watch._repr_mimebundle_()["text/plain"]
+    assert calls == []
+
+
+def test_a_watch_inside_of_another_one_shows_that(tmp_path: Path) -> None:
+    """While both are there, and when the inner one has been left."""
+    with training(tmp_path) as loop:
+        with perf.watch(loop.model) as inner:
+            loop.train(5)
+            assert inner.summary().steps == 5
+        loop.train(5)
+        assert (inner.summary().steps, inner.summary().running) == (10, True)
+    of_inner, of_outer = (dataclasses.replace(each.summary(), as_of=None) for each in (inner, loop.watch))
+    assert of_inner == of_outer
+
+
+def test_without_a_sidecar(tmp_path: Path) -> None:
+    """What to do is said; when it is done, the results are there."""
+    with training(tmp_path, sidecar=False) as loop:
+        loop.train(5)
+        missing = loop.watch.summary().missing
+        assert missing == f"no sidecar has read the records. Next: torchlens-perf sidecar {loop.watch.run_dir}"
+    assert "torchlens-perf sidecar" in loop.watch.summary().missing
+    done = run_command([sys.executable, "-m", "torchlens_perf", "sidecar", str(loop.watch.run_dir)], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert loop.watch.summary().steps == len(loop.watch.steps("pandas")) == 5
+
+
+def test_a_sidecar_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    """Who asks gets all steps, also those that the killed one had not read."""
+    with training(tmp_path) as loop:
+        loop.train(5)
+        os.kill(sidecar_of(loop.watch), signal.SIGKILL)
+        loop.train(5)
+        assert loop.watch.summary().steps == 10
+
+
+def test_a_sidecar_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for so long and no longer; then what it has written last is shown."""
+    with training(tmp_path) as loop:
+        loop.train(5)
+        assert loop.watch.summary().steps == 5
+        loop.train(5)
+        pid = sidecar_of(loop.watch)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            monkeypatch.setattr(ask, "ANSWER_TIMEOUT_S", 0.05)
+            assert loop.watch.summary().steps == 5
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_nothing_is_made_for_nobody(tmp_path: Path) -> None:
+    """A watch of which nobody asks anything has no mailbox and no work at steps' ends for it."""
+    with training(tmp_path) as loop:
+        loop.train(3)
+        works = set(loop.watch._session._throttled.values()) | set(loop.watch._session._at_step.values())
+        files = [path for path in loop.watch._session.ring_path.parent.iterdir() if path.suffix in KINDS]
+
+    assert files == []
+    assert not {name for name in works if "cell" in name or "on_verdict" in name}
+
+
+class TestChild:
+    """The process that is asked once a run has ended."""
+
+    def test_error(self, tmp_path: Path) -> None:
+        """Its own line, without its name."""
+        with pytest.raises(RunStoreError, match=r"^/.* is not a run directory"):
+            child.output("results", str(tmp_path), "cell")
+
+    def test_timeout(self, tmp_path: Path) -> None:
+        """It is ended, and said so."""
+        with pytest.raises(RunStoreError, match=r"results took longer than 0\.001 s"):
+            child.output("results", str(tmp_path), "cell", timeout_s=0.001)
+
+    def test_is_no_training_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is not a rank, has no GPU, and does not record itself."""
+        monkeypatch.setenv("RANK", "3")
+        monkeypatch.setenv("TORCHLENS_PERF", "1")
+        made = child.environment()
+
+        assert not {"RANK", "TORCHLENS_PERF"} & set(made)
+        assert made["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_what_is_no_results_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar that could not make a report says so in a line, which is shown."""
+    monkeypatch.delenv(RAISE, raising=False)
+    for text in ("torchlens_perf: no report: <disk> full\n", "[]", "{}", "12"):
+        found = ask.parsed(text)
+        assert found.summary == {}
+        assert found.text.startswith("torchlens_perf: ")
+        assert "<disk>" not in found.html
+    assert ask.parsed("torchlens_perf: no report: <disk> full\n").missing == "no report: <disk> full"

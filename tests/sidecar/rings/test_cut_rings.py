@@ -1,0 +1,88 @@
+"""Somebody makes a ring file shorter, or writes over it, while a live sidecar reads it: that costs this ring alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sidecar.test_node import WORK
+from tests.support.leftovers import eventually
+from tests.support.long import long_but
+from tests.support.processes import ROOT, clean_environ, wait_for_sidecar
+from tests.support.ranks import HOST, Rank
+from tests.support.warm_python import WarmPython
+from torchlens_perf.analysis import node_state
+from torchlens_perf.recorder import sidecar
+from torchlens_perf.report.run_report import run_report
+from torchlens_perf.run import ring
+from torchlens_perf.run.directory import RunDirectory
+
+# A rank of its own: stores into the pages that are gone end the process that makes them.
+OTHER_RANK = """
+import sys, time
+from pathlib import Path
+from tests.sidecar.test_node import WORK
+from tests.support.ranks import Rank
+from torchlens_perf.run.directory import RunDirectory
+rank = Rank(RunDirectory(Path(sys.argv[1])), 1)
+rank.steps(int(sys.argv[2]), **WORK)
+print(rank.ring_path, flush=True)
+time.sleep(300)
+"""
+STEPS = 200
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+CUTS: dict[str, Callable[[Path], None]] = {
+    "to nothing": lambda path: os.truncate(path, 0),
+    "in the header": lambda path: os.truncate(path, 100),
+    "in the names": lambda path: os.truncate(path, ring.NAMES_OFFSET + 5),
+    "in the records": lambda path: os.truncate(path, ring.RECORDS_OFFSET + 10 * ring.RECORD_BYTES),
+    "overwritten": zeros,
+}
+
+
+def counted(run: RunDirectory) -> dict[int, int]:
+    """Steps by rank, as far as the live sidecar has written them."""
+    if not run.node_state(HOST).exists():
+        return {}
+    state = node_state.load(run.node_state(HOST))
+    return {each.identity.rank: each.statistics.counted_steps for each in state.processes.values()}
+
+
+@pytest.mark.parametrize("cut", long_but({"to nothing"}, CUTS))
+def test_a_ring_that_is_cut(cut: str, run: RunDirectory) -> None:
+    """The sidecar's process lives on and keeps what it has read; one line says whose records are missing."""
+    command = [sys.executable, "-c", OTHER_RANK, str(run.path), str(STEPS)]
+    environ = clean_environ({"PYTHONPATH": str(ROOT)})
+    with WarmPython(command, env=environ, stdout=subprocess.PIPE, text=True, cwd=run.path) as other:
+        try:
+            assert other.stdout is not None
+            path = Path(other.stdout.readline().strip())
+            rank = Rank(run, 0)
+            rank.steps(STEPS, **WORK)
+            sidecar.ensure(run, rank.identity)
+            assert eventually(lambda: counted(run) == {0: STEPS, 1: STEPS})
+            CUTS[cut](path)
+            rank.steps(STEPS, **WORK)
+            assert eventually(lambda: counted(run) == {0: 2 * STEPS, 1: STEPS})
+        finally:
+            other.kill()
+    rank.steps(STEPS, **WORK)
+    rank.close()
+    wait_for_sidecar(run)
+    report, log = run_report(run), run.node_log(HOST).read_text()
+
+    assert {each["rank"]: each["steps"] for each in report["ranks"]} == {0: 3 * STEPS, 1: STEPS}
+    assert report["quality"]["lost"] == 0
+    assert log.count("reading ") == 2, "one sidecar has read both rings, once"
+    (note,) = [note for note in report["quality"]["notes"] if "damaged" in note]
+    assert note.startswith("rank 1: its ring is damaged, and records of it are missing: ")

@@ -1,0 +1,53 @@
+"""How much a sidecar at rest asks of the run directory's disk: 512 nodes share one, and its metadata server."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.sidecar.test_node import WORK
+from tests.support.failing_calls import everything_ended, library
+from tests.support.leftovers import eventually
+from tests.support.processes import wait_for_sidecar
+from tests.support.ranks import HOST, Rank
+from torchlens_perf.recorder import sidecar
+from torchlens_perf.run.directory import RunDirectory
+
+SETTLED_S, WATCHED_S = 60.0, 60.0  # early segments and states are written more often
+MOST_A_SECOND = 3  # it was 1.4
+ON_DESCRIPTORS = {"write", "read", "fsync", "mmap", "mmap64", "flock"}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_at_rest(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with a path in the run directory, of a job that trains, as segments and states are written."""
+    log = tmp_path / "calls"
+    for name, value in {"LD_PRELOAD": library(), "FAILING_PATHS": run.path, "FAILING_LOG": log}.items():
+        monkeypatch.setenv(name, str(value))
+    with everything_ended(str(log)):
+        rank = Rank(run, 0, 1, ring_records=1 << 16)
+        sidecar.ensure(run, rank.identity)
+        assert eventually(run.node_state(HOST).exists)
+
+        def train(seconds: float) -> None:
+            until_s = time.monotonic() + seconds
+            while time.monotonic() < until_s:
+                rank.steps(5, **WORK)
+                time.sleep(0.5)
+
+        train(SETTLED_S)
+        before = log.read_text().splitlines()
+        train(WATCHED_S)
+        calls = [line.split(" ", 2) for line in log.read_text().splitlines()[len(before) :]]
+        rank.close()
+        wait_for_sidecar(run)
+    with_a_path = [(name, path) for _, name, path in calls if name not in ON_DESCRIPTORS]
+
+    assert len(with_a_path) / WATCHED_S < MOST_A_SECOND, Counter(with_a_path).most_common(20)
+    assert any("spans" in path for _, path in with_a_path), "no segment was written"
+    assert any("nodes" in path for _, path in with_a_path), "no state was written"

@@ -1,0 +1,165 @@
+"""Since when verdicts have held: by a sidecar in one go, by several, by a replay, and by nothing but the records."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.findings import hang
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.ranks import HOST, Rank, make_run
+from tests.support.reports import checked
+from tests.support.simulations import simulation
+from tests.support.tables import MS
+from torchlens_perf.analysis import node_state
+from torchlens_perf.report.build import build
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.replay import replay
+from torchlens_perf.simulate.rings import SimulatedRank, Timeline
+from torchlens_perf.simulate.simulation import Simulation, Topology
+
+Held = dict[str, Any]
+
+
+def recorded(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = False) -> None:
+    """A simulated run, read by a sidecar, or by one after the other."""
+    host = of.topology.host(0)
+    anchor = Anchor(10**12, 1_700_000_000_000_000_000, 0)
+    ranks = [SimulatedRank(run, host, of.topology, rank, anchor, "note") for rank in range(of.topology.ranks)]
+
+    def sidecar() -> Sidecar:
+        return Sidecar(run, host, None, lambda run, asked: None)
+
+    reader = sidecar()
+    for part in of.steps(steps):
+        timeline = Timeline.of(part)
+        for rank in ranks:
+            rank.record(timeline)
+        reader.poll()
+        reader.account()
+        reader.judge(time.monotonic())
+        reader.keep()
+        if restarts:
+            reader.close()
+            reader = sidecar()
+    for rank in ranks:
+        rank.close()
+    reader.poll()
+    reader.account()
+    reader.judge(time.monotonic(), final=True)
+    reader.keep()
+    reader.close()
+
+
+def held(run: RunDirectory) -> dict[tuple[str, int | None], Held]:
+    """By kind and rank; times as seconds since the run's first step."""
+    report = checked(build(run.run_id, node_state.load_all(run)))
+    began = datetime.datetime.fromisoformat(report["run"]["started"])
+    found = {(row["kind"], row["rank"]): dict(row["held"] or {}) for row in report["verdicts"]}
+    for each in found.values():
+        for name in ("since", "until"):
+            if each.get(name):
+                each[name] = (datetime.datetime.fromisoformat(each[name]) - began).total_seconds()
+    return found
+
+
+CASES = {
+    "slow still": (("constant:rank=3,share=0.25,since=64",), None),
+    "slow once": (("constant:rank=3,share=0.25,since=64,until=160",), None),
+    "healthy": ((), None),
+    "out of balance": (("constant:rank=2,share=0.4",), Topology(1, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_whoever_reads(case: str, tmp_path: Path) -> None:
+    """One sidecar, sidecars that are started again every 32 steps, and a rebuild from the records say the same."""
+    faults, topology = CASES[case]
+    runs = [make_run(tmp_path, f"{tmp_path.name}-{place}") for place in range(3)]
+    for place, run in enumerate(runs):
+        recorded(run, simulation(*faults, topology=topology, noise=0.05), 224, restarts=place == 1)
+    (lost,) = runs[2].nodes.glob("*.json")
+    if case != "out of balance":  # records do not tell the stages of a pipeline
+        lost.unlink()
+        replay(runs[2], None)
+    one, again, rebuilt = map(held, runs)
+
+    assert one == rebuilt
+    assert one.keys() == again.keys()
+    assert any(each for each in one.values())
+    for key, each in one.items():
+        # A judge that has begun anew needs some rows to see an end, and knows it less exactly.
+        assert again[key].get("since_step") == pytest.approx(each.get("since_step"), abs=16)
+        assert again[key].get("windows_judged", 0) == pytest.approx(each.get("windows_judged", 0), abs=2)
+        assert again[key].get("windows_held", 0) == pytest.approx(each.get("windows_held", 0), abs=4)
+
+
+def test_what_was_planted(tmp_path: Path) -> None:
+    """First step, end, windows and times are those of the fault."""
+    run = make_run(tmp_path)
+    recorded(run, simulation("constant:rank=3,share=0.25,since=64,until=160", noise=0.05), 224)
+    found = held(run)
+    slow, nobody = found["straggler_ended", 3], found["none", None]
+
+    assert (slow["since_step"], slow["until_step"]) == (pytest.approx(64, abs=2), pytest.approx(160, abs=8))
+    assert (slow["windows_held"], slow["windows_judged"], slow["window_steps"]) == (
+        pytest.approx(12, abs=1), 28, 8,
+    )  # fmt: skip
+    assert slow["since"] == pytest.approx(64 * 0.21, rel=0.05)
+    assert slow["until"] - slow["since"] == pytest.approx(96 * 0.26, rel=0.1)
+    assert nobody["since_step"] == slow["until_step"]
+
+
+def test_a_replay_leaves_it(tmp_path: Path) -> None:
+    """A replay with an exporter raises the same alerts, and changes nothing of what is known."""
+    run = make_run(tmp_path)
+    recorded(run, simulation("constant:rank=3,share=0.25,since=64,until=160", noise=0.05), 224)
+    before, exporter = held(run), MemoryExporter()
+    replay(run, exporter)
+
+    assert held(run) == before
+    started, ended = [each for each in exporter.alerts if each.kind == "straggler"]
+    assert (started.since_step, ended.until_step) == (
+        before["straggler_ended", 3]["since_step"], before["straggler_ended", 3]["until_step"],
+    )  # fmt: skip
+
+
+def test_a_hang_is_noted_without_an_exporter(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it lasts, over a restart of the sidecar, and when it has gone by."""
+    rank = Rank(run, 0, 1)
+    rank.steps(20, forward=10.0)
+
+    def sidecar() -> Sidecar:
+        return Sidecar(run, HOST, None, lambda run, asked: None)
+
+    def round_of(reader: Sidecar, hung: bool) -> Held:
+        monkeypatch.setattr(reader.conclusions.job._hangs, "hang", hang(20, since_s=12.0) if hung else None)
+        monkeypatch.setattr(reader.conclusions.job._hangs, "look", lambda *_: None)
+        reader.poll()
+        reader.account()
+        reader.judge(time.monotonic())
+        reader.save()
+        return {kind: each for (kind, _), each in held(run).items()}
+
+    reader = sidecar()
+    assert "hang" not in round_of(reader, hung=False)
+    first = round_of(reader, hung=True)["hang"]
+    reader.close()
+    reader = sidecar()
+    assert "hang_ended" not in round_of(reader, hung=False), "it counts anew, and has not found it yet"
+    again = round_of(reader, hung=True)["hang"]
+    rank.clock.advance(60_000 * MS)
+    rank.steps(3, forward=10.0)
+    over = round_of(reader, hung=False)["hang_ended"]
+    rank.close()
+    reader.close()
+
+    assert (first["since_step"], first["until_step"]) == (20, None)
+    assert again == first
+    assert (over["since_step"], over["until_step"], over["since"]) == (20, 21, first["since"])

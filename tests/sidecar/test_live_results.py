@@ -1,0 +1,232 @@
+"""What the sidecar does for those who look at a live run: answers, a view, alerts; and nothing for nobody."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pandas as pd
+import pytest
+
+from tests.sidecar.test_node import WORK, dead_process, finish, looked, sidecar, two_ranks
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.ranks import Rank
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.page.notebook import results_of
+from torchlens_perf.run.directory import RunDirectory, local_folders
+from torchlens_perf.run.mailbox import ALERTS, ANSWER, RESULTS, STEPS, VIEW, Mailbox
+from torchlens_perf.sidecar import live_results
+from torchlens_perf.sidecar.live_results import LiveResults
+from torchlens_perf.sidecar.node import Sidecar
+
+
+class Live:
+    """A sidecar with two ranks that make steps, and somebody who looks."""
+
+    def __init__(self, run: RunDirectory, exporter: MemoryExporter | None = None) -> None:
+        self.run = run
+        self.sidecar: Sidecar = sidecar(run, exporter)[0]
+        self.ranks = two_ranks(run)
+        self.made = 0
+        self.results = LiveResults(self.sidecar, self._results)
+
+    def _results(self, run: RunDirectory) -> str:
+        self.made += 1
+        return results_of(run)
+
+    def steps(self, count: int, **slow: float) -> None:
+        """Of both ranks; slow: of rank 1."""
+        for _ in range(0, count, 4):
+            self.ranks[0].steps(4, **WORK)
+            self.ranks[1].steps(4, **{**WORK, **slow})
+            looked(self.sidecar)
+
+    def round(self, now_s: float) -> frozenset[str]:
+        """As loop.py has it. Returns what was asked."""
+        self.sidecar.poll()
+        asked = self.results.asked()
+        self.sidecar.account()
+        if STEPS in asked:
+            self.sidecar.keep()
+        self.results.update(now_s)
+        return asked
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.sidecar.close()
+
+
+@pytest.fixture
+def live(run: RunDirectory):
+    made = Live(run)
+    yield made
+    made.close()
+
+
+def test_nobody_asks(live: Live) -> None:
+    """Then nothing is put together, saved or judged for it."""
+    live.steps(20)
+    for now_s in (0.0, 5.0, 10.0):
+        assert live.round(now_s) == frozenset()
+
+    assert live.made == live.sidecar.conclusions.alerts_raised == 0
+    assert not live.run.node_state("node-a").exists()
+
+
+def test_an_answer_is_as_fresh_as_the_question(live: Live) -> None:
+    """All whole steps until then are in it, and each question is answered once."""
+    live.steps(12)
+    for steps in (12, 20):
+        live.ranks[0].steps(steps - 12, **WORK)
+        live.ranks[1].steps(steps - 12, **WORK)
+        box = Mailbox(live.ranks[1].ring_path, ANSWER, RESULTS)
+        assert live.round(1.0) == {RESULTS}
+        assert live.round(2.0) == frozenset()
+        value = json.loads(box.wait(0.0) or "")
+        box.close()
+        assert (value["summary"]["steps"], value["summary"]["running"]) == (steps, True)
+        assert f"{steps} steps" in value["text"]
+    assert live.made == 2
+
+
+def test_steps_are_written_before_the_answer(live: Live) -> None:
+    """Who asks for steps reads them from the run directory."""
+    live.steps(16)
+    assert list(live.run.steps.iterdir()) == []
+    box = Mailbox(live.ranks[0].ring_path, ANSWER, STEPS)
+    assert live.round(1.0) == {STEPS}
+
+    assert box.wait(0.0)
+    assert len(pd.read_parquet(live.run.steps)) == 32
+    box.close()
+
+
+def test_a_view_is_kept_fresh_once_a_second(live: Live) -> None:
+    """And only where there is something new; it ends when nobody looks any more."""
+    live.steps(8)
+    view = Mailbox(live.ranks[0].ring_path, VIEW)
+    assert live.round(100.0) == frozenset()
+    assert live.results.is_watched
+    assert view.news()
+    live.steps(8)
+    live.round(100.9)
+    assert view.news() is None
+    live.round(200.0)
+    assert json.loads(view.news() or "")["summary"]["steps"] == 16
+    live.round(300.0)
+    assert view.news() is None
+    view.close()
+    live.steps(8)
+    live.round(400.0)
+    assert not live.results.is_watched
+    assert live.made == 2
+
+
+def test_a_view_of_a_process_that_died(run: RunDirectory) -> None:
+    """It has not taken it away, and nobody looks: nothing is put together for it, while others go on."""
+    died, lives = Rank(run, 0, identity=dead_process()), Rank(run, 1)
+    made = sidecar(run)[0]
+    results = LiveResults(made, results_of)
+    view = Mailbox(died.ring_path, VIEW)
+    for rank in (died, lives):
+        rank.steps(8, **WORK)
+    looked(made)
+    results.asked()
+    results.update(100.0)
+
+    assert view.news() is None
+    view.close()
+    for rank in (died, lives):
+        rank.close()
+    made.close()
+
+
+def test_a_view_takes_a_bounded_share(live: Live) -> None:
+    """What took 0.5 s comes again after ten."""
+    view = Mailbox(live.ranks[0].ring_path, VIEW)
+    seconds = iter([0.0, 0.5] * 2)
+    live.results = LiveResults(live.sidecar, live._results, lambda: next(seconds))
+    due = []
+    for now_s in (0.0, 9.9, 10.1):
+        live.steps(4)
+        live.round(now_s)
+        due.append(view.news() is not None)
+
+    assert due == [True, False, True]
+    view.close()
+
+
+def test_large_jobs_are_left_to_who_asks(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty answer, at once, and the state as it is now: to put the results together would take seconds."""
+    monkeypatch.setattr(live_results, "MAX_RANKS", 1)
+    live.steps(8)
+    box, view = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS), Mailbox(live.ranks[0].ring_path, VIEW)
+    live.round(1.0)
+
+    assert (box.wait(0.0), view.wait(0.0), live.made) == ("", "", 0)
+    assert json.loads(results_of(live.run))["summary"]["steps"] == 8
+    box.close()
+    view.close()
+
+
+def test_who_asks_is_not_left_waiting_where_it_fails(live: Live) -> None:
+    """The loop logs the error; who asked has an empty answer, and looks for itself."""
+
+    def fails(run: RunDirectory) -> str:
+        raise RunStoreError("damaged")
+
+    live.results = LiveResults(live.sidecar, fails)
+    box = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS)
+    with pytest.raises(RunStoreError, match="damaged"):
+        live.round(1.0)
+    assert box.wait(0.0) == ""
+    box.close()
+
+
+@pytest.mark.parametrize("exports", [False, True])
+def test_alerts_reach_each_listener_of_the_node(run: RunDirectory, exports: bool) -> None:
+    """Of a slow rank: its begin and its end, in each listener's mailbox, with an exporter and without."""
+    live = Live(run, MemoryExporter() if exports else None)
+    early = Mailbox(live.ranks[0].ring_path, ALERTS)
+    live.round(0.0)
+    assert early.news() is None
+    live.steps(60, forward=9)
+    live.round(1.0)
+    (started,) = json.loads(early.news() or "")
+    assert (started["change"], started["kind"], started["rank"]) == ("started", "straggler", 1)
+    assert " Next: " in started["text"]
+    late = Mailbox(live.ranks[1].ring_path, ALERTS)
+    live.round(2.0)
+    assert [row["id"] for row in json.loads(late.news() or "")] == [started["id"]]
+    live.steps(240)
+    live.round(3.0)
+    for box in (early, late):
+        assert [row["change"] for row in json.loads(box.news() or "")] == ["started", "ended"]
+        box.close()
+    live.round(4.0)
+    live.close()
+
+
+def test_a_mailbox_of_a_process_that_died_is_removed(run: RunDirectory) -> None:
+    """With its ring, at the sidecar's end."""
+    rank = Rank(run, 0, 1)
+    rank.steps(4, **WORK)
+    boxes = [Mailbox(rank.ring_path, kind) for kind in (ANSWER, VIEW, ALERTS)]
+    rank.close()
+    finish(run)
+
+    left = [path for folder in local_folders(run.run_id) for path in folder.iterdir()]
+    assert left == []
+    assert not any(box.path.exists() for box in boxes)
+
+
+def test_what_is_asked_in_the_tick_of_a_look_is_seen(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system's clock has ticks: what comes in that of the last look leaves the folder's time as it was."""
+    tick_ns = time.time_ns()
+    monkeypatch.setattr(live_results, "_changed_ns", lambda folder: tick_ns)
+    live.round(0.0)
+    assert live.results.asked() == frozenset()
+    box = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS)
+    assert live.results.asked() == {RESULTS}
+    box.close()

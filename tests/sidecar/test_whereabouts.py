@@ -1,0 +1,100 @@
+"""What a state says of the moment at which it was saved: when that was, and what each running rank was doing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.support.ranks import HOST, Rank
+from torchlens_perf.analysis import node_state
+from torchlens_perf.report.run_report import run_report
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.ring import Kind
+from torchlens_perf.sidecar.node import Sidecar
+
+WORK = {"forward": 4, "backward": 6}
+
+
+def test_running_rank(run: RunDirectory) -> None:
+    """The step in progress, the spans that it is inside of, and for how long, by its own clock."""
+    rank = Rank(run, 0, 1)
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    rank.session.recorder.start_thread_time()
+    rank.steps(5, **WORK)
+    rank.clock.advance(2_000_000)
+    rank.begin(Kind.BACKWARD, "backward")
+    rank.clock.advance(3_000_000)
+    rank.begin(Kind.WAIT, "wait")
+    rank.clock.advance(5_000_000)
+    sidecar.poll()
+    sidecar.account()
+    (source,) = sidecar.sources
+    found = source.whereabouts(rank.clock())
+    rank.close()
+    sidecar.close()
+
+    assert found is not None
+    assert (found.step, found.inside) == (5, ("backward", "wait"))
+    assert found.step_s == pytest.approx(0.010)
+    assert found.inside_s == pytest.approx(0.005)
+
+
+def test_between_spans(run: RunDirectory) -> None:
+    """In none of them, there is no time that it has been in one."""
+    rank = Rank(run, 0, 1)
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    rank.steps(1, **WORK)
+    sidecar.poll()
+    sidecar.account()
+    (source,) = sidecar.sources
+    found = source.whereabouts(rank.clock())
+    rank.close()
+    sidecar.close()
+
+    assert found is not None
+    assert (found.inside, found.inside_s) == ((), None)
+
+
+def test_in_the_report(run: RunDirectory) -> None:
+    """While it runs, with the state's time; once it has ended, it is doing nothing."""
+    rank = Rank(run, 0, 1, total_steps=500)
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    rank.steps(5, **WORK)
+    rank.begin(Kind.FORWARD, "forward GPT")
+    sidecar.poll()
+    sidecar.account()
+    sidecar.save()
+    live = run_report(run)
+    saved_s = node_state.load(run.node_state(HOST)).saved_unix_ns / 1e9
+    rank.close()
+    sidecar.poll()
+    sidecar.account()
+    sidecar.save()
+    ended = run_report(run)
+    sidecar.close()
+
+    assert live["run"]["total_steps"] == 500
+    assert live["ranks"][0]["now"] is not None
+    assert live["ranks"][0]["now"]["inside"] == ["forward GPT"]
+    assert abs(time.time() - saved_s) < 60
+    assert live["run"]["as_of"] is not None
+    assert ended["ranks"][0]["now"] is None
+
+
+@pytest.mark.parametrize(("told", "total"), [((500, 500), 500), ((0, 500), 500), ((400, 500), None), ((0, 0), None)])
+def test_total_steps_of_several_ranks(run: RunDirectory, told: tuple[int, int], total: int | None) -> None:
+    """Known where no rank was told another number."""
+    ranks = [Rank(run, rank, 2, total_steps=number) for rank, number in enumerate(told)]
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    for rank in ranks:
+        rank.steps(5, **WORK)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.save()
+    found = run_report(run)["run"]["total_steps"]
+    for rank in ranks:
+        rank.close()
+    sidecar.close()
+
+    assert found == total

@@ -1,0 +1,63 @@
+"""A simulated run that goes on for as long as a test wants: its ring files, and a sidecar that writes when told to."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.simulate.faults import parse_fault
+from torchlens_perf.simulate.rings import SimulatedRank, Timeline
+from torchlens_perf.simulate.simulation import Simulation, Topology
+
+
+class LiveSimulation:
+    """Entered, its run is live; left, it has ended."""
+
+    def __init__(self, path: Path, ranks: int, *faults: str, node_size: int = 8, stages: int = 1) -> None:
+        """stages: of a pipeline; the ranks are data parallel in each."""
+        self.run = RunDirectory(path)
+        self.run.create()
+        topology = Topology(ranks // stages, pp=stages, node_size=node_size)
+        self._simulation = Simulation(topology, faults=[parse_fault(each) for each in faults])
+        self._blocks = 0
+        host = topology.host(0)
+        begin = Anchor(10**12, time.time_ns() - 600 * 10**9, 0)
+        self.ranks = [SimulatedRank(self.run, host, topology, rank, begin, "simulated") for rank in range(ranks)]
+        self.sidecar = Sidecar(self.run, host, None, lambda run, asked: None)
+
+    def goes_on(self, blocks: int = 1) -> None:
+        """So many blocks of 32 steps, judged and written."""
+        for _ in range(blocks):
+            timeline = Timeline.of(self._simulation.block(self._blocks))
+            self._blocks += 1
+            for rank in self.ranks:
+                rank.record(timeline)
+            self.sidecar.poll()
+            self.sidecar.account()
+            self.sidecar.judge(time.monotonic())
+        self.sidecar.save()
+
+    def ends(self) -> None:
+        """All ranks leave their watch. Again is harmless."""
+        if not self.ranks:
+            return
+        for rank in self.ranks:
+            rank.close()
+        self.ranks = []
+        self.sidecar.poll()
+        self.sidecar.account()
+        self.sidecar.judge(time.monotonic(), final=True)
+        self.sidecar.keep()
+        self.sidecar.close()
+
+    def __enter__(self) -> LiveSimulation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.ends()

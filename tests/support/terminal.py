@@ -1,0 +1,83 @@
+"""A pseudo-terminal that a program is run on, and all that it has written there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from tests.support.processes import ROOT, clean_environ
+
+
+class OnTerminal:
+    """Entered, the program runs on a terminal of so many columns and lines; left, it has ended."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, size: tuple[int, int] = (80, 24)
+    ) -> None:
+        self._master, slave = pty.openpty()
+        columns, lines = size
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self.modes = termios.tcgetattr(slave)
+        self._slave = slave
+        environ = {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "PYTHONPATH": str(ROOT), **(environment or {})}
+        self.process = subprocess.Popen(
+            list(command), stdin=slave, stdout=slave, stderr=slave, env=clean_environ(environ), start_new_session=True
+        )
+        self.written = b""
+
+    def wait_for(self, what: str | Callable[[str], bool], timeout_s: float = 60) -> str:
+        """Until that is written; returns all that was. Raises AssertionError with what it was instead."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            text = self.written.decode(errors="replace")
+            if what in text if isinstance(what, str) else what(text):
+                return text
+            if not self._read(0.2) and self.process.poll() is not None:
+                break
+        text = self.written.decode(errors="replace")
+        assert (what in text) if isinstance(what, str) else what(text), text[-3000:]
+        return text
+
+    def type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def end(self, timeout_s: float = 60) -> int:
+        """Waits for its end, reading what it still writes. Returns the exit code."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.process.poll() is None and time.monotonic() < deadline_s:
+            self._read(0.1)
+        while self._read(0.1):
+            pass
+        return self.process.wait(0.1)
+
+    def modes_now(self) -> list[object]:
+        """What the terminal does with keys: as `modes`, once a program has restored it."""
+        return list(termios.tcgetattr(self._slave))
+
+    def _read(self, timeout_s: float) -> bool:
+        ready, _, _ = select.select([self._master], [], [], timeout_s)
+        if not ready:
+            return False
+        self.written += os.read(self._master, 65536)
+        return True
+
+    def __enter__(self) -> OnTerminal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        os.close(self._slave)
+        os.close(self._master)

@@ -1,0 +1,61 @@
+"""Reports of simulated runs, and parts of them changed by hand."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from tests.support.live_simulation import LiveSimulation
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.causes.straggler_groups import NOBODY
+from torchlens_perf.analysis.stragglers.detector import NOTHING
+from torchlens_perf.analysis.words.report import Report
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.top.reading import RunReader, View
+
+
+def view_of(path: Path, ranks: int, *faults: str, blocks: int = 3, **options: int) -> View:
+    """What is shown of a live run. options: of LiveSimulation."""
+    with LiveSimulation(path, ranks, *faults, **options) as live:
+        live.goes_on(blocks)
+        return RunReader(live.run).look()
+
+
+def report_of(view: View) -> Report:
+    assert view.report is not None, view.trouble
+    return view.report
+
+
+def changed(report: Report, **parts: Any) -> Report:
+    """A copy, with other values in `run`; or with other lists, by their names."""
+    value: Any = copy.deepcopy(report)
+    for name, part in parts.items():
+        if name in value:
+            value[name] = part
+        else:
+            value["run"][name] = part
+    return value  # type: ignore[no-any-return]
+
+
+def verdict(kind: str, text: str, **facts: Any) -> dict[str, Any]:
+    """A row of `verdicts`."""
+    values = {
+        "kind": kind, "rank": None, "phase": None, "cost_s_per_step": None, "cost_share": None, "since_step": None,
+        "confidence": 0.9, "text": text, "evidence": {}, "where": None,
+    }  # fmt: skip
+    return {**values, **facts}
+
+
+def add_node(run: RunDirectory, number: int) -> Path:
+    """One more node's file, whose ranks do what those of the first one do. Returns its path."""
+    first = run.node_state("node-0000")
+    state = node_state.load(first)
+    state.host = f"node-{number:04d}"
+    for process in state.processes.values():
+        who = process.identity
+        process.identity = dataclasses.replace(who, rank=who.rank + 100 * number, host=state.host, node=state.host)
+    state.findings, state.named = NOTHING, NOBODY
+    state.save(run)
+    return run.node_state(state.host)

@@ -1,0 +1,99 @@
+"""Nothing that anybody has written into a run directory drives the terminal, or breaks what is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.text import Text
+
+from tests.security.test_what_is_printed import assert_harmless, hostile, planted, texts_in
+from tests.support.live_simulation import LiveSimulation
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.top import overview
+from torchlens_perf.top.cells import VIEWS, rank_cells
+from torchlens_perf.top.frame import frame
+from torchlens_perf.top.grid import laid_out
+from torchlens_perf.top.lettering import Lettering, clipped
+from torchlens_perf.top.live_runs import RunRow, run_lines, runs_in
+from torchlens_perf.top.rank_lines import rank_lines
+from torchlens_perf.top.reading import RunReader, View
+from torchlens_perf.top.verdict_list import VerdictList
+
+HOST = "node-0000"
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A live node's state, of two nodes' ranks, one of them slow."""
+    folder = tmp_path_factory.mktemp("hostile")
+    with LiveSimulation(folder / "run", 4, "constant:rank=3,share=0.3", node_size=2) as live:
+        live.goes_on(3)
+        return dict(json.loads(live.run.node_state(HOST).read_bytes()))
+
+
+def all_lines(view: View, width: int, lettering: Lettering) -> list[Text]:
+    """Of every screen."""
+    verdicts = VerdictList()
+    lines = overview.trouble_lines(view, width, lettering)
+    if view.report is not None:
+        verdicts.update(view.report, 0.0)
+        for what in VIEWS:
+            cells = rank_cells(view.report, what)
+            for by_node in (False, True):
+                lines += clipped(laid_out(cells, width, 5, lettering, by_node).lines(None), width)
+        for rank in view.report["ranks"]:
+            lines += clipped(rank_lines(view, rank["rank"], verdicts.entries(), width, lettering), width)
+    return [*lines, *frame(view, verdicts.entries(), width, lettering)]
+
+
+@given(data=st.data(), text=hostile, note=hostile, width=st.sampled_from([20, 80]), ascii_only=st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+def test_any_text_of_a_state(
+    data: st.DataObject, text: str, note: str, width: int, ascii_only: bool, state: dict[str, Any], tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.nodes.mkdir(parents=True, exist_ok=True)
+    value = planted(state, data.draw(st.sampled_from(texts_in(state))), text)
+    value["notes"] = [note, text]
+    with contextlib.suppress(UnicodeEncodeError):
+        run.node_state(HOST).write_text(json.dumps(value))
+    for line in all_lines(RunReader(run).look(), width, Lettering(ascii_only)):
+        assert_harmless(line.plain)
+        assert "\n" not in line.plain
+        assert cell_len(line.plain) <= width
+        assert line.plain.isascii() or not ascii_only
+
+
+@given(name=hostile, problem=hostile)
+def test_names_of_runs(name: str, problem: str) -> None:
+    """Folders may be called anything."""
+    for line in run_lines(
+        [RunRow(Path(name.replace("/", "-") or "x"), 0.0, name, problem=problem)], 0, 80, Lettering()
+    ):
+        assert_harmless(line.plain)
+
+
+def test_folders_that_are_no_runs(tmp_path: Path) -> None:
+    """Files, empty folders, links, a run without a state, one that cannot be read: none breaks the list."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "begins" / "nodes").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "begins")
+    (tmp_path / "damaged" / "nodes").mkdir(parents=True)
+    (tmp_path / "damaged" / "nodes" / "a.json").write_text("{")
+    rows = {row.path.name: row for row in runs_in(tmp_path)}
+
+    assert set(rows) == {"begins", "damaged"}
+    assert (rows["begins"].live, rows["begins"].problem) == (None, "")
+    assert "cannot be read" in rows["damaged"].problem
+    assert runs_in(tmp_path / "nowhere") == []
+    lines = [line.plain for line in run_lines(list(rows.values()), 0, 80, Lettering())]
+    assert any("begins" in line for line in lines)
+    assert any("damaged" in line for line in lines)

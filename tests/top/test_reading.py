@@ -1,0 +1,204 @@
+"""What is read of a live run, how often, and what is said where there is nothing new."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.live_simulation import LiveSimulation
+from tests.top.reports import add_node, report_of
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.top.reading import SILENT_S, RunReader
+
+HOST = "node-0000"
+
+
+class Clock:
+    """Monotonic seconds; each reading takes so many."""
+
+    def __init__(self, each_s: float = 0.0) -> None:
+        self.now_s, self.each_s = 1000.0, each_s
+
+    def __call__(self) -> float:
+        self.now_s += self.each_s
+        return self.now_s
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LiveSimulation]:
+    with LiveSimulation(tmp_path / "run", 2) as running:
+        yield running
+
+
+def test_waits_for_the_run_directory(tmp_path: Path) -> None:
+    """Before it is there, before a sidecar has written, and then it is shown."""
+    reader = RunReader(RunDirectory(tmp_path / "run"), monotonic=Clock())
+    assert reader.look().trouble == f"{tmp_path}/run is not there yet"
+    with LiveSimulation(tmp_path / "run", 2) as live:
+        assert "nothing in it yet that a sidecar has written" in reader.look().trouble
+        live.goes_on()
+        view = reader.look()
+
+    assert (view.trouble, report_of(view)["steps"]["count"]) == ("", 32)
+
+
+def test_reads_only_what_has_changed(live: LiveSimulation) -> None:
+    """The view is the same object as long as no file is another one, and a file that is not is not read again."""
+    live.goes_on()
+    other = add_node(live.run, 1)
+    reader = RunReader(live.run, monotonic=Clock())
+    view = reader.look()
+    assert reader.look() is view
+    before = other.stat()
+    other.write_bytes(b"x" * before.st_size)  # what nobody reads is not found to be damaged
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    live.goes_on()
+    newer = reader.look()
+
+    assert newer is not view
+    assert newer.trouble == ""
+    assert [rank["steps"] for rank in report_of(newer)["ranks"]] == [64, 64, 32, 32]
+
+
+def test_one_damaged_node(live: LiveSimulation) -> None:
+    """The others are shown, and what is missing is named; mended, all is well."""
+    live.goes_on()
+    other = add_node(live.run, 1)
+    good = other.read_bytes()
+    reader = RunReader(live.run, monotonic=Clock())
+    reader.look()
+    other.write_bytes(good[:-100])
+    view = reader.look()
+
+    assert [rank["rank"] for rank in report_of(view)["ranks"]] == [0, 1]
+    assert view.trouble.startswith(f"{other} cannot be read: ")
+    assert view.trouble.endswith("the ranks of that node are missing here")
+    other.write_bytes(good)
+    assert (reader.look().trouble, len(report_of(reader.look())["ranks"])) == ("", 4)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', "\x00"])
+def test_all_damaged(live: LiveSimulation, text: str) -> None:
+    """What was read before stays, with what is wrong, look after look; without anything read, that alone."""
+    live.goes_on()
+    path = live.run.node_state(HOST)
+    reader, good = RunReader(live.run, monotonic=Clock()), path.read_bytes()
+    report = report_of(reader.look())
+    path.write_text(text)
+    for _ in range(2):
+        assert reader.look().report is report
+        assert str(path) in reader.look().trouble
+    assert RunReader(live.run, monotonic=Clock()).look().report is None
+    path.write_bytes(good)
+    assert reader.look().trouble == ""
+
+
+def test_files_that_make_no_report(live: LiveSimulation) -> None:
+    """Whatever is in them: the reader says so and goes on."""
+    live.goes_on()
+    path = live.run.node_state(HOST)
+    good = path.read_bytes()
+    state = json.loads(good)
+    for process in state["processes"].values():
+        process["statistics"]["parts"] = {}
+    path.write_text(json.dumps(state))
+    reader = RunReader(live.run, monotonic=Clock())
+    view = reader.look()
+
+    assert view.report is None
+    assert f"{path} cannot be used: KeyError" in view.trouble
+    path.write_bytes(good)
+    assert reader.look().trouble == ""
+
+
+def test_removed_run_directory(live: LiveSimulation) -> None:
+    """What was read is still shown, and that it is old; when it comes again, it is read again."""
+    live.goes_on()
+    reader = RunReader(live.run, monotonic=Clock())
+    report = report_of(reader.look())
+    kept = shutil.copytree(live.run.path, live.run.path.with_name("kept"))
+    shutil.rmtree(live.run.path)
+    view = reader.look()
+
+    assert view.report is report
+    assert view.trouble.startswith(f"{live.run.path} is gone")
+    kept.rename(live.run.path)
+    assert reader.look().trouble == ""
+
+
+def test_a_sidecar_that_writes_nothing_more(live: LiveSimulation) -> None:
+    """A run is not live because a file says so: after a minute without news that is said, until there is something."""
+    live.goes_on()
+    clock = Clock()
+    reader = RunReader(live.run, monotonic=clock)
+    view = reader.look()
+    clock.now_s += SILENT_S - 1
+    assert reader.look() is view
+    clock.now_s += 62
+    assert reader.look().trouble.startswith("nothing new from node-0000 for 2 min or more: the sidecar there has ended")
+    live.goes_on()
+    assert reader.look().trouble == ""
+
+
+def test_a_file_that_was_old_already(live: LiveSimulation) -> None:
+    """Whoever opens a run that was killed an hour ago is told at once."""
+    live.goes_on()
+    reader = RunReader(live.run, unix=lambda: time.time() + 3600)
+
+    assert "nothing new from node-0000 for 6" in reader.look().trouble
+
+
+def test_a_sidecar_that_writes_rarely_is_not_silent(live: LiveSimulation) -> None:
+    """Of many ranks, states are written more rarely: three times as long as between the last ones is silence."""
+    live.goes_on()
+    clock = Clock()
+    reader = RunReader(live.run, monotonic=clock)
+    reader.look()
+    clock.now_s += 100
+    live.goes_on()
+    reader.look()
+    clock.now_s += 299
+    assert reader.look().trouble == ""
+    clock.now_s += 2
+    assert "nothing new" in reader.look().trouble
+
+
+def test_an_ended_run_is_not_silent(live: LiveSimulation) -> None:
+    live.goes_on()
+    live.ends()
+    clock = Clock()
+    reader = RunReader(live.run, monotonic=clock)
+    clock.now_s += 1e6
+
+    assert (reader.look().trouble, reader.look().has_ended) == ("", True)
+
+
+def test_large_runs_are_read_more_rarely(live: LiveSimulation) -> None:
+    """A look that takes ten seconds is followed by forty without one: at most a fifth of a processor."""
+    live.goes_on()
+    clock = Clock()
+    reader = RunReader(live.run, monotonic=clock)
+    clock.each_s = 10.0
+    view = reader.look()
+    clock.each_s = 0.0
+    live.goes_on()
+    clock.now_s += 39.0
+    assert reader.look() is view
+    clock.now_s += 2.0
+    assert reader.look() is not view
+
+
+def test_ranks_that_do_other_work_are_told_apart(tmp_path: Path) -> None:
+    """Ranks are laid beside those of their population only."""
+    with LiveSimulation(tmp_path / "run", 4, stages=2) as live:
+        live.goes_on()
+        view = RunReader(live.run, monotonic=Clock()).look()
+    of = view.populations
+
+    assert of[0] == of[1] != of[2] == of[3]

@@ -1,0 +1,122 @@
+"""The windows of all ranks on one grid, so that they can be laid beside each other. Pure.
+
+Each rank's history has windows of its own width. A column of the grid holds whole windows of every rank; there are at
+most MAX_COLUMNS, however long the run is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from torchlens_perf.analysis.statistics.rank import Windows
+from torchlens_perf.run.records import PARTS
+
+MAX_COLUMNS = 64
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunWindows:
+    """Column i is about steps [first_steps[i], first_steps[i] + width). NaN where a rank has nothing in a column."""
+
+    ranks: tuple[int, ...]
+    """The rows, sorted."""
+    width: int
+    first_steps: npt.NDArray[np.int64]
+    work_ns: Floats
+    """Shape [ranks, columns]: mean work a step, as Windows has it."""
+    parts_ns: Floats
+    """Shape [ranks, columns, parts]: of a usual step; the mean over the windows in the column."""
+    lack_ns: Floats
+    """The same shape: time in which the thread was ready and had no CPU."""
+    duration_ns: Floats
+    """Shape [ranks, columns]: a usual step's."""
+    tags: tuple[int, ...]
+    """By column, what else any rank did in it, as flags of rank.TAGS."""
+
+    last_step: int
+    """The newest of all ranks."""
+
+    def __len__(self) -> int:
+        return len(self.first_steps)
+
+    def covered(self, since: int, until: int | None) -> npt.NDArray[np.bool_]:
+        """Of which columns the middle lies from one step on and before another; None: to the end.
+
+        Of the last column, only steps that were made count.
+        """
+        ends = np.minimum(self.first_steps + self.width, self.last_step + 1)
+        middle = (self.first_steps + ends) / 2
+        covered: npt.NDArray[np.bool_] = (middle >= since) & (middle < (np.inf if until is None else until))
+        return covered
+
+
+def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | None:
+    """By rank, their windows, on one grid. last_step: the newest of all ranks. None where nobody has a window."""
+    ranks = tuple(rank for rank in sorted(windows) if len(windows[rank].first_step))
+    if not ranks:
+        return None
+    each = [windows[rank] for rank in ranks]
+    width, first, columns = grid(each)
+    return RunWindows(
+        ranks=ranks,
+        width=width,
+        first_steps=first + width * np.arange(columns),
+        work_ns=np.stack([_mean_work(of, width, first, columns) for of in each]),
+        parts_ns=np.stack([_means(of.parts_ns, of, width, first, columns) for of in each]),
+        lack_ns=np.stack([_means(_lack(of), of, width, first, columns) for of in each]),
+        duration_ns=np.stack([_means(of.duration_ns[:, None], of, width, first, columns)[:, 0] for of in each]),
+        tags=_tags(each, width, first, columns),
+        last_step=last_step,
+    )
+
+
+def grid(windows: list[Windows]) -> tuple[int, int, int]:
+    """Width and first step of the columns, and how many there are: windows of all ranks fit into them whole."""
+    width = max(each.width for each in windows)
+    low = min(int(each.first_step[0]) for each in windows)
+    high = max(int(each.first_step[-1]) + each.width for each in windows)
+    while (high - 1) // width - low // width >= MAX_COLUMNS:
+        width *= 2
+    return width, low // width * width, (high - 1) // width - low // width + 1
+
+
+def _mean_work(windows: Windows, width: int, first: int, columns: int) -> Floats:
+    at = (windows.first_step - first) // width
+    steps = np.bincount(at, windows.work_steps, columns)
+    sums = np.bincount(at, windows.work_sum_ns, columns)
+    means: Floats = np.divide(sums, steps, out=np.full(columns, np.nan), where=steps > 0)
+    return means
+
+
+def _means(values: Floats, windows: Windows, width: int, first: int, columns: int) -> Floats:
+    """[columns, values]: of each column's windows; NaN where there is none."""
+    at = (windows.first_step - first) // width
+    count = np.bincount(at, minlength=columns)[:, None]
+    sums = np.zeros((columns, values.shape[1]))
+    np.add.at(sums, at, values)
+    means: Floats = np.divide(sums, count, out=np.full(sums.shape, np.nan), where=count > 0)
+    return means
+
+
+def _lack(windows: Windows) -> Floats:
+    lack_ns = np.zeros((len(windows.first_step), len(PARTS)))
+    if windows.lack_ns:
+        rows = np.searchsorted(windows.first_step, list(windows.lack_ns))
+        lack_ns[rows] = list(windows.lack_ns.values())
+    return lack_ns
+
+
+def _tags(windows: list[Windows], width: int, first: int, columns: int) -> tuple[int, ...]:
+    flags = [0] * columns
+    for each in windows:
+        for step, found in each.tags.items():
+            column = (step - first) // width
+            if 0 <= column < columns:
+                flags[column] |= found
+    return tuple(flags)

@@ -1,0 +1,30 @@
+"""`torchlens-perf results RUN_DIR WHAT`: what a watch asks for, in a process of its own (results/). Not for people."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchlens_perf.run.directory import RunDirectory
+
+
+def add_command(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("results")  # without help it is in no list
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("what", choices=["cell", "steps"], help="JSON for a notebook's cell, or Arrow's stream")
+    parser.set_defaults(command=_write)
+
+
+def _write(options: argparse.Namespace) -> int:
+    run = RunDirectory(options.run_dir)
+    if options.what == "cell":
+        from torchlens_perf.page.notebook import results_of
+
+        sys.stdout.write(results_of(run))
+        return 0
+    from torchlens_perf.sidecar.rings.segments import write_steps
+
+    write_steps(run, sys.stdout.buffer)
+    return 0

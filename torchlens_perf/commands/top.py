@@ -1,0 +1,108 @@
+"""`torchlens-perf top`: a live run in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.errors import RunStoreError, TorchlensPerfError
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.top.lettering import Lettering
+
+_PLAIN_WIDTH = 100
+_MISSING = (
+    "top draws with Textual, which is not installed: pip install 'torchlens-perf[top]'. `top --once` does without"
+)
+
+
+def add_command(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "top",
+        help="watch a live run in the terminal",
+        description="Shows a run while it goes on: verdicts as they come, all ranks, where the step goes. It reads the "
+        "run directory, and the job notices nothing. Where the terminal cannot be drawn on (TERM=dumb, a pipe), it "
+        "prints what is new, line by line.",
+    )
+    parser.add_argument(
+        "run",
+        type=Path,
+        nargs="?",
+        help="a run directory, there already or not; default: the live one here, or a choice",
+    )
+    parser.add_argument("--once", action="store_true", help="print one frame as text, and end; needs no Textual")
+    parser.set_defaults(command=top)
+
+
+def top(options: argparse.Namespace) -> int:
+    """Runs the command. Raises RunStoreError where --once finds nothing, and TorchlensPerfError without Textual."""
+    from torchlens_perf.top.lettering import Lettering, of_locale
+
+    lettering = of_locale()
+    if options.once or not _can_be_drawn_on():
+        can_be_encoded = (sys.stdout.encoding or "").lower().startswith("utf")
+        return _plain(options.run, Lettering(lettering.ascii_only or not can_be_encoded), once=options.once)
+    if importlib.util.find_spec("textual") is None:
+        raise TorchlensPerfError(_MISSING)
+    from torchlens_perf.top.app import Top
+    from torchlens_perf.top.live_runs import default_folder, live, runs_in
+
+    folder, run = default_folder(), _given(options.run)
+    if run is not None:
+        folder = run.path.parent
+    else:
+        found = live(runs_in(folder))
+        run = _given(found[0].path) if len(found) == 1 else None
+    app = Top(run, folder.absolute(), lettering)
+    app.run(mouse=False)  # the terminal's own selection of text stays
+    return app.return_code or 0
+
+
+def _plain(path: Path | None, lettering: Lettering, *, once: bool) -> int:
+    from torchlens_perf.top.live_runs import default_folder, live, runs_in
+    from torchlens_perf.top.plain import PlainTop
+    from torchlens_perf.top.reading import RunReader
+
+    run = _given(path)
+    if run is None:
+        rows = runs_in(default_folder())
+        run = _given((live(rows) or rows)[0].path) if rows else None
+    if run is None:
+        raise RunStoreError(f"no run directory in {default_folder()}: name one, torchlens-perf top RUN_DIR")
+    reader, terminal = RunReader(run), sys.stdout.isatty()
+    width = shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
+    color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    shown = PlainTop(sys.stdout, width, lettering, color=color)
+    if not once:
+        with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
+            shown.follow(reader.look)
+        return 0
+    view = reader.look()
+    if view.report is None:
+        raise RunStoreError(view.trouble)
+    shown.once(view)
+    return 0
+
+
+def _given(path: Path | None) -> RunDirectory | None:
+    """The run directory that a path or a run's name stands for; there may be nothing there yet."""
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.top.live_runs import default_folder
+
+    if path is None:
+        return None
+    named = default_folder() / path
+    return RunDirectory((named if not path.exists() and named.exists() else path).absolute())
+
+
+def _can_be_drawn_on() -> bool:
+    """Whether there is a terminal on which text can be put anywhere."""
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    return os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and all(each.isatty() for each in streams)

@@ -1,0 +1,55 @@
+"""What was passed to watch(): the models, with names where there are several, and the optimizers."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from torchlens_perf.hooks.loop.selection import NamedModel
+
+
+def models(model: Any, caller: types.FrameType, function: str) -> list[NamedModel] | None:
+    """What was passed as `model`; None for all that train. Raises ConfigError for what is no model.
+
+    caller: of watch(), whose name is `function` there: in that line models may have names.
+    """
+    if model is None:
+        return None
+    from torch.nn import Module
+
+    from torchlens_perf.hooks.loop.model_names import names_in_call, names_of
+    from torchlens_perf.hooks.loop.selection import NamedModel
+
+    given: Sequence[str | None] = ()
+    if isinstance(model, Mapping):
+        found, given = list(model.values()), [str(name) for name in model]
+    else:
+        found = list(model) if isinstance(model, (list, tuple)) and not isinstance(model, Module) else [model]
+    if not found:
+        raise ConfigError(
+            f"model={model!r}: must be a torch.nn.Module, or a list or dict of some; leave it out for all"
+        )
+    for each in found:
+        if not isinstance(each, Module):
+            raise ConfigError(f"model={type(each).__name__}: must be a torch.nn.Module, or a list or dict of them")
+    if len(found) < 2 and not given:
+        return [NamedModel(each) for each in found]
+    given = given or names_in_call(caller, function)
+    return [NamedModel(*each) for each in zip(found, names_of(found, given[: len(found)]), strict=True)]
+
+
+def optimizers(optimizer: Any) -> list[Optimizer]:
+    """What was passed as `optimizer`; none for all. Raises ConfigError for what has no step()."""
+    if optimizer is None:
+        return []
+    found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in found:
+        if not callable(getattr(each, "step", None)):
+            raise ConfigError(f"optimizer={type(each).__name__}: must have a step() method, or be a list of such")
+    return found

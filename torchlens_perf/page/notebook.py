@@ -1,0 +1,151 @@
+"""A run in a notebook's cell: the verdicts, two small charts, and the numbers that say what they are worth.
+
+What a notebook keeps must be readable where its scripts and styles are taken out: as long as it is not trusted, on
+GitHub, in a viewer. So it is plain HTML with few inline styles and the charts as images, with no class, id, style
+sheet, script, frame or link. Text has the page's own colour.
+"""
+
+from __future__ import annotations
+
+import datetime
+import html
+import json
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
+from torchlens_perf.errors import printable
+from torchlens_perf.page.small_charts import image, parts_chart, step_chart
+from torchlens_perf.report.run_report import run_report
+from torchlens_perf.report.terminal import render
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchlens_perf.analysis.words.report import Report, VerdictRow
+    from torchlens_perf.run.directory import RunDirectory
+
+MAX_BYTES = 64 << 10
+"""Of the HTML, whatever is in a run: a notebook keeps each output, and a live one gets it once a second."""
+_MAX_VERDICTS, _MAX_NOTES, _MAX_CHARACTERS = 6, 8, 600
+_EDGES = {"hang": "#cf222e", "out_of_memory": "#cf222e", "straggler": "#cf222e", "none": "#1a7f37"}
+_OTHER_EDGE = "#9a6700"
+
+
+def results_of(run: RunDirectory) -> str:
+    """results() of what the run's nodes have saved. Raises RunStoreError where there is nothing."""
+    report = run_report(run)
+    return results(report, str(run.path), render(report, str(run.path), columns=0, color=False))
+
+
+def results(report: Report, run_dir: str, text: str) -> str:
+    """What a watch shows of itself (results/ask.py), as JSON: for people as text and HTML, for programs as a summary.
+
+    text: the report without colours.
+    """
+    summary = _summary(report, run_dir)
+    return json.dumps({"text": text, "html": cell(report, run_dir), "summary": summary}, allow_nan=False)
+
+
+def cell(report: Report, run_dir: str) -> str:
+    """The HTML of a cell; less than MAX_BYTES."""
+    run, steps, quality = report["run"], report["steps"], report["quality"]
+    state = "running" if run["live"] else "ended"
+    ranks = f"{run['world_size']} rank{'s' if run['world_size'] != 1 else ''}"
+    program = f"{run['program']}, " if run["program"] else ""
+    title = f"{program}run {run['id']}: {ranks}, {state}"
+    parts = [f"<p><b>torchlens_perf</b>&ensp;{_escaped(title)}</p>"]
+    parts += map(_verdict, report["verdicts"][:_MAX_VERDICTS])
+    named = [verdict["rank"] for verdict in report["verdicts"] if verdict["rank"] is not None]
+    parts += [f"<p>{image(svg, says)}</p>" for svg, says in _charts(report, named)]
+    unit = "forward passes" if steps["inference"] else "steps"
+    quantiles = {"p50": steps["p50_s"], "p95": steps["p95_s"], "p99": steps["p99_s"], "max": steps["max_s"]}
+    numbers = {unit: str(steps["count"]), **{name: duration_or_dash(value) for name, value in quantiles.items()}}
+    overhead = quality["overhead_share"]
+    numbers["cost of this tool"] = "not measured" if overhead is None else f"{overhead:.2%} of the steps' time"
+    numbers["sidecar"] = f"{duration(quality['sidecar_cpu_s'])} of a processor"
+    numbers["records lost"] = str(quality["lost"])
+    heads = "".join(f"<th>{_escaped(name)}</th>" for name in numbers)
+    values = "".join(f"<td>{_escaped(value)}</td>" for value in numbers.values())
+    parts.append(f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{values}</tr></tbody></table>")
+    notes = [*quality["notes"][:_MAX_NOTES]]
+    if len(quality["notes"]) > len(notes):
+        notes.append(f"{len(quality['notes']) - len(notes)} more: torchlens-perf report")
+    if notes:
+        rows = "".join(f"<li>{_escaped(note)}</li>" for note in notes)
+        parts.append(
+            f"<details><summary>notes on data quality: {len(quality['notes'])}</summary><ul>{rows}</ul></details>"
+        )
+    parts.append(f"<p><small>as of {_escaped(_as_of())}; run directory: {_escaped(run_dir)}</small></p>")
+    return f"<div>{''.join(parts)}</div>"
+
+
+def _charts(report: Report, named: Sequence[int]) -> list[tuple[str, str]]:
+    """By the devices' clocks, where the steps are."""
+    on_device = report["steps"]["by"] == DEVICE
+    charts = []
+    if report["history"] is not None:
+        charts.append(step_chart(report["history"], " on the device" if on_device else ""))
+    if on_device:
+        known = {each["rank"]: each["device"]["parts"] for each in report["ranks"] if each["device"] is not None}
+        bars = parts_chart({rank: parts for rank, parts in known.items() if parts}, "a step on the device", named)
+    else:
+        typical = {each["rank"]: each["typical"] for each in report["ranks"]}
+        parts_s = {rank: each["parts"] for rank, each in typical.items() if each is not None}
+        bars = parts_chart(parts_s, "typical step", named)
+    return charts if bars is None else [*charts, bars]
+
+
+def _verdict(verdict: VerdictRow) -> str:
+    head, _, action = verdict["text"].partition(" Next: ")
+    edge = _EDGES.get(verdict["kind"], _OTHER_EDGE)
+    more = f"<br><b>Next:</b> {_escaped(action)}" if action else ""
+    return (
+        f'<div style="border-left: 4px solid {edge}; padding-left: 10px; margin: 6px 0px">'
+        f"<b>{_escaped(head)}</b>{more}</div>"
+    )
+
+
+def _escaped(text: str) -> str:
+    """Inert, on one line and not too long, whoever has written it."""
+    text = printable(text)
+    return html.escape(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}...")
+
+
+def _summary(report: Report, run_dir: str) -> dict[str, Any]:
+    """The fields of results/summary.py."""
+    run, steps, quality = report["run"], report["steps"], report["quality"]
+    return {
+        "verdicts": [_row(verdict) for verdict in report["verdicts"]],
+        "run_id": run["id"],
+        "run_dir": run_dir,
+        "running": run["live"],
+        "ranks": run["world_size"],
+        "steps": steps["count"],
+        "step_p50_s": steps["p50_s"],
+        "step_p95_s": steps["p95_s"],
+        "step_p99_s": steps["p99_s"],
+        "step_max_s": steps["max_s"],
+        "overhead_share": quality["overhead_share"],
+        "sidecar_cpu_s": quality["sidecar_cpu_s"],
+        "records_lost": quality["lost"],
+        "as_of": _as_of(),
+    }
+
+
+def _row(verdict: VerdictRow) -> dict[str, Any]:
+    head, _, action = verdict["text"].partition(" Next: ")
+    return {
+        "kind": verdict["kind"],
+        "text": printable(head),
+        "next": printable(action),
+        "rank": verdict["rank"],
+        "phase": verdict["phase"],
+        "cost_s_per_step": verdict["cost_s_per_step"],
+        "cost_share": verdict["cost_share"],
+        "since_step": verdict["since_step"],
+    }
+
+
+def _as_of() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")

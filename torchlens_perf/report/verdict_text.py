@@ -1,0 +1,103 @@
+"""Verdicts in a terminal: the sentence, since when it has held, and the next action; and which of them are over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from torchlens_perf.analysis.statistics.quantities import printable
+from torchlens_perf.analysis.words.evidence import OVER, PastEvidence
+from torchlens_perf.analysis.words.hang import HangEvidence
+from torchlens_perf.report.device_table import oom_table
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Held, Report, VerdictRow
+
+_STYLES = {
+    "hang": "bold red", "hang_ended": "bold red", "out_of_memory": "bold red", "straggler": "bold red",
+    "none": "bold green", "no_steps": "bold yellow",
+}  # fmt: skip
+_FINDINGS = frozenset({"hang", "out_of_memory", "straggler", "imbalance", "slow_link"})
+_MAX_OVER = 4
+
+
+def is_over(row: VerdictRow) -> bool:
+    """Whether it held earlier in the run only; a hang that the run ended in is not over."""
+    if isinstance(row["evidence"], PastEvidence) and row["evidence"].went_on is False:
+        return False
+    return row["kind"].endswith(OVER) or row["kind"] == "straggler_transient"
+
+
+def is_finding(row: VerdictRow) -> bool:
+    """Whether something is wrong with a rank, a link or the job, rather than with where its time goes."""
+    return row["kind"] in _FINDINGS or (row["kind"] == f"hang{OVER}" and not is_over(row))
+
+
+def verdict_parts(row: VerdictRow, report: Report, *, brief: bool = False) -> Iterator[RenderableType]:
+    """The verdict with its evidence. brief: without since when it has held, unless it is a finding, or over by now."""
+    head, _, action = row["text"].partition(" Next: ")
+    text = Text(printable(head), style=_STYLES.get(row["kind"], "bold"))
+    over = row["held"] is not None and row["held"]["until_step"] is not None
+    held = held_words(row["held"], report["run"]["started"])
+    if held and (not brief or over or is_finding(row)):
+        text.append(f"\n{held}", style="default dim not bold")
+    if action:
+        text.append("\nNext: ", style="bold")
+        text.append(printable(action), style="default not bold")
+    evidence = row["evidence"]
+    for rank, stack in evidence.stacks.items() if isinstance(evidence, HangEvidence) else ():
+        text.append(f"\nPython stack of rank {rank}, innermost first:", style="bold")
+        for line in stack.lines or [f"none: {stack.reason}"]:
+            text.append("\n  " + printable(line), style="default not bold")
+    yield Padding(text, (0, 0, 1, 2))
+    if isinstance(evidence, dict) and "table" in evidence and evidence["table"] is not None:
+        yield oom_table(evidence)
+        yield Text("")
+
+
+def earlier_parts(report: Report) -> Iterator[RenderableType]:
+    """What held earlier in the run, the newest."""
+    rows = [row for row in report["verdicts"] if is_over(row)]
+    if not rows:
+        return
+    text = Text("earlier in this run", style="bold")
+    for row in rows[:_MAX_OVER]:
+        text.append(f"\n{printable(row['text'])}", style="not bold")
+        held = held_words(row["held"], report["run"]["started"])
+        if held:
+            text.append(f" {held}", style="default dim not bold")
+    if len(rows) > _MAX_OVER:
+        text.append(f"\nand {len(rows) - _MAX_OVER} more; --json has all", style="default dim not bold")
+    yield Padding(text, (0, 0, 1, 2))
+
+
+def earlier_line(rows: Sequence[VerdictRow]) -> str:
+    """The same in a few words, of those rows that are over."""
+    heads = [printable(row["text"]).partition(":")[0] for row in rows]
+    more = f", and {len(heads) - 1} more" if len(heads) > 1 else ""
+    return f"Earlier in this run: {heads[0]}{more}."
+
+
+def held_words(held: Held | None, started: str | None) -> str:
+    """Since when, and in how many windows; "" where that is not known. started: of the run."""
+    if held is None or held["since_step"] is None:
+        return ""
+    since, until, windows = held["since_step"], held["until_step"], held["windows_judged"]
+    steps = f"since step {since}" if until is None else f"from step {since} to {until - 1}"
+    times = [_clock(each, started) for each in (held["since"], held["until"]) if each is not None]
+    at = f" ({' to '.join(times)} UTC)" if times and (until is None or len(times) == 2) else ""
+    if not windows:
+        return f"Held {steps}{at}."
+    some = f"{held['windows_held']} of {windows} windows of {held['window_steps']} steps"
+    return f"Held in {some}, {steps}{at}."
+
+
+def _clock(at: str, started: str | None) -> str:
+    """The time of day of what is written as ISO has it; with the date where that is not the run's first day."""
+    day, _, clock = at.partition("T")
+    seconds = clock[:8]
+    return seconds if started is not None and started.startswith(day) else f"{day} {seconds}"

@@ -1,0 +1,129 @@
+"""w.on_verdict(): the user's callbacks, called at steps' ends with what the sidecar has named.
+
+The sidecar writes its newest alerts into a file beside the ring. Once in 50 ms at most, at a step's end, the training
+thread asks for that file's size and time, which is one call to the system (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.errors import Printable
+from torchlens_perf.run.mailbox import ALERTS, Mailbox
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.session import Session
+
+logger = logging.getLogger("torchlens_perf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Alert:
+    """Something began, is known better by now, or ended. None, () and "" stand for what does not apply."""
+
+    change: str
+    """started, updated or ended."""
+    kind: str
+    """straggler, hang, imbalance or slow_link, as in the report."""
+    text: str
+    """What is so, with its numbers."""
+    next: str
+    """What to do."""
+    about: str
+    """The same for all alerts about one thing."""
+    rank: int | None
+    """Whom it is about; of several, whom to look at first."""
+    ranks: tuple[int, ...]
+    host: str
+    phase: str | None
+    because: tuple[str, ...]
+    """Kinds of what is behind it, the likeliest first."""
+    since_step: int | None
+    until_step: int | None
+    cost_s_per_step: float | None
+    """By how many seconds each step of the job would be shorter."""
+    cost_share: float | None
+    found_unix_s: float
+    """When the sidecar found it."""
+
+
+Callback = Callable[[Alert], object]
+
+
+class Alerts:
+    """The callbacks of one watch. Training thread."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callback] = []
+        self._session: Session | None = None
+        self._mailbox: Mailbox | None = None
+        self._known: set[str] = set()
+        self._failed: list[Callback] = []
+
+    @contextmanager
+    def listening(self, session: Session) -> Iterator[None]:
+        """While this is entered, the callbacks are called at steps' ends. Raises OSError."""
+        self._session, self._mailbox = session, Mailbox(session.ring_path, ALERTS)
+        try:
+            with session.throttled("calling on_verdict's callbacks", self.look):
+                yield
+        finally:
+            self._mailbox.close()
+            self._session = self._mailbox = None
+
+    def look(self) -> None:
+        """Calls them with what is new."""
+        text = None if self._mailbox is None else self._mailbox.news()
+        if text is None or self._session is None:
+            return
+        session = self._session
+        for row in json.loads(text):
+            if row["id"] not in self._known:
+                self._known.add(row["id"])
+                began_ns = time.monotonic_ns()
+                try:
+                    self._call(_alert(row))
+                finally:
+                    session.add_overhead(time.monotonic_ns() - began_ns, ours=False)
+
+    def _call(self, alert: Alert) -> None:
+        """An exception ends no job and is logged, once for each callback; it is called again all the same."""
+        for callback in tuple(self.callbacks):
+            try:
+                callback(alert)
+            except Exception as error:
+                if not any(callback is each for each in self._failed):
+                    self._failed.append(callback)
+                    name = getattr(callback, "__qualname__", type(callback).__name__)
+                    logger.warning(
+                        "torchlens_perf: %s, a callback of on_verdict(), raised, and training goes on: %s: %s",
+                        Printable(name), type(error).__name__, Printable(error), exc_info=True,
+                    )  # fmt: skip
+
+
+def _alert(row: dict[str, Any]) -> Alert:
+    """row: the sidecar's, see analysis/alerts/alert.py."""
+    text, _, action = row["text"].partition(" Next: ")
+    return Alert(
+        change=row["change"],
+        kind=row["kind"],
+        text=text,
+        next=action,
+        about=row["about"],
+        rank=row["rank"],
+        ranks=tuple(row["ranks"]),
+        host=row["host"],
+        phase=row["phase"],
+        because=tuple(row["because"]),
+        since_step=row["since_step"],
+        until_step=row["until_step"],
+        cost_s_per_step=row["cost_s"],
+        cost_share=row["cost_share"],
+        found_unix_s=row["unix_ns"] / 1e9,
+    )

@@ -1,0 +1,39 @@
+"""A command of ours in a process of its own, and what it has written: all that the training process reads of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.recorder.sidecar import environment
+
+TIMEOUT_S = 60.0  # of a report on 4096 ranks, three times
+
+
+def output(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
+    """What `torchlens-perf ARGUMENTS` writes to stdout. Waits for it, and ends it where it takes longer.
+
+    Its working directory is /: paths are absolute. Raises RunStoreError with the command's own line where it fails.
+    """
+    if not sys.executable:
+        raise RunStoreError("no process can be started: Python does not know its own program (sys.executable is empty)")
+    command = [sys.executable, "-m", "torchlens_perf", *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=environment(),
+            cwd="/",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RunStoreError(f"torchlens-perf {arguments[0]} took longer than {timeout_s:g} s") from None
+    except OSError as error:
+        raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RunStoreError(said.removeprefix("torchlens-perf: ") or f"torchlens-perf ended with {done.returncode}")
+    return done.stdout

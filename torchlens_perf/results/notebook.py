@@ -1,0 +1,137 @@
+"""A watch in a notebook: shown in a cell, live while the run goes on, and with the report at its end.
+
+A cell is updated from the training thread, at a step's end, once a second at most: a thread of ours would be one more
+in the job, and no other process can write into the notebook. The sidecar makes what is shown; here it is only handed
+on, by IPython's own display. Where nobody displays a watch, nothing of this runs before its end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.errors import guard
+from torchlens_perf.results.ask import Recorded, Results, nothing, own_work, parsed, results, wake
+from torchlens_perf.run.mailbox import VIEW, Mailbox
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.session import Session
+
+_EVERY_S = 1.0
+_MIN_REST = 100.0  # times what an update has taken: a front end that is slow to take it must not slow the job
+_FIRST_S = 2.0  # that a display waits for the first results, once there are steps
+TOO_MANY = "a job with so many ranks is shown when it is asked for, not live"
+
+
+def shell() -> Any:
+    """IPython's shell, where this process is a notebook's kernel; else None. Imports nothing."""
+    ipython = sys.modules.get("IPython")
+    found = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    kernel = getattr(found, "kernel", None)
+    if kernel is None:
+        return None
+    # A process that was forked from the kernel, as by a launcher of ranks, must not talk on its sockets.
+    return found if getattr(getattr(kernel, "session", None), "pid", os.getpid()) == os.getpid() else None
+
+
+def bundle(found: Results) -> dict[str, str]:
+    """By MIME type, as notebooks want it."""
+    return {"text/plain": found.text, "text/html": found.html}
+
+
+class Cell:
+    """Where one watch is shown. Training thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: in seconds."""
+        self._clock = clock
+        self._handle: Any = None  # IPython's, of the newest display
+        self._cell: object = None  # that the report at the end was put into, without having been asked for
+        self._mailbox: Mailbox | None = None
+        self._newest: Results | None = None  # of the mailbox
+        self._due_s = float("-inf")
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is shown while it records."""
+        return self._mailbox is not None
+
+    def show(self, recorded: Recorded, attach: Callable[[Any], None]) -> None:
+        """Displays the results in the cell that runs; live from now on, if they may change.
+
+        attach: enters a context for as long as the watch records. Raises NotImplementedError outside of a notebook,
+        upon which IPython shows the text.
+        """
+        if shell() is None:
+            raise NotImplementedError
+        session = recorded.session
+        if session is None or not recorded.has_sidecar:
+            self._publish(results(recorded))
+            return
+        with own_work(session):
+            if self._mailbox is None:
+                with guard("showing the run while it goes on"):
+                    attach(self._live(recorded))
+            if self._newest is None:
+                self._take(_FIRST_S if session.training_steps else 0.0)
+        if self._newest is not None and self._newest.missing == TOO_MANY:
+            self._publish(results(recorded))
+            return
+        with own_work(session):
+            self._publish(self._newest or nothing("recording; the first results come with the next steps"))
+
+    @contextmanager
+    def _live(self, recorded: Recorded) -> Iterator[None]:
+        session = recorded.session
+        assert session is not None
+        self._mailbox = Mailbox(session.ring_path, VIEW)
+        try:
+            wake(recorded)
+            with session.throttled("updating a notebook's cell", lambda: self._update(session)):
+                yield
+        finally:
+            box, self._mailbox = self._mailbox, None
+            box.close()
+
+    def _take(self, timeout_s: float) -> bool:
+        """Takes over what the sidecar has written since the last time; waits for it, at most so long."""
+        text = None if self._mailbox is None else self._mailbox.wait(timeout_s)
+        if text is not None:
+            self._newest = parsed(text) if text else nothing(TOO_MANY)
+        return text is not None
+
+    def _update(self, session: Session) -> None:
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return
+        with own_work(session):
+            if self._take(0.0) and self._newest is not None and self._newest.missing != TOO_MANY:
+                self._handle.update(bundle(self._newest), raw=True)
+        self._due_s = now_s + max(_EVERY_S, _MIN_REST * (self._clock() - now_s))
+
+    def end(self, found: Results) -> None:
+        """The run has ended: where it is shown, it is shown as it ended; else in the cell that runs."""
+        if self._handle is not None:
+            self._handle.update(bundle(found), raw=True)
+            return
+        self._publish(found)
+        self._cell = _running_cell()
+
+    def _publish(self, found: Results) -> None:
+        from IPython.display import display
+
+        if self._cell is not None and self._cell == _running_cell():
+            self._handle.update({"text/plain": "", "text/html": ""}, raw=True)  # it was not asked for, and now it is
+        self._cell = None
+        self._handle = display(bundle(found), raw=True, display_id=True)
+
+
+def _running_cell() -> object:
+    """What tells one cell's run from another's; None where nothing does."""
+    found = shell()
+    parent = found.get_parent() if hasattr(found, "get_parent") else {}
+    return (parent.get("header") or {}).get("msg_id")

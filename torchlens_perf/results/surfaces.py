@@ -1,0 +1,57 @@
+"""By what one watch is shown while it records: a notebook's cell, callbacks. Made when the user first asks for one."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from torchlens_perf.errors import guard
+from torchlens_perf.results.alerts import Alerts
+from torchlens_perf.results.notebook import Cell
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.session import Session
+    from torchlens_perf.results.alerts import Callback
+    from torchlens_perf.results.ask import Recorded
+
+logger = logging.getLogger("torchlens_perf")
+
+
+class Surfaces:
+    """Training thread."""
+
+    def __init__(self) -> None:
+        self.cell = Cell()
+        self._alerts = Alerts()
+        self._attached = ExitStack()
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """Those of on_verdict()."""
+        return self._alerts.callbacks
+
+    def on_verdict(self, recorded: Recorded, callback: Callback) -> None:
+        """See Watch.on_verdict(). Before the watch begins, the callback waits for that."""
+        self.callbacks.append(callback)
+        if recorded.session is not None and len(self.callbacks) == 1:
+            self.begin(recorded.session, has_sidecar=recorded.has_sidecar)
+
+    def begin(self, session: Session, *, has_sidecar: bool) -> None:
+        """The watch records from here on."""
+        if not self.callbacks:
+            return
+        if not has_sidecar:
+            logger.warning("torchlens_perf: on_verdict() calls nobody: without a sidecar no verdict is found")
+            return
+        with guard("listening for verdicts"):
+            self._attached.enter_context(self._alerts.listening(session))
+
+    def display(self, recorded: Recorded) -> None:
+        """See Watch._ipython_display_()."""
+        self.cell.show(recorded, self._attached.enter_context)
+
+    def end(self) -> None:
+        """Nothing is shown live any more. In a forked child what the parent shows stays."""
+        with guard("ending what the run was shown by"):
+            self._attached.close()

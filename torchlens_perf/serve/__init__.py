@@ -1,0 +1,2 @@
+"""The live page: runs under a folder, and each as its page, which follows it. Reads run directories and nothing
+else."""
