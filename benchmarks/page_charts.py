@@ -1,10 +1,9 @@
-"""Which charting library the page has: Bokeh and Plotly with a heat map of 1024 ranks and 1000 steps, in real Chromium.
+"""What the page's charts cost: the library against another one, and how soon the page itself shows and answers.
 
-    python -m benchmarks.page_charts          # needs bokeh, plotly and playwright from PyPI, and Chromium
+    python -m benchmarks.page_charts [libraries] [answers]
 
-Each in one file without a network, under the page's content security policy. Printed: bytes of the library, raw and
-packed; seconds until the chart is painted; milliseconds from zooming to a half of the steps until that is painted; and
-whether the policy had to allow eval.
+Needs bokeh, plotly and playwright from PyPI, and Chromium. `libraries`: a heat map of 1024 ranks and 1000 steps by
+each, in one file without a network, under the page's content security policy. `answers`: pages of made contents.
 """
 
 from __future__ import annotations
@@ -12,29 +11,35 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import shutil
 import statistics
 import sys
 import tempfile
 import zlib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Error, sync_playwright
+from playwright.sync_api import Browser, Error, Page, sync_playwright
 
 from benchmarks.measure import Table
 
 RANKS, STEPS, REPEATS = 1024, 1000, 5
+ARGUMENTS = ["--no-sandbox", "--disable-gpu"]
 LIBRARIES = {
     "Bokeh": ("bokeh", ["server/static/js/bokeh.min.js", "server/static/js/bokeh-api.min.js"]),
     "Plotly": ("plotly", ["package_data/plotly.min.js"]),
 }
-DATA = f"""
+BARS = {(64, 1000): (1000.0, 200.0, 3e6), (1024, 1000): (float("inf"), 200.0, float("inf"))}  # ms, ms, bytes
+PAINTED = """
+window.painted = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() =>
+  done(performance.now()))));
+"""
+DATA = f"""{PAINTED}
 const ranks = {RANKS}, steps = {STEPS};
 const values = new Float32Array(ranks * steps);
 let seed = 1;
 for (let i = 0; i < values.length; i++) {{ seed = (seed * 16807) % 2147483647; values[i] = seed / 2147483647; }}
-const frame = () => new Promise(done => requestAnimationFrame(done));
-const painted = async () => {{ await frame(); await frame(); return performance.now(); }};
 """
 DRAW = {
     "Bokeh": """
@@ -70,53 +75,151 @@ window.zoom = async () => {
 };
 """,
 }
+# From the end of a drag to the frame in which all that is in sight shows the selection.
+ANSWER = """
+window.answered = [];
+addEventListener("pointerup", async () => {
+  const began = performance.now();
+  await new Promise(done => setTimeout(done));
+  await torchlensPage.draw();
+  answered.push(await painted() - began);
+}, true);
+"""
 
 
 def main() -> int:
-    table = Table(f"heat map of {RANKS} ranks and {STEPS} steps", *LIBRARIES)
-    rows: dict[str, list[str]] = {}
+    wanted = sys.argv[1:] or ["libraries", "answers"]
+    missed = 0
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as player:
-        browser = player.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
-        for name, (package, files) in LIBRARIES.items():
-            found = importlib.util.find_spec(package)
-            assert found is not None
-            assert found.origin is not None
-            library = "\n".join((Path(found.origin).parent / file).read_text() for file in files)
-            packed = base64.b64encode(zlib.compress(library.encode(), 9))
-            path = Path(folder) / f"{name}.html"
-            evaluates, first_s = False, 0.0
-            for evaluates in (False, True):
-                path.write_text(page(library, DATA + DRAW[name], evaluates=evaluates))
-                tab = browser.new_page()
-                problems: list[str] = []
-                listen(tab, problems)
-                tab.goto(path.as_uri())
-                try:
-                    first_s = tab.evaluate("draw()") / 1e3
-                except Error as error:
-                    problems.append(str(error))
-                if not problems:
-                    break
-                print(name, problems[:2], file=sys.stderr)
-            zooms = sorted(tab.evaluate("zoom()") for _ in range(REPEATS))
-            rows.setdefault("library, bytes", []).append(f"{len(library.encode()):,}")
-            rows.setdefault("deflated and in base64, bytes", []).append(f"{len(packed):,}")
-            rows.setdefault("chart painted after", []).append(f"{first_s:.2f} s")
-            rows.setdefault("zoom painted after, median", []).append(f"{statistics.median(zooms):.0f} ms")
-            rows.setdefault("needs 'unsafe-eval'", []).append("yes" if evaluates else "no")
+        browser = player.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
+        print(f"Chromium {browser.version}")
+        if "libraries" in wanted:
+            libraries(browser, Path(folder))
+        if "answers" in wanted:
+            missed = answers(browser, Path(folder))
         browser.close()
+    return missed
+
+
+def libraries(browser: Browser, folder: Path) -> None:
+    names = [f"{name} {metadata.version(package)}" for name, (package, _) in LIBRARIES.items()]
+    table = Table(f"heat map of {RANKS} ranks and {STEPS} steps", *names)
+    rows: dict[str, list[str]] = {}
+    for name, (package, files) in LIBRARIES.items():
+        found = importlib.util.find_spec(package)
+        assert found is not None
+        assert found.origin is not None
+        library = "\n".join((Path(found.origin).parent / file).read_text() for file in files)
+        path = folder / f"{name}.html"
+        evaluates, first_s = False, 0.0
+        for evaluates in (False, True):
+            path.write_text(plain_page(library, DATA + DRAW[name], evaluates=evaluates))
+            tab = browser.new_page()
+            problems: list[str] = []
+            listen(tab, problems)
+            tab.goto(path.as_uri())
+            try:
+                first_s = tab.evaluate("draw()") / 1e3
+            except Error as error:
+                problems.append(str(error))
+            if not problems:
+                break
+            print(name, problems[:2], file=sys.stderr)
+        zooms = sorted(tab.evaluate("zoom()") for _ in range(REPEATS))
+        rows.setdefault("library, bytes", []).append(f"{len(library.encode()):,}")
+        packed = base64.b64encode(zlib.compress(library.encode(), 9))
+        rows.setdefault("deflated and in base64, bytes", []).append(f"{len(packed):,}")
+        rows.setdefault("chart painted after", []).append(f"{first_s:.2f} s")
+        rows.setdefault("zoom painted after, median", []).append(f"{statistics.median(zooms):.0f} ms")
+        rows.setdefault("needs 'unsafe-eval'", []).append("yes" if evaluates else "no")
+        installed = sum(file.locate().stat().st_size for file in metadata.files(package) or [] if file.size)
+        rows.setdefault("installed, without what it needs", []).append(f"{installed / 1e6:.0f} MB")
+        needs = [each.partition(";")[0] for each in metadata.requires(package) or [] if "extra ==" not in each]
+        rows.setdefault("needs directly", []).append(f"{len(needs)} packages")
     for what, values in rows.items():
         table.row(what, *values)
-    return 0
+    print()
 
 
-def listen(tab: Any, problems: list[str]) -> None:
+def answers(browser: Browser, folder: Path) -> int:
+    """Returns how many bars were missed."""
+    from tests.support.page_contents import enlarged
+    from tests.support.simulations import simulation
+    from torchlens_perf.commands.simulate import record
+    from torchlens_perf.page.document.html import document
+    from torchlens_perf.page.gather.run_contents import contents
+    from torchlens_perf.run.directory import RunDirectory
+
+    run = RunDirectory(folder / "run")
+    run.create()
+    record(simulation("constant:rank=3,share=0.2,phase=forward,since=60"), 150, run, "simulated", None)
+    small = contents(run)
+    table = Table("page", "file", "first words", "heat map", "brush", "zoom", "slowest first", "group", "theme", "bars")
+    for (ranks, steps), (view_ms, brush_ms, size) in BARS.items():
+        path = folder / f"{ranks}.html"
+        path.write_text(document(enlarged(small, ranks, steps, 11, 2 * steps // 5)), "utf-8")
+        found = [measured(browser, path, steps) for _ in range(REPEATS)]
+        median = {name: statistics.median(each[name] for each in found) for name in found[0]}
+        met = path.stat().st_size <= size and median["heat map"] <= view_ms and median["brush"] <= brush_ms
+        table.row(
+            f"{ranks} x {steps}", f"{path.stat().st_size / 1e6:.2f} MB",
+            *(f"{each:.0f} ms" for each in median.values()), table.bar(met),
+        )  # fmt: skip
+    return table.missed
+
+
+def measured(browser: Browser, path: Path, steps: int) -> dict[str, float]:
+    """Milliseconds."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    tab = context.new_page()
+    tab.add_init_script(PAINTED)
+    tab.goto(f"{path.as_uri()}#heat")
+    settled = "Boolean(window.torchlensPage && torchlensPage.isDrawn && torchlensPage.charts.some(({plot}) => plot))"
+    while not tab.evaluate(settled):
+        pass
+    shown_ms = tab.evaluate("painted()")
+    words_ms = tab.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    tab.evaluate(ANSWER)
+    box = tab.locator("figure[data-chart=heat] .drawing").bounding_box()
+    assert box is not None
+    for share in (0.3, 0.4, 0.5):
+        tab.mouse.move(box["x"] + share * box["width"], box["y"] + 60)
+        tab.mouse.down()
+        tab.mouse.move(box["x"] + (share + 0.2) * box["width"], box["y"] + 66, steps=4)
+        tab.mouse.up()
+        tab.wait_for_timeout(500)
+    brush = tab.evaluate("answered")
+    assert len(brush) == 3
+
+    def timed(change: str) -> float:
+        code = f"(async () => {{ const began = performance.now(); {change}; await torchlensPage.draw(); "
+        return float(tab.evaluate(f"{code} return await painted() - began; }})()"))
+
+    found = {
+        "first words": words_ms,
+        "heat map": shown_ms,
+        "brush": statistics.median(brush),
+        "zoom": timed(f"torchlensPage.zoom({steps // 4}, {steps // 2})"),
+        "slowest first": timed("torchlensPage.view.set({order: 'slowness'})"),
+        "group": timed("torchlensPage.view.set({group: 'node'})"),
+        "theme": timed("torchlensPage.view.set({theme: 'dark'})"),
+    }
+    context.close()
+    return found
+
+
+def listen(tab: Page, problems: list[str]) -> None:
     """Into problems goes what the console reports as an error."""
-    tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+
+    def heard(message: Any) -> None:
+        if message.type == "error":
+            problems.append(message.text)
+
+    tab.on("console", heard)
     tab.on("pageerror", lambda error: problems.append(str(error)))
 
 
-def page(library: str, script: str, *, evaluates: bool) -> str:
+def plain_page(library: str, script: str, *, evaluates: bool) -> str:
     """A file under the page's policy. evaluates: which also lets eval be called."""
     digests = (hashlib.sha256(each.encode()).digest() for each in (library, script))
     scripts = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]

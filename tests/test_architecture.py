@@ -303,6 +303,8 @@ def test_broad_excepts_are_few() -> None:
         "sidecar.start.process": 1,  # begins anew
         "serve.readers": 1,  # what such files make of a page: that viewer hears of it
         "serve.runs": 1,  # and of a line in the list of runs
+        "top.app": 1,  # on the thread that reads: it is raised on the application's
+        "top.reading": 1,  # whatever files of several nodes make of a report together
         "startup.sitecustomize": 2,  # before the script, where guard() is not imported yet
     }
     found: dict[str, int] = {}

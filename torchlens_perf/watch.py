@@ -26,10 +26,10 @@ from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switches_off
 from torchlens_perf.hooks.loop import passed
 from torchlens_perf.hooks.on_device import choice as on_device
-from torchlens_perf.recorder import keep_ring, report_page, sidecar
+from torchlens_perf.recorder import keep_ring, sidecar
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest
 from torchlens_perf.recorder.recorder import refusal
-from torchlens_perf.results import last_report
+from torchlens_perf.results import last_report, report_page
 from torchlens_perf.results.methods import ShowsResults
 from torchlens_perf.run import directory, identity, make_folders
 from torchlens_perf.run.directory import RunDirectory

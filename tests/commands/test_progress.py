@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.endpoints import silent
 from tests.support.processes import ROOT
 from tests.support.ranks import HOST, Rank, run_without_traces
 from torchlens_perf.commands import doctor, tap_build
 from torchlens_perf.commands.cli import _parser, main
 from torchlens_perf.commands.doctor import OK, WORSE, Check
 from torchlens_perf.report.run_report import run_report
-from torchlens_perf.run.directory import local_folders
+from torchlens_perf.run.directory import find_sidecar_lock
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.replay import replay
 
@@ -41,10 +42,10 @@ MANY_STEPS = ["-m", "torchlens_perf", "simulate", "--ranks", "16", "--steps", "1
 class Terminal:
     """A process whose stderr is a terminal. Its stdout is a pipe."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **environment: str) -> None:
         self._screen, terminal = pty.openpty()
         self.shown = ""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
+        environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
         self.process = subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=terminal,
             text=True, env=environment,
@@ -123,7 +124,7 @@ def test_ctrl_c_is_one_line(files: bool, tmp_path: Path) -> None:
     assert terminal.end() == ""
     assert terminal.process.returncode == 130
     assert terminal.left == "torchlens-perf: interrupted"
-    assert [path for folder in local_folders(run_id) for path in folder.iterdir()] == []
+    assert find_sidecar_lock(run_id) is None
     assert (tmp_path / run_id / "nodes").exists() is files
 
 
@@ -140,6 +141,20 @@ def run_dir(tmp_path: Path) -> Iterator[str]:
         sidecar.keep()
         sidecar.close()
         yield str(run.path)
+
+
+def test_ctrl_c_in_a_replay(run_dir: str) -> None:
+    """To an endpoint that does not answer: it ends at once, and leaves nothing in shared memory."""
+    with silent() as address:
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "TORCHLENS_PERF_TRACE_EVERY": "1"}
+        terminal = Terminal("-m", "torchlens_perf", "sidecar", run_dir, "--host", HOST, **environment)
+        terminal.read_until("replaying the run")
+        terminal.process.send_signal(signal.SIGINT)
+
+        assert terminal.end() == ""
+    assert terminal.process.returncode == 130
+    assert terminal.left == "torchlens-perf: interrupted"
+    assert find_sidecar_lock(Path(run_dir).name) is None
 
 
 def test_how_far_a_replay_and_a_report_are(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""The native recorder built with AddressSanitizer and UndefinedBehaviorSanitizer: its tests again, and the fuzz.
+"""The native recorder built with sanitizers: its tests again, and the fuzz.
 
-What a plain build gets away with, a read beyond an array or of freed memory, ends the process there.
+What a plain build gets away with, a read beyond an array or of freed memory, ends the process there (AddressSanitizer
+and UndefinedBehaviorSanitizer), and so do two threads of which nothing orders the accesses (ThreadSanitizer).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 from tests.support.processes import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+THREADS = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
 TESTS = (
     "recorder/test_recorder.py", "recorder/test_recorder_collectives.py", "recorder/test_collective_marks.py",
@@ -24,35 +26,62 @@ TESTS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A copy of the package with sanitized extensions, and the environment to run it in."""
-    libraries = [
+# Marks on several threads, with the GIL and without it. ThreadSanitizer sees our code, and the GIL's mutex.
+THREADED = (
+    "recorder/test_recorder.py", "recorder/test_recorder_collectives.py", "recorder/test_collective_marks.py",
+    "recorder/test_watch_ends_in_a_mark.py", "recorder/test_section_tasks.py", "run/test_ring_interrupted.py",
+)  # fmt: skip
+
+
+def build(folder: Path, flags: str, *libraries: str) -> dict[str, str]:
+    """Makes a copy of the package there, with extensions that are built so; the environment to run it in."""
+    paths = [
         subprocess.run(["cc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
-        for name in ("libasan.so", "libubsan.so")
+        for name in libraries
     ]
-    if not all(Path(each).is_absolute() for each in libraries):
-        pytest.skip(f"this compiler has no sanitizers: {libraries}")
-    folder = tmp_path_factory.mktemp("sanitized")
+    if not all(Path(each).is_absolute() for each in paths):
+        pytest.skip(f"this compiler has no sanitizers: {paths}")
     ignore = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("torchlens_perf", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     built = subprocess.run(
-        build, cwd=folder, env={**os.environ, "CFLAGS": SANITIZE}, capture_output=True, text=True, check=False
+        command, cwd=folder, env={**os.environ, "CFLAGS": flags}, capture_output=True, text=True, check=False
     )
     assert list((folder / "torchlens_perf").glob("_native*.so")), built.stdout + built.stderr
+    return {**os.environ, "PYTHONPATH": str(folder), "LD_PRELOAD": " ".join(paths)}
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A copy of the package with sanitized extensions, and the environment to run it in."""
+    folder = tmp_path_factory.mktemp("sanitized")
     environment = {
-        **os.environ,
-        "PYTHONPATH": str(folder),
-        "LD_PRELOAD": " ".join(libraries),
+        **build(folder, SANITIZE, "libasan.so", "libubsan.so"),
         # Python keeps some until its end, and takes signals of its own.
         "ASAN_OPTIONS": "detect_leaks=0:handle_segv=1:abort_on_error=0:exitcode=77",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONMALLOC": "malloc",  # so that objects of ours that are freed are seen too
     }
+    return folder, environment
+
+
+@pytest.fixture(scope="module")
+def raced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The same with ThreadSanitizer; where it does not start, as on kernels that lay memory out otherwise, none."""
+    folder = tmp_path_factory.mktemp("raced")
+    suppressions = folder / "suppressions"
+    # glibc frees the thread-local memory of a library when the thread's stack is used again: unseen by the sanitizer.
+    suppressions.write_text("race:_dl_deallocate_tls\n")
+    environment = {
+        **build(folder, f"{THREADS} -Wno-tsan", "libtsan.so"),
+        "TSAN_OPTIONS": f"exitcode=66:suppressions={suppressions}:log_path={folder / 'races'}",
+    }
+    started = subprocess.run([sys.executable, "-c", ""], env=environment, capture_output=True, text=True, check=False)
+    if started.returncode:
+        pytest.skip(f"ThreadSanitizer does not start here: {started.stderr[-300:]}")
     return folder, environment
 
 
@@ -85,3 +114,28 @@ def test_native_tests_again(sanitized: tuple[Path, dict[str, str]], file: str) -
 @pytest.mark.parametrize("seed", [11, 12])
 def test_fuzz(sanitized: tuple[Path, dict[str, str]], seed: int) -> None:
     assert run(sanitized, "tests/native/fuzz_recorder.py", str(seed), "100000").startswith("100000 ")
+
+
+def test_thread_sanitizer_is_in(raced: tuple[Path, dict[str, str]]) -> None:
+    file = run(raced, "-c", "import torchlens_perf._native as n; print(n.__file__)").strip()
+    assert Path(file).is_relative_to(raced[0])
+    assert b"__tsan_write8" in Path(file).read_bytes()
+
+
+@pytest.mark.parametrize("file", THREADED)
+def test_threaded_tests_again(raced: tuple[Path, dict[str, str]], file: str) -> None:
+    """No two threads of theirs race in the recorder."""
+    folder, environment = raced
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compile"]
+    finished = subprocess.run(
+        [*command, f"tests/{file}"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1000,
+    )
+    races = [path.read_text()[:6000] for path in folder.glob("races.*")]
+
+    assert (races, finished.returncode) == ([], 0), finished.stdout[-6000:] + finished.stderr[-6000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from typing import Any
 
@@ -219,8 +220,6 @@ def test_steps_by_the_devices_clock(on_device: RunDirectory) -> None:
 
 def test_a_damaged_file_costs_what_is_in_it(simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> None:
     """It is named among what is left out, and the rest is shown."""
-    import shutil
-
     copy = RunDirectory(tmp_path_factory.mktemp("damaged") / "run")
     shutil.copytree(simulated.path, copy.path)
     (copy.steps / "node-0000-000099.parquet").write_bytes(b"PAR1 and no more")
@@ -231,6 +230,20 @@ def test_a_damaged_file_costs_what_is_in_it(simulated: RunDirectory, tmp_path_fa
     assert shown["steps"] is not None
     assert shown["traces"]["steps"] == []
     assert any("node-0000-000099.parquet cannot be read" in each for each in shown["thinned"]["sentences"])
+
+
+def test_a_run_of_an_earlier_version(simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whose step files have no work: own time stands for it, which is said once."""
+    copy = RunDirectory(tmp_path_factory.mktemp("earlier") / "run")
+    shutil.copytree(simulated.path, copy.path)
+    (path,) = copy.steps.glob("*.parquet")
+    pq.write_table(pq.read_table(path).drop_columns(["work_ns"]), path)
+    shown, before = contents(copy), contents(simulated)
+
+    assert [line for line in shown["thinned"]["sentences"] if line.startswith("Recorded by an earlier version")] != []
+    assert shown["steps"] is not None
+    assert before["steps"] is not None
+    assert shown["steps"]["work"] == before["steps"]["work"]  # there is no lack of a CPU in a simulation
 
 
 def test_without_a_run(tmp_path_factory: pytest.TempPathFactory) -> None:

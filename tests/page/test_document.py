@@ -208,3 +208,21 @@ def test_a_run_without_steps(shown: Contents) -> None:
         "causes",
         "quality",
     ]
+
+
+def test_styles_hide_nothing_that_is_read(text: str) -> None:
+    """On screens, only what a chart has replaced; on paper, what has no use there. Braces are balanced."""
+    style = re.sub(r"/\*.*?\*/", "", text.partition("<style>")[2].partition("</style>")[0], flags=re.S)
+    screen, _, paper = style.partition("@media print")
+    hidden = {
+        where: {
+            selector.strip()
+            for selectors in re.findall(r"([^{}]*)\{[^{}]*display: none", css)
+            for selector in selectors.split(",")
+        }
+        for where, css in (("screen", screen), ("paper", paper))
+    }
+
+    assert style.count("{") == style.count("}") > 50
+    assert hidden["screen"] == {"figure.drawn .of-picture"}
+    assert hidden["paper"] == {"nav", ".skip", ".here"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -57,6 +58,19 @@ def test_who_comes_too_late_leaves_nothing(ring: Path) -> None:
     deliver(str(box.path), "late")
 
     assert list(ring.parent.iterdir()) == []
+
+
+def test_no_room_for_a_question(ring: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then there is no mailbox, and none is left; one without a question needs no room."""
+
+    def full(descriptor: int, text: bytes) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="full"):
+        Mailbox(ring, ANSWER, RESULTS)
+    assert list(ring.parent.iterdir()) == []
+    Mailbox(ring, VIEW).close()
 
 
 def test_one_of_a_kind(ring: Path) -> None:

@@ -48,8 +48,8 @@ def add_command(commands: Any) -> None:
 
 def capture(options: argparse.Namespace) -> int:
     """Runs the command: 0 if every rank has a trace. Raises ConfigError or RunStoreError for what cannot be asked."""
-    from torchlens_perf.report.ask_capture import ask_capture
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.serve.ask_capture import ask_capture
 
     run = RunDirectory(options.run_dir.absolute())
     request = ask_capture(run, options.rank, options.steps, python=options.python, force=options.force)

@@ -22,7 +22,7 @@ MAX_BARS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 24, 20
 _PLOT_HEIGHT, _BAR, _BAR_GAP = 84, 14, 6
 _LETTER = 6.2  # width of one, in pixels: for what is to fit
-# Okabe and Ito's colours, which are told apart with any vision; grey for the host, dark for us.
+# Okabe and Ito's colours, which any vision distinguishes; grey for the host, another yellow for this tool.
 PART_COLORS = {
     "data": "#e69f00", "forward": "#56b4e9", "recompute": "#cc79a7", "backward": "#0072b2", "optimizer": "#009e73",
     "communication": "#d55e00", "host": "#999999", "tool": "#b8a800",

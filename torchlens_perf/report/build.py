@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     )
 
 SCHEMA = 2
-# A mark in the middle of a step costs about this much more than the tight loop's 0.1 us: caches are cold there
-# (docs/performance.md has the measurement).
+# A mark inside a step costs so much more than the tight loop's 0.1 us: caches are cold there (docs/performance.md).
 MARK_NS = 400.0
 
 
@@ -187,11 +186,11 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
     started = [_unix_ns(p, p.statistics.started_ns) for p in processes.values() if p.statistics.started_ns is not None]
     ended = [_unix_ns(p, p.statistics.ended_ns) for p in processes.values() if p.statistics.ended_ns is not None]
     live = any(not process.ended for process in processes.values())
-    any_identity = next(iter(processes.values())).identity if processes else None
+    who = next((process.identity for process in processes.values()), None)
     return {
         "id": run_id,
-        "program": any_identity.program if any_identity else None,
-        "world_size": any_identity.world_size if any_identity else 0,
+        "program": who.program if who else None,
+        "world_size": who.world_size if who else 0,
         "nodes": _node_names(nodes),
         "attempt": max((process.identity.attempt for process in processes.values()), default=0),
         "started": _time(min(started)) if started else None,

@@ -15,14 +15,12 @@ from torchlens_perf.run.sketch import merged
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import (
-        DeviceMemory,
         DeviceSection,
         DeviceTimes,
         Distribution,
-        Memory,
         Rank,
-        Retries,
     )
+    from torchlens_perf.analysis.words.report_memory import DeviceMemory, Memory, Retries
     from torchlens_perf.run.oom_table import OutOfMemory
 
 _MAX_RANKS = 16

@@ -30,12 +30,19 @@ class Mailbox:
     """The reader's side. One thread."""
 
     def __init__(self, ring: Path, kind: str, question: str = "") -> None:
-        """ring: the rank's ring file. Raises OSError, also where this process has one of that kind already."""
+        """ring: the rank's ring file. Raises OSError, also where this process has one of that kind already. With any
+        error there is no file.
+        """
         self.path = ring.with_suffix(kind)
         self._pid = os.getpid()
         self._seen = (0, 0)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        os.write(self._descriptor, question.encode())
+        if question:
+            try:
+                os.write(self._descriptor, question.encode())
+            except BaseException:
+                self.close()
+                raise
 
     def news(self) -> str | None:
         """The text, if there is one that this has not returned yet. One call to the system where there is none."""

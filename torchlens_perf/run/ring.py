@@ -279,7 +279,9 @@ class Reader:
         size = os.fstat(self._descriptor).st_size
         if size < RECORDS_OFFSET + RECORD_BYTES:
             raise RingError(f"{self.path} is too short to be a ring file")
-        magic, version, record_bytes, capacity, *_ = _FIXED.unpack(os.pread(self._descriptor, _FIXED.size, 0))
+        magic, version, record_bytes, capacity, *_ = _FIXED.unpack(
+            os.pread(self._descriptor, _FIXED.size, 0).ljust(_FIXED.size)
+        )
         if magic != MAGIC or version != VERSION or record_bytes != RECORD_BYTES:
             raise RingError(f"{self.path} is not a ring file of version {VERSION}")
         if capacity & (capacity - 1) or size != RECORDS_OFFSET + capacity * RECORD_BYTES:

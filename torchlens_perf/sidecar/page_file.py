@@ -57,8 +57,8 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, cwd="/", env=environment
         )
         with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(child.pid, resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-            resource.prlimit(child.pid, resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+            _limit(child.pid, resource.RLIMIT_DATA, MEMORY_BYTES)
+            _limit(child.pid, resource.RLIMIT_CPU, _CPU_S)
         while child.poll() is None:
             took_s = time.monotonic() - began_s
             late = took_s > (min(TERMINATED_S, timeout_s) if termination.is_asked() else timeout_s)
@@ -74,3 +74,10 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
         return printable(reason)
     logger.info("%s", printable(words))
     return ""
+
+
+def _limit(pid: int, what: int, most: int) -> None:
+    """Of what a process may take already, so much at most."""
+    _, hard = resource.prlimit(pid, what)
+    least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.prlimit(pid, what, (least, least))

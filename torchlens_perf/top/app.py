@@ -68,9 +68,7 @@ class Top(App[None]):
         Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
 
-    def __init__(
-        self, run: RunDirectory | None, folder: Path, lettering: Lettering, *, look_s: float = LOOK_S
-    ) -> None:
+    def __init__(self, run: RunDirectory | None, folder: Path, lettering: Lettering, *, look_s: float = LOOK_S) -> None:
         """run: to show; None: one is chosen, or the next live one in the folder. folder: whose runs are listed.
 
         look_s: between two looks at the files.

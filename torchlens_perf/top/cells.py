@@ -23,10 +23,10 @@ BLOCKING, SLOW, DIED, ENDED, MISSING, UNKNOWN = "H", "S", "D", "E", "?", "-"
 _STATE_STYLES = {BLOCKING: "bold red", SLOW: "bold red", DIED: "bold magenta", ENDED: "dim", MISSING: "magenta"}
 # How much it stands out by what it is, before any number.
 _STANDING = {MISSING: 1, DIED: 2, SLOW: 3, BLOCKING: 4}
-MEANINGS = {
+_MEANINGS = {
     BLOCKING: "others wait for it", SLOW: "slow", DIED: "died", ENDED: "ended", MISSING: "nothing heard",
-    UNKNOWN: "not compared, or not measured",
 }  # fmt: skip
+_UNKNOWN_MEANS = {EXCESS: "not compared", WAIT: "not measured"}
 _WAIT_BOUNDS = (0.1, 0.3, 0.5, 0.7)
 _MAX_MISSING = 1 << 16  # ranks that are shown of which nothing is known: a damaged file may tell of any number
 
@@ -92,7 +92,13 @@ def legend(cells: Sequence[Cell], view: str) -> str:
         shades = zip(ASCII_SHADES[1:], BOUNDS, strict=True)
         scale = f"{ASCII_SHADES[0]} below {BOUNDS[0]:.0%}, "
         scale += ", ".join(f"{shade} {bound:.0%}" for shade, bound in shades) + " more work than the others"
-    return "; ".join([scale, *(f"{letter} {meaning}" for letter, meaning in MEANINGS.items() if letter in seen)])
+    letters = [letter for letter in (*_MEANINGS, UNKNOWN) if letter in seen]
+    return "; ".join([scale, *(f"{letter} {meaning(letter, view)}" for letter in letters)])
+
+
+def meaning(letter: str, view: str) -> str:
+    """Of a cell's letter; "" for one that only says how much."""
+    return _UNKNOWN_MEANS[view] if letter == UNKNOWN else _MEANINGS.get(letter, "")
 
 
 def window_steps(report: Report) -> int | None:

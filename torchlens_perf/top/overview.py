@@ -89,17 +89,23 @@ def pace_lines(view: View, width: int, lettering: Lettering) -> list[Text]:
         numbers.append(f"max {duration_or_dash(steps['max_s'])}")
     if steps["by"] == DEVICE:
         numbers.append("on the device")
-    left = [] if ends else [_left(pace)]
-    first = _fitting([*numbers[:2], *left, *numbers[2:]], width)
+    first = _fitting(numbers, width)
+    for left in () if ends else _left(pace):
+        with_left = _fitting([*numbers[:1], left, *numbers[1:]], width)
+        if left in with_left:
+            first = with_left
+            break
     return [Text(lettering.fitted(first, width), style="bold"), _curve_line(pace, width, lettering)]
 
 
-def _left(pace: Pace) -> str:
-    """ "" where it is not known."""
+def _left(pace: Pace) -> list[str]:
+    """How long the rest takes, in words, and in ever fewer ones; none where it is not known."""
     if not pace.left_s:
-        return ""
+        return []
     mean, *now = map(time_left, pace.left_s)
-    return f"{mean} left" + (f", {now[0]} at the present pace" if now and now[0] != mean else "")
+    if now and now[0] != mean:
+        return [f"{mean} left, {now[0]} at the present pace", f"{mean} left, now {now[0]}", f"{mean} left"]
+    return [f"{mean} left"]
 
 
 def _curve_line(pace: Pace, width: int, lettering: Lettering) -> Text:

@@ -20,7 +20,7 @@ from torchlens_perf.top.rank_lines import rank_lines
 from torchlens_perf.top.widgets import Lines, RankGrid, ScrolledLines
 
 if TYPE_CHECKING:
-    from torchlens_perf.top.app import Top
+    from torchlens_perf.top.shown import Top
 
 _MIN_PHASES, _WIDE_PHASES = 70, 110  # columns of the terminal, for the typical step to be there, and to have room
 
@@ -34,6 +34,14 @@ class Shown(Screen[None]):
 
     def show_anew(self) -> None:
         """Something new is known."""
+        for lines in self.query(Lines):
+            lines.refresh(layout=True)
+
+    def refresh_lines(self, *names: str) -> None:
+        """Those that are there: messages may come before all of the screen is."""
+        for name in names:
+            for lines in self.query(f"#{name}").results(Lines):
+                lines.refresh()
 
     def keys(self, width: int) -> list[Text]:
         """The bottom line: as many keys as there is room for."""
@@ -99,13 +107,15 @@ class OverviewScreen(Shown):
         self.call_after_refresh(self.show_anew)
 
     def show_anew(self) -> None:
-        report, grid = self.top.view.report, self.grid
+        report, found = self.top.view.report, self.query(RankGrid)
+        if not found:
+            return  # it is shown when it is there
+        grid = found.first()
         cells = rank_cells(report, grid.view) if report is not None else []
         if self._host is not None:
             cells = [cell for cell in cells if cell.host == self._host] or cells
         grid.show(cells)
-        for lines in self.query(Lines):
-            lines.refresh(layout=True)
+        super().show_anew()
 
     # -- parts
 
@@ -158,12 +168,10 @@ class OverviewScreen(Shown):
     # -- keys
 
     def on_rank_grid_moved(self) -> None:
-        for name in ("#chosen", "#grid-rule"):
-            self.query_one(name, Lines).refresh()
+        self.refresh_lines("chosen", "grid-rule")
 
     def on_scrolled_lines_scrolled(self) -> None:
-        for name in ("#verdict-rule", "#grid-rule"):
-            self.query_one(name, Lines).refresh()
+        self.refresh_lines("verdict-rule", "grid-rule")
 
     def on_rank_grid_opened(self, message: RankGrid.Opened) -> None:
         if len(message.cell.ranks) > 1:
@@ -252,11 +260,7 @@ class TextScreen(Shown):
         self.query_one(ScrolledLines).focus()
 
     def on_scrolled_lines_scrolled(self) -> None:
-        self.query_one("#rule", Lines).refresh()
-
-    def show_anew(self) -> None:
-        for lines in self.query(Lines):
-            lines.refresh(layout=True)
+        self.refresh_lines("rule")
 
     def key_names(self) -> Sequence[tuple[str, str]]:
         return [("Esc", "back"), ("Up, Down, PgUp, PgDn", "scroll"), ("q", "quit")]
@@ -303,10 +307,6 @@ class RunsScreen(Shown):
     @property
     def _at(self) -> int:
         return min(self._chosen, max(0, len(self.top.runs) - 1))
-
-    def show_anew(self) -> None:
-        for lines in self.query(Lines):
-            lines.refresh(layout=True)
 
     def action_move(self, by: int) -> None:
         self._chosen = min(max(0, self._at + by), max(0, len(self.top.runs) - 1))

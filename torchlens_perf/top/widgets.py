@@ -11,7 +11,7 @@ from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
 
-from torchlens_perf.top.cells import EXCESS, MEANINGS, Cell
+from torchlens_perf.top.cells import EXCESS, Cell, meaning
 from torchlens_perf.top.grid import STEPS, Grid, described, laid_out
 from torchlens_perf.top.lettering import Lettering, clipped
 
@@ -122,7 +122,7 @@ class RankGrid(Widget, can_focus=True):
         if cell is None:
             return ""
         number = f"{cell.text} work" if self.view == EXCESS else f"waits {cell.text}"
-        return described(cell, MEANINGS.get(cell.letter, ""), number if cell.text else "")
+        return described(cell, meaning(cell.letter, self.view), number if cell.text else "")
 
     def render(self) -> Text:
         grid = self.grid

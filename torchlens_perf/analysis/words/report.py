@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TypedDict
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
-from torchlens_perf.analysis.statistics.memory import Growth
 from torchlens_perf.analysis.words.evidence import Evidence, LongSteps
 from torchlens_perf.analysis.words.report_hardware import Gpu, Link
+from torchlens_perf.analysis.words.report_memory import Memory
 from torchlens_perf.run.oom_table import OutOfMemory
 
 
@@ -96,46 +96,6 @@ class Phase(TypedDict):
     share: float
     p50_s: float
     mean_s: float
-
-
-class Retries(TypedDict):
-    """cudaMalloc retries in the last steps."""
-
-    count: int
-    steps: int
-
-
-class DeviceMemory(TypedDict):
-    """The allocator's newest reading, and what there was over the run."""
-
-    step: int
-    allocated_bytes: int | None
-    reserved_bytes: int | None
-    inactive_bytes: int | None
-    """In blocks that are free and cannot be given back."""
-    peak_bytes: int | None
-    """Most allocated since the job last reset the allocator's peaks."""
-    limit_bytes: int | None
-    """What the process may take of the device."""
-    alloc_retries: int | None
-    ooms: int | None
-    age_steps: int | None
-    fragmentation: float | None
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    peak_resets: int
-    readings: int
-    retries_in: Retries | None
-
-
-class Memory(TypedDict):
-    """Of one rank: resident memory on a CPU, the allocator's on a device."""
-
-    last_bytes: int | None
-    max_bytes: int | None
-    source: str | None
-    device: DeviceMemory | None
-    growth: Growth | None
 
 
 class DevicePhase(TypedDict):

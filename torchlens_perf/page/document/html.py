@@ -136,7 +136,7 @@ def policy(styles: list[str], scripts: list[str], library: Library | None) -> st
         "default-src": ["'none'"],
         "img-src": ["data:"],
         "style-src": ["'unsafe-inline'"] if library is not None else [f"'{_digest(text)}'" for text in styles],
-        "script-src": [f"'{_digest(text)}'" for text in texts],
+        "script-src": [f"'{_digest(text)}'" for text in texts] or ["'none'"],
         "base-uri": ["'none'"],
         "form-action": ["'none'"],
     }

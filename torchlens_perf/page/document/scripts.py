@@ -14,8 +14,8 @@ _STATIC = "static"
 # The library's package, and the files in it, in the order in which each needs those before it. It is not imported.
 _LIBRARY = ("bokeh", ("server/static/js/bokeh.min.js", "server/static/js/bokeh-api.min.js"))
 _SCRIPTS = (
-    "words.js", "contents.js", "view.js", "plot.js", "heat_image.js", "heat.js", "step_times.js", "phases.js",
-    "one_step.js", "timeline.js", "tables.js", "lines.js", "totals.js", "selection.js", "page.js",
+    "words.js", "contents.js", "view.js", "plot.js", "heat_image.js", "heat_keys.js", "heat.js", "step_times.js", "phases.js",
+    "one_step.js", "timeline_layout.js", "timeline.js", "tables.js", "lines.js", "totals.js", "selection.js", "renewal.js", "page.js",
 )  # fmt: skip
 
 

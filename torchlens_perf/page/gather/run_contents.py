@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.run.directory import RunDirectory
 
-DEFAULT_BUDGET_BYTES = 1_300_000  # with pictures and the charts' library, a page is then below 3 MB
+DEFAULT_BUDGET_BYTES = 1_200_000  # with pictures and the charts' library, a page is then below 3 MB
 _REPORT, _MATRICES, _SERIES = 0.25, 0.45, 0.12  # shares of it at most; whole steps have what is left
 _OF_WHAT_IS_LEFT = 1.5  # where the report takes more
 

@@ -24,6 +24,7 @@ _ROWS_AT_ONCE = 1 << 16
 _PARTS = tuple(f"{part}_ns" for part in PARTS)
 _COLUMNS = ("process", "step", "start_ns", "duration_ns", "own_ns", "ready_ns", "memory_bytes", "flags", *_PARTS)
 _WORK = "work_ns"  # missing in run directories of earlier versions
+_NO_WORK = "Recorded by an earlier version: what is shown as work may hold lack of a CPU."
 UNREADABLE = (OSError, ValueError, KeyError, pa.ArrowException)
 """What reading a file raises that somebody has damaged, or another version has written."""
 
@@ -37,6 +38,8 @@ def step_batches(
         try:
             with open_parquet(path) as file:
                 has_work = _WORK in file.schema_arrow.names
+                if not has_work and _NO_WORK not in notes:
+                    notes.append(_NO_WORK)
                 for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[*_COLUMNS, *([_WORK] if has_work else [])]):
                     found = _batch(batch, row_of, begin_ns)
                     if len(found.row):

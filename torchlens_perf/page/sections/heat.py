@@ -17,7 +17,7 @@ from torchlens_perf.page.pictures.heat import (
     legend,
 )
 from torchlens_perf.page.pictures.markup import Child, Element, tag
-from torchlens_perf.page.sections.section import details, figure, section, table
+from torchlens_perf.page.sections.section import details, figure, of_picture, section, table
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -49,7 +49,7 @@ def heat(contents: Contents) -> Element | None:
         )
     if letters := flag_legend(steps.columns):
         how += f" Below: {letters}."
-    caption: Child = [tag("strong", words), " ", how, legend()]
+    caption: Child = [tag("strong", words), " ", of_picture(how, legend())]
     return section("heat", "Ranks by step", figure("heat", picture, caption), _table(steps, excess, means, matrices))
 
 

@@ -8,7 +8,7 @@ from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.pictures.phases import WORDS, Bar, part_legend, phases_picture
 from torchlens_perf.page.sections.ranks import by_prominence, named_ranks
-from torchlens_perf.page.sections.section import details, figure, section, table
+from torchlens_perf.page.sections.section import details, figure, of_picture, section, table
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _part(report: Report, ranks: list[Rank], clock: str, parts_of: dict[int, dic
     ]
     caption = f"Parts of a typical step, by the {clock}'s clock"
     made = [
-        figure(chart, picture, [tag("strong", words), part_legend(seen)]),
+        figure(chart, picture, [tag("strong", words), of_picture(part_legend(seen))]),
         details("As a table", table(caption, ["rank", *(WORDS.get(part, part) for part in seen)], rows)),
     ]
     missing = sorted({part for rank in ranks for part in rank["not_measured"]})

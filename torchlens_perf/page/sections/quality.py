@@ -39,7 +39,7 @@ def quality(contents: Contents) -> Element:
     return section(
         "quality",
         "Data quality and cost",
-        table("What these numbers are worth, and what they cost", ["", ""], rows),
+        table("What these numbers are worth, and what they cost", ["measure", "value"], rows),
         tag("h3", "Notes") if notes else None,
         tag("ul", [tag("li", each) for each in notes]) if notes else None,
         tag("h3", "Left out of this page"),

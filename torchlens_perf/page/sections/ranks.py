@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
 
 MAX_ROWS = 64
-_NAMED = ("straggler", "hang", "out_of_memory", "straggler_transient", "straggler_ended")
+_NAMED = ("straggler", "hang", "out_of_memory", "hang_ended", "straggler_transient", "straggler_ended")
 
 
 def named_ranks(report: Report) -> list[int]:

@@ -19,6 +19,11 @@ def figure(chart: str | None, picture: Element, caption: Child) -> Element:
     return tag("figure", picture, tag("figcaption", caption), data_chart=chart, tabindex="0")
 
 
+def of_picture(*words: Child) -> Element:
+    """What is said of the picture alone, and not of the chart that scripts put into its place."""
+    return tag("div", *words, class_="of-picture")
+
+
 def table(
     caption: Child,
     headers: Sequence[Child],

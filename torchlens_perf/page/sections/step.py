@@ -8,7 +8,7 @@ from torchlens_perf.analysis.statistics.quantities import amount, duration
 from torchlens_perf.page.pictures.markup import Child, Element, name, tag
 from torchlens_perf.page.pictures.time_line import legend, time_line
 from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import details, figure, section, table
+from torchlens_perf.page.sections.section import details, figure, of_picture, section, table
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import CollectiveJoined, Contents, RankTrace, StepTraceRow
@@ -29,8 +29,8 @@ def step(contents: Contents) -> Element | None:
     unknown = " Ranks with * begin at 0 here: when they really did is not known." if _some_unknown(shown) else ""
     caption: Child = [
         tag("strong", words),
-        f" Step {shown['step']}, {shown['why']}. {shown['clock']}{unknown}{left_out}",
-        legend(shown),
+        of_picture(f" Step {shown['step']}, {shown['why']}. {shown['clock']}{unknown}{left_out}"),
+        of_picture(legend(shown)),
     ]
     return section(
         "step",

@@ -12,7 +12,7 @@ from torchlens_perf.page.pictures.heat import flag_legend
 from torchlens_perf.page.pictures.markup import Child, Element, tag
 from torchlens_perf.page.pictures.phases import WORDS
 from torchlens_perf.page.pictures.step_times import MAX_COLUMNS, step_times_picture
-from torchlens_perf.page.sections.section import figure, section, table
+from torchlens_perf.page.sections.section import figure, of_picture, section, table
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Report
@@ -36,7 +36,7 @@ def steps(contents: Contents) -> Element | None:
     )
     if letters := flag_legend(merged.columns):
         how += f" Below: {letters}."
-    caption: Child = [tag("strong", words), " ", how]
+    caption: Child = [tag("strong", words), " ", of_picture(how)]
     return section("steps", "Step time", figure("steps", picture, caption), _quantiles(report), _long_steps(report))
 
 

@@ -1,10 +1,15 @@
 // The page's contents (contents.py): decoding, and what is computed from them. Draws nothing.
 {
-  const NOT_MEASURED = 0, ZERO = 1, FIRST = 2, CODES = 1 << 16;
+  const { duration, signed } = torchlens;
+  const NOT_MEASURED = 0;
+  const ZERO = 1;
+  const FIRST = 2;
+  const CODES = 1 << 16;
   const FEW_RANKS = 16; // as analysis/stragglers/excess.py: of more, one does not move the median
 
   async function inflated(text) {
-    const packed = atob(text), bytes = new Uint8Array(packed.length);
+    const packed = atob(text);
+    const bytes = new Uint8Array(packed.length);
     for (let at = 0; at < packed.length; at++) bytes[at] = packed.charCodeAt(at);
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     return new Response(stream).arrayBuffer();
@@ -23,7 +28,8 @@
   const isLittleEndian = new Uint8Array(new Uint16Array([1]).buffer)[0] === 1;
 
   async function codesOf(matrix) {
-    const buffer = await inflated(matrix.codes), codes = new Uint16Array(buffer);
+    const buffer = await inflated(matrix.codes);
+    const codes = new Uint16Array(buffer);
     if (!isLittleEndian) for (let at = 0; at < codes.length; at++) codes[at] = (codes[at] >> 8) | (codes[at] << 8);
     return codes;
   }
@@ -44,13 +50,15 @@
   function medianOfOthers(ascending, value) {
     let place = 0;
     while (ascending[place] < value) place++;
-    const at = (index) => ascending[index < place ? index : index + 1], others = ascending.length - 1;
+    const at = (index) => ascending[index < place ? index : index + 1];
+    const others = ascending.length - 1;
     return (at((others - 1) >> 1) + at(others >> 1)) / 2;
   }
 
   // How much more work each rank has than the median of the others that do the same, as a share of that median.
   function excess(work, places, columns) {
-    const shares = new Float32Array(work.length).fill(NaN), populations = new Map();
+    const shares = new Float32Array(work.length).fill(NaN);
+    const populations = new Map();
     places.forEach(({ population }, row) => {
       if (!populations.has(population)) populations.set(population, []);
       populations.get(population).push(row * columns);
@@ -64,7 +72,8 @@
           if (value === value) present[count++] = value;
         }
         if (count < 2) continue;
-        const ascending = present.subarray(0, count).sort(), middle = count > FEW_RANKS ? median(ascending) : NaN;
+        const ascending = present.subarray(0, count).sort();
+        const middle = count > FEW_RANKS ? median(ascending) : NaN;
         for (const start of starts) {
           const value = work[start + column];
           if (value !== value) continue;
@@ -93,7 +102,11 @@
       this.memory_bytes = steps.memory_bytes;
       this.begin = this.first[0] ?? 0;
       this.end = this.columns ? this.first[this.columns - 1] + this.width : this.begin + 1;
-      this.quantities = new Map([["excess", null], ["step", this.step], ["work", this.work]]);
+      this.quantities = new Map([
+        ["excess", null],
+        ["step", this.step],
+        ["work", this.work],
+      ]);
       for (const [part, values] of this.parts) this.quantities.set(part, values);
       for (const [part, values] of this.device_parts) this.quantities.set(`device ${part}`, values);
     }
@@ -107,10 +120,12 @@
 
     // The column that a step is in; the nearest one where it is in none.
     column(step) {
-      let low = 0, high = this.columns - 1;
+      let low = 0;
+      let high = this.columns - 1;
       while (low < high) {
         const middle = (low + high + 1) >> 1;
-        if (this.first[middle] <= step) low = middle; else high = middle - 1;
+        if (this.first[middle] <= step) low = middle;
+        else high = middle - 1;
       }
       return low;
     }
@@ -124,10 +139,14 @@
 
     // The mean of a row over columns; NaN where nothing was measured.
     mean(values, row, [from, until]) {
-      let sum = 0, count = 0;
+      let sum = 0;
+      let count = 0;
       for (let at = row * this.columns + from; at < row * this.columns + until; at++) {
         const value = values[at];
-        if (value === value) { sum += value; count++; }
+        if (value === value) {
+          sum += value;
+          count++;
+        }
       }
       return count ? sum / count : NaN;
     }
@@ -135,26 +154,36 @@
     // Of all ranks' steps in these columns: how many there are, quantiles, and the longest with its place.
     spread([from, until]) {
       const counts = new Uint32Array(CODES);
-      let count = 0, longest = 0, at = -1;
+      let count = 0;
+      let longest = 0;
+      let at = -1;
       for (let row = 0; row < this.ranks; row++) {
         for (let index = row * this.columns + from; index < row * this.columns + until; index++) {
           const code = this.codes[index];
           if (code === NOT_MEASURED) continue;
           counts[code]++;
           count++;
-          if (code > longest) { longest = code; at = index; }
+          if (code > longest) {
+            longest = code;
+            at = index;
+          }
         }
       }
       const quantile = (share) => {
-        let left = Math.max(1, Math.ceil(share * count)), code = 0;
+        let left = Math.max(1, Math.ceil(share * count));
+        let code = 0;
         while (left > 0 && ++code < CODES) left -= counts[code];
         return this.seconds[code];
       };
       if (!count) return null;
       const row = Math.floor(at / this.columns);
       return {
-        count, p50_s: quantile(0.5), p95_s: quantile(0.95), max_s: this.seconds[longest],
-        rank: this.places[row].rank, column: at - row * this.columns,
+        count,
+        p50_s: quantile(0.5),
+        p95_s: quantile(0.95),
+        max_s: this.seconds[longest],
+        rank: this.places[row].rank,
+        column: at - row * this.columns,
       };
     }
   }
@@ -168,10 +197,13 @@
       return tables.get(key);
     };
     const values = async (matrix) => decoded(await codesOf(matrix), tableOf(matrix));
-    const named = async (matrices) => new Map(await Promise.all(
-      Object.entries(matrices).map(async ([name, matrix]) => [name, await values(matrix)])));
+    const named = async (matrices) =>
+      new Map(await Promise.all(Object.entries(matrices).map(async ([name, matrix]) => [name, await values(matrix)])));
     const [codes, work, parts, device_parts] = await Promise.all([
-      codesOf(steps.step), values(steps.work), named(steps.parts), named(steps.device_parts),
+      codesOf(steps.step),
+      values(steps.work),
+      named(steps.parts),
+      named(steps.device_parts),
     ]);
     const seconds = tableOf(steps.step);
     return new Steps(steps, { codes, seconds, step: decoded(codes, seconds), work, parts, device_parts });
@@ -184,7 +216,7 @@
     if (key.startsWith("device ")) return `${torchlens.partWord(key.slice(7))}, on the device`;
     return torchlens.partWord(key);
   };
-  torchlens.quantityText = (key, value) => (key === "excess" ? torchlens.signed(value) : torchlens.duration(value));
+  torchlens.quantityText = (key, value) => (key === "excess" ? signed(value) : duration(value));
 
   // Ranks that verdicts are about, in their order; as page/sections/ranks.py.
   const NAMED = new Set(["straggler", "hang", "out_of_memory", "straggler_transient", "straggler_ended"]);
@@ -201,8 +233,10 @@
   // The report's ranks: named ones first, then by the time that they do not wait; as page/sections/ranks.py.
   torchlens.byProminence = (report) => {
     const order = new Map([...torchlens.namedRanks(report)].map((rank, place) => [rank, place]));
-    const own = ({ typical }) => (typical === null ? 0 : typical.work_s ?? typical.own_s);
+    const own = ({ typical }) => (typical === null ? 0 : (typical.work_s ?? typical.own_s));
     const place = ({ rank }) => order.get(rank) ?? order.size;
-    return [...report.ranks].sort((one, other) => place(one) - place(other) || own(other) - own(one) || one.rank - other.rank);
+    return [...report.ranks].sort(
+      (one, other) => place(one) - place(other) || own(other) - own(one) || one.rank - other.rank,
+    );
   };
 }

@@ -1,8 +1,14 @@
 // Start here: puts the charts in the places of the page's pictures, and keeps all of them showing the same view.
 {
+  const { short, element } = torchlens;
   const CHARTS = new Map([
-    ["heat", "Heat"], ["steps", "StepTimes"], ["phases", "Phases"], ["step", "Timeline"], ["modules", "Modules"],
-    ["collectives", "Collectives"], ["memory", "Memory"],
+    ["heat", "Heat"],
+    ["steps", "StepTimes"],
+    ["phases", "Phases"],
+    ["step", "Timeline"],
+    ["modules", "Modules"],
+    ["collectives", "Collectives"],
+    ["memory", "Memory"],
   ]);
   const OF_STEPS = new Set(["heat", "steps", "phases", "memory"]);
   const FEWEST_COLUMNS = 4;
@@ -15,51 +21,66 @@
       this.view = new torchlens.View();
       this.charts = [];
       this.work = null;
+      this.version = 0; // of the contents
       this.window = this.zoomed();
       document.querySelector("header")?.append(torchlens.themeChoice(this.view));
       this.bar = new torchlens.SelectionBar(this);
       this.view.watch((view, changed) => this.follow(changed));
       this.settle();
+      this.draw();
       const redrawn = () => this.follow(new Set(["theme"]));
       matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawn);
-      let width = innerWidth, waiting;
+      let width = innerWidth;
+      let waiting;
       addEventListener("resize", () => {
         if (innerWidth === width) return; // a phone's address bar
         width = innerWidth;
         clearTimeout(waiting);
         waiting = setTimeout(redrawn, 150);
       });
+      for (const name of ["pointerdown", "focusin"]) {
+        document.querySelector("main").addEventListener(name, ({ target }) => {
+          this.held = target.closest("figure") ?? target.closest("section");
+        });
+      }
       document.addEventListener("click", (event) => {
         const link = event.target.closest?.('a[href^="#"]');
         if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
         event.preventDefault();
-        this.view.go(decodeURIComponent(link.getAttribute("href").slice(1)));
+        this.go(decodeURIComponent(link.getAttribute("href").slice(1)));
       });
     }
 
     // Finds the places of charts, and tables; again when the page's own parts have been renewed.
     settle() {
-      for (const figure of document.querySelectorAll("figure[data-chart]")) {
+      for (const figure of typeof Bokeh === "undefined" ? [] : document.querySelectorAll("figure[data-chart]")) {
         const key = figure.dataset.chart;
-        if (this.charts.some((chart) => chart.figure === figure || chart.outer === figure)) continue;
-        if (key === "telemetry") this.telemetry(figure);
-        else if (CHARTS.has(key) && (this.steps || !OF_STEPS.has(key))) this.charts.push(new torchlens[CHARTS.get(key)](this, figure));
+        if (this.charts.some((chart) => chart.figure === figure)) continue;
+        if (key === "telemetry") {
+          this.telemetry(figure);
+        } else if (CHARTS.has(key) && (this.steps || !OF_STEPS.has(key))) {
+          this.charts.push(new torchlens[CHARTS.get(key)](this, figure));
+        }
       }
       for (const table of document.querySelectorAll("main table")) torchlens.sortable(table);
       const ranks = document.getElementById("ranks");
-      this.rankTable = ranks && new torchlens.RankTable(this, ranks);
+      if (ranks && !this.rankTable) {
+        this.rankTable = new torchlens.RankTable(this, ranks);
+        this.rankTable.follow(new Set(torchlens.VIEW_KEYS));
+      }
       this.verdictButtons();
-      this.follow(new Set(torchlens.VIEW_KEYS));
+      this.bar.show();
     }
 
     // A picture for each quantity.
     telemetry(outer) {
-      const titles = [...new Set(this.contents.telemetry.map(({ title }) => title))], places = [...outer.querySelectorAll("figure")];
-      places.slice(0, titles.length).forEach((figure, at) => {
-        const chart = new torchlens.Telemetry(this, figure, titles[at]);
-        chart.outer = outer;
-        this.charts.push(chart);
-      });
+      const titles = new Set(this.contents.telemetry.map(({ title }) => title));
+      const known = new Set(this.charts.map(({ figure }) => figure));
+      for (const figure of outer.querySelectorAll("figure")) {
+        if (titles.has(torchlens.figureName(figure)) && !known.has(figure)) {
+          this.charts.push(new torchlens.Telemetry(this, figure, torchlens.figureName(figure)));
+        }
+      }
     }
 
     // From a verdict to the steps and the rank that it is about.
@@ -72,7 +93,7 @@
         const show = torchlens.button(`Show rank ${rank} from step ${since_step} on`, () => {
           const since = Math.max(this.steps.begin, Math.min(since_step, this.steps.end - 1));
           this.view.set({ rank, steps: [since, Math.max(since + 1, slow?.until_step ?? this.steps.end)] });
-          this.view.go("heat");
+          this.go("heat");
         });
         show.className = "shows";
         card.append(show);
@@ -82,64 +103,91 @@
     // -- one view for all
 
     follow(changed) {
-      if (this.steps && changed.has("zoom")) this.zoom(...this.zoomed());
+      const top = this.heldTop();
+      if (this.steps && changed.has("zoom") && String(this.view.now.zoom) !== String(this.zoomText())) {
+        this.zoom(...this.zoomed());
+      }
       for (const chart of this.charts) chart.ask(changed);
       this.bar.show();
       this.rankTable?.follow(changed);
       this.controlled?.();
+      this.hold(top);
       this.draw();
     }
 
+    // What somebody looks at or works with stays where it is, when something above it grows.
+    heldTop() {
+      const { held } = this;
+      const box = held?.isConnected ? held.getBoundingClientRect() : null;
+      return box && box.top < innerHeight && box.bottom > 0 ? box.top : null;
+    }
+
+    hold(top) {
+      const now = top === null ? null : this.heldTop();
+      if (now !== null && Math.abs(now - top) >= 1) scrollBy({ top: now - top, behavior: "instant" });
+    }
+
+    go(section) {
+      this.view.go(section);
+      this.held = document.getElementById(section);
+    }
+
     // Draws what is near to what is seen, one after the other; the others when they come near.
+    get isDrawn() {
+      return this.work === null && !this.charts.some(({ isDue }) => isDue);
+    }
+
     draw() {
-      this.work ??= this.drawAll().finally(() => { this.work = null; });
+      this.work ??= this.drawAll().finally(() => {
+        this.work = null;
+      });
       return this.work;
     }
 
     async drawAll() {
       await Promise.resolve();
       for (let chart; (chart = this.charts.find(({ isDue }) => isDue));) {
+        const top = this.heldTop();
         try {
           await chart.draw();
-        } catch (error) { // its picture is there
+        } catch (error) {
+          // its picture is there
           chart.clear();
           console.error(error);
         }
+        this.hold(top);
       }
     }
 
-    // Newer contents of the same run, as the live page gets them; what is selected stays. text: the newer page as HTML, for all
-    // that is not a chart; without it only charts and the rank table are renewed.
-    async update(contents, text) {
-      const steps = await torchlens.read(contents), isAtEnd = !this.steps || this.window[1] >= this.steps.end;
+    // Takes over a newer page of the same run, as the live page gets it; what is selected stays. newer: the page as HTML,
+    // or its contents alone, with which words, tables and pictures stay as they were.
+    async update(newer) {
+      const page = typeof newer === "string" ? new DOMParser().parseFromString(newer, "text/html") : null;
+      const contents = page ? JSON.parse(page.getElementById("contents").textContent) : newer;
+      const steps = await torchlens.read(contents);
       await this.work;
+      const top = this.heldTop();
       this.contents = contents;
       this.steps = steps;
-      if (steps) this.window = isAtEnd && this.view.now.zoom === null ? [steps.begin, steps.end] : this.zoomed();
-      for (const chart of this.charts) chart.forget?.();
-      if (text !== undefined) this.renew(new DOMParser().parseFromString(text, "text/html"));
-      for (const chart of this.charts) {
-        if (chart.range) chart.range.setv({ bounds: null, start: this.window[0], end: this.window[1] });
-      }
+      this.version++;
+      if (page) torchlens.renew(this, page);
+      if (steps) this.widen();
       this.settle();
-      this.follow(new Set(["contents", "theme"]));
+      for (const chart of this.charts) chart.ask(["contents"]);
+      this.rankTable?.follow(new Set(["contents"]));
+      this.hold(top);
       await this.draw();
     }
 
-    // Takes all words, tables and pictures from the newer page. Charts stay where they are, their pictures are renewed.
-    renew(newer) {
-      const open = new Set([...document.querySelectorAll("main details[open] > summary")].map((summary) => summary.textContent));
-      for (const selector of ["header h1", "header .facts", "nav ul", "footer"]) {
-        const [old, next] = [document, newer].map((from) => from.querySelector(selector));
-        if (old && next) old.replaceWith(document.adoptNode(next));
-      }
-      const main = document.querySelector("main"), sections = [...newer.querySelectorAll("main > section")];
-      for (const chart of this.charts) chart.remove();
-      this.charts = [];
-      for (const section of main.querySelectorAll(":scope > section")) section.remove();
-      main.append(...sections.map((section) => document.adoptNode(section)));
-      for (const summary of main.querySelectorAll("details > summary")) {
-        if (open.has(summary.textContent)) summary.parentElement.open = true;
+    // Where all steps were seen, they still are.
+    widen() {
+      const { begin, end } = this.steps;
+      this.window = this.view.now.zoom
+        ? [Math.max(begin, Math.min(this.window[0], end - 1)), Math.min(end, this.window[1])]
+        : [begin, end];
+      const [start, stop] = this.window;
+      for (const { range } of this.charts) {
+        range?.setv({ bounds: [begin, end], reset_start: begin, reset_end: end, start, end: stop });
       }
     }
 
@@ -153,16 +201,23 @@
 
     // A brush over steps; what is less than a column is none.
     select(low, high) {
-      const { begin, end, width } = this.steps, [least, most] = [Math.min(low, high), Math.max(low, high)];
-      const since = Math.max(begin, Math.floor(least)), until = Math.min(end, Math.ceil(most));
+      const { begin, end, width } = this.steps;
+      const [least, most] = [Math.min(low, high), Math.max(low, high)];
+      const since = Math.max(begin, Math.floor(least));
+      const until = Math.min(end, Math.ceil(most));
       this.view.set({ steps: until - since >= Math.min(2, width) && until > since ? [since, until] : null });
     }
 
-    clear() { this.view.set({ steps: null, step: null, rank: null }); }
+    clear() {
+      this.view.set({ steps: null, step: null, rank: null });
+    }
 
     zoomed() {
-      const { begin = 0, end = 1 } = this.steps ?? {}, zoom = this.view.now.zoom;
-      return zoom && zoom[0] < end && zoom[1] > begin ? [Math.max(begin, zoom[0]), Math.min(end, zoom[1])] : [begin, end];
+      const { begin = 0, end = 1 } = this.steps ?? {};
+      const zoom = this.view.now.zoom;
+      return zoom && zoom[0] < end && zoom[1] > begin
+        ? [Math.max(begin, zoom[0]), Math.min(end, zoom[1])]
+        : [begin, end];
     }
 
     zoom(start, end) {
@@ -171,16 +226,34 @@
       for (const { range } of this.charts) {
         if (range && (range.start !== start || range.end !== end)) range.setv({ start, end });
       }
-      const isAll = start <= this.steps.begin && end >= this.steps.end;
-      const next = isAll ? null : [Math.max(0, Math.floor(start)), Math.ceil(end)];
+      const next = this.zoomText();
       if (String(next) !== String(this.view.now.zoom)) this.view.set({ zoom: next });
     }
 
+    // The steps in sight as the address has them.
+    zoomText() {
+      const [start, end] = this.window;
+      return start <= this.steps.begin && end >= this.steps.end
+        ? null
+        : [Math.max(0, Math.floor(start)), Math.ceil(end)];
+    }
+
     zoomBy(factor) {
-      const { steps, window: [start, end], view } = this, least = Math.min(steps.end - steps.begin, FEWEST_COLUMNS * steps.width);
+      const {
+        steps,
+        window: [start, end],
+        view,
+      } = this;
+      const least = Math.min(steps.end - steps.begin, FEWEST_COLUMNS * steps.width);
       const size = Math.max(least, Math.min(steps.end - steps.begin, (end - start) * factor));
-      const middle = view.now.step !== null && view.now.step >= start && view.now.step < end ? view.now.step + 0.5 : (start + end) / 2;
-      const from = Math.max(steps.begin, Math.min(steps.end - size, middle - (size * (middle - start)) / (end - start)));
+      const middle =
+        view.now.step !== null && view.now.step >= start && view.now.step < end
+          ? view.now.step + 0.5
+          : (start + end) / 2;
+      const from = Math.max(
+        steps.begin,
+        Math.min(steps.end - size, middle - (size * (middle - start)) / (end - start)),
+      );
       this.zoom(from, from + size);
     }
 
@@ -197,27 +270,48 @@
     }
 
     openStep() {
-      this.view.go("step");
+      this.go("step");
       document.querySelector("figure[data-chart=step] .chart")?.focus({ preventScroll: true });
     }
 
     // What is known of a rank in a column, in words.
     figures(row, column, quantity) {
-      const { steps } = this, at = row * steps.columns + column;
+      const { steps } = this;
+      const at = row * steps.columns + column;
       return [...new Set([quantity, "excess", "step", "work"])].map(
-        (key) => `${torchlens.quantityWords(key)}: ${torchlens.quantityText(key, steps.values(key)[at])}`);
+        (key) => `${torchlens.quantityWords(key)}: ${torchlens.quantityText(key, steps.values(key)[at])}`,
+      );
     }
 
-    heatPlace() { return document.querySelector("figure[data-chart=heat] .chart"); }
+    heatPlace() {
+      return document.querySelector("figure[data-chart=heat] .chart");
+    }
 
     // What the heat map shows, and in which order.
     heatControls() {
-      const { view, steps } = this, bar = torchlens.element("div", { className: "controls" }), selects = [];
+      const { view, steps } = this;
+      const bar = element("div", { className: "controls" });
+      const selects = [];
       const dimensions = [...new Set(steps.places.flatMap(({ mesh }) => Object.keys(mesh)))];
       const choices = [
         ["Show", "quantity", [...steps.quantities.keys()].map((key) => [key, torchlens.quantityWords(key)])],
-        ["grouped by", "group", [["none", "nothing"], ["node", "node"], ...dimensions.map((each) => [`mesh ${each}`, `mesh: ${torchlens.short(each, 24)}`])]],
-        ["ordered by", "order", [["rank", "rank"], ["slowness", "slowness, in the selected steps"]]],
+        [
+          "grouped by",
+          "group",
+          [
+            ["none", "nothing"],
+            ["node", "node"],
+            ...dimensions.map((each) => [`mesh ${each}`, `mesh: ${short(each, 24)}`]),
+          ],
+        ],
+        [
+          "ordered by",
+          "order",
+          [
+            ["rank", "rank"],
+            ["slowness", "slowness, in the selected steps"],
+          ],
+        ],
       ];
       for (const [text, key, options] of choices) {
         const { label, select } = torchlens.choice(text, key, options, (value) => view.set({ [key]: value }));
@@ -225,7 +319,8 @@
         bar.append(label);
       }
       bar.append(
-        torchlens.button("zoom in", () => this.zoomBy(0.5)), torchlens.button("zoom out", () => this.zoomBy(2)),
+        torchlens.button("zoom in", () => this.zoomBy(0.5)),
+        torchlens.button("zoom out", () => this.zoomBy(2)),
         torchlens.button("all", () => this.showAll()),
       );
       this.controlled = () => {
@@ -246,19 +341,19 @@
     const script = document.createElement("script");
     script.textContent = new TextDecoder().decode(await torchlens.inflated(packed.textContent));
     document.head.append(script);
+    Bokeh.set_log_level("off");
   }
 
-  async function start() {
+  async function begin() {
     const inert = document.getElementById("contents");
     if (!inert) return;
     const contents = JSON.parse(inert.textContent);
     const [steps] = await Promise.all([torchlens.read(contents), library()]);
-    if (typeof Bokeh === "undefined") return;
-    Bokeh.set_log_level("off");
     const page = new Page(contents, steps);
     page.view.show();
+    page.held = document.getElementById(page.view.now.section);
     window.torchlensPage = page;
   }
 
-  start().catch((error) => console.error(error)); // the pictures are there
+  begin().catch((error) => console.error(error)); // the pictures are there
 }

@@ -1,26 +1,55 @@
 // Tables: made from text, sorted by their figures, and the ranks' figures for selected steps.
 {
+  const { duration, percent, signed, short, element } = torchlens;
   const MOST_ROWS = 64; // as page/sections/ranks.py
 
-  // headers: of columns; texts: which are no numbers; marked: rows that stand out. As page/sections/section.py has them.
+  // headers: of columns; texts: which are no numbers; marked: rows that stand out. As in page/sections/section.py.
   torchlens.table = (caption, headers, rows, { texts = [0], marked = [] } = {}) => {
-    const cell = (name, text, at, attributes) => torchlens.element(
-      name, { ...attributes, ...(texts.includes(at) ? { className: "text" } : {}) }, text);
-    const head = torchlens.element("tr", {}, ...headers.map((text, at) => cell("th", text, at, { scope: "col" })));
-    const body = rows.map((row, index) => torchlens.element("tr", marked.includes(index) ? { className: "marked" } : {},
-      ...row.map((text, at) => (at === 0 ? cell("th", text, at, { scope: "row" }) : cell("td", text, at, {})))));
-    const made = torchlens.element("table", {}, torchlens.element("caption", { text: caption }),
-      torchlens.element("thead", {}, head), torchlens.element("tbody", {}, ...body));
+    const cell = (name, text, at, attributes) =>
+      element(name, { ...attributes, ...(texts.includes(at) ? { className: "text" } : {}) }, text);
+    const head = element("tr", {}, ...headers.map((text, at) => cell("th", text, at, { scope: "col" })));
+    const body = rows.map((row, index) =>
+      element(
+        "tr",
+        marked.includes(index) ? { className: "marked" } : {},
+        ...row.map((text, at) => (at === 0 ? cell("th", text, at, { scope: "row" }) : cell("td", text, at, {}))),
+      ),
+    );
+    const made = element(
+      "table",
+      {},
+      element("caption", { text: caption }),
+      element("thead", {}, head),
+      element("tbody", {}, ...body),
+    );
     torchlens.sortable(made);
-    return torchlens.element("div", { className: "scrolls", tabindex: "0", role: "region", "aria-label": "table" }, made);
+    return element("div", { className: "scrolls", tabindex: "0", role: "region", "aria-label": "table" }, made);
   };
 
   // -- by numbers with their units; what was not measured comes last, whichever way
 
-  const UNITS = new Map(Object.entries({
-    ns: 1e-9, us: 1e-6, ms: 1e-3, s: 1, B: 1, KB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12, "B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9,
-    "TB/s": 1e12, MHz: 1, W: 1, "\u00b0C": 1, "%": 0.01,
-  }));
+  const UNITS = new Map(
+    Object.entries({
+      ns: 1e-9,
+      us: 1e-6,
+      ms: 1e-3,
+      s: 1,
+      B: 1,
+      KB: 1e3,
+      MB: 1e6,
+      GB: 1e9,
+      TB: 1e12,
+      "B/s": 1,
+      "KB/s": 1e3,
+      "MB/s": 1e6,
+      "GB/s": 1e9,
+      "TB/s": 1e12,
+      MHz: 1,
+      W: 1,
+      "\u00b0C": 1,
+      "%": 0.01,
+    }),
+  );
   const UNKNOWN = new Set(["", "-", "not known", "not measured", "not compared", "none"]);
 
   function keyOf(cell) {
@@ -44,7 +73,7 @@
     if ((table.tBodies[0]?.rows.length ?? 0) < 2) return;
     for (const [column, head] of heads.entries()) {
       if (head.querySelector("button") || !head.textContent.trim()) continue;
-      const button = torchlens.element("button", { type: "button", className: "sorts" });
+      const button = element("button", { type: "button", className: "sorts" });
       button.append(...head.childNodes);
       head.append(button);
       button.addEventListener("click", () => {
@@ -52,8 +81,13 @@
         for (const other of heads) other.removeAttribute("aria-sort");
         head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
         const rows = [...table.tBodies[0].rows].map((row) => [row, keyOf(row.cells[column])]);
-        rows.sort(([, one], [, other]) => (one === null || other === null
-          ? (one === null) - (other === null) : isDown ? order(other, one) : order(one, other)));
+        rows.sort(([, one], [, other]) =>
+          one === null || other === null
+            ? (one === null) - (other === null)
+            : isDown
+              ? order(other, one)
+              : order(one, other),
+        );
         table.tBodies[0].append(...rows.map(([row]) => row));
       });
     }
@@ -72,9 +106,12 @@
     // A rank's number chooses it.
     links(root) {
       for (const row of root.querySelectorAll("tbody tr")) {
-        const head = row.cells[0], rank = Number(head.textContent);
+        const head = row.cells[0];
+        const rank = Number(head.textContent);
         if (!Number.isInteger(rank) || head.querySelector("button")) continue;
-        const button = torchlens.button(head.textContent, () => this.page.view.set({ rank: this.page.view.now.rank === rank ? null : rank }));
+        const button = torchlens.button(head.textContent, () =>
+          this.page.view.set({ rank: this.page.view.now.rank === rank ? null : rank }),
+        );
         button.className = "picks";
         button.dataset.rank = rank;
         button.setAttribute("aria-label", `rank ${rank}`);
@@ -83,12 +120,16 @@
     }
 
     follow(changed) {
-      const { view: { now: view }, steps } = this.page, isSelected = view.steps !== null && steps !== null;
+      const {
+        view: { now: view },
+        steps,
+      } = this.page;
+      const isSelected = view.steps !== null && steps !== null;
       if (["steps", "contents"].some((key) => changed.has(key))) {
         for (const each of this.own) each.hidden = isSelected;
         this.made?.remove();
         this.made = undefined;
-        if (isSelected) this.section.append(this.made = this.ofSelection());
+        if (isSelected) this.section.append((this.made = this.ofSelection()));
       }
       for (const button of this.section.querySelectorAll("button.picks")) {
         const isChosen = Number(button.dataset.rank) === view.rank;
@@ -98,34 +139,82 @@
     }
 
     ofSelection() {
-      const { steps, contents, view: { now: { steps: selected } } } = this.page, range = steps.range(selected);
-      const named = torchlens.namedRanks(contents.report), excess = steps.values("excess"), wait = steps.parts.get("communication");
+      const {
+        steps,
+        contents,
+        view: {
+          now: { steps: selected },
+        },
+      } = this.page;
+      const range = steps.range(selected);
+      const named = torchlens.namedRanks(contents.report);
+      const excess = steps.values("excess");
+      const wait = steps.parts.get("communication");
       const mean = (values, row) => (values ? steps.mean(values, row, range) : NaN);
       const rows = steps.places.map(({ rank, host }, row) => ({
-        rank, host, step: mean(steps.step, row), work: mean(steps.work, row), more: mean(excess, row), wait: mean(wait, row), memory: this.memory(row, range),
+        rank,
+        host,
+        step: mean(steps.step, row),
+        work: mean(steps.work, row),
+        more: mean(excess, row),
+        wait: mean(wait, row),
+        memory: this.memory(row, range),
       }));
       const down = (value) => (value === value ? value : -Infinity);
-      rows.sort((one, other) => named.has(other.rank) - named.has(one.rank) || down(other.more) - down(one.more) || one.rank - other.rank);
-      const shown = this.isWhole ? rows : rows.slice(0, MOST_ROWS), [since, until] = this.page.whole(selected);
-      const caption = `Means over ${torchlens.steps(since, until)} by the hosts' clocks, of ${shown.length} of ${rows.length} ranks; `
-        + "ranks that verdicts name come first, then those with most more work";
-      const headers = ["rank", "host", "step", "work", "more than the others", "wait", "share waited", ...(steps.memory_bytes ? ["memory, at most"] : [])];
+      rows.sort(
+        (one, other) =>
+          named.has(other.rank) - named.has(one.rank) || down(other.more) - down(one.more) || one.rank - other.rank,
+      );
+      const shown = this.isWhole ? rows : rows.slice(0, MOST_ROWS);
+      const [since, until] = this.page.whole(selected);
+      const caption =
+        `Means over ${torchlens.steps(since, until)} by the hosts' clocks, ${shown.length} of ${rows.length} ranks; ` +
+        "ranks that verdicts name come first, then those with most more work";
+      const headers = [
+        "rank",
+        "host",
+        "step",
+        "work",
+        "more than the others",
+        "wait",
+        "share waited",
+        ...(steps.memory_bytes ? ["memory, at most"] : []),
+      ];
       const body = shown.map((each) => [
-        String(each.rank), torchlens.short(each.host, 32), torchlens.duration(each.step), torchlens.duration(each.work), torchlens.signed(each.more),
-        torchlens.duration(each.wait), torchlens.percent(each.wait / each.step), ...(steps.memory_bytes ? [torchlens.amount(each.memory, "B")] : []),
+        String(each.rank),
+        short(each.host, 32),
+        duration(each.step),
+        duration(each.work),
+        signed(each.more),
+        duration(each.wait),
+        percent(each.wait / each.step),
+        ...(steps.memory_bytes ? [torchlens.amount(each.memory, "B")] : []),
       ]);
-      const made = torchlens.element("div", {}, torchlens.table(caption, headers, body, {
-        texts: [0, 1], marked: shown.map(({ rank }, at) => (named.has(rank) ? at : -1)).filter((at) => at >= 0),
-      }));
+      const made = element(
+        "div",
+        {},
+        torchlens.table(caption, headers, body, {
+          texts: [0, 1],
+          marked: shown.map(({ rank }, at) => (named.has(rank) ? at : -1)).filter((at) => at >= 0),
+        }),
+      );
       this.links(made);
       if (shown.length < rows.length) {
-        made.append(torchlens.button(`Show all ${rows.length} ranks`, () => { this.isWhole = true; this.follow(new Set(["steps"])); }));
+        made.append(
+          torchlens.button(`Show all ${rows.length} ranks`, () => {
+            this.isWhole = true;
+            this.follow(new Set(["steps"]));
+          }),
+        );
       }
-      made.append(torchlens.element("p", {
-        className: "note",
-        text: "Work is of the steps that are compared: without the warm-up, evaluation, checkpoints and sampled steps. "
-          + "Without a selection, this table has typical steps of the whole run.",
-      }));
+      made.append(
+        element("p", {
+          className: "note",
+          text:
+            "Work is of the steps that are compared: without the warm-up, evaluation, checkpoints and sampled steps. " +
+            "Without a selection, this table has typical steps of the whole run.",
+        }),
+      );
       return made;
     }
 
@@ -134,7 +223,9 @@
       const { memory_bytes, columns } = this.page.steps;
       if (!memory_bytes) return NaN;
       const together = Math.ceil(columns / memory_bytes[row].length);
-      const known = memory_bytes[row].slice(Math.floor(from / together), Math.ceil(until / together)).filter((value) => value !== null);
+      const known = memory_bytes[row]
+        .slice(Math.floor(from / together), Math.ceil(until / together))
+        .filter((value) => value !== null);
       return known.length ? Math.max(...known) : NaN;
     }
   }

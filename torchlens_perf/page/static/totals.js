@@ -1,31 +1,55 @@
 // What is known of the whole run only, not by step: modules by rank, and waiting in collectives by rank.
 {
-  const ROW = 22, MOST_MODULES = 24, MOST_COLLECTIVES = 32, MOST_RANKS = 32;
+  const { duration, percent, short, element, source, fields } = torchlens;
+  const ROW = 22;
+  const MOST_MODULES = 24;
+  const MOST_COLLECTIVES = 32;
+  const MOST_RANKS = 32;
 
   // A subclass has rows(): {label, bars: [[seconds, colour]], dots: [[seconds, rank, text]], text, tip, rank} each.
   class Bars extends torchlens.Chart {
-    static FILLS = ["rank"];
+    static FOLLOWS = ["rank"];
+
+    shape() {
+      this.colours ??= torchlens.colours();
+      return `${this.page.version} ${this.chosen ?? ""}`;
+    }
 
     build() {
-      const { colours } = this, font = getComputedStyle(document.body).fontFamily;
       this.data = this.rows();
+      const { colours } = this;
       const count = this.data.length;
       if (!count) return null;
-      const longest = Math.max(...this.data.map(({ bars, dots }) => Math.max(bars.reduce((sum, [seconds]) => sum + seconds, 0), ...dots.map(([seconds]) => seconds), 0)));
+      const longest = Math.max(
+        ...this.data.map(({ bars, dots }) =>
+          Math.max(
+            bars.reduce((sum, [seconds]) => sum + seconds, 0),
+            ...dots.map(([seconds]) => seconds),
+            0,
+          ),
+        ),
+      );
       const plot = this.plotOf({
-        height: ROW * count + 54, right: this.isNarrow ? 14 : this.right, xLabel: this.axisWords, xText: torchlens.zeroOr(torchlens.duration),
+        height: ROW * count + 54,
+        xLabel: this.axisWords,
+        xText: torchlens.tick(duration),
         yText: (y) => this.data[count - 1 - Math.floor(y)]?.label ?? "",
         yTicker: new Bokeh.FixedTicker({ ticks: Array.from({ length: count }, (_, at) => at + 0.5), minor_ticks: [] }),
         xTicker: new Bokeh.BasicTicker({ desired_num_ticks: this.isNarrow ? 3 : 7, num_minor_ticks: 0 }),
-        x_range: new Bokeh.Range1d({ start: 0, end: longest * 1.04 || 1 }), y_range: new Bokeh.Range1d({ start: 0, end: count }),
+        x_range: new Bokeh.Range1d({
+          start: 0,
+          end: longest * (this.isNarrow || !this.data.some(({ text }) => text) ? 1.04 : 1.12) || 1,
+        }),
+        y_range: new Bokeh.Range1d({ start: 0, end: count }),
       });
-      [plot.ygrid].flat()[0].grid_line_color = null;
-      const quads = { left: [], right: [], bottom: [], top: [], colour: [] }, texts = { x: [], y: [], text: [] };
+      plot.ygrid.grid_line_color = null;
+      const quads = { left: [], right: [], bottom: [], top: [], colour: [] };
+      const texts = { x: [], y: [], text: [] };
       this.data.forEach(({ bars, text }, at) => {
         let sum = 0;
         for (const [seconds, colour] of bars) {
           quads.left.push(sum);
-          quads.right.push(sum += seconds);
+          quads.right.push((sum += seconds));
           quads.bottom.push(count - at - 0.82);
           quads.top.push(count - at - 0.18);
           quads.colour.push(colour);
@@ -34,18 +58,49 @@
         texts.y.push(count - at - 0.5);
         texts.text.push(this.isNarrow ? "" : text);
       });
-      plot.quad({ ...torchlens.fields("left", "right", "bottom", "top"), source: torchlens.source(quads), fill_color: { field: "colour" }, line_color: null });
-      plot.text({ ...torchlens.fields("x", "y", "text"), source: torchlens.source(texts), x_offset: 6, text_baseline: "middle", text_color: colours.text, text_font_size: "12px", text_font: font });
-      this.dots = torchlens.source({ x: [], y: [], colour: [], size: [] });
-      plot.scatter({ ...torchlens.fields("x", "y", "size"), source: this.dots, fill_color: { field: "colour" }, line_color: colours.ground, line_width: 0.7 });
+      plot.quad({
+        ...fields("left", "right", "bottom", "top"),
+        source: source(quads),
+        fill_color: { field: "colour" },
+        line_color: null,
+      });
+      plot.text({
+        ...fields("x", "y", "text"),
+        source: source(texts),
+        x_offset: 6,
+        text_baseline: "middle",
+        ...this.textLook("12px", colours.text),
+      });
+      this.dots = source({ x: [], y: [], colour: [], size: [] });
+      plot.scatter({
+        ...fields("x", "y", "size"),
+        source: this.dots,
+        fill_color: { field: "colour" },
+        line_color: colours.ground,
+        line_width: 0.7,
+      });
+      this.names = source({ x: [], y: [], text: [] });
+      plot.text({
+        ...fields("x", "y", "text"),
+        source: this.names,
+        text_align: "right",
+        x_offset: -8,
+        text_baseline: "middle",
+        ...this.textLook("11px"),
+      });
       plot.on_event("mousemove", ({ x, y }) => this.hover(x, y, longest));
       plot.on_event("mouseleave", () => this.tip.hide());
-      plot.on_event("tap", ({ x, y }) => { const rank = this.rankAt(x, y, longest); if (rank !== null) this.page.view.set({ rank }); });
+      plot.on_event("tap", ({ x, y }) => {
+        const rank = this.rankAt(x, y, longest);
+        if (rank !== null) this.page.view.set({ rank });
+      });
       return plot;
     }
 
     fill() {
-      const { colours, view } = this, named = torchlens.namedRanks(this.page.contents.report), found = { x: [], y: [], colour: [], size: [] };
+      const { colours, view } = this;
+      const named = torchlens.namedRanks(this.page.contents.report);
+      const found = { x: [], y: [], colour: [], size: [] };
       this.data.forEach(({ dots, rank: of }, at) => {
         const stands = (rank) => (rank === view.rank ? 2 : named.has(rank) ? 1 : 0);
         for (const [seconds, rank] of [...dots].sort(([, one], [, other]) => stands(one) - stands(other))) {
@@ -62,6 +117,18 @@
         }
       });
       this.dots.data = found;
+      this.names.data = this.ranksByName(named);
+    }
+
+    // The ranks that stand out, beside their dots in the first row.
+    ranksByName(named) {
+      const dots = this.data[0].dots.filter(([, rank]) => rank === this.view.rank || named.has(rank)).slice(0, 3);
+      const y = this.data.length - 0.5;
+      return {
+        x: dots.map(([seconds]) => seconds),
+        y: dots.map(() => y),
+        text: dots.map(([, rank]) => `rank ${rank}`),
+      };
     }
 
     dotAt(row, x, longest) {
@@ -71,35 +138,48 @@
 
     rankAt(x, y, longest) {
       const row = this.data[this.data.length - 1 - Math.floor(y)];
-      return row ? row.rank ?? this.dotAt(row, x, longest)?.[1] ?? null : null;
+      return row ? (row.rank ?? this.dotAt(row, x, longest)?.[1] ?? null) : null;
     }
 
     hover(x, y, longest) {
       const row = this.data[this.data.length - 1 - Math.floor(y)];
-      if (!row || x < 0) { this.tip.hide(); return; }
+      if (!row || x < 0) {
+        this.tip.hide();
+        return;
+      }
       const dot = this.dotAt(row, x, longest);
-      this.tip.show([...row.tip, ...(dot ? [`rank ${dot[1]}: ${torchlens.duration(dot[0])}`] : [])]);
+      this.tip.show([...row.tip, ...(dot ? [`rank ${dot[1]}: ${duration(dot[0])}`] : [])]);
     }
   }
 
   // Own time of modules: the mean over ranks, and each rank.
   class Modules extends Bars {
-    right = 76;
-
-    get axisWords() { return this.onDevice ? "in a step on the device, mean over ranks" : "in a step; bar: mean over ranks, dots: each rank"; }
+    get axisWords() {
+      return this.onDevice
+        ? "in a step on the device, mean over ranks"
+        : "in a step; bar: mean over ranks, dots: each rank";
+    }
 
     rows() {
-      const { modules } = this.page.contents.report, { colours } = this;
+      const { modules } = this.page.contents.report;
+      const { colours } = this;
       this.onDevice = modules.some(({ device_s }) => device_s !== null);
       return modules.slice(0, MOST_MODULES).map((module) => {
-        const mean = this.onDevice ? module.device_own_s_per_step ?? 0 : module.own_s_per_step, ranks = Object.entries(module.by_rank);
+        const mean = this.onDevice ? (module.device_own_s_per_step ?? 0) : module.own_s_per_step;
+        const ranks = Object.entries(module.by_rank);
         const slowest = ranks.reduce((one, other) => (one && one[1] >= other[1] ? one : other), null);
         return {
-          label: torchlens.short(module.name, this.isNarrow ? 8 : 16), bars: [[mean, colours.forward]], text: "",
+          label: short(module.name, this.isNarrow ? 8 : 16),
+          bars: [[mean, colours.forward]],
+          text: "",
           dots: this.onDevice || ranks.length < 2 ? [] : ranks.map(([rank, seconds]) => [seconds, Number(rank)]),
           tip: [
-            torchlens.short(module.name, 80), `mean over ranks: ${torchlens.duration(mean)} a step, own`, `${module.calls} calls`,
-            ...(slowest && ranks.length > 1 ? [`slowest${this.onDevice ? " by the host's clock" : ""}: rank ${slowest[0]}, ${torchlens.duration(slowest[1])}`] : []),
+            short(module.name, 80),
+            `mean over ranks: ${duration(mean)} a step, own`,
+            `${module.calls} calls`,
+            ...(slowest && ranks.length > 1
+              ? [`slowest${this.onDevice ? " by the host's clock" : ""}: rank ${slowest[0]}, ${duration(slowest[1])}`]
+              : []),
           ],
         };
       });
@@ -108,45 +188,67 @@
 
   // Waiting in one collective, by rank: who waits least is whom the others wait for.
   class Collectives extends Bars {
-    right = 96;
     axisWords = "waited, in all";
 
     constructor(page, figure) {
       super(page, figure);
       this.chosen = 0;
-      const { label, select } = torchlens.choice("Collective", "collective", [], (at) => { this.chosen = Number(at); this.ask(["theme"]); page.draw(); });
+      const { label, select } = torchlens.choice("Collective", "collective", [], (at) => {
+        this.chosen = Number(at);
+        this.ask(["contents"]);
+        page.draw();
+      });
       this.select = select;
-      this.place.before(torchlens.element("div", { className: "controls" }, label));
-      this.words = torchlens.element("p", { className: "chart-words" });
+      this.place.before(element("div", { className: "controls" }, label));
+      this.words = element("p", { className: "chart-words" });
       figure.append(this.words);
     }
 
     rows() {
-      const { report } = this.page.contents, { colours } = this, named = torchlens.namedRanks(report);
-      const all = report.collectives.filter((row) => row.joined && Object.keys(row.by_rank).length).slice(0, MOST_COLLECTIVES);
-      const text = (row) => `${row.operation}${row.dtype ? ` ${row.dtype}` : ""}, ${torchlens.short(row.description || row.group, 24)} of ${row.pair ? `ranks ${row.pair.join(" and ")}` : `ranks ${torchlens.short(row.ranks ?? row.ranks_seen, 30)}`}`;
-      this.select.replaceChildren(...all.map((row, at) => torchlens.element("option", { value: at, text: text(row) })));
-      const row = all[this.chosen] ?? all[this.chosen = 0];
+      const { report } = this.page.contents;
+      const { colours } = this;
+      const named = torchlens.namedRanks(report);
+      const all = report.collectives
+        .filter((row) => row.joined && Object.keys(row.by_rank).length)
+        .slice(0, MOST_COLLECTIVES);
+      const text = (row) => {
+        const ranks = row.pair ? row.pair.join(" and ") : short(row.ranks ?? row.ranks_seen, 30);
+        const what = short(row.dtype ? `${row.operation} ${row.dtype}` : row.operation, 40);
+        return `${what}, ${short(row.description || row.group, 24)} of ranks ${ranks}`;
+      };
+      this.select.replaceChildren(...all.map((row, at) => torchlens.option(at, text(row))));
+      const row = all[this.chosen] ?? all[(this.chosen = 0)];
       if (!row) return [];
       this.select.value = String(this.chosen);
       const ranks = Object.entries(row.by_rank).map(([rank, of]) => [Number(rank), of]);
       ranks.sort(([one, a], [other, b]) => named.has(other) - named.has(one) || b.last - a.last || one - other);
-      const shown = ranks.slice(0, MOST_RANKS), share = (of) => torchlens.percent(of.last / row.joined);
+      const shown = ranks.slice(0, MOST_RANKS);
+      const share = (of) => percent(of.last / row.joined);
       const [first, most] = ranks.reduce((one, next) => (next[1].last > one[1].last ? next : one));
       this.figure.classList.add("own-words");
-      this.words.replaceChildren(torchlens.element("strong", {
-        text: `What each rank waited in ${text(row)}, over the whole run.`
-          + (row.joined_whole && most.last ? ` Rank ${first} came last in ${share(most)} of ${row.joined}.` : ""),
-      }), `${row.asynchronous ? " Lighter: how much earlier a rank issued asynchronous ones, not time that it was blocked." : ""}`
-        + ` Who waits least is whom the others wait for.${shown.length < ranks.length ? ` ${shown.length} of ${ranks.length} ranks.` : ""}`);
+      const last = row.joined_whole && most.last ? ` Rank ${first} came last in ${share(most)} of ${row.joined}.` : "";
+      this.words.replaceChildren(
+        element("strong", { text: `What each rank waited in ${text(row)}, over the whole run.${last}` }),
+        row.asynchronous ? " Lighter: how much earlier a rank issued one, not time that it was blocked." : "",
+        " Who waits least is whom the others wait for.",
+        shown.length < ranks.length ? ` ${shown.length} of ${ranks.length} ranks.` : "",
+      );
       return shown.map(([rank, of]) => ({
-        rank, label: this.isNarrow ? String(rank) : `rank ${rank}`, dots: [],
-        bars: [[of.exposed_wait_s, colours.communication], ...(row.asynchronous ? [[of.overlapped_wait_s, colours.rule]] : [])],
+        rank,
+        label: this.isNarrow ? String(rank) : `rank ${rank}`,
+        dots: [],
+        bars: [
+          [of.exposed_wait_s, colours.communication],
+          ...(row.asynchronous ? [[of.overlapped_wait_s, colours.rule]] : []),
+        ],
         text: row.joined_whole ? `last: ${share(of)}` : "",
         tip: [
-          `rank ${rank}`, `waited ${torchlens.duration(of.exposed_wait_s)} in all`,
-          ...(row.asynchronous ? [`issued ${torchlens.duration(of.overlapped_wait_s)} earlier, in all`] : []),
-          ...(row.joined_whole ? [`came last in ${of.last} of ${row.joined} (${share(of)})`] : ["who came last is not known"]),
+          `rank ${rank}`,
+          `waited ${duration(of.exposed_wait_s)} in all`,
+          ...(row.asynchronous ? [`issued ${duration(of.overlapped_wait_s)} earlier, in all`] : []),
+          ...(row.joined_whole
+            ? [`came last in ${of.last} of ${row.joined} (${share(of)})`]
+            : ["who came last is not known"]),
         ],
       }));
     }

@@ -1,9 +1,17 @@
-// What is looked at: section, selected steps, zoom, step, rank, quantity, grouping, order, clock, theme. All of it is in
-// the address, so that a link leads to the very view; nothing is kept anywhere else.
+// What is looked at: section, selected steps, zoom, step, rank, quantity, grouping, order, clock, theme. All of it is
+// in the address, so that a link leads to the very view; nothing is kept anywhere else.
 {
   const DEFAULTS = {
-    section: "", steps: null, zoom: null, step: null, rank: null, quantity: "excess", group: "none", order: "rank",
-    clock: "host", theme: "system",
+    section: "",
+    steps: null,
+    zoom: null,
+    step: null,
+    rank: null,
+    quantity: "excess",
+    group: "none",
+    order: "rank",
+    clock: "host",
+    theme: "system",
   };
   const ONE_OF = { order: ["rank", "slowness"], clock: ["host", "device"], theme: ["system", "light", "dark"] };
   const QUIET_MS = 350; // browsers let a page write its address some hundred times in half a minute
@@ -16,15 +24,22 @@
     return Number.isInteger(first) && Number.isInteger(last) && first <= last ? [first, last + 1] : null;
   }
 
-  function text(part) {
-    try { return decodeURIComponent(part); } catch { return ""; }
+  function decoded(part) {
+    try {
+      return decodeURIComponent(part);
+    } catch {
+      return "";
+    }
   }
 
   function parsed(hash) {
-    const view = { ...DEFAULTS }, [section, ...parts] = hash.replace(/^#/, "").split(";");
-    view.section = text(section);
+    const view = { ...DEFAULTS };
+    const [section, ...parts] = hash.replace(/^#/, "").split(";");
+    view.section = decoded(section);
     for (const part of parts) {
-      const at = part.indexOf("="), key = part.slice(0, at), value = text(part.slice(at + 1));
+      const at = part.indexOf("=");
+      const key = part.slice(0, at);
+      const value = decoded(part.slice(at + 1));
       if (at < 0 || !Object.hasOwn(DEFAULTS, key) || key === "section") continue;
       if (key === "steps" || key === "zoom") view[key] = steps(value);
       else if (key === "step" || key === "rank") view[key] = whole(value);
@@ -49,13 +64,16 @@
       this.now = parsed(location.hash);
       this.wroteAt = -Infinity;
       addEventListener("hashchange", () => {
-        const next = parsed(location.hash), isBare = !location.hash.includes(";");
+        const next = parsed(location.hash);
+        const isBare = !location.hash.includes(";");
         this.became(isBare ? { ...this.now, section: next.section } : next);
       });
     }
 
     // Calls back with the view and what has changed in it.
-    watch(listener) { this.listeners.push(listener); }
+    watch(listener) {
+      this.listeners.push(listener);
+    }
 
     set(changes) {
       this.became({ ...this.now, ...changes });
@@ -81,7 +99,8 @@
         history.replaceState(history.state, "", written(this.now));
       };
       const left = this.wroteAt + QUIET_MS - performance.now();
-      if (left <= 0) put(); else this.waiting = setTimeout(put, left);
+      if (left <= 0) put();
+      else this.waiting = setTimeout(put, left);
     }
 
     became(next) {

@@ -6,14 +6,27 @@ const torchlens = {};
 {
   torchlens.duration = (seconds) => {
     if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "not measured";
-    for (const [scale, unit] of [[1, "s"], [1e-3, "ms"], [1e-6, "us"]]) {
+    for (const [scale, unit] of [
+      [1, "s"],
+      [1e-3, "ms"],
+      [1e-6, "us"],
+    ]) {
       if (Math.abs(seconds) >= scale) {
-        const value = seconds / scale, size = Math.abs(value);
+        const value = seconds / scale;
+        const size = Math.abs(value);
         return `${value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2)} ${unit}`;
       }
     }
     return `${(seconds * 1e9).toFixed(0)} ns`;
   };
+
+  // On an axis: without zeros at the end.
+  torchlens.tick = (text) => (value) =>
+    value === 0
+      ? "0"
+      : text(value)
+          .replace(/(\.\d*?)0+(?= )/, "$1")
+          .replace(/\.(?= )/, "");
 
   torchlens.percent = (share) => {
     if (share === null || share === undefined || Number.isNaN(share)) return "not measured";
@@ -23,6 +36,7 @@ const torchlens = {};
   // More or less than the others.
   torchlens.signed = (share) => {
     if (Number.isNaN(share)) return "not compared";
+    if (Math.abs(share) < 0.0005) return "0.0%";
     return share >= 0 ? `+${torchlens.percent(share)}` : `\u2212${torchlens.percent(-share)}`;
   };
 
@@ -59,7 +73,10 @@ const torchlens = {};
   // "step 7" or "steps 8 to 15", of [since, until).
   torchlens.steps = (since, until) => (until - since > 1 ? `steps ${since} to ${until - 1}` : `step ${since}`);
 
-  torchlens.PART_WORDS = new Map([["communication", "wait"], ["tool", "this tool"]]);
+  torchlens.PART_WORDS = new Map([
+    ["communication", "wait"],
+    ["tool", "this tool"],
+  ]);
   torchlens.partWord = (part) => torchlens.PART_WORDS.get(part) ?? part;
 
   const collator = new Intl.Collator("en", { numeric: true });
@@ -81,10 +98,12 @@ const torchlens = {};
     return made;
   };
 
+  torchlens.option = (value, text) => torchlens.element("option", { value, text: torchlens.short(text, 80) });
+
   // options: [value, text] each.
   torchlens.choice = (label, name, options, chosen) => {
     const select = torchlens.element("select", { name });
-    select.append(...options.map(([value, text]) => torchlens.element("option", { value, text })));
+    select.append(...options.map(([value, text]) => torchlens.option(value, text)));
     select.addEventListener("change", () => chosen(select.value));
     return { label: torchlens.element("label", {}, `${label} `, select), select };
   };

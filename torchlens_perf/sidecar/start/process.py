@@ -96,13 +96,17 @@ def by_hand(
     priority.lower()
     run.create()
     keep_log(run, host)
-    with ownership.as_private_as(run.nodes):
-        if not any(path.exists() for path in run.registered_rings(host)):
-            from torchlens_perf.sidecar.rings import segments
+    try:
+        with ownership.as_private_as(run.nodes):
+            if not any(path.exists() for path in run.registered_rings(host)):
+                from torchlens_perf.sidecar.rings import segments
 
-            if segments.hosts(run):
-                return _replay(run, lock, replaying, quiet=quiet)
-        _read(run, host, lock, {})
+                if segments.hosts(run):
+                    return _replay(run, lock, replaying, quiet=quiet)
+            _read(run, host, lock, {})
+    except KeyboardInterrupt:
+        lock.remove()  # whoever reads on has one of his own
+        raise
     return 0
 
 

@@ -1,0 +1,151 @@
+"""The real program in a real terminal: drawn, resized, without colour or Unicode, ended, and the terminal as before."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("textual", reason="Textual is not installed: pip install 'torchlens-perf[top]'")
+
+from tests.support.live_simulation import LiveSimulation
+from tests.support.long import long
+from tests.support.processes import SCRIPTS, clean_environ, wait_for_sidecar
+from tests.support.tmux import PROMPT, Tmux
+from tests.support.warm_python import WarmPython
+from torchlens_perf.run.directory import RunDirectory
+
+pytestmark = [pytest.mark.slow]
+
+TOP = f"{sys.executable} -m torchlens_perf top"
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSimulation]:
+    """A live run of eight ranks, of which rank 3 is slow."""
+    path = tmp_path_factory.mktemp("terminal") / "run"
+    with LiveSimulation(path, 8, "constant:rank=3,share=0.3,phase=forward", node_size=4) as live:
+        live.goes_on(4)
+        yield live
+
+
+def test_live_run(tmp_path: Path) -> None:
+    """A training process: its progress and how long is left, what its rank does now, and that it has ended."""
+    runs, stop = tmp_path / "runs", tmp_path / "stop"
+    environ = clean_environ({"TORCHLENS_PERF_TOTAL_STEPS": "1000000"})
+    with open(tmp_path / "log", "wb") as log:
+        command = [sys.executable, str(SCRIPTS / "train_until_told.py"), str(runs), str(stop)]
+        training = WarmPython(command, cwd=tmp_path, env=environ, stdout=log, stderr=log)
+    try:
+        with Tmux(environment={"TORCHLENS_PERF_DIR": str(runs)}) as terminal:
+            terminal.type(f"stty -g > {tmp_path}/before; {TOP}", "Enter")
+            terminal.sees("1 rank LIVE ")
+            terminal.sees(lambda lines: re.match(r"[\d,]+ of 1,000,000 steps \([\d.]+%\) .* left", lines[1]))
+            terminal.type("Enter")
+            terminal.sees("── rank 0")
+            lines = terminal.sees(": running")
+            assert any(
+                re.match(r"at [\d:]{8}: in step \d+ for [\d.]+ .?s, (inside|outside of) ", line) for line in lines
+            )
+            stop.touch()
+            terminal.sees("1 rank ENDED ")
+            terminal.type("q")
+            terminal.sees(lambda lines: lines[-1].startswith(PROMPT.strip()))
+            terminal.type(f"echo code $?; stty -g > {tmp_path}/after; echo done", "Enter")
+            lines = terminal.sees("code 0 done")
+    finally:
+        stop.touch()
+        training.wait(60)
+        for path in runs.glob("*/nodes"):
+            wait_for_sidecar(RunDirectory(path.parent))
+    assert (tmp_path / "before").read_text() == (tmp_path / "after").read_text() != ""
+    assert not any("rank 0" in line for line in lines)  # the screen before is back
+
+
+@pytest.mark.parametrize("size", [(80, 24), *long(((120, 40),), ((200, 60),))])
+def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> None:
+    """The slow rank, its cost and what to do can be read whole, with all ranks, all parts, and the keys below."""
+    with Tmux(*size) as terminal:
+        terminal.type(f"{TOP} {planted.run.path}", "Enter")
+        terminal.sees("q quit")
+        lines = terminal.sees(
+            "Next: compare the model on rank 3: its input sizes, then clocks and neighbours on that machine."
+        )
+
+    text = " ".join(" ".join(lines).split())
+    assert len(lines) == size[1]
+    assert lines[0].startswith("simulation  run  8 ranks")
+    assert re.search(r"Rank 3 \(node-0000\) is slow in the forward pass: .*, since the start\.", text)
+    assert all(re.search(rf"\b{rank} [.:S] +[-+]?\d+%", text) for rank in range(8))
+    assert all(re.search(rf"{part} +[\d.]+ m?s +[\d.]+%", text) for part in ("data", "forward", "optimizer", "wait"))
+    assert lines[-1].startswith("q quit  ? help  Enter open")
+    assert "…" not in text.replace("mean of…", "")
+
+
+@pytest.mark.long
+def test_resized(planted: LiveSimulation) -> None:
+    """While it runs, to any size and back."""
+    with Tmux(120, 40) as terminal:
+        terminal.type(f"{TOP} {planted.run.path}", "Enter")
+        before = terminal.sees("Enter open")
+        for columns, lines in ((60, 16), (20, 5), (200, 60)):
+            terminal.resize(columns, lines)
+            terminal.sees(lambda shown, lines=lines: len(shown) == lines and shown[-1].startswith("q quit"))
+        terminal.resize(120, 40)
+        terminal.sees(lambda lines: lines == before)
+
+
+def test_without_colour(planted: LiveSimulation) -> None:
+    """NO_COLOR: not one, and the slow rank is found all the same."""
+    with Tmux(environment={"NO_COLOR": "1"}) as terminal:
+        terminal.type(f"{TOP} {planted.run.path}", "Enter")
+        lines = terminal.sees("3 S +")
+        styled = "\n".join(terminal.lines(styled=True))
+    with Tmux() as terminal:
+        terminal.type(f"{TOP} {planted.run.path}", "Enter")
+        terminal.sees("3 S +")
+        coloured = "\n".join(terminal.lines(styled=True))
+
+    color = re.compile(r"\x1b\[[\d;]*\b(3[0-8]|4[0-8]|9\d|10\d)[;m]")
+    assert color.search(coloured)
+    assert not color.search(styled)
+    assert lines
+
+
+@pytest.mark.long
+def test_without_unicode(planted: LiveSimulation) -> None:
+    """LC_ALL=C: all of it in ASCII, also where it is drawn from a terminal that is not told of Unicode."""
+    with Tmux(environment={"LC_ALL": "C"}) as terminal:
+        terminal.type(f"{TOP} {planted.run.path}", "Enter")
+        lines = terminal.sees("-- verdicts: 1 now ---")
+        terminal.type("w", "Enter")
+        rank = terminal.sees("-- rank 3")
+
+    assert all(line.isascii() for line in (*lines, *rank))
+
+
+@pytest.mark.parametrize("end", ["C-c", *long("SIGTERM", "C-z")])
+def test_ended(planted: LiveSimulation, end: str) -> None:
+    """By Ctrl-C, by SIGTERM, or stopped for a while by Ctrl-Z: the shell has its screen and its keys again."""
+    with Tmux() as terminal:
+        terminal.type("echo before", "Enter")
+        terminal.type(f"{TOP} {planted.run.path}", "Enter")
+        terminal.sees("q quit")
+        if end == "SIGTERM":
+            os.kill(terminal.pid(), signal.SIGTERM)
+        else:
+            terminal.type(end)
+        terminal.sees("before")
+        if end == "C-z":
+            terminal.sees("Stopped")
+            terminal.type("fg", "Enter")
+            terminal.sees("q quit")
+            terminal.type("q")
+            terminal.sees("before")
+        terminal.type("echo code $?", "Enter")
+        terminal.sees(f"code {128 + signal.SIGTERM if end == 'SIGTERM' else 0} ")
