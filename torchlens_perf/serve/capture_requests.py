@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchlens_perf.serve.ask_capture import ask_capture
 from torchlens_perf.report.captures import captures
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.captures import FLIGHT_RECORDER, SNAPSHOT, STACKS, TRACE
+from torchlens_perf.serve.ask_capture import ask_capture
 from torchlens_perf.serve.live_page import capture_address, captured_words
 from torchlens_perf.serve.readers import NoSuchError
 from torchlens_perf.serve.run_names import run_directory

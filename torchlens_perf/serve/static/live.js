@@ -64,9 +64,9 @@
   }
 
   async function renew(text) {
-    const next = new DOMParser().parseFromString(text, "text/html"), contents = next.getElementById("contents");
-    if (!contents) throw new Error("this is no page of a run");
-    await window.torchlensPage?.update(JSON.parse(contents.textContent), text);
+    const next = new DOMParser().parseFromString(text, "text/html");
+    if (!next.getElementById("contents") || !window.torchlensPage) throw new Error("load this page anew");
+    await torchlensPage.update(text);
     const captured = next.getElementById("captured"), own = document.getElementById("captured");
     if (captured && own) own.replaceWith(document.adoptNode(captured));
     const summaries = [document, next].map((each) => each.querySelector("#captures > summary"));
