@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import time
@@ -140,6 +141,19 @@ def test_a_viewer_who_does_not_read_holds_nobody_up(live: LiveSimulation, viewer
         for _ in range(3):
             live.goes_on()
             version = newer(news, str(version))["version"]
+
+
+def test_a_run_that_falls_silent(live: LiveSimulation, viewer: Viewer) -> None:
+    """No rank has ended, and nothing is written any more: that is said, in the page and in the list."""
+    before_s = time.time() - 300
+    os.utime(live.run.nodes, (before_s, before_s))
+    with viewer.news(live.name) as news:
+        event = news.next()
+        assert event["is_live"]
+        assert event["problem"].startswith("nothing new for 5 minutes: no rank has ended")
+        assert "silent for 5 minutes" in viewer.ask(f"/?search={live.name}").text
+        live.goes_on()
+        assert newer(news, event["version"])["problem"] == ""
 
 
 def test_a_run_that_is_removed(live: LiveSimulation, viewer: Viewer) -> None:

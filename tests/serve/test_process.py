@@ -7,6 +7,7 @@ import errno
 import http.client
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from tests.support.failing_calls import everything_ended, library
 from tests.support.leftovers import eventually
 from tests.support.long import long
-from tests.support.page_server import ENDS_WITHIN_S, PageServer
+from tests.support.page_server import ENDS_WITHIN_S, PageServer, Stranger
 from tests.support.processes import ROOT, clean_environ
 
 pytestmark = pytest.mark.distributed
@@ -68,12 +69,41 @@ def test_only_this_machine_is_let_in(runs: Path) -> None:
         assert [line.split()[1].partition(":")[0] for line in found] == ["0100007F"]
 
 
+def test_it_says_how_to_end_it(runs: Path) -> None:
+    """And how many runs there are; the address alone is on stdout, for scripts."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchlens_perf", "serve", str(runs)],
+        cwd=ROOT, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("http://")
+    process.send_signal(signal.SIGINT)
+    out, said = process.communicate(timeout=ENDS_WITHIN_S)
+    assert (out, process.returncode) == ("", 0)
+    assert said == f"torchlens-perf: 1 run in {runs}; Ctrl-C ends the server\n"
+
+
+def test_readers_take_no_module_from_where_it_is_started(runs: Path, tmp_path: Path) -> None:
+    """A script's folder may have files that are called as Python's own."""
+    for name in ("pickle", "queue", "random", "types", "anyio", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    script = tmp_path / "bin" / "start.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import sys\nfrom torchlens_perf.commands.cli import main\nif __name__ == '__main__': sys.exit(main())\n"
+    )
+    with PageServer(runs, cwd=tmp_path, script=str(script)) as server:
+        assert server.viewer().page("done")
+
+
 def test_others_are_let_in_if_that_is_said_twice(runs: Path) -> None:
     """A warning says who can reach it then; names that lead here are this host's."""
     with PageServer(runs, "--host", "0.0.0.0", "--let-others-in") as server:
-        stranger = server.stranger()
+        assert server.stranger().address.hostname == socket.gethostname().lower()
+        port = server.stranger().address.port
+        stranger = Stranger(server.address.replace(socket.gethostname(), "127.0.0.1"))
         for host in ("127.0.0.1", socket.gethostname()):
-            assert stranger.ask("/", Host=f"{host}:{stranger.address.port}").status == 403
+            assert stranger.ask("/", Host=f"{host}:{port}").status == 403
         assert stranger.ask("/", Host="evil.example").status == 421
         server.process.terminate()
         said = server.said()
@@ -129,11 +159,10 @@ def test_what_is_no_http_is_refused(runs: Path) -> None:
 
 @pytest.fixture
 def hanging(tmp_path: Path, runs: Path) -> Iterator[tuple[Path, Path, dict[str, str]]]:
-    """A folder with two runs, of which "stuck" hangs for as long as a file is there; both, and the environment."""
+    """A folder of runs, of which all but "well" hang for as long as a file is there; both, and the environment."""
     folder, flag = tmp_path / "runs", tmp_path / "hangs"
-    for name in ("well", "stuck"):
-        subprocess.run(["cp", "-r", runs / "done", folder / name] if folder.exists() else ["mkdir", folder], check=True)
-        subprocess.run(["cp", "-rT", runs / "done", folder / name], check=True)
+    for name in ("well", "stuck", "stuck-too"):
+        shutil.copytree(runs / "done", folder / name)
     with everything_ended(str(flag)):
         yield folder, flag, {
             "LD_PRELOAD": str(library()), "FAILING_PATHS": str(folder / "stuck"), "FAILING_WITH": "hang",
@@ -152,10 +181,12 @@ def test_a_disk_that_hangs_holds_up_its_run_only(hanging: tuple[Path, Path, dict
             news.next()
             flag.touch()
             event = news.next()
-            assert "did not answer within" in event["problem"]
+            assert "its disk did not answer within 5 s" in event["problem"]
             assert viewer.page("well")
             assert viewer.ask("/").status == 200
             assert viewer.page("stuck")  # as it was
+            assert "This run is being read" in viewer.ask("/runs/stuck-too/").text
+            assert eventually(lambda: viewer.ask("/runs/stuck-too/").status == 503)
             flag.unlink()
             assert news.until(problem="")["version"] == event["version"]
             flag.touch()
@@ -172,7 +203,7 @@ def test_a_disk_that_refuses(hanging: tuple[Path, Path, dict[str, str]], error: 
     with PageServer(folder, **{**environment, "FAILING_WITH": str(error)}) as server:
         viewer = server.viewer()
         text = viewer.ask("/").text
-        assert text.count('href="runs/') == 2
+        assert text.count('href="runs/') == 3
         assert os.strerror(error) in text
         answer = viewer.ask("/runs/stuck/")
         assert (answer.status, os.strerror(error) in answer.text) == (503, True)

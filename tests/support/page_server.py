@@ -156,12 +156,20 @@ class News:
 class PageServer:
     """One server. Its process is ended when the context is left."""
 
-    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, cwd: Path = ROOT, script: str = "", **environment: str) -> None:
+        """script: in place of `-m torchlens_perf`."""
         self.folder = folder
-        command = [sys.executable, "-m", "torchlens_perf", "serve", str(folder), *arguments]
+        command = [
+            sys.executable,
+            *([script] if script else ["-m", "torchlens_perf"]),
+            "serve",
+            str(folder),
+            "--quiet",
+            *arguments,
+        ]
         environ = {**clean_environ(environment), "PYTHONPATH": _python_path()}
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environ
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environ
         )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()

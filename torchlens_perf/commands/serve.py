@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.errors import ConfigError
+from torchlens_perf.errors import ConfigError, printable
 
 _NEEDS = ("starlette", "uvicorn", "anyio")
 
@@ -57,6 +58,9 @@ def serve(options: argparse.Namespace) -> int:
             found = find_runs(folder, progress)
         if is_open:
             servers.warn(options.host)
+        if not options.quiet:
+            count = f"{len(found)} run{'s' if len(found) != 1 else ''}"
+            print(f"torchlens-perf: {count} in {printable(folder)}; Ctrl-C ends the server", file=sys.stderr)
         servers.serve(Server(folder, found, is_one=is_run(folder)), listening, options.host)
     return 0
 

@@ -86,12 +86,12 @@ class Guard:
         return None
 
     def _welcome(self, path: str, query: list[tuple[str, str]]) -> Response:
-        """A page that leads on at once, with the cookie. The token leaves the address, and so the history.
+        """A page that leads to itself without the token, which so leaves the address and the history; with the cookie.
 
         No redirect: where another site's page has led here, as a terminal in a browser does, the browser would not send
         the cookie with that.
         """
-        target = quote(f"/{path.lstrip('/')}") + (f"?{urlencode(query)}" if query else "")
+        target = f"./{quote(path.rpartition('/')[2])}" + (f"?{urlencode(query)}" if query else "")
         page = tag(
             "html",
             tag(

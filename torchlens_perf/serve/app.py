@@ -33,7 +33,7 @@ from torchlens_perf.errors import printable
 from torchlens_perf.page.document.html import LIVE_POLICY
 from torchlens_perf.serve.capture_requests import ask, block, progress
 from torchlens_perf.serve.follow import Follower, News
-from torchlens_perf.serve.list_page import list_page
+from torchlens_perf.serve.list_page import list_page, waiting_page
 from torchlens_perf.serve.live_page import step_as_json
 from torchlens_perf.serve.readers import ReadError, Readers
 from torchlens_perf.serve.run_list import RunList
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
     from torchlens_perf.serve.runs import Found
 
-_QUICK, _SLOW = 2, 2  # readers for what takes milliseconds, and for whole runs
+_QUICK, _SLOW, _LISTING = 2, 2, 1  # readers for what takes milliseconds, for whole runs, and for the list
+_PATIENCE_S = 3.0  # of who opens a run that takes long to read
 _MAX_FOLLOWED = 16  # runs of which the newest page is held ready, besides those that somebody looks at
 _MAX_BODY_BYTES = 10_000
 _STEP_WITHIN_S, _CAPTURE_WITHIN_S, _BLOCK_WITHIN_S = 60.0, 30.0, 30.0
@@ -59,8 +60,8 @@ class Server:
     def __init__(self, folder: str, found: Sequence[Found], *, is_one: bool) -> None:
         """folder: of runs, or a run if is_one; with no link in it. found: by find_runs() just now."""
         self._folder, self._is_one = folder, is_one
-        self._quick, self._slow = Readers(_QUICK), Readers(_SLOW)
-        self._list = RunList(folder, self._slow, found)
+        self._quick, self._slow, self._listing = Readers(_QUICK), Readers(_SLOW), Readers(_LISTING)
+        self._list = RunList(folder, self._listing, found)
         self._followers: OrderedDict[str, Follower] = OrderedDict()
         self._steps: dict[tuple[str, int], asyncio.Task[bytes]] = {}
 
@@ -87,8 +88,8 @@ class Server:
         for follower in self._followers.values():
             follower.close()
         self._list.close()
-        self._quick.close()
-        self._slow.close()
+        for readers in (self._quick, self._slow, self._listing):
+            readers.close()
 
     # -- pages
 
@@ -98,11 +99,15 @@ class Server:
         return HTMLResponse(list_page(self._folder, listed, search, addresses()), headers=_PAGE)
 
     async def _page(self, request: Request) -> Response:
-        now = await self._follower(request).page()
+        now = await self._follower(request).page(_PATIENCE_S)
+        if now is None:
+            return HTMLResponse(waiting_page(addresses()), headers=_PAGE)
         return _packed(request, now.html, "text/html; charset=utf-8", _PAGE)
 
     async def _contents(self, request: Request) -> Response:
         now = await self._follower(request).page()
+        if now is None:
+            raise ReadError(503, "this run is still being read")
         return _packed(request, now.contents, "application/json")
 
     async def _static(self, request: Request) -> Response:
@@ -119,8 +124,8 @@ class Server:
                 "viewers": sum(each.viewers for each in followers),
                 "looks": sum(each.looks for each in followers),
                 "readings": sum(each.readings for each in followers),
-                "calls": self._quick.calls + self._slow.calls,
-                "calls_now": self._quick.busy + self._slow.busy,
+                "calls": sum(each.calls for each in (self._quick, self._slow, self._listing)),
+                "calls_now": sum(each.busy for each in (self._quick, self._slow, self._listing)),
             }
         )
 
@@ -134,7 +139,7 @@ class Server:
         key = self._run(request), request.path_params["step"]
         reading = self._steps.get(key)
         if reading is None:
-            call = self._slow.call(step_as_json, *key, within_s=_STEP_WITHIN_S)
+            call = self._slow.call(step_as_json, *key, within_s=_STEP_WITHIN_S, late="it was not read")
             reading = self._steps[key] = asyncio.ensure_future(call)
             reading.add_done_callback(lambda task: self._steps.pop(key, None))
         return _packed(request, await asyncio.shield(reading), "application/json")

@@ -27,7 +27,7 @@ HEARTBEAT_S = 15.0  # between two lines to a viewer at most: whoever is gone is 
 _ENDED_LOOK_S = 5.0  # at a run that has ended: it may begin again
 _SHARE = 4
 _PATIENCE_S = 1.0  # of a viewer, where there is a page that may be old
-_LOOK_WITHIN_S, _READ_WITHIN_S = 5.0, 120.0
+_LOOK_WITHIN_S, _READ_WITHIN_S = 5.0, 300.0
 _GONE = 404
 
 
@@ -74,17 +74,15 @@ class Follower:
         """Whether somebody waits for it."""
         return self.viewers > 0 or self._looking is not None
 
-    async def page(self) -> Rendered:
-        """The run as it is now, or was a moment ago. Raises ReadError where it is gone, or could never be read."""
+    async def page(self, patience_s: float = _READ_WITHIN_S) -> Rendered | None:
+        """The run as it is now, or was a moment ago; None where it is still being read after patience_s.
+
+        Raises ReadError where it is gone, or could never be read.
+        """
         if self._looking is not None or self._clock() >= self._next_s:
-            looking = self._look()
-            if self.rendered is None:
-                await asyncio.shield(looking)
-            else:
-                await asyncio.wait({looking}, timeout=_PATIENCE_S)
+            await asyncio.wait({self._look()}, timeout=patience_s if self.rendered is None else _PATIENCE_S)
         if self.problem is not None and (self.rendered is None or self.problem.status == _GONE):
             raise self.problem
-        assert self.rendered is not None, "there is a page or a problem"
         return self.rendered
 
     async def news(self) -> AsyncGenerator[News | None, None]:
@@ -142,7 +140,7 @@ class Follower:
             if self.rendered is None or version != self.rendered.version:
                 self.readings += 1
                 self.rendered = await self._slow.call(
-                    rendered, self._path, version, self._addresses, within_s=_READ_WITHIN_S
+                    rendered, self._path, version, self._addresses, within_s=_READ_WITHIN_S, late="it was not read"
                 )
                 self._changed_s = began_s - age_s
             self.problem = None

@@ -1,4 +1,4 @@
-"""The page that lists the runs."""
+"""The page that lists the runs, and what is shown while one takes long to read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torchlens_perf.serve.run_names import address
 from torchlens_perf.serve.runs import BEGINS, RUNNING, UNREADABLE, Found, RunLine
 from torchlens_perf.serve.static_files import Addresses
 
+ROOT = "../../"  # the list, seen from a run's page
 SILENT_S = 60.0  # a live run's sidecars write their states every few seconds
 _HEADERS = ("run", "state", "program", "ranks", "started", "verdict")
 
@@ -46,6 +47,20 @@ def list_page(folder: str, listed: Listed, search: str, addresses: Addresses) ->
     styles = by_address(addresses.styles(""))
     whole = tag("html", head("runs \u00b7 torchlens_perf", LIVE_POLICY, styles), body, lang="en")
     return f"<!DOCTYPE html>\n{html(whole)}\n"
+
+
+def waiting_page(addresses: Addresses) -> str:
+    """In a run's place while it is read for the first time; asks again by itself."""
+    again = tag("meta", http_equiv="refresh", content="2")
+    words = "This run is being read. It is a large one, or its disk is slow; it is shown as soon as that is done."
+    body = tag("body", tag("header", tag("h1", "One moment")), tag("main", tag("p", words, role="status"), all_runs()))
+    title = "reading \u00b7 torchlens_perf"
+    whole = tag("html", head(title, LIVE_POLICY, [again, by_address(addresses.styles(ROOT))]), body, lang="en")
+    return f"<!DOCTYPE html>\n{html(whole)}\n"
+
+
+def all_runs() -> Element:
+    return tag("p", tag("a", "all runs", href=ROOT))
 
 
 def _row(line: RunLine | Found, now_s: float) -> list[Child]:

@@ -15,13 +15,13 @@ from torchlens_perf.page.gather.run_contents import contents
 from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.sections.section import table
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
+from torchlens_perf.serve.list_page import ROOT, all_runs
 from torchlens_perf.serve.run_names import address, run_directory
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Capture
     from torchlens_perf.serve.static_files import Addresses
 
-_ROOT = "../../"  # seen from a run's page
 _PACKING = 1  # gzip's fastest: it is done again and again
 _MAX_CAPTURES = 32
 
@@ -43,7 +43,7 @@ def rendered(path: str, version: str, addresses: Addresses) -> Rendered:
     report = held["report"]
     is_live = report["run"]["live"]
     parts = [_status(is_live=is_live), _captures(report["captures"], is_live=is_live)]
-    live = LivePart(version, parts, addresses.styles(_ROOT), addresses.scripts(_ROOT))
+    live = LivePart(version, parts, addresses.styles(ROOT), addresses.scripts(ROOT))
     packed = [
         gzip.compress(text.encode("utf-8", "replace"), _PACKING)
         for text in (document(held, live), json.dumps(held, separators=(",", ":"), allow_nan=False))
@@ -63,7 +63,7 @@ def _status(*, is_live: bool) -> Element:
     return tag(
         "div",
         tag("p", said, id="live-status", role="status"),
-        tag("p", tag("a", "all runs", href=_ROOT)),
+        all_runs(),
         id="live",
     )
 

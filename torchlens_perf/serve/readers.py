@@ -61,11 +61,13 @@ class Readers:
         """How many calls there are now, with those that wait."""
         return len(self._tasks)
 
-    async def call(self, function: Callable[..., _T], *arguments: object, within_s: float) -> _T:
+    async def call(
+        self, function: Callable[..., _T], *arguments: object, within_s: float, late: str = "its disk did not answer"
+    ) -> _T:
         """What function(*arguments) returns in a reader; all must be picklable, and the function at a module's top.
 
-        within_s: from now on, with the time that it waits for a reader. Raises ReadError for whatever it raises, and
-        where it takes longer.
+        within_s: from now on, with the time that it waits for a reader. late: what is said where it takes longer.
+        Raises ReadError then, and for whatever the function raises.
         """
         self.calls += 1
         begun = asyncio.Event()
@@ -80,8 +82,8 @@ class Readers:
             raise
         if not done:
             task.cancel()
-            late = f"the run directory did not answer within {within_s:g} s: is its disk gone, or busy?"
-            raise ReadError(503, late if begun.is_set() else "all readers are busy; ask again in a moment")
+            why = f"{late} within {within_s:g} s" if begun.is_set() else "all readers are busy; ask again in a moment"
+            raise ReadError(503, why)
         try:
             answer = task.result()
         except BrokenWorkerProcess:

@@ -34,23 +34,27 @@ def serve(server: Server, listening: socket.socket, host: str) -> None:
         date_header=False, timeout_graceful_shutdown=_EXIT_S, limit_concurrency=_MAX_CONNECTIONS, ws="none",
     )  # fmt: skip
     logging.getLogger("uvicorn.error").addFilter(_said_by_us)
-    shown = f"[{host}]" if ":" in host else host
-    print(f"http://{shown}:{port}/?token={token}", flush=True)
-    _Ended(config, server).run(sockets=[listening])
+    shown = socket.gethostname() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
+    # Readers are Python processes that look for modules where they are started: not in whatever folder this is.
+    os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    os.chdir("/")
+    _Ended(config, server, f"http://{shown}:{port}/?token={token}").run(sockets=[listening])
 
 
 class _Ended(uvicorn.Server):
     """Ends at the first SIGINT or SIGTERM, with exit code 0: that is how it is meant to end."""
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+    def __init__(self, config: uvicorn.Config, server: Server, address: str) -> None:
+        """address: printed as soon as it can be ended so."""
         super().__init__(config)
-        self._server = server
+        self._server, self._address = server, address
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._end)
+        print(self._address, flush=True)
         try:
             yield
         finally:

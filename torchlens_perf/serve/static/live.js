@@ -26,7 +26,9 @@
 
   function say() {
     const isOld = news !== null && news.version !== shown, isLive = root.dataset.live === "running";
-    let words = isLive ? "follows the run" : "the run has ended";
+    const written = new Date(window.torchlensPage?.contents.written ?? "");
+    const asOf = Number.isNaN(written.valueOf()) ? "" : `, as of ${written.toLocaleTimeString("en-GB")}`;
+    let words = isLive ? `follows the run${asOf}` : "the run has ended";
     if (isHeld) words = isOld ? "held still: there is something newer" : "held still";
     const trouble = problem || news?.problem || "";
     status.textContent = trouble ? `${words}, but ${trouble}` : words;
