@@ -15,6 +15,7 @@ from tests.serve.conftest import SLOW
 from tests.support.page_server import PageServer, Viewer, links
 from torchlens_perf.page.gather.run_contents import contents
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.serve.run_names import address, name_in
 
 pytestmark = pytest.mark.distributed
 
@@ -41,8 +42,8 @@ def test_page_is_that_of_the_file(viewer: Viewer, runs: Path) -> None:
     assert 'data-live="ended"' in text
     addresses = re.findall(r'(?:src|href)="(\.\./\.\./static/[^"]*)"', text)
     assert len(addresses) >= 3
-    for address in addresses:
-        answer = viewer.ask(address.removeprefix("../.."))
+    for each in addresses:
+        answer = viewer.ask(each.removeprefix("../.."))
         assert answer.status == 200
         assert "immutable" in answer.headers["cache-control"]
         assert answer.headers["content-type"].startswith(("text/css", "text/javascript"))
@@ -77,6 +78,19 @@ def test_paths_lead_nowhere_else(viewer: Viewer, path: str) -> None:
     answer = viewer.ask(path)
     assert answer.status in (404, 307)  # the latter of what would be a page with a slash
     assert b"import " not in answer.body
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (b"/runs/a%20b/api/x", "a b"), (b"/runs/%ff/", "\udcff"), (b"/runs/..%2f..%2fetc/", ""), (b"/runs/%2e%2e/", ""),
+        (b"/runs/./", ""), (b"/runs/a%00/", ""), (b"/runs", ""), (b"/", ""), (b"/runs/" + b"x" * 256 + b"/", ""),
+    ],
+)  # fmt: skip
+def test_names_in_addresses(path: bytes, name: str) -> None:
+    """Names of folders, and nothing that leads out of one."""
+    assert name_in(path) == name
+    assert name == "" or name_in(f"/runs/{address(name)}/".encode()) == name
 
 
 def test_damaged_and_hostile_folders(tmp_path: Path, runs: Path) -> None:

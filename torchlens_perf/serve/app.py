@@ -19,6 +19,7 @@ import asyncio
 import dataclasses
 import gzip
 import json
+import os
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -118,16 +119,13 @@ class Server:
         return _packed(request, file.packed, file.media_type, {"cache-control": _FOR_EVER} if is_newest else {})
 
     async def _counts(self, request: Request) -> Response:
-        followers = self._followers.values()
-        return JSONResponse(
-            {
-                "viewers": sum(each.viewers for each in followers),
-                "looks": sum(each.looks for each in followers),
-                "readings": sum(each.readings for each in followers),
-                "calls": sum(each.calls for each in (self._quick, self._slow, self._listing)),
-                "calls_now": sum(each.busy for each in (self._quick, self._slow, self._listing)),
-            }
-        )
+        readers = (self._quick, self._slow, self._listing)
+        runs = {
+            os.path.basename(path): {"viewers": each.viewers, "looks": each.looks, "readings": each.readings}
+            for path, each in self._followers.items()
+        }
+        calls, calls_now = sum(each.calls for each in readers), sum(each.busy for each in readers)
+        return JSONResponse({"runs": runs, "calls": calls, "calls_now": calls_now})
 
     # -- a run that goes on
 

@@ -195,11 +195,11 @@ def test_a_hidden_page_lets_its_connection_go(tab: Tab, server: PageServer) -> N
     """A browser has six for all its tabs; shown again, it hears all."""
     viewer = server.viewer()
     opened(tab)
-    assert eventually(lambda: viewer.json("/api/counts")["viewers"] == 1)
+    assert eventually(lambda: viewer.json("/api/counts")["runs"]["live"]["viewers"] == 1)
     for hidden, viewers in (("true", 0), ("false", 1)):
         tab.value(
             f"Object.defineProperty(document, 'hidden', {{ value: {hidden}, configurable: true }}),"
             "document.dispatchEvent(new Event('visibilitychange'))"
         )
-        assert eventually(lambda wanted=viewers: viewer.json("/api/counts")["viewers"] == wanted)
+        assert eventually(lambda wanted=viewers: viewer.json("/api/counts")["runs"]["live"]["viewers"] == wanted)
     tab.until(f"{STATUS}.startsWith('follows the run')")
