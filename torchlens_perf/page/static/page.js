@@ -53,6 +53,7 @@
 
     // Finds the places of charts, and tables; again when the page's own parts have been renewed.
     settle() {
+      if (typeof Bokeh !== "undefined") torchlens.separate(document);
       for (const figure of typeof Bokeh === "undefined" ? [] : document.querySelectorAll("figure[data-chart]")) {
         const key = figure.dataset.chart;
         if (this.charts.some((chart) => chart.figure === figure)) continue;
@@ -72,14 +73,14 @@
       this.bar.show();
     }
 
-    // A picture for each quantity.
+    // A chart for each quantity.
     telemetry(outer) {
       const titles = new Set(this.contents.telemetry.map(({ title }) => title));
       const known = new Set(this.charts.map(({ figure }) => figure));
-      for (const figure of outer.querySelectorAll("figure")) {
-        if (titles.has(torchlens.figureName(figure)) && !known.has(figure)) {
-          this.charts.push(new torchlens.Telemetry(this, figure, torchlens.figureName(figure)));
-        }
+      outer.removeAttribute("tabindex");
+      for (const part of outer.querySelectorAll(".part")) {
+        const { title } = part.dataset;
+        if (titles.has(title) && !known.has(part)) this.charts.push(new torchlens.Telemetry(this, part, title));
       }
     }
 
@@ -159,8 +160,8 @@
       }
     }
 
-    // Takes over a newer page of the same run, as the live page gets it; what is selected stays. newer: the page as HTML,
-    // or its contents alone, with which words, tables and pictures stay as they were.
+    // Takes over a newer page of the same run, as the live page gets it; what is selected stays. newer: the page as
+    // HTML, or its contents alone, with which words, tables and pictures stay as they were.
     async update(newer) {
       const page = typeof newer === "string" ? new DOMParser().parseFromString(newer, "text/html") : null;
       const contents = page ? JSON.parse(page.getElementById("contents").textContent) : newer;
