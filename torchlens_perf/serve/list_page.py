@@ -6,7 +6,8 @@ import datetime
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from torchlens_perf.page.document.html import STYLES, policy, static
+from torchlens_perf.page.document.html import STYLES, policy
+from torchlens_perf.page.document.scripts import static
 from torchlens_perf.page.pictures.markup import html, name, raw, tag
 from torchlens_perf.page.sections.section import table
 from torchlens_perf.serve.runs import RunLine

@@ -145,9 +145,19 @@
       return this.work;
     }
 
+    // What is to be drawn and nearest to the middle of what is seen.
+    next() {
+      const far = ({ figure }) => {
+        const { top, bottom } = figure.getBoundingClientRect();
+        return Math.max(0, top - innerHeight / 2, innerHeight / 2 - bottom);
+      };
+      const due = this.charts.filter(({ isDue }) => isDue).map((chart) => [far(chart), chart]);
+      return due.length ? due.reduce((one, other) => (other[0] < one[0] ? other : one))[1] : null;
+    }
+
     async drawAll() {
       await Promise.resolve();
-      for (let chart; (chart = this.charts.find(({ isDue }) => isDue));) {
+      for (let chart; (chart = this.next());) {
         const top = this.heldTop();
         try {
           await chart.draw();
