@@ -364,6 +364,7 @@
     page.view.show();
     page.held = document.getElementById(page.view.now.section);
     window.torchlensPage = page;
+    dispatchEvent(new Event("torchlensready"));
   }
 
   begin().catch((error) => console.error(error)); // the pictures are there

@@ -1,4 +1,4 @@
-// Follows a run: when the server says that there is something newer, fetches it and hands it to the charts.
+// Follows a run: when the server says that there is something newer, fetches the page and takes what is new from it.
 "use strict";
 
 {
@@ -11,13 +11,11 @@
     try {
       while (shown < newest) {
         const wanted = newest;
-        const answer = await fetch("api/contents");
+        const answer = await fetch(".");
         if (!answer.ok) throw new Error(await answer.text());
-        const contents = await answer.json();
-        if (window.torchlensPage) await window.torchlensPage.update(contents);
-        const verdicts = document.querySelectorAll("#verdicts article .finding");
-        const said = contents.report.verdicts.map((verdict) => verdict.text.split(" Next: ")[0]);
-        if (verdicts.length !== said.length || [...verdicts].some((each, at) => each.textContent !== said[at])) location.reload();
+        const text = await answer.text();
+        if (!window.torchlensPage) await new Promise((done) => addEventListener("torchlensready", done, { once: true }));
+        await window.torchlensPage.update(text);
         shown = wanted;
         status.textContent = `follows the run; read at ${new Date().toLocaleTimeString()}`;
       }
