@@ -1,9 +1,10 @@
-"""What the page's charts cost: the library against another one, and how soon the page itself shows and answers.
+"""Which charting library the page has: Bokeh and Plotly with a heat map of 1024 ranks and 1000 steps, in real Chromium.
 
-    python -m benchmarks.page_charts [libraries] [answers]
+    python -m benchmarks.page_charts          # in the environment of `make test-page`, with plotly added
 
-Needs bokeh, plotly and playwright from PyPI, and Chromium. `libraries`: a heat map of 1024 ranks and 1000 steps by
-each, in one file without a network, under the page's content security policy. `answers`: pages of made contents.
+Each in one file without a network, under the page's content security policy. Printed: bytes of the library, raw and
+packed; seconds until the chart is painted; milliseconds from zooming to a half of the steps until that is painted;
+whether the policy had to allow eval; and what is installed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ LIBRARIES = {
     "Bokeh": ("bokeh", ["server/static/js/bokeh.min.js", "server/static/js/bokeh-api.min.js"]),
     "Plotly": ("plotly", ["package_data/plotly.min.js"]),
 }
-BARS = {(64, 1000): (1000.0, 200.0, 3e6), (1024, 1000): (float("inf"), 200.0, float("inf"))}  # ms, ms, bytes
 PAINTED = """
 window.painted = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() =>
   done(performance.now()))));
@@ -75,30 +75,15 @@ window.zoom = async () => {
 };
 """,
 }
-# From the end of a drag to the frame in which all that is in sight shows the selection.
-ANSWER = """
-window.answered = [];
-addEventListener("pointerup", async () => {
-  const began = performance.now();
-  await new Promise(done => setTimeout(done));
-  await torchlensPage.draw();
-  answered.push(await painted() - began);
-}, true);
-"""
 
 
 def main() -> int:
-    wanted = sys.argv[1:] or ["libraries", "answers"]
-    missed = 0
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as player:
         browser = player.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
         print(f"Chromium {browser.version}")
-        if "libraries" in wanted:
-            libraries(browser, Path(folder))
-        if "answers" in wanted:
-            missed = answers(browser, Path(folder))
+        libraries(browser, Path(folder))
         browser.close()
-    return missed
+    return 0
 
 
 def libraries(browser: Browser, folder: Path) -> None:
@@ -139,73 +124,6 @@ def libraries(browser: Browser, folder: Path) -> None:
     for what, values in rows.items():
         table.row(what, *values)
     print()
-
-
-def answers(browser: Browser, folder: Path) -> int:
-    """Returns how many bars were missed."""
-    from tests.support.page_contents import enlarged
-    from tests.support.simulations import simulation
-    from torchlens_perf.commands.simulate import record
-    from torchlens_perf.page.document.html import document
-    from torchlens_perf.page.gather.run_contents import contents
-    from torchlens_perf.run.directory import RunDirectory
-
-    run = RunDirectory(folder / "run")
-    run.create()
-    record(simulation("constant:rank=3,share=0.2,phase=forward,since=60"), 150, run, "simulated", None)
-    small = contents(run)
-    table = Table("page", "file", "first words", "heat map", "brush", "zoom", "slowest first", "group", "theme", "bars")
-    for (ranks, steps), (view_ms, brush_ms, size) in BARS.items():
-        path = folder / f"{ranks}.html"
-        path.write_text(document(enlarged(small, ranks, steps, 11, 2 * steps // 5)), "utf-8")
-        found = [measured(browser, path, steps) for _ in range(REPEATS)]
-        median = {name: statistics.median(each[name] for each in found) for name in found[0]}
-        met = path.stat().st_size <= size and median["heat map"] <= view_ms and median["brush"] <= brush_ms
-        table.row(
-            f"{ranks} x {steps}", f"{path.stat().st_size / 1e6:.2f} MB",
-            *(f"{each:.0f} ms" for each in median.values()), table.bar(met),
-        )  # fmt: skip
-    return table.missed
-
-
-def measured(browser: Browser, path: Path, steps: int) -> dict[str, float]:
-    """Milliseconds."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    tab = context.new_page()
-    tab.add_init_script(PAINTED)
-    tab.goto(f"{path.as_uri()}#heat")
-    settled = "Boolean(window.torchlensPage && torchlensPage.isDrawn && torchlensPage.charts.some(({plot}) => plot))"
-    while not tab.evaluate(settled):
-        pass
-    shown_ms = tab.evaluate("painted()")
-    words_ms = tab.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    tab.evaluate(ANSWER)
-    box = tab.locator("figure[data-chart=heat] .drawing").bounding_box()
-    assert box is not None
-    for share in (0.3, 0.4, 0.5):
-        tab.mouse.move(box["x"] + share * box["width"], box["y"] + 60)
-        tab.mouse.down()
-        tab.mouse.move(box["x"] + (share + 0.2) * box["width"], box["y"] + 66, steps=4)
-        tab.mouse.up()
-        tab.wait_for_timeout(500)
-    brush = tab.evaluate("answered")
-    assert len(brush) == 3
-
-    def timed(change: str) -> float:
-        code = f"(async () => {{ const began = performance.now(); {change}; await torchlensPage.draw(); "
-        return float(tab.evaluate(f"{code} return await painted() - began; }})()"))
-
-    found = {
-        "first words": words_ms,
-        "heat map": shown_ms,
-        "brush": statistics.median(brush),
-        "zoom": timed(f"torchlensPage.zoom({steps // 4}, {steps // 2})"),
-        "slowest first": timed("torchlensPage.view.set({order: 'slowness'})"),
-        "group": timed("torchlensPage.view.set({group: 'node'})"),
-        "theme": timed("torchlensPage.view.set({theme: 'dark'})"),
-    }
-    context.close()
-    return found
 
 
 def listen(tab: Page, problems: list[str]) -> None:

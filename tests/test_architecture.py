@@ -88,7 +88,8 @@ PURE = {
     "page.matrix", "recorder.sampling", "recorder.steps",
     "run.device.merged_rows", "run.device.step_parts", "run.fitting", "run.memory_readings", "run.oom_table",
     "run.rank_ranges", "run.records", "run.sketch", "sidecar.nodes.messages", "sidecar.nodes.summary",
-    "sidecar.schedule",
+    "sidecar.schedule", "top.cells", "top.frame", "top.grid", "top.help_text", "top.pace", "top.rank_lines",
+    "top.verdict_list",
 }  # fmt: skip
 THIRD_PARTY = {
     "anyio": {"serve.readers"},

@@ -277,7 +277,7 @@ def test_phase_histogram(exported: Exported) -> None:
     for row in exported.rows("steps"):
         for column, value in row.items():
             part = column.removesuffix("_ns")
-            if part not in ("start", "duration", "own", "cpu", "ready") and part != column and value:
+            if part not in ("start", "duration", "own", "work", "cpu", "ready") and part != column and value:
                 expected[row["rank"], part].append(int(str(value)))
     assert {key: len(values) for key, values in expected.items()} == {key: p.count for key, p in points.items()}
     for key, values in expected.items():

@@ -33,12 +33,15 @@ print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:
 
 
 def requirements(wheel: Path) -> list[Requirement]:
-    """What it needs, and py-spy, which `torchlens-perf[stacks]` adds."""
+    """What it needs, and what `torchlens-perf[stacks,top]` adds: py-spy and Textual."""
     with zipfile.ZipFile(wheel) as file:
         (name,) = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
         declared = email.message_from_bytes(file.read(name)).get_all("Requires-Dist", [])
+    extras = ("stacks", "top")
     return [
-        each for each in map(Requirement, declared) if each.marker is None or each.marker.evaluate({"extra": "stacks"})
+        each
+        for each in map(Requirement, declared)
+        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras)
     ]
 
 
@@ -92,6 +95,8 @@ def test_it_works(environment: Environment, receiver: Receiver, tmp_path: Path) 
     assert value["verdicts"][0]["rank"] == 1
     assert "replayed 1600 steps" in environment.succeeds("torchlens-perf", "sidecar", out)
     assert json.loads(environment.succeeds("torchlens-perf", "report", "--schema"))["$defs"]
+    assert "Rank 1 (" in environment.succeeds("torchlens-perf", "top", "--once", out)
+    assert environment.succeeds("python", "-c", TOP, str(out)) == "drawn\n"
     broken = [
         line for line in environment.succeeds("torchlens-perf", "doctor").splitlines() if line.startswith("broken")
     ]
@@ -111,6 +116,21 @@ def test_it_works(environment: Environment, receiver: Receiver, tmp_path: Path) 
         assert wait_for(lambda: receiver.spans() and receiver.points(), 20), done.stderr
 
 
+TOP = """
+import asyncio, pathlib, sys
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.top.app import Top
+from torchlens_perf.top.lettering import Lettering
+async def draw():
+    run = RunDirectory(pathlib.Path(sys.argv[1]))
+    app = Top(run, run.path.parent, Lettering())
+    async with app.run_test(size=(80, 24)) as pilot:
+        while "Rank" not in app.export_screenshot():
+            await pilot.pause(0.1)
+        await pilot.press("enter")
+asyncio.run(asyncio.wait_for(draw(), 60))
+print("drawn")
+"""
 WATCH = """
 import torch
 import torchlens_perf as perf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def recorded(
     folder: Path, *faults: str, steps: int = STEPS, device: SimulatedDevice | None = None, **more: Any
 ) -> RunDirectory:
     """A simulated run, as its sidecar leaves it."""
-    run = RunDirectory(folder / "run")
+    run = RunDirectory(folder / f"run-{os.getpid()}")  # a node has one sidecar for each name at a time
     run.create()
     record(simulation(*faults, **more), steps, run, "simulated", device)
     return run

@@ -15,6 +15,7 @@ import pytest
 from tests.page.conftest import SLOW_RANK
 from torchlens_perf.page.contents import Contents
 from torchlens_perf.page.document.html import document
+from torchlens_perf.page.document.scripts import static
 from torchlens_perf.page.sections.every import SECTIONS
 from torchlens_perf.report.terminal import render
 
@@ -210,9 +211,9 @@ def test_a_run_without_steps(shown: Contents) -> None:
     ]
 
 
-def test_styles_hide_nothing_that_is_read(text: str) -> None:
+def test_styles_hide_nothing_that_is_read() -> None:
     """On screens, only what a chart has replaced; on paper, what has no use there. Braces are balanced."""
-    style = re.sub(r"/\*.*?\*/", "", text.partition("<style>")[2].partition("</style>")[0], flags=re.S)
+    style = re.sub(r"/\*.*?\*/", "", static("page.css"), flags=re.S)
     screen, _, paper = style.partition("@media print")
     hidden = {
         where: {

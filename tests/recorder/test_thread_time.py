@@ -210,8 +210,9 @@ def test_kernel_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rig = TimedRig(python, tmp_path)
     before = open_files()
     for text in (b"0 0 0\n", b"", b"?"):
-        monkeypatch.setattr(os, "pread", lambda *_, text=text: text)
-        assert rig.recorder.start_thread_time() is False
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pread", lambda *_, text=text: text)
+            assert rig.recorder.start_thread_time() is False
     rig.measure_next_step()
     assert rig.thread_times() == {}
     assert open_files() == before
@@ -223,9 +224,12 @@ def test_kernel_that_stops_telling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rig = TimedRig(python, tmp_path)
     assert rig.recorder.start_thread_time()
     rig.measure_next_step()
-    pread = os.pread
 
-    def fails(*args: int) -> bytes:
+    pread, of_reader = os.pread, rig.reader._descriptor
+
+    def fails(descriptor: int, *args: int) -> bytes:
+        if descriptor == of_reader:
+            return pread(descriptor, *args)
         raise OSError("planted")
 
     for broken, found in ((True, False), (True, False), (False, False), (False, True)):

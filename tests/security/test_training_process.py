@@ -152,4 +152,5 @@ def test_modules(loaded: tuple[set[str], set[str]]) -> None:
     assert {name for name in more if name.startswith(("torchlens_perf.sidecar", "torchlens_perf.exporters"))} == set()
     # Of what shows results, what a watch has in any case: nobody has asked for any.
     shows = {name for name in watched if name.startswith("torchlens_perf.results.")}
-    assert shows == {"torchlens_perf.results.last_report", "torchlens_perf.results.methods"}
+    of_watch = ("last_report", "methods", "report_page")
+    assert shows == {f"torchlens_perf.results.{name}" for name in of_watch}

@@ -11,14 +11,16 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedRank, Timeline
-from torchlens_perf.simulate.simulation import Simulation, Topology
+from torchlens_perf.simulate.simulation import BLOCK, Simulation, Topology
 
 
 class LiveSimulation:
     """Entered, its run is live; left, it has ended."""
 
-    def __init__(self, path: Path, ranks: int, *faults: str, node_size: int = 8, stages: int = 1) -> None:
-        """stages: of a pipeline; the ranks are data parallel in each."""
+    def __init__(
+        self, path: Path, ranks: int, *faults: str, node_size: int = 8, stages: int = 1, total_steps: int = 0
+    ) -> None:
+        """stages: of a pipeline; the ranks are data parallel in each. total_steps: that the run says it will make."""
         self.name = path.name
         self.run = RunDirectory(path)
         self.run.create()
@@ -27,8 +29,16 @@ class LiveSimulation:
         self._blocks = 0
         host = topology.host(0)
         begin = Anchor(10**12, time.time_ns() - 600 * 10**9, 0)
-        self.ranks = [SimulatedRank(self.run, host, topology, rank, begin, "simulated") for rank in range(ranks)]
+        self.ranks = [
+            SimulatedRank(self.run, host, topology, rank, begin, "simulated", total_steps=total_steps)
+            for rank in range(ranks)
+        ]
         self.sidecar = Sidecar(self.run, host, None, lambda run, asked: None)
+
+    @property
+    def steps(self) -> int:
+        """That each rank has made."""
+        return BLOCK * self._blocks
 
     def goes_on(self, blocks: int = 1) -> None:
         """So many blocks of 32 steps, judged and written."""

@@ -156,6 +156,25 @@ def test_several_live_runs(tmp_path: Path) -> None:
     runs(scenario)
 
 
+def test_choice_of_several(tmp_path: Path) -> None:
+    """Where several are live when it starts, none opens by itself, also when one of them ends."""
+
+    async def scenario() -> None:
+        with LiveSimulation(tmp_path / "first", 2) as first, LiveSimulation(tmp_path / "second", 4) as second:
+            first.goes_on()
+            second.goes_on()
+            async with Drawn(None, tmp_path) as drawn:
+                await drawn.sees(lambda lines: sum(" live " in line for line in lines) == 2)
+                first.ends()
+                await drawn.sees(lambda lines: sum(" live " in line for line in lines) == 1)
+                assert "runs in" in drawn.lines()[0]
+                assert "opens by itself" not in drawn.lines()[0]
+                await drawn.press("enter")
+                await drawn.sees(" ranks ")
+
+    runs(scenario)
+
+
 def test_waits_for_a_live_run(tmp_path: Path) -> None:
     """Without any, the list is empty, and the first live one opens by itself."""
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.top.lettering import Lettering
 
 _PLAIN_WIDTH = 100
+_NICE = 10  # it may run on a node of the job
 _MISSING = (
     "top draws with Textual, which is not installed: pip install 'torchlens-perf[top]'. `top --once` does without"
 )
@@ -51,6 +52,7 @@ def top(options: argparse.Namespace) -> int:
         return _plain(options.run, Lettering(lettering.ascii_only or not can_be_encoded), once=options.once)
     if importlib.util.find_spec("textual") is None:
         raise TorchlensPerfError(_MISSING)
+    _give_way()
     from torchlens_perf.top.app import Top
     from torchlens_perf.top.live_runs import default_folder, live, runs_in
 
@@ -81,6 +83,7 @@ def _plain(path: Path | None, lettering: Lettering, *, once: bool) -> int:
     color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
     shown = PlainTop(sys.stdout, width, lettering, color=color)
     if not once:
+        _give_way()
         with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
             shown.follow(reader.look)
         return 0
@@ -100,6 +103,12 @@ def _given(path: Path | None) -> RunDirectory | None:
         return None
     named = default_folder() / path
     return RunDirectory((named if not path.exists() and named.exists() else path).absolute())
+
+
+def _give_way() -> None:
+    """Whatever the job wants of the processors, it gets."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
 
 
 def _can_be_drawn_on() -> bool:

@@ -111,10 +111,12 @@ class SimulatedRank:
         begin: Anchor,
         note: str,
         device: SimulatedDevice | None = None,
+        *,
+        total_steps: int = 0,
     ) -> None:
         """sidecar_host: the host whose sidecar reads it. begin: when its first step begins, by its host's clock.
 
-        device: that its work is on; None: it computes on the CPU.
+        device: that its work is on; None: it computes on the CPU. total_steps: that it says it will make.
         """
         self.rank = rank
         self._device = device
@@ -123,8 +125,9 @@ class SimulatedRank:
         self.clock = HandClock(begin.monotonic_ns)
         self.identity = identity_of(run, topology, rank)
         config = Config(
-            ring_records=_RING_RECORDS, telemetry=False, capture="off", build_tap=False, exchange=False, html=False
-        )
+            ring_records=_RING_RECORDS, telemetry=False, capture="off", build_tap=False, exchange=False, html=False,
+            total_steps=total_steps,
+        )  # fmt: skip
         # In the run directory: a simulation that is interrupted leaves nothing in shared memory.
         ring = create_ring(run, self.identity, config.ring_capacity, keep=True)
         self._session = Session(config, self.identity, ring, self.clock, begin)

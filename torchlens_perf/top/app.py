@@ -14,11 +14,11 @@ from textual.binding import Binding
 from textual.message import Message
 
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.top.known import Known
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.live_runs import RunRow, live, runs_in
 from torchlens_perf.top.reading import RunReader, View
-from torchlens_perf.top.screens import OverviewScreen, RunsScreen, Shown
-from torchlens_perf.top.verdict_list import VerdictList
+from torchlens_perf.top.screens import OverviewScreen, RunChosen, RunsScreen, RunsWanted, Shown
 
 LOOK_S = 1.0
 _CSS = """
@@ -74,30 +74,24 @@ class Top(App[None]):
         look_s: between two looks at the files.
         """
         super().__init__(ansi_color=True)
-        self.folder, self.lettering = folder, lettering
+        self._known = Known(folder, lettering, View("", str(folder), None, None, ""), opens_next=run is None)
         self._look_s = look_s
-        self.runs: list[RunRow] = []
-        self._lists_runs = False
+        self._reader: RunReader | None = None
+        self._wants_runs = False
         self._awake = threading.Event()
         self._has_ended = False
-        self._start_with(run)
+        if run is not None:
+            self._start_with(run)
 
-    @property
-    def waits_for_run(self) -> bool:
-        """Whether there is no run yet that is shown."""
-        return self._reader is None
-
-    def _start_with(self, run: RunDirectory | None) -> None:
-        self._reader = RunReader(run) if run is not None else None
-        self.verdicts = VerdictList()
-        name, path = (run.run_id, str(run.path)) if run is not None else ("", str(self.folder))
-        self.view = View(name, path, None, None, "")
+    def _start_with(self, run: RunDirectory) -> None:
+        self._known.start_with(run)
+        self._reader = RunReader(run)
 
     def on_mount(self) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit, None, 128 + signal.SIGTERM)
-        self.push_screen(OverviewScreen())
-        if self.waits_for_run:
-            self.push_screen(RunsScreen())
+        self.push_screen(OverviewScreen(self._known))
+        if self._known.opens_next:
+            self.push_screen(RunsScreen(self._known))
         # A daemon: where a disk does not answer, quitting does not wait for it.
         threading.Thread(target=self._keep_looking, name="reading the run directory", daemon=True).start()
 
@@ -105,32 +99,33 @@ class Top(App[None]):
         self._has_ended = True
         self._awake.set()
 
-    def open(self, path: Path) -> None:
+    def on_run_chosen(self, message: RunChosen) -> None:
         """Shows another run, from its beginning."""
-        self._start_with(RunDirectory(path))
+        self._start_with(RunDirectory(message.path))
         while not isinstance(self.screen, OverviewScreen):
             self.pop_screen()
         self._show()
         self._awake.set()
 
-    def lists_runs(self, on: bool) -> None:
-        """Whether the runs of the folder are to be looked for."""
-        self._lists_runs = on
+    def on_runs_wanted(self, message: RunsWanted) -> None:
+        self._wants_runs = message.wanted
         self._awake.set()
 
     def on_looked(self, message: Looked) -> None:
-        self.runs = message.runs
+        known = self._known
+        known.runs = message.runs
         if message.reader is not self._reader:
             return  # another run is shown since
         if message.view is not None:
-            self.view = message.view
-            if self.view.report is not None:
-                self.verdicts.update(self.view.report, time.time())
-        now_live = live(self.runs)
-        if self.waits_for_run and now_live:
-            self.open(now_live[0].path)
-        else:
-            self._show()
+            known.view = message.view
+            if known.view.report is not None:
+                known.verdicts.update(known.view.report, time.time())
+        now_live = live(known.runs)
+        if known.opens_next and len(now_live) == 1:
+            self.on_run_chosen(RunChosen(now_live[0].path))
+            return
+        known.opens_next &= not now_live  # of several, one is to be chosen
+        self._show()
 
     def on_failed(self, message: Failed) -> None:
         raise message.error
@@ -148,7 +143,7 @@ class Top(App[None]):
             try:
                 reader = self._reader
                 view = reader.look() if reader is not None else None
-                found = runs_in(self.folder) if self._lists_runs or reader is None else runs
+                found = runs_in(self._known.folder) if self._wants_runs or reader is None else runs
             except Exception as error:
                 self.post_message(Failed(error))
                 return

@@ -13,7 +13,7 @@ from torchlens_perf.top.cells import Cell, node_cells
 from torchlens_perf.top.lettering import Lettering
 
 _MOST_WIDE = 64  # cells with their numbers: of more, a picture says it sooner
-_GROUP = 8  # cells that stand together
+_GROUP, _EVEN = 8, 4  # cells that stand together; with their numbers, so many or twice as many in a line
 _NUMBER = 6  # cells wide, as " +124%"
 _LONGEST_NAME = 20  # of a node
 _GAP = 2  # between two cells with their numbers
@@ -126,9 +126,11 @@ def _grid(cells: Sequence[Cell], width: int, height: int, lettering: Lettering, 
     name = number
     if by_node:
         name = min(_LONGEST_NAME, max((cell_len(lettering.inert(cell.host)) for cell in cells), default=1))
-    columns = max(1, (width + _GAP) // (name + 2 + _NUMBER + _GAP))
-    if len(cells) <= _MOST_WIDE and -(-len(cells) // columns) <= height:
-        return Grid(cells, by_node, True, columns, height, name, lettering)
+    most = max(1, (width + _GAP) // (name + 2 + _NUMBER + _GAP))
+    even = most if most < _EVEN else min(_GROUP, most // _EVEN * _EVEN)
+    for columns in (even, most) if len(cells) <= _MOST_WIDE else ():
+        if -(-len(cells) // columns) <= height:
+            return Grid(cells, by_node, True, columns, height, name, lettering)
     room = max(1, width - number - 1)
     groups = (room + 1) // (_GROUP + 1)
     return Grid(cells, by_node, False, groups * _GROUP or room, height, number, lettering)

@@ -254,7 +254,7 @@ def rule(title: str, width: int, lettering: Lettering, *, chosen: bool = False) 
     if not title:
         return Text(lettering.rule * width, style="dim")
     shown = lettering.fitted(title, min(cell_len(lettering.inert(title)), max(0, width - 4)))
-    line = Text.assemble((lettering.rule * 2 + " ", "dim"), (shown, "bold reverse" if chosen else "bold"), " ")
+    line = Text.assemble((lettering.rule * 2 + " ", "dim"), (shown, "bold underline" if chosen else "bold"), " ")
     return line.append(lettering.rule * max(0, width - line.cell_len), style="dim")
 
 

@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, cast
+from pathlib import Path
+from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
+from textual.message import Message
 from textual.screen import Screen
 
 from torchlens_perf.top import overview
 from torchlens_perf.top.cells import VIEWS, Cell, legend, rank_cells
 from torchlens_perf.top.frame import grid_title
 from torchlens_perf.top.help_text import help_lines
+from torchlens_perf.top.known import Known
 from torchlens_perf.top.live_runs import run_lines
 from torchlens_perf.top.rank_lines import rank_lines
 from torchlens_perf.top.widgets import Lines, RankGrid, ScrolledLines
 
-if TYPE_CHECKING:
-    from torchlens_perf.top.shown import Top
-
 _MIN_PHASES, _WIDE_PHASES = 70, 110  # columns of the terminal, for the typical step to be there, and to have room
 
 
-class Shown(Screen[None]):
-    """A screen that shows what the application knows."""
+class RunChosen(Message):
+    """Another run is to be shown."""
 
-    @property
-    def top(self) -> Top:
-        return cast("Top", self.app)
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+
+class RunsWanted(Message):
+    """The runs of the folder are shown, or no longer."""
+
+    def __init__(self, wanted: bool) -> None:
+        super().__init__()
+        self.wanted = wanted
+
+
+class Shown(Screen[None]):
+    """A screen that shows what is known."""
+
+    def __init__(self, known: Known) -> None:
+        super().__init__()
+        self.known = known
 
     def show_anew(self) -> None:
         """Something new is known."""
@@ -70,21 +86,21 @@ class OverviewScreen(Shown):
         Binding("enter", "verdicts", show=False),
     ]
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, known: Known) -> None:
+        super().__init__(known)
         self._host: str | None = None  # of the node whose ranks alone are shown
 
     def compose(self) -> ComposeResult:
-        top = self.top
-        yield Lines(lambda width: [overview.title_line(top.view, width, top.lettering)], id="title")
-        yield Lines(lambda width: overview.trouble_lines(top.view, width, top.lettering), id="trouble")
-        yield Lines(lambda width: overview.pace_lines(top.view, width, top.lettering), id="pace")
+        known = self.known
+        yield Lines(lambda width: [overview.title_line(known.view, width, known.lettering)], id="title")
+        yield Lines(lambda width: overview.trouble_lines(known.view, width, known.lettering), id="trouble")
+        yield Lines(lambda width: overview.pace_lines(known.view, width, known.lettering), id="pace")
         yield Lines(self._verdict_rule, id="verdict-rule")
         yield ScrolledLines(self._verdicts, id="verdicts")
         with Horizontal(id="lower"):
             with Vertical(id="left"):
                 yield Lines(self._grid_rule, id="grid-rule")
-                yield RankGrid(top.lettering, id="grid")
+                yield RankGrid(known.lettering, id="grid")
                 yield Lines(self._chosen, id="chosen")
             with Vertical(id="right"):
                 yield Lines(self._phase_rule, id="phase-rule")
@@ -107,7 +123,7 @@ class OverviewScreen(Shown):
         self.call_after_refresh(self.show_anew)
 
     def show_anew(self) -> None:
-        report, found = self.top.view.report, self.query(RankGrid)
+        report, found = self.known.view.report, self.query(RankGrid)
         if not found:
             return  # it is shown when it is there
         grid = found.first()
@@ -120,44 +136,44 @@ class OverviewScreen(Shown):
     # -- parts
 
     def _verdict_rule(self, width: int) -> list[Text]:
-        entries = self.top.verdicts.entries()
+        entries = self.known.verdicts.entries()
         holding = sum(entry.holds for entry in entries)
         over = len(entries) - holding
-        now = "at the end" if self.top.view.has_ended else "now"
+        now = "at the end" if self.known.view.has_ended else "now"
         title = f"verdicts: {holding} {now}" + (f", {over} over" if over else "") if entries else "verdicts"
         scrolled = self.query_one(ScrolledLines)
         title = f"{title}; {scrolled.part()}" if scrolled.part() else title
-        return [overview.rule(title, width, self.top.lettering, chosen=scrolled.has_focus)]
+        return [overview.rule(title, width, self.known.lettering, chosen=scrolled.has_focus)]
 
     def _verdicts(self, width: int) -> list[Text]:
-        return overview.verdict_lines(self.top.verdicts.entries(), width, self.top.lettering)
+        return overview.verdict_lines(self.known.verdicts.entries(), width, self.known.lettering)
 
     def _grid_rule(self, width: int) -> list[Text]:
-        report = self.top.view.report
+        report = self.known.view.report
         if report is None:
-            return [overview.rule("ranks", width, self.top.lettering)]
+            return [overview.rule("ranks", width, self.known.lettering)]
         grid = self.grid.grid
         page = grid.page_of(grid.at(self.grid.chosen.rank)) if self.grid.chosen is not None else ""
         title = grid_title(report, self.grid.view, width, by_node=grid.by_node, page=page)
         if self._host is not None:
             title = f"{self._host}: {title}"
-        return [overview.rule(title, width, self.top.lettering, chosen=self.grid.has_focus)]
+        return [overview.rule(title, width, self.known.lettering, chosen=self.grid.has_focus)]
 
     def _chosen(self, width: int) -> list[Text]:
-        return [Text(self.top.lettering.fitted(self.grid.chosen_text(), width), style="italic")]
+        return [Text(self.known.lettering.fitted(self.grid.chosen_text(), width), style="italic")]
 
     def _phase_rule(self, width: int) -> list[Text]:
-        report = self.top.view.report
+        report = self.known.view.report
         title = overview.phase_title(report, width) if report is not None else "typical step"
-        return [overview.rule(title, width, self.top.lettering)]
+        return [overview.rule(title, width, self.known.lettering)]
 
     def _phases(self, width: int) -> list[Text]:
-        report = self.top.view.report
-        return overview.phase_lines(report, width, self.top.lettering) if report is not None else []
+        report = self.known.view.report
+        return overview.phase_lines(report, width, self.known.lettering) if report is not None else []
 
     def _quality(self, width: int) -> list[Text]:
-        report = self.top.view.report
-        return [overview.quality_line(report, width, self.top.lettering) if report is not None else Text()]
+        report = self.known.view.report
+        return [overview.quality_line(report, width, self.known.lettering) if report is not None else Text()]
 
     def key_names(self) -> Sequence[tuple[str, str]]:
         other = VIEWS[1 - VIEWS.index(self.grid.view)]
@@ -177,7 +193,7 @@ class OverviewScreen(Shown):
         if len(message.cell.ranks) > 1:
             self._only(message.cell)
         else:
-            self.top.push_screen(rank_screen(message.cell.rank))
+            self.app.push_screen(rank_screen(self.known, message.cell.rank))
 
     def _only(self, cell: Cell | None) -> None:
         self._host = None if cell is None else cell.host
@@ -204,33 +220,34 @@ class OverviewScreen(Shown):
 
     def action_verdicts(self) -> None:
         """Enter on the verdicts: all of them, with their evidence."""
-        self.top.push_screen(TextScreen("verdicts", _all_verdicts))
+        self.app.push_screen(TextScreen(self.known, "verdicts", _all_verdicts))
 
     def action_notes(self) -> None:
-        self.top.push_screen(TextScreen("data quality and notes", _notes))
+        self.app.push_screen(TextScreen(self.known, "data quality and notes", _notes))
 
     def action_help(self) -> None:
-        self.top.push_screen(TextScreen("help", lambda top, width: help_lines(_legend(top), width, top.lettering)))
+        self.app.push_screen(TextScreen(self.known, "help", _help))
 
     def action_runs(self) -> None:
-        self.top.push_screen(RunsScreen())
+        self.app.push_screen(RunsScreen(self.known))
 
 
-def _all_verdicts(top: Top, width: int) -> list[Text]:
-    return overview.verdict_lines(top.verdicts.entries(), width, top.lettering, details=True)
+def _all_verdicts(known: Known, width: int) -> list[Text]:
+    return overview.verdict_lines(known.verdicts.entries(), width, known.lettering, details=True)
 
 
-def _notes(top: Top, width: int) -> list[Text]:
-    report = top.view.report
+def _notes(known: Known, width: int) -> list[Text]:
+    report = known.view.report
     if report is None:
         return []
-    line = overview.quality_line(report, width, top.lettering)
-    return [line, Text(), *overview.note_lines(report, width, top.lettering)]
+    line = overview.quality_line(report, width, known.lettering)
+    return [line, Text(), *overview.note_lines(report, width, known.lettering)]
 
 
-def _legend(top: Top) -> list[str]:
-    report = top.view.report
-    return [legend(rank_cells(report, view), view) for view in VIEWS] if report is not None else []
+def _help(known: Known, width: int) -> list[Text]:
+    report = known.view.report
+    letters = [legend(rank_cells(report, view), view) for view in VIEWS] if report is not None else []
+    return help_lines(letters, width, known.lettering)
 
 
 class TextScreen(Shown):
@@ -240,21 +257,21 @@ class TextScreen(Shown):
         Binding("escape,enter,left", "dismiss", show=False),
     ]
 
-    def __init__(self, title: str, make: Callable[[Top, int], Sequence[Text]]) -> None:
-        super().__init__()
+    def __init__(self, known: Known, title: str, make: Callable[[Known, int], Sequence[Text]]) -> None:
+        super().__init__(known)
         self._title, self._make = title, make
 
     def compose(self) -> ComposeResult:
-        top = self.top
-        yield Lines(lambda width: [overview.title_line(top.view, width, top.lettering)], id="title")
-        yield Lines(lambda width: overview.trouble_lines(top.view, width, top.lettering), id="trouble")
+        known = self.known
+        yield Lines(lambda width: [overview.title_line(known.view, width, known.lettering)], id="title")
+        yield Lines(lambda width: overview.trouble_lines(known.view, width, known.lettering), id="trouble")
         yield Lines(self._rule, id="rule")
-        yield ScrolledLines(lambda width: self._make(top, width), id="text")
+        yield ScrolledLines(lambda width: self._make(known, width), id="text")
         yield Lines(self.keys, id="keys")
 
     def _rule(self, width: int) -> list[Text]:
         part = self.query_one(ScrolledLines).part()
-        return [overview.rule(f"{self._title}; {part}" if part else self._title, width, self.top.lettering)]
+        return [overview.rule(f"{self._title}; {part}" if part else self._title, width, self.known.lettering)]
 
     def on_mount(self) -> None:
         self.query_one(ScrolledLines).focus()
@@ -266,10 +283,11 @@ class TextScreen(Shown):
         return [("Esc", "back"), ("Up, Down, PgUp, PgDn", "scroll"), ("q", "quit")]
 
 
-def rank_screen(rank: int) -> TextScreen:
-    return TextScreen(
-        f"rank {rank}", lambda top, width: rank_lines(top.view, rank, top.verdicts.entries(), width, top.lettering)
-    )
+def rank_screen(known: Known, rank: int) -> TextScreen:
+    def lines(known: Known, width: int) -> list[Text]:
+        return rank_lines(known.view, rank, known.verdicts.entries(), width, known.lettering)
+
+    return TextScreen(known, f"rank {rank}", lines)
 
 
 class RunsScreen(Shown):
@@ -282,15 +300,15 @@ class RunsScreen(Shown):
         Binding("escape", "dismiss", show=False),
     ]
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, known: Known) -> None:
+        super().__init__(known)
         self._chosen = 0
 
     def on_mount(self) -> None:
-        self.top.lists_runs(True)
+        self.post_message(RunsWanted(True))
 
     def on_unmount(self) -> None:
-        self.top.lists_runs(False)
+        self.app.post_message(RunsWanted(False))
 
     def compose(self) -> ComposeResult:
         yield Lines(self._rule, id="rule")
@@ -298,24 +316,24 @@ class RunsScreen(Shown):
         yield Lines(self.keys, id="keys")
 
     def _rule(self, width: int) -> list[Text]:
-        hint = "; the next live one opens by itself" if self.top.waits_for_run else ""
-        return [overview.rule(f"runs in {self.top.folder}{hint}", width, self.top.lettering)]
+        hint = "; the next live one opens by itself" if self.known.opens_next else ""
+        return [overview.rule(f"runs in {self.known.folder}{hint}", width, self.known.lettering)]
 
     def _lines(self, width: int) -> list[Text]:
-        return run_lines(self.top.runs, self._at, width, self.top.lettering)
+        return run_lines(self.known.runs, self._at, width, self.known.lettering)
 
     @property
     def _at(self) -> int:
-        return min(self._chosen, max(0, len(self.top.runs) - 1))
+        return min(self._chosen, max(0, len(self.known.runs) - 1))
 
     def action_move(self, by: int) -> None:
-        self._chosen = min(max(0, self._at + by), max(0, len(self.top.runs) - 1))
+        self._chosen = min(max(0, self._at + by), max(0, len(self.known.runs) - 1))
         self.query_one(ScrolledLines).scroll_to(y=self._chosen - self.size.height // 2, animate=False)
         self.show_anew()
 
     def action_open(self) -> None:
-        if self.top.runs:
-            self.top.open(self.top.runs[self._at].path)
+        if self.known.runs:
+            self.post_message(RunChosen(self.known.runs[self._at].path))
 
     def key_names(self) -> Sequence[tuple[str, str]]:
         return [("Enter", "open"), ("Up, Down", "choose"), ("Esc", "back"), ("q", "quit")]

@@ -84,7 +84,7 @@ def tab(tab_of: TabOf, file: Path) -> Tab:
 
 @pytest.fixture(scope="session")
 def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: the folder in SHOTS, else one that pytest removes in time."""
-    folder = Path(os.environ["SHOTS"]) if "SHOTS" in os.environ else tmp_path_factory.mktemp("shots")
+    """Where screenshots go: the folder in PAGE_SHOTS, else one that pytest removes in time."""
+    folder = Path(os.environ["PAGE_SHOTS"]) if "PAGE_SHOTS" in os.environ else tmp_path_factory.mktemp("shots")
     folder.mkdir(parents=True, exist_ok=True)
     return folder

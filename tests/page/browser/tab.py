@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 127.0.0.1:1, EXCLUDE 127.0.0.1"]
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 PACKAGES = ("playwright", "bokeh", "axe_playwright_python")
 DEADLINE_S = 60.0

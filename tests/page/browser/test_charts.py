@@ -172,7 +172,7 @@ def test_hover_on_the_other_charts(tab_of: TabOf, wide_file: Path, wide: Content
 
 def test_telemetry_is_read_at_the_pointer_and_gaps_are_gaps(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file).open("#telemetry")
-    place = tab.page.locator("#telemetry figure figure .chart").first
+    place = tab.page.locator("#telemetry .part .chart").first
     box = place.bounding_box()
     tab.page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 25)
     assert f"rank {WIDE_SLOW}: 8" in tab.tip()  # hotter than 80 degrees

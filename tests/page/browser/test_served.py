@@ -98,6 +98,21 @@ def test_the_page_follows_its_run(tab: Tab, live: LiveSimulation, server: PageSe
     assert (tab.problems, foreign(tab, server)) == ([], [])
 
 
+def test_charts_come_with_what_they_show(tab_of: TabOf, tmp_path: Path) -> None:
+    """A young run has a verdict and no steps yet; sections and charts appear as they are written, without a reload."""
+    with LiveSimulation(tmp_path / "runs" / "young", RANKS) as live, PageServer(tmp_path / "runs") as server:
+        live.goes_on()
+        tab: Tab = tab_of(Path("/"))
+        tab.page.goto(server.address)
+        opened(tab)
+        assert tab.page.locator("#heat").count() == 0
+        goes_on(live)
+        tab.until("document.querySelector('#heat') !== null")
+        tab.show("heat")
+        tab.until(f"Boolean({tab.named('heat')}?.plot)")
+        assert tab.problems == []
+
+
 def test_any_step_is_fetched(tab: Tab, live: LiveSimulation) -> None:
     """Also one that came meanwhile."""
     opened(tab)

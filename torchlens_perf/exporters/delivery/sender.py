@@ -109,6 +109,7 @@ class Sender:
                 while self._round():
                     pass
             finally:
+                self._collect(True)  # what came during the last try
                 self._keep()
                 with self._changed:
                     self._ended = True

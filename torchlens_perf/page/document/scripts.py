@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 _STATIC = "static"
-# The library's package, and the files in it, in the order in which each needs those before it. It is not imported.
+# The library's package, and the files in it. It is not imported.
 _LIBRARY = ("bokeh", ("server/static/js/bokeh.min.js", "server/static/js/bokeh-api.min.js"))
+# In the order in which each needs those before it.
 _SCRIPTS = (
-    "words.js", "contents.js", "view.js", "plot.js", "heat_image.js", "heat_keys.js", "heat.js", "step_times.js", "phases.js",
-    "one_step.js", "timeline_layout.js", "timeline.js", "tables.js", "lines.js", "totals.js", "selection.js", "renewal.js", "page.js",
+    "words.js", "contents.js", "view.js", "plot.js", "heat_image.js", "heat_keys.js", "heat.js", "step_times.js",
+    "phases.js", "one_step.js", "timeline_layout.js", "timeline.js", "tables.js", "lines.js", "totals.js",
+    "selection.js", "renewal.js", "page.js",
 )  # fmt: skip
 
 

@@ -219,7 +219,7 @@
   torchlens.quantityText = (key, value) => (key === "excess" ? signed(value) : duration(value));
 
   // Ranks that verdicts are about, in their order; as page/sections/ranks.py.
-  const NAMED = new Set(["straggler", "hang", "out_of_memory", "straggler_transient", "straggler_ended"]);
+  const NAMED = new Set(["straggler", "hang", "out_of_memory", "hang_ended", "straggler_transient", "straggler_ended"]);
   torchlens.namedRanks = ({ verdicts }) => {
     const found = new Set();
     for (const { kind, rank, evidence } of verdicts) {

@@ -4,27 +4,46 @@
   const MOST_COLLECTIVES = 24;
   const MOST_OPTIONS = 80;
 
-  // Who was waited for, and how long; and how that was known.
-  torchlens.stepWords = (trace, { step: wanted, steps, rank: chosen }) => {
+  // In its waits on the training thread.
+  function blockedUs({ rows }) {
+    let sum = 0;
+    for (const { lane, kind, duration_us } of rows) {
+      if (lane === "host") kind.forEach((each, at) => (sum += each === "wait" ? duration_us[at] : 0));
+    }
+    return sum;
+  }
+
+  // Who was waited for, and how long.
+  torchlens.stepFinding = ({ step, ranks, ranks_left_out, collectives }) => {
+    const us = (value) => duration(value / 1e6);
     const blocked = new Map();
-    const text = [];
-    for (const { last_rank, asynchronous, wait_us } of trace.collectives) {
+    for (const { last_rank, asynchronous, wait_us } of collectives) {
       if (last_rank === null || asynchronous) continue;
       if (!blocked.has(last_rank)) blocked.set(last_rank, new Map());
       const waits = blocked.get(last_rank);
       for (const [rank, wait] of Object.entries(wait_us)) waits.set(rank, (waits.get(rank) ?? 0) + (wait ?? 0));
     }
-    const longest = trace.ranks.reduce((one, other) => (other.duration_us > one.duration_us ? other : one));
-    let first = `Step ${trace.step} takes ${duration(longest.duration_us / 1e6)} on rank ${longest.rank}`;
+    const longest = ranks.reduce((one, other) => (other.duration_us > one.duration_us ? other : one));
+    let text = `Step ${step} takes ${us(longest.duration_us)} on rank ${longest.rank}`;
     if (blocked.size) {
       const most = (waits) => [...waits].reduce((one, other) => (other[1] > one[1] ? other : one));
       const [last, [waiter, wait]] = [...blocked]
         .map(([rank, waits]) => [rank, most(waits)])
         .reduce((one, other) => (other[1][1] > one[1][1] ? other : one));
-      const waits = `waits ${duration(wait / 1e6)}, the most of all`;
-      first += `; in collectives in which rank ${last} comes last, rank ${waiter} ${waits}`;
+      text += `; in collectives in which rank ${last} comes last, rank ${waiter} waits ${us(wait)}, the most of `;
+      text += ranks_left_out ? "those shown" : "all";
+    } else if (ranks.length > 1) {
+      const waits = ranks.map((rank) => [blockedUs(rank), rank.rank]).sort(([one], [other]) => one - other);
+      const [[least_us, least], [most_us, most]] = [waits[0], waits[waits.length - 1]];
+      if (most_us) text += `; rank ${most} is blocked in communication for ${us(most_us)}, the longest`;
+      if (most_us && least_us) text += `, rank ${least} for ${us(least_us)}, the shortest`;
     }
-    text.push(`${first}.`);
+    return `${text}.`;
+  };
+
+  // Why this step is shown, and how its times were laid on one line.
+  torchlens.stepNotes = (trace, { step: wanted, steps, rank: chosen }) => {
+    const text = [];
     if (wanted !== null && wanted !== trace.step) {
       text.push(`Step ${wanted} is not in this page span by span; the nearest that is, is step ${trace.step}.`);
     }
@@ -34,7 +53,7 @@
     if (chosen !== null && !trace.ranks.some(({ rank }) => rank === chosen)) {
       text.push(`Rank ${chosen} is not among the ranks that are here of it.`);
     }
-    text.push(`Why it is here: ${short(trace.why, 80)}.`, trace.clock);
+    text.push(`Why it is here: ${short(trace.why, 80)}.`, short(trace.clock, 300));
     if (trace.ranks.some(({ offset_us }) => offset_us === null)) {
       text.push("Ranks with * begin at 0 here: when they really did is not known.");
     }
@@ -148,7 +167,8 @@
       this.figure.after(this.made);
     }
 
-    collectives({ step, collectives }) {
+    collectives({ step, collectives, ranks_left_out }) {
+      const longest = ranks_left_out ? "longest wait of those shown" : "longest wait";
       if (!collectives.length) {
         return element("p", {
           className: "note",
@@ -180,7 +200,7 @@
         "bytes",
         "came last",
         "after the first",
-        "longest wait",
+        longest,
         "asynchronous",
       ];
       const which = shown.length < collectives.length ? `, ${shown.length} of ${collectives.length}` : "";

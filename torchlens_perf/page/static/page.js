@@ -53,6 +53,7 @@
 
     // Finds the places of charts, and tables; again when the page's own parts have been renewed.
     settle() {
+      if (typeof Bokeh !== "undefined") torchlens.separate(document);
       for (const figure of typeof Bokeh === "undefined" ? [] : document.querySelectorAll("figure[data-chart]")) {
         const key = figure.dataset.chart;
         if (this.charts.some((chart) => chart.figure === figure)) continue;
@@ -72,14 +73,14 @@
       this.bar.show();
     }
 
-    // A picture for each quantity.
+    // A chart for each quantity.
     telemetry(outer) {
       const titles = new Set(this.contents.telemetry.map(({ title }) => title));
       const known = new Set(this.charts.map(({ figure }) => figure));
-      for (const figure of outer.querySelectorAll("figure")) {
-        if (titles.has(torchlens.figureName(figure)) && !known.has(figure)) {
-          this.charts.push(new torchlens.Telemetry(this, figure, torchlens.figureName(figure)));
-        }
+      outer.removeAttribute("tabindex");
+      for (const part of outer.querySelectorAll(".part")) {
+        const { title } = part.dataset;
+        if (titles.has(title) && !known.has(part)) this.charts.push(new torchlens.Telemetry(this, part, title));
       }
     }
 
@@ -144,9 +145,19 @@
       return this.work;
     }
 
+    // What is to be drawn and nearest to the middle of what is seen.
+    next() {
+      const far = ({ figure }) => {
+        const { top, bottom } = figure.getBoundingClientRect();
+        return Math.max(0, top - innerHeight / 2, innerHeight / 2 - bottom);
+      };
+      const due = this.charts.filter(({ isDue }) => isDue).map((chart) => [far(chart), chart]);
+      return due.length ? due.reduce((one, other) => (other[0] < one[0] ? other : one))[1] : null;
+    }
+
     async drawAll() {
       await Promise.resolve();
-      for (let chart; (chart = this.charts.find(({ isDue }) => isDue));) {
+      for (let chart; (chart = this.next());) {
         const top = this.heldTop();
         try {
           await chart.draw();
@@ -159,8 +170,8 @@
       }
     }
 
-    // Takes over a newer page of the same run, as the live page gets it; what is selected stays. newer: the page as HTML,
-    // or its contents alone, with which words, tables and pictures stay as they were.
+    // Takes over a newer page of the same run, as the live page gets it; what is selected stays. newer: the page as
+    // HTML, or its contents alone, with which words, tables and pictures stay as they were.
     async update(newer) {
       const page = typeof newer === "string" ? new DOMParser().parseFromString(newer, "text/html") : null;
       const contents = page ? JSON.parse(page.getElementById("contents").textContent) : newer;
@@ -353,6 +364,7 @@
     page.view.show();
     page.held = document.getElementById(page.view.now.section);
     window.torchlensPage = page;
+    dispatchEvent(new Event("torchlensready"));
   }
 
   begin().catch((error) => console.error(error)); // the pictures are there

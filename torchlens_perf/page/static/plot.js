@@ -200,6 +200,7 @@
       last?.remove();
       if (old) forget(old);
       this.figure.classList.add("drawn");
+      this.figure.removeAttribute("tabindex"); // a picture scrolls in its figure, a chart does not
     }
 
     // Its picture is there again.
@@ -208,6 +209,7 @@
       this.drawn?.remove();
       this.plot = this.drawn = undefined;
       this.figure.classList.remove("drawn");
+      if (this.figure.matches("figure")) this.figure.tabIndex = 0;
     }
 
     remove() {

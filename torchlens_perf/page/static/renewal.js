@@ -1,7 +1,19 @@
 // The page of a run that goes on: what is not a chart is taken from a newer page.
 {
   // Which figure of its section this is.
-  torchlens.figureName = (figure) => figure.dataset.chart ?? figure.querySelector("figcaption strong")?.textContent;
+  torchlens.figureName = (figure) => figure.dataset.chart ?? figure.dataset.title;
+
+  // The pictures of telemetry are in one figure, each below its title: each gets a place of its own.
+  torchlens.separate = (root) => {
+    for (const title of root.querySelectorAll("figure[data-chart=telemetry] > h3")) {
+      const picture = title.nextElementSibling;
+      if (!picture?.matches(".picture")) continue;
+      const part = torchlens.element("div", { className: "part" });
+      part.dataset.title = title.textContent;
+      title.after(part);
+      part.append(picture);
+    }
+  };
 
   // Puts the focus back to where it is now, in whatever has come there by then.
   function placeOf(element) {
@@ -29,8 +41,9 @@
     const left = new Map(
       [...newer.querySelectorAll("main > section")].map((section) => [section.id, document.adoptNode(section)]),
     );
+    for (const section of left.values()) torchlens.separate(section);
     const inside = (root, figure) =>
-      [...(root?.querySelectorAll("figure") ?? [])].find(
+      [...(root?.querySelectorAll("figure, .part") ?? [])].find(
         (each) => torchlens.figureName(each) === torchlens.figureName(figure),
       );
     page.charts = page.charts.filter((chart) => {

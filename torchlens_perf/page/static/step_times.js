@@ -207,9 +207,9 @@
       const letters = torchlens.flagLegend(steps);
       this.words.replaceChildren(
         element("strong", { text: `${this.found} ${view.steps ? this.selectedWords() : ""}` }),
-        ` Line: median over all ranks of each ${steps.width > 1 ? `${steps.width} steps` : "step"}; band: from the 5th to the`,
-        " 95th percentile; thin line: the longest; triangles: longer than there is room for. By the hosts' clocks, with the",
-        ` warm-up.${letters ? ` Letters: ${letters}.` : ""}`,
+        ` Line: median over all ranks of each ${steps.width > 1 ? `${steps.width} steps` : "step"}; band: from the 5th`,
+        " to the 95th percentile; thin line: the longest; triangles: longer than there is room for. By the hosts'",
+        ` clocks, with the warm-up.${letters ? ` Letters: ${letters}.` : ""}`,
         steps.rowOf.has(view.rank) ? ` Red line: rank ${view.rank}.` : "",
       );
     }

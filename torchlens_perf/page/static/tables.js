@@ -23,7 +23,7 @@
       element("tbody", {}, ...body),
     );
     torchlens.sortable(made);
-    return element("div", { className: "scrolls", tabindex: "0", role: "region", "aria-label": "table" }, made);
+    return element("div", { className: "scrolls", tabindex: "0", role: "region", "aria-label": caption }, made);
   };
 
   // -- by numbers with their units; what was not measured comes last, whichever way
@@ -74,12 +74,17 @@
     for (const [column, head] of heads.entries()) {
       if (head.querySelector("button") || !head.textContent.trim()) continue;
       const button = element("button", { type: "button", className: "sorts" });
+      const arrow = element("span", { "aria-hidden": "true", className: "arrow" });
       button.append(...head.childNodes);
-      head.append(button);
+      head.append(button, arrow);
       button.addEventListener("click", () => {
         const isDown = head.getAttribute("aria-sort") !== "descending";
-        for (const other of heads) other.removeAttribute("aria-sort");
+        for (const other of heads) {
+          other.removeAttribute("aria-sort");
+          other.querySelector(".arrow")?.replaceChildren();
+        }
         head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
+        arrow.textContent = isDown ? " \u2193" : " \u2191";
         const rows = [...table.tBodies[0].rows].map((row) => [row, keyOf(row.cells[column])]);
         rows.sort(([, one], [, other]) =>
           one === null || other === null

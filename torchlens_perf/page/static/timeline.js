@@ -39,7 +39,9 @@
       await super.draw();
       this.steppicker.show(this.trace);
       this.tables.show(this.trace);
-      this.words.textContent = this.trace ? torchlens.stepWords(this.trace, this.view) : "";
+      if (!this.trace) return;
+      const finding = element("strong", { text: torchlens.stepFinding(this.trace) });
+      this.words.replaceChildren(finding, ` ${torchlens.stepNotes(this.trace, this.view)}`);
     }
 
     // A step that was recorded does not change any more, but for ranks that come later.

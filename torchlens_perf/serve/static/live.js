@@ -67,7 +67,8 @@
 
   async function renew(text) {
     const next = new DOMParser().parseFromString(text, "text/html");
-    if (!next.getElementById("contents") || !window.torchlensPage) throw new Error("load this page anew");
+    if (!next.getElementById("contents")) throw new Error("load this page anew");
+    if (!window.torchlensPage) await new Promise((done) => addEventListener("torchlensready", done, { once: true }));
     await torchlensPage.update(text);
     const captured = next.getElementById("captured"), own = document.getElementById("captured");
     if (captured && own) own.replaceWith(document.adoptNode(captured));

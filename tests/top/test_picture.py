@@ -1,0 +1,50 @@
+"""The picture in docs/top.md: drawn by the application itself. PICTURE=1 draws it anew."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from tests.support.live_simulation import LiveSimulation
+from tests.support.processes import ROOT
+from tests.top.drawn import Drawn, runs, text_of
+
+PICTURE = ROOT / "docs" / "top.svg"
+SIZE = (112, 26)
+
+
+def test_the_picture_is_of_this_version(tmp_path: Path) -> None:
+    """The same parts with the same titles, and the same keys, as are drawn now; no font is fetched from anywhere."""
+    faults = (
+        "constant:rank=11,share=0.12,phase=data,since=32,until=160",
+        "constant:rank=3,share=0.25,phase=forward,since=224",
+    )
+
+    async def scenario() -> None:
+        with LiveSimulation(tmp_path / "20261123-140512-3fa9c1d2", 16, *faults, node_size=8, total_steps=2000) as live:
+            live.goes_on(2)
+            async with Drawn(live.run.path, tmp_path, SIZE) as drawn:
+                await drawn.sees("64 of 2,000 steps")
+                for blocks in (2, 3, 3):
+                    live.goes_on(blocks)
+                    await drawn.sees(f"{live.steps} of 2,000 steps")
+                await drawn.sees("1 over")
+                await drawn.press("w")
+                await drawn.sees("rank 3 on ")
+                picture = _without_fonts(drawn.app.export_screenshot(title="torchlens-perf top"))
+                if os.environ.get("PICTURE"):
+                    PICTURE.write_text(picture)
+                assert _fixed(text_of(PICTURE.read_text())) == _fixed(text_of(picture))
+
+    runs(scenario)
+    assert "http" not in PICTURE.read_text().replace("http://www.w3.org", "").replace("https://www.textualize.io", "")
+
+
+def _without_fonts(picture: str) -> str:
+    return re.sub(r"\s*@font-face \{.*?\}", "", picture, flags=re.DOTALL)
+
+
+def _fixed(lines: list[str]) -> list[str]:
+    """Titles and keys. Verdicts have words of their own, and numbers change with what judges them."""
+    return [re.sub(r"\d+", "", line) for line in (*(each for each in lines if each.startswith("── ")), lines[-1])]
