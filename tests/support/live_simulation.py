@@ -18,9 +18,18 @@ class LiveSimulation:
     """Entered, its run is live; left, it has ended."""
 
     def __init__(
-        self, path: Path, ranks: int, *faults: str, node_size: int = 8, stages: int = 1, total_steps: int = 0
+        self,
+        path: Path,
+        ranks: int,
+        *faults: str,
+        node_size: int = 8,
+        stages: int = 1,
+        total_steps: int = 0,
+        seconds_ago: int = 600,
     ) -> None:
-        """stages: of a pipeline; the ranks are data parallel in each. total_steps: that the run says it will make."""
+        """stages: of a pipeline; the ranks are data parallel in each. total_steps: that the run says it will make.
+        seconds_ago: when it began.
+        """
         self.name = path.name
         self.run = RunDirectory(path)
         self.run.create()
@@ -28,7 +37,7 @@ class LiveSimulation:
         self._simulation = Simulation(topology, faults=[parse_fault(each) for each in faults])
         self._blocks = 0
         host = topology.host(0)
-        begin = Anchor(10**12, time.time_ns() - 600 * 10**9, 0)
+        begin = Anchor(10**12, time.time_ns() - seconds_ago * 10**9, 0)
         self.ranks = [
             SimulatedRank(self.run, host, topology, rank, begin, "simulated", total_steps=total_steps)
             for rank in range(ranks)

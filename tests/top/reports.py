@@ -44,6 +44,7 @@ def verdict(kind: str, text: str, **facts: Any) -> dict[str, Any]:
     values = {
         "kind": kind, "rank": None, "phase": None, "cost_s_per_step": None, "cost_share": None, "since_step": None,
         "confidence": 0.9, "text": text, "evidence": {}, "where": None,
+        "held": None,
     }  # fmt: skip
     return {**values, **facts}
 

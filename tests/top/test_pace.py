@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.top.reports import view_of
-from torchlens_perf.top.pace import Pace, curve, time_left
+from torchlens_perf.top.pace import Pace, SeenSteps, curve, time_left
 
 
 def made(**changed: object) -> Pace:
@@ -57,6 +57,21 @@ def test_curve() -> None:
     assert curve([1, 1, 4, 4], 2, "_-=#") == "_#"
     assert curve([1, 1, 1.01], 3, "_-=#") == "___"
     assert curve([], 10, "_#") == curve([1, 2], 0, "_#") == ""
+
+
+def test_what_was_seen_lately() -> None:
+    """The pace now is by what was made from look to look, for a minute at most; by the newest window before that."""
+    seen, second = SeenSteps(), 10**9
+    assert seen.add("a", 10, 100 * second) is None
+    assert seen.add("a", 12, 102 * second) is None  # too short to tell
+    assert seen.add("a", 20, 105 * second) == pytest.approx(0.5)
+    assert seen.add("a", 20, 105 * second) == pytest.approx(0.5)
+    for at in range(1, 13):  # from here on a step takes a second
+        found = seen.add("a", 20 + 10 * at, (105 + 10 * at) * second)
+    assert found == pytest.approx(1.0)
+    assert seen.add("another process", 5, 300 * second) is None
+    assert made(seen_s=0.25).steps_per_s == 4
+    assert made().steps_per_s == 2
 
 
 def test_of_a_run(tmp_path: Path) -> None:

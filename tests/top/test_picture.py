@@ -10,7 +10,7 @@ from tests.support.live_simulation import LiveSimulation
 from tests.support.processes import ROOT
 from tests.top.drawn import Drawn, runs, text_of
 
-PICTURE = ROOT / "docs" / "top.svg"
+PICTURE = ROOT / "docs" / "images" / "top.svg"
 SIZE = (112, 26)
 
 
@@ -22,7 +22,9 @@ def test_the_picture_is_of_this_version(tmp_path: Path) -> None:
     )
 
     async def scenario() -> None:
-        with LiveSimulation(tmp_path / "20261123-140512-3fa9c1d2", 16, *faults, node_size=8, total_steps=2000) as live:
+        with LiveSimulation(
+            tmp_path / "20261123-140512-3fa9c1d2", 16, *faults, node_size=8, total_steps=2000, seconds_ago=75
+        ) as live:
             live.goes_on(2)
             async with Drawn(live.run.path, tmp_path, SIZE) as drawn:
                 await drawn.sees("64 of 2,000 steps")

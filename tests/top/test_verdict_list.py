@@ -135,11 +135,13 @@ def test_restart_ends_what_was(shown: Any) -> None:
 
 def test_times_of_the_report_win(shown: Any) -> None:
     """Where it says since when a verdict holds, and until when it held."""
-    held = {"since": "2026-11-23T09:00:00+00:00", "until": None}
-    over = {"since": "2026-11-23T08:00:00+00:00", "until": "2026-11-23T08:30:00+00:00"}
+    windows = {"windows_held": 9, "windows_judged": 12}
+    held = {"since": "2026-11-23T09:00:00+00:00", "until": None, **windows}
+    over = {"since": "2026-11-23T08:00:00+00:00", "until": "2026-11-23T08:30:00+00:00", **windows}
     entry, past = shown(slow(3, held=held), was_slow(5, held=over))
 
     assert entry.began_s == 1795424400.0
+    assert entry.details == ("It held in 9 of 12 windows of the run.",)
     assert past.ended_s is not None
     assert past.began_s is not None
     assert past.ended_s - past.began_s == 1800

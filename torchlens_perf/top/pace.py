@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,12 +12,11 @@ import numpy as np
 from torchlens_perf.analysis.statistics.quantities import percent
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.analysis.words.report import Report
 
-_MAX_RANKS = 32  # whose steps make the curve: in step with each other, some tell what all do
 _CHANGED = 0.1  # so much faster or slower than the run's mean, the time left is said by both
 _RECENT = 8  # the newest of so many parts of the curve
+_SEEN_NS, _MIN_SEEN_NS = 60_000_000_000, 3_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Pace:
     curve_s: tuple[float, ...] = ()
     """Step times in windows of consecutive steps, the oldest first."""
     window_steps: int = 0
-    first_step: int = 0
-    """That the first window begins at."""
+    seen_s: float | None = None
+    """What a step has taken lately, as seen from look to look; None: there was one look only."""
 
     @property
     def now_s(self) -> float | None:
-        """Of the newest window."""
-        return self.curve_s[-1] if self.curve_s else None
+        """What a step takes now: as seen lately, or in the newest window."""
+        return self.seen_s if self.seen_s is not None else self.curve_s[-1] if self.curve_s else None
 
     @property
     def steps_per_s(self) -> float | None:
-        """Of the newest window; of the run, while it has none."""
+        """Now; over the run, while there is no window."""
         step_s = self.now_s or self.mean_s
         return 1 / step_s if step_s else None
 
@@ -79,24 +79,42 @@ class Pace:
         return f"{self.steps:,} of {self.total:,} steps ({percent(self.steps / self.total)})"
 
 
-def pace(report: Report, processes: Mapping[int, ProcessState]) -> Pace:
-    """processes: that the report is about, by rank."""
+class SeenSteps:
+    """How fast one rank is, by what it had made at each look of the last minute: windows of a long run are long."""
+
+    def __init__(self) -> None:
+        self._process = ""
+        self._made: deque[tuple[int, int]] = deque()
+
+    def add(self, process: str, last_step: int, ended_ns: int) -> float | None:
+        """What a step has taken since the oldest look; None where that was too short ago.
+
+        process: another one begins anew. ended_ns: when its last step ended, by its node's monotonic clock.
+        """
+        made = self._made
+        if process != self._process or (made and last_step < made[-1][0]):
+            self._process = process
+            made.clear()
+        if not made or last_step > made[-1][0]:
+            made.append((last_step, ended_ns))
+        while len(made) > 2 and made[1][1] <= ended_ns - _SEEN_NS:
+            made.popleft()
+        steps, took_ns = made[-1][0] - made[0][0], made[-1][1] - made[0][1]
+        return took_ns / steps / 1e9 if steps and took_ns >= _MIN_SEEN_NS else None
+
+
+def pace(report: Report, seen_s: float | None = None) -> Pace:
+    """seen_s: by SeenSteps."""
     made = [rank["last_step"] + 1 for rank in report["ranks"] if rank["last_step"] is not None]
     means = [mean for rank in report["ranks"] if (mean := rank["step_s"]["mean_s"]) is not None]
-    some = sorted(processes)[:: -(-len(processes) // _MAX_RANKS) or 1]
-    windows = [processes[rank].judged_windows() for rank in some]
-    width = max((each.width for each in windows if len(each.first_step)), default=0)
-    at: dict[int, list[float]] = {}
-    for each in windows:
-        for first, duration_ns in zip(each.first_step.tolist(), each.duration_ns.tolist(), strict=True):
-            at.setdefault(first // width, []).append(duration_ns / 1e9)
+    history = report["history"]
     return Pace(
         steps=max(made, default=None),
         total=report["run"]["total_steps"],
         mean_s=sum(means) / len(means) if means else None,
-        curve_s=tuple(float(np.median(at[window])) for window in sorted(at)),
-        window_steps=width,
-        first_step=min(at, default=0) * width,
+        curve_s=tuple(history["median_s"]) if history is not None else (),
+        window_steps=history["width"] if history is not None else 0,
+        seen_s=seen_s,
     )
 
 

@@ -67,6 +67,9 @@ def _who(rank: Rank, report: Report, width: int, lettering: Lettering) -> list[T
         f"{rank['steps']} steps, the last one {rank['last_step'] if rank['last_step'] is not None else '-'}; {times}, "
         f"max {duration_or_dash(step['max_s'])}; without waiting p50 {duration_or_dash(own['p50_s'])}"
     )
+    last = rank["arrived_last"]
+    if last is not None:
+        texts.append(f"came last to {percent(last['share'])} of {last['joined']:,} collectives")
     texts.append(f"data: {rank['lost']:,} records lost, {rank['coverage']:.1%} of its steps whole")
     return [Text(line) for text in texts for line in lettering.wrapped(text, width, 2)]
 

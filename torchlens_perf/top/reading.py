@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis import node_state
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.report.run_report import report_of
-from torchlens_perf.top.pace import Pace, pace
+from torchlens_perf.top.pace import Pace, SeenSteps, pace
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.node_state import NodeState
+    from torchlens_perf.analysis.node_state import NodeState, ProcessState
     from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.run.directory import RunDirectory
 
@@ -72,6 +72,7 @@ class RunReader:
         self._view = View(run.run_id, str(run.path), None, None, "")
         self._is_made = False  # the report, of what the nodes' files hold
         self._due_s = float("-inf")
+        self._seen = SeenSteps()
 
     def look(self) -> View:
         """The run as it is now. The same object as before where nothing has changed, which takes one stat() a node.
@@ -125,7 +126,14 @@ class RunReader:
         }
         populations = {rank: process.place.population for rank, process in processes.items()}
         self._is_made = True
-        return report, pace(report, processes), populations
+        return report, pace(report, self._seen_s(processes)), populations
+
+    def _seen_s(self, processes: Mapping[int, ProcessState]) -> float | None:
+        """What a step has taken lately, on the first rank: they go in step with one another."""
+        process = processes[min(processes)] if processes else None
+        if process is None or process.statistics.last_step is None or process.statistics.ended_ns is None:
+            return None
+        return self._seen.add(process.identity.key, process.statistics.last_step, process.statistics.ended_ns)
 
     def _stamps(self) -> dict[Path, _Stamp]:
         """Of each node's file: what changes when it is replaced."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.words.hang import HangEvidence
 
@@ -110,17 +109,20 @@ def _key(row: VerdictRow, attempt: int) -> _Key:
 
 def _entry(row: VerdictRow) -> Entry:
     text, _, action = row["text"].partition(" Next: ")
-    evidence, details = row["evidence"], []
+    evidence = row["evidence"]
+    details: list[str] = []
     if isinstance(evidence, HangEvidence):
         for rank, stack in evidence.stacks.items():
             details += [f"Python stack of rank {rank}, innermost first:", *(f"  {line}" for line in stack.lines)]
             if not stack.lines:
                 details.append(f"  none: {stack.reason}")
-    held: Mapping[str, Any] = cast("dict[str, Any]", row).get("held") or {}
+    held = row["held"]
+    if held is not None and held["windows_held"] is not None and held["windows_judged"] is not None:
+        details.insert(0, f"It held in {held['windows_held']} of {held['windows_judged']} windows of the run.")
     holds = not row["kind"].endswith(_PAST)
     return Entry(
-        row["kind"], text, action, tuple(details), _ranks(row), row["since_step"], _seconds(held.get("since")),
-        ended_s=_seconds(held.get("until")), holds=holds,
+        row["kind"], text, action, tuple(details), _ranks(row), row["since_step"], _seconds(held and held["since"]),
+        ended_s=_seconds(held and held["until"]), holds=holds,
     )  # fmt: skip
 
 
