@@ -63,6 +63,7 @@ class Follower:
 
     async def changes(self, since: int) -> AsyncGenerator[tuple[int, bool], None]:
         """The version whenever there is a newer one than was seen, and whether the run goes on; ends with the run."""
+        since = max(since, 0)  # before the first look there is nothing to say
         self._viewers += 1
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
