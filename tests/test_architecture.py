@@ -33,6 +33,7 @@ RANKS = {
     "autoload": "starts a watch in a script that does not know of us",
     "startup": "starts autoload where torch does not",
     "torchrun": "switches autoload on in workers",
+    "instrumentation": "is loaded by OpenTelemetry's own tools, in whatever they start",
     "": "the public names",
     # the sidecar
     "analysis.statistics": "what one rank's records add up to",
@@ -103,7 +104,7 @@ THIRD_PARTY = {
         "sidecar.nodes.messages",
     },
     "nvtx": {"hooks.nvtx", "commands.doctor"},
-    "opentelemetry": {"exporters"},
+    "opentelemetry": {"exporters", "instrumentation.instrumentor", "instrumentation.resource_detector"},
     "rich": {
         "commands.progress", "report.brief", "report.heat_map", "report.rank_table", "report.tables", "report.terminal",
         "report.verdict_text", "top",

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
 
+_OF_A_PROCESS = ("process.pid", semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT)
+
+
 def rank_resource(identity: Identity) -> Resource:
     """The resource of one process of one rank."""
     known: dict[str, Any] = {
@@ -31,7 +34,9 @@ def rank_resource(identity: Identity) -> Resource:
 
 def node_resource(identity: Identity) -> Resource:
     """The resource of all ranks of the identity's node, over its restarts."""
-    return _resource({**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"})
+    known = _resource({**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"})
+    # Detectors that the user has switched on, ours among them, describe the process that sends.
+    return Resource({name: value for name, value in known.attributes.items() if name not in _OF_A_PROCESS})
 
 
 def encoded(resource: Resource) -> bytes:

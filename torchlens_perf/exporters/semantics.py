@@ -6,6 +6,8 @@ follow UCUM: seconds, bytes.
 
 from __future__ import annotations
 
+from torchlens_perf.run import identity as _identity
+
 SCOPE = "torchlens_perf"
 
 # Spans. One trace per step; its root covers rank 0's step, below it lies one span per rank.
@@ -14,9 +16,9 @@ SPAN_INFERENCE_STEP = "inference step"
 SPAN_RANK_STEP = "rank step"
 
 # Attributes of every span. Some backends drop resource attributes, so the rank is here too, and on metric points.
-RUN_ID = "torch.run.id"
+RUN_ID = _identity.RUN_ID
 STEP = "torch.train.step"
-RANK = "torch.distributed.rank"
+RANK = _identity.RANK
 # Attributes of a rank's step. Steps last equally long on all ranks that wait for each other; own time tells them apart.
 OWN_SECONDS = "torch.train.step.own_time"
 MICRO_STEPS = "torch.train.micro_steps"
@@ -40,9 +42,9 @@ STRAGGLER_SCOPE = "torch.train.straggler.scope"
 HANG_KIND = "torch.train.hang.kind"
 
 # Resource attributes of a rank, besides service.*, host.name, process.pid and the scheduler's (run/identity.py).
-LOCAL_RANK = "torch.distributed.local_rank"
-WORLD_SIZE = "torch.distributed.world_size"
-RESTART_COUNT = "torch.elastic.restart_count"
+LOCAL_RANK = _identity.LOCAL_RANK
+WORLD_SIZE = _identity.WORLD_SIZE
+RESTART_COUNT = _identity.RESTART_COUNT
 
 # Metrics, and the attribute that tells a phase's points apart.
 STEP_DURATION = "torch.train.step.duration"

@@ -18,6 +18,12 @@ from torchlens_perf.run.place.launcher import Place, is_number
 from torchlens_perf.run.place.node import node_name
 from torchlens_perf.run.processes import command_line, process_started, text_of
 
+# Resource attributes of a rank, for which OpenTelemetry has no name.
+RUN_ID = "torch.run.id"
+RANK = "torch.distributed.rank"
+LOCAL_RANK = "torch.distributed.local_rank"
+WORLD_SIZE = "torch.distributed.world_size"
+RESTART_COUNT = "torch.elastic.restart_count"
 # Facts of the scheduler and launcher, under the names that they are exported with (exporters/semantics.py).
 _ATTRIBUTES = {
     "torch.elastic.run_id": "TORCHELASTIC_RUN_ID",
@@ -144,7 +150,7 @@ def detect(environ: Mapping[str, str], claim: Claim, nth_watch: int = 0) -> Iden
         elastic=place.elastic,
         program=program_name(environ),
         traceparent=environ.get("TRACEPARENT", ""),
-        attributes=_attributes(environ),
+        attributes=job_attributes(environ),
         node=node_name(host),
         launcher=place.launcher,
         watch=nth_watch,
@@ -165,7 +171,8 @@ def _distributed() -> tuple[int, int] | None:
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def _attributes(environ: Mapping[str, str]) -> dict[str, str]:
+def job_attributes(environ: Mapping[str, str]) -> dict[str, str]:
+    """What scheduler, launcher, container and cloud say, under the names that they are exported with."""
     found = {name: environ[variable] for name, variable in _ATTRIBUTES.items() if environ.get(variable)}
     found.update(location.attributes(environ))
     if "KUBERNETES_SERVICE_HOST" in environ:
@@ -174,6 +181,12 @@ def _attributes(environ: Mapping[str, str]) -> dict[str, str]:
         if namespace:  # else the pod runs without a service account
             found.setdefault("k8s.namespace.name", namespace)
     return found
+
+
+def known_run_id(environ: Mapping[str, str], place: Place) -> str:
+    """The run's id where the environment alone says it, for the first watch of a process; "" where it does not."""
+    job = "" if place.elastic or place.nodes == 1 or place.world_size == 1 else place.job
+    return _cleaned(environ.get("TORCHLENS_PERF_RUN_ID", "")) or _cleaned(job)
 
 
 def _run_id(environ: Mapping[str, str], place: Place, claim: Claim, again: str) -> str:
