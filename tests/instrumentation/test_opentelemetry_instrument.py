@@ -63,6 +63,12 @@ def test_torchrun(receiver: Receiver, unwatched: dict[int, list[str]], tmp_path:
         (0, semantics.SPAN_STEP): 7, (0, semantics.SPAN_RANK_STEP): 7, (1, semantics.SPAN_RANK_STEP): 7,
     }  # fmt: skip
     assert {span.scope.partition(" ")[0] for span in spans} == {"users", semantics.SCOPE}
+    # Recording began in the first optimizer step: the span that was active then on rank 0 is the run's parent.
+    (first,) = [s for s in spans if s.name == "my step" and s.resource[semantics.RANK] == 0][:1]
+    (whole,) = [span for span in spans if span.name == semantics.SPAN_RUN]
+    assert (whole.trace_id, whole.parent_id) == (first.trace_id, first.span_id)
+    roots = [span for span in spans if span.name == semantics.SPAN_STEP]
+    assert {span.links for span in roots} == {((first.trace_id, first.span_id),)}
     steps = {span.attributes[semantics.STEP] for span in spans if span.name == semantics.SPAN_RANK_STEP}
     assert steps == set(range(1, 8))
 

@@ -14,6 +14,9 @@ SCOPE = "torchlens_perf"
 SPAN_STEP = "train step"
 SPAN_INFERENCE_STEP = "inference step"
 SPAN_RANK_STEP = "rank step"
+# The whole run, below the span that started the job, and how many steps rank 0 made in it.
+SPAN_RUN = "training run"
+RUN_STEPS = "torch.train.run.steps"
 
 # Attributes of every span. Some backends drop resource attributes, so the rank is here too, and on metric points.
 RUN_ID = _identity.RUN_ID

@@ -14,6 +14,7 @@ from typing import Protocol, TypedDict
 
 from torchlens_perf.run import location
 from torchlens_perf.run.place import launcher
+from torchlens_perf.run.place.caller import calling_span
 from torchlens_perf.run.place.launcher import Place, is_number
 from torchlens_perf.run.place.node import node_name
 from torchlens_perf.run.processes import command_line, process_started, text_of
@@ -66,12 +67,13 @@ class Identity:
     launcher_pid: int
     elastic: bool
     program: str  # what the user started, such as train.py: no folder, no arguments
-    traceparent: str
+    traceparent: str  # of the span that started the job, unchecked: see place/caller.py
     attributes: dict[str, str]
     node: str = ""  # its node in file names, see place/node.py
     launcher: str = ""  # see place/launcher.py
     watch: int = 0  # how many watches its process ran before
     launcher_restarts: int | None = None  # as its launcher counts, which may be one a node; None: as `attempt`
+    tracestate: str = ""  # what goes with traceparent
 
     @property
     def restarts(self) -> int:
@@ -135,6 +137,7 @@ def detect(environ: Mapping[str, str], claim: Claim, nth_watch: int = 0) -> Iden
     """
     place = launcher.place(environ, _distributed(), command_line(os.getppid()))
     pid, host = os.getpid(), socket.gethostname()
+    traceparent, tracestate = calling_span(environ)
     again = f"-{nth_watch + 1}" if nth_watch else ""
     return Identity(
         run_id=_run_id(environ, place, claim, again),
@@ -149,12 +152,13 @@ def detect(environ: Mapping[str, str], claim: Claim, nth_watch: int = 0) -> Iden
         launcher_pid=os.getppid(),
         elastic=place.elastic,
         program=program_name(environ),
-        traceparent=environ.get("TRACEPARENT", ""),
+        traceparent=traceparent,
         attributes=job_attributes(environ),
         node=node_name(host),
         launcher=place.launcher,
         watch=nth_watch,
         launcher_restarts=place.attempt,
+        tracestate=tracestate,
     )
 
 

@@ -170,7 +170,7 @@ class Sidecar:
             who = self.state.processes[batch.identity.key].identity
             self._exporter.export(dataclasses.replace(batch, identity=who))
         if assessment is not None:  # after the steps: alerts point to their traces
-            self._exporter.on_assessment(assessment)
+            self._exporter.on_assessment(dataclasses.replace(assessment, ended=not self.sources.live()))
 
     def keep(self) -> None:
         """Writes a segment and the state, and removes the rings of processes that have ended and are kept whole."""
