@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
 
-_OF_A_PROCESS = ("process.pid", semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT)
+_OF_A_PROCESS = (
+    "process.pid", semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT, semantics.LENS_RANK,
+    semantics.LENS_LOCAL_RANK,
+)  # fmt: skip
 
 
 def rank_resource(identity: Identity) -> Resource:
@@ -23,10 +26,11 @@ def rank_resource(identity: Identity) -> Resource:
         **_run(identity),
         "service.instance.id": f"{identity.host}/{identity.key}",
         semantics.RANK: identity.rank,
+        semantics.LENS_RANK: identity.rank,
         semantics.RESTART_COUNT: identity.attempt,
     }
     if identity.local_rank is not None:
-        known[semantics.LOCAL_RANK] = identity.local_rank
+        known[semantics.LOCAL_RANK] = known[semantics.LENS_LOCAL_RANK] = identity.local_rank
     if identity.pid:  # a replay of records without their node's state does not know it
         known["process.pid"] = identity.pid
     return _resource(known)
@@ -50,6 +54,7 @@ def _run(identity: Identity) -> dict[str, Any]:
         "host.name": identity.host,
         semantics.RUN_ID: identity.run_id,
         semantics.WORLD_SIZE: identity.world_size,
+        semantics.LENS_WORLD_SIZE: identity.world_size,
         **identity.attributes,
     }
     service = identity.attributes.get("slurm.job.name") or identity.program.removesuffix(".py").removesuffix(".ipynb")

@@ -52,8 +52,9 @@ def resource_attributes(environ: Mapping[str, str]) -> dict[str, str | int]:
     if run_id:
         found[identity.RUN_ID] = run_id
     if place.launcher:
-        found[identity.RANK], found[identity.WORLD_SIZE] = place.rank, place.world_size
+        found[identity.RANK] = found[identity.LENS_RANK] = place.rank
+        found[identity.WORLD_SIZE] = found[identity.LENS_WORLD_SIZE] = place.world_size
         found[identity.RESTART_COUNT] = place.attempt
         if place.local_rank is not None:
-            found[identity.LOCAL_RANK] = place.local_rank
+            found[identity.LOCAL_RANK] = found[identity.LENS_LOCAL_RANK] = place.local_rank
     return found

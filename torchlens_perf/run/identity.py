@@ -25,6 +25,10 @@ RANK = "torch.distributed.rank"
 LOCAL_RANK = "torch.distributed.local_rank"
 WORLD_SIZE = "torch.distributed.world_size"
 RESTART_COUNT = "torch.elastic.restart_count"
+# The names that NeMo Lens has for three of them (its nemo/lens/semconv/attributes.py).
+LENS_RANK = "nv.dl.rank"
+LENS_LOCAL_RANK = "nv.dl.local_rank"
+LENS_WORLD_SIZE = "nv.dl.world_size"
 # Facts of the scheduler and launcher, under the names that they are exported with (exporters/semantics.py).
 _ATTRIBUTES = {
     "torch.elastic.run_id": "TORCHELASTIC_RUN_ID",
