@@ -607,11 +607,9 @@ def test_page_names_what_is_sent() -> None:
     """docs/opentelemetry.md has every name, every bucket bound, and the limits that the code has."""
     page = (ROOT / "docs" / "opentelemetry.md").read_text()
     names = {value for name, value in vars(semantics).items() if name.isupper() and isinstance(value, str)}
-    sources = {semantics.OPENTELEMETRY, semantics.NEMO_LENS, semantics.OURS}
+    sources = {semantics.OPENTELEMETRY, semantics.NEMO_LENS, semantics.OURS, semantics.SCOPE}
     names -= {value for name, value in vars(semantics).items() if name.startswith("_") and isinstance(value, str)}
-    assert [
-        name for name in sorted(names - sources - {semantics.SCOPE}) if not re.search(rf"(`| |^){name}(`| )", page)
-    ] == []
+    assert [name for name in sorted(names - sources) if not re.search(rf"(`| |^){name}(`| )", page)] == []
     bounds = re.search(r"Bucket bounds, in seconds: ([0-9., \n]+)\.", page)
     assert bounds
     assert tuple(float(bound) for bound in bounds[1].split(",")) == semantics.DURATION_BOUNDS_S
