@@ -18,7 +18,7 @@ import pandas as pd
 
 from tests.sidecar.test_node import WORK, finish, report, sidecar
 from tests.support.ranks import Rank, run_without_traces
-from torchlens_perf.run.directory import sidecar_lock
+from torchlens_perf.run.directory import RunDirectory, sidecar_lock
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar import schedule
 from torchlens_perf.sidecar.loop import run_sidecar
@@ -26,29 +26,43 @@ from torchlens_perf.sidecar.loop import run_sidecar
 folder, kills, draw = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
 schedule._SAVE_S = schedule._ACCOUNT_S = 0.002  # states without their segments, too
 schedule._KEEP_S = schedule._LATEST_KEEP_S = 0.008
-LONGEST_S = 0.12  # that one lives
+LONGEST_S = 0.12  # that one lives, from then on
+START_S = 20.0  # until one has saved something
 
 
-def one(run_directory: object) -> None:
-    made, _ = sidecar(run_directory)  # type: ignore[arg-type]
+def one(run_directory: RunDirectory) -> None:
+    made, _ = sidecar(run_directory)
     lock = SidecarLock(sidecar_lock(made.run.run_id))
     while not lock.acquire():
         time.sleep(0.001)
     run_sidecar(made, lock, None)
 
 
+def saved(run_directory: RunDirectory) -> int | None:
+    """When its state was last saved, if it was."""
+    try:
+        return run_directory.node_state("node-a").stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
 with run_without_traces(folder) as run:
     rank = Rank(run, 0, 1, ring_records=1 << 14)
     steps, states, partial = 0, 0, 0
-    for _ in range(kills):
+    for number in range(kills):
         child = os.fork()
         if child == 0:
             try:
                 one(run)
             finally:
                 os._exit(9)
-        until_s = time.monotonic() + draw.uniform(0, LONGEST_S)
+        # On a busy machine it takes a while to begin. Every second one is killed at any moment from its start on, the
+        # others at any moment after they have saved something: so that many write.
+        was, saves = saved(run), number % 2 == 0
+        until_s = time.monotonic() + (START_S if saves else draw.uniform(0, LONGEST_S))
         while time.monotonic() < until_s:
+            if saves and saved(run) != was:
+                saves, until_s = False, time.monotonic() + draw.uniform(0, LONGEST_S)
             rank.steps(1, **WORK)
             steps += 1
             time.sleep(0.004)
