@@ -4,6 +4,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 RECEIVER := .venv-receiver
 FRAMEWORKS := .venv-frameworks
+PAGE := .venv-page
 # Two environments are made side by side.
 MAKEFLAGS += --jobs=2
 # Bytecode is written for what is imported, as on users' machines, and not for all of torch: that saves a minute.
@@ -74,13 +75,16 @@ $(FRAMEWORKS)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.
 	$(FRAMEWORKS)/bin/python -m pip install -q --no-compile -e '.[test,frameworks]'
 	touch $@
 
-# Pages in a real Chromium, which is Debian's: as root it is installed where it is missing. SHOTS=1: also docs/images.
-test-page: $(TEST)/browser
-	$(TEST)/bin/python -m pytest -m '' tests/page/browser
+# Pages in a real Chromium, which is Debian's `chromium`. What drives it lies in an environment of its own, which sees what
+# the tests' has. Screenshots go to PAGE_SHOTS; SHOTS=1 makes those of the docs, too.
+test-page: $(TEST)/tap $(PAGE)/ready
+	PAGE_SHOTS=$(PAGE)/shots $(PAGE)/bin/python -m pytest $(SIDE_BY_SIDE) -m '' tests/page/browser
 
-$(TEST)/browser: $(TEST)/tap
-	command -v chromium || apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
-	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test,browser]'
+$(PAGE)/ready: $(TEST)/ready
+	$(PYTHON) -m venv $(PAGE)
+	$(TEST)/bin/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+		> $$($(PAGE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(PAGE)/bin/python -m pip install -q --no-compile 'axe-playwright-python>=0.1.8,<1' 'bokeh>=3.6,<4' 'playwright>=1.50,<2'
 	touch $@
 
 # With the caller's Python: its torch, pytest and pytest-timeout, and what the package needs; installs nothing.
@@ -100,4 +104,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(PARTS)
 
 clean:
-	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) build torchlens_perf/*.so torchlens-perf
+	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) build torchlens_perf/*.so torchlens-perf
