@@ -91,6 +91,21 @@ def test_quantities_are_written_as_in_the_report(tab: Tab) -> None:
     assert tab.value("torchlens.duration(NaN)") == tab.value("torchlens.duration(null)") == "not measured"
 
 
+def test_axes_are_written_with_units(tab: Tab) -> None:
+    """Durations and bytes, short; ranks and steps plainly, and nothing that Bokeh could take for TeX."""
+    tab.show_all()
+
+    def ticks(name: str, axis: str, values: list[float]) -> Any:
+        axes = f"{tab.named(name)}.plot.{axis}axes[0]"
+        assert tab.value(f"{axes}.major_label_overrides.size") == 0
+        return tab.value(f"{axes}.formatter.format_graphics({values}, {{loc: 0}}).map(({{text}}) => text)")
+
+    assert ticks("steps", "y", [0, 0.05, 0.1234, 2.5]) == ["0", "50 ms", "123 ms", "2.5 s"]
+    assert ticks("steps", "x", [0, 50, 1000]) == ["0", "50", "1000"]
+    assert ticks("heat", "y", [7.5, 0.5]) == ["rank 0", "rank 7"]
+    assert ticks("step", "x", [0, 0.5, 100]) == ["0", "500 us", "100 ms"]
+
+
 def test_heat_map_has_the_colours_of_its_picture(tab: Tab) -> None:
     """The same value has the same colour with scripts as without, and "not compared" is no colour of a value."""
     tab.show("heat")

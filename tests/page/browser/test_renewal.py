@@ -166,6 +166,9 @@ def test_any_step_is_asked_of_the_server(
     tab.value(f"torchlensPage.view.set({{step: {wanted}, rank: 1}})")
     tab.settle()
     assert tab.value(f"{tab.named('step')}.trace.step") == wanted
+    tab.value(f"torchlensPage.view.set({{step: {missing}}})")
+    tab.settle()
+    assert f"Step {missing} is not in this page" in words.inner_text()
     assert [each for each in asked if "api" in each] == [f"/run/api/step/{wanted}", f"/run/api/step/{missing}"]
 
 

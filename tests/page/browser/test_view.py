@@ -14,6 +14,7 @@ from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.page.contents import Contents
 from torchlens_perf.page.decoded import Steps
+from torchlens_perf.page.matrix import decoded
 
 need_browser()
 
@@ -54,6 +55,9 @@ def test_brush_selects_steps_everywhere(tab: Tab, shown: Contents) -> None:
     assert cells[:3] == [str(SLOW_RANK), "node-0001", duration(float(step_s))]
     phases = tab.show("phases").locator("p.chart-words").inner_text()
     assert f"Means over {where}, by the host's clock. Rank {SLOW_RANK} takes most longer in forward" in phases
+    forward_s = decoded(shown["steps"]["parts"]["forward"], 8)[:, since:until].mean(axis=1)
+    usual_s = np.delete(forward_s, SLOW_RANK).mean()
+    assert f"in forward: {duration(forward_s[SLOW_RANK])} against {duration(usual_s)}" in phases
     assert f"In {where}, rank {SLOW_RANK} is most above the others" in tab.show("heat").inner_text()
     values = np.sort(Steps(shown["steps"]).step_s()[:, since:until], axis=None)
     longest = duration(float(values[-1]))
@@ -98,8 +102,10 @@ def test_a_brush_of_nothing_selects_nothing(tab: Tab) -> None:
 
 
 def test_what_is_looked_at_stays_in_its_place(tab: Tab) -> None:
-    """A selection makes tables and words above the heat map grow: the map does not move under the pointer."""
+    """A selection makes tables and words above the heat map grow: the map does not move under the pointer. Nor where a
+    browser does not see to that itself."""
     tab.open("#heat")
+    tab.value("document.documentElement.style.overflowAnchor = 'none'")
     top = tab.chart("heat").bounding_box()["y"]
     brushed(tab, "heat", SINCE_STEP + 0.5, SINCE_STEP + 59.5, 4)
     tab.page.mouse.click(*tab.at("heat", 60.5, 4.5))

@@ -155,9 +155,8 @@
   // Own time of modules: the mean over ranks, and each rank.
   class Modules extends Bars {
     get axisWords() {
-      return this.onDevice
-        ? "in a step on the device, mean over ranks"
-        : "in a step; bar: mean over ranks, dots: each rank";
+      const where = this.onDevice ? "in a step on the device, over the whole run" : "in a typical step of the whole run";
+      return this.isNarrow ? where : `${where}; bar: mean over ranks${this.onDevice ? "" : ", dots: each rank"}`;
     }
 
     rows() {
