@@ -13,6 +13,7 @@ from torchlens_perf.page.matrix import encoded
 
 NODE_SIZE, TENSOR_PARALLEL = 8, 4
 STEP_S, EXCESS, SAMPLED_EVERY, CHECKPOINT_EVERY, EVALUATION_EVERY, WARM_UP = 0.25, 0.2, 16, 100, 250, 3
+LATE_RANK, LATE_STEPS = 9, 24  # what it did in its first steps is not known
 MAX_REPORTED, MAX_MEMORY_COLUMNS, TELEMETRY_POINTS = 64, 256, 240
 _SHARES = {
     "data": 0.02,
@@ -62,6 +63,9 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
     step = step + np.where(number % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1, 2 * STEP_S, 0.0)
     compared = (number >= WARM_UP) & (number % SAMPLED_EVERY != 0) & (number % CHECKPOINT_EVERY != CHECKPOINT_EVERY - 1)
     parts = {**own, "communication": step - work}
+    if ranks > LATE_RANK:
+        for values in (step, work, *parts.values()):
+            values[LATE_RANK, :LATE_STEPS] = np.nan
     order = ("data", "forward", "backward", "optimizer", "communication", "host")
     slow: SlowTime = {"rank": slow_rank, "phase": "forward", "since_step": since, "until_step": None}
     columns = -(-steps // -(-steps // MAX_MEMORY_COLUMNS))
@@ -73,7 +77,7 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
     memory = (2e9 + 1e8 * draw.random((ranks, columns)) + 5e8 * (np.arange(ranks) == slow_rank)[:, None]).astype(int)
     return {
         "columns": {
-            "width": 1, "first_steps": number.tolist(), "started_s": np.cumsum(step.max(axis=0)).tolist(),
+            "width": 1, "first_steps": number.tolist(), "started_s": np.cumsum(np.nanmax(step, axis=0)).tolist(),
             "flags": flags,
         },
         "places": [
@@ -86,7 +90,7 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
         "step": encoded(step),
         "bands": {
             "p5_s": _quantile(step, 0.05), "p50_s": _quantile(step, 0.5), "p95_s": _quantile(step, 0.95),
-            "max_s": step.max(axis=0).tolist(),
+            "max_s": np.nanmax(step, axis=0).tolist(),
         },
         "slow": [slow],
         "work": encoded(np.where(compared, work, np.nan)),
@@ -97,7 +101,7 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
 
 
 def _quantile(values: npt.NDArray[np.float64], share: float) -> list[float | None]:
-    return cast("list[float | None]", np.quantile(values, share, axis=0).tolist())
+    return cast("list[float | None]", np.nanquantile(values, share, axis=0).tolist())
 
 
 def _telemetry(ranks: list[int], slow_rank: int, end_s: float) -> list[Any]:

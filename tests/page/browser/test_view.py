@@ -11,6 +11,7 @@ import pytest
 from tests.page.browser.conftest import WIDE_RANKS, WIDE_SINCE, WIDE_SLOW, WIDE_STEPS, TabOf
 from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
+from tests.support.page_contents import LATE_RANK, LATE_STEPS
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.page.contents import Contents
 from torchlens_perf.page.decoded import Steps
@@ -73,6 +74,22 @@ def test_brush_selects_steps_everywhere(tab: Tab, shown: Contents) -> None:
     assert tab.view()["steps"] is None
     assert "Typical step of each rank" in tab.show("ranks").locator("table:visible caption").inner_text()
     assert tab.problems == []
+
+
+def test_what_was_not_measured_is_in_no_figure(tab_of: TabOf, wide_file: Path) -> None:
+    """Of a rank that came late, steps are counted from then on, and means are of those."""
+    tab = tab_of(wide_file).open(f"#heat;steps=0-{LATE_STEPS - 1};quantity=step")
+    count = LATE_STEPS * (WIDE_RANKS - 1)
+    assert f"of {count} steps of single ranks" in tab.show("steps").inner_text()
+    row = tab.show("ranks").locator(
+        "table:visible tbody tr", has=tab.page.get_by_role("button", name="rank 9", exact=True)
+    )
+    assert (
+        row.locator("td").all_inner_texts()[1:6]
+        == ["not measured", "not measured", "not compared"] + ["not measured"] * 2
+    )
+    tab.page.mouse.move(*tab.at("heat", 5.5, WIDE_RANKS - LATE_RANK - 0.5))
+    assert "step time: not measured" in tab.tip()
 
 
 def test_brush_in_step_times_and_memory(tab_of: TabOf, wide_file: Path) -> None:
