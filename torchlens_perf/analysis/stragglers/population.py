@@ -71,7 +71,7 @@ class Population:
         if rows[-1] - rows[0] <= _CHUNK_ROWS:
             return [pending]
         chunks = []
-        for begin in np.unique(rows // _CHUNK_ROWS * _CHUNK_ROWS).tolist():  # not of what lies between: that may be much
+        for begin in np.unique(rows // _CHUNK_ROWS * _CHUNK_ROWS).tolist():  # not what lies between
             pieces = [block.between(begin * width, (begin + _CHUNK_ROWS) * width) for block in pending]
             chunks.append([block for block in pieces if (block.key >= 0).any()])
         return [chunk for chunk in chunks if chunk]
