@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from urllib.parse import urlencode, urlsplit
 from tests.support.processes import ROOT, clean_environ
 
 ENDS_WITHIN_S = 60  # what should take a moment, on a busy machine
+IS_READ = "This run is being read"
 
 
 class Answer:
@@ -81,9 +83,16 @@ class Viewer(Stranger):
         return answer.json
 
     def page(self, run: str) -> str:
-        answer = self.ask(f"/runs/{run}/", accept_encoding="gzip")
-        assert answer.status == 200, answer.text
-        return gzip.decompress(answer.body).decode()
+        """The run's page. On a busy machine it may first say that the run is being read: it is asked again, as it asks."""
+        deadline_s = time.monotonic() + ENDS_WITHIN_S
+        while True:
+            answer = self.ask(f"/runs/{run}/", accept_encoding="gzip")
+            assert answer.status == 200, answer.text
+            if answer.headers.get("content-encoding") == "gzip":
+                return gzip.decompress(answer.body).decode()
+            assert IS_READ in answer.text
+            assert time.monotonic() < deadline_s, "it was not read"
+            time.sleep(0.2)
 
     def post(self, path: str, **fields: str) -> Answer:
         return self.ask(path, "POST", urlencode(fields), Origin=f"http://{self.host}")
