@@ -21,7 +21,7 @@ TabOf = Callable[..., Tab]
 WIDE_RANKS, WIDE_STEPS, WIDE_SLOW, WIDE_SINCE = 64, 600, 11, 300
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # while it is open, an event loop runs in this thread: other tests want their own
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
