@@ -83,7 +83,7 @@ class Viewer(Stranger):
         return answer.json
 
     def page(self, run: str) -> str:
-        """The run's page. On a busy machine it may first say that the run is being read: it is asked again, as it asks."""
+        """The run's page. It may first say that the run is being read, and is then asked again, as it says itself."""
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while True:
             answer = self.ask(f"/runs/{run}/", accept_encoding="gzip")
