@@ -4,13 +4,14 @@ DEMO := .venv-demo
 TEST := .venv-test
 RECEIVER := .venv-receiver
 FRAMEWORKS := .venv-frameworks
+BACKENDS := $(addprefix .venv-backends/,mlflow phoenix rotel chdb autotel victoria-metrics)
 # Two environments are made side by side.
 MAKEFLAGS += --jobs=2
 # Bytecode is written for what is imported, as on users' machines, and not for all of torch: that saves a minute.
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-launchers test-frameworks test-page test-device check format bench gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-page test-backends test-device check format bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -83,6 +84,14 @@ $(TEST)/browser: $(TEST)/tap
 	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test,browser]'
 	touch $@
 
+# Real backends read back what they were sent (docs/backends.md). Needs some 4 GB; what cannot be installed is skipped, with the
+# reason. SHOTS=1: also docs/images.
+test-backends: $(TEST)/tap $(RECEIVER)/ready $(addsuffix /ready,$(BACKENDS)) $(if $(SHOTS),$(TEST)/browser)
+	$(TEST)/bin/python -m pytest -m '' tests/backends
+
+.venv-backends/%/ready: scripts/install_backend.sh
+	scripts/install_backend.sh $(PYTHON) $(@D)
+
 # With the caller's Python: its torch, pytest and pytest-timeout, and what the package needs; installs nothing.
 test-device:
 	$(PYTHON) setup.py -q build_ext --inplace
@@ -100,4 +109,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(PARTS)
 
 clean:
-	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) build torchlens_perf/*.so torchlens-perf
+	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) .venv-backends build torchlens_perf/*.so torchlens-perf
