@@ -111,8 +111,12 @@ def _of_step(run_id: str, row: Row, inside: list[Row], resource: dict[str, Any])
             resource, "torchlens_perf", **{"status": "", "links": (), **others},
         )  # fmt: skip
 
-    of_rank = {semantics.OWN_SECONDS: row["own_ns"] / 1e9, semantics.MICRO_STEPS: row["micro_steps"]}
-    found = [span(rank_id, root_id, semantics.SPAN_RANK_STEP, row, of_rank)]
+    of_rank = {
+        semantics.SPAN_KIND: "step",
+        semantics.OWN_SECONDS: row["own_ns"] / 1e9,
+        semantics.MICRO_STEPS: row["micro_steps"],
+    }
+    found = [span(rank_id, root_id, f"{semantics.SPAN_RANK} {rank}", row, of_rank)]
     if rank == 0:
         found.append(span(root_id, None, semantics.SPAN_STEP, row, {}, links=(CALLER,)))
     ordered = sorted(inside, key=lambda each: (each["start_ns"], -each["duration_ns"], each["depth"]))

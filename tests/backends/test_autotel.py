@@ -126,7 +126,7 @@ def test_alert(autotel: Autotel, recorded: Recorded) -> None:
     assert alert["body_text"].startswith(f"Rank {SLOW_RANK} (")
     assert alert["body_text"].partition(" Next: ")[0] in " ".join(recorded.run.report.read_text().split())
     assert (attributes[semantics.RANK], attributes[semantics.PHASE]) == (SLOW_RANK, "forward")
-    of_slow = [span for span in recorded.spans() if span.name == semantics.SPAN_RANK_STEP]
+    of_slow = [span for span in recorded.spans() if span.attributes.get(semantics.SPAN_KIND) == semantics.STEP_KIND]
     ids = {(f"{s.trace_id:032x}", f"{s.span_id:016x}") for s in of_slow if s.attributes[semantics.RANK] == SLOW_RANK}
     assert (alert["trace_id"], alert["span_id"]) in ids
 
