@@ -29,8 +29,17 @@ def page(width: int = 1280, height: int = 800) -> Iterator[Any]:
         browser.close()
 
 
+def drag(shown: Any, x: float, y: float, to_x: float) -> None:
+    """The pointer, held down: a border between two panes."""
+    shown.mouse.move(x, y)
+    shown.mouse.down()
+    shown.mouse.move(to_x, y, steps=8)
+    shown.mouse.up()
+
+
 def save(shown: Any, name: str) -> None:
     """What the page shows now, as docs/images/backend-NAME.png."""
     path = ROOT / "docs" / "images" / f"backend-{name}.png"
+    shown.wait_for_timeout(1000)  # what moves has come to rest
     shown.screenshot(path=path)
     assert path.stat().st_size <= _MOST_BYTES, f"{path} is too large"

@@ -174,7 +174,7 @@ def test_exemplars(autotel: Autotel, recorded: Recorded) -> None:
 @shots.shots
 def test_picture(autotel: Autotel, recorded: Recorded) -> None:
     """A step's trace in its own page."""
-    with shots.page() as shown:
+    with shots.page(height=1520) as shown:
         shown.goto(autotel.address)
-        shown.wait_for_timeout(4000)
+        shown.get_by_text(semantics.SPAN_STEP, exact=True).first.click()
         shots.save(shown, "autotel")

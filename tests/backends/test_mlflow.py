@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.backends import shots
-from tests.backends.recorded import CALLER, TRACES, Recorded, as_tuple, by_id
+from tests.backends.recorded import CALLER, SLOW_RANK, TRACES, Recorded, as_tuple, by_id
 from tests.backends.server import Server, environment, is_up
 from tests.support.otlp_receiver import ReceivedSpan, free_port
 from torchlens_perf.exporters import semantics
@@ -120,8 +120,11 @@ def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
 @shots.shots
 def test_picture(mlflow: Mlflow, recorded: Recorded) -> None:
     """A step's trace in MLflow's own page."""
-    trace = min(recorded.spans(), key=lambda span: -span.attributes[semantics.STEP]).trace_id
-    with shots.page() as shown:
+    trace = max(recorded.spans(), key=lambda span: int(span.attributes[semantics.STEP])).trace_id
+    with shots.page(height=1130) as shown:
         shown.goto(f"{mlflow.address}/#/experiments/0/traces?selectedEvaluationId=tr-{trace:032x}")
-        shown.wait_for_timeout(8000)
+        shown.get_by_label("Full screen").click()
+        shown.get_by_label("Show execution timeline").click()
+        shown.get_by_text(f"rank {SLOW_RANK}", exact=True).first.click()
+        shots.drag(shown, 321, 500, 820)
         shots.save(shown, "mlflow")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.backends import shots
-from tests.backends.recorded import TRACES, Recorded, as_tuple, by_id, in_microseconds
+from tests.backends.recorded import SLOW_RANK, TRACES, Recorded, as_tuple, by_id, in_microseconds
 from tests.backends.server import Server, environment, get, is_up
 from tests.support.otlp_receiver import ReceivedSpan, free_port, wait_for
 from torchlens_perf.exporters import semantics
@@ -110,9 +110,12 @@ def test_drops_links_and_resource(phoenix: Phoenix, found: list[dict[str, Any]])
 @shots.shots
 def test_picture(phoenix: Phoenix, recorded: Recorded) -> None:
     """A step's trace in Phoenix's own page."""
-    trace = min(recorded.spans(), key=lambda span: -span.attributes[semantics.STEP]).trace_id
+    trace = max(recorded.spans(), key=lambda span: int(span.attributes[semantics.STEP])).trace_id
     (project,) = get(f"{phoenix.address}/v1/projects")["data"]
-    with shots.page() as shown:
+    with shots.page(height=1230) as shown:
+        shown.add_init_script("localStorage.setItem('arize-phoenix-theme', 'light')")
         shown.goto(f"{phoenix.address}/projects/{project['id']}/traces/{trace:032x}")
-        shown.wait_for_timeout(8000)
+        shown.get_by_text(f"rank {SLOW_RANK}", exact=True).first.click()
+        border = shown.locator("[aria-controls=trace-tree]").bounding_box()
+        shots.drag(shown, border["x"], border["y"] + 300, border["x"] + 260)  # narrow, it draws no tree
         shots.save(shown, "phoenix")
