@@ -102,6 +102,17 @@ def get(address: str, body: Mapping[str, Any] | None = None) -> Any:
         return json.loads(answer.read())
 
 
+def status_of(address: str, body: bytes = b"", **headers: str) -> int:
+    """Of the answer to a request of OTLP."""
+    request = urllib.request.Request(address, body, {"Content-Type": "application/x-protobuf", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found: int = answer.status
+    except urllib.error.HTTPError as error:
+        found = error.code
+    return found
+
+
 def is_up(address: str) -> bool:
     """Whether it answers at all."""
     with contextlib.suppress(urllib.error.HTTPError):

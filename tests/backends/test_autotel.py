@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import sqlite3
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from tests.backends import shots
 from tests.backends.recorded import CALLER, SLOW_RANK, TRACES, Recorded, as_tuple, by_id, subset
-from tests.backends.server import Server, environment, get, is_up
+from tests.backends.server import Server, environment, get, is_up, status_of
 from tests.support.otlp_receiver import ReceivedSpan, free_port
 from torchlens_perf.exporters import semantics
 
@@ -90,9 +91,9 @@ def found(autotel: Autotel) -> list[dict[str, Any]]:
     return autotel.ask()
 
 
-def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
-    """Each span of both ranks: ids, parent, name, attributes, error, and times as JavaScript has them: milliseconds
-    in a double, which at today's date is good for 0.25 us. Each is there once, though the run was sent twice."""
+def assert_same(found: list[dict[str, Any]], recorded: Recorded) -> None:
+    """Each span of both ranks, once: ids, parent, name, attributes, error, and times as JavaScript has them:
+    milliseconds in a double, which at today's date is good for 0.25 us."""
     expected = by_id(as_tuple(span) for span in recorded.spans())
     got = by_id(as_tuple(span_of(each)) for each in found)
     assert len({in_trace for in_trace, _ in expected}) == TRACES
@@ -102,6 +103,29 @@ def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
     for key, span in expected.items():
         for mine, theirs in zip(span[4:6], got[key][4:6], strict=True):
             assert abs(mine / 1e6 - theirs) <= 0.00025
+
+
+def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
+    """All of it, though the run was sent twice."""
+    assert_same(found, recorded)
+
+
+def test_lines_of_a_file(tmp_path: Path, recorded: Recorded) -> None:
+    """Lines of otlp_json_file, posted one by one from a machine that has a network, are the same spans."""
+    recorded.send(OTEL_TRACES_EXPORTER="otlp_json_file")
+    later = Autotel(tmp_path)
+    try:
+        for line in (recorded.run.path / "otlp" / "replay-traces.jsonl").read_bytes().splitlines():
+            assert status_of(f"{later.address}/v1/traces", line, **{"Content-Type": "application/json"}) == 200
+        assert_same(later.ask(), recorded)
+    finally:
+        later.server.close()
+
+
+def test_takes_no_gzip(autotel: Autotel) -> None:
+    """Over HTTP: the same request is taken as it is."""
+    assert status_of(f"{autotel.address}/v1/traces") == 200
+    assert status_of(f"{autotel.address}/v1/traces", gzip.compress(b""), **{"Content-Encoding": "gzip"}) == 400
 
 
 def test_links(found: list[dict[str, Any]]) -> None:

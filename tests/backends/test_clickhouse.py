@@ -15,10 +15,12 @@ from tests.backends.recorded import CALLER, SLOW_RANK, TRACES, Recorded, as_tupl
 from tests.backends.rotel import Rotel
 from tests.backends.server import Server, environment, is_up
 from tests.support.otlp_receiver import ReceivedSpan, free_port, wait_for
+from tests.support.processes import ROOT
 from torchlens_perf.exporters import semantics
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]
 
+PAGE = (ROOT / "docs" / "backends.md").read_text()
 _DOOR = Path(__file__).with_name("clickhouse_door.py")
 _NUMBERS = {
     semantics.STEP: int, semantics.RANK: int, semantics.MICRO_STEPS: int, semantics.OWN_SECONDS: float,
@@ -106,7 +108,9 @@ def test_replay_doubles_rows(clickhouse: ClickHouse, found: list[ReceivedSpan], 
     has it once, as docs/backends.md says."""
     expected = len(recorded.spans())
     assert len(found) == _TWICE * expected
-    one = clickhouse.ask("SELECT count() AS n FROM (SELECT 1 FROM otel.otel_traces LIMIT 1 BY TraceId, SpanId)")
+    once = "FROM (SELECT * FROM otel.otel_traces LIMIT 1 BY TraceId, SpanId)"
+    assert once in PAGE
+    one = clickhouse.ask(f"SELECT count() AS n {once}")
     assert int(one[0]["n"]) == expected
 
 
@@ -126,8 +130,7 @@ def test_resource(found: list[ReceivedSpan], recorded: Recorded) -> None:
 
 def test_slow_rank_in_sql(clickhouse: ClickHouse, recorded: Recorded) -> None:
     """The query of docs/backends.md: own time by rank, from the spans."""
-    text = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
-    query = text.partition("```sql\n")[2].partition("```")[0].strip().rstrip(";")
+    query = PAGE.partition("```sql\n")[2].partition("```")[0].strip().rstrip(";")
     rows = clickhouse.ask(query)
     assert [int(row["rank"]) for row in rows] == [SLOW_RANK, 1 - SLOW_RANK]
     for row in rows:
@@ -156,6 +159,9 @@ def test_histograms(clickhouse: ClickHouse, recorded: Recorded) -> None:
         assert sum(int(count) for count in row["PositiveBucketCounts"]) == len(values)
         assert row["Sum"] == pytest.approx(sum(values), rel=1e-9)
         assert (row["Min"], row["Max"]) == (min(values), max(values))
+    newest = "ORDER BY TimeUnix DESC LIMIT 1 BY MetricName, Attributes"
+    assert newest in PAGE
+    assert len(clickhouse.ask(f"SELECT 1 FROM otel.otel_metrics_exponential_histogram {newest}")) == len(expected)
 
 
 def test_counter_and_gauge(clickhouse: ClickHouse, recorded: Recorded) -> None:

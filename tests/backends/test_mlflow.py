@@ -13,7 +13,7 @@ import pytest
 
 from tests.backends import shots
 from tests.backends.recorded import CALLER, SLOW_RANK, TRACES, Recorded, as_tuple, by_id
-from tests.backends.server import Server, environment, is_up
+from tests.backends.server import Server, environment, is_up, status_of
 from tests.support.otlp_receiver import ReceivedSpan, free_port
 from torchlens_perf.exporters import semantics
 
@@ -115,6 +115,16 @@ def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
         assert tags in [{key: str(value) for key, value in resource.items()} for resource in resources.values()]
         shared = {key: str(value) for key, value in resources[0].items() if key not in one_rank_only}
         assert shared.items() <= tags.items()
+
+
+def test_wants_an_experiment(mlflow: Mlflow) -> None:
+    """Without the header that names it, nothing is taken."""
+    assert status_of(f"{mlflow.address}/v1/traces") == 422
+
+
+def test_takes_traces_only(mlflow: Mlflow) -> None:
+    """It has no place for metrics and alerts, which docs/backends.md says."""
+    assert [status_of(f"{mlflow.address}/v1/{signal}") for signal in ("metrics", "logs")] == [404, 404]
 
 
 @shots.shots

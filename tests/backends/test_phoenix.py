@@ -12,7 +12,7 @@ import pytest
 
 from tests.backends import shots
 from tests.backends.recorded import SLOW_RANK, TRACES, Recorded, as_tuple, by_id, in_microseconds
-from tests.backends.server import Server, environment, get, is_up
+from tests.backends.server import Server, environment, get, is_up, status_of
 from tests.support.otlp_receiver import ReceivedSpan, free_port, wait_for
 from torchlens_perf.exporters import semantics
 
@@ -105,6 +105,11 @@ def test_drops_links_and_resource(phoenix: Phoenix, found: list[dict[str, Any]])
     assert {json.dumps(each["links"]) for each in answer["data"]} == {"null"}
     assert not any("resource" in key for each in answer["data"] for key in each)
     assert all(semantics.RANK in each["attributes"] for each in found)
+
+
+def test_takes_traces_only(phoenix: Phoenix) -> None:
+    """It has no place for metrics and alerts, which docs/backends.md says."""
+    assert [status_of(f"{phoenix.address}/v1/{signal}") for signal in ("metrics", "logs")] == [405, 405]
 
 
 @shots.shots

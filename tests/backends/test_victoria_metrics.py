@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.backends.recorded import RANKS, SLOW_RANK, Recorded
-from tests.backends.server import Server, environment, get, is_up
+from tests.backends.server import Server, environment, get, is_up, status_of
 from tests.support.otlp_receiver import free_port, wait_for
 from torchlens_perf.exporters import semantics
 
@@ -123,6 +123,12 @@ def test_resource(victoria: VictoriaMetrics, recorded: Recorded) -> None:
         assert labels["torch_run_id"] == recorded.run.run_id
         assert (labels["service_name"], labels["host_name"]) == (resource["service.name"], resource["host.name"])
         assert labels["service_instance_id"].endswith("/node")
+
+
+def test_takes_metrics_only(victoria: VictoriaMetrics) -> None:
+    """It has no place for spans and alerts, which docs/backends.md says."""
+    for signal in ("traces", "logs"):
+        assert status_of(f"{victoria.address}/opentelemetry/v1/{signal}") == 400
 
 
 def test_keeps_no_exemplars(victoria: VictoriaMetrics) -> None:
