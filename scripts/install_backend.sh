@@ -45,9 +45,11 @@ autotel) install="from_npm autotel-devtools@27.1.0" ;;
 victoria-metrics) install="from_debian trixie victoria-metrics=1.112.0+ds1-2" ;;
 *) echo "$0: there is no backend $name" >&2 && exit 2 ;;
 esac
-if $install >"$folder/install.log" 2>&1; then
+$install >"$folder/install.log" 2>&1
+status=$?
+if [ $status = 0 ]; then
 	touch "$folder/ready"
 else
-	echo "$install: $(grep -v '^$' "$folder/install.log" | tail -n 1)" >"$folder/failed"
+	echo "$install ended with $status: $(grep -v '^$' "$folder/install.log" | tail -n 1)" >"$folder/failed"
 	echo "$name could not be installed: $(cat "$folder/failed")" >&2
 fi
