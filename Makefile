@@ -5,13 +5,14 @@ TEST := .venv-test
 RECEIVER := .venv-receiver
 FRAMEWORKS := .venv-frameworks
 PAGE := .venv-page
+BACKENDS := $(addprefix .venv-backends/,mlflow phoenix rotel chdb autotel victoria-metrics)
 # Two environments are made side by side.
 MAKEFLAGS += --jobs=2
 # Bytecode is written for what is imported, as on users' machines, and not for all of torch: that saves a minute.
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-launchers test-frameworks test-page test-device check format bench gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-page test-backends test-device check format bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -87,6 +88,14 @@ $(PAGE)/ready: $(TEST)/ready
 	$(PAGE)/bin/python -m pip install -q --no-compile 'axe-playwright-python>=0.1.8,<1' 'bokeh>=3.6,<4' 'playwright>=1.50,<2'
 	touch $@
 
+# Real backends read back what they were sent (docs/backends.md). Needs some 4 GB; what cannot be installed is skipped, with the
+# reason. SHOTS=1: also docs/images.
+test-backends: $(TEST)/tap $(RECEIVER)/ready $(addsuffix /ready,$(BACKENDS)) $(if $(SHOTS),$(PAGE)/ready)
+	$(if $(SHOTS),$(PAGE),$(TEST))/bin/python -m pytest -m '' tests/backends
+
+.venv-backends/%/ready: scripts/install_backend.sh
+	scripts/install_backend.sh $(PYTHON) $(@D)
+
 # With the caller's Python: its torch, pytest and pytest-timeout, and what the package needs; installs nothing.
 test-device:
 	$(PYTHON) setup.py -q build_ext --inplace
@@ -104,4 +113,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(PARTS)
 
 clean:
-	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) build torchlens_perf/*.so torchlens-perf
+	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) .venv-backends build torchlens_perf/*.so torchlens-perf
