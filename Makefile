@@ -76,14 +76,15 @@ $(FRAMEWORKS)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.
 	$(FRAMEWORKS)/bin/python -m pip install -q --no-compile -e '.[test,frameworks]'
 	touch $@
 
-# Pages in a real Chromium, which is Debian's `chromium`. What drives it lies in an environment of its own, which sees what
-# the tests' has. Screenshots go to PAGE_SHOTS; SHOTS=1 makes those of the docs, too.
+# Pages in a real Chromium, which is Debian's: as root it is installed where it is missing. What drives it lies in an
+# environment of its own, which sees what the tests' has. Screenshots go to PAGE_SHOTS; SHOTS=1 makes those of the docs, too.
 test-page: $(TEST)/tap $(PAGE)/ready
 	PAGE_SHOTS=$(PAGE)/shots $(PAGE)/bin/python -m pytest $(SIDE_BY_SIDE) -m '' tests/page/browser
 
 $(PAGE)/ready: $(TEST)/ready
+	command -v chromium || apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
 	$(PYTHON) -m venv $(PAGE)
-	$(TEST)/bin/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+	$(TEST)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$($(PAGE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
 	$(PAGE)/bin/python -m pip install -q --no-compile 'axe-playwright-python>=0.1.8,<1' 'bokeh>=3.6,<4' 'playwright>=1.50,<2'
 	touch $@
