@@ -10,7 +10,7 @@ MAKEFLAGS += --jobs=2
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-launchers test-frameworks test-page test-device check format bench gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-device check format bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -81,6 +81,16 @@ test-page: $(TEST)/browser
 $(TEST)/browser: $(TEST)/tap
 	command -v chromium || apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
 	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test,browser]'
+	touch $@
+
+# A real Prometheus, which is Debian's: as root it is installed where it is missing. Dashboards, manifests; Slurm where
+# it is installed (docs/launchers.md).
+test-prometheus: $(TEST)/dashboards
+	$(TEST)/bin/python -m pytest -m '' tests/prometheus
+
+$(TEST)/dashboards: $(TEST)/tap
+	command -v promtool || apt-get install -y -q --no-install-recommends prometheus
+	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test,dashboards]'
 	touch $@
 
 # With the caller's Python: its torch, pytest and pytest-timeout, and what the package needs; installs nothing.
