@@ -105,16 +105,18 @@ def test_under_slurm(open_folder: Path) -> None:
             [(True, True), (True, False)], [(True, False), (True, True)],  # the first has ended meanwhile
         ), logs  # fmt: skip
 
+        name = f"torchlens-perf-{NOBODY}"
         user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-        shell = [*user, "srun", "-N1", "-w", "node-a", "sh", "-c"]
-        folder = f"/dev/shm/torchlens-perf-{NOBODY}"
+        wrapped = f"--wrap=mkdir -p /dev/shm/{name}/run && sleep 2"
+        batch = [*user, "sbatch", "-N1", "-n1", "-w", "node-a", "--output=/dev/null", "--chdir=/", wrapped]
+        subprocess.run(batch, cwd="/", env={**os.environ, **environ}, check=True, timeout=20)
 
-        def on_node(script: str) -> str:
-            done = subprocess.run(
-                [*shell, script], cwd="/", env={**os.environ, **environ}, capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr
-            return done.stdout
+        def left() -> str:
+            """What is in the node's shared memory, by a job of root's."""
+            command = ["srun", "-N1", "-w", "node-a", "--overcommit", "ls", "/dev/shm"]
+            return subprocess.run(
+                command, cwd="/", env={**os.environ, **environ}, capture_output=True, text=True
+            ).stdout
 
-        assert folder.rpartition("/")[2] in on_node(f"mkdir -p {folder}/run && ls /dev/shm").split()
-        assert wait_for(lambda: folder.rpartition("/")[2] not in on_node("ls /dev/shm").split(), 20)
+        assert wait_for(lambda: name in left().split(), 20)
+        assert wait_for(lambda: name not in left().split(), 40)
