@@ -6,20 +6,26 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.launched import why_no_nodes
 from tests.support.live_ranks import LiveRanks
-from tests.support.otlp_receiver import free_port
+from tests.support.otlp_receiver import free_port, wait_for
 from tests.support.processes import ROOT, SCRIPTS, run, slowdown
 from tests.support.prometheus_server import IS_THERE, MISSING, RULES, Prometheus
+from tests.support.scrapes import scrape
 
 pytestmark = [
     pytest.mark.distributed,
@@ -84,6 +90,67 @@ def test_healthy(tmp_path: Path) -> None:
         (group,) = prometheus.api("rules")["groups"]
         assert [rule["name"] for rule in group["rules"] if rule["health"] != "ok"] == []
         assert prometheus.query('up{job="training"}')[0][1] == 1
+
+
+@pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes())
+def test_two_nodes(tmp_path: Path) -> None:
+    """Node 0's sidecar shows the verdict on the other node's rank; that one its own ranks and processes, and no verdict."""
+    names = ("node-a", "node-b")
+    environment = {"SLOW_RANK": "3", "SLOW_FROM": "60", "TORCHLENS_PERF_PROMETHEUS": "0"}
+    with LiveRanks(tmp_path, 4, names, **environment) as ranks:
+
+        def ports() -> dict[str, str]:
+            """As their logs have them."""
+            logs = {name: list(ranks.run_directory(name).nodes.glob("*.log")) for name in names}
+            said = {name: "".join(log.read_text() for log in found) for name, found in logs.items()}
+            return {
+                name: at[0] for name, text in said.items() if (at := re.findall(r"/metrics at http://(\S+)/", text))
+            }
+
+        at = wait_for(lambda: len(found := ports()) == 2 and found, FIRES_S * slowdown())
+        assert at
+        alert = wait_for(lambda: scrape(at["node-a"]).samples("torch_train_alert"), FIRES_S * slowdown())[0]
+        second = scrape(at["node-b"])
+    assert (alert.labels["torch_distributed_rank"], alert.labels["torch_train_alert_host"]) == ("3", "node-b")
+    assert not second.samples("torch_train_alert")
+    assert {each.labels["torch_distributed_rank"] for each in second.samples("torch_train_steps_total")} == {"2", "3"}
+    assert second.value("torch_train_ranks") == 2
+
+
+def test_exemplars(tmp_path: Path) -> None:
+    """An exemplar in Prometheus has the id of a trace that was sent, of a step of that duration."""
+    with job(tmp_path, OTEL_TRACES_EXPORTER="otlp_json_file", TORCHLENS_PERF_TRACE_EVERY="20") as (ranks, prometheus):
+
+        def found() -> list[dict[str, Any]]:
+            query = 'torch_train_step_duration_seconds_bucket{torch_distributed_rank="1"}'
+            answer = prometheus.api("query_exemplars", query=query, start=str(time.time() - 300), end=str(time.time()))
+            return [each for series in answer for each in series["exemplars"]]
+
+        exemplars = prometheus.wait_for(lambda: len(got := found()) > 3 and got, FIRES_S * slowdown())
+        spans = wait_for(lambda: sent(ranks, {each["labels"]["span_id"] for each in exemplars}), 30)
+    assert spans
+    for exemplar in exemplars:
+        span = spans[exemplar["labels"]["span_id"]]
+        assert span["traceId"] == exemplar["labels"]["trace_id"]
+        lasted_s = (int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"])) / 1e9
+        assert float(exemplar["value"]) == pytest.approx(lasted_s, abs=1e-6)
+
+
+def sent(ranks: LiveRanks, wanted: set[str]) -> dict[str, Any]:
+    """Spans in the files that went to the tracing backend, by id, once these are all there."""
+    lines = [
+        json.loads(line)
+        for path in (ranks.run_directory().path / "otlp").glob("*-traces.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    spans = {
+        span["spanId"]: span
+        for line in lines
+        for resource in line["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    }
+    return spans if wanted <= spans.keys() else {}
 
 
 def test_out_of_memory(tmp_path: Path) -> None:

@@ -107,6 +107,20 @@ def test_without_the_extra(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -
     close(sidecar, ranks)
 
 
+def test_another_sidecar_goes_on(tmp_path: Path) -> None:
+    """One that comes after a sidecar that was killed shows what that one has raised; until it is over."""
+    with ScrapedSimulation(tmp_path, 4, "constant:rank=2,share=0.3,until=900") as simulation:
+        simulation.goes_on(20)
+        (before,) = simulation.scraped().samples("torch_train_alert")
+        simulation.port.finish(lingers=False)
+        simulation.port = MetricsPort()
+        simulation.goes_on()
+        assert simulation.scraped().samples("torch_train_alert") == [before]
+        simulation.goes_on(60)
+        assert simulation.scraped().samples("torch_train_alert") == []
+        assert simulation.scraped().value("torch_train_stragglers", torch_train_straggler_class="slow_compute") == 0
+
+
 def test_a_hanging_client_holds_up_no_round(tmp_path: Path) -> None:
     """Rounds and the end take as long as ever while somebody holds the port."""
     import socket

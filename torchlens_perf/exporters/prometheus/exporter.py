@@ -6,7 +6,7 @@ The sidecar's thread only hands values over. They are made into text when somebo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import prometheus_client
@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from torchlens_perf.errors import guard
+from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.node_figures import (
     NodeFigures,
     OpenAlerts,
@@ -54,6 +55,8 @@ class PrometheusExporter:
         create_instruments(self._meter, self._points)
         self._process = prometheus_client.ProcessCollector(registry=None)
         self._identity: Identity | None = None
+        self._state: NodeState | None = None  # as last looked at
+        self._judges = False  # all ranks of the job: else another node's sidecar does, and says it
         self._look_due_s = float("-inf")
         self._last_looks = 0  # those after which an earlier answer is not good enough
         self._answers: dict[tuple[str, int], tuple[float, Answer]] = {}  # by content type and _last_looks: when made
@@ -84,8 +87,11 @@ class PrometheusExporter:
     def on_assessment(self, assessment: Assessment) -> None:
         with guard("taking the judgement over for /metrics"):
             self._identity = assessment.identity
+            self._judges = assessment.whole_job
+            self._alerts.add(assessment.alerts)
+            # At once and first: whoever sees that the job hangs finds the rank that it waits for.
+            self._figures = NodeFigures({**self._figures.points, **self._open_alerts()}, self._figures.gone)
             self._metrics.on_assessment(assessment)
-            self._alerts.add(assessment.alerts, assessment.identity.run_id)
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
         with guard("taking the hardware's telemetry over for /metrics"):
@@ -98,11 +104,19 @@ class PrometheusExporter:
             return
         with guard("looking at the node's state for /metrics"):
             found = node_figures(state)
-            more: Mapping[str, Points] = {**self._own.points(found.gone), **self._alerts.points()}
+            if self._state is None:
+                self._alerts.go_on_from(state)
+            self._state = state
+            more = {**self._own.points(found.gone), **self._open_alerts()}
             self._figures = NodeFigures({**found.points, **more}, found.gone)
         self._last_looks += final
         took_s = self._clock() - began_s
         self._look_due_s = self._clock() + max(_LOOK_EVERY_S, _MIN_REST * took_s)
+
+    def _open_alerts(self) -> dict[str, Points]:
+        if self._state is None or not self._judges or self._identity is None:
+            return {semantics.OPEN_ALERT: ()}
+        return self._alerts.points(self._state, self._identity.run_id)
 
     def wait_for_room(self, timeout_s: float) -> bool:
         return True
