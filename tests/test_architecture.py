@@ -57,7 +57,7 @@ RANKS = {
     "sidecar.nodes": "talks to other nodes' sidecars",
     "sidecar": "puts that together, round by round",
     "sidecar.start": "starts it, with next to nothing imported",
-    "serve": "shows the page to viewers, and follows runs",
+    "serve": "shows runs as pages to viewers, and follows them",
     "top": "shows a run in a terminal, while it goes on",
     # both
     "simulate": "writes rings as a training process does, and is replayed as a sidecar does",
@@ -94,6 +94,7 @@ PURE = {
     "top.verdict_list",
 }  # fmt: skip
 THIRD_PARTY = {
+    "anyio": {"serve.readers"},
     "cupy": {"cuda.kernels"},
     "grpc": {
         "exporters.delivery.grpc_channel", "sidecar.nodes.client", "sidecar.nodes.server", "sidecar.nodes.transport",
@@ -304,6 +305,8 @@ def test_broad_excepts_are_few() -> None:
         "report.run_report": 2,  # as is what such a file makes of a report
         "sidecar.rings.segments": 1,
         "sidecar.start.process": 1,  # begins anew
+        "serve.readers": 1,  # what such files make of a page: that viewer hears of it
+        "serve.runs": 1,  # and of a line in the list of runs
         "top.app": 1,  # on the thread that reads: it is raised on the application's
         "top.reading": 1,  # whatever files of several nodes make of a report together
         "startup.sitecustomize": 2,  # before the script, where guard() is not imported yet

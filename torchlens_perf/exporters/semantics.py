@@ -8,10 +8,12 @@ from __future__ import annotations
 
 SCOPE = "torchlens_perf"
 
-# Spans. One trace per step; its root covers rank 0's step, below it lies one span per rank.
+# Spans. One trace per step; its root covers rank 0's step, below it lies one span per rank. Its name ends in the rank:
+# pages of backends show names, and a job has no more of these than ranks. Queries go by its SPAN_KIND, STEP_KIND.
 SPAN_STEP = "train step"
 SPAN_INFERENCE_STEP = "inference step"
-SPAN_RANK_STEP = "rank step"
+SPAN_RANK = "rank"
+STEP_KIND = "step"
 
 # Attributes of every span. Some backends drop resource attributes, so the rank is here too, and on metric points.
 RUN_ID = "torch.run.id"
@@ -20,7 +22,7 @@ RANK = "torch.distributed.rank"
 # Attributes of a rank's step. Steps last equally long on all ranks that wait for each other; own time tells them apart.
 OWN_SECONDS = "torch.train.step.own_time"
 MICRO_STEPS = "torch.train.micro_steps"
-# Attributes of the spans below it; size and sequence are a collective's.
+# Attributes of all spans but the root; size and sequence are a collective's.
 SPAN_KIND = "torchlens_perf.kind"
 ON_DEVICE = "torchlens_perf.device"
 BYTES = "torch.collective.size"
