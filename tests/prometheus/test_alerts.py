@@ -94,7 +94,7 @@ def test_healthy(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes())
 def test_two_nodes(tmp_path: Path) -> None:
-    """Node 0's sidecar shows the verdict on the other node's rank; that one its own ranks and processes, and no verdict."""
+    """Node 0's sidecar shows the verdict on the other node's rank; that one its own ranks, and no verdict."""
     names = ("node-a", "node-b")
     environment = {"SLOW_RANK": "3", "SLOW_FROM": "60", "TORCHLENS_PERF_PROMETHEUS": "0"}
     with LiveRanks(tmp_path, 4, names, **environment) as ranks:
