@@ -44,6 +44,7 @@ RANKS = {
     "analysis": "all of it, as one node's state",
     "exporters.delivery": "takes encoded requests to an endpoint, and keeps them until it takes them",
     "exporters": "who shows it to a backend",
+    "exporters.prometheus": "who answers a backend that asks",
     "report": "who shows it to people",
     "page": "what a page holds",
     "page.gather": "reads a run directory into that",
@@ -83,6 +84,7 @@ PURE_PACKAGES = {
 PURE = {
     "analysis.alerts.alert", "analysis.alerts.log", "analysis.words.evidence", "analysis.words.hang",
     "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction",
+    "exporters.prometheus.names",
     "page.contents", "page.decoded", "page.gather.held", "page.gather.node_clocks", "page.gather.step_choice",
     "page.gather.step_collectives", "page.gather.step_grid", "page.gather.step_trace", "page.gather.thinning",
     "page.matrix", "recorder.sampling", "recorder.steps",
@@ -110,6 +112,7 @@ THIRD_PARTY = {
         "report.verdict_text", "top",
     },
     "IPython": {"results.notebook"},
+    "prometheus_client": {"exporters.prometheus"},
     "pandas": {"results.steps"},
     "polars": {"results.steps"},
     "pyarrow": {"page.gather", "results.steps", "sidecar.rings.segments", "sidecar.telemetry.log"},

@@ -91,6 +91,10 @@ class Sidecar:
         self._ooms = OomFiles(run)
         self._joined = run.run_id
 
+    def also_export_to(self, both: Callable[[Exporter | None], Exporter]) -> None:
+        """both: exports to the exporter until now, if there was one, and to another one."""
+        self._exporter = both(self._exporter)
+
     # -- one round
 
     def poll(self) -> float:
