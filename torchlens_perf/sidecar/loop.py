@@ -86,11 +86,13 @@ def run_sidecar(
         if not more:
             break
         _rest(sidecar.sources, schedule.poll_s, live)
-    if exporter is not None:
-        with going_on("exporting"):
-            sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
     with going_on("exchanging windows with other nodes"):
         sidecar.end_exchange()
+    if exporter is not None:
+        with going_on("exporting"):
+            sidecar.export(final=True)
+        with going_on("exporting"):
+            sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
     with going_on("joining node 0's run"):
         sidecar.join_run()
     with going_on("writing the run directory"), _logged("the run directory cannot be written"):
