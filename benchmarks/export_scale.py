@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from opentelemetry.proto.metrics.v1.metrics_pb2 import ScopeMetrics
 
 from benchmarks.measure import Table
 from torchlens_perf.analysis.causes.straggler_groups import name
@@ -44,7 +45,7 @@ from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
 
 NODE_SIZE, SPANS_A_STEP = 8, 200
 BAR_SPANS_A_SECOND, BAR_SERIES = 200, 2000
-FAULTS = ("constant:rank=5,share=0.3,since=200", "stalls:rank=9,share=2,every=70", "pauses:share=0.5,every=130")
+FAULTS = ("constant:rank=5,share=0.3,since=200", "stalls:rank=6,share=2,every=70", "pauses:share=0.5,every=130")
 _BEGIN_UNIX_NS = 1_700_000_000 * 10**9
 _PLACES = Places(("127.0.0.1", 1))
 
@@ -140,6 +141,10 @@ class Node:
         """By second of the job in which the step ended."""
         self.traced: list[ExportBatch] = []
         self.series: set[tuple[Any, ...]] = set()
+        self.exported: list[Any] = []
+        """The metrics of the newest export."""
+        self.ids: dict[tuple[int, int], int] = {}
+        """By trace and span of a rank's step, its duration in ns."""
         self._waiting: list[ExportBatch] = []  # until it is known what is sent of them
         self._is_off_the_exchange = "off" in settings
 
@@ -175,10 +180,9 @@ class Node:
 
     def collect(self) -> None:
         """An export of the metrics."""
-        from opentelemetry.proto.metrics.v1.metrics_pb2 import ScopeMetrics
-
         encoded, _ = self.metrics.encode()
-        for metric in ScopeMetrics.FromString(b"".join(encoded)).metrics:
+        self.exported = list(ScopeMetrics.FromString(b"".join(encoded)).metrics)
+        for metric in self.exported:
             for point in getattr(metric, str(metric.WhichOneof("data"))).data_points:
                 attributes = tuple(sorted((each.key, str(each.value)) for each in point.attributes))
                 self.series.add((self.state.host, metric.name, *attributes))
@@ -189,6 +193,7 @@ class Node:
         for trace in batch.traces:
             second = (trace.start_ns + trace.duration_ns) // 10**9
             self.spans[second] += len(found[trace.step][0])
+            self.ids[found[trace.step][1:]] = trace.duration_ns
         sampled = {step: (in_trace, span) for step, (_, in_trace, span) in found.items()}
         self.metrics.export(batch, sampled)
 

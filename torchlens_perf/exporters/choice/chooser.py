@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 FIRST_TRACED_STEPS = 3
 _RECORDS_S, _ROWS_S = 3.0, 8.0  # that a step waits for all local ranks' records, and for the rows of other nodes' ranks
 _OTHERS_MARGIN = 1.1  # ranks of other nodes may have more spans than those that can be counted here
-_RESERVE = 0.1  # of the budget: for steps that are slow, none by its number takes it
+# Of the budget, what a step must leave: many are slow at once where the job becomes slower, and then a rank is named.
+_LEAVES = {FIRST: 0.0, NUMBER: 0.1, SLOW: 0.5, VERDICT: 0.0}
 _WHOLE_STEPS_S = 60.0  # for so long a job whose ranks fit into the budget waits for a step with all of them
 _MAX_CANDIDATES = 4096
 _MIN_SPANS = 48
@@ -147,15 +148,13 @@ class Chooser:
         most = max(spans.values()) + 1
         if self.budget.is_unlimited:
             return TracedStep(attempt, step, because, left_out=self._left_out)
-        left = self.budget.at(ended_s)
-        if because == NUMBER:
-            left -= _RESERVE * self.budget.capacity
+        left = self.budget.at(ended_s) - _LEAVES[because] * self.budget.capacity
         elsewhere = known.world_size - len(spans)
         allowed = math.ceil(_OTHERS_MARGIN * most) if elsewhere > 0 else most
         total = 1 + sum(spans.values()) + len(spans) + max(0, elsewhere) * allowed
         if total <= left:
             return self._chosen(attempt, step, because, (), allowed - 1, total, ended_s)
-        is_small = total <= (1 - _RESERVE) * self.budget.capacity
+        is_small = total <= (1 - _LEAVES[NUMBER]) * self.budget.capacity
         if because == NUMBER and is_small and ended_s - self._number_s < _WHOLE_STEPS_S:
             return False  # rather fewer steps than a part of the ranks; but some
         row = known.rows.at(step)
@@ -166,6 +165,8 @@ class Chooser:
         matter = ranks_that_matter(row, known.slow, known.places, within) or {ONLY_KNOWN: [min(spans)]}
         count = sum(map(len, matter.values()))
         allowed = min(allowed, max(_MIN_SPANS, int(self.budget.capacity) // (2 * count)))
+        if because == VERDICT:
+            allowed = max(_MIN_SPANS, min(allowed, int(left - 1) // count))
         if 1 + count * allowed > left:
             return False
         roles = tuple((why, tuple(ranks)) for why, ranks in matter.items())
