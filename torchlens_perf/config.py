@@ -20,11 +20,13 @@ _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
 SIDECAR_SETTINGS = (
     "disk_bytes", "trace_every", "trace_slow", "trace_spans_per_s", "metric_series",
     "telemetry", "capture", "build_tap", "html", "total_steps",
-    "exchange", "coordinator", "exchange_token", "exchange_tls", "exchange_tls_name",
+    "exchange", "prometheus", "coordinator", "exchange_token", "exchange_tls", "exchange_tls_name",
 )  # fmt: skip
 """Those that the sidecar follows: it gets them through the ring file."""
 
 _HOST_AND_PORT = re.compile(r"([^\s:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
+# No name: to look it up may take long.
+_LISTENING_ADDRESS = re.compile(r"(?:(?:localhost|[0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})")
 
 _T = TypeVar("_T")
 
@@ -138,6 +140,10 @@ class Config:
     """How many steps this watch will see, for progress and the time left in `torchlens-perf top`. 0: not known; nothing
     in a loop tells it for certain, so it is never guessed."""
 
+    prometheus: str = ""
+    """Where the sidecar answers Prometheus: a port, of the loopback interface alone, or "address:port" in digits, as
+    "0.0.0.0:9464" for other machines; port 0 takes a free one. "": nowhere. Whoever reaches the port may read it."""
+
     trace_every: int = 100
     """Spans of one step of so many are exported over OTLP, besides the first steps; 0 exports none."""
 
@@ -165,6 +171,8 @@ class Config:
             self._check(name, not path or (_is_path(path) and os.path.isabs(path)), "a full path")
         good = not self.coordinator or _HOST_AND_PORT.fullmatch(self.coordinator) is not None
         self._check("coordinator", good, '"host:port" or "[address]:port"')
+        good = isinstance(self.prometheus, str) and (not self.prometheus or _is_listening_address(self.prometheus))
+        self._check("prometheus", good, 'a port, "address:port" or "[address]:port", with the address in digits')
         self._check("aggregate", self.aggregate in ("sidecar", "device"), '"sidecar" or "device"')
         self._check("device_times", self.device_times in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check("capture", self.capture in ("ask", "verdict", "off"), '"ask", "verdict" or "off"')
@@ -220,6 +228,11 @@ class Config:
     def wants_module(self, name: str) -> bool:
         """Whether a name pattern chose this module; for the other forms of `modules`, False."""
         return isinstance(self.modules, tuple) and any(fnmatch.fnmatchcase(name, p) for p in self.modules)
+
+
+def _is_listening_address(text: str) -> bool:
+    found = _LISTENING_ADDRESS.fullmatch(text)
+    return found is not None and int(found[1]) < 1 << 16
 
 
 def _is_path(text: str) -> bool:

@@ -223,7 +223,7 @@ def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
     of = {name: Collector(name) for name in ("traces", "metrics", "logs")}
     return exporter_to(of), lambda: (
         sum(point.count for point in of["metrics"].last(semantics.STEP_DURATION)),
-        sum(each.name == semantics.SPAN_RANK_STEP for each in of["traces"].spans()),
+        sum(each.attributes.get(semantics.SPAN_KIND) == semantics.STEP_KIND for each in of["traces"].spans()),
     )
 
 
@@ -312,12 +312,12 @@ def test_span_without_a_name() -> None:
     sender.export(ExportBatch(full.identity, full.anchor, full.steps, (trace,)))
     sender.shutdown(10)
     found = {each.name: each.status for each in endpoint.spans()}
-    assert found == {"train step": "", "rank step": "", "wait": "", "forward GPT": "STATUS_CODE_ERROR"}
+    assert found == {"train step": "", "rank 0": "", "wait": "", "forward GPT": "STATUS_CODE_ERROR"}
 
 
 def test_only_rank_0_has_the_root() -> None:
     """The root is rank 0's; an inference step's root says so."""
-    for rank, expected in ((0, ["inference step", "rank step"]), (1, ["rank step"])):
+    for rank, expected in ((0, ["inference step", "rank 0"]), (1, ["rank 1"])):
         endpoint = Collector("traces")
         sender = exporter_to({"traces": endpoint})
         full = batch_of(identity(rank), [0])
@@ -608,7 +608,9 @@ def test_page_names_what_is_sent() -> None:
     """docs/opentelemetry.md has every name, every bucket bound, and the limits that the code has."""
     page = (ROOT / "docs" / "opentelemetry.md").read_text()
     names = {value for name, value in vars(semantics).items() if name.isupper() and isinstance(value, str)}
-    assert [name for name in sorted(names - {semantics.SCOPE}) if not re.search(rf"(`| |^){name}(`| )", page)] == []
+    missing = [name for name in sorted(names - {semantics.SCOPE}) if not re.search(rf"(`| |^){name}(`| )", page)]
+    in_prometheus = (ROOT / "docs" / "prometheus.md").read_text()  # as it spells them, with units
+    assert [name for name in missing if name.replace(".", "_") not in in_prometheus] == []
     bounds = re.search(r"Bucket bounds, in seconds: ([0-9., \n]+)\.", page)
     assert bounds
     assert tuple(float(bound) for bound in bounds[1].split(",")) == semantics.DURATION_BOUNDS_S

@@ -79,6 +79,8 @@ class OtlpExporter:
                 collect = self._collecting(name)
             self._senders[name] = Sender(name, signal.outbox, signal.transport, collect, clock)
         self._traced: dict[tuple[int, int], TracedStep | None] = {}  # by attempt and step, as they came
+        self.spans_sent: Mapping[int, tuple[int, int]] = {}
+        """Of the last batch, by step that is sent as spans: the ids of its trace, and of the rank's span in it."""
 
     # -- what comes from the sidecar
 
@@ -90,6 +92,7 @@ class OtlpExporter:
                 for step, (spans, in_trace, in_rank) in found.items():
                     sampled[step] = in_trace, in_rank
                     self._add("traces", resource, spans)
+            self.spans_sent = sampled
             self._traced.update(((batch.identity.attempt, step), batch.chosen.get(step)) for step in sampled)
             while len(self._traced) > _MAX_TRACED:
                 del self._traced[next(iter(self._traced))]

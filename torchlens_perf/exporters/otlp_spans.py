@@ -141,7 +141,8 @@ class _RankEncoder:
         if kept is not None:
             of_step = {**of_step, semantics.SPANS_LEFT_OUT: len(trace.spans) - len(kept)}
         ids = [head, _SPAN_ID, _id(rank_id), _PARENT_ID, _id(root_id), times]
-        found.append(item(b"".join([*ids, _shape(semantics.SPAN_RANK_STEP), common, _attributes(of_step)])))
+        of_step = {semantics.SPAN_KIND: semantics.STEP_KIND, **of_step}
+        found.append(item(b"".join([*ids, _shape(f"{semantics.SPAN_RANK} {rank}"), common, _attributes(of_step)])))
         # As span_id() for each, without hashing what all have in common anew.
         path = hashlib.sha256(f"{in_trace:032x}/{rank}/".encode())
         this_ids: list[bytes] = []

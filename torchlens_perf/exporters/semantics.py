@@ -8,10 +8,12 @@ from __future__ import annotations
 
 SCOPE = "torchlens_perf"
 
-# Spans. One trace per step; its root covers rank 0's step, below it lies one span per rank.
+# Spans. One trace per step; its root covers rank 0's step, below it lies one span per rank. Its name ends in the rank:
+# pages of backends show names, and a job has no more of these than ranks. Queries go by its SPAN_KIND, STEP_KIND.
 SPAN_STEP = "train step"
 SPAN_INFERENCE_STEP = "inference step"
-SPAN_RANK_STEP = "rank step"
+SPAN_RANK = "rank"
+STEP_KIND = "step"
 
 # Attributes of every span. Some backends drop resource attributes, so the rank is here too, and on metric points.
 RUN_ID = "torch.run.id"
@@ -20,7 +22,7 @@ RANK = "torch.distributed.rank"
 # Attributes of a rank's step. Steps last equally long on all ranks that wait for each other; own time tells them apart.
 OWN_SECONDS = "torch.train.step.own_time"
 MICRO_STEPS = "torch.train.micro_steps"
-# Attributes of the spans below it; size and sequence are a collective's.
+# Attributes of all spans but the root; size and sequence are a collective's.
 SPAN_KIND = "torchlens_perf.kind"
 ON_DEVICE = "torchlens_perf.device"
 BYTES = "torch.collective.size"
@@ -73,6 +75,26 @@ STRAGGLER_COST = "torch.train.straggler.cost"
 STRAGGLERS = "torch.train.stragglers"
 DETECTABLE = "torch.train.straggler.detectable"
 HANG_DURATION = "torch.train.hang.duration"
+
+# Of a node, by what its sidecar has counted; see node_figures.py.
+RANKS_RUNNING = "torch.train.ranks"
+LAST_STEP = "torch.train.step.last"
+OWN_TIME_SLOWEST = "torch.train.step.own_time.slowest"
+OWN_TIME_FASTEST = "torch.train.step.own_time.fastest"
+PROCESSES_ENDED = "torch.train.processes.ended"
+PROCESS_END = "torch.train.process.end"
+PROCESSES_OUT_OF_MEMORY = "torch.train.processes.out_of_memory"
+RECORDS_LOST = "torchlens_perf.records.lost"
+COLLECTIVES = "torch.collective.operations"
+COLLECTIVE_IO = "torch.collective.io"
+COLLECTIVE_COMPARED = "torch.collective.compared"
+COLLECTIVE_ARRIVED_LAST = "torch.collective.arrived_last"
+COLLECTIVE_LAG = "torch.collective.lag"
+COLLECTIVE_WAIT = "torch.collective.wait"
+COLLECTIVE_OPERATION = "torch.collective.operation"
+# Who is alerted about now, and its attributes besides those of an alert.
+OPEN_ALERT = "torch.train.alert"
+ALERT_KIND = "torch.train.alert.kind"
 
 # The node's hardware, by OpenTelemetry's conventions; below them what these have no name for.
 GPU_BUSY = "hw.gpu.utilization"

@@ -140,7 +140,8 @@ class Histogram:
                 point.positive.bucket_counts.extend(counts)
                 found.exponential_histogram.aggregation_temporality = temporality
                 found.exponential_histogram.data_points.append(point)
-            of_key.examples.clear()
+            if not self._meter.keeps_examples:
+                of_key.examples.clear()
         if temporality == DELTA:
             self._series.clear()
         return found if found.WhichOneof("data") else None
@@ -219,13 +220,15 @@ class Meter:
         explicit_bounds: bool = False,
         delta: bool = False,
         exemplars: bool = True,
+        keeps_examples: bool = False,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """explicit_bounds: histograms with DURATION_BOUNDS_S, not exponential ones. delta: points hold what came since
-        the last export. clock_ns: UNIX time."""
+        the last export. keeps_examples: each export has the newest ones, and not only those since the last, as nobody
+        knows how many ask. clock_ns: UNIX time."""
         self.bounds = DURATION_BOUNDS_S if explicit_bounds else None
         self.grows = DELTA if delta else CUMULATIVE
-        self.exemplars = exemplars
+        self.exemplars, self.keeps_examples = exemplars, keeps_examples
         self.lock = threading.Lock()
         self.shown_ranks: frozenset[int] | None = None
         """Whose series are sent, of those that a rank has of its own; None: all."""
@@ -266,6 +269,12 @@ class Meter:
 
     def create_observable_gauge(self, name: str, callbacks: Sequence[Callback], unit: str, description: str) -> Number:
         return self._number(name, unit, description, "gauge", callbacks)
+
+    def create_observable_counter(
+        self, name: str, callbacks: Sequence[Callback], unit: str, description: str
+    ) -> Number:
+        """Callbacks return totals. Cumulative only."""
+        return self._number(name, unit, description, "counter", callbacks)
 
     def create_observable_up_down_counter(
         self, name: str, callbacks: Sequence[Callback], unit: str, description: str

@@ -27,7 +27,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import deliver
 from torchlens_perf.run.place.joined import join_run
 from torchlens_perf.sidecar.conclusions import Conclusions
-from torchlens_perf.sidecar.oom_files import OomFiles
+from torchlens_perf.sidecar.rings.oom_files import OomFiles
 from torchlens_perf.sidecar.rings.segments import Chunk, SegmentWriter
 from torchlens_perf.sidecar.rings.source import RingSource
 from torchlens_perf.sidecar.rings.sources import RingSources
@@ -88,6 +88,10 @@ class Sidecar:
         self._reported: set[str] = set()
         self._ooms = OomFiles(run)
         self._joined = run.run_id
+
+    def also_export_to(self, both: Callable[[Exporter | None], Exporter]) -> None:
+        """both: exports to the exporter until now, if there was one, and to another one."""
+        self._exporter = both(self._exporter)
 
     # -- one round
 
