@@ -43,6 +43,7 @@ RANKS = {
     "analysis.alerts": "the sentences that start and end",
     "analysis": "all of it, as one node's state",
     "exporters.delivery": "takes encoded requests to an endpoint, and keeps them until it takes them",
+    "exporters.choice": "which steps are sent, and which ranks of them",
     "exporters": "who shows it to a backend",
     "exporters.prometheus": "who answers a backend that asks",
     "report": "who shows it to people",
@@ -78,12 +79,13 @@ SHORT = {  # and why
 
 # Files of these compute on values: they know no file, no process and no clock.
 PURE_PACKAGES = {
-    "analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes", "page.pictures",
-    "page.sections",
+    "analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes", "exporters.choice",
+    "page.pictures", "page.sections",
 }  # fmt: skip
 PURE = {
     "analysis.alerts.alert", "analysis.alerts.log", "analysis.words.evidence", "analysis.words.hang",
     "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction",
+    "exporters.counts", "exporters.series_room",
     "exporters.prometheus.names",
     "page.contents", "page.decoded", "page.gather.held", "page.gather.node_clocks", "page.gather.step_choice",
     "page.gather.step_collectives", "page.gather.step_grid", "page.gather.step_trace", "page.gather.thinning",
@@ -101,6 +103,7 @@ THIRD_PARTY = {
     },
     "msgspec": {
         "analysis.collectives.slow_link", "analysis.node_state", "analysis.words.evidence",
+        "exporters.choice.said", "exporters.tally",
         "page.gather.run_contents", "report.report_json",
         "sidecar.nodes.membership",
         "sidecar.nodes.messages",

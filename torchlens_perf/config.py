@@ -18,7 +18,8 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of ours that are not settings.
 _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
 SIDECAR_SETTINGS = (
-    "disk_bytes", "trace_every", "telemetry", "capture", "build_tap", "html", "total_steps",
+    "disk_bytes", "trace_every", "trace_slow", "trace_spans_per_s", "metric_series",
+    "telemetry", "capture", "build_tap", "html", "total_steps",
     "exchange", "prometheus", "coordinator", "exchange_token", "exchange_tls", "exchange_tls_name",
 )  # fmt: skip
 """Those that the sidecar follows: it gets them through the ring file."""
@@ -146,6 +147,18 @@ class Config:
     trace_every: int = 100
     """Spans of one step of so many are exported over OTLP, besides the first steps; 0 exports none."""
 
+    trace_slow: bool = True
+    """Spans of steps that are slow beside those before them, and of those in which a rank is named, are exported,
+    too."""
+
+    trace_spans_per_s: int = 200
+    """Most spans a second that the whole job exports, as a mean over a minute. Where a step of all ranks does not fit,
+    those ranks are sent that explain it; what is left out is counted. 0: no limit."""
+
+    metric_series: int = 2000
+    """Most metric series that the whole job exports, all nodes together. Where there is no room for series of each
+    rank, there is one description of the job, and ranks that stand out have series of their own."""
+
     def __post_init__(self) -> None:
         self._check("dir", isinstance(self.dir, str) and _is_path(self.dir), "a folder's name")
         for field in dataclasses.fields(self):
@@ -167,6 +180,8 @@ class Config:
         self._check("nccl", self.nccl in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)
+        self._check_number("trace_spans_per_s", int, least=0)
+        self._check_number("metric_series", int, least=100)
         self._check_number("total_steps", int, least=0)
         self._check_number("memory_history", int, least=0, most=100_000)
         self._check_number("ring_records", int, least=1024, most=1 << 24)

@@ -162,7 +162,7 @@ def test_exemplars_where_a_trace_was_sent(tmp_path: Path) -> None:
 
 
 def _nothing() -> dict[str, Any]:
-    return dict.fromkeys(("export", "on_assessment", "measured"), lambda *args: None)
+    return {**dict.fromkeys(("export", "on_assessment", "measured"), lambda *args: None), "take_part": lambda part: b""}
 
 
 def test_the_last_values_are_fetched(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

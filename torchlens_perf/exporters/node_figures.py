@@ -15,7 +15,8 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from torchlens_perf.analysis.alerts.alert import ENDED
 from torchlens_perf.analysis.collectives.semantics import Waits, semantics_of
 from torchlens_perf.analysis.words.stragglers import cause_class
-from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters import JobPart, semantics
+from torchlens_perf.exporters.series_room import most_ranks
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.alerts.alert import Alert
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 MAX_ALERTS = 32
 MAX_RANKS = 8  # in jobs in which not each rank has series of its own: those that arrive last most often
+_ALL_RANKS = most_ranks(JobPart().max_series)  # up to so many ranks each has series of its own
 _NEWEST_STEPS = 32  # that a rank's present own time is the mean of
 _HOW_PROCESSES_END = ("closed", "died")
 
@@ -62,7 +64,7 @@ def node_figures(state: NodeState) -> NodeFigures:
             semantics.PROCESSES_OUT_OF_MEMORY: ((sum(each.out_of_memory is not None for each in processes), run),),
             semantics.RECORDS_LOST: ((state.unwritten_records + sum(each.statistics.lost for each in processes), {}),),
             **_of_operations(state.join),
-            **_of_ranks(state.join, MAX_RANKS if world_size > semantics.MAX_RANK_SERIES else semantics.MAX_RANK_SERIES),
+            **_of_ranks(state.join, MAX_RANKS if world_size > _ALL_RANKS else _ALL_RANKS),
         },
         frozenset({each.identity.rank for each in processes} - running.keys()),
     )

@@ -27,6 +27,13 @@ SPAN_KIND = "torchlens_perf.kind"
 ON_DEVICE = "torchlens_perf.device"
 BYTES = "torch.collective.size"
 SEQUENCE = "torch.collective.sequence"
+# Attributes of a step's root, and of ranks' steps in it: why they are sent, and what is not.
+SAMPLED_BECAUSE = "torchlens_perf.sampled_because"
+RANKS_SENT = "torchlens_perf.ranks.sent"
+RANKS_LEFT_OUT = "torchlens_perf.ranks.left_out"
+STEPS_LEFT_OUT = "torchlens_perf.steps.left_out"
+SPANS_LEFT_OUT = "torchlens_perf.spans.left_out"
+RANK_BECAUSE = "torchlens_perf.rank.sent_because"
 
 # Attributes of an alert, besides RUN_ID, RANK, PHASE, RESTART_COUNT, STRAGGLER_COST and HANG_DURATION.
 ALERT_UID = "log.record.uid"
@@ -58,6 +65,11 @@ ALLOC_RETRIES = "torch.train.memory.alloc_retries"
 OUT_OF_MEMORY = "torch.train.memory.out_of_memory"
 MEMORY_STATE = "torch.train.memory.state"
 PHASE = "torch.train.phase"
+STEPS_NOT_TRACED = "torchlens_perf.traces.left_out"
+# How the ranks of a job differ now.
+RANKS_WORK = "torch.train.ranks.work"
+RANKS_WAIT = "torch.train.ranks.wait"
+OVER_RANKS = "torch.train.ranks.quantile"
 # Gauges of what is wrong now.
 STRAGGLER_COST = "torch.train.straggler.cost"
 STRAGGLERS = "torch.train.stragglers"
@@ -122,8 +134,8 @@ DURATION_BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0,
 )  # fmt: skip
-# Per-rank points up to this many ranks: beyond, a series per rank would be what the backend mostly holds.
-MAX_RANK_SERIES = 64
+# Of a point that stands for several components of a node, for want of room: how they were put together.
+OVER_COMPONENTS = "torchlens_perf.over"
 
 
 def event_name(kind: str, change: str) -> str:

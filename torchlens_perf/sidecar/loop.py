@@ -92,12 +92,14 @@ def run_sidecar(
         if not more:
             break
         _rest(sidecar.sources, schedule.poll_s, live)
+    with going_on("exchanging windows with other nodes"):
+        sidecar.end_exchange()
     if exporter is not None:
+        with going_on("exporting"):
+            sidecar.export(final=True)
         with going_on("exporting"):
             sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
     port.show_last(sidecar)
-    with going_on("exchanging windows with other nodes"):
-        sidecar.end_exchange()
     with going_on("joining node 0's run"):
         sidecar.join_run()
     with going_on("writing the run directory"), _logged("the run directory cannot be written"):

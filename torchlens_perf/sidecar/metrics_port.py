@@ -15,7 +15,7 @@ from torchlens_perf.sidecar import termination
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import Hardware
-    from torchlens_perf.exporters import Assessment, ExportBatch, Exporter
+    from torchlens_perf.exporters import Assessment, ExportBatch, Exporter, JobPart
     from torchlens_perf.exporters.prometheus.endpoint import Address
     from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
     from torchlens_perf.run.identity import Identity
@@ -128,6 +128,10 @@ class Both:
         if self._first is not None:
             self._first.measured(identity, hardware)
         self._port.measured(identity, hardware)
+
+    def take_part(self, part: JobPart) -> bytes:
+        """Who asks the port asks each node, and is given this node's ranks: the part in the job is the first one's."""
+        return b"" if self._first is None else self._first.take_part(part)
 
     def wait_for_room(self, timeout_s: float) -> bool:
         return self._first is None or self._first.wait_for_room(timeout_s)

@@ -82,7 +82,8 @@ class PrometheusExporter:
         with guard("counting steps for /metrics"):
             self._identity = batch.identity
             self._metrics.export(batch, spans)
-            self._own.add(batch)
+            if not batch.again:
+                self._own.add(batch)
 
     def on_assessment(self, assessment: Assessment) -> None:
         with guard("taking the judgement over for /metrics"):
