@@ -177,6 +177,8 @@ def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
         ("state", 200),
         ("population", b"\xff"),
         ("since_step_s", np.nan),
+        ("age_s", np.inf),
+        ("device", (1, 1, np.nan, 1)),
         ("world_size", 0),
         ("row", 1 << 31),
     ):
@@ -185,7 +187,7 @@ def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
         wire.sent.append(replace(good, payload=values.tobytes()))
     nodes[0].update(1.0)
 
-    assert nodes[0].notes() == ["5 windows of node node-1 were corrupt: left out"]
+    assert nodes[0].notes() == ["7 windows of node node-1 were corrupt: left out"]
     assert set(nodes[0].places) == {0, 1, 2, 3}
 
 
