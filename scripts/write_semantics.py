@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters import JobPart, semantics
+from torchlens_perf.exporters.series_room import most_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "semantics.md"
 
@@ -42,7 +43,8 @@ def page() -> str:
             ("span", "below", "", "when"),
             ((f"`{each.name}`", each.parent, each.meaning, each.when) for each in semantics.SPANS),
         ),
-        "Spans below a rank's step have the names of what they are: of a phase, module, section or collective.\n",
+        "Below the root each rank has a span `rank N`: its step. Those below it have the names of what they are: of a"
+        " phase, module, section or collective.\n",
         "## Metrics\n",
         _table(
             ("metric", "instrument", "unit", "attributes", "", "from", "when"),
@@ -51,7 +53,7 @@ def page() -> str:
                 for m in semantics.METRICS
             ),
         ),
-        f"Beyond {semantics.MAX_RANK_SERIES} ranks, points have a rank only where it stands out.\n",
+        f"Beyond {most_ranks(JobPart().max_series)} ranks, points have a rank only where it stands out.\n",
         "## Attributes\n",
         _table(
             ("attribute", "type", "on", "", "from", "when"),

@@ -21,12 +21,12 @@ from tests.support.recorded_run import TRACEPARENT, Sidecar
 from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample
 from torchlens_perf.analysis.statistics.memory import MemoryReading
-from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters import JobPart, Part, semantics
 from torchlens_perf.exporters.otlp_hardware import _GPU_GROWS, _LINK_GROWS
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import Meter
 from torchlens_perf.run import identity as run_identity
-from torchlens_perf.run.records import Span, StepTrace
+from torchlens_perf.run.records import Span, StepTrace, TracedStep
 from torchlens_perf.run.ring import Flag, Kind
 
 METRICS = {each.name: each for each in semantics.METRICS}
@@ -52,7 +52,12 @@ class Sent:
 
 
 def everything() -> Sent:
-    """By the exporter, from hand-made input, all that it can send on any machine."""
+    """By exporters, from hand-made input, all that they can send on any machine: of a small job, and of a large one."""
+    small, large = of_two_ranks(), of_many_ranks()
+    return Sent(small.spans + large.spans, small.points + large.points, small.events + large.events)
+
+
+def of_two_ranks() -> Sent:
     collectors = {name: Collector(name) for name in ("traces", "metrics", "logs")}
     exporter = exporter_to(collectors)
     spans = (
@@ -64,8 +69,10 @@ def everything() -> Sent:
         plain = batch_of(identity(rank, traceparent=TRACEPARENT), [100, 110])
         traces = (StepTrace(100, 0, 6_000_000, 0, spans), StepTrace(110, 0, 6_000_000, int(Flag.INFERENCE), ()))
         device = {"forward": np.array([5], np.int64)}
+        memory = MemoryReading(0, 5, 9, 1, 7, 80, 3, 1)
+        chosen = {100: TracedStep(0, 100, "slow", (("slow", (0,)), ("known", (1,))), max_spans=2, left_out=1)}
         exporter.export(
-            dataclasses.replace(plain, traces=traces, device_ns=device, memory=MemoryReading(0, 5, 9, 1, 7, 80, 3, 1))
+            dataclasses.replace(plain, traces=traces, device_ns=device, memory=memory, chosen=chosen),
         )
     exporter.measured(identity(), hardware())
     log, slow = AlertLog("run"), episode()
@@ -73,6 +80,20 @@ def everything() -> Sent:
         exporter.on_assessment(assessment_of(found, log, hung))
     over = dataclasses.replace(slow, until_step=180)
     exporter.on_assessment(dataclasses.replace(assessment_of(findings(over), log, hang()), ended=True))
+    assert exporter.shutdown(20) == []
+    return Sent(collectors["traces"].spans(), collectors["metrics"].points(), collectors["logs"].events())
+
+
+def of_many_ranks() -> Sent:
+    """With so little room that the GPUs of a node have one point together."""
+    collectors = {name: Collector(name) for name in ("traces", "metrics", "logs")}
+    exporter = exporter_to(collectors)
+    plain, one = batch_of(identity(3, world_size=1000), [100, 110]), hardware()
+    exporter.export(plain)
+    spread_s = {(what, "0.5"): 1.0 for what in ("work", "wait")}
+    exporter.take_part(JobPart(Part.WHOLE, 0.01, 2000, frozenset(), spread_s, left_out=2))
+    gpus = tuple(dataclasses.replace(one.gpus[0], uuid=f"GPU-{number}") for number in range(8))
+    exporter.measured(identity(), dataclasses.replace(one, gpus=gpus))
     assert exporter.shutdown(20) == []
     return Sent(collectors["traces"].spans(), collectors["metrics"].points(), collectors["logs"].events())
 
@@ -102,9 +123,10 @@ def wrong(sent: Sent) -> list[str]:
         form = ("exponential_histogram", False) if metric.instrument == "histogram" else FORMS[metric.instrument]
         if (point.unit, point.form, point.monotonic) != (metric.unit, *form):
             found.add(f"metric {point.metric}: {point.unit}, {point.form}")
-        found |= {f"{name} on {point.metric}" for name in point.attributes if name not in metric.attributes}
+        allowed = {*metric.attributes, semantics.OVER_COMPONENTS}
+        found |= {f"{name} on {point.metric}" for name in point.attributes if name not in allowed}
     found |= {f"event {event.name}" for event in sent.events if event.name not in EVENTS}
-    # Those without a kind are the steps', and the run's.
+    # Those without a kind are the roots, and the run's.
     named = (span.name for span in sent.spans if semantics.SPAN_KIND not in span.attributes)
     found |= {f"span {name}" for name in named if name not in SPANS}
     for holder in sent.holders():
@@ -140,7 +162,7 @@ def test_all_that_is_listed_can_be_sent(made: Sent) -> None:
     assert {point.metric for point in made.points} == set(METRICS)
     for metric in semantics.METRICS:
         seen = {name for point in made.points if point.metric == metric.name for name in point.attributes}
-        assert seen == set(metric.attributes), metric.name
+        assert seen - {semantics.OVER_COMPONENTS} == set(metric.attributes), metric.name
     names = {span.name for span in made.spans if semantics.SPAN_KIND not in span.attributes}
     assert names == set(SPANS)
     came = {name for holder in made.holders() for name in holder}
@@ -163,7 +185,7 @@ def test_every_instrument_is_listed() -> None:
 
 def test_every_constant_is_listed() -> None:
     listed = set(METRICS) | set(ATTRIBUTES) | set(SPANS) | {semantics.SCOPE}
-    listed |= {semantics.OPENTELEMETRY, semantics.NEMO_LENS, semantics.OURS}
+    listed |= {semantics.OPENTELEMETRY, semantics.NEMO_LENS, semantics.OURS, semantics.SPAN_RANK, semantics.STEP_KIND}
     constants = {name: value for name, value in vars(semantics).items() if name.isupper() and name[0] != "_"}
     assert {name: value for name, value in constants.items() if isinstance(value, str) and value not in listed} == {}
 

@@ -59,8 +59,9 @@ def test_torchrun(receiver: Receiver, unwatched: dict[int, list[str]], tmp_path:
     assert len({(span.trace_id, span.span_id) for span in spans}) == len(spans)
     users, ours = by_rank(spans, "users"), by_rank(spans, semantics.SCOPE)
     assert users == {(rank, name): count for rank in (0, 1) for name, count in (("my training", 1), ("my step", 8))}
-    assert {key: count for key, count in ours.items() if key[1] in (semantics.SPAN_STEP, semantics.SPAN_RANK_STEP)} == {
-        (0, semantics.SPAN_STEP): 7, (0, semantics.SPAN_RANK_STEP): 7, (1, semantics.SPAN_RANK_STEP): 7,
+    steps_of = {f"{semantics.SPAN_RANK} {rank}" for rank in (0, 1)}
+    assert {key: count for key, count in ours.items() if key[1] in {semantics.SPAN_STEP, *steps_of}} == {
+        (0, semantics.SPAN_STEP): 7, (0, f"{semantics.SPAN_RANK} 0"): 7, (1, f"{semantics.SPAN_RANK} 1"): 7,
     }  # fmt: skip
     assert {span.scope.partition(" ")[0] for span in spans} == {"users", semantics.SCOPE}
     # Recording began in the first optimizer step: the span that was active then on rank 0 is the run's parent.
@@ -69,7 +70,7 @@ def test_torchrun(receiver: Receiver, unwatched: dict[int, list[str]], tmp_path:
     assert (whole.trace_id, whole.parent_id) == (first.trace_id, first.span_id)
     roots = [span for span in spans if span.name == semantics.SPAN_STEP]
     assert {span.links for span in roots} == {((first.trace_id, first.span_id),)}
-    steps = {span.attributes[semantics.STEP] for span in spans if span.name == semantics.SPAN_RANK_STEP}
+    steps = {span.attributes[semantics.STEP] for span in spans if span.name in steps_of}
     assert steps == set(range(1, 8))
 
 

@@ -12,10 +12,12 @@ from torchlens_perf.run import identity as _identity
 
 SCOPE = "torchlens_perf"
 
-# Spans. One trace per step; its root covers rank 0's step, below it lies one span per rank.
+# Spans. One trace per step; its root covers rank 0's step, below it lies one span per rank. Its name ends in the rank:
+# pages of backends show names, and a job has no more of these than ranks. Queries go by its SPAN_KIND, STEP_KIND.
 SPAN_STEP = "train step"
 SPAN_INFERENCE_STEP = "inference step"
-SPAN_RANK_STEP = "rank step"
+SPAN_RANK = "rank"
+STEP_KIND = "step"
 # The whole run, below the span that started the job, and how many steps rank 0 made in it.
 SPAN_RUN = "training run"
 RUN_STEPS = "torch.train.run.steps"
@@ -27,11 +29,18 @@ RANK = _identity.RANK
 # Attributes of a rank's step. Steps last equally long on all ranks that wait for each other; own time tells them apart.
 OWN_SECONDS = "torch.train.step.own_time"
 MICRO_STEPS = "torch.train.micro_steps"
-# Attributes of the spans below it; size and sequence are a collective's.
+# Attributes of all spans but the root, where STEP_KIND is that of a rank's step; size and sequence are a collective's.
 SPAN_KIND = "torchlens_perf.kind"
 ON_DEVICE = "torchlens_perf.device"
 BYTES = "torch.collective.size"
 SEQUENCE = "torch.collective.sequence"
+# Attributes of a step's root, and of ranks' steps in it: why they are sent, and what is not.
+SAMPLED_BECAUSE = "torchlens_perf.sampled_because"
+RANKS_SENT = "torchlens_perf.ranks.sent"
+RANKS_LEFT_OUT = "torchlens_perf.ranks.left_out"
+STEPS_LEFT_OUT = "torchlens_perf.steps.left_out"
+SPANS_LEFT_OUT = "torchlens_perf.spans.left_out"
+RANK_BECAUSE = "torchlens_perf.rank.sent_because"
 
 # Attributes of an alert, besides RUN_ID, RANK, PHASE, RESTART_COUNT, STRAGGLER_COST and HANG_DURATION.
 ALERT_UID = "log.record.uid"
@@ -67,6 +76,11 @@ ALLOC_RETRIES = "torch.train.memory.alloc_retries"
 OUT_OF_MEMORY = "torch.train.memory.out_of_memory"
 MEMORY_STATE = "torch.train.memory.state"
 PHASE = "torch.train.phase"
+STEPS_NOT_TRACED = "torchlens_perf.traces.left_out"
+# How the ranks of a job differ now.
+RANKS_WORK = "torch.train.ranks.work"
+RANKS_WAIT = "torch.train.ranks.wait"
+OVER_RANKS = "torch.train.ranks.quantile"
 # Gauges of what is wrong now.
 STRAGGLER_COST = "torch.train.straggler.cost"
 STRAGGLERS = "torch.train.stragglers"
@@ -111,8 +125,8 @@ DURATION_BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0,
 )  # fmt: skip
-# Per-rank points up to this many ranks: beyond, a series per rank would be what the backend mostly holds.
-MAX_RANK_SERIES = 64
+# Of a point that stands for several components of a node, for want of room: how they were put together.
+OVER_COMPONENTS = "torchlens_perf.over"
 
 
 def event_name(kind: str, change: str) -> str:
@@ -159,6 +173,7 @@ class SpanName(NamedTuple):
 
 
 _EACH_RANK = (RANK,)
+_LARGE = "more ranks than have series of their own"
 _DEVICE, _GPU, _PORT = "a device", "a GPU that reports it", "an InfiniBand or RoCE port"
 _OF_GPU = (HARDWARE_ID, HARDWARE_NAME, HARDWARE_TYPE)
 _OF_PART = (HARDWARE_ID, HARDWARE_TYPE)
@@ -167,7 +182,6 @@ SPANS = (
     SpanName(SPAN_RUN, "the caller's span", "the run in one attempt, by rank 0", "a caller that is sampled"),
     SpanName(SPAN_STEP, "", "a training step, as long as rank 0's; a trace of its own"),
     SpanName(SPAN_INFERENCE_STEP, "", "the same of a forward pass in inference", "inference"),
-    SpanName(SPAN_RANK_STEP, "the step", "the step of one rank; below it what it did"),
 )
 
 METRICS = (
@@ -183,6 +197,11 @@ METRICS = (
     Metric(STRAGGLER_COST, "gauge", "s", (RANK, PHASE), "how much sooner a step would end", when="a slow rank"),
     Metric(STRAGGLERS, "gauge", "{rank}", (STRAGGLER_CLASS,), "ranks that are slow now", when="ranks compared"),
     Metric(DETECTABLE, "gauge", "s", (), "the smallest excess that would be named by now", when="ranks compared"),
+    Metric(RANKS_WORK, "gauge", "s", (OVER_RANKS,), "a step without waiting for others, over all ranks", when=_LARGE),
+    Metric(
+        RANKS_WAIT, "gauge", "s", (OVER_RANKS,), "a step's time blocked in communication, over all ranks", when=_LARGE
+    ),
+    Metric(STEPS_NOT_TRACED, "counter", "{step}", (), "steps that were to be sent as traces", when="no room for them"),
     Metric(HANG_DURATION, "gauge", "s", (HANG_KIND,), "time without a step, while that is too long", when="a hang"),
     Metric(GPU_BUSY, "gauge", "1", (*_OF_GPU, GPU_TASK), "share of the time with any kernel", OPENTELEMETRY, _GPU),
     Metric(GPU_MEMORY, "up-down counter", "By", _OF_GPU, "memory in use, by all processes", OPENTELEMETRY, _GPU),
@@ -214,10 +233,11 @@ METRICS = (
     Metric(NETWORK_LIMIT, "up-down counter", "By/s", _OF_PART, "rate of the link", OPENTELEMETRY, _PORT),
 )
 
-_SPAN, _STEP_SPAN, _BELOW, _EVENT, _POINT, _RESOURCE = (
+_SPAN, _ROOT, _STEP_SPAN, _BELOW, _EVENT, _POINT, _RESOURCE = (
     "spans",
-    "rank step",
-    "below rank step",
+    "the root",
+    "a rank's step",
+    "all but the root",
     "events",
     "points",
     "resource",
@@ -230,10 +250,22 @@ ATTRIBUTES = (
     Attribute(RUN_STEPS, "int", SPAN_RUN, "steps that rank 0 made"),
     Attribute(OWN_SECONDS, "double", _STEP_SPAN, "seconds without waiting for others and without this tool"),
     Attribute(MICRO_STEPS, "int", _STEP_SPAN, "batches whose gradients were accumulated; at least 1"),
-    Attribute(SPAN_KIND, "string", _BELOW, "data, forward, module, collective, ..."),
+    Attribute(SPAN_KIND, "string", _BELOW, "step (a rank's), data, forward, module, collective, ..."),
     Attribute(ON_DEVICE, "boolean", _BELOW, "true: its times are the device's", when=_DEVICE),
     Attribute(BYTES, "int", "collectives", "bytes of the tensors"),
     Attribute(SEQUENCE, "int", "collectives", "how many of this group the rank issued before"),
+    Attribute(SAMPLED_BECAUSE, "string", _ROOT, "why the step is sent: first, number, slow or verdict"),
+    Attribute(RANKS_SENT, "string", _ROOT, "the ranks that are in the trace, as 0-7,12"),
+    Attribute(RANKS_LEFT_OUT, "int", _ROOT, "how many ranks are not; 0: all are in it"),
+    Attribute(STEPS_LEFT_OUT, "int", _ROOT, "steps that were to be sent since the last trace, and had no room"),
+    Attribute(
+        RANK_BECAUSE, "string", _STEP_SPAN, "why this rank: slow, arrived last, ...", when="not all ranks are sent"
+    ),
+    Attribute(SPANS_LEFT_OUT, "int", _STEP_SPAN, "its shortest spans, for which was no room", when="there were any"),
+    Attribute(OVER_RANKS, "string", _POINT, "which quantile over ranks", when=_LARGE),
+    Attribute(
+        OVER_COMPONENTS, "string", _POINT, "max or sum: of several components in one point", when="no room for each"
+    ),
     Attribute(PHASE, "string", f"{_POINT}, {_EVENT}", "part of the step"),
     Attribute(MEMORY_STATE, "string", _POINT, "allocated, reserved, inactive, peak, limit", when=_DEVICE),
     Attribute(ALERT_UID, "string", _EVENT, "the same for the same event, also from a replay", OPENTELEMETRY),
