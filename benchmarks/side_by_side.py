@@ -35,7 +35,7 @@ from tests.support.tmux import Tmux
 from torchlens_perf.run.directory import RunDirectory
 
 STEPS, LIVE_STEPS, REPEATS = 600, 2400, 3
-LIVE_AFTER_S, SETTLED_S, TIMEOUT_S = 24.0, 5.0, 240
+LIVE_AFTER_S, SETTLED_S, TIMEOUT_S = 34.0, 5.0, 240
 TOOLS = ("none", "torchlens_perf", "traceml", "memray", "pyinstrument", "wandb", "dask")
 REPO = Path(__file__).parent.parent
 JOB = REPO / "benchmarks" / "side_by_side_training.py"
