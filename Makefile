@@ -12,7 +12,7 @@ MAKEFLAGS += --jobs=2
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-launchers test-frameworks test-page test-backends test-device check format bench gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device check format bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -88,6 +88,16 @@ $(PAGE)/ready: $(TEST)/ready
 	$(TEST)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$($(PAGE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
 	$(PAGE)/bin/python -m pip install -q --no-compile 'axe-playwright-python>=0.1.8,<1' 'bokeh>=3.6,<4' 'playwright>=1.50,<2'
+	touch $@
+
+# A real Prometheus, which is Debian's: as root it is installed where it is missing. Dashboards, manifests; Slurm where
+# it is installed (docs/launchers.md).
+test-prometheus: $(TEST)/dashboards
+	$(TEST)/bin/python -m pytest -m '' tests/prometheus
+
+$(TEST)/dashboards: $(TEST)/tap
+	command -v promtool || apt-get install -y -q --no-install-recommends prometheus
+	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test,dashboards]'
 	touch $@
 
 # Real backends read back what they were sent (docs/backends.md). Needs some 4 GB; what cannot be installed is skipped, with the

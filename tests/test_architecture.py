@@ -33,6 +33,7 @@ RANKS = {
     "autoload": "starts a watch in a script that does not know of us",
     "startup": "starts autoload where torch does not",
     "torchrun": "switches autoload on in workers",
+    "instrumentation": "is loaded by OpenTelemetry's own tools, in whatever they start",
     "": "the public names",
     # the sidecar
     "analysis.statistics": "what one rank's records add up to",
@@ -43,7 +44,9 @@ RANKS = {
     "analysis.alerts": "the sentences that start and end",
     "analysis": "all of it, as one node's state",
     "exporters.delivery": "takes encoded requests to an endpoint, and keeps them until it takes them",
+    "exporters.choice": "which steps are sent, and which ranks of them",
     "exporters": "who shows it to a backend",
+    "exporters.prometheus": "who answers a backend that asks",
     "report": "who shows it to people",
     "page": "what a page holds",
     "page.gather": "reads a run directory into that",
@@ -71,18 +74,21 @@ LONG = {"recorder.python": 750}  # one object, as native/recorder.c is
 SHORT = {  # and why
     "version": "setup reads it",
     "__main__": "as Python wants it",
+    "exporters.node_semantics": "names alone",
     "report.distribution": "several tables show one",
     "report.run_report": "what needs files, beside what is computed",
 }
 
 # Files of these compute on values: they know no file, no process and no clock.
 PURE_PACKAGES = {
-    "analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes", "page.pictures",
-    "page.sections",
+    "analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes", "exporters.choice",
+    "page.pictures", "page.sections",
 }  # fmt: skip
 PURE = {
     "analysis.alerts.alert", "analysis.alerts.log", "analysis.words.evidence", "analysis.words.hang",
     "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction",
+    "exporters.counts", "exporters.series_room",
+    "exporters.prometheus.names",
     "page.contents", "page.decoded", "page.gather.held", "page.gather.node_clocks", "page.gather.step_choice",
     "page.gather.step_collectives", "page.gather.step_grid", "page.gather.step_trace", "page.gather.thinning",
     "page.matrix", "recorder.sampling", "recorder.steps",
@@ -99,17 +105,19 @@ THIRD_PARTY = {
     },
     "msgspec": {
         "analysis.collectives.slow_link", "analysis.node_state", "analysis.words.evidence",
+        "exporters.choice.said", "exporters.tally",
         "page.gather.run_contents", "report.report_json",
         "sidecar.nodes.membership",
         "sidecar.nodes.messages",
     },
     "nvtx": {"hooks.nvtx", "commands.doctor"},
-    "opentelemetry": {"exporters"},
+    "opentelemetry": {"exporters", "instrumentation.instrumentor", "instrumentation.resource_detector"},
     "rich": {
         "commands.progress", "report.brief", "report.heat_map", "report.rank_table", "report.tables", "report.terminal",
         "report.verdict_text", "top",
     },
     "IPython": {"results.notebook"},
+    "prometheus_client": {"exporters.prometheus"},
     "pandas": {"results.steps"},
     "polars": {"results.steps"},
     "pyarrow": {"page.gather", "results.steps", "sidecar.rings.segments", "sidecar.telemetry.log"},

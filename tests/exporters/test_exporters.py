@@ -24,16 +24,18 @@ from torchlens_perf.analysis.causes.straggler_groups import straggler_groups
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, semantics
+from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, JobPart, semantics
 from torchlens_perf.exporters.delivery.wire import request
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import node_resource, rank_resource
 from torchlens_perf.exporters.otlp_spans import SpanEncoder, nest, span_id, trace_id
+from torchlens_perf.exporters.series_room import most_ranks
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind
 
+MAX_RANK_SERIES = most_ranks(JobPart().max_series)
 OTHER_THREAD = int(Flag.OTHER_THREAD)
 
 
@@ -200,6 +202,7 @@ def test_node_resource_is_no_ranks() -> None:
     """Metrics come from the node: their resource names no rank, no process and no attempt."""
     rank, node = rank_resource(identity(1)).attributes, node_resource(identity(1)).attributes
     of_rank = {semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT, "process.pid"}
+    of_rank |= {semantics.LENS_RANK, semantics.LENS_LOCAL_RANK}
     assert rank.keys() - node.keys() == of_rank
     assert rank["service.instance.id"] != node["service.instance.id"] == "node-a/node"
 
@@ -345,7 +348,7 @@ class Metrics(NodeMetrics):
 def test_many_ranks_share_a_series() -> None:
     """Beyond 64 ranks points carry no rank: a node has one series, whose gauge is its fullest rank's."""
     sender = Metrics()
-    many = semantics.MAX_RANK_SERIES + 1
+    many = MAX_RANK_SERIES + 1
     for rank, memory_bytes in ((0, 10), (1, 30), (2, 20)):
         full = batch_of(identity(rank, world_size=many), range(5))
         full.steps.memory_bytes[:] = memory_bytes
@@ -373,7 +376,7 @@ def test_phases_do_not_depend_on_the_batches() -> None:
 def test_rank_that_stands_out_has_series_of_its_own() -> None:
     """In a large job a named rank's steps go into series of its own while it is named, and into no other."""
     sender, slow = Metrics(), episode(1)
-    many = semantics.MAX_RANK_SERIES + 1
+    many = MAX_RANK_SERIES + 1
 
     def export(first: int) -> None:
         for rank in (0, 1):
@@ -404,7 +407,7 @@ def test_fullest_rank_is_one_without_series_of_its_own() -> None:
     sender = Metrics()
     for rank, memory_bytes in ((1, 900), (0, 100)):
         sender.on_assessment(assessment_of(findings(episode(1)) if rank == 0 else NOTHING))
-        full = batch_of(identity(rank, world_size=semantics.MAX_RANK_SERIES + 1), range(5))
+        full = batch_of(identity(rank, world_size=MAX_RANK_SERIES + 1), range(5))
         full.steps.memory_bytes[:] = memory_bytes
         sender.export(full, {})
     points = sender.sent()
@@ -606,13 +609,17 @@ def test_page_names_what_is_sent() -> None:
     """docs/opentelemetry.md has every name, every bucket bound, and the limits that the code has."""
     page = (ROOT / "docs" / "opentelemetry.md").read_text()
     names = {value for name, value in vars(semantics).items() if name.isupper() and isinstance(value, str)}
-    assert [name for name in sorted(names - {semantics.SCOPE}) if not re.search(rf"(`| |^){name}(`| )", page)] == []
+    sources = {semantics.OPENTELEMETRY, semantics.NEMO_LENS, semantics.OURS, semantics.SCOPE}
+    names -= {value for name, value in vars(semantics).items() if name.startswith("_") and isinstance(value, str)}
+    missing = [name for name in sorted(names - sources) if not re.search(rf"(`| |^){name}(`| )", page)]
+    in_prometheus = (ROOT / "docs" / "prometheus.md").read_text()  # as it spells them, with units
+    assert [name for name in missing if name.replace(".", "_") not in in_prometheus] == []
     bounds = re.search(r"Bucket bounds, in seconds: ([0-9., \n]+)\.", page)
     assert bounds
     assert tuple(float(bound) for bound in bounds[1].split(",")) == semantics.DURATION_BOUNDS_S
     for kind, changes in (("straggler", ("started", "ended")), ("hang", ("started", "updated", "ended"))):
         assert all(f"`{semantics.event_name(kind, change)}`" in page for change in changes)
     assert all(name in page for name in stragglers_by_class(NOTHING))
-    assert f"Beyond {semantics.MAX_RANK_SERIES} ranks" in page
-    assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one\nof so many, by default {Config.trace_every};" in page
+    assert f"Beyond {MAX_RANK_SERIES} ranks" in page
+    assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one\nof so many, by default {Config.trace_every} (" in page
     assert all(kind.name.lower() in page for kind in Kind if kind not in (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED))

@@ -35,7 +35,8 @@ def test_outage(seconds: int, tmp_path: Path, receiver: Receiver) -> None:
     with refusing() as address:
         told = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_EXPORTER_OTLP_TIMEOUT": "3",
-            "TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY),
+            "TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY), "TORCHLENS_PERF_TRACE_SLOW": "0",
+            "TORCHLENS_PERF_TRACE_SPANS_PER_S": "0",
         }  # fmt: skip
         trainer = WarmPython(
             [sys.executable, str(SCRIPTS / "train_until_told.py"), str(tmp_path / "runs"), str(stop)],
@@ -77,7 +78,8 @@ def test_endpoint_comes_back_while_the_job_runs(seconds: int, tmp_path: Path) ->
     stop, port = tmp_path / "stop", free_port()
     told = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_EXPORTER_OTLP_TIMEOUT": "3",
-        "TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY),
+        "TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY), "TORCHLENS_PERF_TRACE_SLOW": "0",
+        "TORCHLENS_PERF_TRACE_SPANS_PER_S": "0",
     }  # fmt: skip
     trainer = WarmPython(
         [sys.executable, str(SCRIPTS / "train_until_told.py"), str(tmp_path / "runs"), str(stop)],

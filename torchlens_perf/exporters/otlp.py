@@ -18,17 +18,19 @@ from torchlens_perf.exporters.delivery.wire import request, scope
 from torchlens_perf.exporters.otlp_alerts import encode_alert
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import encoded, node_resource
+from torchlens_perf.exporters.otlp_run_span import RunSpan
 from torchlens_perf.exporters.otlp_spans import SpanEncoder
 from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.alerts.alert import Alert
     from torchlens_perf.analysis.statistics.hardware import Hardware
-    from torchlens_perf.exporters import Assessment, ExportBatch
+    from torchlens_perf.exporters import Assessment, ExportBatch, JobPart
     from torchlens_perf.exporters.delivery.outbox import Outbox
     from torchlens_perf.exporters.delivery.sender import Transport
     from torchlens_perf.exporters.series import Meter
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.records import TracedStep
 
 _MAX_TRACED = 1024  # steps that an alert may link to
 _MAX_BACKLOG = 16384  # items that may wait while a replay goes on
@@ -64,6 +66,7 @@ class OtlpExporter:
         self._clock = clock
         self._resource = b""
         self._encoder = SpanEncoder(environ) if "traces" in signals else None
+        self._run = RunSpan(environ) if "traces" in signals else None
         self._metrics = NodeMetrics(meter, clock) if "metrics" in signals else None
         self._batches: dict[str, Batches] = {}
         self._senders: dict[str, Sender] = {}
@@ -77,7 +80,9 @@ class OtlpExporter:
                 self._batches[name] = Batches(self._scope, signal.batch_items, signal.delay_s, clock)
                 collect = self._collecting(name)
             self._senders[name] = Sender(name, signal.outbox, signal.transport, collect, clock)
-        self._traced: dict[tuple[int, int], None] = {}  # attempt and step, as they came
+        self._traced: dict[tuple[int, int], TracedStep | None] = {}  # by attempt and step, as they came
+        self.spans_sent: Mapping[int, tuple[int, int]] = {}
+        """Of the last batch, by step that is sent as spans: the ids of its trace, and of the rank's span in it."""
 
     # -- what comes from the sidecar
 
@@ -89,7 +94,10 @@ class OtlpExporter:
                 for step, (spans, in_trace, in_rank) in found.items():
                     sampled[step] = in_trace, in_rank
                     self._add("traces", resource, spans)
-            self._traced.update(((batch.identity.attempt, step), None) for step in sampled)
+                if self._run is not None:
+                    self._run.saw(batch, sampled)
+            self.spans_sent = sampled
+            self._traced.update(((batch.identity.attempt, step), batch.chosen.get(step)) for step in sampled)
             while len(self._traced) > _MAX_TRACED:
                 del self._traced[next(iter(self._traced))]
             if self._metrics is not None and self._begin(batch.identity):
@@ -98,12 +106,20 @@ class OtlpExporter:
     def on_assessment(self, assessment: Assessment) -> None:
         with guard("exporting alerts over OTLP"):
             self._begin(assessment.identity)
+            if self._run is not None:
+                self._run.judged(assessment)
             if self._metrics is not None:
                 self._metrics.on_assessment(assessment)
             if "logs" in self._senders and assessment.alerts:
                 run_id = assessment.identity.run_id
                 alerts = [encode_alert(each, run_id, self._traced_step(each)) for each in assessment.alerts]
                 self._add("logs", self._resource, alerts)
+
+    def take_part(self, part: JobPart) -> bytes:
+        with guard("describing the job over OTLP"):
+            if self._metrics is not None:
+                return self._metrics.take_part(part)
+        return b""
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
         with guard("exporting the hardware's telemetry over OTLP"):
@@ -121,6 +137,9 @@ class OtlpExporter:
 
     def shutdown(self, timeout_s: float) -> list[str]:
         deadline_s = self._clock() + timeout_s
+        with guard("exporting the run's span over OTLP"):
+            for resource, span in self._run.encode() if self._run is not None else ():
+                self._add("traces", resource, [span])
         for sender in self._senders.values():
             sender.begin_closing()
         for sender in self._senders.values():
@@ -172,7 +191,12 @@ class OtlpExporter:
         if alert.since_step is None or alert.duration_s is not None:  # a step that hangs has no span yet
             return None
         end = alert.until_step if alert.until_step is not None else float("inf")
-        steps = (step for attempt, step in self._traced if attempt == alert.attempt)
+        steps = (
+            step
+            for (attempt, step), chosen in self._traced.items()
+            if attempt == alert.attempt
+            and (chosen is None or alert.rank is None or chosen.role(alert.rank) is not None)
+        )
         return min((step for step in steps if alert.since_step <= step < end), default=None)
 
 

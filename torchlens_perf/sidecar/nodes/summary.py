@@ -192,8 +192,9 @@ def sound(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     # A row far ahead of the step that its rank is in would have the judge wait there for all others.
     width, step = values["width"].astype(float)[:, None], values["step"].astype(float)[:, None]
     good &= (~has_row | (values["row"] * width <= step + LATE_ROWS * width)).all(axis=1)
-    for name in ("since_step_s", "usual_step_s", "since_mark_s"):
+    for name in ("age_s", "since_step_s", "usual_step_s", "since_mark_s"):
         good &= np.isfinite(values[name])
+    good &= np.isfinite(values["device"]["stood_s"])
     for name in ("times", "work"):
         good &= (~np.isinf(values[name]).any(axis=2) | ~has_row).all(axis=1)  # NaN: not measured
     good &= np.isfinite(modules_ns(values)).all(axis=1)
