@@ -224,7 +224,8 @@ def _number(key: str) -> Callable[[int], bytes]:
     return encode
 
 
-_BYTES, _SEQUENCE = _number(semantics.BYTES), _number(semantics.SEQUENCE)
+_BYTES = functools.lru_cache(maxsize=4096)(_number(semantics.BYTES))  # the same in each step
+_SEQUENCE = _number(semantics.SEQUENCE)
 
 
 def _attributes(attributes: Mapping[str, Any]) -> bytes:

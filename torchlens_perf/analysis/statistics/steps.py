@@ -132,11 +132,9 @@ def span_count(records: npt.NDArray[np.void], step: int) -> int:
 def to_spans(records: npt.NDArray[np.void], names: list[str]) -> tuple[Span, ...]:
     """A column at a time: NumPy takes longer to hand out a field of one record than of a hundred."""
     known = len(names)
-    columns = (records[name].tolist() for name in _SPAN_COLUMNS)
-    return tuple(
-        Span(kind_name(kind), names[name_id] if name_id < known else "", *rest)
-        for kind, name_id, *rest in zip(*columns, strict=True)
-    )
+    kinds, name_ids, *others = (records[name].tolist() for name in _SPAN_COLUMNS)
+    named = [names[name_id] if name_id < known else "" for name_id in name_ids]
+    return tuple(map(Span, map(kind_name, kinds), named, *others))
 
 
 @functools.cache

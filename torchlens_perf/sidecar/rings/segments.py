@@ -169,10 +169,10 @@ def _chunks(path: Path) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str
     """A segment's, by process: origin, records, names, sequence numbers. Raises whatever damage leads to."""
     table = pq.read_table(path, page_checksum_verification=True)
     anchors = {key: Anchor(*kept["anchor"]) for key, kept in _footer(path).items()}
-    processes = table.column("process").to_pylist() if table.num_rows else []
-    keys = np.array(processes, dtype=object)
-    for key in dict.fromkeys(processes):
-        part = table.filter(pa.array(keys == key))
+    processes = table.column("process").cast(pa.string()).combine_chunks().dictionary_encode()
+    indices = processes.indices.to_numpy()
+    for number, key in enumerate(processes.dictionary.to_pylist()):  # as they come in the file
+        part = table.filter(pa.array(indices == number))
         records, names = _records_of(part)
         origin = Origin(
             key=key,
