@@ -1,15 +1,16 @@
 """One small job with a slow rank, as several tools show it: what their pages are made of, and what the job pays.
 
-    python -m benchmarks.side_by_side PYTHON_WITH_THE_TOOLS OUT     # in the environment of `make test-page`
+    python -m benchmarks.side_by_side --tools PYTHON --out FOLDER     # in the environment of `make test-page`
 
-PYTHON_WITH_THE_TOOLS: the interpreter of an environment with torch, Bokeh, traceml-ai, memray, pyinstrument, wandb and
+--tools: the interpreter of an environment with torch, Bokeh, traceml-ai, memray, pyinstrument, wandb and
 dask[distributed]. Each tool runs the job of side_by_side_training.py REPEATS times, in an order drawn anew in each
-round. OUT gets the pages, a screenshot of each, with scripts and without, and the terminals as text. Tables:
+round. --out gets the pages, a screenshot of each, with scripts and without, and the terminals as text. Tables:
 docs/side-by-side.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -235,4 +236,8 @@ def main(python: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]).absolute())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tools", type=Path, required=True, metavar="PYTHON")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    asked = parser.parse_args()
+    main(asked.tools.absolute(), asked.out.absolute())
