@@ -247,7 +247,7 @@ for path in sorted(top.rglob("*.py")):
     except ModuleNotFoundError as error:
         # Extras: their commands say what to install. What opentelemetry-instrument loads, it brings itself.
         assert parts[1] in ("serve", "top", "instrumentation") or parts[1:3] == ("exporters", "prometheus"), error
-        extras = ("opentelemetry", "packaging", "prometheus_client", "starlette", "textual", "uvicorn")
+        extras = ("anyio", "opentelemetry", "packaging", "prometheus_client", "starlette", "textual", "uvicorn")
         assert error.name.partition(".")[0] in extras, error
 from torchlens_perf.recorder import recorder
 from torchlens_perf.added.inner.module import DATA
