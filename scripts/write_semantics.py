@@ -16,7 +16,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "semantics.md"
 HEAD = """# Every name that is sent
 
 Written by `scripts/write_semantics.py` from `torchlens_perf/exporters/semantics.py`. What the names are for, and how to
-use them: [opentelemetry.md](opentelemetry.md).
+use them: [opentelemetry.md](opentelemetry.md). Names that only a scrape of `/metrics` sees are in
+[prometheus.md](prometheus.md#metrics).
 
 - **From**: OpenTelemetry, its semantic conventions; NeMo Lens, NVIDIA's names for distributed training; ours, where
   neither has one. A test compares the first with the package `opentelemetry-semantic-conventions`: names, units and

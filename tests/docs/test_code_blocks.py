@@ -278,7 +278,9 @@ def benchmark(arguments: list[str]) -> None:
     kind = sources[0].stem.partition("_")[0]
     text += "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob(f"{kind}*.py"))
     for word in arguments[1:]:
-        if word.startswith("--") or (word == arguments[1] and arguments[0] != "benchmarks"):
+        if word.isupper():  # stands for what the reader has; of what is no option's value, the usage says the same
+            assert word != arguments[1] or word in text.split('"""')[1], f"{arguments[0]} takes no {word}"
+        elif word.startswith("--") or (word == arguments[1] and arguments[0] != "benchmarks"):
             assert f'"{word}"' in text, f"{arguments[0]} knows no {word}"
     if arguments[0] == "benchmarks":
         assert (ROOT / "benchmarks" / f"{arguments[1]}.py").is_file(), arguments[1]

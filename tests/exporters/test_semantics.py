@@ -21,7 +21,7 @@ from tests.support.recorded_run import TRACEPARENT, Sidecar
 from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample
 from torchlens_perf.analysis.statistics.memory import MemoryReading
-from torchlens_perf.exporters import JobPart, Part, semantics
+from torchlens_perf.exporters import JobPart, Part, node_semantics, semantics
 from torchlens_perf.exporters.otlp_hardware import _GPU_GROWS, _LINK_GROWS
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import Meter
@@ -220,3 +220,12 @@ def test_sources() -> None:
 def test_the_page_is_the_list() -> None:
     """Else: python scripts/write_semantics.py"""
     assert PAGE.read_text() == page()
+
+
+def test_names_of_a_scrape_alone() -> None:
+    """They are on the page of /metrics, and none of them is also sent."""
+    names = [value for name, value in vars(node_semantics).items() if name.isupper()]
+    assert len(names) > 10
+    text = (PAGE.parent / "prometheus.md").read_text()
+    assert [name for name in names if f"`{name.replace('.', '_')}" not in text] == []
+    assert set(names) & (set(METRICS) | set(ATTRIBUTES)) == set()
