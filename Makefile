@@ -4,13 +4,15 @@ DEMO := .venv-demo
 TEST := .venv-test
 RECEIVER := .venv-receiver
 FRAMEWORKS := .venv-frameworks
+PAGE := .venv-page
+BACKENDS := $(addprefix .venv-backends/,mlflow phoenix rotel chdb autotel victoria-metrics)
 # Two environments are made side by side.
 MAKEFLAGS += --jobs=2
 # Bytecode is written for what is imported, as on users' machines, and not for all of torch: that saves a minute.
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-launchers test-frameworks test-page test-device check format bench gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device check format bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -74,14 +76,36 @@ $(FRAMEWORKS)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.
 	$(FRAMEWORKS)/bin/python -m pip install -q --no-compile -e '.[test,frameworks]'
 	touch $@
 
-# Pages in a real Chromium, which is Debian's: as root it is installed where it is missing. SHOTS=1: also docs/images.
-test-page: $(TEST)/browser
-	$(TEST)/bin/python -m pytest -m '' tests/page/browser
+# Pages in a real Chromium, which is Debian's: as root it is installed where it is missing. What drives it lies in an
+# environment of its own, which sees what the tests' has. Screenshots go to PAGE_SHOTS; SHOTS=1 makes those of the docs, too.
+test-page: $(TEST)/tap $(PAGE)/ready
+	PAGE_SHOTS=$(PAGE)/shots $(PAGE)/bin/python -m pytest $(SIDE_BY_SIDE) -m '' tests/page/browser
 
-$(TEST)/browser: $(TEST)/tap
+$(PAGE)/ready: $(TEST)/ready
 	command -v chromium || apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
-	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test,browser]'
+	$(PYTHON) -m venv $(PAGE)
+	$(TEST)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(PAGE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(PAGE)/bin/python -m pip install -q --no-compile 'axe-playwright-python>=0.1.8,<1' 'bokeh>=3.6,<4' 'playwright>=1.50,<2'
 	touch $@
+
+# A real Prometheus, which is Debian's: as root it is installed where it is missing. Dashboards, manifests; Slurm where
+# it is installed (docs/launchers.md).
+test-prometheus: $(TEST)/dashboards
+	$(TEST)/bin/python -m pytest -m '' tests/prometheus
+
+$(TEST)/dashboards: $(TEST)/tap
+	command -v promtool || apt-get install -y -q --no-install-recommends prometheus
+	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test,dashboards]'
+	touch $@
+
+# Real backends read back what they were sent (docs/backends.md). Needs some 4 GB; what cannot be installed is skipped, with the
+# reason. SHOTS=1: also docs/images.
+test-backends: $(TEST)/tap $(RECEIVER)/ready $(addsuffix /ready,$(BACKENDS)) $(if $(SHOTS),$(PAGE)/ready)
+	$(if $(SHOTS),$(PAGE),$(TEST))/bin/python -m pytest -m '' tests/backends
+
+.venv-backends/%/ready: scripts/install_backend.sh
+	scripts/install_backend.sh $(PYTHON) $(@D)
 
 # With the caller's Python: its torch, pytest and pytest-timeout, and what the package needs; installs nothing.
 test-device:
@@ -100,4 +124,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(PARTS)
 
 clean:
-	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) build torchlens_perf/*.so torchlens-perf
+	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) .venv-backends build torchlens_perf/*.so torchlens-perf

@@ -20,6 +20,7 @@ from benchmarks import (
     merge_scale,
     nccl_plugin,
     report_scale,
+    serve_reads,
     short_runs,
     telemetry_cost,
     training_step,
@@ -42,6 +43,7 @@ BENCHMARKS = {
     "nccl_plugin": nccl_plugin.main,
     "live_results": live_results.main,
     "late_sidecar": late_sidecar.main,
+    "serve_reads": serve_reads.main,
 }
 
 

@@ -162,7 +162,7 @@ def send_sdk(path: str) -> None:
                         "torch.train.step": trace.step,
                         "torch.distributed.rank": origin.rank,
                     }
-                    step = tracer.start_span("rank step", attributes=common, start_time=trace.start_ns)
+                    step = tracer.start_span(f"rank {origin.rank}", attributes=common, start_time=trace.start_ns)
                     contexts = []
                     for span, parent in nest(trace.spans):
                         within = set_span_in_context(step) if parent is None else contexts[parent]

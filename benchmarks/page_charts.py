@@ -1,10 +1,10 @@
 """Which charting library the page has: Bokeh and Plotly with a heat map of 1024 ranks and 1000 steps, in real Chromium.
 
-    python -m benchmarks.page_charts          # needs bokeh, plotly and playwright from PyPI, and Chromium
+    python -m benchmarks.page_charts          # in the environment of `make test-page`, with plotly added
 
 Each in one file without a network, under the page's content security policy. Printed: bytes of the library, raw and
-packed; seconds until the chart is painted; milliseconds from zooming to a half of the steps until that is painted; and
-whether the policy had to allow eval.
+packed; seconds until the chart is painted; milliseconds from zooming to a half of the steps until that is painted;
+whether the policy had to allow eval; and what is installed.
 """
 
 from __future__ import annotations
@@ -12,29 +12,34 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import shutil
 import statistics
 import sys
 import tempfile
 import zlib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Error, sync_playwright
+from playwright.sync_api import Browser, Error, Page, sync_playwright
 
 from benchmarks.measure import Table
 
 RANKS, STEPS, REPEATS = 1024, 1000, 5
+ARGUMENTS = ["--no-sandbox", "--disable-gpu"]
 LIBRARIES = {
     "Bokeh": ("bokeh", ["server/static/js/bokeh.min.js", "server/static/js/bokeh-api.min.js"]),
     "Plotly": ("plotly", ["package_data/plotly.min.js"]),
 }
-DATA = f"""
+PAINTED = """
+window.painted = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() =>
+  done(performance.now()))));
+"""
+DATA = f"""{PAINTED}
 const ranks = {RANKS}, steps = {STEPS};
 const values = new Float32Array(ranks * steps);
 let seed = 1;
 for (let i = 0; i < values.length; i++) {{ seed = (seed * 16807) % 2147483647; values[i] = seed / 2147483647; }}
-const frame = () => new Promise(done => requestAnimationFrame(done));
-const painted = async () => {{ await frame(); await frame(); return performance.now(); }};
 """
 DRAW = {
     "Bokeh": """
@@ -73,50 +78,66 @@ window.zoom = async () => {
 
 
 def main() -> int:
-    table = Table(f"heat map of {RANKS} ranks and {STEPS} steps", *LIBRARIES)
-    rows: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as player:
-        browser = player.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
-        for name, (package, files) in LIBRARIES.items():
-            found = importlib.util.find_spec(package)
-            assert found is not None
-            assert found.origin is not None
-            library = "\n".join((Path(found.origin).parent / file).read_text() for file in files)
-            packed = base64.b64encode(zlib.compress(library.encode(), 9))
-            path = Path(folder) / f"{name}.html"
-            evaluates, first_s = False, 0.0
-            for evaluates in (False, True):
-                path.write_text(page(library, DATA + DRAW[name], evaluates=evaluates))
-                tab = browser.new_page()
-                problems: list[str] = []
-                listen(tab, problems)
-                tab.goto(path.as_uri())
-                try:
-                    first_s = tab.evaluate("draw()") / 1e3
-                except Error as error:
-                    problems.append(str(error))
-                if not problems:
-                    break
-                print(name, problems[:2], file=sys.stderr)
-            zooms = sorted(tab.evaluate("zoom()") for _ in range(REPEATS))
-            rows.setdefault("library, bytes", []).append(f"{len(library.encode()):,}")
-            rows.setdefault("deflated and in base64, bytes", []).append(f"{len(packed):,}")
-            rows.setdefault("chart painted after", []).append(f"{first_s:.2f} s")
-            rows.setdefault("zoom painted after, median", []).append(f"{statistics.median(zooms):.0f} ms")
-            rows.setdefault("needs 'unsafe-eval'", []).append("yes" if evaluates else "no")
+        browser = player.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
+        print(f"Chromium {browser.version}")
+        libraries(browser, Path(folder))
         browser.close()
-    for what, values in rows.items():
-        table.row(what, *values)
     return 0
 
 
-def listen(tab: Any, problems: list[str]) -> None:
+def libraries(browser: Browser, folder: Path) -> None:
+    names = [f"{name} {metadata.version(package)}" for name, (package, _) in LIBRARIES.items()]
+    table = Table(f"heat map of {RANKS} ranks and {STEPS} steps", *names)
+    rows: dict[str, list[str]] = {}
+    for name, (package, files) in LIBRARIES.items():
+        found = importlib.util.find_spec(package)
+        assert found is not None
+        assert found.origin is not None
+        library = "\n".join((Path(found.origin).parent / file).read_text() for file in files)
+        path = folder / f"{name}.html"
+        evaluates, first_s = False, 0.0
+        for evaluates in (False, True):
+            path.write_text(plain_page(library, DATA + DRAW[name], evaluates=evaluates))
+            tab = browser.new_page()
+            problems: list[str] = []
+            listen(tab, problems)
+            tab.goto(path.as_uri())
+            try:
+                first_s = tab.evaluate("draw()") / 1e3
+            except Error as error:
+                problems.append(str(error))
+            if not problems:
+                break
+            print(name, problems[:2], file=sys.stderr)
+        zooms = sorted(tab.evaluate("zoom()") for _ in range(REPEATS))
+        rows.setdefault("library, bytes", []).append(f"{len(library.encode()):,}")
+        packed = base64.b64encode(zlib.compress(library.encode(), 9))
+        rows.setdefault("deflated and in base64, bytes", []).append(f"{len(packed):,}")
+        rows.setdefault("chart painted after", []).append(f"{first_s:.2f} s")
+        rows.setdefault("zoom painted after, median", []).append(f"{statistics.median(zooms):.0f} ms")
+        rows.setdefault("needs 'unsafe-eval'", []).append("yes" if evaluates else "no")
+        installed = sum(file.locate().stat().st_size for file in metadata.files(package) or [] if file.size)
+        rows.setdefault("installed, without what it needs", []).append(f"{installed / 1e6:.0f} MB")
+        needs = [each.partition(";")[0] for each in metadata.requires(package) or [] if "extra ==" not in each]
+        rows.setdefault("needs directly", []).append(f"{len(needs)} packages")
+    for what, values in rows.items():
+        table.row(what, *values)
+    print()
+
+
+def listen(tab: Page, problems: list[str]) -> None:
     """Into problems goes what the console reports as an error."""
-    tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+
+    def heard(message: Any) -> None:
+        if message.type == "error":
+            problems.append(message.text)
+
+    tab.on("console", heard)
     tab.on("pageerror", lambda error: problems.append(str(error)))
 
 
-def page(library: str, script: str, *, evaluates: bool) -> str:
+def plain_page(library: str, script: str, *, evaluates: bool) -> str:
     """A file under the page's policy. evaluates: which also lets eval be called."""
     digests = (hashlib.sha256(each.encode()).digest() for each in (library, script))
     scripts = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]

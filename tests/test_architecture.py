@@ -43,7 +43,9 @@ RANKS = {
     "analysis.alerts": "the sentences that start and end",
     "analysis": "all of it, as one node's state",
     "exporters.delivery": "takes encoded requests to an endpoint, and keeps them until it takes them",
+    "exporters.choice": "which steps are sent, and which ranks of them",
     "exporters": "who shows it to a backend",
+    "exporters.prometheus": "who answers a backend that asks",
     "report": "who shows it to people",
     "page": "what a page holds",
     "page.gather": "reads a run directory into that",
@@ -56,7 +58,7 @@ RANKS = {
     "sidecar.nodes": "talks to other nodes' sidecars",
     "sidecar": "puts that together, round by round",
     "sidecar.start": "starts it, with next to nothing imported",
-    "serve": "shows the page to viewers, and follows runs",
+    "serve": "shows runs as pages to viewers, and follows them",
     "top": "shows a run in a terminal, while it goes on",
     # both
     "simulate": "writes rings as a training process does, and is replayed as a sidecar does",
@@ -77,12 +79,14 @@ SHORT = {  # and why
 
 # Files of these compute on values: they know no file, no process and no clock.
 PURE_PACKAGES = {
-    "analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes", "page.pictures",
-    "page.sections",
+    "analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes", "exporters.choice",
+    "page.pictures", "page.sections",
 }  # fmt: skip
 PURE = {
     "analysis.alerts.alert", "analysis.alerts.log", "analysis.words.evidence", "analysis.words.hang",
     "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction",
+    "exporters.counts", "exporters.series_room",
+    "exporters.prometheus.names",
     "page.contents", "page.decoded", "page.gather.held", "page.gather.node_clocks", "page.gather.step_choice",
     "page.gather.step_collectives", "page.gather.step_grid", "page.gather.step_trace", "page.gather.thinning",
     "page.matrix", "recorder.sampling", "recorder.steps",
@@ -92,12 +96,14 @@ PURE = {
     "top.verdict_list",
 }  # fmt: skip
 THIRD_PARTY = {
+    "anyio": {"serve.readers"},
     "cupy": {"cuda.kernels"},
     "grpc": {
         "exporters.delivery.grpc_channel", "sidecar.nodes.client", "sidecar.nodes.server", "sidecar.nodes.transport",
     },
     "msgspec": {
         "analysis.collectives.slow_link", "analysis.node_state", "analysis.words.evidence",
+        "exporters.choice.said", "exporters.tally",
         "page.gather.run_contents", "report.report_json",
         "sidecar.nodes.membership",
         "sidecar.nodes.messages",
@@ -109,6 +115,7 @@ THIRD_PARTY = {
         "report.verdict_text", "top",
     },
     "IPython": {"results.notebook"},
+    "prometheus_client": {"exporters.prometheus"},
     "pandas": {"results.steps"},
     "polars": {"results.steps"},
     "pyarrow": {"page.gather", "results.steps", "sidecar.rings.segments", "sidecar.telemetry.log"},
@@ -301,6 +308,8 @@ def test_broad_excepts_are_few() -> None:
         "report.run_report": 2,  # as is what such a file makes of a report
         "sidecar.rings.segments": 1,
         "sidecar.start.process": 1,  # begins anew
+        "serve.readers": 1,  # what such files make of a page: that viewer hears of it
+        "serve.runs": 1,  # and of a line in the list of runs
         "top.app": 1,  # on the thread that reads: it is raised on the application's
         "top.reading": 1,  # whatever files of several nodes make of a report together
         "startup.sitecustomize": 2,  # before the script, where guard() is not imported yet

@@ -85,6 +85,15 @@ def test_where_the_nodes_meet(wrong: dict[str, object]) -> None:
         from_settings(wrong, {})
 
 
+@pytest.mark.parametrize("wrong", ["node-0:9464", "9464/metrics", "70000", ":9464", "::1:9464", "0.0.0.0", 9464])
+def test_where_prometheus_asks(wrong: object) -> None:
+    """A port, or an address in digits and a port."""
+    for good in ("9464", "0", "127.0.0.1:0", "[::1]:9464", "localhost:9464"):
+        assert from_settings({"prometheus": good}, {}).prometheus == good
+    with pytest.raises(ConfigError, match=r"^prometheus="):
+        from_settings({"prometheus": wrong}, {})
+
+
 def test_config_error_is_a_value_error() -> None:
     """Callers who know only the built-in errors can catch it."""
     assert issubclass(ConfigError, ValueError)
@@ -122,6 +131,10 @@ def test_every_field_is_a_variable() -> None:
         "TORCHLENS_PERF_EXCHANGE_TLS_NAME": "node-0.job",
         "TORCHLENS_PERF_TOTAL_STEPS": "10000",
         "TORCHLENS_PERF_HTML": "0",
+        "TORCHLENS_PERF_TRACE_SLOW": "0",
+        "TORCHLENS_PERF_TRACE_SPANS_PER_S": "1000",
+        "TORCHLENS_PERF_METRIC_SERIES": "5000",
+        "TORCHLENS_PERF_PROMETHEUS": "0.0.0.0:9464",
     }
     config = from_settings({}, from_environment(environ))
 
@@ -132,7 +145,8 @@ def test_every_field_is_a_variable() -> None:
         aggregate="device", build_tap=False, device_times="on", capture="verdict", nccl="on",
         faulthandler=True, memory=False, memory_history=5000, nvtx=False, telemetry=False,
         ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
-        share="group", total_steps=10_000, html=False,
+        share="group", total_steps=10_000, html=False, trace_slow=False, trace_spans_per_s=1000, metric_series=5000,
+        prometheus="0.0.0.0:9464",
     )  # fmt: skip
 
 

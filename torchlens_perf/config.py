@@ -18,12 +18,15 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of ours that are not settings.
 _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
 SIDECAR_SETTINGS = (
-    "disk_bytes", "trace_every", "telemetry", "capture", "build_tap", "html", "total_steps",
-    "exchange", "coordinator", "exchange_token", "exchange_tls", "exchange_tls_name",
+    "disk_bytes", "trace_every", "trace_slow", "trace_spans_per_s", "metric_series",
+    "telemetry", "capture", "build_tap", "html", "total_steps",
+    "exchange", "prometheus", "coordinator", "exchange_token", "exchange_tls", "exchange_tls_name",
 )  # fmt: skip
 """Those that the sidecar follows: it gets them through the ring file."""
 
 _HOST_AND_PORT = re.compile(r"([^\s:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
+# No name: to look it up may take long.
+_LISTENING_ADDRESS = re.compile(r"(?:(?:localhost|[0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})")
 
 _T = TypeVar("_T")
 
@@ -137,8 +140,24 @@ class Config:
     """How many steps this watch will see, for progress and the time left in `torchlens-perf top`. 0: not known; nothing
     in a loop tells it for certain, so it is never guessed."""
 
+    prometheus: str = ""
+    """Where the sidecar answers Prometheus: a port, of the loopback interface alone, or "address:port" in digits, as
+    "0.0.0.0:9464" for other machines; port 0 takes a free one. "": nowhere. Whoever reaches the port may read it."""
+
     trace_every: int = 100
     """Spans of one step of so many are exported over OTLP, besides the first steps; 0 exports none."""
+
+    trace_slow: bool = True
+    """Spans of steps that are slow beside those before them, and of those in which a rank is named, are exported,
+    too."""
+
+    trace_spans_per_s: int = 200
+    """Most spans a second that the whole job exports, as a mean over a minute. Where a step of all ranks does not fit,
+    those ranks are sent that explain it; what is left out is counted. 0: no limit."""
+
+    metric_series: int = 2000
+    """Most metric series that the whole job exports, all nodes together. Where there is no room for series of each
+    rank, there is one description of the job, and ranks that stand out have series of their own."""
 
     def __post_init__(self) -> None:
         self._check("dir", isinstance(self.dir, str) and _is_path(self.dir), "a folder's name")
@@ -152,6 +171,8 @@ class Config:
             self._check(name, not path or (_is_path(path) and os.path.isabs(path)), "a full path")
         good = not self.coordinator or _HOST_AND_PORT.fullmatch(self.coordinator) is not None
         self._check("coordinator", good, '"host:port" or "[address]:port"')
+        good = isinstance(self.prometheus, str) and (not self.prometheus or _is_listening_address(self.prometheus))
+        self._check("prometheus", good, 'a port, "address:port" or "[address]:port", with the address in digits')
         self._check("aggregate", self.aggregate in ("sidecar", "device"), '"sidecar" or "device"')
         self._check("device_times", self.device_times in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check("capture", self.capture in ("ask", "verdict", "off"), '"ask", "verdict" or "off"')
@@ -159,6 +180,8 @@ class Config:
         self._check("nccl", self.nccl in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)
+        self._check_number("trace_spans_per_s", int, least=0)
+        self._check_number("metric_series", int, least=100)
         self._check_number("total_steps", int, least=0)
         self._check_number("memory_history", int, least=0, most=100_000)
         self._check_number("ring_records", int, least=1024, most=1 << 24)
@@ -205,6 +228,11 @@ class Config:
     def wants_module(self, name: str) -> bool:
         """Whether a name pattern chose this module; for the other forms of `modules`, False."""
         return isinstance(self.modules, tuple) and any(fnmatch.fnmatchcase(name, p) for p in self.modules)
+
+
+def _is_listening_address(text: str) -> bool:
+    found = _LISTENING_ADDRESS.fullmatch(text)
+    return found is not None and int(found[1]) < 1 << 16
 
 
 def _is_path(text: str) -> bool:

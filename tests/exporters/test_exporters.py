@@ -24,16 +24,18 @@ from torchlens_perf.analysis.causes.straggler_groups import straggler_groups
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, semantics
+from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, JobPart, semantics
 from torchlens_perf.exporters.delivery.wire import request
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import node_resource, rank_resource
 from torchlens_perf.exporters.otlp_spans import SpanEncoder, nest, span_id, trace_id
+from torchlens_perf.exporters.series_room import most_ranks
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind
 
+MAX_RANK_SERIES = most_ranks(JobPart().max_series)
 OTHER_THREAD = int(Flag.OTHER_THREAD)
 
 
@@ -221,7 +223,7 @@ def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
     of = {name: Collector(name) for name in ("traces", "metrics", "logs")}
     return exporter_to(of), lambda: (
         sum(point.count for point in of["metrics"].last(semantics.STEP_DURATION)),
-        sum(each.name == semantics.SPAN_RANK_STEP for each in of["traces"].spans()),
+        sum(each.attributes.get(semantics.SPAN_KIND) == semantics.STEP_KIND for each in of["traces"].spans()),
     )
 
 
@@ -310,12 +312,12 @@ def test_span_without_a_name() -> None:
     sender.export(ExportBatch(full.identity, full.anchor, full.steps, (trace,)))
     sender.shutdown(10)
     found = {each.name: each.status for each in endpoint.spans()}
-    assert found == {"train step": "", "rank step": "", "wait": "", "forward GPT": "STATUS_CODE_ERROR"}
+    assert found == {"train step": "", "rank 0": "", "wait": "", "forward GPT": "STATUS_CODE_ERROR"}
 
 
 def test_only_rank_0_has_the_root() -> None:
     """The root is rank 0's; an inference step's root says so."""
-    for rank, expected in ((0, ["inference step", "rank step"]), (1, ["rank step"])):
+    for rank, expected in ((0, ["inference step", "rank 0"]), (1, ["rank 1"])):
         endpoint = Collector("traces")
         sender = exporter_to({"traces": endpoint})
         full = batch_of(identity(rank), [0])
@@ -345,7 +347,7 @@ class Metrics(NodeMetrics):
 def test_many_ranks_share_a_series() -> None:
     """Beyond 64 ranks points carry no rank: a node has one series, whose gauge is its fullest rank's."""
     sender = Metrics()
-    many = semantics.MAX_RANK_SERIES + 1
+    many = MAX_RANK_SERIES + 1
     for rank, memory_bytes in ((0, 10), (1, 30), (2, 20)):
         full = batch_of(identity(rank, world_size=many), range(5))
         full.steps.memory_bytes[:] = memory_bytes
@@ -373,7 +375,7 @@ def test_phases_do_not_depend_on_the_batches() -> None:
 def test_rank_that_stands_out_has_series_of_its_own() -> None:
     """In a large job a named rank's steps go into series of its own while it is named, and into no other."""
     sender, slow = Metrics(), episode(1)
-    many = semantics.MAX_RANK_SERIES + 1
+    many = MAX_RANK_SERIES + 1
 
     def export(first: int) -> None:
         for rank in (0, 1):
@@ -404,7 +406,7 @@ def test_fullest_rank_is_one_without_series_of_its_own() -> None:
     sender = Metrics()
     for rank, memory_bytes in ((1, 900), (0, 100)):
         sender.on_assessment(assessment_of(findings(episode(1)) if rank == 0 else NOTHING))
-        full = batch_of(identity(rank, world_size=semantics.MAX_RANK_SERIES + 1), range(5))
+        full = batch_of(identity(rank, world_size=MAX_RANK_SERIES + 1), range(5))
         full.steps.memory_bytes[:] = memory_bytes
         sender.export(full, {})
     points = sender.sent()
@@ -606,13 +608,15 @@ def test_page_names_what_is_sent() -> None:
     """docs/opentelemetry.md has every name, every bucket bound, and the limits that the code has."""
     page = (ROOT / "docs" / "opentelemetry.md").read_text()
     names = {value for name, value in vars(semantics).items() if name.isupper() and isinstance(value, str)}
-    assert [name for name in sorted(names - {semantics.SCOPE}) if not re.search(rf"(`| |^){name}(`| )", page)] == []
+    missing = [name for name in sorted(names - {semantics.SCOPE}) if not re.search(rf"(`| |^){name}(`| )", page)]
+    in_prometheus = (ROOT / "docs" / "prometheus.md").read_text()  # as it spells them, with units
+    assert [name for name in missing if name.replace(".", "_") not in in_prometheus] == []
     bounds = re.search(r"Bucket bounds, in seconds: ([0-9., \n]+)\.", page)
     assert bounds
     assert tuple(float(bound) for bound in bounds[1].split(",")) == semantics.DURATION_BOUNDS_S
     for kind, changes in (("straggler", ("started", "ended")), ("hang", ("started", "updated", "ended"))):
         assert all(f"`{semantics.event_name(kind, change)}`" in page for change in changes)
     assert all(name in page for name in stragglers_by_class(NOTHING))
-    assert f"Beyond {semantics.MAX_RANK_SERIES} ranks" in page
-    assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one\nof so many, by default {Config.trace_every};" in page
+    assert f"Beyond {MAX_RANK_SERIES} ranks" in page
+    assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one\nof so many, by default {Config.trace_every} (" in page
     assert all(kind.name.lower() in page for kind in Kind if kind not in (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED))

@@ -144,7 +144,7 @@ def test_console(sidecar: Run) -> None:
     """OTEL_*_EXPORTER=console prints spans and metrics where the sidecar's output goes; no endpoint is needed."""
     ended = sidecar(OTEL_TRACES_EXPORTER="console", OTEL_METRICS_EXPORTER="console")
     assert ended.returncode == 0
-    assert semantics.SPAN_RANK_STEP in ended.stdout
+    assert f"{semantics.SPAN_RANK} {0}" in ended.stdout
     assert semantics.STEP_DURATION in ended.stdout
 
 

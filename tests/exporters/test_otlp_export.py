@@ -98,7 +98,9 @@ def test_span_tree(exported: Exported) -> None:
         roots = [span for span in spans if span.parent_id is None]
         assert [root.name for root in roots] == [semantics.SPAN_STEP]
         children = [span for span in spans if span.parent_id == roots[0].span_id]
-        assert [semantics.SPAN_RANK_STEP] * len(RANKS) == [child.name for child in children]
+        assert {f"{semantics.SPAN_RANK} {rank}" for rank in RANKS} == {child.name for child in children}
+        assert len(children) == len(RANKS)
+        assert {semantics.STEP_KIND} == {child.attributes[semantics.SPAN_KIND] for child in children}
         assert {child.attributes[semantics.RANK] for child in children} == RANKS
         assert len(spans) == len(by_id)
         below = [span for span in spans if span not in roots and span not in children]
@@ -122,7 +124,7 @@ def test_phases_and_modules_are_nested(exported: Exported) -> None:
             if semantics.SPAN_KIND in span.attributes and parent is not None:
                 above = parent.attributes.get(semantics.SPAN_KIND, parent.name)
                 children[above].add(span.attributes[semantics.SPAN_KIND])
-        assert {"forward", "backward", "optimizer"} == children[semantics.SPAN_RANK_STEP]
+        assert {"forward", "backward", "optimizer"} == children[semantics.STEP_KIND]
         assert "module" in children["forward"]
         assert {"collective", "wait"} <= children["backward"]
 
@@ -140,7 +142,7 @@ def test_durations_equal_the_run_directory(exported: Exported) -> None:
     """Each span lasts as long as its row in the run directory, to the nanosecond, and no row is missing."""
     steps = sampled(exported)
     expected = Counter(
-        (row["rank"], row["step"], "" if row["kind"] == "step" else row["kind"], row["duration_ns"])
+        (row["rank"], row["step"], row["kind"], row["duration_ns"])
         for row in exported.rows("spans")
         if row["step"] in steps
     )
@@ -148,7 +150,7 @@ def test_durations_equal_the_run_directory(exported: Exported) -> None:
         (
             span.attributes[semantics.RANK],
             span.attributes[semantics.STEP],
-            span.attributes.get(semantics.SPAN_KIND, ""),
+            span.attributes[semantics.SPAN_KIND],
             span.duration_ns,
         )
         for span in exported.spans
@@ -192,7 +194,7 @@ def test_step_spans_tell_own_time(exported: Exported) -> None:
             span.attributes[semantics.MICRO_STEPS],
         )
         for span in exported.spans
-        if span.name == semantics.SPAN_RANK_STEP
+        if span.attributes.get(semantics.SPAN_KIND) == semantics.STEP_KIND
     }
     assert expected == found
 
@@ -289,7 +291,7 @@ def test_exemplars_lead_to_the_step(exported: Exported) -> None:
     spans = {
         (span.trace_id, span.span_id): span.duration_ns / 1e9
         for span in exported.spans
-        if span.name == semantics.SPAN_RANK_STEP
+        if span.attributes.get(semantics.SPAN_KIND) == semantics.STEP_KIND
     }
     for point in exported.of_metric(semantics.STEP_DURATION):
         assert point.exemplars

@@ -12,7 +12,7 @@ import pytest
 from tests.support.endpoints import refusing
 from tests.support.figures import note, share
 from tests.support.long import long
-from tests.support.otlp_receiver import Receiver
+from tests.support.otlp_receiver import MISSING, PROGRAM, Receiver, free_port, wait_for
 from tests.support.processes import SCRIPTS
 from tests.support.recorded_run import Sidecar, environment, spans_of, wait_for_sidecar
 from tests.support.warm_python import WarmPython
@@ -35,7 +35,8 @@ def test_outage(seconds: int, tmp_path: Path, receiver: Receiver) -> None:
     with refusing() as address:
         told = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_EXPORTER_OTLP_TIMEOUT": "3",
-            "TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY),
+            "TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY), "TORCHLENS_PERF_TRACE_SLOW": "0",
+            "TORCHLENS_PERF_TRACE_SPANS_PER_S": "0",
         }  # fmt: skip
         trainer = WarmPython(
             [sys.executable, str(SCRIPTS / "train_until_told.py"), str(tmp_path / "runs"), str(stop)],
@@ -63,3 +64,45 @@ def test_outage(seconds: int, tmp_path: Path, receiver: Receiver) -> None:
     if seconds == OUTAGE_S:
         counted = f"{len(spans):,} of {count:,} spans, metrics of {steps:,} of {steps:,} steps delivered afterwards"
         note("seconds without the OTLP endpoint", away_s, OUTAGE_S, counted, time.monotonic() - began_s)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seconds", [2, *long(OUTAGE_S)])
+def test_endpoint_comes_back_while_the_job_runs(seconds: int, tmp_path: Path) -> None:
+    """What waited is delivered by itself: nothing is lost, nothing comes twice, and the report has nothing to say."""
+    if not PROGRAM.exists():
+        pytest.skip(MISSING)
+    began_s, away_s = time.monotonic(), seconds if seconds < OUTAGE_S else share(OUTAGE_S)
+    stop, port = tmp_path / "stop", free_port()
+    told = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_EXPORTER_OTLP_TIMEOUT": "3",
+        "TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY), "TORCHLENS_PERF_TRACE_SLOW": "0",
+        "TORCHLENS_PERF_TRACE_SPANS_PER_S": "0",
+    }  # fmt: skip
+    trainer = WarmPython(
+        [sys.executable, str(SCRIPTS / "train_until_told.py"), str(tmp_path / "runs"), str(stop)],
+        env=environment(tmp_path / "runs", told), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    time.sleep(away_s)
+    receiver = Receiver(tmp_path, http_port=port)
+    try:
+        # It is tried again a minute later at the latest.
+        assert wait_for(lambda: {span.attributes[semantics.STEP] for span in receiver.spans()} >= {0, 1, 2}, 90)
+        assert trainer.poll() is None
+        stop.touch()
+        assert trainer.wait(120) == 0
+        (path,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
+        run = RunDirectory(path)
+        wait_for_sidecar(run, 120)
+        spans = receiver.spans()
+    finally:
+        stop.touch()
+        receiver.close()
+    count = spans_of(run, TRACE_EVERY)
+    assert count == len(spans) == len({(span.trace_id, span.span_id) for span in spans})
+    assert "OTLP" not in run.report.read_text()
+    if seconds == OUTAGE_S:
+        counted = f"{len(spans):,} of {count:,} spans delivered by themselves, none twice"
+        note("seconds until the OTLP endpoint came back", away_s, OUTAGE_S, counted, time.monotonic() - began_s)

@@ -247,7 +247,7 @@ for path in sorted(top.rglob("*.py")):
     except ModuleNotFoundError as error:
         # Extras: their commands say what to install.
         assert parts[1] in ("serve", "top"), error
-        assert error.name.partition(".")[0] in ("starlette", "textual", "uvicorn"), error
+        assert error.name.partition(".")[0] in ("prometheus_client", "starlette", "textual", "uvicorn"), error
 from torchlens_perf.recorder import recorder
 from torchlens_perf.added.inner.module import DATA
 elsewhere = [name for name, module in sys.modules.items() if name.partition(".")[0] == "torchlens_perf"

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,8 @@ def hostile(chosen: random.Random, whole: bytes) -> bytes:
                 [b"[" * 8192, b'{"a":' * 1500, b"9" * 8000, b'"\\ud800"', b"\xff\xfe[\x00", b"NaN", b"[]"]
             )
             damaged[ring.METADATA_OFFSET : ring.METADATA_OFFSET + len(text)] = text
-            struct.pack_into("<QQ", damaged, 8 * ring.METADATA_REVISION, 2 * chosen.randrange(3), len(text))
+            used = zlib.crc32(text) << 32 | len(text)
+            struct.pack_into("<QQ", damaged, 8 * ring.METADATA_REVISION, 2 * chosen.randrange(3), used)
         else:
             start = chosen.choice([0, 64, 192, ring.METADATA_OFFSET, ring.NAMES_OFFSET, ring.RECORDS_OFFSET])
             start = min(start + chosen.randrange(4096), len(damaged) - 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_whole_steps_of_several_nodes(many: Contents) -> None:
 
 def test_the_document_is_bounded(many: Contents) -> None:
     """Pictures and tables do not grow with the ranks."""
-    text = document(many)
+    text = re.sub(r"<script(?! type=\"application/json\").*?</script>", "", document(many), flags=re.S)
     data = text.partition('<script type="application/json"')[2].partition("</script>")[0]
 
     assert len(text) - len(data) < 300_000

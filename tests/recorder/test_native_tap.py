@@ -116,7 +116,7 @@ def test_tap_of_something_else_is_not_found(
     assert native_tap.load() is not None
     native_tap.load.cache_clear()
     if changed == "torch":
-        monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+        monkeypatch.setattr(torch, "__version__", "2.13.0+xpu")
     elif changed == "commit":
         monkeypatch.setattr(torch.version, "git_version", "0123456789abcdef")
     elif changed == "python":

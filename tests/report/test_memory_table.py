@@ -263,7 +263,7 @@ def test_readings_are_exported_and_kept(run: RunDirectory) -> None:
     wanted = MemoryReading(32, GB, 2 * GB, None, GB, None, 2, None)
     for exporter in (live, replayed):
         assert exporter.batches[-1].memory == wanted
-        assert {span.kind for batch in exporter.batches for trace in batch.traces for span in trace.spans} == {
+        assert {span.kind for trace in exporter.traces for span in trace.spans} == {
             "data", "forward", "wait", "backward",
         }  # fmt: skip
     assert [reading.step for reading in next(iter(state.processes.values())).statistics.memory.readings] == [0, 16, 32]

@@ -29,3 +29,10 @@ def test_text(ranks: list[int], text: str) -> None:
 def test_round_trip(ranks: set[int]) -> None:
     """Whatever the set, the text gives it back."""
     assert sorted(parse_ranges(ranges(sorted(ranks)))) == sorted(ranks)
+
+
+@pytest.mark.parametrize("text", ["0-99999999999999999999", "0-9999999", "0-1000000,0-1000000", f"{10**30}"])
+def test_more_ranks_than_any_job_has(text: str) -> None:
+    """Few letters ask for no gigabytes."""
+    with pytest.raises(ValueError, match="more than 1048576 ranks"):
+        parse_ranges(text)

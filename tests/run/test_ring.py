@@ -131,6 +131,11 @@ def test_metadata_is_replaced_whole(tmp_path: Path) -> None:
     assert reader.metadata() == {}
     made.set_metadata({"rank": 5})
     assert reader.metadata() == {"rank": 5}, "whoever left the revision odd"
+
+    made.buffer[ring.METADATA_OFFSET + 2] ^= 1  # "sank": not what the writer has stored, whatever the revision says
+    assert reader.metadata() == {}
+    made.set_metadata({"rank": 6})
+    assert reader.metadata() == {"rank": 6}
     reader.close()
     made.close()
 

@@ -6,6 +6,7 @@ many are killed while they do. Prints a line of JSON: what became of the rank's 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import pandas as pd
 
 from tests.sidecar.test_node import WORK, finish, report, sidecar
 from tests.support.ranks import Rank, run_without_traces
-from torchlens_perf.run.directory import sidecar_lock
+from torchlens_perf.run.directory import RunDirectory, sidecar_lock
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar import schedule
 from torchlens_perf.sidecar.loop import run_sidecar
@@ -27,36 +28,64 @@ folder, kills, draw = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys
 schedule._SAVE_S = schedule._ACCOUNT_S = 0.002  # states without their segments, too
 schedule._KEEP_S = schedule._LATEST_KEEP_S = 0.008
 LONGEST_S = 0.12  # that one lives
+START_S = 10.0  # until one writes
 
 
-def one(run_directory: object) -> None:
-    made, _ = sidecar(run_directory)  # type: ignore[arg-type]
+def one(run_directory: RunDirectory) -> None:
+    made, _ = sidecar(run_directory)
     lock = SidecarLock(sidecar_lock(made.run.run_id))
     while not lock.acquire():
         time.sleep(0.001)
     run_sidecar(made, lock, None)
 
 
+def saved(run_directory: RunDirectory) -> int | None:
+    """When its state was last saved, if it was."""
+    try:
+        return run_directory.node_state("node-a").stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def half_written(run_directory: RunDirectory) -> set[tuple[str, int]]:
+    """Files of it that are being written, or were when a sidecar was killed, and when they were begun."""
+    found = set()
+    for folder_name, _, names in os.walk(run_directory.path):
+        for name in names:
+            if ".partial" in name or ".tmp" in name:
+                with contextlib.suppress(FileNotFoundError):
+                    path = os.path.join(folder_name, name)
+                    found.add((path, os.stat(path).st_ctime_ns))
+    return found
+
+
 with run_without_traces(folder) as run:
     rank = Rank(run, 0, 1, ring_records=1 << 14)
     steps, states, partial = 0, 0, 0
-    for _ in range(kills):
+    for number in range(kills):
         child = os.fork()
         if child == 0:
             try:
                 one(run)
             finally:
                 os._exit(9)
-        until_s = time.monotonic() + draw.uniform(0, LONGEST_S)
+        # A half of them at any moment from their start on. The others, which have time to begin on a busy machine too,
+        # in the middle of writing.
+        writes, state, before = number % 2 == 0, saved(run), half_written(run)
+        until_s = time.monotonic() + (START_S if writes else draw.uniform(0, LONGEST_S))
+        due_s = 0.0
         while time.monotonic() < until_s:
-            rank.steps(1, **WORK)
-            steps += 1
-            time.sleep(0.004)
+            if writes and saved(run) != state and half_written(run) - before:
+                break
+            if time.monotonic() > due_s:
+                rank.steps(1, **WORK)
+                steps, due_s = steps + 1, time.monotonic() + 0.004
+            time.sleep(0.0002)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), "a sidecar ended by itself"
         states += run.node_state("node-a").exists()
-        partial += any(".partial" in each.name or ".tmp" in each.name for each in run.path.rglob("*"))
+        partial += bool(half_written(run) - before)
     rank.close()
     segments = len(list(run.spans.glob("*.parquet")))
     finish(run)

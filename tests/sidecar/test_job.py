@@ -170,16 +170,24 @@ def test_a_corrupt_window_costs_its_own_node_only(tmp_path: Path, data: st.DataO
 
 
 def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
-    """A state, a text or a time that is none: its window is left out and counted, by its node."""
+    """A state, a text or a time that is none, a step far away: its window is left out and counted, by its node."""
     wire, nodes = two_nodes(tmp_path)
     good = wire.sent[0]
-    for field, value in (("state", 200), ("population", b"\xff"), ("since_step_s", np.nan), ("world_size", 0)):
+    for field, value in (
+        ("state", 200),
+        ("population", b"\xff"),
+        ("since_step_s", np.nan),
+        ("age_s", np.inf),
+        ("device", (1, 1, np.nan, 1)),
+        ("world_size", 0),
+        ("row", 1 << 31),
+    ):
         values = np.frombuffer(good.payload, summary.LAYOUT).copy()
         values[field] = value
         wire.sent.append(replace(good, payload=values.tobytes()))
     nodes[0].update(1.0)
 
-    assert nodes[0].notes() == ["4 windows of node node-1 were corrupt: left out"]
+    assert nodes[0].notes() == ["7 windows of node node-1 were corrupt: left out"]
     assert set(nodes[0].places) == {0, 1, 2, 3}
 
 

@@ -242,7 +242,8 @@ def test_it_ends_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path) -
     sidecar.send_signal(sent)
     sidecar.wait(30)
 
-    assert [has_ended(pid) for pid in (child, *map(int, pids.read_text().split()))] == [True, True, True]
+    # At the lowest priority: on a busy machine it takes a while until they have ended.
+    assert [has_ended(pid, 150) for pid in (child, *map(int, pids.read_text().split()))] == [True, True, True]
     assert [path.name for path in node.cache.iterdir()] == ["tap.lock"]
 
 

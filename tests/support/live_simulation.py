@@ -30,6 +30,7 @@ class LiveSimulation:
         """stages: of a pipeline; the ranks are data parallel in each. total_steps: that the run says it will make.
         seconds_ago: when it began.
         """
+        self.name = path.name
         self.run = RunDirectory(path)
         self.run.create()
         topology = Topology(ranks // stages, pp=stages, node_size=node_size)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.exporters import Assessment, ExportBatch
+from torchlens_perf.exporters import Assessment, ExportBatch, JobPart
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.alerts.alert import Alert
     from torchlens_perf.analysis.statistics.hardware import Hardware
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.records import StepTrace
 
 
 class MemoryExporter:
@@ -17,12 +18,19 @@ class MemoryExporter:
 
     def __init__(self) -> None:
         self.batches: list[ExportBatch] = []
+        self.traced: list[ExportBatch] = []  # steps of those that came once more, with their traces
         self.alerts: list[Alert] = []
         self.hardware: list[Hardware] = []
         self.assessment: Assessment | None = None
+        self.part: JobPart | None = None
 
     def export(self, batch: ExportBatch) -> None:
-        self.batches.append(batch)
+        (self.traced if batch.again else self.batches).append(batch)
+
+    @property
+    def traces(self) -> list[StepTrace]:
+        """All that came: with their steps, or after them."""
+        return [trace for batch in (*self.batches, *self.traced) for trace in batch.traces]
 
     def on_assessment(self, assessment: Assessment) -> None:
         self.assessment = assessment
@@ -30,6 +38,10 @@ class MemoryExporter:
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
         self.hardware.append(hardware)
+
+    def take_part(self, part: JobPart) -> bytes:
+        self.part = part
+        return b""
 
     def wait_for_room(self, timeout_s: float) -> bool:
         return True

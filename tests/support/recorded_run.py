@@ -34,11 +34,13 @@ def environment(folder: Path, told: Mapping[str, str]) -> dict[str, str]:
     return {**inherited, **ours, **told}
 
 
-def train(folder: Path, told: Mapping[str, str], steps: int = STEPS) -> RunDirectory:
+def train(
+    folder: Path, told: Mapping[str, str], steps: int = STEPS, script: Path = SCRIPTS / "train_two_ranks.py"
+) -> RunDirectory:
     """Trains two ranks under torchrun's flag, and returns the one run directory that this made."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "--logs-specs", "torchlens_perf", str(SCRIPTS / "train_two_ranks.py"), str(steps),
+        "--logs-specs", "torchlens_perf", str(script), str(steps),
     ]  # fmt: skip
     done = warm_python.run(command, 60, env=environment(folder, told))
     assert done.returncode == 0, done.stderr

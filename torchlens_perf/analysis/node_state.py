@@ -28,6 +28,7 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
 from torchlens_perf.run.oom_table import OutOfMemory
+from torchlens_perf.run.records import TracedStep
 from torchlens_perf.run.sketch import Sketch
 
 if TYPE_CHECKING:
@@ -162,6 +163,8 @@ class NodeState:
     history: History = dataclasses.field(default_factory=History)
     """What was found while the run went on, and when."""
     telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
+    traced: list[TracedStep] = dataclasses.field(default_factory=list)
+    """The newest steps that were sent as traces, and what of them."""
     tap_outlook: str = ""
     """What becomes of the native tap that its ranks have missed, see TapForNextRun.outlook()."""
     schema: int = SCHEMA

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torchlens_perf.commands import capture, results, serve, simulate, top
+from torchlens_perf.commands import capture, deploy_files, results, serve, simulate, top
 from torchlens_perf.commands import run as run_command
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import TorchlensPerfError, printable
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_command(commands)
     results.add_command(commands)
     top.add_command(commands)
+    deploy_files.add_command(commands)
 
     build_tap = commands.add_parser(
         "build-tap",

@@ -4,43 +4,72 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.errors import ConfigError
+from torchlens_perf.errors import ConfigError, printable
 
-_NEEDS = ("starlette", "uvicorn")
+_NEEDS = ("starlette", "uvicorn", "anyio")
 
 
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
-        help="runs as live pages, on this machine",
+        help="runs as live pages in a browser, on this machine",
         description="Prints an address that ends in a token, and shows the runs of a folder there, live and finished. "
-        "Reads run directories only: the jobs notice nothing.",
+        "Reads run directories and nothing else: the jobs do not notice it. Ctrl-C ends it.",
     )
-    parser.add_argument("folder", type=Path, nargs="?", help="of runs, or a run; default: torchlens-perf here")
+    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="of runs, or a run; default: the runs here")
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
-    parser.add_argument("--host", default="127.0.0.1", help="to listen on; another than 127.0.0.1 needs --share")
-    parser.add_argument("--share", action="store_true", help="let other machines in, who know the token")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="where to listen; others than 127.0.0.1 need the next option"
+    )
+    parser.add_argument(
+        "--let-others-in", action="store_true", help="other machines may ask, who have the token; nothing is encrypted"
+    )
     parser.set_defaults(command=serve)
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Runs the command until it is ended: 0. Raises ConfigError."""
+    """Runs the command until it is ended: 0. Raises ConfigError, RunStoreError."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f'serve needs {" and ".join(missing)}: pip install "torchlens-perf[serve]"')
+        raise ConfigError(
+            f'serve needs {" and ".join(missing)}, not installed here: pip install "torchlens-perf[serve]"'
+        )
     from torchlens_perf.serve import server as servers
     from torchlens_perf.serve.app import Server
+    from torchlens_perf.serve.run_names import is_run
+    from torchlens_perf.serve.runs import find_runs
 
-    if not servers.is_loopback(options.host) and not options.share:
-        raise ConfigError(f"--host {options.host} can be reached from other machines: add --share if they may look")
+    is_open = not servers.is_loopback(options.host)
+    if is_open and not options.let_others_in:
+        raise ConfigError(
+            f"--host {options.host} can be reached from other machines: add --let-others-in if they may look"
+        )
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(f"--port {options.port}: must be from 0 to 65535")
-    server = Server(servers.folder_of(options.folder))
-    with Progress("looking for runs", quiet=options.quiet) as progress:
-        server.index(progress)
-    servers.serve(server, options.host, options.port, quiet=options.quiet)
+    folder = _folder(options.folder)
+    with servers.listen(options.host, options.port) as listening:
+        with Progress("looking for runs", quiet=options.quiet) as progress:
+            found = find_runs(folder, progress)
+        if is_open:
+            servers.warn(options.host)
+        if not options.quiet:
+            count = f"{len(found)} run{'s' if len(found) != 1 else ''}"
+            print(f"torchlens-perf: {count} in {printable(folder)}; Ctrl-C ends the server", file=sys.stderr)
+        servers.serve(Server(folder, found, is_one=is_run(folder)), listening, options.host)
     return 0
+
+
+def _folder(path: Path | None) -> str:
+    """Of runs: what was asked for, else where runs are made. Raises ConfigError where there is none."""
+    from torchlens_perf.config import Config
+
+    folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir)) if path is None else path
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: name one with runs, torchlens-perf serve DIR")
+    return os.path.realpath(folder)

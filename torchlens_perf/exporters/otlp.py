@@ -24,11 +24,12 @@ from torchlens_perf.version import VERSION
 if TYPE_CHECKING:
     from torchlens_perf.analysis.alerts.alert import Alert
     from torchlens_perf.analysis.statistics.hardware import Hardware
-    from torchlens_perf.exporters import Assessment, ExportBatch
+    from torchlens_perf.exporters import Assessment, ExportBatch, JobPart
     from torchlens_perf.exporters.delivery.outbox import Outbox
     from torchlens_perf.exporters.delivery.sender import Transport
     from torchlens_perf.exporters.series import Meter
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.records import TracedStep
 
 _MAX_TRACED = 1024  # steps that an alert may link to
 _MAX_BACKLOG = 16384  # items that may wait while a replay goes on
@@ -77,7 +78,9 @@ class OtlpExporter:
                 self._batches[name] = Batches(self._scope, signal.batch_items, signal.delay_s, clock)
                 collect = self._collecting(name)
             self._senders[name] = Sender(name, signal.outbox, signal.transport, collect, clock)
-        self._traced: dict[tuple[int, int], None] = {}  # attempt and step, as they came
+        self._traced: dict[tuple[int, int], TracedStep | None] = {}  # by attempt and step, as they came
+        self.spans_sent: Mapping[int, tuple[int, int]] = {}
+        """Of the last batch, by step that is sent as spans: the ids of its trace, and of the rank's span in it."""
 
     # -- what comes from the sidecar
 
@@ -89,7 +92,8 @@ class OtlpExporter:
                 for step, (spans, in_trace, in_rank) in found.items():
                     sampled[step] = in_trace, in_rank
                     self._add("traces", resource, spans)
-            self._traced.update(((batch.identity.attempt, step), None) for step in sampled)
+            self.spans_sent = sampled
+            self._traced.update(((batch.identity.attempt, step), batch.chosen.get(step)) for step in sampled)
             while len(self._traced) > _MAX_TRACED:
                 del self._traced[next(iter(self._traced))]
             if self._metrics is not None and self._begin(batch.identity):
@@ -104,6 +108,12 @@ class OtlpExporter:
                 run_id = assessment.identity.run_id
                 alerts = [encode_alert(each, run_id, self._traced_step(each)) for each in assessment.alerts]
                 self._add("logs", self._resource, alerts)
+
+    def take_part(self, part: JobPart) -> bytes:
+        with guard("describing the job over OTLP"):
+            if self._metrics is not None:
+                return self._metrics.take_part(part)
+        return b""
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
         with guard("exporting the hardware's telemetry over OTLP"):
@@ -172,7 +182,12 @@ class OtlpExporter:
         if alert.since_step is None or alert.duration_s is not None:  # a step that hangs has no span yet
             return None
         end = alert.until_step if alert.until_step is not None else float("inf")
-        steps = (step for attempt, step in self._traced if attempt == alert.attempt)
+        steps = (
+            step
+            for (attempt, step), chosen in self._traced.items()
+            if attempt == alert.attempt
+            and (chosen is None or alert.rank is None or chosen.role(alert.rank) is not None)
+        )
         return min((step for step in steps if alert.since_step <= step < end), default=None)
 
 

@@ -17,7 +17,7 @@ from torchlens_perf.exporters.redaction import keep_secrets_out_of_the_log
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import Hardware
-    from torchlens_perf.exporters import Assessment, ExportBatch, Exporter
+    from torchlens_perf.exporters import Assessment, ExportBatch, Exporter, JobPart
     from torchlens_perf.exporters.delivery.sender import Transport
     from torchlens_perf.exporters.otlp import OtlpExporter, Signal
     from torchlens_perf.run.directory import RunDirectory
@@ -176,6 +176,7 @@ class DeferredExporter:
         """make: called once, when something is to be exported."""
         self._make: Callable[[], Exporter | None] | None = make
         self._made: Exporter | None = None
+        self._part: JobPart | None = None
 
     def export(self, batch: ExportBatch) -> None:
         exporter = self._exporter()
@@ -192,6 +193,14 @@ class DeferredExporter:
         if exporter is not None:
             exporter.measured(identity, hardware)
 
+    def take_part(self, part: JobPart) -> bytes:
+        self._part = part
+        return b"" if self._made is None else self._made.take_part(part)
+
+    def spans_sent(self) -> Mapping[int, tuple[int, int]]:
+        """See OtlpExporter; nothing where the exporter sends no spans."""
+        return getattr(self._made, "spans_sent", {})
+
     def wait_for_room(self, timeout_s: float) -> bool:
         return self._made is None or self._made.wait_for_room(timeout_s)
 
@@ -202,4 +211,6 @@ class DeferredExporter:
         if self._make is not None:
             make, self._make = self._make, None
             self._made = make()
+            if self._made is not None and self._part is not None:
+                self._made.take_part(self._part)
         return self._made

@@ -1,30 +1,32 @@
-"""Steps as metrics: histograms of durations, a counter and a gauge; and gauges of what is wrong now.
+"""Steps as metrics: histograms of durations, counters and gauges. Their number grows neither with the run nor, beyond
+some ranks, with the job.
 
-Their size does not grow with the run.
+As long as there is room for it, each rank has series of its own. Of larger jobs there is one description: a node hands
+what its ranks did on to node 0's sidecar, which sends it; only ranks that stand out have series of their own.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry.metrics import CallbackOptions, Observation
-
-from torchlens_perf.analysis.alerts.log import stragglers_by_class
-from torchlens_perf.exporters import Assessment, ExportBatch, semantics
+from torchlens_perf.exporters import MAX_STANDING, Assessment, ExportBatch, JobPart, Part, semantics
 from torchlens_perf.exporters.delivery.wire import item
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
-from torchlens_perf.exporters.series import Example, Meter
+from torchlens_perf.exporters.otlp_standing import Standing
+from torchlens_perf.exporters.series import Example, Histogram, Meter, Number
+from torchlens_perf.exporters.series_room import most_important, most_ranks, shares
+from torchlens_perf.exporters.tally import HandedOn, Tally
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
+    from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
+
     from torchlens_perf.analysis.statistics.hardware import Hardware
-    from torchlens_perf.analysis.words.hang import OpenHang
 
 Sampled = Mapping[int, tuple[int, int]]
-"""By step that is also sent as spans: the ids of its trace and of the rank's step span in it."""
+"""By step that is also sent as spans: the ids of its trace, and of the rank's step span in it or of the root."""
 # Of a device's memory, by the attribute that tells them apart.
 _MEMORY_STATES = {
     "allocated": "allocated_bytes",
@@ -33,8 +35,6 @@ _MEMORY_STATES = {
     "peak": "peak_bytes",
     "limit": "limit_bytes",
 }
-# How often a gauge is 0 after its end: a series that just stops is taken to have kept its last value for minutes.
-_ZERO_POINTS = 3
 
 
 class NodeMetrics:
@@ -43,32 +43,106 @@ class NodeMetrics:
     def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: seconds."""
         self._meter = Meter() if meter is None else meter
-        self._instruments = _Instruments(self._meter, clock)
+        self._clock = clock
+        self._steps = StepSeries(self._meter)
+        # What is handed on has a meter of its own, which is never sent.
+        tallied = Meter(explicit_bounds=self._meter.bounds is not None)
+        self._handed = StepSeries(tallied)
+        self._tally = Tally(tallied, self._handed.histograms, self._handed.counters, clock)
+        self._heard = HandedOn(self._meter, self._steps.histograms, self._steps.counters, clock)
+        self._standing = Standing(self._meter, clock)
+        self._not_traced = self._meter.create_counter(
+            semantics.STEPS_NOT_TRACED, "{step}", "Steps that were to be sent as traces, and for which was no room"
+        )
+        self._counted_left_out = 0
         self._hardware = HardwareMetrics(self._meter, clock)
+        self._part = JobPart()
+        self._world_size = 1
+        self._named: frozenset[int] = frozenset()
+        self._forms: dict[str, int] = {}
+        self._shown: dict[int, None] = {}  # ranks that were named, the newest last
+
+    def take_part(self, part: JobPart) -> bytes:
+        """Returns what is to be handed on to node 0's sidecar; b"" for nothing. On the sidecar's thread."""
+        self._part = part
+        for node, data in part.tallies:
+            self._heard.take(node, data)
+        self._standing.differ(part.spread_s if self._is_large else {})
+        self._show()
+        if part.left_out > self._counted_left_out:
+            self._not_traced.add(part.left_out - self._counted_left_out, {})
+            self._counted_left_out = part.left_out
+        if part.part is Part.WHOLE and self._heard.memory_bytes:
+            self._steps.others_memory(self._heard.memory_bytes)
+        hands_on = part.part is Part.HANDS_ON and self._is_large
+        return self._tally.next(self._handed.fullest_bytes) if hands_on else b""
 
     def export(self, batch: ExportBatch, sampled: Sampled) -> None:
         """Adds the batch's steps. sampled: steps whose spans are sent too."""
-        self._instruments.record(batch, sampled)
+        self._world_size = batch.identity.world_size
+        # A rank that stands out has series of its own in any job; then its steps are not in the others' series.
+        own = self._own_series if self._is_large else None
+        hands_on = own is not None and batch.identity.rank not in own and self._part.part is Part.HANDS_ON
+        (self._handed if hands_on else self._steps).record(batch, sampled, own)
 
     def on_assessment(self, assessment: Assessment) -> None:
         """Sets the gauges of what is wrong now."""
-        self._instruments.on_assessment(assessment)
+        slow = [each for each in assessment.findings.episodes if each.until_step is None]
+        slow = sorted(slow, key=lambda each: -each.excess_ns)[:MAX_STANDING]
+        self._named = frozenset(each.rank for each in slow)
+        self._show()
+        if assessment.whole_job:
+            self._standing.on_assessment(assessment)
 
     def measured(self, hardware: Hardware) -> None:
         self._hardware.measured(hardware)
 
     def encode(self) -> tuple[list[bytes], int]:
         """All metrics as they lie in a request, and how many points they have."""
-        metrics = self._meter.collect()
+        metrics = self._bounded(self._meter.collect())
         count = sum(len(getattr(each, str(each.WhichOneof("data"))).data_points) for each in metrics)
         return [item(each.SerializeToString()) for each in metrics], count
 
+    # -- parts
 
-class _Instruments:
-    """The instruments, and how a batch goes into them."""
+    def _show(self) -> None:
+        """Ranks that stood out keep their series until others have come."""
+        for rank in self._own_series:
+            self._shown.pop(rank, None)
+            self._shown[rank] = None
+        while len(self._shown) > MAX_STANDING:
+            del self._shown[next(iter(self._shown))]
+        if not self._is_large:
+            self._meter.shown_ranks = None
+        else:
+            self._meter.shown_ranks = frozenset(self._shown) if self._part.standing is None else self._own_series
 
-    def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
+    @property
+    def _is_large(self) -> bool:
+        """Whether the job is too large for series of each rank."""
+        return self._world_size > most_ranks(self._part.max_series)
+
+    @property
+    def _own_series(self) -> frozenset[int]:
+        """Of a large job, the ranks that have series of their own."""
+        return self._part.standing if self._part.standing is not None else self._named
+
+    def _bounded(self, metrics: list[Metric]) -> list[Metric]:
+        """Within this node's share of all series."""
+        room = shares(self._world_size, self._part)
+        hardware = [each for each in metrics if each.name.startswith("hw.")]
+        others = [each for each in metrics if not each.name.startswith("hw.")]
+        if room.others is not None:
+            others = most_important(others, room.others, self._forms)
+        return [*others, *most_important(hardware, room.hardware, self._forms)]
+
+
+class StepSeries:
+    """The instruments of steps, and how a batch goes into them."""
+
+    def __init__(self, meter: Meter) -> None:
         duration = meter.create_histogram
+        self._meter = meter
         self._step = duration(semantics.STEP_DURATION, "s", "Time from one step's end to the next")
         self._own = duration(semantics.STEP_OWN_TIME, "s", "Step time without the time blocked in communication")
         self._phase = duration(semantics.PHASE_DURATION, "s", "Time of one phase in one step, without nested phases")
@@ -76,33 +150,54 @@ class _Instruments:
         self._steps = meter.create_counter(semantics.STEPS, "{step}", "Steps finished")
         self._memory = meter.create_gauge(semantics.MEMORY, "By", "Memory at the end of the last step")
         self._memory_bytes: dict[int, int] = {}
+        self._others_bytes = 0
         self._device_memory = DeviceMemory(meter)
-        self._standing = _Standing(meter, clock)
-        self._named: frozenset[int] = frozenset()
+        self._own_series: frozenset[int] = frozenset()
 
-    def on_assessment(self, assessment: Assessment) -> None:
-        """Takes the judgement over. On the sidecar's thread."""
-        self._named = frozenset(each.rank for each in assessment.findings.episodes if each.until_step is None)
-        if assessment.whole_job:
-            self._standing.on_assessment(assessment)
+    @property
+    def histograms(self) -> tuple[Histogram, ...]:
+        return self._step, self._own, self._phase, self._device
 
-    def record(self, batch: ExportBatch, sampled: Sampled) -> None:
-        """Adds a batch's steps. On the sidecar's thread."""
+    @property
+    def counters(self) -> tuple[Number, ...]:
+        return (self._steps, *self._device_memory.counters.values())
+
+    @property
+    def fullest_bytes(self) -> int:
+        """Memory of the fullest of the ranks that have no series of their own; 0 where it is not known."""
+        return max((value for rank, value in self._memory_bytes.items() if rank not in self._own_series), default=0)
+
+    def others_memory(self, memory_bytes: int) -> None:
+        """That of the fullest rank of the other nodes."""
+        self._others_bytes = memory_bytes
+        self._memory.set(max(memory_bytes, self.fullest_bytes), {})
+
+    def record(self, batch: ExportBatch, sampled: Sampled, own: frozenset[int] | None) -> None:
+        """Adds a batch's steps, or where they were added before what leads to their traces. On the sidecar's thread.
+
+        own: the ranks that have series of their own; None: all."""
         steps = batch.steps
         if not len(steps):
             return
-        attributes: dict[str, Any] = {}
         rank = batch.identity.rank
-        # A rank that stands out has series of its own in any job; then its steps are not in the others' series.
-        per_rank = batch.identity.world_size <= semantics.MAX_RANK_SERIES or rank in self._named
-        if per_rank:
-            attributes[semantics.RANK] = rank
+        self._own_series, per_rank = own or frozenset(), own is None or rank in own
+        attributes: dict[str, Any] = {semantics.RANK: rank} if per_rank else {}
         step_s, own_s = steps.duration_ns / 1e9, steps.own_ns / 1e9
         rows = [row for row, step in enumerate(steps.step.tolist()) if step in sampled]
         of_step = [self._example(batch, row, float(step_s[row]), sampled) for row in rows]
-        self._step.record(step_s, attributes, of_step)
-        of_own = [each._replace(value=float(own_s[row])) for row, each in zip(rows, of_step, strict=True)]
-        self._own.record(own_s, attributes, of_own)
+        of_own = [
+            each._replace(value=float(own_s[row]))
+            for row, each in zip(rows, of_step, strict=True)
+            if _takes(batch, int(steps.step[row]))  # else it leads to the step, and not to the rank
+        ]
+        self._step.show(attributes, of_step)
+        self._own.show(attributes, of_own)
+        if batch.again:
+            return
+        offset_ns = batch.anchor.unix_ns - batch.anchor.monotonic_ns
+        self._meter.began(int(steps.start_ns[0]) + offset_ns)
+        self._step.record(step_s, attributes)
+        self._own.record(own_s, attributes)
         for part, part_ns in zip(PARTS, steps.parts_ns.T, strict=True):
             had = part_ns[part_ns != 0]  # a phase that the step did not have is no phase of 0 s
             self._phase.record(had / 1e9, {**attributes, semantics.PHASE: part})
@@ -112,9 +207,8 @@ class _Instruments:
         self._steps.add(len(steps), attributes)
         if steps.memory_bytes[-1]:
             self._memory_bytes[rank] = memory_bytes = int(steps.memory_bytes[-1])
-            # Without a series for each rank, the node's fullest rank is the one to know about.
-            unnamed = [value for each, value in self._memory_bytes.items() if each not in self._named]
-            self._memory.set(memory_bytes if per_rank else max(unnamed), attributes)
+            # Without a series for each rank, the fullest rank is the one to know about.
+            self._memory.set(memory_bytes if per_rank else max(self.fullest_bytes, self._others_bytes), attributes)
 
     @staticmethod
     def _example(batch: ExportBatch, row: int, value: float, sampled: Sampled) -> Example:
@@ -124,12 +218,17 @@ class _Instruments:
         return Example(value, ended_ns, *sampled[int(steps.step[row])])
 
 
+def _takes(batch: ExportBatch, step: int) -> bool:
+    chosen = batch.chosen.get(step)
+    return chosen is None or chosen.role(batch.identity.rank) is not None
+
+
 class DeviceMemory:
     """The instruments, and how a batch's newest reading goes into them. On the sidecar's thread."""
 
     def __init__(self, meter: Meter) -> None:
         self._bytes = meter.create_gauge(semantics.DEVICE_MEMORY, "By", "Device memory, as its allocator counts it")
-        self._counters = {
+        self.counters = {
             "alloc_retries": meter.create_counter(
                 semantics.ALLOC_RETRIES,
                 "{retry}",
@@ -148,95 +247,9 @@ class DeviceMemory:
         for state, field in _MEMORY_STATES.items():
             if per_rank and values[field] is not None:
                 self._bytes.set(values[field], {**attributes, semantics.MEMORY_STATE: state})
-        for field, counter in self._counters.items():
+        for field, counter in self.counters.items():
             count = values[field]
             if count is not None:
                 before = self._counted.get((batch.identity.key, field), 0)
                 counter.add(count - before if count >= before else count, attributes)  # the user may have reset it
                 self._counted[batch.identity.key, field] = count
-
-
-class _Standing:
-    """Gauges of what is wrong now. Written on the sidecar's thread, read on the metric reader's."""
-
-    def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._costs_s = ZeroBeforeDrop()
-        self._hangs_s = ZeroBeforeDrop()
-        self._classes: Mapping[str, int] = {}
-        self._detectable_s: float | None = None
-        self._hang: OpenHang | None = None
-        self._hang_found_s = 0.0
-        for name, unit, description, callback in (
-            (
-                semantics.STRAGGLER_COST,
-                "s",
-                "How much sooner a step would end without it, and those slow with it",
-                self._cost,
-            ),
-            (semantics.STRAGGLERS, "{rank}", "Ranks that are slow now", self._count),
-            (semantics.DETECTABLE, "s", "The smallest excess a step that would be named by now", self._detectable),
-            (semantics.HANG_DURATION, "s", "How long no rank has made a step, while that is too long", self._duration),
-        ):
-            meter.create_observable_gauge(name, [callback], unit, description)
-
-    def on_assessment(self, assessment: Assessment) -> None:
-        findings, hang = assessment.findings, assessment.hang
-        slow = [each for each in findings.episodes if each.until_step is None]
-        # Without one of the ranks of a slow node the job waits for the others: each has what all of them cost together.
-        shared_ns = {rank: each.cost_ns for each in assessment.together for rank in each.ranks}
-        costs_ns = {(each.rank, each.phase): shared_ns.get(each.rank, each.cost_ns) for each in slow}
-        with self._lock:
-            self._costs_s.update({key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None})
-            self._classes = stragglers_by_class(findings) if findings.compared else {}
-            detectable_ns = findings.detectable_ns if findings.compared else None
-            self._detectable_s = None if detectable_ns is None else detectable_ns / 1e9
-            if hang is not self._hang:
-                self._hang, self._hang_found_s = hang, self._clock()
-            since_found_s = self._clock() - self._hang_found_s
-            self._hangs_s.update({hang.kind: hang.since_s + since_found_s} if hang is not None else {})
-
-    def _cost(self, options: CallbackOptions) -> Iterator[Observation]:
-        with self._lock:
-            points = self._costs_s.points()
-        for (rank, phase), value in points:
-            yield Observation(value, {semantics.RANK: rank, semantics.PHASE: phase})
-
-    def _count(self, options: CallbackOptions) -> Iterator[Observation]:
-        with self._lock:
-            classes = self._classes
-        for name, count in classes.items():
-            yield Observation(count, {semantics.STRAGGLER_CLASS: name})
-
-    def _detectable(self, options: CallbackOptions) -> Iterator[Observation]:
-        with self._lock:
-            value = self._detectable_s
-        if value is not None:
-            yield Observation(value)
-
-    def _duration(self, options: CallbackOptions) -> Iterator[Observation]:
-        with self._lock:
-            points = self._hangs_s.points()
-        for kind, value in points:
-            yield Observation(value, {semantics.HANG_KIND: kind})
-
-
-class ZeroBeforeDrop:
-    """Values by key; one that is gone is a few times 0 before it is gone."""
-
-    def __init__(self) -> None:
-        self._values: dict[Any, float] = {}
-        self._zeros: dict[Any, int] = {}
-
-    def update(self, values: Mapping[Any, float]) -> None:
-        """These there are now, and no others."""
-        self._zeros.update(dict.fromkeys(self._values.keys() - values.keys(), _ZERO_POINTS))
-        for key in values:
-            self._zeros.pop(key, None)
-        self._values = dict(values)
-
-    def points(self) -> list[tuple[Any, float]]:
-        points = [*self._values.items(), *((key, 0.0) for key in self._zeros)]
-        self._zeros = {key: left - 1 for key, left in self._zeros.items() if left > 1}
-        return points

@@ -22,13 +22,14 @@ from torchlens_perf.analysis.statistics.steps import kind_name
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.delivery.wire import field, item, key_values, varint
 from torchlens_perf.exporters.otlp_resource import encoded, rank_resource
+from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler
 
     from torchlens_perf.run.identity import Identity
-    from torchlens_perf.run.records import Span, StepTrace
+    from torchlens_perf.run.records import Span, StepTrace, TracedStep
 
 _SAMPLER = "OTEL_TRACES_SAMPLER"
 _TAKES_ALL = ("", "always_on", "parentbased_always_on")
@@ -61,13 +62,14 @@ class SpanEncoder:
         self._ranks: dict[str, _RankEncoder] = {}
 
     def encode(self, batch: ExportBatch) -> tuple[bytes, dict[int, tuple[list[bytes], int, int]]]:
-        """The encoded resource of the batch's rank; and by step its spans, its trace's id and its step span's id."""
+        """The encoded resource of the batch's rank; and by step its spans, its trace's id, and the id of its step span:
+        where only the root is sent, of that."""
+        if not batch.traces:
+            return b"", {}
         rank = self._ranks.get(batch.identity.key)
         if rank is None or rank.identity != batch.identity:  # the run's name may be known later
             rank = self._ranks[batch.identity.key] = _RankEncoder(batch.identity)
         found: dict[int, tuple[list[bytes], int, int]] = {}
-        if not batch.traces:
-            return rank.resource, found
         steps = batch.steps
         of_steps = {
             step: {semantics.OWN_SECONDS: own_ns / 1e9, semantics.MICRO_STEPS: micro_steps}
@@ -79,7 +81,8 @@ class SpanEncoder:
         for trace in batch.traces:
             in_trace = trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
             if self._takes(in_trace, trace):
-                found[trace.step] = rank.encode(trace, in_trace, offset_ns, of_steps.get(trace.step, {}))
+                chosen = batch.chosen.get(trace.step)
+                found[trace.step] = rank.encode(trace, in_trace, offset_ns, of_steps.get(trace.step, {}), chosen)
         return rank.resource, found
 
     def _takes(self, in_trace: int, trace: StepTrace) -> bool:
@@ -110,10 +113,15 @@ class _RankEncoder:
         self._links = b"".join(field(b"\x6a", link) for link in _links(identity.traceparent))
 
     def encode(
-        self, trace: StepTrace, in_trace: int, offset_ns: int, of_step: Mapping[str, Any]
+        self,
+        trace: StepTrace,
+        in_trace: int,
+        offset_ns: int,
+        of_step: Mapping[str, Any],
+        chosen: TracedStep | None = None,
     ) -> tuple[list[bytes], int, int]:
         """The step's spans, and the ids of its trace and of the rank's step span. offset_ns: from CLOCK_MONOTONIC to
-        UNIX time. of_step: more attributes of that span."""
+        UNIX time. of_step: more attributes of that span. chosen: what is sent of the step; None: all of it."""
         rank, started_ns = self.identity.rank, trace.start_ns + offset_ns
         root_id, rank_id = span_id(in_trace, "root"), span_id(in_trace, rank)
         head = _TRACE_ID + in_trace.to_bytes(16, "big")
@@ -121,15 +129,29 @@ class _RankEncoder:
         times = _times(started_ns, started_ns + trace.duration_ns)
         found = []
         if rank == 0:
-            root = [head, _SPAN_ID, _id(root_id), times, _shape(_root_name(trace)), common, self._links]
+            why = _attributes(_of_choice(chosen, self.identity.world_size))
+            root = [head, _SPAN_ID, _id(root_id), times, _shape(_root_name(trace)), common, why, self._links]
             found.append(item(b"".join(root)))
+        role = chosen.role(rank) if chosen is not None else ""
+        if role is None:
+            return found, in_trace, root_id
+        kept = _kept(trace.spans, chosen.max_spans if chosen is not None else 0)
+        if role:
+            of_step = {**of_step, semantics.RANK_BECAUSE: role}
+        if kept is not None:
+            of_step = {**of_step, semantics.SPANS_LEFT_OUT: len(trace.spans) - len(kept)}
         ids = [head, _SPAN_ID, _id(rank_id), _PARENT_ID, _id(root_id), times]
-        found.append(item(b"".join([*ids, _shape(semantics.SPAN_RANK_STEP), common, _attributes(of_step)])))
+        of_step = {semantics.SPAN_KIND: semantics.STEP_KIND, **of_step}
+        found.append(item(b"".join([*ids, _shape(f"{semantics.SPAN_RANK} {rank}"), common, _attributes(of_step)])))
         # As span_id() for each, without hashing what all have in common anew.
         path = hashlib.sha256(f"{in_trace:032x}/{rank}/".encode())
         this_ids: list[bytes] = []
         in_rank = _id(rank_id)
         for index, (span, parent) in enumerate(nest(trace.spans)):
+            if kept is not None and id(span) not in kept:
+                # What lies in it lies in what is around it; the others' ids stay what they are.
+                this_ids.append(in_rank if parent is None else this_ids[parent])
+                continue
             digest = path.copy()
             digest.update(b"%d" % index)
             this_id = digest.digest()[:8]
@@ -145,6 +167,26 @@ class _RankEncoder:
             ))  # fmt: skip
             found.append(b"\x12" + varint(len(body)) + body)
         return found, in_trace, rank_id
+
+
+def _of_choice(chosen: TracedStep | None, world_size: int) -> dict[str, Any]:
+    """What a root says of why the step is sent, and of what is not."""
+    if chosen is None:
+        return {}
+    left_out = world_size - len(chosen.ranks) if chosen.roles else 0
+    return {
+        semantics.SAMPLED_BECAUSE: chosen.because,
+        semantics.RANKS_SENT: ranges(chosen.ranks if chosen.roles else range(world_size)),
+        semantics.RANKS_LEFT_OUT: left_out,
+        semantics.STEPS_LEFT_OUT: chosen.left_out,
+    }
+
+
+def _kept(spans: Sequence[Span], most: int) -> set[int] | None:
+    """Which objects among them are sent: the longest, which are phases and what takes most of them. None: all."""
+    if not most or len(spans) <= most:
+        return None
+    return {id(span) for span in sorted(spans, key=lambda span: (-span.duration_ns, span.start_ns))[:most]}
 
 
 _SHAPING, _OTHER_THREAD, _DEVICE = int(Flag.EXCEPTION | Flag.DEVICE), int(Flag.OTHER_THREAD), int(Flag.DEVICE)

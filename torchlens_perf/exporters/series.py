@@ -24,14 +24,13 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
     NumberDataPoint,
 )
 
+from torchlens_perf.exporters.counts import NO_SCALE, SCALE, Counts, dense, exponential_bucket
 from torchlens_perf.exporters.delivery.wire import key_values
-from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S
+from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S, RANK
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-SCALE = 5  # 2**5 buckets an octave: a value is off by at most 1.1 %
-MAX_BUCKETS = 160  # of a point, as the SDK's default is; more are merged in pairs
 _MAX_EXEMPLARS = 10  # of a series and export
 CUMULATIVE = AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
 DELTA = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
@@ -53,27 +52,12 @@ def _key(attributes: Attributes) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(attributes.items()))
 
 
-@dataclasses.dataclass
-class _Distribution:
-    """What one series of a histogram holds. Bucket numbers are the exponential histogram's, or of the bounds."""
+class _Series:
+    """One series of a histogram, and values that lead to spans."""
 
-    counts: dict[int, int] = dataclasses.field(default_factory=dict)
-    zeros: int = 0
-    count: int = 0
-    total: float = 0.0
-    smallest: float = float("inf")
-    largest: float = float("-inf")
-    examples: dict[int, Example] = dataclasses.field(default_factory=dict)
-    """By octave, the newest."""
-
-    def add(self, values: npt.NDArray[np.float64], buckets: npt.NDArray[np.int64], zeros: int) -> None:
-        for bucket, count in zip(*(each.tolist() for each in np.unique(buckets, return_counts=True)), strict=True):
-            self.counts[bucket] = self.counts.get(bucket, 0) + count
-        self.zeros += zeros
-        self.count += len(values)
-        self.total += float(values.sum())
-        self.smallest = min(self.smallest, float(values.min()))
-        self.largest = max(self.largest, float(values.max()))
+    def __init__(self, scale: int) -> None:
+        self.counts = Counts(scale)
+        self.examples: dict[int, Example] = {}  # by octave, the newest
 
     def show(self, examples: Iterable[Example]) -> None:
         for example in examples:
@@ -84,30 +68,16 @@ class _Distribution:
                 del self.examples[next(iter(self.examples))]
 
 
-def exponential_bucket(values: npt.NDArray[np.float64], scale: int = SCALE) -> npt.NDArray[np.int64]:
-    """Of positive values: i where 2**(i / 2**scale) < value <= 2**((i + 1) / 2**scale).
-
-    https://opentelemetry.io/docs/specs/otel/metrics/data-model/#exponentialhistogram
-    """
-    found: npt.NDArray[np.int64] = np.ceil(np.log2(values) * 2.0**scale).astype(np.int64) - 1
-    return found
-
-
 class Histogram:
     """Durations in seconds by attributes."""
 
     def __init__(self, meter: Meter, name: str, unit: str, description: str) -> None:
         self.name, self.unit, self.description = name, unit, description
         self._meter = meter
-        self._series: dict[tuple[tuple[str, Any], ...], _Distribution] = {}
+        self._series: dict[tuple[tuple[str, Any], ...], _Series] = {}
 
-    def record(
-        self,
-        values: npt.NDArray[np.float64] | Sequence[float],
-        attributes: Attributes,
-        examples: Iterable[Example] = (),
-    ) -> None:
-        """Adds values; negative ones and what is not a number are left out. examples: of some of them."""
+    def record(self, values: npt.NDArray[np.float64] | Sequence[float], attributes: Attributes) -> None:
+        """Adds values; negative ones and what is not a number are left out."""
         array = np.asarray(values, np.float64)
         array = array[array >= 0]
         if not len(array):
@@ -118,53 +88,63 @@ class Histogram:
             positive = array[array > 0]
             buckets, zeros = exponential_bucket(positive), len(array) - len(positive)
         with self._meter.lock:
-            series = self._series.setdefault(_key(attributes), _Distribution())
-            series.add(array, buckets.astype(np.int64), zeros)
-            if self._meter.exemplars:
-                series.show(examples)
+            self._of(attributes).counts.add(array, buckets.astype(np.int64), zeros)
+
+    def add_counts(self, counts: Counts, attributes: Attributes) -> None:
+        """Adds values that somebody else has counted; not those that have bounds where these have none, or the other
+        way round."""
+        if (counts.scale == NO_SCALE) == (self._meter.bounds is not None) and counts.count:
+            with self._meter.lock:
+                self._of(attributes).counts.merge(counts)
+
+    def show(self, attributes: Attributes, examples: Iterable[Example]) -> None:
+        """Some of the values, in the histogram's unit, each with the span that it is of."""
+        if self._meter.exemplars:
+            with self._meter.lock:
+                for example in examples:
+                    self._of(attributes).show([example])
+
+    def counted(self) -> list[tuple[Attributes, Counts]]:
+        """What was recorded, by attributes."""
+        with self._meter.lock:
+            return [(dict(key), dataclasses.replace(series.counts)) for key, series in self._series.items()]
+
+    def _of(self, attributes: Attributes) -> _Series:
+        return self._series.setdefault(_key(attributes), _Series(self._meter.scale))
 
     def metric(self, unix_ns: int) -> Metric | None:
         """Its points now; None without any. Under the meter's lock."""
         found = Metric(name=self.name, unit=self.unit, description=self.description)
         since_ns, temporality = self._meter.since(unix_ns, grows=True), self._meter.grows
-        for key, series in self._series.items():
-            if not series.count:
+        for key, of_key in self._series.items():
+            series = of_key.counts
+            if not series.count or not self._meter.shows(key):
                 continue
+            # A step that ended before is none of those that the point counts.
+            examples = [each for each in of_key.examples.values() if since_ns <= each.unix_ns <= unix_ns]
             common: dict[str, Any] = {
                 "attributes": key_values(dict(key)), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
                 "count": series.count, "sum": series.total, "min": series.smallest, "max": series.largest,
-                "exemplars": [_exemplar(each) for each in series.examples.values()],
+                "exemplars": [_exemplar(each) for each in examples],
             }  # fmt: skip
             if self._meter.bounds is not None:
-                counts = [series.counts.get(bucket, 0) for bucket in range(len(self._meter.bounds) + 1)]
+                counts = [series.buckets.get(bucket, 0) for bucket in range(len(self._meter.bounds) + 1)]
                 found.histogram.aggregation_temporality = temporality
                 found.histogram.data_points.append(
                     HistogramDataPoint(bucket_counts=counts, explicit_bounds=self._meter.bounds, **common)
                 )
             else:
-                scale, offset, counts = dense(series.counts)
+                scale, offset, counts = dense(series.buckets, series.scale)
                 point = ExponentialHistogramDataPoint(scale=scale, zero_count=series.zeros, **common)
                 point.positive.offset = offset
                 point.positive.bucket_counts.extend(counts)
                 found.exponential_histogram.aggregation_temporality = temporality
                 found.exponential_histogram.data_points.append(point)
-            series.examples.clear()
+            if not self._meter.keeps_examples:
+                of_key.examples.clear()
         if temporality == DELTA:
             self._series.clear()
         return found if found.WhichOneof("data") else None
-
-
-def dense(counts: Mapping[int, int], scale: int = SCALE) -> tuple[int, int, list[int]]:
-    """Buckets as a point has them: scale, the first bucket, and all counts from there, at most MAX_BUCKETS."""
-    if not counts:
-        return scale, 0, []
-    while max(counts) - min(counts) >= MAX_BUCKETS:
-        merged: dict[int, int] = {}
-        for bucket, count in counts.items():
-            merged[bucket >> 1] = merged.get(bucket >> 1, 0) + count
-        counts, scale = merged, scale - 1
-    first = min(counts)
-    return scale, first, [counts.get(bucket, 0) for bucket in range(first, max(counts) + 1)]
 
 
 class Number:
@@ -186,6 +166,11 @@ class Number:
         with self._meter.lock:
             self._values[_key(attributes)] = value
 
+    def total(self) -> float:
+        """Of all attributes."""
+        with self._meter.lock:
+            return sum(self._values.values())
+
     def observe(self) -> None:
         """Asks its callbacks, if it has any. Not under the lock, as they take locks of their own."""
         if self.callbacks:
@@ -204,6 +189,8 @@ class Number:
             found.sum.is_monotonic = counts
             found.sum.aggregation_temporality = self._meter.grows if counts else CUMULATIVE
         for key, value in self._values.items():
+            if not self.callbacks and not self._meter.shows(key):
+                continue
             point = NumberDataPoint(attributes=key_values(dict(key)), time_unix_nano=unix_ns)
             if self.kind != "gauge":
                 point.start_time_unix_nano = self._meter.since(unix_ns, grows=counts)
@@ -214,7 +201,7 @@ class Number:
             of.data_points.append(point)
         if counts and self._meter.grows == DELTA:
             self._values.clear()
-        return found
+        return found if of.data_points else None
 
 
 def _exemplar(example: Example) -> Exemplar:
@@ -233,17 +220,37 @@ class Meter:
         explicit_bounds: bool = False,
         delta: bool = False,
         exemplars: bool = True,
+        keeps_examples: bool = False,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """explicit_bounds: histograms with DURATION_BOUNDS_S, not exponential ones. delta: points hold what came since
-        the last export. clock_ns: UNIX time."""
+        the last export. keeps_examples: each export has the newest ones, and not only those since the last, as nobody
+        knows how many ask. clock_ns: UNIX time."""
         self.bounds = DURATION_BOUNDS_S if explicit_bounds else None
         self.grows = DELTA if delta else CUMULATIVE
-        self.exemplars = exemplars
+        self.exemplars, self.keeps_examples = exemplars, keeps_examples
         self.lock = threading.Lock()
+        self.shown_ranks: frozenset[int] | None = None
+        """Whose series are sent, of those that a rank has of its own; None: all."""
+        self._collected = False
         self._clock_ns = clock_ns
         self._began_ns = self._last_ns = clock_ns()
         self._instruments: list[Histogram | Number] = []
+
+    @property
+    def scale(self) -> int:
+        """Of its histograms."""
+        return SCALE if self.bounds is None else NO_SCALE
+
+    def shows(self, key: tuple[tuple[str, Any], ...]) -> bool:
+        """Whether a series is sent."""
+        return self.shown_ranks is None or all(value in self.shown_ranks for name, value in key if name == RANK)
+
+    def began(self, unix_ns: int) -> None:
+        """What is recorded began then: before the meter was made, or in a replay long ago."""
+        with self.lock:
+            if not self._collected and unix_ns < self._began_ns:
+                self._began_ns = self._last_ns = unix_ns
 
     def since(self, unix_ns: int, *, grows: bool) -> int:
         """When what a point holds began."""
@@ -262,6 +269,12 @@ class Meter:
 
     def create_observable_gauge(self, name: str, callbacks: Sequence[Callback], unit: str, description: str) -> Number:
         return self._number(name, unit, description, "gauge", callbacks)
+
+    def create_observable_counter(
+        self, name: str, callbacks: Sequence[Callback], unit: str, description: str
+    ) -> Number:
+        """Callbacks return totals. Cumulative only."""
+        return self._number(name, unit, description, "counter", callbacks)
 
     def create_observable_up_down_counter(
         self, name: str, callbacks: Sequence[Callback], unit: str, description: str
@@ -283,4 +296,5 @@ class Meter:
         with self.lock:
             found = [each.metric(unix_ns) for each in self._instruments]
             self._last_ns = unix_ns
+            self._collected = True
         return [each for each in found if each is not None]

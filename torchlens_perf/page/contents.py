@@ -102,6 +102,9 @@ class SpanRow(TypedDict):
     start_us: list[float]
     duration_us: list[float]
     depth: list[int]
+    number: list[int] | None
+    """Of collectives, their sequence numbers: with the group in the name, what ties them to CollectiveJoined. 0 for
+    other spans; None where all are others."""
 
 
 class CollectiveJoined(TypedDict):

@@ -141,8 +141,13 @@ def read(path: Path, kind: type[_T]) -> _T:
     return made
 
 
+def is_id(text: str) -> bool:
+    """Whether it is in the form of a request's id, which is a folder's name."""
+    return _FORM_OF_IDS.fullmatch(text) is not None
+
+
 def _check(value: Request | Outcome) -> None:
-    if not isinstance(value.id, str) or not _FORM_OF_IDS.fullmatch(value.id):
+    if not isinstance(value.id, str) or not is_id(value.id):
         raise ValueError(f"id: {value.id!r} is not in the form of one")
     wrong = [field for field, right in _right(value).items() if not right]
     if wrong:

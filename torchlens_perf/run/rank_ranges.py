@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MAX_RANKS = 1 << 20
+"""In one text: it may come from anybody, and few letters can ask for all memory."""
+
 
 def ranges(ranks: Sequence[int]) -> str:
     """Ascending ranks as ranges `first-last/stride`, joined by commas."""
@@ -22,10 +25,13 @@ def ranges(ranks: Sequence[int]) -> str:
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """The ranks that ranges() wrote. Raises ValueError for other text."""
+    """The ranks that ranges() wrote, MAX_RANKS at most. Raises ValueError for other text."""
     ranks: list[int] = []
     for part in filter(None, text.split(",")):
         span, _, stride = part.partition("/")
         first, _, last = span.partition("-")
-        ranks.extend(range(int(first), int(last or first) + 1, int(stride or 1)))
+        more = range(int(first), int(last or first) + 1, int(stride or 1))
+        if more and (more[-1] >= 1 << 62 or len(more) + len(ranks) > MAX_RANKS):
+            raise ValueError(f"more than {MAX_RANKS} ranks")
+        ranks.extend(more)
     return tuple(ranks)

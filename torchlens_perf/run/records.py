@@ -80,3 +80,30 @@ class StepTrace:
     duration_ns: int
     flags: int
     spans: tuple[Span, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """A step of one attempt of the job that is sent as a trace. All nodes send the same of it."""
+
+    attempt: int
+    step: int
+    because: str
+    """first, number, slow or verdict."""
+    roles: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """The ranks that are sent, by why: ("slow", (3, 17)). Without any, all ranks are."""
+    max_spans: int = 0
+    """That a rank may have in it, besides its step's own; 0: any number."""
+    left_out: int = 0
+    """Steps before it that were to be sent, and for which there was no room since the last one that was."""
+
+    def role(self, rank: int) -> str | None:
+        """Why the rank is sent; "" where all are; None where it is not."""
+        if not self.roles:
+            return ""
+        return next((name for name, ranks in self.roles if rank in ranks), None)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are sent; () where all are."""
+        return tuple(sorted({rank for _, ranks in self.roles for rank in ranks}))

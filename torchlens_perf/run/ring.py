@@ -22,6 +22,7 @@ import os
 import signal
 import struct
 import threading
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -157,7 +158,7 @@ class RingFile:
             self._words[index] = word
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replaces the metadata. A reader that sees an odd revision tries again.
+        """Replaces the metadata. A reader that sees an odd revision, or another checksum, tries again.
 
         What does not fit into METADATA_BYTES is left out, with a note that says so (fitting.py).
         """
@@ -176,7 +177,8 @@ class RingFile:
             text = self._metadata
             self._words[METADATA_REVISION] |= 1
             self.buffer[METADATA_OFFSET : METADATA_OFFSET + len(text)] = text
-            self._words[METADATA_USED] = len(text)
+            # With the checksum, as a signal's handler that publishes here makes the revision even in the middle.
+            self._words[METADATA_USED] = zlib.crc32(text) << 32 | len(text)
             self._words[METADATA_REVISION] = (self._words[METADATA_REVISION] | 1) + 1
 
     def add_gc_ns(self, duration_ns: int) -> None:
@@ -304,16 +306,15 @@ class Reader:
         return self._words(word)[0]
 
     def metadata(self) -> dict[str, Any]:
-        """The writer's metadata; empty while it is being replaced."""
-        revision = self.counter(METADATA_REVISION)
-        used = min(self.counter(METADATA_USED), METADATA_BYTES)
-        text = os.pread(self._descriptor, used, METADATA_OFFSET)
-        if revision % 2 or revision != self.counter(METADATA_REVISION) or not used:
+        """The writer's metadata; empty while it is being replaced, and where it is not what the writer has stored."""
+        revision, used = self.counter(METADATA_REVISION), self.counter(METADATA_USED)
+        text = os.pread(self._descriptor, min(used & 0xFFFFFFFF, METADATA_BYTES), METADATA_OFFSET)
+        if revision % 2 or revision != self.counter(METADATA_REVISION) or not text or zlib.crc32(text) != used >> 32:
             return {}
         try:
             loaded = json.loads(text)
         except (ValueError, RecursionError):
-            return {}  # torn: another one is on the way
+            return {}
         return loaded if isinstance(loaded, dict) else {}
 
     def names(self) -> list[str]:

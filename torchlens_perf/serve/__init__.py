@@ -1,2 +1,1 @@
-"""The live page: runs under a folder, and each as its page, which follows it. Reads run directories and nothing
-else."""
+"""The live page: runs under a folder, each as its page, which follows it. Reads run directories and nothing else."""

@@ -1,138 +1,161 @@
-"""What can be asked of the server.
+"""What can be asked of the server: start here.
 
 ::
 
     /                               the runs
     /runs/ID/                       one as its page
-    /runs/ID/api/contents           the same as JSON
-    /runs/ID/api/changes            server-sent events: there is something newer; the run has ended
+    /runs/ID/api/contents           the same as JSON, see page/contents.py
+    /runs/ID/api/changes            server-sent events: that there is something newer, see follow.py
     /runs/ID/api/step/N             any step, span by span
     /runs/ID/api/captures           POST ranks, steps: asks for a capture; /ID: what came of it
     /runs/ID/captures/ID/RANK/FILE  its files
+    /api/counts                     what the server has read so far, and who looks
+    /static/FILE                    styles and scripts
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
+import gzip
+import json
 import os
-import stat
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
-from torchlens_perf.report.captures import capture_line, captures
-from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.serve.ask_capture import ask_capture
-from torchlens_perf.serve.follow import Follower
-from torchlens_perf.serve.list_page import list_page
-from torchlens_perf.serve.runs import Run, find_runs, is_run, line_of
-from torchlens_perf.serve.worker import Worker, step
+from torchlens_perf.errors import printable
+from torchlens_perf.page.document.html import LIVE_POLICY
+from torchlens_perf.serve.capture_requests import ask, block, progress
+from torchlens_perf.serve.follow import Follower, News
+from torchlens_perf.serve.list_page import list_page, waiting_page
+from torchlens_perf.serve.live_page import step_as_json
+from torchlens_perf.serve.readers import ReadError, Readers
+from torchlens_perf.serve.run_list import RunList
+from torchlens_perf.serve.run_names import name_in, path_of
+from torchlens_perf.serve.static_files import addresses, static_files
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-_A_PAGE = 50  # runs of the list
-_MAX_FOLLOWED = 16  # runs that are held ready
+    from torchlens_perf.serve.runs import Found
+
+_QUICK, _SLOW, _LISTING = 2, 2, 1  # readers for what takes milliseconds, for whole runs, and for the list
+_PATIENCE_S = 3.0  # of who opens a run that takes long to read
+_MAX_FOLLOWED = 16  # runs of which the newest page is held ready, besides those that somebody looks at
 _MAX_BODY_BYTES = 10_000
-_KEEPALIVE_S = 15.0
-_BLOCK_BYTES = 1 << 16
-_HEARTBEAT = ": still there\n\n"
+_STEP_WITHIN_S, _CAPTURE_WITHIN_S, _BLOCK_WITHIN_S = 60.0, 30.0, 30.0
+_PAGE = {"content-security-policy": f"{LIVE_POLICY}; frame-ancestors 'none'"}
+_FOR_EVER = "private, max-age=31536000, immutable"
 
 
 class Server:
-    """The runs of a folder, for any number of viewers. On the event loop's thread."""
+    """The runs of a folder, for any number of viewers. On the event loop's thread; it touches no disk."""
 
-    def __init__(self, folder: Path, worker: Worker | None = None, ending: Callable[[], bool] = lambda: False) -> None:
-        """folder: of runs, or a run. ending: whether the server is about to end: streams end then."""
-        self.folder = folder
-        self._worker = Worker() if worker is None else worker
-        self.ending = ending
-        self._followers: dict[str, Follower] = {}
+    def __init__(self, folder: str, found: Sequence[Found], *, is_one: bool) -> None:
+        """folder: of runs, or a run if is_one; with no link in it. found: by find_runs() just now."""
+        self._folder, self._is_one = folder, is_one
+        self._quick, self._slow, self._listing = Readers(_QUICK), Readers(_SLOW), Readers(_LISTING)
+        self._list = RunList(folder, self._listing, found)
+        self._followers: OrderedDict[str, Follower] = OrderedDict()
+        self._steps: dict[tuple[str, int], asyncio.Task[bytes]] = {}
 
     def app(self) -> Starlette:
         run = "/runs/{run}"
         return Starlette(
             routes=[
-                Route("/", self._list),
+                Route("/", self._runs),
+                Route("/static/{file}", self._static),
+                Route("/api/counts", self._counts),
                 Route(f"{run}/", self._page),
                 Route(f"{run}/api/contents", self._contents),
                 Route(f"{run}/api/changes", self._changes),
                 Route(f"{run}/api/step/{{step:int}}", self._step),
                 Route(f"{run}/api/captures", self._ask, methods=["POST"]),
-                Route(f"{run}/api/captures/{{id}}", self._captured),
-                Route(f"{run}/captures/{{id}}/{{rank}}/{{file}}", self._file),
+                Route(f"{run}/api/captures/{{capture}}", self._captured),
+                Route(f"{run}/captures/{{capture}}/{{rank}}/{{file}}", self._file),
             ],
-            exception_handlers={TorchlensPerfError: _problem, OSError: _problem},
+            exception_handlers={ReadError: _problem},
         )
 
     def close(self) -> None:
-        self._worker.close()
+        """Lets viewers go, and ends readers."""
+        for follower in self._followers.values():
+            follower.close()
+        self._list.close()
+        for readers in (self._quick, self._slow, self._listing):
+            readers.close()
 
     # -- pages
 
-    async def _list(self, request: Request) -> Response:
-        runs = await asyncio.to_thread(find_runs, self.folder)
-        pages = max(1, -(-len(runs) // _A_PAGE))
-        text = request.query_params.get("page", "0")
-        page = min(pages - 1, int(text)) if text.isdecimal() and len(text) < 9 else 0
-        shown = runs[page * _A_PAGE : (page + 1) * _A_PAGE]
-        lines = await asyncio.to_thread(lambda: [line_of(self.folder, run) for run in shown])
-        return HTMLResponse(list_page(printable(str(self.folder)), lines, page, pages, len(runs)))
+    async def _runs(self, request: Request) -> Response:
+        page, search = request.query_params.get("page", "0"), request.query_params.get("search", "")
+        listed = await self._list.page(int(page) if page.isdecimal() and len(page) < 9 else 0, search)
+        return HTMLResponse(list_page(self._folder, listed, search, addresses()), headers=_PAGE)
 
     async def _page(self, request: Request) -> Response:
-        return HTMLResponse((await self._follower(request).current()).html)
+        now = await self._follower(request).page(_PATIENCE_S)
+        if now is None:
+            return HTMLResponse(waiting_page(addresses()), headers=_PAGE)
+        return _packed(request, now.html, "text/html; charset=utf-8", _PAGE)
 
     async def _contents(self, request: Request) -> Response:
-        now = await self._follower(request).current()
-        return Response(now.contents, media_type="application/json")
+        now = await self._follower(request).page()
+        if now is None:
+            raise ReadError(503, "this run is still being read")
+        return _packed(request, now.contents, "application/json")
+
+    async def _static(self, request: Request) -> Response:
+        file = static_files().get(request.path_params["file"])
+        if file is None:
+            return PlainTextResponse("there is no such file\n", 404)
+        is_newest = request.query_params.get("v") == file.digest
+        return _packed(request, file.packed, file.media_type, {"cache-control": _FOR_EVER} if is_newest else {})
+
+    async def _counts(self, request: Request) -> Response:
+        readers = (self._quick, self._slow, self._listing)
+        runs = {
+            os.path.basename(path): {"viewers": each.viewers, "looks": each.looks, "readings": each.readings}
+            for path, each in self._followers.items()
+        }
+        calls, calls_now = sum(each.calls for each in readers), sum(each.busy for each in readers)
+        return JSONResponse({"runs": runs, "calls": calls, "calls_now": calls_now})
+
+    # -- a run that goes on
 
     async def _changes(self, request: Request) -> Response:
-        follower = self._follower(request)
-        last = request.headers.get("last-event-id", "")
-        since = int(last) if last.isdecimal() and len(last) < 16 else -1
-        if since > follower.version:
-            since = -1  # of a server before this one
-        return StreamingResponse(self._events(follower, since), media_type="text/event-stream")
-
-    async def _events(self, follower: Follower, since: int) -> AsyncIterator[str]:
-        changes = follower.changes(since)
-        waiting: asyncio.Task[tuple[int, bool]] | None = None
-        problem, silent_s = "", 0.0
-        try:
-            while not self.ending():
-                waiting = waiting or asyncio.ensure_future(anext(changes))
-                done, _ = await asyncio.wait([waiting], timeout=0.5)
-                silent_s = 0.0 if done else silent_s + 0.5
-                if done:
-                    try:
-                        version, is_live = waiting.result()
-                    except StopAsyncIteration:
-                        return
-                    waiting = None
-                    yield f"id: {version}\nevent: {'changed' if is_live else 'ended'}\ndata: {version}\n\n"
-                elif follower.problem != problem:
-                    problem = follower.problem
-                    yield f"event: problem\ndata: {printable(problem)}\n\n"
-                elif silent_s >= _KEEPALIVE_S:
-                    silent_s = 0.0
-                    yield _HEARTBEAT
-        finally:
-            if waiting is not None:
-                waiting.cancel()
-                with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
-                    await waiting
-            await changes.aclose()
+        return StreamingResponse(_events(self._follower(request).news()), media_type="text/event-stream")
 
     async def _step(self, request: Request) -> Response:
-        found = await self._worker.call(step, self._run(request), request.path_params["step"])
-        return Response(found, media_type="application/json")
+        """Several who ask for the same step at a time cause one reading."""
+        key = self._run(request), request.path_params["step"]
+        reading = self._steps.get(key)
+        if reading is None:
+            call = self._slow.call(step_as_json, *key, within_s=_STEP_WITHIN_S, late="it was not read")
+            reading = self._steps[key] = asyncio.ensure_future(call)
+            reading.add_done_callback(lambda task: self._steps.pop(key, None))
+        return _packed(request, await asyncio.shield(reading), "application/json")
+
+    def _follower(self, request: Request) -> Follower:
+        path = self._run(request)
+        follower = self._followers.get(path)
+        if follower is None:
+            follower = self._followers[path] = Follower(path, self._quick, self._slow, addresses())
+        self._followers.move_to_end(path)
+        idle = [each for each, of in self._followers.items() if not of.is_needed and each != path]
+        for each in idle[: max(0, len(idle) - _MAX_FOLLOWED)]:
+            del self._followers[each]
+        return follower
+
+    def _run(self, request: Request) -> str:
+        """The path of the run that is asked for, which may not be there. Raises ReadError for what is no name."""
+        return path_of(self._folder, name_in(request.scope["raw_path"]), is_one=self._is_one)
 
     # -- captures
 
@@ -141,85 +164,66 @@ class Server:
         async for part in request.stream():
             body += part
             if len(body) > _MAX_BODY_BYTES:
-                return PlainTextResponse("too long\n", 413)
+                return JSONResponse({"problem": "that is too long"}, 413)
         asked = {key: values[0] for key, values in parse_qs(body.decode(errors="replace")).items()}
         ranks, steps = asked.get("ranks", "").replace(" ", ""), asked.get("steps", "")
-        if not steps.isdecimal() or not ranks:
-            raise ConfigError("a capture needs ranks, such as 5 or 0-3, and a number of steps")
-        made = await asyncio.to_thread(ask_capture, RunDirectory(self._run(request)), [ranks], int(steps[:9]))
-        return JSONResponse({"id": made.id, "ranks": len(made.ranks)}, 202)
+        if not ranks or not steps.isdecimal() or len(steps) > 9:
+            return JSONResponse({"problem": "a capture needs ranks, such as 5 or 0-3, and a number of steps"}, 400)
+        made = await self._quick.call(
+            ask, self._run(request), ranks, int(steps), "python" in asked, "force" in asked,
+            within_s=_CAPTURE_WITHIN_S,
+        )  # fmt: skip
+        return JSONResponse(made, 202)
 
     async def _captured(self, request: Request) -> Response:
-        run = RunDirectory(self._run(request))
-        rows = [row for row in await asyncio.to_thread(captures, run) if row["id"] == request.path_params["id"]]
-        outcomes: list[dict[str, Any]] = [
-            {"rank": row["rank"], "line": capture_line(row, str(run.path)), "files": list(row["files"].values())}
-            for row in rows
-        ]
-        return JSONResponse({"outcomes": outcomes, "over": False})
+        capture = request.path_params["capture"]
+        call = self._quick.call(progress, self._run(request), capture, within_s=_CAPTURE_WITHIN_S)
+        return JSONResponse(await call)
 
     async def _file(self, request: Request) -> Response:
-        parts = [request.path_params[key] for key in ("id", "rank", "file")]
-        if any(not part or part in (".", "..") or "/" in part or "\0" in part for part in parts):
-            return PlainTextResponse("there is no such file\n", 404)
-        try:
-            descriptor, size = await asyncio.to_thread(_open_below, self._run(request) / "captures", parts)
-        except OSError:
-            return PlainTextResponse("there is no such file\n", 404)
-        headers = {"content-length": str(size), "content-disposition": "attachment"}
-        return StreamingResponse(_blocks(descriptor), media_type="application/octet-stream", headers=headers)
-
-    # -- parts
-
-    def _run(self, request: Request) -> Path:
-        """The run that is asked for. Raises ConfigError where there is none: names come from outside."""
-        name = str(request.path_params["run"])
-        if is_run(self.folder) and name == self.folder.name:
-            return self.folder
-        path = self.folder / name
-        if name in ("", ".", "..") or "/" in name or "\0" in name or path.is_symlink() or not is_run(path):
-            raise ConfigError(f"there is no run {printable(name)[:100]} here")
-        return path
-
-    def _follower(self, request: Request) -> Follower:
+        """A block at a time, by a reader: a file may have a gigabyte, and its disk may hang."""
+        parts = tuple(request.path_params[key] for key in ("capture", "rank", "file"))
         run = self._run(request)
-        follower = self._followers.pop(run.name, None) or Follower(run, self._worker)
-        self._followers[run.name] = follower  # the newest last
-        for name in [name for name, each in self._followers.items() if not each.is_watched][:-_MAX_FOLLOWED]:
-            del self._followers[name]
-        return follower
 
-    def index(self, advanced: Callable[[int, int | None], object]) -> list[Run]:
-        """Looks at the folder once before anybody asks. Raises RunStoreError where it cannot be read."""
-        return find_runs(self.folder, advanced)
+        async def read(at: int, known: tuple[int, ...]) -> tuple[bytes, tuple[int, ...]]:
+            return await self._quick.call(block, run, *parts, at, known, within_s=_BLOCK_WITHIN_S)
+
+        first, identity = await read(0, ())
+
+        async def blocks() -> AsyncIterator[bytes]:
+            at, part = 0, first
+            while part:
+                yield part
+                at += len(part)
+                part = (await read(at, identity))[0] if at < identity[-1] else b""
+
+        headers = {
+            "content-length": str(identity[-1]),
+            "content-disposition": f'attachment; filename="{parts[-1]}"',  # one of few known names
+        }
+        return StreamingResponse(blocks(), media_type="application/octet-stream", headers=headers)
+
+
+async def _events(news: AsyncGenerator[News | None, None]) -> AsyncIterator[str]:
+    async with aclosing(news):
+        async for each in news:
+            if each is None:
+                yield ": nothing new\n\n"
+            else:
+                yield f"id: {each.version}\nevent: news\ndata: {json.dumps(dataclasses.asdict(each))}\n\n"
+
+
+def _packed(request: Request, packed: bytes, media_type: str, headers: dict[str, str] | None = None) -> Response:
+    """packed: by gzip, which whoever cannot read that is spared."""
+    given = {**(headers or {}), "vary": "accept-encoding"}
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return Response(packed, media_type=media_type, headers={**given, "content-encoding": "gzip"})
+    return Response(gzip.decompress(packed), media_type=media_type, headers=given)
 
 
 async def _problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ReadError)
     text = printable(str(error))
     if "/api/" in request.url.path:
-        return JSONResponse({"problem": text}, 400 if isinstance(error, ConfigError) else 503)
-    return PlainTextResponse(f"{text}\n", 404 if isinstance(error, ConfigError) else 503)
-
-
-def _open_below(folder: Path, parts: list[str]) -> tuple[int, int]:
-    """A regular file below the folder, and its size; no link is followed on the way. Raises OSError."""
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        for part in parts[:-1]:
-            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
-            os.close(at)
-            at = below
-        file = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
-    finally:
-        os.close(at)
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(file)
-        raise FileNotFoundError(parts[-1])
-    return file, found.st_size
-
-
-async def _blocks(descriptor: int) -> AsyncIterator[bytes]:
-    with open(descriptor, "rb") as file:
-        while block := await asyncio.to_thread(file.read, _BLOCK_BYTES):
-            yield block
+        return JSONResponse({"problem": text}, error.status)
+    return PlainTextResponse(f"{text}\n", error.status)

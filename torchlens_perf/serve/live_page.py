@@ -1,47 +1,150 @@
-"""What a live page has besides a file: a script that follows the run, and a form that asks for captures."""
+"""A run as its live page: that of the file, with what follows the run, and what asks for captures. In a reader."""
 
 from __future__ import annotations
 
-import functools
-from importlib import resources
+import dataclasses
+import gzip
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torchlens_perf.page.document.html import LivePart
-from torchlens_perf.page.pictures.markup import tag
-from torchlens_perf.run.captures import MAX_RANKS, MAX_STEPS
+from torchlens_perf.analysis.statistics.quantities import amount, duration
+from torchlens_perf.page.document.html import LivePart, document
+from torchlens_perf.page.gather.one_step import one_step
+from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.page.pictures.markup import Element, tag
+from torchlens_perf.page.sections.section import table
+from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
+from torchlens_perf.serve.list_page import ROOT, all_runs
+from torchlens_perf.serve.run_names import address, run_directory
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.report import Capture
+    from torchlens_perf.serve.static_files import Addresses
+
+_PACKING = 1  # gzip's fastest: it is done again and again
+_MAX_CAPTURES = 32
 
 
-def live_part(*, is_live: bool) -> LivePart:
-    """Of a run that goes on, or has ended."""
-    said = "follows the run" if is_live else "this run has ended"
-    status = tag(
-        "p",
-        tag("span", said, id="live-status", role="status"),
-        " ",
-        tag("a", "load anew", href="."),
-        " ",
-        tag("a", "all runs", href="../../"),
-        class_="live",
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """A run as it was shown at one time, packed by gzip."""
+
+    version: str
+    html: bytes
+    contents: bytes
+    """As JSON, see page/contents.py."""
+    is_live: bool
+
+
+def rendered(path: str, version: str, addresses: Addresses) -> Rendered:
+    """The run's page. version: as the follower has it. Raises TorchlensPerfError where there is nothing to show."""
+    held = contents(run_directory(path))
+    report = held["report"]
+    is_live = report["run"]["live"]
+    parts = [_status(is_live=is_live), _captures(report["captures"], is_live=is_live)]
+    live = LivePart(version, parts, addresses.styles(ROOT), addresses.scripts(ROOT))
+    packed = [
+        gzip.compress(text.encode("utf-8", "replace"), _PACKING)
+        for text in (document(held, live), json.dumps(held, separators=(",", ":"), allow_nan=False))
+    ]
+    return Rendered(version, packed[0], packed[1], is_live)
+
+
+def step_as_json(path: str, number: int) -> bytes:
+    """One step, as StepTraces in JSON, packed by gzip; no steps where it was not recorded."""
+    found = one_step(run_directory(path), number)
+    return gzip.compress(json.dumps(found, separators=(",", ":"), allow_nan=False).encode(), _PACKING)
+
+
+def _status(*, is_live: bool) -> Element:
+    """What the script fills in; without it, what can be done instead."""
+    said = "the run goes on; load this page anew to see more of it" if is_live else "the run has ended"
+    return tag(
+        "div",
+        tag("p", said, id="live-status", role="status"),
+        all_runs(),
+        id="live",
     )
-    form = tag(
+
+
+def _captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
+    """The form, and what was captured so far with links to the files."""
+    if not is_live and not rows:
+        return None
+    captured = tag("div", _table(rows) if rows else None, id="captured")
+    return tag(
+        "details",
+        tag("summary", f"Captures: a few steps in full detail ({len(rows)} so far)"),
+        _form() if is_live else None,
+        captured,
+        id="captures",
+        class_="live-captures",
+    )
+
+
+def _form() -> Element:
+    what = (
+        "A trace by torch.profiler, Python stacks and the flight recorder, and on a GPU a memory snapshot, of some "
+        "ranks for their next steps. Training pauses while they write."
+    )
+    ranks = tag(
+        "input", name="ranks", required="", pattern=r"[0-9,\-\/ ]+", placeholder="5, 0-3 or 0,5", size="14",
+        autocomplete="off",
+    )  # fmt: skip
+    steps = tag("input", name="steps", type="number", min="1", max=str(MAX_STEPS), value="3", required="")
+    forced = f"more than {MAX_RANKS} ranks, or beyond {MAX_KEPT_BYTES >> 30} GiB of captures"
+    return tag(
         "form",
-        tag("label", "Ranks ", tag("input", name="ranks", required="", pattern="[0-9,\\- ]+", placeholder="5 or 0-3")),
-        " ",
-        tag("label", "Steps ", tag("input", name="steps", type="number", min="1", max=str(MAX_STEPS), value="3")),
-        " ",
-        tag("button", "Capture", type="submit"),
-        tag("p", "", id="capture-status", role="status"),
+        tag("p", what, class_="note"),
+        tag(
+            "p",
+            *_fields(("Ranks ", ranks), ("Steps ", steps)),
+            tag("label", tag("input", name="python", type="checkbox", value="1"), " Python frames and modules too"),
+            " ",
+            tag("label", tag("input", name="force", type="checkbox", value="1"), f" {forced}"),
+            " ",
+            tag("button", "Capture", type="submit"),
+        ),
+        tag("div", id="capture-status", role="status"),
         id="capture",
         method="post",
         action="api/captures",
     )
-    what = (
-        f"A trace by torch.profiler, stacks and the flight recorder of up to {MAX_RANKS} ranks for a few steps. The "
-        "ranks pause while they write."
-    )
-    captures = tag("details", tag("summary", "Look at a few steps in full detail"), tag("p", what), form)
-    return LivePart(_script(), [status, captures if is_live else None])
 
 
-@functools.cache
-def _script() -> str:
-    return (resources.files("torchlens_perf.serve") / "static" / "live.js").read_text("utf-8")
+def _fields(*fields: tuple[str, Element]) -> list[Element | str]:
+    return [part for label, field in fields for part in (tag("label", label, field), " ")]
+
+
+def _table(rows: Sequence[Capture]) -> Element:
+    shown = rows[-_MAX_CAPTURES:][::-1]
+    caption = "Captured" + (f": the last {len(shown)} of {len(rows)}" if len(shown) < len(rows) else "")
+    lines = [[row["id"], str(row["rank"]), captured_words(row), _links(row)] for row in shown]
+    return table(caption, ["capture", "rank", "what", "files"], lines, texts=(0, 2, 3))
+
+
+def captured_words(row: Capture) -> str:
+    """What came of it on one rank."""
+    if row["first_step"] is None:
+        return f"nothing was captured: {row['ended']}"
+    first, last = row["first_step"], row["last_step"]
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    short = f" ({row['ended']})" if row["ended"] else ""
+    missing = "".join(f"; no {name}: {why}" for name, why in row["left_out"].items())
+    return f"{steps}{short}; training paused for {duration(row['paused_s'])}{missing}"
+
+
+def _links(row: Capture) -> list[Element | str]:
+    links: list[Element | str] = []
+    for name, file in row["files"].items():
+        links += [
+            tag("a", f"{name} ({amount(file['bytes'], 'B')})", href=capture_address(row["id"], row["rank"], name)),
+            " ",
+        ]
+    return links
+
+
+def capture_address(capture: str, rank: int, file: str) -> str:
+    """A captured file's address, seen from the run's page."""
+    return f"captures/{address(capture)}/{rank}/{address(file)}"

@@ -1,97 +1,122 @@
-"""The runs under a folder: which there are, and a line on each."""
+"""The runs under a folder, and a line on each: what the list shows. In a reader."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-from torchlens_perf.errors import RunStoreError, printable
-from torchlens_perf.run import ownership
+from torchlens_perf.errors import RunStoreError, TorchlensPerfError, printable
+from torchlens_perf.report.run_report import run_report
+from torchlens_perf.serve.readers import NoSuchError
+from torchlens_perf.serve.run_names import is_run, opened, run_directory
 
-_LIVE_S = 60.0  # a sidecar writes its state every few seconds
-_HEAD_BYTES = 4096
-_MAX_LINE = 300
+RUNNING, ENDED, BEGINS, UNREADABLE = "running", "ended", "begins", "unreadable"
+_MAX_PROBLEM = 300
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Found:
     """A run directory, by what is cheap to know of it."""
 
     name: str
-    changed_s: float
-    """When its state was written last, UNIX time."""
+    changed_ns: int
+    """When a node's state was last written, UNIX time by the disk's clock; 0 where that is not known."""
+    problem: str = ""
+    """Why it cannot be looked at."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunLine:
-    """What the list says of it."""
+    """What the list says of a run."""
 
     name: str
-    changed_s: float
-    is_live: bool
-    nodes: int
-    said: str
-    """The first lines of its last report; why it cannot be read; "" where there is none yet."""
+    changed_ns: int
+    """As it was when this was read: with another one, it is read anew."""
+    state: str
+    program: str = ""
+    ranks: int = 0
+    nodes: int = 0
+    started: str = ""
+    ended: str = ""
+    verdict: str = ""
+    """The first one's sentence, without what to do next."""
+    problem: str = ""
 
 
-def is_run(path: Path) -> bool:
-    return (path / "nodes").is_dir()
+def find_runs(folder: str, advanced: Callable[[int, int | None], object] = lambda done, total: None) -> list[Found]:
+    """Those directly in the folder, what changed last first; the folder itself where it is a run.
 
-
-def find_runs(folder: Path, advanced: Callable[[int, int | None], object] = lambda done, total: None) -> list[Run]:
-    """Those directly in the folder, the newest first; the folder itself where it is a run. Links are not followed.
-
-    Raises RunStoreError for a folder that cannot be read.
+    Follows no links. Raises RunStoreError for a folder that cannot be read.
     """
-    if is_run(folder):
-        return [Run(folder.name, _changed_s(folder))]
     try:
-        names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+        if is_run(folder):
+            return [Found(os.path.basename(folder), changed_ns(folder))]
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError as error:
         raise RunStoreError(f"{folder} cannot be read: {error.strerror or error}") from None
     found = []
     for done, name in enumerate(names):
         advanced(done, len(names))
-        if is_run(folder / name):
-            found.append(Run(name, _changed_s(folder / name)))
-    return sorted(found, key=lambda run: (-run.changed_s, run.name))
+        try:
+            found.append(Found(name, changed_ns(os.path.join(folder, name))))
+        except NoSuchError:
+            continue
+        except OSError as error:
+            found.append(Found(name, 0, printable(error.strerror or str(error))))
+    return sorted(found, key=lambda run: (-run.changed_ns, run.name))
 
 
-def line_of(folder: Path, run: Run) -> RunLine:
-    """Reads the head of its report, and lists its nodes."""
-    path = folder if is_run(folder) else folder / run.name
-    nodes, said = 0, ""
+def changed_ns(path: str) -> int:
+    """When a node of the run last wrote its state: that is renamed into place, which the folder shows.
+
+    Raises NoSuchError, OSError.
+    """
+    descriptor = opened(path)
     try:
-        nodes = sum(entry.name.endswith(".json") for entry in os.scandir(path / "nodes"))
-        said = _head(path / "report.txt")
-    except OSError as error:
-        said = f"cannot be read: {error.strerror or error}"
-    return RunLine(run.name, run.changed_s, time.time() - run.changed_s < _LIVE_S and not said, nodes, said)
+        return os.fstat(descriptor).st_mtime_ns
+    finally:
+        os.close(descriptor)
 
 
-def _changed_s(run: Path) -> float:
-    try:
-        return os.stat(run / "nodes").st_mtime
-    except OSError:
-        return 0.0
+def lines_of(folder: str, found: Sequence[Found], budget_s: float) -> list[RunLine]:
+    """Lines on these runs in their order, on as many as there is time for, and on one at least.
 
-
-def _head(report: Path) -> str:
-    """Its verdict: the lines up to the first "Next:"."""
-    try:
-        with open(ownership.open_to_read(report), "rb") as file:
-            text = file.read(_HEAD_BYTES).decode(errors="replace")
-    except FileNotFoundError:
-        return ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    kept = []
-    for line in lines:
-        if line.startswith("Next:"):
+    folder: as find_runs() was given it.
+    """
+    began_s, lines = time.monotonic(), list[RunLine]()
+    is_one = is_run(folder)
+    for each in found:
+        if lines and time.monotonic() - began_s > budget_s:
             break
-        kept.append(line)
-        if len(kept) == 3:
-            break
-    return printable(" ".join(kept))[:_MAX_LINE]
+        lines.append(_line(folder if is_one else os.path.join(folder, each.name), each))
+    return lines
+
+
+def _line(path: str, found: Found) -> RunLine:
+    if found.problem:
+        return RunLine(found.name, found.changed_ns, UNREADABLE, problem=found.problem)
+    try:
+        run = run_directory(path)
+        if not any(run.nodes.glob("*.json")):
+            return RunLine(found.name, found.changed_ns, BEGINS)
+        report = run_report(run)
+    except (TorchlensPerfError, OSError) as error:
+        return RunLine(found.name, found.changed_ns, UNREADABLE, problem=printable(str(error))[:_MAX_PROBLEM])
+    except Exception as error:  # whatever somebody has put there: the other lines are shown
+        problem = printable(f"{type(error).__name__}: {error}")[:_MAX_PROBLEM]
+        return RunLine(found.name, found.changed_ns, UNREADABLE, problem=problem)
+    about = report["run"]
+    return RunLine(
+        found.name,
+        found.changed_ns,
+        RUNNING if about["live"] else ENDED,
+        program=about["program"] or "",
+        ranks=about["world_size"],
+        nodes=len(about["nodes"]),
+        started=about["started"] or "",
+        ended=about["ended"] or about["last_step_at"] or "",
+        verdict=report["verdicts"][0]["text"].partition(" Next: ")[0] if report["verdicts"] else "",
+    )

@@ -1,15 +1,17 @@
-"""Runs the server until Ctrl-C or SIGTERM: the address with the token is printed once it listens."""
+"""Runs the server until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ipaddress
+import logging
+import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import uvicorn
 
@@ -17,51 +19,58 @@ from torchlens_perf.errors import ConfigError
 from torchlens_perf.serve.access import Guard, new_token
 from torchlens_perf.serve.app import Server
 
-_EXIT_S = 1
+_EXIT_S = 1  # of answers that are under way when the server ends
+_LAST_S = 2.0
+_MAX_CONNECTIONS = 512
 
 
-def serve(server: Server, host: str, port: int, *, quiet: bool = False) -> None:
-    """Listens on the address and answers until it is ended. port: 0 for a free one. Raises ConfigError where it
-    cannot."""
-    listening = _listen(host, port)
-    token, port = new_token(), listening.getsockname()[1]
-    loopback = is_loopback(host)
-    names = {f"{each}:{port}" for each in ("127.0.0.1", "localhost", "[::1]")} if loopback else set()
-    guard = Guard(server.app(), token, names)
+def serve(server: Server, listening: socket.socket, host: str) -> None:
+    """Prints the address with the token, and answers until it is ended. host: as it was asked for."""
+    port, token = listening.getsockname()[1], new_token()
+    names = {"localhost", host} if is_loopback(host) else {"localhost", host, socket.gethostname(), socket.getfqdn()}
+    guard = Guard(server.app(), token, f"torchlens_perf_{port}", names)
     config = uvicorn.Config(
-        guard, log_config=None, lifespan="off", access_log=False, server_header=False, date_header=False,
-        timeout_graceful_shutdown=_EXIT_S, ws="none",
+        guard, log_config=None, lifespan="off", access_log=False, proxy_headers=False, server_header=False,
+        date_header=False, timeout_graceful_shutdown=_EXIT_S, limit_concurrency=_MAX_CONNECTIONS, ws="none",
     )  # fmt: skip
-    running = _Uvicorn(config)
-    server.ending = lambda: running.should_exit
-    if not loopback and not quiet:
-        print(
-            f"torchlens-perf: {host} can be reached from other machines. The address is sent in the clear: whoever "
-            "hears it, or sees it, sees all runs and may ask for captures. An SSH tunnel to 127.0.0.1 needs no --host.",
-            file=sys.stderr,
-        )
-    shown = f"[{host}]" if ":" in host else host
-    print(f"http://{shown}:{port}/?token={token}", flush=True)
-    try:
-        running.run(sockets=[listening])
-    finally:
-        server.close()
-        listening.close()
+    logging.getLogger("uvicorn.error").addFilter(_said_by_us)
+    shown = socket.gethostname() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
+    # Readers are Python processes that look for modules where they are started: not in whatever folder this is.
+    os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    os.chdir("/")
+    _Ended(config, server, f"http://{shown}:{port}/?token={token}").run(sockets=[listening])
 
 
-class _Uvicorn(uvicorn.Server):
-    """One that ends by itself: uvicorn's own sends the signal on when it has ended, before anything is cleaned up."""
+class _Ended(uvicorn.Server):
+    """Ends at the first SIGINT or SIGTERM, with exit code 0: that is how it is meant to end."""
+
+    def __init__(self, config: uvicorn.Config, server: Server, address: str) -> None:
+        """address: printed as soon as it can be ended so."""
+        super().__init__(config)
+        self._server, self._address = server, address
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._end)
-        yield
+        print(self._address, flush=True)
+        try:
+            yield
+        finally:
+            self._server.close()
+            last = threading.Timer(_LAST_S, os._exit, (0,))  # a reader that sleeps in the kernel outlives being killed
+            last.daemon = True
+            last.start()
 
     def _end(self) -> None:
-        self.force_exit = bool(self.should_exit)  # a second one does not wait
+        self._server.close()  # viewers wait for news: they are let go
         self.should_exit = True
+
+
+def _said_by_us(record: logging.LogRecord) -> bool:
+    """Of what uvicorn logs, errors of ours: not that a viewer has spoken no HTTP, or that we end while one loads."""
+    return record.levelno >= logging.ERROR and record.exc_info is not None
 
 
 def is_loopback(host: str) -> bool:
@@ -74,22 +83,29 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """port: 0 for a free one. Raises ConfigError where that cannot be."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(128)
-    except (OSError, OverflowError) as error:
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(128)
+        except OSError:
+            listening.close()
+            raise
+    except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"cannot listen on {host}, port {port}: {reason}. Choose another one by --port") from None
+        raise ConfigError(f"cannot listen on {host}, port {port}: {reason}. --port 0 takes a free one") from None
     return listening
 
 
-def folder_of(path: Path | None) -> Path:
-    """The folder of runs: what was asked for, else where runs are made. Raises ConfigError where there is none."""
-    folder = Path("torchlens-perf") if path is None else path
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; name one with runs: torchlens-perf serve DIR")
-    return folder.absolute()
+def warn(host: str) -> None:
+    """Of who can reach it."""
+    print(
+        f"torchlens-perf: {host} can be reached from other machines, and nothing is encrypted: whoever hears the "
+        "address or a request on its way sees all runs here, and may ask for captures. An SSH tunnel needs no --host: "
+        "ssh -L 8000:127.0.0.1:PORT",
+        file=sys.stderr,
+    )

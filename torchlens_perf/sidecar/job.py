@@ -5,11 +5,10 @@ In a job of several nodes every sidecar sends its ranks' windows to that of node
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,11 +17,15 @@ import numpy as np
 from torchlens_perf.analysis.causes.metrics import MetricHistory, vector
 from torchlens_perf.analysis.causes.rules import Diagnosis, diagnose
 from torchlens_perf.analysis.statistics.modules import ModuleTimes
-from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBins
+from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS
 from torchlens_perf.analysis.stragglers.detector import Findings, JobDetector
 from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.stragglers.window import BinBatch
+from torchlens_perf.exporters import TALLY_MARK, Part
+from torchlens_perf.exporters.choice.rank_rows import RankRows
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.sidecar.hang_watch import HangWatch
+from torchlens_perf.sidecar.local_rank import LocalRank, next_rows
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.meeting import Meeting, OpenExchange
 from torchlens_perf.sidecar.nodes.places import Places
@@ -45,23 +48,8 @@ _ALONE_S = 2.0  # between two calls of update() where no other node gets windows
 SILENT_S = 6.0  # nodes post every ROUND_S; one whose posts are missing for so long is silent
 _WORD_S = 15.0  # within which node 0 says which processes run together, if it ever does
 _MAX_COMPARED = 256  # ranks whose signals a slow rank's are held against
+_MAX_TALLIES = 16384
 _MIN_ROW_NS = 100_000_000  # between nodes: at most ten rows a second and rank
-
-
-@dataclasses.dataclass
-class _Local:
-    """A rank of this node."""
-
-    identity: Identity
-    place: Placement
-    world_size: int
-    progress: Progress | None = None
-    unsent: list[StepBins] = dataclasses.field(default_factory=list)
-    modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    signals: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    stack_file: str = ""
-    ended: bool = False
-    end_sent: bool = False
 
 
 class JobView:
@@ -73,7 +61,7 @@ class JobView:
         self.membership = self._meeting.membership
         """Which processes of all nodes run together."""
         self._generation = -1
-        self._local: dict[int, _Local] = {}
+        self._local: dict[int, LocalRank] = {}
         self._round_s = float("-inf")
         self.begin(-1)
 
@@ -91,6 +79,39 @@ class JobView:
     def update_every_s(self) -> float:
         """How often to call update(). Where nodes exchange windows, it is as often as they expect a post."""
         return ROUND_S if self._meeting.is_open else _ALONE_S
+
+    @property
+    def part(self) -> Part | None:
+        """What this node is in the job; None while that is not known."""
+        some = next(iter(self._local.values()), None)
+        if self._meeting.sends:
+            return Part.HANDS_ON
+        if self._meeting.merges or (some is not None and some.identity.on_one_node):
+            return Part.WHOLE
+        if some is not None and len(self._local) >= some.world_size:
+            return Part.WHOLE
+        return Part.ALONE if self._alone else None
+
+    @property
+    def heard(self) -> bytes:
+        """What node 0 has said last, beside which processes run together."""
+        return self._meeting.more if self._meeting.sends else b""
+
+    @property
+    def room_to_say(self) -> int:
+        """How many bytes say() takes now."""
+        return self._meeting.room_for_more
+
+    def say(self, more: bytes) -> None:
+        """On node 0, has the others hear it."""
+        if self._meeting.merges and more != self._meeting.more:
+            self._meeting.more = more
+            self._meeting.say()
+
+    def hand_on(self, tally: bytes) -> None:
+        """Posts what node 0's exporter adds up."""
+        if tally and self._meeting.sends and self._local:
+            self._meeting.post({min(self._local): tally})
 
     @property
     def generation(self) -> int:
@@ -122,6 +143,10 @@ class JobView:
         self._local = {}
         self._remote: dict[int, Progress] = {}
         self._remote_reported_s: dict[int, float] = {}
+        self.rank_rows = RankRows()
+        """What the ranks did in the newest steps."""
+        self.tallies: deque[tuple[str, bytes]] = deque(maxlen=_MAX_TALLIES)
+        """What other nodes hand on to this one's exporter, with their names."""
         self.module_times = ModuleTimes()
         """Of the ranks of all nodes."""
         self._signals = MetricHistory()
@@ -144,8 +169,10 @@ class JobView:
             self._places[identity.rank] = places
         min_row_ns = _MIN_ROW_NS if self._places else MIN_ROW_NS
         rows = self._judge.add_steps(self._generation, identity.rank, place, steps, min_row_ns)
-        if rows is not None and self._may_send:
-            local.unsent.append(rows)
+        if rows is not None:
+            self.rank_rows.add(BinBatch.of(identity.rank, rows))
+            if self._may_send:
+                local.unsent.append(rows)
 
     def progress(
         self,
@@ -245,10 +272,10 @@ class JobView:
         """Whether it sends, or may find out that it does."""
         return bool(self._places) and not self._meeting.merges
 
-    def _local_of(self, identity: Identity, place: Placement) -> _Local:
+    def _local_of(self, identity: Identity, place: Placement) -> LocalRank:
         local = self._local.get(identity.rank)
         if local is None or local.identity.key != identity.key:
-            local = self._local[identity.rank] = _Local(identity, place, identity.world_size)
+            local = self._local[identity.rank] = LocalRank(identity, place, identity.world_size)
         local.place = place
         return local
 
@@ -277,7 +304,7 @@ class JobView:
             for rank, local in self._local.items():
                 if local.progress is None or (local.end_sent and not local.unsent):
                     continue
-                rows = _take(local.unsent)
+                rows = next_rows(local.unsent)
                 more |= bool(local.unsent)
                 local.end_sent = local.ended and not local.unsent
                 payloads[rank] = summary.pack(
@@ -301,6 +328,9 @@ class JobView:
     def _receive(self, now_s: float) -> None:
         collected = self._meeting.collect()
         received = [each for of_rank in collected.payloads.values() for each in of_rank]
+        if any(each.payload[:1] == TALLY_MARK for each in received):
+            self.tallies += [(each.node, each.payload) for each in received if each.payload[:1] == TALLY_MARK]
+            received = [each for each in received if each.payload[:1] != TALLY_MARK]
         readable = [each for each in received if summary.is_readable(each.payload)]
         self._unreadable |= {each.node for each in received}
         self._unreadable -= {each.node for each in readable}
@@ -343,6 +373,7 @@ class JobView:
             self._judge.end(self._generation, ranks[index])
         for population, block in summary.blocks(values):
             self._judge.add_block(population, block)
+            self.rank_rows.add(block)
 
     def _look_for_hang(self, now_s: float) -> None:
         ranks = {rank: local.progress for rank, local in self._local.items() if local.progress is not None}
@@ -354,15 +385,6 @@ class JobView:
         }
         processes = {rank: (local.identity, local.stack_file) for rank, local in self._local.items()}
         self._hangs.look(ranks, self._remote, ages_s, groups, processes)
-
-
-def _take(unsent: list[StepBins]) -> StepBins | None:
-    """The next rows, as many as fit into a summary."""
-    if not unsent:
-        return None
-    first, *later = list(summary.windows(unsent.pop(0)))
-    unsent[:0] = later
-    return first
 
 
 def usual_step_s(durations_ns: Sequence[float]) -> float:

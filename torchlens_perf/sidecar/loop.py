@@ -13,6 +13,7 @@ from torchlens_perf.run import ring
 from torchlens_perf.run.mailbox import STEPS
 from torchlens_perf.sidecar import termination
 from torchlens_perf.sidecar.live_results import LiveResults
+from torchlens_perf.sidecar.metrics_port import MetricsPort
 from torchlens_perf.sidecar.page_file import write_page
 from torchlens_perf.sidecar.schedule import Schedule
 
@@ -36,16 +37,19 @@ def run_sidecar(
     lock: SidecarLock,
     exporter: Exporter | None,
     results: Callable[[RunDirectory], str] | None = None,
+    port: MetricsPort | None = None,
 ) -> bool:
     """Works until the node's processes have ended. The caller holds the lock, and has it back or gone afterwards.
 
-    results: see LiveResults. Returns whether to begin anew: with the lock, for a ring that came in the last instant.
+    results: see LiveResults. port: of /metrics; the caller ends it. Returns whether to begin anew: with the lock, for a
+    ring that came in the last instant.
     """
     started_s = time.monotonic()
     schedule = Schedule(started_s)
     lock.write_status("is reading what the ranks record")
     account_took_s = save_took_s = 0.0
     going_on, live = sidecar.conclusions.going_on, LiveResults(sidecar, results)
+    port = MetricsPort() if port is None else port
     while True:
         if not lock.restore():
             logger.error("another sidecar has begun after somebody removed the lock of this one, which ends")
@@ -56,6 +60,8 @@ def run_sidecar(
             schedule.hurry()
         with going_on("reading the rings"):
             schedule.polled(sidecar.poll())
+        with going_on("opening the port for /metrics"):
+            port.update(sidecar)
         now_s = time.monotonic()
         more = sidecar.sources.has_more_to_come(now_s - started_s, ends=ends)
         if not more or asked or schedule.account_due(now_s, account_took_s, watched=live.is_watched):
@@ -86,11 +92,14 @@ def run_sidecar(
         if not more:
             break
         _rest(sidecar.sources, schedule.poll_s, live)
-    if exporter is not None:
-        with going_on("exporting"):
-            sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
     with going_on("exchanging windows with other nodes"):
         sidecar.end_exchange()
+    if exporter is not None:
+        with going_on("exporting"):
+            sidecar.export(final=True)
+        with going_on("exporting"):
+            sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
+    port.show_last(sidecar)
     with going_on("joining node 0's run"):
         sidecar.join_run()
     with going_on("writing the run directory"), _logged("the run directory cannot be written"):

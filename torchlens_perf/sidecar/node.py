@@ -12,31 +12,29 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.node_state import ProcessState, decode
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.restarts import UNRELATED, Generations
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.analysis.words.oom import oom_text
 from torchlens_perf.errors import RunStoreError, guard
 from torchlens_perf.exporters import ExportBatch, Exporter, export_batch
-from torchlens_perf.run import ownership, ring
+from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import deliver
-from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.place.joined import join_run
 from torchlens_perf.sidecar.conclusions import Conclusions
+from torchlens_perf.sidecar.rings.oom_files import OomFiles
 from torchlens_perf.sidecar.rings.segments import Chunk, SegmentWriter
 from torchlens_perf.sidecar.rings.source import RingSource
 from torchlens_perf.sidecar.rings.sources import RingSources
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
 from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog, telemetry_bytes
+from torchlens_perf.sidecar.tracing import Tracing
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -46,9 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _LAST_WINDOWS_S = 5.0
+_LAST_WORD_S = 3.0
 _OTHERS_END_S = 0.3  # after rank 0
-_LOOK_FOR_OOM_S = 10.0
-_KEPT_ROWS = 10  # of an out-of-memory table in the node's state; its file has all
 _TAP = "building the native tap on collectives"
 
 
@@ -81,6 +78,7 @@ class Sidecar:
         for process in self.state.processes.values():
             generations.of(process.identity)
         self.conclusions = Conclusions(run, host, self.state, generations, self.telemetry)
+        self.tracing = Tracing(self.conclusions.job, self.state)
         self.sources = RingSources(run, host, self.state, generations, self.conclusions.begin, waiting or {})
         self._unkept: list[Chunk] = []
         self._unexported: list[ExportBatch] = []
@@ -90,6 +88,10 @@ class Sidecar:
         self._reported: set[str] = set()
         self._ooms = OomFiles(run)
         self._joined = run.run_id
+
+    def also_export_to(self, both: Callable[[Exporter | None], Exporter]) -> None:
+        """both: exports to the exporter until now, if there was one, and to another one."""
+        self._exporter = both(self._exporter)
 
     # -- one round
 
@@ -158,10 +160,17 @@ class Sidecar:
         """Whether there is an exporter."""
         return self._exporter is not None
 
-    def export(self) -> None:
-        """Hands what account() counted, and what judge() found, to the exporter, if there is one."""
+    def export(self, *, final: bool = False) -> None:
+        """Hands what account() counted, and what judge() found, to the exporter, if there is one. final: no node has
+        more to say."""
         if self.conclusions.job.awaits_node_0() and self.sources.live():
             return  # which trace a step belongs to depends on what it says
+        now_s, part = time.monotonic(), None
+        if self._exporter is not None:
+            part = self.tracing.part(self.sources, now_s)
+            if part is None:
+                return  # which metrics are sent depends on it
+            self.conclusions.job.hand_on(self._exporter.take_part(part))
         assessment = self.conclusions.assessment()
         if self._exporter is None:
             return
@@ -169,6 +178,8 @@ class Sidecar:
             batch = self._unexported.pop(0)
             who = self.state.processes[batch.identity.key].identity
             self._exporter.export(dataclasses.replace(batch, identity=who))
+        for traced in self.tracing.update(self.sources, now_s, final=final):
+            self._exporter.export(traced)
         if assessment is not None:  # after the steps: alerts point to their traces
             self._exporter.on_assessment(assessment)
 
@@ -223,11 +234,17 @@ class Sidecar:
         return sum(len(chunk.records) for chunk in self._unkept)
 
     def end_exchange(self) -> None:
-        """On node 0, waits a little for the others' last windows; tells them that this one has ended."""
-        deadline_s = time.monotonic() + _LAST_WINDOWS_S
-        while self.conclusions.job.others_are_there() and time.monotonic() < deadline_s:
+        """On node 0, waits a little for the others' last windows, on the others for its last word; tells them that this
+        one has ended."""
+        began_s = time.monotonic()
+        while (
+            self.conclusions.job.others_are_there() and time.monotonic() - began_s < _LAST_WINDOWS_S
+        ) or (
+            self.exports and self.tracing.awaits_word and time.monotonic() - began_s < _LAST_WORD_S
+        ):  # fmt: skip
             time.sleep(0.1)
             self.judge(time.monotonic(), final=True)
+            self.export()
         self.conclusions.job.close()
         self.state.notes += [note for note in self.conclusions.job.notes() if note not in self.state.notes]
 
@@ -284,7 +301,8 @@ class Sidecar:
         self.conclusions.add_steps(source, counted, steps, newest=self.sources.is_newest(source))
         self._join_collectives(source, counted, names)
         if self._exporter is not None:
-            self._unexported.append(export_batch(state, counted, names, steps, source.later_records()))
+            at_once = self.tracing.add(source, self.sources, counted, names, steps, time.monotonic())
+            self._unexported.append(export_batch(state, counted, names, steps, at_once))
         if unkept.any():
             same = np.array_equal(unkept, uncounted)
             kept = counted if same else records[unkept]
@@ -349,45 +367,3 @@ class Sidecar:
         """Unmaps the rings, and lets the hardware go."""
         self.telemetry.close()
         self.sources.close()
-
-
-class OomFiles:
-    """Of the tables that ranks write when their device's memory runs out: hands each process its newest one, and writes
-    it as text too."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._folder = run.oom
-        self._known: dict[Path, int] = {}  # when each was written, as far as they are taken over
-        self._looked_s = float("-inf")
-
-    def update(self, processes: Mapping[str, ProcessState], *, at_once: bool) -> None:
-        """Takes over what is new for these processes, by their keys. Raises OSError.
-
-        Looks rarely, as nodes may share the disk; at once where a process has ended, which may be why.
-        """
-        if not at_once and time.monotonic() - self._looked_s < _LOOK_FOR_OOM_S:
-            return
-        self._looked_s = time.monotonic()
-        for path in self._folder.glob("rank*.json"):
-            try:
-                written_ns = path.stat().st_mtime_ns
-                if self._known.get(path) == written_ns:
-                    continue
-                value = decode(ownership.read_bytes(path), OutOfMemory)
-            except (FileNotFoundError, ownership.NotRegularFileError):  # its rank has a newer one, or it is none
-                continue
-            self._known[path] = written_ns
-            process = processes.get(value["process"])
-            if process is None:
-                continue  # another node's
-            ownership.write(path.with_suffix(".txt"), oom_text(value))
-            before = process.out_of_memory
-            if before is None or before["time_unix_ns"] <= value["time_unix_ns"]:
-                process.out_of_memory = _kept(value, path)
-
-
-def _kept(value: OutOfMemory, path: Path) -> OutOfMemory:
-    table = value["table"]
-    if table is not None:
-        table = {**table, "rows": table["rows"][:_KEPT_ROWS]}
-    return {**value, "table": table, "file": f"{path.parent.name}/{path.name}"}

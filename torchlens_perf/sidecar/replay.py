@@ -19,7 +19,7 @@ from torchlens_perf.analysis.stragglers.detector import JobDetector
 from torchlens_perf.analysis.stragglers.judged_steps import JudgedSteps
 from torchlens_perf.analysis.stragglers.merged_windows import MergedWindows, held_against
 from torchlens_perf.config import Config
-from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch
+from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch, traced_steps
 from torchlens_perf.report.build import slow_link_verdict
 from torchlens_perf.run.identity import Identity, model_digest
 from torchlens_perf.sidecar.assessment import Assessor
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.causes.rules import Diagnosis
     from torchlens_perf.analysis.stragglers.detector import Findings
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.run.records import StepTrace
+    from torchlens_perf.run.records import StepTrace, TracedStep
     from torchlens_perf.sidecar.rings.segments import Origin
 
 _FLUSH_TIMEOUT_S = 60.0
@@ -56,7 +56,8 @@ def replay(
 ) -> Replayed:
     """Sends a run's kept records through the exporter, and writes the state of nodes that have none.
 
-    trace_every: which steps are sent as spans; None: those that were when the run was live. advanced: called with the
+    trace_every: one step of so many is sent as spans, with all ranks; None, or as it was when the run was live: those
+    that were sent then, and of them what was. Where nothing was sent then, by their numbers. advanced: called with the
     number of segments that are done, and of all.
 
     A node's saved statistics are left alone: they also count records that were removed since to save space. Its notes
@@ -74,6 +75,8 @@ def replay(
         saved_states.append(saved)
         replaced = _replaced(saved)
         rebuilt = NodeState(host)
+        as_live = trace_every is None or {each.trace_every for each in saved.processes.values()} == {trace_every}
+        traced = saved.traced if as_live else []
         for origin, kept, names, lost in segments.read_chunks(run, host, damaged, lambda: advanced(next(done), total)):
             process = rebuilt.processes.get(origin.key)
             if process is None:
@@ -89,7 +92,12 @@ def replay(
                 windows.add(kept, process.identity.world_size)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
-                sending.send(export_batch(process, kept, names, table))
+                chosen = {each.step: each for each in traced if each.attempt == process.identity.attempt}
+                if traced:
+                    sent = {step for step, each in chosen.items() if _sends(each, origin.rank)}
+                else:
+                    sent = traced_steps(table.step.tolist(), process.trace_every)
+                sending.send(export_batch(process, kept, names, table, sent, chosen))
         for key, process in rebuilt.processes.items():
             rest = process.judge_by(judged_steps[key])
             if rest is not None and key not in replaced:
@@ -137,6 +145,11 @@ def _process(run: RunDirectory, origin: Origin, saved: NodeState, trace_every: i
     if trace_every is not None:
         process.trace_every = trace_every
     return process
+
+
+def _sends(chosen: TracedStep, rank: int) -> bool:
+    """Whether something of a rank is sent in a step; rank 0 has the root."""
+    return rank == 0 or chosen.role(rank) is not None
 
 
 def _diagnosed(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.planted import Job, part_of, wider
 from torchlens_perf.analysis.stragglers.excess import excess_over_others
+from torchlens_perf.analysis.stragglers.population import Population
 from torchlens_perf.analysis.stragglers.window import LATE_ROWS, BinBatch, SlidingWindow, judged_rows
 from torchlens_perf.run.ring import Flag
 
@@ -252,3 +253,13 @@ def test_nobody_but_the_ended(ended: tuple[int, ...]) -> None:
 
     assert window.frontier(ended) == 79
     assert window.comparable(0, 80)[1].tolist() == [0, 1]
+
+
+def test_rows_far_apart() -> None:
+    """Only what has rows is judged, piece by piece: nothing of the billions of steps between them."""
+    population, rows = Population(), Job.of(2, 20)
+    for rank in range(2):
+        block = BinBatch.of(rank, rows.rows_of(rank))
+        population.add(block)
+        population.add(dataclasses.replace(block, key=block.key + (1 << 31)))
+    assert len(population._chunks()) == 2

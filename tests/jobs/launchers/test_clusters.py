@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 
 from tests.jobs.launchers.test_torchrun import run_both
 from tests.support.launched import NODES, SCRIPT, SHELL_NODE, Done, by_shell, free_port, why_no_nodes
+from tests.support.slurm import cluster
 from torchlens_perf.analysis import node_state
 
 REASON = why_no_nodes()
@@ -81,72 +79,10 @@ def test_mpich(tmp_path: Path, agent: str) -> None:
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A cluster of two nodes on this machine, which ends with the test; what srun needs in its environment."""
+    """What srun needs in its environment, for a cluster of two nodes on this machine, which ends with the test."""
     need("slurmctld", "slurmd", "srun", "munged")
-    folder = tmp_path / "slurm"
-    folder.mkdir(mode=0o755)
-    control, host = free_port(), socket.gethostname()
-    socket_path, key = folder / "munge.socket", folder / "munge.key"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o400)
-    nodes = "\n".join(
-        f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2" for node in NODES
-    )
-    (folder / "slurm.conf").write_text(
-        f"""ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={control}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={socket_path}
-CryptoType=crypto/munge
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
-SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%n.log
-MpiDefault=none
-ReturnToService=2
-SlurmdParameters=config_overrides
-FirstJobId={1000 + os.getpid() % 50000}
-{nodes}
-PartitionName=all Nodes=ALL Default=YES State=UP
-"""
-    )
-    environ = {"SLURM_CONF": str(folder / "slurm.conf")}
-    munge = [
-        "munged", "--foreground", "--force", f"--socket={socket_path}", f"--key-file={key}",
-        f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed", f"--log-file={folder}/munged.log",
-    ]  # fmt: skip
-    daemons = [munge, ["slurmctld", "-D"], *(by_shell(node, "slurmd", "-D", "-N", node) for node in NODES)]
-    started = []
-    try:
-        for daemon in daemons:
-            with open(folder / "daemons.log", "ab") as log:
-                started.append(subprocess.Popen(daemon, env={**os.environ, **environ}, stdout=log, stderr=log))
-            time.sleep(1)
-        deadline_s = time.monotonic() + 30
-        idle = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
-        while len(subprocess.run(idle, env={**os.environ, **environ}, capture_output=True).stdout.split()) < 2:
-            if time.monotonic() > deadline_s:
-                pytest.skip("Slurm does not start here: " + (folder / "daemons.log").read_text()[-800:])
-            time.sleep(0.5)
+    with cluster(tmp_path / "slurm") as environ:
         yield environ
-    finally:
-        for daemon in reversed(started):
-            daemon.terminate()
-        for daemon in started:
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
 
 
 def test_srun(tmp_path: Path, slurm: dict[str, str]) -> None:

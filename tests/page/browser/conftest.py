@@ -1,73 +1,27 @@
-"""A real browser that can reach nothing but the file that it shows, and pages for it."""
+"""A browser for all tests, tabs for each, and pages of simulated runs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes import ROOT
+from tests.page.browser.tab import ARGUMENTS, CHROMIUM, DESK, PHONE, Tab
+from tests.support.page_contents import enlarged
+from torchlens_perf.page.contents import Contents
+from torchlens_perf.page.document.html import document
+from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.run.directory import RunDirectory
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 127.0.0.1:1, EXCLUDE 127.0.0.1"]
-PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a browser there is nothing to test, which is said."""
-    reason = ""
-    if CHROMIUM is None:
-        reason = "there is no Chromium here: make test-page installs it"
-    else:
-        for package in ("playwright", "bokeh", "axe_playwright_python"):
-            with contextlib.suppress(ImportError):
-                __import__(package)
-                continue
-            reason = f"{package} is not in this environment: make test-page installs it"
-    here = Path(__file__).parent
-    for item in items:
-        if reason and here in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=reason))
+TabOf = Callable[..., Tab]
+WIDE_RANKS, WIDE_STEPS, WIDE_SLOW, WIDE_SINCE = 64, 600, 11, 300
 
 
-class Tab:
-    """A page in the browser: what went wrong in it, and what it has asked for."""
-
-    def __init__(self, page: Any, path: Path) -> None:
-        self.page, self.path = page, path
-        self.problems: list[str] = []
-        self.requests: list[str] = []
-        page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("request", lambda request: self.requests.append(request.url))
-
-    def open(self, fragment: str = "") -> Tab:
-        """Loads it anew with this view, and waits until its charts are drawn."""
-        self.page.goto("about:blank")
-        self.page.goto(self.path.as_uri() + fragment)
-        self.page.wait_for_function("window.torchlensPage && torchlensPage.charts.every(each => each.done)")
-        return self
-
-    def value(self, expression: str) -> Any:
-        return self.page.evaluate(expression)
-
-    def settle(self) -> None:
-        """Until what was asked for is drawn."""
-        self.page.wait_for_function("torchlensPage.idle")
-
-    def foreign(self) -> list[str]:
-        """What it asked for besides itself."""
-        return [each for each in self.requests if not each.startswith((self.path.as_uri(), "data:", "blob:", "about:"))]
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # while it is open, an event loop runs in this thread: other tests want their own
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
@@ -77,31 +31,60 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-@pytest.fixture(scope="session")
-def slow_rank_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a simulated run of eight ranks, rank 3 slow in the forward pass from step 100 on."""
-    from torchlens_perf.page.document.write import write_page
-    from torchlens_perf.run.directory import RunDirectory
-
-    run = RunDirectory(tmp_path_factory.mktemp("page") / f"slow-rank-{os.getpid()}")
-    fault = "constant:rank=3,share=0.25,phase=forward,since=100"
-    command = ["simulate", "--topology", "dp=4,tp=2", "--steps", "300", "--fault", fault, "--out", str(run.path)]
-    subprocess.run([sys.executable, "-m", "torchlens_perf", *command], check=True, capture_output=True, cwd=ROOT)
-    path = run.path / "report.html"
-    write_page(run, path)
-    return path
-
-
 @pytest.fixture
-def tab_of(browser: Any) -> Iterator[Callable[..., Tab]]:
+def tab_of(browser: Any) -> Iterator[TabOf]:
     """Opens files in tabs of their own."""
     with contextlib.ExitStack() as leaving:
 
-        def make(path: Path, *, dark: bool = False, phone: bool = False, scripts: bool = True) -> Tab:
+        def make(
+            path: Path, *, dark: bool = False, phone: bool = False, scripts: bool = True, bypass: bool = False
+        ) -> Tab:
             context = browser.new_context(
-                viewport=PHONE if phone else DESK, color_scheme="dark" if dark else "light", java_script_enabled=scripts
-            )
+                viewport=PHONE if phone else DESK, color_scheme="dark" if dark else "light", has_touch=phone,
+                java_script_enabled=scripts, bypass_csp=bypass,
+            )  # fmt: skip
             leaving.callback(context.close)
             return Tab(context.new_page(), path)
 
         yield make
+
+
+def written(folder: Path, name: str, of: Contents) -> Path:
+    path = folder / f"{name}.html"
+    path.write_text(document(of), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def file(tmp_path_factory: pytest.TempPathFactory, shown: Contents) -> Path:
+    """Eight ranks, SLOW_RANK of them slow from SINCE_STEP on."""
+    return written(tmp_path_factory.mktemp("pages"), "small", shown)
+
+
+@pytest.fixture(scope="session")
+def wide(shown: Contents) -> Contents:
+    """64 ranks with devices, memory and telemetry; WIDE_SLOW is slow from WIDE_SINCE on."""
+    return enlarged(shown, WIDE_RANKS, WIDE_STEPS, WIDE_SLOW, WIDE_SINCE, devices=True)
+
+
+@pytest.fixture(scope="session")
+def wide_file(tmp_path_factory: pytest.TempPathFactory, wide: Contents) -> Path:
+    return written(tmp_path_factory.mktemp("pages"), "wide", wide)
+
+
+@pytest.fixture(scope="session")
+def device_file(tmp_path_factory: pytest.TempPathFactory, on_device: RunDirectory) -> Path:
+    return written(tmp_path_factory.mktemp("pages"), "device", contents(on_device))
+
+
+@pytest.fixture
+def tab(tab_of: TabOf, file: Path) -> Tab:
+    return tab_of(file).open()
+
+
+@pytest.fixture(scope="session")
+def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots go: the folder in PAGE_SHOTS, else one that pytest removes in time."""
+    folder = Path(os.environ["PAGE_SHOTS"]) if "PAGE_SHOTS" in os.environ else tmp_path_factory.mktemp("shots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,288 +1,248 @@
-"""The page's charts in a real browser: they are drawn, they follow one view, and nothing in them is dangerous."""
+"""The page's charts in a real browser: all are drawn from what the page holds, and say what is under the pointer."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.page.browser.conftest import Tab
-from tests.support.processes import ROOT
-from torchlens_perf.page.document.html import document
-from torchlens_perf.page.gather.run_contents import contents
-from torchlens_perf.run.directory import RunDirectory
+from tests.page.browser.conftest import WIDE_RANKS, WIDE_SINCE, WIDE_SLOW, WIDE_STEPS, TabOf
+from tests.page.browser.tab import Tab, need_browser
+from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
+from torchlens_perf.analysis.statistics.quantities import amount, duration, percent
+from torchlens_perf.page.contents import Contents
+from torchlens_perf.page.decoded import Steps
+from torchlens_perf.page.matrix import decoded
+from torchlens_perf.page.pictures.heat import levels, palette
+from torchlens_perf.page.sections.ranks import by_prominence
+from torchlens_perf.page.sections.step import _words
 
-TabOf = Callable[..., Tab]
-RANKS, SLOW, SINCE = 8, 3, 60
-HOSTILE = [
-    "<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>", "\x1b[2Jred\x1b[31m", "\u202egnp.exe",
-    "line\nline", "x" * 10_000, "'\"&lt;", "{{constructor}}",
-]  # fmt: skip
+need_browser()
+
+DRAWN = "torchlensPage.charts.filter(({plot}) => plot).map(({figure}) => torchlens.figureName(figure)).sort()"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A simulated run, rank 3 of 8 slow in the forward pass from step 60 on."""
-    path = tmp_path_factory.mktemp("page") / f"charts-{os.getpid()}"
-    fault = f"constant:rank={SLOW},share=0.25,phase=forward,since={SINCE}"
-    command = ["simulate", "--topology", "dp=4,tp=2", "--node-size", "4", "--steps", "200", "--fault", fault]
-    subprocess.run(
-        [sys.executable, "-m", "torchlens_perf", *command, "--out", str(path)],
-        check=True,
-        capture_output=True,
-        cwd=ROOT,
+def test_every_chart_is_drawn_and_nothing_is_asked_for(tab_of: TabOf, wide_file: Path) -> None:
+    """No error in the console, no request beyond the file itself, and pictures are not shown beside charts."""
+    tab = tab_of(wide_file).open()
+    tab.show_all()
+    assert tab.value(DRAWN) == sorted(
+        [
+            "heat",
+            "steps",
+            "phases",
+            "step",
+            "modules",
+            "collectives",
+            "memory",
+            "GPU temperature",
+            "SM clock",
+        ]
     )
-    return RunDirectory(path)
-
-
-@pytest.fixture(scope="module")
-def held(run: RunDirectory) -> Any:
-    return contents(run)
-
-
-@pytest.fixture(scope="module")
-def file(run: RunDirectory, held: Any) -> Path:
-    path = run.path / "report.html"
-    path.write_text(document(held), "utf-8")
-    return path
-
-
-@pytest.fixture
-def tab(tab_of: TabOf, file: Path) -> Tab:
-    return tab_of(file).open()
-
-
-def cells(tab: Tab) -> Any:
-    """The ranks in the heat map, from the top."""
-    tab.settle()
-    heat = "torchlensPage.charts.find(each => each.key === 'heat').chart"
-    return tab.value(f"{heat}.order.map(each => torchlensPage.steps.places[each.row].rank)")
-
-
-def test_every_chart_is_drawn_and_nothing_else_is_asked_for(tab: Tab) -> None:
-    """No error in the console, no request beyond the file itself."""
-    drawn = tab.value(
-        "torchlensPage.charts.filter(each => each.figure.classList.contains('drawn')).map(each => each.key)"
-    )
-    assert {"heat", "steps", "phases", "step", "modules"} <= set(drawn)
     assert (tab.problems, tab.foreign()) == ([], [])
+    hidden = "[...document.querySelectorAll('figure.drawn > .picture')].every(each => !each.getClientRects().length)"
+    assert tab.value(hidden)
+    canvases = """torchlensPage.charts.map(({place}) => { const found = []; const walk = root => { for (const each of
+        root.querySelectorAll('*')) { if (each.tagName === 'CANVAS') found.push(each); if (each.shadowRoot)
+        walk(each.shadowRoot); } }; walk(place); const canvas = found.find(each => each.width > 100), data =
+        canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data; return data.some(Boolean); })"""
+    assert all(tab.value(canvases))
 
 
-def test_what_is_drawn_is_what_is_in_the_contents(tab: Tab, held: Any) -> None:
-    """Matrices are decoded to what Python decodes; the slow rank has the most work from the step on that is named."""
-    from torchlens_perf.page.matrix import decoded
+def test_matrices_are_decoded_as_python_decodes_them(tab: Tab, shown: Contents) -> None:
+    """What was not measured is not a number, zero is zero, and excess is that of the judgement."""
+    matrices = shown["steps"]
+    assert matrices is not None
+    steps = Steps(matrices)
+    ranks = len(matrices["places"])
+    for name, expected in (
+        ("step", steps.step_s()),
+        ("work", steps.work_s),
+        ("forward", decoded(matrices["parts"]["forward"], ranks)),
+        ("excess", steps.excess()),
+    ):
+        found = tab.value(f"Array.from(torchlensPage.steps.values('{name}'), each => Number.isNaN(each) ? null : each)")
+        values = np.array([np.nan if each is None else each for each in found])
+        np.testing.assert_allclose(values, expected.ravel(), rtol=1e-5, atol=1e-6)
 
-    work = decoded(held["steps"]["work"], RANKS)
-    found = tab.value("Array.from(torchlensPage.steps.work, each => Number.isNaN(each) ? null : each)")
-    expected = [None if value != value else value for value in work.ravel().tolist()]
-    assert len(found) == len(expected)
-    assert all(
-        one == other or one == pytest.approx(other, rel=1e-5) for one, other in zip(found, expected, strict=True)
+
+def test_excess_in_large_populations_and_small_ones(tab_of: TabOf, wide_file: Path, wide: Contents) -> None:
+    """More than 16 ranks are compared with the median of all, fewer with that of the others."""
+    matrices = wide["steps"]
+    assert matrices is not None
+    tab = tab_of(wide_file).open()
+    found = tab.value("Array.from(torchlensPage.steps.values('excess'), each => Number.isNaN(each) ? null : each)")
+    values = np.array([np.nan if each is None else each for each in found])
+    np.testing.assert_allclose(values, Steps(matrices).excess().ravel(), rtol=1e-4, atol=1e-6)
+    slow = values.reshape(WIDE_RANKS, WIDE_STEPS)[WIDE_SLOW]
+    assert np.nanmean(slow[WIDE_SINCE:]) > 0.2 > 0.05 > abs(np.nanmean(slow[:WIDE_SINCE]))
+
+
+def test_quantities_are_written_as_in_the_report(tab: Tab) -> None:
+    """Durations, shares and amounts have the same figures in charts as in tables."""
+    seconds = [0.0, 3e-9, 4.2e-7, 9.996e-4, 1.2345e-3, 0.0999, 0.1, 1.0, 12.34, 123.4, 9999.0]
+    assert [tab.value(f"torchlens.duration({each})") for each in seconds] == [duration(each) for each in seconds]
+    shares = [0.0, 0.0123, 0.0999, 0.1, 0.256, 1.0, 12.0]
+    assert [tab.value(f"torchlens.percent({each})") for each in shares] == [percent(each) for each in shares]
+    counts = [0, 1, 999, 1000, 123_456, 4.2e9, 7e15]
+    assert [tab.value(f"torchlens.amount({each}, 'B')") for each in counts] == [amount(each, "B") for each in counts]
+    assert tab.value("torchlens.duration(NaN)") == tab.value("torchlens.duration(null)") == "not measured"
+
+
+def test_axes_are_written_with_units(tab: Tab) -> None:
+    """Durations and bytes, short; ranks and steps plainly, and nothing that Bokeh could take for TeX."""
+    tab.show_all()
+
+    def ticks(name: str, axis: str, values: list[float]) -> Any:
+        axes = f"{tab.named(name)}.plot.{axis}axes[0]"
+        assert tab.value(f"{axes}.major_label_overrides.size") == 0
+        return tab.value(f"{axes}.formatter.format_graphics({values}, {{loc: 0}}).map(({{text}}) => text)")
+
+    assert ticks("steps", "y", [0, 0.05, 0.1234, 2.5]) == ["0", "50 ms", "123 ms", "2.5 s"]
+    assert ticks("steps", "x", [0, 50, 1000]) == ["0", "50", "1000"]
+    assert ticks("heat", "y", [7.5, 0.5]) == ["rank 0", "rank 7"]
+    assert ticks("step", "x", [0, 0.5, 100]) == ["0", "500 us", "100 ms"]
+
+
+def test_heat_map_has_the_colours_of_its_picture(tab: Tab) -> None:
+    """The same value has the same colour with scripts as without, and "not compared" is no colour of a value."""
+    tab.show("heat")
+    values = [-0.4, -0.31, -0.11, -0.02, -0.005, 0.0, 0.009, 0.02, 0.06, 0.17, 0.29, 0.31, 0.5]
+    expected = [palette()[int(level)] for level in levels(np.array(values))]
+    bytes_of = "pixel => [...new Uint8Array(new Uint32Array([pixel]).buffer)]"
+    found = tab.value(f"{values}.map(value => {tab.named('heat')}.scale.at(value, 0)).map({bytes_of})")
+    for one, other in zip(found, expected, strict=True):
+        assert one[3] == pytest.approx(other[3], abs=1)
+        assert one[3] == 0 or tuple(one[:3]) == other[:3]
+    grey = tab.value(f"{tab.named('heat')}.scale.unknown.map({bytes_of})")
+    assert {tuple(each[:3]) for each in grey} == {(128, 128, 128)}
+    assert grey[0][3] != grey[1][3]
+    assert min(grey[0][3], grey[1][3]) > 30
+
+
+def test_no_rank_is_lost_where_rows_are_thinner_than_pixels(tab: Tab) -> None:
+    """Of several cells in one pixel the largest is seen, and pointed at; what was not measured is seen only alone."""
+    found = tab.value(
+        """(() => { const ranks = 1000, columns = 4, values = new Float32Array(ranks * columns).fill(0.001);
+        values[777 * columns + 2] = 0.25; values[3] = NaN;
+        for (let row = 0; row < 2; row++) values[row * columns] = NaN;
+        const scale = { at: value => (Number.isNaN(value) ? 7 : value > 0.2 ? 9 : 1) };
+        const order = Array.from({ length: ranks }, (_, row) => row);
+        const most = { rows: 500, columns: 100 };
+        const made = torchlens.heatPixels(values, columns, order, [0, ranks], [0, columns], most, scale);
+        const at = made.pixels.indexOf(9);
+        return { height: made.height, at: [at % made.width, made.height - 1 - Math.floor(at / made.width)],
+                 row: made.rows[at], column: made.columns[at], count: made.pixels.filter(each => each === 9).length,
+                 unknown: made.pixels.filter(each => each === 7).length }; })()"""
     )
-    slowest = tab.value(
-        """(() => { const {steps} = torchlensPage, values = steps.values('excess'), range = steps.range([100, 200]);
-        return steps.places.map((place, row) => [steps.mean(values, row, range), place.rank]).sort((a, b) => b[0] -
-        a[0])[0]; })()"""
-    )
-    assert slowest[1] == SLOW
-    assert slowest[0] == pytest.approx(0.25, abs=0.05)
+    assert found == {"height": 500, "at": [2, 388], "row": 777, "column": 2, "count": 1, "unknown": 1}
 
 
-def test_brush_selects_steps_everywhere(tab: Tab) -> None:
-    """Drawn with the mouse over the heat map: the table below holds these steps alone, and the address leads there."""
-    before = tab.page.inner_text(".selected-ranks table")
-    heat = tab.page.locator("figure[data-chart=heat] .chart")
-    heat.scroll_into_view_if_needed()
-    box = heat.bounding_box()
-    middle = box["y"] + box["height"] / 2
-    tab.page.mouse.move(box["x"] + box["width"] * 0.15, middle)
-    tab.page.mouse.down()
-    tab.page.mouse.move(box["x"] + box["width"] * 0.3, middle, steps=5)
-    tab.page.mouse.up()
-    tab.page.wait_for_function("torchlensPage.view.now.steps !== null")
-    tab.settle()
-    since, until = tab.value("torchlensPage.view.now.steps")
-    assert 0 <= since < until <= 200
-    after = tab.page.inner_text(".selected-ranks table")
-    assert f"steps {since} to {until - 1}" in after
-    assert before != after
-    assert f"steps={since}-{until}" in tab.page.url
-    tab.page.get_by_role("button", name="all steps").click()
-    tab.settle()
-    assert "all steps" in tab.page.inner_text(".selected-ranks table")
+def test_hover_on_the_heat_map(tab: Tab) -> None:
+    """Rank, host, step, value and what a column did."""
+    tab.page.mouse.move(*tab.at("heat", SINCE_STEP + 20.5, 8 - SLOW_RANK - 0.5))
+    text = tab.tip()
+    assert f"rank {SLOW_RANK} on node-0001, step {SINCE_STEP + 20}" in text
+    values = {key: tab.value(f"torchlensPage.steps.values('{key}')[{SLOW_RANK} * {STEPS} + {SINCE_STEP + 20}]")
+              for key in ("excess", "step", "work")}  # fmt: skip
+    assert f"more work than the others: +{percent(values['excess'])}" in text
+    assert f"step time: {duration(values['step'])}" in text
+    assert f"work: {duration(values['work'])}" in text
+    tab.page.mouse.move(2, 300)
+    assert tab.tip() == ""
 
 
-def test_hover_says_what_is_there(tab: Tab) -> None:
-    """Rank, host and step under the pointer, and values with units."""
-    heat = tab.page.locator("figure[data-chart=heat] .chart")
-    heat.scroll_into_view_if_needed()
-    box = heat.bounding_box()
-    tab.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    tip = tab.page.locator("figure[data-chart=heat] .tip")
-    tip.wait_for(state="visible")
-    text = tip.inner_text()
-    assert "rank " in text
-    assert "step" in text
-    assert "ms" in text
-    tab.page.mouse.move(0, 0)
-    tip.wait_for(state="hidden")
+def test_hover_says_not_compared_and_not_zero(tab_of: TabOf, wide_file: Path) -> None:
+    """A sampled step is not compared, and says what it did besides training."""
+    tab = tab_of(wide_file).open("#heat")
+    tab.page.mouse.move(*tab.at("heat", 32.5, WIDE_RANKS - 20.5))
+    assert "more work than the others: not compared" in tab.tip()
+    assert "work: not measured" in tab.tip()
+    tab.page.mouse.move(*tab.at("heat", 99.5, WIDE_RANKS - 20.5))
+    assert "did: checkpoint" in tab.tip()
 
 
-def test_grouping_and_order(tab: Tab) -> None:
-    """Rows by slowness begin with the slow rank; by node and by a dimension of the mesh they lie together."""
-    assert cells(tab) == list(range(RANKS))
-    tab.page.select_option("select[name=order]", "slowness")
-    assert cells(tab)[0] == SLOW
-    tab.page.select_option("select[name=group]", "node")
-    assert set(cells(tab)[:4]) == {0, 1, 2, 3}
-    options = tab.page.locator("select[name=group] option").all_inner_texts()
-    assert len(options) >= 2
-
-
-def test_quantity_changes_the_picture(tab: Tab) -> None:
-    """Another quantity is another image."""
-    picture = "document.querySelector('figure[data-chart=heat] .chart').querySelector('*').shadowRoot ? 1 : 0"
-    assert tab.value(picture) in (0, 1)
-    before = tab.page.locator("figure[data-chart=heat] .chart").screenshot()
-    tab.page.select_option("select[name=quantity]", "forward")
-    tab.settle()
-    assert tab.page.locator("figure[data-chart=heat] .chart").screenshot() != before
-    assert "quantity=forward" in tab.page.url
-
-
-def test_step_is_chosen_by_click_and_by_key(tab: Tab) -> None:
-    """The time line shows the step that was chosen, or says which one it shows instead; the keyboard does the same."""
-    recorded = tab.value("torchlensPage.contents.traces.steps.map(each => each.step)")
-    tab.value(f"torchlensPage.view.set({{step: {recorded[-1]}}})")
-    tab.settle()
-    assert tab.page.locator("select.step-picker").input_value() == str(recorded[-1])
-    missing = next(step for step in range(200) if step not in recorded)
-    tab.value(f"torchlensPage.view.set({{step: {missing}}})")
-    tab.settle()
-    assert f"Step {missing} is not in this page" in tab.page.inner_text("figure[data-chart=step] .said")
-    heat = tab.page.locator("figure[data-chart=heat] .chart")
-    heat.focus()
-    tab.page.keyboard.press("Escape")
-    tab.page.keyboard.press("ArrowDown")
-    tab.page.keyboard.press("ArrowRight")
-    tab.settle()
-    view = tab.value("torchlensPage.view.now")
-    assert (view["rank"], view["step"]) == (0, 1)
-    assert f"Rank {view['rank']}, step {view['step']}" in tab.page.inner_text("main > .said")
-
-
-def test_link_leads_to_the_very_view(tab: Tab) -> None:
-    """All of a view is in the address."""
-    fragment = f"#heat;steps=60-120;step=80;rank={SLOW};quantity=work;group=node;order=slowness;theme=dark"
-    tab.open(fragment)
-    view = tab.value("torchlensPage.view.now")
-    assert view == {
-        "section": "heat", "steps": [60, 120], "step": 80, "rank": SLOW, "quantity": "work", "group": "node",
-        "order": "slowness", "theme": "dark",
-    }  # fmt: skip
-    assert tab.value("document.documentElement.dataset.theme") == "dark"
-    assert tab.page.locator("select[name=quantity]").input_value() == "work"
-    assert cells(tab)[0] == SLOW
-
-
-@pytest.mark.parametrize(
-    "fragment", ["#heat;steps=9-3;step=x;rank=-1", "#;;;===", "#x;quantity=nothing;group=__proto__"]
-)
-def test_hostile_addresses_do_nothing(tab: Tab, fragment: str) -> None:
-    tab.open(fragment)
+def test_hover_on_the_other_charts(tab_of: TabOf, wide_file: Path, wide: Contents) -> None:
+    """Each says what is under the pointer, as its picture's tables do."""
+    tab = tab_of(wide_file).open()
+    tab.page.mouse.move(*tab.at("steps", WIDE_SINCE + 10.5, 0.1))
+    assert f"step {WIDE_SINCE + 10}" in tab.tip()
+    assert f"rank {WIDE_SLOW} is slow in forward" in tab.tip()
+    tab.page.mouse.move(*tab.at("phases", 0.1, 23.5))
+    first = by_prominence(wide["report"])[0]
+    assert first["typical"] is not None
+    assert tab.tip().splitlines()[0] == f"rank {first['rank']}"
+    assert f"forward: {duration(first['typical']['parts']['forward'])}" in tab.tip()
+    tab.page.mouse.move(*tab.at("modules", 0.001, len(wide["report"]["modules"]) - 0.5))
+    assert wide["report"]["modules"][0]["name"] in tab.tip()
+    assert f"{duration(wide['report']['modules'][0]['own_s_per_step'])} a step" in tab.tip()
+    tab.page.mouse.move(*tab.at("collectives", 0.001, 0.5))
+    assert "came last in" in tab.tip()
+    tab.page.mouse.move(*tab.at("memory", 100.5, 2.6e9))
+    assert f"rank {WIDE_SLOW}: 2.6 GB" in tab.tip() or f"rank {WIDE_SLOW}: 2.5 GB" in tab.tip()
     assert tab.problems == []
 
 
-def test_theme_changes_colours(tab: Tab) -> None:
-    """System, light, dark, in turn; charts are drawn anew in the colours."""
-    button = tab.page.get_by_role("button", name="theme:")
-    colours = set()
-    for _ in range(3):
-        button.click()
-        tab.settle()
-        colours.add(tab.value("getComputedStyle(document.body).backgroundColor"))
-    assert len(colours) >= 2
-    assert tab.problems == []
+def test_telemetry_is_read_at_the_pointer_and_gaps_are_gaps(tab_of: TabOf, wide_file: Path) -> None:
+    tab = tab_of(wide_file).open("#telemetry")
+    place = tab.page.locator("#telemetry .part .chart").first
+    box = place.bounding_box()
+    tab.page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 25)
+    assert f"rank {WIDE_SLOW}: 8" in tab.tip()  # hotter than 80 degrees
+    assert "°C" in tab.tip()
+    gap = "torchlensPage.charts.find(({title}) => title).data[0].y.slice(100, 110).every(Number.isNaN)"
+    assert tab.value(gap)
 
 
-def test_tables_are_sorted_by_their_numbers(tab: Tab) -> None:
-    """With units, downwards and upwards; who cannot see hears which way."""
-    head = tab.page.locator(".selected-ranks thead th").nth(1)
-    head.get_by_role("button").click()
-    first = tab.page.locator(".selected-ranks tbody tr").first.locator("th").inner_text()
-    assert (first, head.get_attribute("aria-sort")) == (str(SLOW), "descending")
-    head.get_by_role("button").click()
-    first = tab.page.locator(".selected-ranks tbody tr").first.locator("th").inner_text()
-    assert (first != str(SLOW), head.get_attribute("aria-sort")) == (True, "ascending")
+def test_time_line_shows_who_waits_for_whom(tab: Tab, shown: Contents) -> None:
+    """Waits are where the joined collectives have them, and the rank that came last has a mark."""
+    tab.show("step")
+    line = tab.named("step")
+    step = shown["traces"]["steps"][0]
+    waits = {
+        (joined["number"], joined["group_name"], rank): wait
+        for joined in step["collectives"]
+        for rank, wait in joined["wait_us"].items()
+        if wait and joined["last_rank"] != int(rank)
+    }
+    drawn = tab.value(f"{line}.waits.left.map((at, index) => {line}.waits.right[index] - at)")
+    assert sorted(drawn) == pytest.approx(sorted(wait / 1e3 for wait in waits.values()), abs=2e-3)
+    lasts = sum(joined["last_rank"] is not None for joined in step["collectives"])
+    assert tab.value(f"{line}.lasts.x.length") == lasts
+    assert tab.page.locator("figure[data-chart=step] p.chart-words").inner_text().startswith(_words(step))
 
 
-def test_hostile_names_are_text(tab_of: TabOf, held: Any, tmp_path: Path) -> None:
-    """What others may name is shown as text, in every chart and table, whatever is in it."""
-    changed = json.loads(json.dumps(held))
-    for place, name in zip(changed["steps"]["places"], HOSTILE, strict=True):
-        place["host"] = name
-        place["mesh"] = {name: 0}
-    changed["traces"]["names"] = [HOSTILE[at % len(HOSTILE)] for at in range(len(changed["traces"]["names"]))]
-    for at, module in enumerate(changed["report"]["modules"]):
-        module["name"] = HOSTILE[at % len(HOSTILE)]
-    changed["report"]["run"]["program"] = HOSTILE[1]
-    for step in changed["traces"]["steps"]:
-        step["why"] = HOSTILE[0]
-        for collective in step["collectives"]:
-            collective["name"], collective["group"] = HOSTILE[0], HOSTILE[4]
-    path = tmp_path / "hostile.html"
-    path.write_text(document(changed), "utf-8")
-    tab = tab_of(path)
-    asked: list[str] = []
-    tab.page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
-    tab.open("#heat;group=node")
-    for key in ("group", "quantity"):
-        for option in tab.page.locator(f"select[name={key}]").locator("option").all()[:4]:
-            tab.page.select_option(f"select[name={key}]", option.get_attribute("value"))
-            tab.settle()
-    assert (asked, tab.problems, tab.foreign()) == ([], [], [])
-    assert tab.value("document.querySelectorAll('img[src=x], main script').length") == 0
-    assert tab.value("document.documentElement.scrollWidth <= innerWidth + 1")
+def test_hover_on_the_time_line(tab: Tab, shown: Contents) -> None:
+    """A collective says who came last, and is framed on all of its ranks."""
+    tab.show("step")
+    line = tab.named("step")
+    step = shown["traces"]["steps"][0]
+    joined = max(step["collectives"], key=lambda each: max(wait or 0 for wait in each["wait_us"].values()))
+    waiter = max(joined["wait_us"], key=lambda rank: joined["wait_us"][rank] or 0)
+    place = tab.value(
+        f"""(() => {{ const line = {line}, at = line.about.findIndex(({{rank, key}}) => rank === {waiter} && key ===
+        `allreduce {joined["group_name"]} {joined["number"]}`); const {{left, right, top, bottom}} = line.spans;
+        return [(left[at] + right[at]) / 2, (top[at] + bottom[at]) / 2]; }})()"""
+    )
+    tab.page.mouse.move(*tab.at("step", *place))
+    text = tab.tip()
+    assert f"rank {joined['last_rank']} came last" in text
+    assert f"waited {duration((joined['wait_us'][waiter] or 0) / 1e6)}" in text
+    assert tab.value(f"{line}.focus.spans.data.left.length") == len(joined["wait_us"])
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_axe_finds_no_serious_fault(tab_of: TabOf, file: Path, dark: bool) -> None:
-    """By axe-core, with charts drawn, in both themes."""
-    from axe_playwright_python.sync_playwright import Axe
-
-    tab = tab_of(file, dark=dark).open()
-    found = Axe().run(tab.page).response["violations"]
-    serious = {each["id"]: each["nodes"][0]["html"] for each in found if each["impact"] in ("serious", "critical")}
-    assert serious == {}
-
-
-def test_newer_contents_keep_the_view(tab: Tab, held: Any) -> None:
-    """As the live page gives them: what is selected stays, what is new is drawn."""
-    tab.open("#heat;steps=60-120;rank=3;order=slowness")
-    changed = json.loads(json.dumps(held))
-    changed["report"]["modules"] = changed["report"]["modules"][:1]
-    tab.page.evaluate("(newer) => torchlensPage.update(newer)", changed)
+def test_device_lanes(tab_of: TabOf, device_file: Path) -> None:
+    """Work on a device has a lane of its own, and phases can be had by its clock."""
+    tab = tab_of(device_file).open("#step")
+    lanes: Any = tab.value(
+        "[...torchlensPage.charts.find(({figure}) => figure.dataset.chart === 'step').labels.values()]"
+    )
+    assert "device" in lanes
+    tab.show("phases")
+    before = tab.page.locator("figure[data-chart=phases] p.chart-words")
+    tab.page.select_option("select[name=clock]", "device")
     tab.settle()
-    assert tab.value("torchlensPage.view.now.steps") == [60, 120]
-    assert tab.value("torchlensPage.contents.report.modules.length") == 1
-    assert (cells(tab)[0], tab.problems) == (SLOW, [])
-
-
-def test_without_scripts_everything_is_there(tab_of: TabOf, file: Path) -> None:
-    """Pictures and tables instead of charts; nothing is asked for."""
-    tab = tab_of(file, scripts=False)
-    tab.page.goto(file.as_uri())
-    assert tab.page.locator("figure[data-chart]").count() >= 1
-    assert tab.page.locator(".chart").count() == 0
-    assert tab.foreign() == []
-
-
-def test_phone_has_no_sideways_scroll(tab_of: TabOf, file: Path) -> None:
-    tab = tab_of(file, phone=True).open()
-    assert tab.value("document.documentElement.scrollWidth <= innerWidth + 1")
+    assert "by the device's clock" in before.inner_text()
+    assert tab.problems == []

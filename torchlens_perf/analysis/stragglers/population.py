@@ -67,12 +67,11 @@ class Population:
         if not pending:
             return []
         width = max(block.width for block in pending)
-        first = min(int(block.key[block.key >= 0].min()) * block.width for block in pending) // width
-        last = max(int(block.key.max()) * block.width for block in pending) // width
-        if last - first <= _CHUNK_ROWS:
+        rows = np.unique(np.concatenate([block.key[block.key >= 0] * block.width // width for block in pending]))
+        if rows[-1] - rows[0] <= _CHUNK_ROWS:
             return [pending]
         chunks = []
-        for begin in range(first, last + 1, _CHUNK_ROWS):
+        for begin in np.unique(rows // _CHUNK_ROWS * _CHUNK_ROWS).tolist():  # not what lies between
             pieces = [block.between(begin * width, (begin + _CHUNK_ROWS) * width) for block in pending]
             chunks.append([block for block in pieces if (block.key >= 0).any()])
         return [chunk for chunk in chunks if chunk]

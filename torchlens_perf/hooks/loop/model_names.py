@@ -89,8 +89,9 @@ def _held_names(models: Sequence[Module]) -> dict[int, str]:
             continue
         for rank, name, value in _named_values(holder):
             held.setdefault(id(value), []).append((rank, len(name), name))
-    for rank, name, value in _local_values(sys._getframe()):
-        held.setdefault(id(value), []).append((rank, len(name), name))
+    for depth, (rank, name, value) in enumerate(_local_values(sys._getframe())):
+        # The outermost first: a helper calls each of them `model`, its caller does not.
+        held.setdefault(id(value), []).append((rank, -depth, name))
     for holder in gc.get_referrers(*containers) if containers else ():
         for rank, name, value in _named_values(holder):
             if any(value is container for container in containers):

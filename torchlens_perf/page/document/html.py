@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
-import importlib.util
 import json
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import duration_or_dash
+from torchlens_perf.page.document.scripts import chart_library, page_script, static
 from torchlens_perf.page.pictures.markup import Element, html, raw, tag
 from torchlens_perf.page.sections.every import SECTIONS
 from torchlens_perf.page.sections.quality import overhead_words
@@ -20,43 +17,37 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchlens_perf.page.contents import Contents
+    from torchlens_perf.page.document.scripts import Library
     from torchlens_perf.page.pictures.markup import Child
 
-_STATIC = "static"
-# The charts' library, where it is installed: the package, and the file in it. It is not imported.
-CHART_LIBRARY = ("bokeh", ("server/static/js/bokeh.min.js", "server/static/js/bokeh-api.min.js"))
-# In the order in which each needs those before it.
-SCRIPTS = ("contents.js", "view.js", "charts.js", "timeline.js", "series.js", "page.js")
 STYLES = ("page.css", "charts.css")
+# Of a page that asks its own server, and nobody else. The charts' library makes style elements of its own.
+LIVE_POLICY = "; ".join(
+    [
+        "default-src 'none'", "img-src data:", "style-src 'self' 'unsafe-inline'", "script-src 'self'",
+        "connect-src 'self'", "base-uri 'none'", "form-action 'self'",
+    ]
+)  # fmt: skip
 
 
 class LivePart(NamedTuple):
-    """What the live page has besides a file. It may ask its own server, and nobody else."""
+    """What the live page has besides a file, and what it has by its address on its own server instead of in itself."""
 
-    script: str
+    version: str
+    """Of the run, as the server tells it; another one is newer."""
     elements: Sequence[Child]
     """Shown above the verdicts."""
+    styles: Sequence[str]
+    scripts: Sequence[str]
 
 
 def document(contents: Contents, live: LivePart | None = None) -> str:
     """The page. contents: see contents.py. live: where a server shows it; None for a file."""
-    style, library = "\n".join(map(static, STYLES)), chart_library()
-    scripts = [library, "\n".join(map(static, SCRIPTS))] if library else []
-    scripts += [live.script] if live is not None else []
     run = contents["report"]["run"]
-    title = f"{run['program'] or 'run'} · {run['id']} · torchlens_perf"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy([style], scripts, asks=live is not None)),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("title", title),
-        raw("style", style),
-    )
     sections = [section(contents) for _, _, section in SECTIONS]
     shown = [(key, label) for (key, label, _), each in zip(SECTIONS, sections, strict=True) if each is not None]
+    title = f"{run['program'] or 'run'} · {run['id']} · torchlens_perf"
+    rules, styles, scripts = _in_file() if live is None else _by_address(live)
     body = tag(
         "body",
         tag("a", "Skip to the verdicts", class_="skip", href="#verdicts"),
@@ -69,10 +60,44 @@ def document(contents: Contents, live: LivePart | None = None) -> str:
         tag("main", live.elements if live is not None else None, sections),
         tag("footer", tag("p", f"Written {contents['written']} by torchlens_perf {contents['version']}.")),
         raw("script", inert(contents), type="application/json", id="contents"),
-        [raw("script", each) for each in scripts],
+        scripts,
     )
     state = None if live is None else "running" if run["live"] else "ended"
-    return f"<!DOCTYPE html>\n{html(tag('html', head, body, lang='en', data_live=state))}\n"
+    version = live.version if live is not None else None
+    whole = tag("html", head(title, rules, styles), body, lang="en", data_live=state, data_version=version)
+    return f"<!DOCTYPE html>\n{html(whole)}\n"
+
+
+def head(title: str, rules: str, styles: Child) -> Element:
+    """Of each page of ours. rules: its content security policy."""
+    return tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=rules),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="referrer", content="no-referrer"),
+        tag("title", title),
+        styles,
+    )
+
+
+def _in_file() -> tuple[str, Child, Child]:
+    """Policy, styles and scripts of a page that has all in itself."""
+    style, scripts, library = "\n".join(map(static, STYLES)), [page_script()], chart_library()
+    packed = raw("script", library.packed, type="text/plain", id="chart-library") if library is not None else None
+    rules = policy([style], scripts, library)
+    return rules, raw("style", style), [packed, *(raw("script", each) for each in scripts)]
+
+
+def _by_address(live: LivePart) -> tuple[str, Child, Child]:
+    """The same of one that has them from its server."""
+    return LIVE_POLICY, by_address(live.styles), [tag("script", src=each) for each in live.scripts]
+
+
+def by_address(styles: Sequence[str]) -> list[Element]:
+    """Links to styles, and to no icon: a browser would ask the server for one."""
+    return [tag("link", rel="icon", href="data:,"), *(tag("link", rel="stylesheet", href=each) for each in styles)]
 
 
 def _header(contents: Contents) -> Element:
@@ -101,43 +126,22 @@ def inert(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def policy(styles: list[str], scripts: list[str], *, asks: bool = False) -> str:
+def policy(styles: list[str], scripts: list[str], library: Library | None) -> str:
     """The content security policy: scripts that are in the page, by their hashes, and nothing else; no network at all.
 
-    asks: of the live page, which asks its own server. The charts' library makes style elements of its own, whose hashes
-    nobody knows before. A style can reach nothing.
+    The charts' library makes style elements of its own, whose hashes nobody knows before. A style can reach nothing.
     """
-    style = ["'unsafe-inline'"] if scripts else [f"'{_digest(text)}'" for text in styles]
+    texts = [*scripts, *([library.text] if library is not None else [])]
     parts = {
         "default-src": ["'none'"],
-        "img-src": ["data:", "blob:"] if scripts else ["data:"],
-        "style-src": style,
-        "script-src": [f"'{_digest(text)}'" for text in scripts] or ["'none'"],
+        "img-src": ["data:"],
+        "style-src": ["'unsafe-inline'"] if library is not None else [f"'{_digest(text)}'" for text in styles],
+        "script-src": [f"'{_digest(text)}'" for text in texts] or ["'none'"],
         "base-uri": ["'none'"],
-        "form-action": ["'self'"] if asks else ["'none'"],
+        "form-action": ["'none'"],
     }
-    if asks:
-        parts["connect-src"] = ["'self'"]
     return "; ".join(" ".join([source, *allowed]) for source, allowed in parts.items())
 
 
 def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-@functools.cache
-def static(name: str) -> str:
-    """A file of the page's own; "" where there is none."""
-    path = resources.files("torchlens_perf.page") / _STATIC / name
-    return path.read_text("utf-8") if path.is_file() else ""
-
-
-@functools.cache
-def chart_library() -> str:
-    """The charts' JavaScript library; "" where it is not installed: the page then has its pictures only."""
-    package, files = CHART_LIBRARY
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
-        return ""
-    paths = [Path(found.origin).parent / file for file in files]
-    return "\n".join(path.read_text("utf-8") for path in paths) if all(path.is_file() for path in paths) else ""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 HOST, DEVICE = "host", "device"
 _LANES = (HOST, "collectives", "other threads", DEVICE, "collectives on the device")
+_NUMBER = 0xFFFFFFFF  # the lower half of a collective's second value
 _ROUNDED_US = 0.1
 MAX_SPANS = 600  # of one rank and step: the longest
 
@@ -97,6 +98,7 @@ def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], names: Names,
     kinds = np.where(on_device, spans["value0"].astype(np.int64), spans["kind"].astype(np.int64)).tolist()
     start_us = np.round((spans["start_ns"] - begin_ns) / 1e3, 1)
     duration_us = np.round(np.maximum(spans["duration_ns"], 0) / 1e3, 1)
+    numbered = spans["kind"] == Kind.COLLECTIVE
     depth = spans["depth"].astype(np.int64)
     depth = depth - depth.min() if lane == HOST else _apart(start_us, start_us + duration_us)
     return {
@@ -106,6 +108,7 @@ def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], names: Names,
         "start_us": start_us.tolist(),
         "duration_us": duration_us.tolist(),
         "depth": depth.tolist(),
+        "number": np.where(numbered, spans["value1"] & _NUMBER, 0).tolist() if numbered.any() else None,
     }
 
 

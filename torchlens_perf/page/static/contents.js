@@ -1,27 +1,42 @@
-// The page's contents: decoding, and what is computed from them. Reads page/contents.py's JSON; draws nothing.
-"use strict";
-
-const torchlens = {};
-
+// The page's contents (contents.py): decoding, and what is computed from them. Draws nothing.
 {
-  const NOT_MEASURED = 0, ZERO = 1, FIRST = 2;
-  const FEW_RANKS = 16; // as analysis/stragglers/excess.py: of more, the median of all is that of the others
+  const { duration, signed } = torchlens;
+  const NOT_MEASURED = 0;
+  const ZERO = 1;
+  const FIRST = 2;
+  const CODES = 1 << 16;
+  const FEW_RANKS = 16; // as analysis/stragglers/excess.py: of more, one does not move the median
 
   async function inflated(text) {
-    const packed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+    const packed = atob(text);
+    const bytes = new Uint8Array(packed.length);
+    for (let at = 0; at < packed.length; at++) bytes[at] = packed.charCodeAt(at);
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     return new Response(stream).arrayBuffer();
   }
+  torchlens.inflated = inflated;
 
-  // Durations in seconds, row by row; NaN is what was not measured.
-  async function decoded(matrix) {
-    const bytes = new DataView(await inflated(matrix.codes));
-    const values = new Float32Array(bytes.byteLength / 2);
-    for (let at = 0; at < values.length; at++) {
-      const code = bytes.getUint16(2 * at, true);
-      values[at] = code === NOT_MEASURED ? NaN
-        : code === ZERO ? 0 : matrix.smallest_s * Math.exp((code - FIRST) * matrix.log_step);
-    }
+  // Seconds by code. NaN is what was not measured.
+  function table({ smallest_s, log_step }) {
+    const seconds = new Float32Array(CODES);
+    for (let code = FIRST; code < CODES; code++) seconds[code] = smallest_s * Math.exp((code - FIRST) * log_step);
+    seconds[NOT_MEASURED] = NaN;
+    seconds[ZERO] = 0;
+    return seconds;
+  }
+
+  const isLittleEndian = new Uint8Array(new Uint16Array([1]).buffer)[0] === 1;
+
+  async function codesOf(matrix) {
+    const buffer = await inflated(matrix.codes);
+    const codes = new Uint16Array(buffer);
+    if (!isLittleEndian) for (let at = 0; at < codes.length; at++) codes[at] = (codes[at] >> 8) | (codes[at] << 8);
+    return codes;
+  }
+
+  function decoded(codes, seconds) {
+    const values = new Float32Array(codes.length);
+    for (let at = 0; at < codes.length; at++) values[at] = seconds[codes[at]];
     return values;
   }
 
@@ -29,43 +44,54 @@ const torchlens = {};
     const middle = ascending.length >> 1;
     return ascending.length % 2 ? ascending[middle] : (ascending[middle - 1] + ascending[middle]) / 2;
   }
+  torchlens.median = (values) => (values.length ? median(Float64Array.from(values).sort()) : NaN);
 
-  // The median of the others, for the value at this place among ascending ones.
-  function medianOfOthers(ascending, place) {
-    if (ascending.length > FEW_RANKS) return median(ascending);
+  // The median of the others, for one of the ascending values.
+  function medianOfOthers(ascending, value) {
+    let place = 0;
+    while (ascending[place] < value) place++;
     const at = (index) => ascending[index < place ? index : index + 1];
     const others = ascending.length - 1;
     return (at((others - 1) >> 1) + at(others >> 1)) / 2;
   }
 
-  // How much more work each rank has than the median of the others of its population, as a share of that median.
+  // How much more work each rank has than the median of the others that do the same, as a share of that median.
   function excess(work, places, columns) {
     const shares = new Float32Array(work.length).fill(NaN);
     const populations = new Map();
-    places.forEach((place, row) => {
-      if (!populations.has(place.population)) populations.set(place.population, []);
-      populations.get(place.population).push(row);
+    places.forEach(({ population }, row) => {
+      if (!populations.has(population)) populations.set(population, []);
+      populations.get(population).push(row * columns);
     });
-    for (const rows of populations.values()) {
+    for (const starts of populations.values()) {
+      const present = new Float32Array(starts.length);
       for (let column = 0; column < columns; column++) {
-        const present = rows.filter((row) => !Number.isNaN(work[row * columns + column]));
-        if (present.length < 2) continue;
-        present.sort((one, other) => work[one * columns + column] - work[other * columns + column]);
-        const ascending = present.map((row) => work[row * columns + column]);
-        present.forEach((row, place) => {
-          const others = medianOfOthers(ascending, place);
-          if (others > 0) shares[row * columns + column] = work[row * columns + column] / others - 1;
-        });
+        let count = 0;
+        for (const start of starts) {
+          const value = work[start + column];
+          if (value === value) present[count++] = value;
+        }
+        if (count < 2) continue;
+        const ascending = present.subarray(0, count).sort();
+        const middle = count > FEW_RANKS ? median(ascending) : NaN;
+        for (const start of starts) {
+          const value = work[start + column];
+          if (value !== value) continue;
+          const others = count > FEW_RANKS ? middle : medianOfOthers(ascending, value);
+          if (others > 0) shares[start + column] = value / others - 1;
+        }
       }
     }
     return shares;
   }
 
+  // [ranks, columns] of all that is known of steps.
   class Steps {
-    constructor(contents, matrices) {
-      const steps = contents.steps;
+    constructor(steps, matrices) {
+      Object.assign(this, matrices); // step, work, parts, device_parts; codes and seconds of step
       this.places = steps.places;
       this.ranks = steps.places.length;
+      this.rowOf = new Map(steps.places.map((place, row) => [place.rank, row]));
       this.first = steps.columns.first_steps;
       this.columns = this.first.length;
       this.width = steps.columns.width;
@@ -74,71 +100,143 @@ const torchlens = {};
       this.bands = steps.bands;
       this.slow = steps.slow;
       this.memory_bytes = steps.memory_bytes;
-      Object.assign(this, matrices); // step, work, parts, device_parts
-      this.quantities = new Map([["excess", null], ["step", this.step], ["work", this.work]]);
+      this.begin = this.first[0] ?? 0;
+      this.end = this.columns ? this.first[this.columns - 1] + this.width : this.begin + 1;
+      this.quantities = new Map([
+        ["excess", null],
+        ["step", this.step],
+        ["work", this.work],
+      ]);
       for (const [part, values] of this.parts) this.quantities.set(part, values);
       for (const [part, values] of this.device_parts) this.quantities.set(`device ${part}`, values);
     }
-
-    get end() { return this.columns ? this.first[this.columns - 1] + this.width : 0; }
 
     values(quantity) {
       if (quantity === "excess" && this.quantities.get("excess") === null) {
         this.quantities.set("excess", excess(this.work, this.places, this.columns));
       }
-      return this.quantities.get(quantity) ?? this.step;
+      return this.quantities.get(quantity);
     }
 
+    // The column that a step is in; the nearest one where it is in none.
     column(step) {
-      const at = this.first.findIndex((first) => step < first + this.width);
-      return at < 0 ? this.columns - 1 : at;
+      let low = 0;
+      let high = this.columns - 1;
+      while (low < high) {
+        const middle = (low + high + 1) >> 1;
+        if (this.first[middle] <= step) low = middle;
+        else high = middle - 1;
+      }
+      return low;
     }
 
     // Columns [from, until) of the steps [since, end); all without a selection.
     range(selection) {
       if (!selection) return [0, this.columns];
       const from = this.column(selection[0]);
-      return [from, Math.max(from + 1, this.column(Math.max(selection[0], selection[1] - 1)) + 1)];
+      return [from, Math.max(from, this.column(selection[1] - 1)) + 1];
     }
 
     // The mean of a row over columns; NaN where nothing was measured.
     mean(values, row, [from, until]) {
-      let sum = 0, count = 0;
-      for (let column = from; column < until; column++) {
-        const value = values[row * this.columns + column];
-        if (!Number.isNaN(value)) { sum += value; count++; }
+      let sum = 0;
+      let count = 0;
+      for (let at = row * this.columns + from; at < row * this.columns + until; at++) {
+        const value = values[at];
+        if (value === value) {
+          sum += value;
+          count++;
+        }
       }
       return count ? sum / count : NaN;
     }
+
+    // Of all ranks' steps in these columns: how many there are, quantiles, and the longest with its place.
+    spread([from, until]) {
+      const counts = new Uint32Array(CODES);
+      let count = 0;
+      let longest = 0;
+      let at = -1;
+      for (let row = 0; row < this.ranks; row++) {
+        for (let index = row * this.columns + from; index < row * this.columns + until; index++) {
+          const code = this.codes[index];
+          if (code === NOT_MEASURED) continue;
+          counts[code]++;
+          count++;
+          if (code > longest) {
+            longest = code;
+            at = index;
+          }
+        }
+      }
+      const quantile = (share) => {
+        let left = Math.max(1, Math.ceil(share * count));
+        let code = 0;
+        while (left > 0 && ++code < CODES) left -= counts[code];
+        return this.seconds[code];
+      };
+      if (!count) return null;
+      const row = Math.floor(at / this.columns);
+      return {
+        count,
+        p50_s: quantile(0.5),
+        p95_s: quantile(0.95),
+        max_s: this.seconds[longest],
+        rank: this.places[row].rank,
+        column: at - row * this.columns,
+      };
+    }
   }
 
-  torchlens.read = async (contents) => {
-    if (!contents.steps) return null;
-    const many = async (matrices) => new Map(await Promise.all(
-      Object.entries(matrices).map(async ([name, matrix]) => [name, await decoded(matrix)])));
-    const [step, work, parts, device_parts] = await Promise.all([
-      decoded(contents.steps.step), decoded(contents.steps.work),
-      many(contents.steps.parts), many(contents.steps.device_parts),
+  torchlens.read = async ({ steps }) => {
+    if (!steps) return null;
+    const tables = new Map(); // all matrices of a page are usually coded alike
+    const tableOf = (matrix) => {
+      const key = `${matrix.smallest_s} ${matrix.log_step}`;
+      if (!tables.has(key)) tables.set(key, table(matrix));
+      return tables.get(key);
+    };
+    const values = async (matrix) => decoded(await codesOf(matrix), tableOf(matrix));
+    const named = async (matrices) =>
+      new Map(await Promise.all(Object.entries(matrices).map(async ([name, matrix]) => [name, await values(matrix)])));
+    const [codes, work, parts, device_parts] = await Promise.all([
+      codesOf(steps.step),
+      values(steps.work),
+      named(steps.parts),
+      named(steps.device_parts),
     ]);
-    return new Steps(contents, { step, work, parts, device_parts });
+    const seconds = tableOf(steps.step);
+    return new Steps(steps, { codes, seconds, step: decoded(codes, seconds), work, parts, device_parts });
   };
 
-  // -- values as text, as the report writes them
-
-  torchlens.duration = (seconds) => {
-    if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "not measured";
-    const size = Math.abs(seconds);
-    if (size >= 100) return `${seconds.toFixed(0)} s`;
-    if (size >= 1) return `${seconds.toFixed(2)} s`;
-    if (size >= 1e-3) return `${(seconds * 1e3).toPrecision(3)} ms`;
-    return size ? `${(seconds * 1e6).toPrecision(3)} us` : "0 s";
+  // What the heat map can show: [key, words, whether it is a share].
+  torchlens.quantityWords = (key) => {
+    if (key === "excess") return "more work than the others";
+    if (key === "step") return "step time";
+    if (key.startsWith("device ")) return `${torchlens.partWord(key.slice(7))}, on the device`;
+    return torchlens.partWord(key);
   };
-  torchlens.percent = (share) => (Number.isNaN(share) ? "not measured" : `${(share * 100).toFixed(1)} %`);
-  torchlens.amount = (quantity, value) =>
-    quantity === "excess" ? torchlens.percent(value) : torchlens.duration(value);
-  // What a user can have named: never markup, never longer than a line.
-  torchlens.short = (text, length = 60) => {
-    const plain = String(text).replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu, "\ufffd");
-    return plain.length > length ? `${plain.slice(0, length - 1)}\u2026` : plain;
+  torchlens.quantityText = (key, value) => (key === "excess" ? signed(value) : duration(value));
+
+  // Ranks that verdicts are about, in their order; as page/sections/ranks.py.
+  const NAMED = new Set(["straggler", "hang", "out_of_memory", "hang_ended", "straggler_transient", "straggler_ended"]);
+  torchlens.namedRanks = ({ verdicts }) => {
+    const found = new Set();
+    for (const { kind, rank, evidence } of verdicts) {
+      if (!NAMED.has(kind) || rank === null) continue;
+      found.add(rank);
+      if (Array.isArray(evidence?.ranks)) for (const other of evidence.ranks) found.add(other);
+    }
+    return found;
+  };
+
+  // The report's ranks: named ones first, then by the time that they do not wait; as page/sections/ranks.py.
+  torchlens.byProminence = (report) => {
+    const order = new Map([...torchlens.namedRanks(report)].map((rank, place) => [rank, place]));
+    const own = ({ typical }) => (typical === null ? 0 : (typical.work_s ?? typical.own_s));
+    const place = ({ rank }) => order.get(rank) ?? order.size;
+    return [...report.ranks].sort(
+      (one, other) => place(one) - place(other) || own(other) - own(one) || one.rank - other.rank,
+    );
   };
 }

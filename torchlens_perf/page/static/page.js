@@ -1,51 +1,17 @@
-// Puts the charts in the places of the page's pictures, and keeps them showing the same view.
-"use strict";
-
+// Start here: puts the charts in the places of the page's pictures, and keeps all of them showing the same view.
 {
-  const CHARTS = {
-    heat: [() => torchlens.Heat, ["quantity", "group", "order", "theme"], ["step", "rank", "steps"]],
-    steps: [() => torchlens.StepTimes, ["theme"], ["step"]],
-    phases: [() => torchlens.Phases, ["steps", "theme"], []],
-    step: [() => torchlens.Timeline, ["step", "theme"], []],
-    modules: [() => torchlens.Modules, ["theme"], []],
-    memory: [() => torchlens.Memory, ["theme"], []],
-    telemetry: [() => torchlens.Telemetry, ["theme"], []],
-  };
-  const NEEDS_STEPS = new Set(["heat", "steps", "phases", "memory"]);
-  const THEMES = ["system", "light", "dark"];
-
-  // -- tables that can be sorted: by numbers with units where cells hold those
-
-  const UNITS = { ns: 1e-9, us: 1e-6, "\u00b5s": 1e-6, ms: 1e-3, s: 1, min: 60, h: 3600, B: 1, kB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12, KiB: 1024, MiB: 2 ** 20, GiB: 2 ** 30, "%": 0.01 };
-  function sortKey(cell) {
-    const text = cell.dataset.value ?? cell.textContent.trim();
-    const found = /^([+-]?[\d.,]+(?:e[+-]?\d+)?)\s*(\S*)$/.exec(text.replaceAll(",", ""));
-    if (!found || Number.isNaN(Number(found[1]))) return text;
-    return Number(found[1]) * (UNITS[found[2]] ?? 1);
-  }
-
-  torchlens.sortable = (table) => {
-    const rows = table.tBodies[0]?.rows ?? [];
-    if (rows.length < 2 || !table.tHead) return;
-    for (const [column, head] of [...table.tHead.rows[0].cells].entries()) {
-      if (head.querySelector("button")) continue;
-      const button = document.createElement("button");
-      button.type = "button";
-      button.className = "sorts";
-      button.append(...head.childNodes);
-      head.append(button);
-      button.addEventListener("click", () => {
-        const descending = head.getAttribute("aria-sort") !== "descending";
-        for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
-        head.setAttribute("aria-sort", descending ? "descending" : "ascending");
-        const sorted = [...table.tBodies[0].rows].map((row) => [row, sortKey(row.cells[column] ?? row.cells[0])]);
-        const order = (one, other) => (typeof one === "number" && typeof other === "number" ? one - other
-          : typeof one === typeof other ? String(one).localeCompare(String(other), "en", { numeric: true }) : typeof one === "number" ? 1 : -1);
-        sorted.sort(([, one], [, other]) => (descending ? order(other, one) : order(one, other)));
-        table.tBodies[0].append(...sorted.map(([row]) => row));
-      });
-    }
-  };
+  const { short, element } = torchlens;
+  const CHARTS = new Map([
+    ["heat", "Heat"],
+    ["steps", "StepTimes"],
+    ["phases", "Phases"],
+    ["step", "Timeline"],
+    ["modules", "Modules"],
+    ["collectives", "Collectives"],
+    ["memory", "Memory"],
+  ]);
+  const OF_STEPS = new Set(["heat", "steps", "phases", "memory"]);
+  const FEWEST_COLUMNS = 4;
 
   class Page {
     constructor(contents, steps) {
@@ -54,206 +20,352 @@
       this.isLive = document.documentElement.dataset.live !== undefined;
       this.view = new torchlens.View();
       this.charts = [];
-      this.asked = new Set();
-      this.idle = true;
+      this.work = null;
+      this.version = 0; // of the contents
+      this.window = this.zoomed();
+      document.querySelector("header")?.append(torchlens.themeChoice(this.view));
+      this.bar = new torchlens.SelectionBar(this);
+      this.view.watch((view, changed) => this.follow(changed));
+      this.settle();
+      this.draw();
+      const redrawn = () => this.follow(new Set(["theme"]));
+      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawn);
+      let width = innerWidth;
+      let waiting;
+      addEventListener("resize", () => {
+        if (innerWidth === width) return; // a phone's address bar
+        width = innerWidth;
+        clearTimeout(waiting);
+        waiting = setTimeout(redrawn, 150);
+      });
+      for (const name of ["pointerdown", "focusin"]) {
+        document.querySelector("main").addEventListener(name, ({ target }) => {
+          this.held = target.closest("figure") ?? target.closest("section");
+        });
+      }
+      document.addEventListener("click", (event) => {
+        const link = event.target.closest?.('a[href^="#"]');
+        if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+        event.preventDefault();
+        this.go(decodeURIComponent(link.getAttribute("href").slice(1)));
+      });
     }
 
-    // Charts over steps are zoomed together. A range belongs to one chart: each has its own, and they follow each other.
-    range() {
-      const [low, high] = this.bounds();
-      this.zoom ??= [low, high];
-      const range = new Bokeh.Range1d({ start: this.zoom[0], end: this.zoom[1], bounds: [low, high], reset_start: low, reset_end: high });
-      const changed = () => this.zoomed(range);
-      range.properties.start.change.connect(changed);
-      range.properties.end.change.connect(changed);
-      return range;
+    // Finds the places of charts, and tables; again when the page's own parts have been renewed.
+    settle() {
+      if (typeof Bokeh !== "undefined") torchlens.separate(document);
+      for (const figure of typeof Bokeh === "undefined" ? [] : document.querySelectorAll("figure[data-chart]")) {
+        const key = figure.dataset.chart;
+        if (this.charts.some((chart) => chart.figure === figure)) continue;
+        if (key === "telemetry") {
+          this.telemetry(figure);
+        } else if (CHARTS.has(key) && (this.steps || !OF_STEPS.has(key))) {
+          this.charts.push(new torchlens[CHARTS.get(key)](this, figure));
+        }
+      }
+      for (const table of document.querySelectorAll("main table")) torchlens.sortable(table);
+      const ranks = document.getElementById("ranks");
+      if (ranks && !this.rankTable) {
+        this.rankTable = new torchlens.RankTable(this, ranks);
+        this.rankTable.follow(new Set(torchlens.VIEW_KEYS));
+      }
+      this.verdictButtons();
+      this.bar.show();
     }
 
-    bounds() {
-      const low = this.steps.first[0] ?? 0;
-      return [low, Math.max(this.steps.end, low + 1)];
-    }
-
-    zoomed(range) {
-      if (range.start === this.zoom[0] && range.end === this.zoom[1]) return;
-      this.zoom = [range.start, range.end];
-      for (const { chart } of this.charts) {
-        if (chart.range && chart.range !== range) chart.range.setv({ start: range.start, end: range.end });
+    // A chart for each quantity.
+    telemetry(outer) {
+      const titles = new Set(this.contents.telemetry.map(({ title }) => title));
+      const known = new Set(this.charts.map(({ figure }) => figure));
+      outer.removeAttribute("tabindex");
+      for (const part of outer.querySelectorAll(".part")) {
+        const { title } = part.dataset;
+        if (titles.has(title) && !known.has(part)) this.charts.push(new torchlens.Telemetry(this, part, title));
       }
     }
 
-    width(place) { return Math.max(280, Math.floor(place.clientWidth) - 4); }
+    // From a verdict to the steps and the rank that it is about.
+    verdictButtons() {
+      if (!this.steps) return;
+      for (const [at, { rank, since_step }] of this.contents.report.verdicts.entries()) {
+        const card = document.getElementById(`verdict-${at + 1}`);
+        if (!card || rank === null || since_step === null || card.querySelector("button.shows")) continue;
+        const slow = this.steps.slow.find((each) => each.rank === rank && each.since_step === since_step);
+        const show = torchlens.button(`Show rank ${rank} from step ${since_step} on`, () => {
+          const since = Math.max(this.steps.begin, Math.min(since_step, this.steps.end - 1));
+          this.view.set({ rank, steps: [since, Math.max(since + 1, slow?.until_step ?? this.steps.end)] });
+          this.go("heat");
+        });
+        show.className = "shows";
+        card.append(show);
+      }
+    }
+
+    // -- one view for all
+
+    follow(changed) {
+      const top = this.heldTop();
+      if (this.steps && changed.has("zoom") && String(this.view.now.zoom) !== String(this.zoomText())) {
+        this.zoom(...this.zoomed());
+      }
+      for (const chart of this.charts) chart.ask(changed);
+      this.bar.show();
+      this.rankTable?.follow(changed);
+      this.controlled?.();
+      this.hold(top);
+      this.draw();
+    }
+
+    // What somebody looks at or works with stays where it is, when something above it grows.
+    heldTop() {
+      const { held } = this;
+      const box = held?.isConnected ? held.getBoundingClientRect() : null;
+      return box && box.top < innerHeight && box.bottom > 0 ? box.top : null;
+    }
+
+    hold(top) {
+      const now = top === null ? null : this.heldTop();
+      if (now !== null && Math.abs(now - top) >= 1) scrollBy({ top: now - top, behavior: "instant" });
+    }
+
+    go(section) {
+      this.view.go(section);
+      this.held = document.getElementById(section);
+    }
+
+    // Draws what is near to what is seen, one after the other; the others when they come near.
+    get isDrawn() {
+      return this.work === null && !this.charts.some(({ isDue }) => isDue);
+    }
+
+    draw() {
+      this.work ??= this.drawAll().finally(() => {
+        this.work = null;
+      });
+      return this.work;
+    }
+
+    // What is to be drawn and nearest to the middle of what is seen.
+    next() {
+      const far = ({ figure }) => {
+        const { top, bottom } = figure.getBoundingClientRect();
+        return Math.max(0, top - innerHeight / 2, innerHeight / 2 - bottom);
+      };
+      const due = this.charts.filter(({ isDue }) => isDue).map((chart) => [far(chart), chart]);
+      return due.length ? due.reduce((one, other) => (other[0] < one[0] ? other : one))[1] : null;
+    }
+
+    async drawAll() {
+      await Promise.resolve();
+      for (let chart; (chart = this.next());) {
+        const top = this.heldTop();
+        try {
+          await chart.draw();
+        } catch (error) {
+          // its picture is there
+          chart.clear();
+          console.error(error);
+        }
+        this.hold(top);
+      }
+    }
+
+    // Takes over a newer page of the same run, as the live page gets it; what is selected stays. newer: the page as
+    // HTML, or its contents alone, with which words, tables and pictures stay as they were.
+    async update(newer) {
+      const page = typeof newer === "string" ? new DOMParser().parseFromString(newer, "text/html") : null;
+      const contents = page ? JSON.parse(page.getElementById("contents").textContent) : newer;
+      const steps = await torchlens.read(contents);
+      await this.work;
+      const top = this.heldTop();
+      this.contents = contents;
+      this.steps = steps;
+      this.version++;
+      if (page) torchlens.renew(this, page);
+      if (steps) this.widen();
+      this.settle();
+      for (const chart of this.charts) chart.ask(["contents"]);
+      this.rankTable?.follow(new Set(["contents"]));
+      this.hold(top);
+      await this.draw();
+    }
+
+    // Where all steps were seen, they still are.
+    widen() {
+      const { begin, end } = this.steps;
+      this.window = this.view.now.zoom
+        ? [Math.max(begin, Math.min(this.window[0], end - 1)), Math.min(end, this.window[1])]
+        : [begin, end];
+      const [start, stop] = this.window;
+      for (const { range } of this.charts) {
+        range?.setv({ bounds: [begin, end], reset_start: begin, reset_end: end, start, end: stop });
+      }
+    }
+
+    // -- steps
+
+    // The steps of the columns that a selection touches.
+    whole(selection) {
+      const [from, until] = this.steps.range(selection);
+      return [this.steps.first[from], this.steps.first[until - 1] + this.steps.width];
+    }
 
     // A brush over steps; what is less than a column is none.
     select(low, high) {
-      const { first, end, width } = this.steps;
-      const since = Math.max(first[0], Math.floor(Math.min(low, high))), until = Math.min(end, Math.ceil(Math.max(low, high)));
-      this.view.set({ steps: until - since >= width ? [since, until] : null });
+      const { begin, end, width } = this.steps;
+      const [least, most] = [Math.min(low, high), Math.max(low, high)];
+      const since = Math.max(begin, Math.floor(least));
+      const until = Math.min(end, Math.ceil(most));
+      this.view.set({ steps: until - since >= Math.min(2, width) && until > since ? [since, until] : null });
     }
 
-    begin() {
-      for (const figure of document.querySelectorAll("figure[data-chart]")) {
-        const key = figure.dataset.chart, [type, redraws, marks] = CHARTS[key] ?? [];
-        if (!type || (NEEDS_STEPS.has(key) && !this.steps)) continue;
-        if (key === "step" && !this.contents.traces.steps.length && !this.isLive) continue;
-        const place = document.createElement("div");
-        place.className = "chart";
-        figure.prepend(place);
-        if (key === "heat") this.controls(figure, place);
-        const chart = new (type())(this, place);
-        this.charts.push({ key, chart, figure, redraws, marks });
+    clear() {
+      this.view.set({ steps: null, step: null, rank: null });
+    }
+
+    zoomed() {
+      const { begin = 0, end = 1 } = this.steps ?? {};
+      const zoom = this.view.now.zoom;
+      return zoom && zoom[0] < end && zoom[1] > begin
+        ? [Math.max(begin, zoom[0]), Math.min(end, zoom[1])]
+        : [begin, end];
+    }
+
+    zoom(start, end) {
+      if (start === this.window[0] && end === this.window[1]) return;
+      this.window = [start, end];
+      for (const { range } of this.charts) {
+        if (range && (range.start !== start || range.end !== end)) range.setv({ start, end });
       }
-      for (const table of document.querySelectorAll("main table")) torchlens.sortable(table);
-      this.themes();
-      this.status = document.createElement("p");
-      this.status.className = "said";
-      this.status.setAttribute("role", "status");
-      document.querySelector("main")?.prepend(this.status);
-      this.view.watch((view, changed) => this.follow(view, changed));
-      let resized;
-      addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(() => this.draw(new Set(["theme"])), 200); });
-      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw(new Set(["theme"])));
+      const next = this.zoomText();
+      if (String(next) !== String(this.view.now.zoom)) this.view.set({ zoom: next });
     }
 
-    follow(view, changed) {
-      if (changed.has("theme")) {
-        if (view.theme === "system") delete document.documentElement.dataset.theme;
-        else document.documentElement.dataset.theme = view.theme;
-      }
-      this.draw(changed);
-      this.say(view);
+    // The steps in sight as the address has them.
+    zoomText() {
+      const [start, end] = this.window;
+      return start <= this.steps.begin && end >= this.steps.end
+        ? null
+        : [Math.max(0, Math.floor(start)), Math.ceil(end)];
     }
 
-    // One drawing at a time: what is asked for meanwhile is drawn after it.
-    async draw(changed) {
-      for (const key of changed) this.asked.add(key);
-      if (!this.idle) return;
-      this.idle = false;
-      while (this.asked.size) {
-        const keys = this.asked;
-        this.asked = new Set();
-        for (const each of this.charts) {
-          if (each.redraws.some((key) => keys.has(key))) await this.redraw(each);
-          else if (each.marks.some((key) => keys.has(key))) each.chart.mark();
-        }
-      }
-      this.idle = true;
+    zoomBy(factor) {
+      const {
+        steps,
+        window: [start, end],
+        view,
+      } = this;
+      const least = Math.min(steps.end - steps.begin, FEWEST_COLUMNS * steps.width);
+      const size = Math.max(least, Math.min(steps.end - steps.begin, (end - start) * factor));
+      const middle =
+        view.now.step !== null && view.now.step >= start && view.now.step < end
+          ? view.now.step + 0.5
+          : (start + end) / 2;
+      const from = Math.max(
+        steps.begin,
+        Math.min(steps.end - size, middle - (size * (middle - start)) / (end - start)),
+      );
+      this.zoom(from, from + size);
     }
 
-    async redraw(each) {
-      try {
-        await each.chart.draw();
-        each.figure.classList.toggle("drawn", each.chart.place.childElementCount > 0);
-      } catch (error) { // its picture stays
-        each.chart.place.replaceChildren();
-        each.figure.classList.remove("drawn");
-        console.error(error);
-      }
-      each.done = true;
+    showAll() {
+      const heat = this.charts.find((chart) => chart instanceof torchlens.Heat);
+      heat?.rows?.setv({ start: 0, end: this.steps.ranks });
+      this.zoom(this.steps.begin, this.steps.end);
     }
 
-    say(view) {
-      const said = [];
-      if (view.steps) said.push(`Steps ${view.steps[0]} to ${view.steps[1] - 1} are selected.`);
-      if (view.rank !== null) said.push(`Rank ${view.rank}${view.step !== null ? "," : "."}`);
-      if (view.step !== null) said.push(`step ${view.step}${view.rank !== null && this.steps ? `: ${this.figures(view)}` : ""}.`);
-      this.status.textContent = said.join(" ");
+    bringIntoZoom(since, until) {
+      const [start, end] = this.window;
+      if (since < start) this.zoom(since, since + end - start);
+      else if (until > end) this.zoom(until - (end - start), until);
     }
 
-    figures({ rank, step, quantity }) {
-      const row = this.steps.places.findIndex((place) => place.rank === rank);
-      if (row < 0) return "there is no such rank";
-      const index = row * this.steps.columns + this.steps.column(step);
-      return `${quantity} ${torchlens.amount(quantity, this.steps.values(quantity)[index])}, step ${torchlens.duration(this.steps.step[index])}`;
+    openStep() {
+      this.go("step");
+      document.querySelector("figure[data-chart=step] .chart")?.focus({ preventScroll: true });
     }
 
-    // What the heat map shows, in which order; and the keyboard.
-    controls(figure, place) {
-      const bar = document.createElement("div");
-      bar.className = "controls";
-      const meshes = [...new Set(this.steps.places.flatMap((each) => Object.keys(each.mesh)))];
+    // What is known of a rank in a column, in words.
+    figures(row, column, quantity) {
+      const { steps } = this;
+      const at = row * steps.columns + column;
+      return [...new Set([quantity, "excess", "step", "work"])].map(
+        (key) => `${torchlens.quantityWords(key)}: ${torchlens.quantityText(key, steps.values(key)[at])}`,
+      );
+    }
+
+    heatPlace() {
+      return document.querySelector("figure[data-chart=heat] .chart");
+    }
+
+    // What the heat map shows, and in which order.
+    heatControls() {
+      const { view, steps } = this;
+      const bar = element("div", { className: "controls" });
+      const selects = [];
+      const dimensions = [...new Set(steps.places.flatMap(({ mesh }) => Object.keys(mesh)))];
       const choices = [
-        ["quantity", "Show ", [...this.steps.quantities.keys()].map((key) => [key, key === "excess" ? "more work than the others" : key === "step" ? "step time" : key])],
-        ["group", "grouped by ", [["none", "nothing"], ["node", "node"], ...meshes.map((each) => [each, torchlens.short(each, 24)])]],
-        ["order", "ordered by ", [["rank", "rank"], ["slowness", "slowness"]]],
+        ["Show", "quantity", [...steps.quantities.keys()].map((key) => [key, torchlens.quantityWords(key)])],
+        [
+          "grouped by",
+          "group",
+          [
+            ["none", "nothing"],
+            ["node", "node"],
+            ...dimensions.map((each) => [`mesh ${each}`, `mesh: ${short(each, 24)}`]),
+          ],
+        ],
+        [
+          "ordered by",
+          "order",
+          [
+            ["rank", "rank"],
+            ["slowness", "slowness, in the selected steps"],
+          ],
+        ],
       ];
-      for (const [key, text, options] of choices) {
-        const label = document.createElement("label"), select = document.createElement("select");
-        label.textContent = text;
-        select.name = key;
-        for (const [value, name] of options) {
-          const option = document.createElement("option");
-          option.value = value;
-          option.textContent = name;
-          select.append(option);
-        }
-        select.addEventListener("change", () => this.view.set({ [key]: select.value }));
-        this.view.watch((view) => { select.value = view[key]; });
-        label.append(select);
-        bar.append(label, " ");
+      for (const [text, key, options] of choices) {
+        const { label, select } = torchlens.choice(text, key, options, (value) => view.set({ [key]: value }));
+        selects.push([key, select, options[0][0]]);
+        bar.append(label);
       }
-      const all = document.createElement("button");
-      all.type = "button";
-      all.textContent = "all steps";
-      all.addEventListener("click", () => this.view.set({ steps: null }));
-      bar.append(all);
-      figure.prepend(bar);
-      place.tabIndex = 0;
-      place.setAttribute("role", "application");
-      place.setAttribute("aria-label", "ranks by step. Left and right choose a step, up and down a rank, Enter opens the step");
-      place.addEventListener("keydown", (event) => this.key(event));
-    }
-
-    key(event) {
-      const { steps, view } = this, heat = this.charts.find((each) => each.key === "heat").chart;
-      if (!heat.order) return;
-      const by = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
-      if (event.key === "Enter" && view.now.step !== null) document.getElementById("step")?.scrollIntoView();
-      else if (event.key === "Escape") view.set({ steps: null, step: null, rank: null });
-      else if (by) {
-        const at = heat.order.findIndex(({ row }) => steps.places[row].rank === view.now.rank);
-        const next = Math.min(heat.order.length - 1, Math.max(0, at < 0 ? 0 : at + by[1]));
-        const column = view.now.step === null ? 0 : Math.min(steps.columns - 1, Math.max(0, steps.column(view.now.step) + by[0]));
-        view.set({ rank: steps.places[heat.order[next].row].rank, step: steps.first[column] });
-      } else return;
-      event.preventDefault();
-    }
-
-    themes() {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.className = "theme";
-      this.view.watch((view) => { button.textContent = `theme: ${view.theme}`; });
-      button.addEventListener("click", () => this.view.set({ theme: THEMES[(THEMES.indexOf(this.view.now.theme) + 1) % THEMES.length] }));
-      document.querySelector("header")?.append(button);
-    }
-
-    // Newer contents of the same run: what is selected stays.
-    async update(contents) {
-      const steps = await torchlens.read(contents);
-      this.contents = contents;
-      if (steps) {
-        if (!this.steps && this.isLive) { // there are pictures now that were not there when the page was loaded
-          location.reload();
-          return;
+      bar.append(
+        torchlens.button("zoom in", () => this.zoomBy(0.5)),
+        torchlens.button("zoom out", () => this.zoomBy(2)),
+        torchlens.button("all", () => this.showAll()),
+      );
+      this.controlled = () => {
+        for (const [key, select, first] of selects) {
+          select.value = view.now[key];
+          if (select.selectedIndex < 0) select.value = first;
         }
-        const follows = this.steps && this.zoom && this.zoom[1] >= this.bounds()[1];
-        this.steps = steps;
-        if (follows) this.zoom = [this.zoom[0], this.bounds()[1]];
-      }
-      await this.draw(new Set(["quantity", "steps", "step", "theme"]));
+      };
+      this.controlled();
+      return bar;
     }
   }
 
-  async function start() {
+  // The library is in the page as text, packed; its hash is in the page's policy.
+  async function library() {
+    const packed = document.getElementById("chart-library");
+    if (!packed) return;
+    const script = document.createElement("script");
+    script.textContent = new TextDecoder().decode(await torchlens.inflated(packed.textContent));
+    document.head.append(script);
+    Bokeh.set_log_level("off");
+  }
+
+  async function begin() {
     const inert = document.getElementById("contents");
-    if (!inert || typeof Bokeh === "undefined") return;
-    Bokeh.set_log_level("error");
+    if (!inert) return;
     const contents = JSON.parse(inert.textContent);
-    const page = new Page(contents, await torchlens.read(contents));
-    page.begin();
+    const [steps] = await Promise.all([torchlens.read(contents), library()]);
+    const page = new Page(contents, steps);
+    page.view.show();
+    page.held = document.getElementById(page.view.now.section);
     window.torchlensPage = page;
+    dispatchEvent(new Event("torchlensready"));
   }
 
-  start();
+  begin().catch((error) => console.error(error)); // the pictures are there
 }

@@ -1,202 +1,364 @@
 // One step: all ranks beside each other, what each did when, on the host and on the device, and who waited for whom.
-"use strict";
-
 {
-  // Kinds that are no part of a step; those that are have their colours in the style sheet.
-  const KIND_COLORS = { module: "#86bcb6", module_backward: "#7fb3d9", section: "#ff9da7", collective: "#f28e2b", wait: "#e15759" };
-  const PARTS = new Set(["data", "forward", "recompute", "backward", "optimizer"]);
-  const kindColor = (kind) => (PARTS.has(kind) ? torchlens.partColor(kind) : KIND_COLORS[kind] ?? "#79706e");
-  const LANE_GAP = 0.35, MAX_DEPTH = 6;
+  const { duration, short, element, source, fields } = torchlens;
+  const LABEL = 44; // from so many pixels on, a span has its name in it
+  const LETTER = 6.3;
+  const PARTS = new Map([
+    ["wait", "communication"],
+    ["closure", "host"],
+  ]);
+  const HINT =
+    "Left and right arrows go from one collective to the next, and say who came when; plus and minus zoom, 0 shows " +
+    "the whole step; Page Up and Page Down go to the recorded step before and after.";
 
-  class Timeline {
-    constructor(page, place) {
-      this.page = page;
-      this.place = place;
-      this.tip = new torchlens.Tip(place);
-      this.fetched = new Map(); // on the live page: steps that the file does not hold
-    }
+  class Timeline extends torchlens.Chart {
+    static FOLLOWS = ["rank"];
 
-    steps() { return [...this.page.contents.traces.steps, ...this.fetched.values()]; }
-
-    // The recorded step that is nearest to the chosen one; the first in the page where none is chosen.
-    trace() {
-      const wanted = this.page.view.now.step, all = this.steps();
-      if (!all.length) return null;
-      if (wanted === null) return all[0];
-      return all.reduce((best, each) => (Math.abs(each.step - wanted) < Math.abs(best.step - wanted) ? each : best));
+    constructor(page, figure) {
+      super(page, figure);
+      this.words = element("p", { className: "chart-words" });
+      figure.append(this.words);
+      figure.classList.add("own-words");
+      this.steppicker = new torchlens.StepPicker(page, this);
+      this.place.before(this.steppicker.element);
+      this.tables = new torchlens.StepTables(figure, this);
+      this.said = element("p", { className: "hidden-words", role: "status" });
+      figure.append(this.said);
+      Object.entries({
+        tabindex: "0",
+        role: "application",
+        "aria-roledescription": "time line",
+        "aria-label": `Time line of one step. ${HINT}`,
+      }).forEach(([key, value]) => this.place.setAttribute(key, value));
+      this.place.addEventListener("keydown", (event) => this.key(event));
     }
 
     // On the live page any step can be asked for; a file has what it has.
-    async fetch(step) {
-      if (!this.page.isLive || this.steps().some((each) => each.step === step)) return;
-      try {
-        const answer = await fetch(`api/step/${step}`);
-        if (!answer.ok) return;
-        const { names, steps: [trace] } = await answer.json();
-        if (!trace) return;
-        const offset = this.page.contents.traces.names.length;
-        this.page.contents.traces.names.push(...names);
-        for (const rank of trace.ranks) for (const row of rank.rows) row.name = row.name.map((name) => name + offset);
-        this.fetched.set(step, trace);
-      } catch { /* the server is gone: the nearest step that is here is shown, which the caption says */ }
-    }
-
     async draw() {
-      const wanted = this.page.view.now.step;
-      if (wanted !== null) await this.fetch(wanted);
-      const trace = this.trace();
-      this.picker();
-      if (!trace) return;
-      const colors = torchlens.colors(), names = this.page.contents.traces.names;
-      const culprit = this.culprit(trace);
-      const columns = { left: [], right: [], bottom: [], top: [], color: [], edge: [], at: [] };
-      this.spans = [];
-      const ticks = [];
-      let y = 0;
-      for (const rank of trace.ranks) {
-        const offset_ms = (rank.offset_us ?? 0) / 1e3;
-        for (const row of rank.rows) {
-          const depths = row.depth.map((depth) => Math.min(depth, MAX_DEPTH)), lowest = Math.min(...depths, MAX_DEPTH);
-          const levels = Math.max(1, Math.max(...depths, 0) - lowest + 1);
-          ticks.push([-(y + levels / 2), `rank ${rank.rank}${rank.rank === culprit ? " \u25c0 waited for" : ""}${row.lane === "host" ? "" : ` ${torchlens.short(row.lane, 12)}`}`]);
-          row.start_us.forEach((start_us, at) => {
-            const top = y + depths[at] - lowest, begin = offset_ms + start_us / 1e3;
-            columns.left.push(begin);
-            columns.right.push(begin + row.duration_us[at] / 1e3);
-            columns.top.push(-top - 0.04);
-            columns.bottom.push(-top - 0.96);
-            columns.color.push(kindColor(row.kind[at]));
-            columns.edge.push(row.kind[at] === "wait" ? colors.slow : colors.grid);
-            columns.at.push(this.spans.length);
-            this.spans.push({ rank: rank.rank, lane: row.lane, kind: row.kind[at], name: names[row.name[at]] ?? "", start_us, duration_us: row.duration_us[at] });
-          });
-          y += levels + LANE_GAP;
-        }
-        y += LANE_GAP;
-      }
-      const end = Math.max(1e-3, ...trace.ranks.map((rank) => ((rank.offset_us ?? 0) + rank.duration_us) / 1e3), ...columns.right);
-      const figure = torchlens.figure(this.place, {
-        width: this.page.width(this.place), height: Math.max(180, Math.min(900, 90 + 15 * y)), x_axis_label: "ms since the first rank began the step",
-        x_range: new Bokeh.Range1d({ start: Math.min(0, ...columns.left), end, bounds: [Math.min(0, ...columns.left), end] }),
-        y_range: new Bokeh.Range1d({ start: -y, end: 0 }),
-        tools: [new Bokeh.PanTool({ dimensions: "width" }), new Bokeh.BoxZoomTool({ dimensions: "width" }),
-          new Bokeh.WheelZoomTool({ dimensions: "width" }), new Bokeh.ResetTool(), new Bokeh.SaveTool()],
-      });
-      const source = new Bokeh.ColumnDataSource({ data: columns });
-      figure.quad({
-        left: { field: "left" }, right: { field: "right" }, bottom: { field: "bottom" }, top: { field: "top" },
-        fill_color: { field: "color" }, line_color: { field: "edge" }, line_width: 0.5, source,
-      });
-      const axis = [figure.yaxis].flat()[0];
-      axis.ticker = new Bokeh.FixedTicker({ ticks: ticks.map(([at]) => at), minor_ticks: [] });
-      axis.major_label_overrides = new Map(ticks);
-      this.columns = columns;
-      figure.on_event("mousemove", ({ x, y: height }) => this.hover(x, height));
-      await torchlens.show(figure, this.place);
-      this.caption(trace);
-      this.waits(trace);
+      this.trace = await this.steppicker.trace();
+      await super.draw();
+      this.steppicker.show(this.trace);
+      this.tables.show(this.trace);
+      if (!this.trace) return;
+      const finding = element("strong", { text: torchlens.stepFinding(this.trace) });
+      this.words.replaceChildren(finding, ` ${torchlens.stepNotes(this.trace, this.view)}`);
     }
 
-    // The rank that the others have waited for longest in this step: last at collectives, by their waits.
-    culprit(trace) {
-      const waits = new Map();
-      for (const each of trace.collectives) {
-        if (each.last_rank === null) continue;
-        const all = Object.values(each.wait_us).filter((value) => value !== null);
-        waits.set(each.last_rank, (waits.get(each.last_rank) ?? 0) + Math.max(0, ...all));
+    // A step that was recorded does not change any more, but for ranks that come later.
+    shape() {
+      return this.trace ? `${this.trace.step} ${this.trace.ranks.map(({ rank }) => rank)}` : "";
+    }
+
+    renewed() {
+      this.tables = new torchlens.StepTables(this.figure, this);
+    }
+
+    build() {
+      const { trace, colours } = this;
+      if (!trace) return null;
+      const names = trace.names ?? this.page.contents.traces.names;
+      Object.assign(this, torchlens.laidOut(trace, names, this.isNarrow));
+      const { height, end, begin } = this;
+      const plot = this.plotOf({
+        height: height + 52,
+        left: this.left,
+        right: 14,
+        xLabel: "since the first rank began the step",
+        xText: torchlens.tick((ms) => duration(ms / 1e3)),
+        yText: (at) => this.labels.get(at) ?? "",
+        yTicker: new Bokeh.FixedTicker({ ticks: [...this.labels.keys()], minor_ticks: [] }),
+        xTicker: new Bokeh.BasicTicker({ desired_num_ticks: this.isNarrow ? 4 : 8, num_minor_ticks: 0 }),
+        x_range: (this.times = new Bokeh.Range1d({ start: begin, end, bounds: [begin, end] })),
+        y_range: new Bokeh.Range1d({ start: height, end: 0 }),
+        tools: [
+          new Bokeh.BoxZoomTool({ dimensions: "width" }),
+          new Bokeh.WheelZoomTool({ dimensions: "width", modifiers: { ctrl: true } }),
+        ],
+      });
+      plot.toolbar.tools[0].overlay.setv({
+        fill_color: colours.link,
+        fill_alpha: 0.15,
+        line_color: colours.link,
+        line_dash: [],
+      });
+      plot.ygrid.grid_line_color = null;
+      const ground = source({
+        left: this.ranks.map(({ begin: at }) => at),
+        right: this.ranks.map(({ end: at }) => at),
+        top: this.ranks.map(({ top }) => top),
+        bottom: this.ranks.map(({ hostBottom }) => hostBottom),
+      });
+      const sides = fields("left", "right", "top", "bottom");
+      const named = torchlens.namedRanks(this.page.contents.report);
+      const stands = this.ranks.filter(({ rank }) => named.has(rank));
+      plot.quad({
+        ...sides,
+        fill_color: colours.mark,
+        line_color: null,
+        source: source({
+          left: stands.map(() => begin),
+          right: stands.map(() => end),
+          top: stands.map(({ top }) => top - 3),
+          bottom: stands.map(({ bottom }) => bottom + 3),
+        }),
+      });
+      plot.quad({ ...sides, source: ground, fill_color: colours.raised, line_color: colours.rule });
+      this.spans.colour = this.spans.kind.map((kind) => this.colour(kind));
+      this.source = source(this.spans);
+      plot.quad({
+        ...sides,
+        source: this.source,
+        fill_color: { field: "colour" },
+        line_color: colours.ground,
+        line_width: 0.5,
+      });
+      plot.quad({
+        ...sides,
+        source: source(this.waits),
+        fill_color: colours.ground,
+        fill_alpha: 0.75,
+        hatch_pattern: "/",
+        hatch_color: colours.bad,
+        hatch_alpha: 0.45,
+        hatch_scale: 8,
+        hatch_weight: 1,
+        line_color: colours.bad,
+        line_width: 0.8,
+      });
+      this.texts = source({ x: [], y: [], text: [], colour: [] });
+      plot.text({
+        ...fields("x", "y", "text"),
+        source: this.texts,
+        x_offset: 3,
+        text_baseline: "middle",
+        ...this.textLook("10px", { field: "colour" }),
+      });
+      plot.scatter({
+        x: { field: "x" },
+        y: { field: "y" },
+        source: source(this.lasts),
+        marker: "inverted_triangle",
+        size: 9,
+        fill_color: colours.bad,
+        line_color: colours.ground,
+      });
+      this.focus = {
+        spans: source({ left: [], right: [], top: [], bottom: [] }),
+        front: source({ x: [], y: [] }),
+      };
+      plot.quad({ ...sides, source: this.focus.spans, fill_color: null, line_color: colours.text, line_width: 2 });
+      plot.line({
+        x: { field: "x" },
+        y: { field: "y" },
+        source: this.focus.front,
+        line_color: colours.text,
+        line_width: 1.5,
+        line_dash: [4, 3],
+      });
+      this.chosen = source({ left: [], right: [], top: [], bottom: [] });
+      plot.quad({ ...sides, source: this.chosen, fill_color: null, line_color: colours.link, line_width: 2 });
+      this.activate(plot);
+      const changed = () => this.later();
+      this.times.properties.start.change.connect(changed);
+      this.times.properties.end.change.connect(changed);
+      plot.on_event("mousemove", ({ x, y: at }) => this.hover(x, at));
+      plot.on_event("mouseleave", () => {
+        this.tip.hide();
+        this.point(this.pinned);
+      });
+      plot.on_event("tap", ({ x, y: at }) => this.pin(this.joinedAt(this.spanAt(x, at))));
+      plot.on_event("doubletap", () => this.whole());
+      this.pinned = null;
+      return plot;
+    }
+
+    colour(kind) {
+      const { colours } = this;
+      return (
+        colours[PARTS.get(kind) ?? kind] ||
+        {
+          module: colours.module,
+          module_backward: colours.module_backward,
+          section: colours.section,
+          collective: colours.collective,
+        }[kind] ||
+        colours.raised
+      );
+    }
+
+    later() {
+      if (this.waiting) return;
+      this.waiting = true;
+      requestAnimationFrame(() => {
+        this.waiting = false;
+        this.write();
+      });
+    }
+
+    // Names in the spans that have room for them.
+    write() {
+      const { spans, times } = this;
+      const texts = { x: [], y: [], text: [], colour: [] };
+      const scale = (this.width - this.left - 14) / (times.end - times.start);
+      for (let at = 0; at < spans.left.length; at++) {
+        const left = Math.max(spans.left[at], times.start);
+        const room = (Math.min(spans.right[at], times.end) - left) * scale;
+        if (room < LABEL) continue;
+        const { kind, name, key } = this.about[at];
+        const text = kind === "wait" ? "wait" : key ? key.split(" ")[0] : short(name, 200);
+        const most = Math.floor((room - 6) / LETTER); // of modules, the end of the name tells them apart
+        const shortened =
+          text.length <= most
+            ? text
+            : kind.startsWith("module")
+              ? `\u2026${text.slice(1 - most)}`
+              : `${text.slice(0, most - 1)}\u2026`;
+        texts.x.push(left);
+        texts.y.push((spans.top[at] + spans.bottom[at]) / 2 + 0.5);
+        texts.text.push(shortened);
+        texts.colour.push(
+          key && this.isWaiting.has(at)
+            ? this.colours.text
+            : torchlens.isDark(spans.colour[at])
+              ? "#ffffff"
+              : this.colours.in_span,
+        );
       }
-      return [...waits].sort(([, one], [, other]) => other - one)[0]?.[0] ?? null;
+      this.texts.data = texts;
+    }
+
+    fill(changed) {
+      if (changed.has("theme")) this.write();
+      const chosen = this.ranks.find(({ rank }) => rank === this.view.rank);
+      this.chosen.data = chosen
+        ? { left: [chosen.begin], right: [chosen.end], top: [chosen.top - 1], bottom: [chosen.bottom + 1] }
+        : { left: [], right: [], top: [], bottom: [] };
+    }
+
+    // -- what is pointed at
+
+    spanAt(x, y) {
+      const { left, right, bottom, top } = this.spans;
+      const near = (1.5 * (this.times.end - this.times.start)) / this.width;
+      let found = -1; // the shortest that is here: short ones are drawn wider than they are
+      for (let at = 0; at < left.length; at++) {
+        if (
+          left[at] - near <= x &&
+          x <= right[at] + near &&
+          top[at] <= y &&
+          y <= bottom[at] &&
+          (found < 0 || right[at] - left[at] < right[found] - left[found])
+        ) {
+          found = at;
+        }
+      }
+      return found;
+    }
+
+    joinedAt(at) {
+      return at >= 0 && this.joined.has(this.about[at].key) ? this.about[at].key : null;
     }
 
     hover(x, y) {
-      const { left, right, bottom, top } = this.columns;
-      let found = -1; // the shortest that is here
-      for (let at = 0; at < left.length; at++) {
-        if (left[at] <= x && x <= right[at] && bottom[at] <= y && y <= top[at]
-          && (found < 0 || right[at] - left[at] < right[found] - left[found])) found = at;
+      const at = this.spanAt(x, y);
+      this.point(this.joinedAt(at) ?? this.pinned);
+      if (at < 0) {
+        this.tip.hide();
+        return;
       }
-      if (found < 0) { this.tip.hide(); return; }
-      const span = this.spans[found];
+      const { rank, lane, kind, name, key, start_us, duration_us } = this.about[at];
+      const joined = this.joined.get(key);
+      const isPlain = kind === "wait" || kind === "collective" || name.startsWith(kind);
+      const words = kind === "wait" ? "wait" : short(name);
+      const what = isPlain ? words : `${words} (${kind.replace("_", " ")})`;
       this.tip.show([
-        `rank ${span.rank}, ${span.kind} ${torchlens.short(span.name)}`,
-        `${torchlens.duration(span.duration_us / 1e6)}, from ${torchlens.duration(span.start_us / 1e6)} on (${torchlens.short(span.lane, 12)})`,
+        `rank ${rank}: ${what}`,
+        `${duration(duration_us / 1e6)}, from ${duration(start_us / 1e6)} on${lane === "host" ? "" : `; ${lane}`}`,
+        ...(joined ? this.whoWaited(joined, rank) : []),
       ]);
     }
 
-    // Which recorded steps there are, and why each is here.
-    picker() {
-      const figure = this.place.closest("figure");
-      let select = figure.querySelector("select.step-picker");
-      if (!select) {
-        const label = document.createElement("label");
-        label.textContent = "Step ";
-        select = document.createElement("select");
-        select.className = "step-picker";
-        select.addEventListener("change", () => this.page.view.set({ step: Number(select.value) }));
-        label.append(select);
-        figure.prepend(label);
-        this.said = document.createElement("p");
-        this.said.className = "said";
-        this.said.setAttribute("role", "status");
-        label.after(this.said);
+    whoWaited({ group, number, bytes, arrival_us, wait_us, last_rank, asynchronous }, rank) {
+      const us = (value) => duration(value / 1e6);
+      const found = [
+        `${short(group, 30)}, number ${number}${bytes === null ? "" : `, ${torchlens.amount(bytes, "B")}`}`,
+      ];
+      const arrival = arrival_us[rank];
+      const wait = wait_us[rank];
+      if (last_rank === rank) found.push("came last: the others wait for it");
+      else if (last_rank !== null) found.push(`rank ${last_rank} came last`);
+      if (typeof arrival === "number") found.push(arrival ? `came ${us(arrival)} after the first` : "came first");
+      if (typeof wait === "number" && wait > 0) {
+        found.push(asynchronous ? `issued ${us(wait)} before the last: not blocked by it` : `waited ${us(wait)}`);
       }
-      const shown = this.trace()?.step;
-      select.replaceChildren(...this.steps().sort((one, other) => one.step - other.step).map((each) => {
-        const option = document.createElement("option");
-        option.value = String(each.step);
-        option.textContent = torchlens.short(`${each.step}: ${each.why}`, 80);
-        option.selected = each.step === shown;
-        return option;
-      }));
+      return found;
     }
 
-    caption(trace) {
-      const wanted = this.page.view.now.step, said = [];
-      if (wanted !== null && wanted !== trace.step) said.push(`Step ${wanted} is not in this page span by span; the nearest that is, is step ${trace.step}.`);
-      if (trace.ranks_left_out) said.push(`${trace.ranks_left_out} ranks are left out.`);
-      if (trace.clock) said.push(trace.clock);
-      this.said.textContent = said.join(" ");
-      // The caption is about the picture's step.
-      const words = this.place.closest("figure").querySelector("figcaption");
-      if (words) words.hidden = !words.textContent.startsWith(`Step ${trace.step} `);
+    // Frames a collective on all ranks, and joins its arrivals.
+    point(key) {
+      const { spans } = this;
+      const places = key ? (this.byKey.get(key) ?? []) : [];
+      if (this.pointed === key) return;
+      this.pointed = key;
+      const of = (name) => places.map((at) => spans[name][at]);
+      this.focus.spans.data = { left: of("left"), right: of("right"), top: of("top"), bottom: of("bottom") };
+      this.focus.front.data = {
+        x: places.flatMap((at) => [spans.left[at], spans.left[at]]),
+        y: places.flatMap((at) => [spans.top[at], spans.bottom[at]]),
+      };
     }
 
-    // Who arrived last at each collective, and how long the others waited.
-    waits(trace) {
-      const figure = this.place.closest("figure");
-      figure.parentElement.querySelector(".collective-waits")?.remove();
-      if (!trace.collectives.length) return;
-      const made = document.createElement("table");
-      made.createCaption().textContent = `Step ${trace.step}: collectives, and who waited`;
-      const titles = made.createTHead().insertRow();
-      for (const text of ["collective", "group", "number", "last rank", "longest wait", "waits of ranks, sum"]) {
-        const cell = document.createElement("th");
-        cell.scope = "col";
-        cell.textContent = text;
-        titles.append(cell);
-      }
-      const body = made.createTBody();
-      const waits = (each) => Object.values(each.wait_us).filter((value) => value !== null);
-      const by = [...trace.collectives].sort((one, other) => Math.max(0, ...waits(other)) - Math.max(0, ...waits(one)));
-      for (const each of by.slice(0, 40)) {
-        const line = body.insertRow(), all = waits(each);
-        const known = (value) => (all.length ? torchlens.duration(value / 1e6) : "not known");
-        for (const text of [torchlens.short(each.name), torchlens.short(each.group, 24), each.number,
-          each.last_rank ?? "not known", known(Math.max(0, ...all)), known(all.reduce((sum, value) => sum + value, 0))]) {
-          line.insertCell().textContent = String(text);
-        }
-      }
-      const around = document.createElement("div");
-      around.className = "scrolls collective-waits";
-      around.tabIndex = 0;
-      around.setAttribute("role", "region");
-      around.setAttribute("aria-label", "collectives of the step");
-      around.append(made);
-      figure.after(around);
-      torchlens.sortable(made);
+    pin(key) {
+      this.pinned = this.pinned === key ? null : key;
+      this.point(this.pinned);
     }
 
-    mark() {}
+    // -- the keyboard, and zooming
+
+    key(event) {
+      if (event.ctrlKey || event.metaKey || event.altKey || !this.trace) return;
+      if (event.key === "ArrowRight") this.next(1);
+      else if (event.key === "ArrowLeft") this.next(-1);
+      else if (event.key === "+" || event.key === "=") this.zoomBy(0.5);
+      else if (event.key === "-") this.zoomBy(2);
+      else if (event.key === "0") this.whole();
+      else if (event.key === "PageUp") this.steppicker.next(-1);
+      else if (event.key === "PageDown") this.steppicker.next(1);
+      else if (event.key === "Escape") this.pin(null);
+      else return;
+      event.preventDefault();
+    }
+
+    next(by) {
+      const keys = [...this.joined.keys()];
+      const at = keys.indexOf(this.pinned);
+      if (!keys.length) return;
+      this.pinned = keys[at < 0 ? (by > 0 ? 0 : keys.length - 1) : (at + by + keys.length) % keys.length];
+      this.point(this.pinned);
+      const { name, group, number, last_rank, wait_us } = this.joined.get(this.pinned);
+      const waits = Object.values(wait_us).filter((wait) => wait !== null);
+      this.said.textContent =
+        `${short(name)} of ${short(group, 30)}, number ${number}: ` +
+        `${last_rank === null ? "who came last is not known" : `rank ${last_rank} came last`}; ` +
+        `longest wait ${waits.length ? duration(Math.max(...waits) / 1e6) : "not known"}.`;
+    }
+
+    zoomBy(factor) {
+      const { start, end } = this.times;
+      const places = this.pinned ? this.byKey.get(this.pinned) : null;
+      const middle = places
+        ? (Math.min(...places.map((at) => this.spans.left[at])) +
+            Math.max(...places.map((at) => this.spans.right[at]))) /
+          2
+        : (start + end) / 2;
+      const half = Math.min(this.end - this.begin, (end - start) * factor) / 2;
+      const from = Math.max(this.begin, Math.min(this.end - 2 * half, middle - half));
+      this.times.setv({ start: from, end: from + 2 * half });
+    }
+
+    whole() {
+      this.times.setv({ start: this.begin, end: this.end });
+    }
   }
 
   torchlens.Timeline = Timeline;

@@ -1,75 +1,152 @@
-// Follows a run: when the server says that there is something newer, fetches it and hands it to the charts.
-"use strict";
-
+// Follows a run: hears from the server that there is something newer, fetches the page when it can, and renews what differs.
+// Asks for captures, and shows what comes of them.
 {
-  const status = document.getElementById("live-status");
-  let fetching = false, newest = 0, shown = 0;
+  const LEAST_GAP_MS = 1000, POLL_MS = 1000;
+  const root = document.documentElement, status = document.getElementById("live-status");
+  let shown = root.dataset.version, news = null, isFetching = false, isHeld = false, source = null, problem = "";
+  if (typeof Bokeh !== "undefined") Bokeh.set_log_level("off");
+
+  function element(name, properties = {}, ...children) {
+    const made = Object.assign(document.createElement(name), properties);
+    made.append(...children);
+    return made;
+  }
+
+  // -- what is said
+
+  const hold = element("button", { type: "button", textContent: "hold still" });
+  hold.setAttribute("aria-pressed", "false");
+  hold.addEventListener("click", () => {
+    isHeld = !isHeld;
+    hold.setAttribute("aria-pressed", String(isHeld));
+    say();
+    update();
+  });
+  status.after(hold);
+
+  function say() {
+    const isOld = news !== null && news.version !== shown, isLive = root.dataset.live === "running";
+    const written = new Date(window.torchlensPage?.contents.written ?? "");
+    const asOf = Number.isNaN(written.valueOf()) ? "" : `, as of ${written.toLocaleTimeString("en-GB")}`;
+    let words = isLive ? `follows the run${asOf}` : "the run has ended";
+    if (isHeld) words = isOld ? "held still: there is something newer" : "held still";
+    const trouble = problem || news?.problem || "";
+    status.textContent = trouble ? `${words}, but ${trouble}` : words;
+    status.className = trouble ? "stale" : isLive && !isHeld ? "fresh" : "";
+    hold.hidden = !isLive && !isHeld;
+  }
+
+  // -- the page
+
+  // Somebody drags over a chart, or has marked a text to copy it: the page waits.
+  let isPressed = false;
+  addEventListener("pointerdown", () => { isPressed = true; }, true);
+  for (const kind of ["pointerup", "pointercancel"]) addEventListener(kind, () => { isPressed = false; setTimeout(update, 0); }, true);
+  const isBusy = () => isPressed || !getSelection().isCollapsed;
+  document.addEventListener("selectionchange", () => { if (getSelection().isCollapsed) update(); });
 
   async function update() {
-    if (fetching) return;
-    fetching = true;
+    if (isFetching || isHeld || document.hidden || isBusy() || !news?.version || news.version === shown) return;
+    isFetching = true;
+    const began = performance.now();
     try {
-      while (shown < newest) {
-        const wanted = newest;
-        const answer = await fetch("api/contents");
-        if (!answer.ok) throw new Error(await answer.text());
-        const contents = await answer.json();
-        if (window.torchlensPage) await window.torchlensPage.update(contents);
-        const verdicts = document.querySelectorAll("#verdicts article .finding");
-        const said = contents.report.verdicts.map((verdict) => verdict.text.split(" Next: ")[0]);
-        if (verdicts.length !== said.length || [...verdicts].some((each, at) => each.textContent !== said[at])) location.reload();
-        shown = wanted;
-        status.textContent = `follows the run; read at ${new Date().toLocaleTimeString()}`;
-      }
+      const answer = await fetch(location.pathname);
+      if (!answer.ok) throw new Error(await answer.text());
+      await renew(await answer.text());
+      problem = "";
     } catch (error) {
-      status.textContent = `cannot be read just now: ${error.message}`;
-    } finally {
-      fetching = false;
+      problem = `there is something newer that cannot be shown: ${error.message}`;
+      await new Promise((done) => setTimeout(done, 5 * LEAST_GAP_MS));
     }
+    say();
+    // A slow browser is given as much rest as its work takes.
+    await new Promise((done) => setTimeout(done, Math.max(LEAST_GAP_MS, performance.now() - began)));
+    isFetching = false;
+    update();
   }
 
-  if (document.documentElement.dataset.live === "running") {
-    const source = new EventSource("api/changes");
-    source.addEventListener("changed", (event) => { newest = Number(event.data); update(); });
-    source.addEventListener("ended", () => {
-      source.close();
-      location.reload(); // the final report, with everything in it
-    });
-    source.addEventListener("problem", (event) => { status.textContent = `cannot be read just now: ${event.data}`; });
-    source.onerror = () => { status.textContent = "the server does not answer; waiting for it"; };
+  async function renew(text) {
+    const next = new DOMParser().parseFromString(text, "text/html");
+    if (!next.getElementById("contents")) throw new Error("load this page anew");
+    if (!window.torchlensPage) await new Promise((done) => addEventListener("torchlensready", done, { once: true }));
+    await torchlensPage.update(text);
+    const captured = next.getElementById("captured"), own = document.getElementById("captured");
+    if (captured && own) own.replaceWith(document.adoptNode(captured));
+    const summaries = [document, next].map((each) => each.querySelector("#captures > summary"));
+    if (summaries.every(Boolean)) summaries[0].textContent = summaries[1].textContent;
+    document.title = next.title;
+    root.dataset.live = next.documentElement.dataset.live;
+    shown = root.dataset.version = next.documentElement.dataset.version;
+    document.getElementById("capture")?.toggleAttribute("hidden", root.dataset.live !== "running");
   }
+
+  // -- what the server tells
+
+  // Not while the page is hidden: a browser has six connections to a server, for all of its tabs.
+  function listen() {
+    if (document.hidden === (source === null)) return;
+    if (document.hidden) {
+      source.close();
+      source = null;
+      return;
+    }
+    source = new EventSource("api/changes");
+    source.addEventListener("news", (event) => {
+      news = JSON.parse(event.data);
+      problem = "";
+      say();
+      update();
+    });
+    source.onerror = () => {
+      problem = source.readyState === EventSource.CLOSED ? "the server refuses: was it started anew? Open its new address"
+        : "the server does not answer; waiting for it";
+      say();
+    };
+  }
+
+  document.addEventListener("visibilitychange", listen);
+  listen();
+  say();
+
+  // -- captures
 
   const form = document.getElementById("capture"), said = document.getElementById("capture-status");
+
+  async function json(address, options) {
+    const answer = await fetch(address, options), value = await answer.json().catch(() => ({}));
+    if (!answer.ok) throw new Error(value.problem ?? `the server says ${answer.status}`);
+    return value;
+  }
+
   form?.addEventListener("submit", async (event) => {
     event.preventDefault();
-    said.textContent = "asking \u2026";
+    const button = form.querySelector("button");
+    button.disabled = true;
     try {
-      const asked = await fetch("api/captures", { method: "POST", body: new URLSearchParams(new FormData(form)) });
-      const answer = await asked.json();
-      if (!asked.ok) throw new Error(answer.problem);
-      await follow(answer.id, answer.ranks);
+      said.replaceChildren("asking \u2026");
+      const asked = await json("api/captures", { method: "POST", body: new URLSearchParams(new FormData(form)) });
+      const which = `rank${asked.ranks.length > 1 ? "s" : ""} ${asked.ranks.join(", ")}`;
+      await follow(asked, `Asked: ${which}, ${asked.steps} step${asked.steps > 1 ? "s" : ""} from step ${asked.from_step} on.`);
     } catch (error) {
-      said.textContent = error.message;
+      said.replaceChildren(element("p", { className: "problem", textContent: error.message }));
+    } finally {
+      button.disabled = false;
     }
   });
 
-  async function follow(id, ranks) {
+  async function follow({ id }, words) {
     for (;;) {
-      const answer = await (await fetch(`api/captures/${encodeURIComponent(id)}`)).json();
-      said.replaceChildren(`${answer.outcomes.length} of ${ranks} ranks have answered. `);
-      for (const outcome of answer.outcomes) {
-        const line = document.createElement("div");
-        line.append(`${outcome.line} `);
-        for (const file of outcome.files) {
-          const link = document.createElement("a");
-          link.href = `captures/${file.path.split("/").slice(1).map(encodeURIComponent).join("/")}`;
-          link.textContent = `${file.path.split("/").at(-1)} (${file.bytes} bytes)`;
-          line.append(link, " ");
-        }
-        said.append(line);
-      }
-      if (answer.outcomes.length >= ranks || answer.over) return;
-      await new Promise((done) => setTimeout(done, 1000));
+      const { outcomes, waiting, is_over: isOver } = await json(`api/captures/${encodeURIComponent(id)}`);
+      const left = !waiting.length ? "All have answered." : isOver ? `No answer from ${waiting.join(", ")}: the run's sidecar may have ended.`
+        : `Waiting for ${waiting.join(", ")}.`;
+      said.replaceChildren(element("p", { textContent: `${words} ${left}` }), element("ul", {}, ...outcomes.map(outcomeLine)));
+      if (isOver) return;
+      await new Promise((done) => setTimeout(done, POLL_MS));
     }
+  }
+
+  function outcomeLine({ rank, words, files }) {
+    const links = files.flatMap(({ name, bytes, address }) => [" ", element("a", { href: address, textContent: `${name} (${bytes} bytes)` })]);
+    return element("li", {}, `rank ${rank}: ${words}.`, ...links);
   }
 }

@@ -15,7 +15,7 @@ from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.processes import age_s
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.membership import Membership, Word
-from torchlens_perf.sidecar.nodes.messages import Collected, Received
+from torchlens_perf.sidecar.nodes.messages import MAX_REPLY_BYTES, Collected, Received
 from torchlens_perf.sidecar.nodes.places import Places
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
+_BETWEEN = b"\n"  # no word has one
 OpenExchange = Callable[[Places, str, str, bool], "Exchange"]
 
 
@@ -42,6 +43,8 @@ class Meeting:
         self._role: tuple[Places, bool] | None = None  # where the nodes meet, and whether this is node 0
         self._notes: list[str] = []  # of exchanges that are closed
         self._heard = b""  # of node 0, last
+        self.more = b""
+        """What node 0 says besides, at most `room_for_more` bytes; on the others, what they have heard."""
 
     @property
     def is_open(self) -> bool:
@@ -105,15 +108,26 @@ class Meeting:
     def say(self) -> None:
         """On node 0, tells the others how the run is called and which generations it has had."""
         if self._exchange is not None and self.merges:
-            self._exchange.set_reply(self.membership.word(time.monotonic()).encode())
+            word = self._word()
+            more = self.more if len(word) + 1 + len(self.more) <= MAX_REPLY_BYTES else b""
+            self._exchange.set_reply(word + _BETWEEN + more if more else word)
+
+    @property
+    def room_for_more(self) -> int:
+        """Bytes."""
+        return MAX_REPLY_BYTES - 1 - len(self._word())
+
+    def _word(self) -> bytes:
+        return self.membership.word(time.monotonic()).encode()
 
     def hear(self) -> None:
         """On the others, takes over what node 0 has said."""
         heard = self._exchange.reply() if self._exchange is not None else b""
         if heard and heard != self._heard:
             self._heard = heard
+            word, _, self.more = heard.partition(_BETWEEN)
             try:
-                self.membership.hear(Word.decode(heard), time.monotonic())
+                self.membership.hear(Word.decode(word), time.monotonic())
             except ValueError as error:
                 logger.warning("node 0's word cannot be read: %s", error)
 

@@ -19,7 +19,7 @@ from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.analysis.statistics.modules import MAX_MODULES, digest, reported_modules
 from torchlens_perf.analysis.statistics.step_bins import StepBins
 from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.stragglers.window import BinBatch
+from torchlens_perf.analysis.stragglers.window import LATE_ROWS, BinBatch
 from torchlens_perf.analysis.words.hang import device_place
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.records import OWN_PARTS
@@ -189,8 +189,12 @@ def sound(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     good = (values["state"] < len(_STATES)) & (values["rank"] < values["world_size"])
     has_row = values["row"] != NO_ROW
     good &= (values["width"] > 0) | ~has_row.any(axis=1)
-    for name in ("since_step_s", "usual_step_s", "since_mark_s"):
+    # A row far ahead of the step that its rank is in would have the judge wait there for all others.
+    width, step = values["width"].astype(float)[:, None], values["step"].astype(float)[:, None]
+    good &= (~has_row | (values["row"] * width <= step + LATE_ROWS * width)).all(axis=1)
+    for name in ("age_s", "since_step_s", "usual_step_s", "since_mark_s"):
         good &= np.isfinite(values[name])
+    good &= np.isfinite(values["device"]["stood_s"])
     for name in ("times", "work"):
         good &= (~np.isinf(values[name]).any(axis=2) | ~has_row).all(axis=1)  # NaN: not measured
     good &= np.isfinite(modules_ns(values)).all(axis=1)

@@ -163,6 +163,7 @@ def _read(
 ) -> None:
     from torchlens_perf.exporters.otlp_environment import DeferredExporter, exporter_from_environment, wanted_signals
     from torchlens_perf.sidecar.loop import run_sidecar
+    from torchlens_perf.sidecar.metrics_port import MetricsPort
     from torchlens_perf.sidecar.node import Sidecar
     from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
 
@@ -171,10 +172,10 @@ def _read(
     while again:
         wanted = bool(wanted_signals(os.environ))
         exporter = DeferredExporter(lambda: exporter_from_environment(os.environ, run, host)) if wanted else None
-        sidecar = None
+        sidecar, port = None, MetricsPort(exporter.spans_sent if exporter is not None else dict)
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
-            again = run_sidecar(sidecar, lock, exporter, live_results)
+            again = run_sidecar(sidecar, lock, exporter, live_results, port)
         except Exception:
             failures += 1
             if not attends or failures > _MAX_FAILURES:  # by hand, somebody sees what is wrong
@@ -189,6 +190,9 @@ def _read(
                 with guard("leaving the other nodes"):  # else they would go on to send to the exchange of this one
                     sidecar.conclusions.job.close()
             time.sleep(rest_s)
+        finally:
+            with guard("ending /metrics"):
+                port.finish(lingers=not again)
     with guard("building the native tap on collectives"):
         tap.finish()
 

@@ -1,0 +1,363 @@
+"""How many spans a second and how many metric series a large job sends, all nodes together.
+
+    python -m benchmarks.export_scale [--ranks 64 512 4096] [--seconds 300]
+
+Simulated ranks, eight a node, with a slow rank, stalls and pauses, 200 spans a step and rank, and nodes whose eight
+GPUs and eight ports report everything. All of what decides is real: each node's choice of steps, its exporter's spans
+and metrics, windows, tallies and node 0's word as they travel. The network between the nodes is not: what is posted is
+there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from opentelemetry.proto.metrics.v1.metrics_pb2 import ScopeMetrics
+
+from benchmarks.measure import Table
+from torchlens_perf.analysis.causes.straggler_groups import name
+from torchlens_perf.analysis.collectives.hang import Progress
+from torchlens_perf.analysis.node_state import NodeState, ProcessState
+from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNTERS, GpuSample, Hardware, LinkSample
+from torchlens_perf.analysis.statistics.rank import RankStatistics
+from torchlens_perf.config import Config
+from torchlens_perf.exporters import Assessment, ExportBatch
+from torchlens_perf.exporters.otlp_metrics import NodeMetrics
+from torchlens_perf.exporters.otlp_spans import SpanEncoder
+from torchlens_perf.exporters.series import Meter
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
+from torchlens_perf.run.ring import Kind, record_dtype
+from torchlens_perf.sidecar.job import JobView
+from torchlens_perf.sidecar.nodes.messages import Collected, Received
+from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.tracing import Tracing
+from torchlens_perf.simulate.faults import parse_fault
+from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
+
+NODE_SIZE, SPANS_A_STEP = 8, 200
+BAR_SPANS_A_SECOND, BAR_SERIES = 200, 2000
+FAULTS = ("constant:rank=5,share=0.3,since=200", "stalls:rank=6,share=2,every=70", "pauses:share=0.5,every=130")
+_BEGIN_UNIX_NS = 1_700_000_000 * 10**9
+_PLACES = Places(("127.0.0.1", 1))
+
+
+class Wire:
+    """An exchange without a network: what a node posts is there for node 0 at once, and what that says for all."""
+
+    def __init__(self) -> None:
+        self.posted: list[Received] = []
+        self.reply = b""
+        self.bytes = 0
+
+    def open(self, places: Places, key: str, node: str, merges: bool) -> Any:
+        return _End(self, node)
+
+
+class _End:
+    def __init__(self, wire: Wire, node: str) -> None:
+        self._wire, self._node = wire, node
+
+    def post(self, payloads: Mapping[int, bytes]) -> None:
+        self._wire.bytes += sum(map(len, payloads.values()))
+        self._wire.posted += [Received(payload, 0.0, self._node, 1) for payload in payloads.values()]
+
+    def collect(self) -> Collected:
+        posted, self._wire.posted = self._wire.posted, []
+        return Collected({number: (each,) for number, each in enumerate(posted)}, {})
+
+    def set_reply(self, reply: bytes) -> None:
+        self._wire.reply = reply
+
+    def reply(self) -> bytes:
+        return self._wire.reply
+
+    def notes(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+@dataclasses.dataclass
+class Source:
+    """A rank's ring, as far as the choice of steps asks it."""
+
+    state: ProcessState
+    generation: int = 0
+    read_to_end: bool = False
+
+    def later_records(self) -> Any:
+        return np.zeros(0, record_dtype())
+
+
+class Sources:
+    """A node's rings, likewise."""
+
+    def __init__(self, sources: list[Source], settings: Mapping[str, int]) -> None:
+        self._sources, self._settings = sources, settings
+
+    def __iter__(self) -> Iterator[Source]:
+        return iter(self._sources)
+
+    def newest(self) -> Iterator[Source]:
+        return iter(self._sources)
+
+    def is_newest(self, source: Source) -> bool:
+        return True
+
+    def live(self) -> list[Source]:
+        return self._sources
+
+    def setting(self, setting: str) -> int:
+        return self._settings.get(setting, int(getattr(Config(), setting)))
+
+
+class Node:
+    """A node's sidecar without its rings and its sender."""
+
+    def __init__(self, number: int, topology: Topology, wire: Wire, settings: Mapping[str, int], clock: Any) -> None:
+        self.topology, host = topology, f"node-{number:04d}"
+        self.ranks = range(number * NODE_SIZE, min((number + 1) * NODE_SIZE, topology.ranks))
+        self.state = NodeState(host)
+        self.job = JobView(host, wire.open)
+        sources = [Source(_process(rank, topology.ranks, host, len(self.ranks))) for rank in self.ranks]
+        self.state.processes = {each.state.identity.key: each.state for each in sources}
+        self.sources = Sources(sources, settings)
+        self.job.begin(0, sources[0].state.identity)
+        self.tracing = Tracing(self.job, self.state)
+        self.encoder = SpanEncoder({})
+        self.metrics = NodeMetrics(Meter(), clock)
+        self.clock = clock
+        self.spans: Counter[int] = Counter()
+        """By second of the job in which the step ended."""
+        self.traced: list[ExportBatch] = []
+        self.series: set[tuple[Any, ...]] = set()
+        self.exported: list[Any] = []
+        """The metrics of the newest export."""
+        self.ids: dict[tuple[int, int], int] = {}
+        """By trace and span of a rank's step, its duration in ns."""
+        self._waiting: list[ExportBatch] = []  # until it is known what is sent of them
+        self._is_off_the_exchange = "off" in settings
+
+    def make(self, steps: Steps, start_ns: int, records: Any) -> None:
+        """All ranks make these steps."""
+        for source, rank in zip(self.sources, self.ranks, strict=True):
+            identity, table = source.state.identity, table_of(steps, rank, start_ns)
+            place = self.topology.place(rank)
+            self.job.add_steps(identity, place, table, None if self._is_off_the_exchange else _PLACES)
+            self.job.progress(identity, place, _progress(rank, identity.host, int(table.step[-1])), {})
+            self.tracing.add(source, self.sources, records, ["", "layer"], table, self.clock())  # type: ignore[arg-type]
+            self._waiting.append(ExportBatch(identity, source.state.anchor, table, ()))
+
+    def judge(self) -> None:
+        """A round of the sidecar."""
+        findings = self.job.update(self.clock())
+        if findings is not self.state.findings:
+            self.state.findings, self.state.named = findings, name(findings, self.job.places)
+        part = self.tracing.part(self.sources, self.clock())  # type: ignore[arg-type]
+        assert part is not None
+        self.job.hand_on(self.metrics.take_part(part))
+        while self._waiting:
+            self._export(self._waiting.pop(0))
+        for traced in self.tracing.update(self.sources, self.clock()):  # type: ignore[arg-type]
+            self.traced.append(traced)
+            self._export(traced)
+        some = next(iter(self.sources)).state.identity
+        self.metrics.on_assessment(Assessment(some, findings, None, (), self.job.judges_alone))
+
+    def measure(self) -> None:
+        """GPUs and ports report everything, errors and throttling included."""
+        self.metrics.measured(_hardware(self.state.host))
+
+    def collect(self) -> None:
+        """An export of the metrics."""
+        encoded, _ = self.metrics.encode()
+        self.exported = list(ScopeMetrics.FromString(b"".join(encoded)).metrics)
+        for metric in self.exported:
+            for point in getattr(metric, str(metric.WhichOneof("data"))).data_points:
+                attributes = tuple(sorted((each.key, str(each.value)) for each in point.attributes))
+                self.series.add((self.state.host, metric.name, *attributes))
+
+    def _export(self, batch: ExportBatch) -> None:
+        """As OtlpExporter does it."""
+        _, found = self.encoder.encode(batch)
+        for trace in batch.traces:
+            second = (trace.start_ns + trace.duration_ns) // 10**9
+            self.spans[second] += len(found[trace.step][0])
+            self.ids[found[trace.step][1:]] = trace.duration_ns
+        sampled = {step: (in_trace, span) for step, (_, in_trace, span) in found.items()}
+        self.metrics.export(batch, sampled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What a job has sent."""
+
+    nodes: list[Node]
+    seconds: float
+    posted_bytes: int
+
+    @property
+    def spans(self) -> Counter[int]:
+        return sum((node.spans for node in self.nodes), Counter())
+
+    @property
+    def spans_a_second(self) -> float:
+        return self.spans.total() / self.seconds
+
+    @property
+    def busiest_minute(self) -> float:
+        """Spans a second in that."""
+        counts = self.spans
+        firsts = range(min(counts, default=0), max(counts, default=0) + 1)
+        return max((sum(counts[first + second] for second in range(60)) / 60 for first in firsts), default=0.0)
+
+    @property
+    def series(self) -> set[tuple[Any, ...]]:
+        return set().union(*(node.series for node in self.nodes))
+
+    def traces(self) -> dict[int, dict[int, ExportBatch]]:
+        """By step and rank."""
+        found: dict[int, dict[int, ExportBatch]] = {}
+        for node in self.nodes:
+            for batch in node.traced:
+                found.setdefault(batch.traces[0].step, {})[batch.identity.rank] = batch
+        return found
+
+
+def send(ranks: int, steps: int, *, exchange: bool = True, hardware: bool = True, **settings: int) -> Sent:
+    """Has a job of so many ranks make so many steps of 0.2 s, and everything of it sent."""
+    topology, wire, now_s = Topology(ranks, node_size=NODE_SIZE), Wire(), [1000.0]
+    told = {**settings, **({} if exchange else {"off": 1})}
+    nodes = [Node(number, topology, wire, told, lambda: now_s[0]) for number in range(-(-ranks // NODE_SIZE))]
+    simulation = Simulation(topology, faults=[parse_fault(text) for text in FAULTS])
+    start_ns = began_ns = 10**12
+    for part in simulation.steps(steps):
+        records = _records(part, start_ns)
+        for node in nodes:
+            node.make(part, start_ns, records)
+        start_ns += int(np.round(part.duration_ns).sum())
+        now_s[0] = 1000.0 + (start_ns - began_ns) / 1e9
+        for node in (*nodes[1:], nodes[0], *nodes[1:]):  # those that follow hear what node 0 says
+            node.judge()
+        for node in nodes * 2 if hardware else ():
+            node.measure()
+        if part.first_step % 256 == 0:
+            for node in nodes:
+                node.collect()
+    for _ in range(4):
+        now_s[0] += 10
+        for node in nodes if hardware else ():
+            node.measure()
+        for node in (*nodes[1:], nodes[0]):
+            node.judge()
+    for node in nodes:
+        node.collect()
+    return Sent(nodes, (start_ns - began_ns) / 1e9, wire.bytes)
+
+
+def table_of(steps: Steps, rank: int, start_ns: int) -> StepTable:
+    """A rank's steps as the sidecar sees them."""
+    duration_ns = np.round(steps.duration_ns).astype(np.int64)
+    count = len(steps)
+    parts_ns = np.zeros((count, len(PARTS)), np.int64)
+    parts_ns[:, [PARTS.index(part) for part in OWN_PARTS]] = steps.parts_ns[rank]
+    parts_ns[:, PARTS.index("communication")] = duration_ns - parts_ns.sum(axis=1)
+    return StepTable(
+        step=np.arange(steps.first_step, steps.first_step + count),
+        start_ns=start_ns + np.cumsum(duration_ns) - duration_ns,
+        duration_ns=duration_ns,
+        parts_ns=parts_ns,
+        memory_bytes=np.full(count, 1 << 34),
+        micro_steps=np.ones(count, np.int64),
+        flags=steps.flags[rank],
+        workload=steps.workload[rank],
+        cpu_ns=np.full((count, len(PARTS)), -1),
+        ready_ns=np.full((count, len(PARTS)), -1),
+    )
+
+
+def _records(steps: Steps, start_ns: int) -> Any:
+    """A rank's records of the steps: all ranks' are the same ones, as only their number matters."""
+    duration_ns = np.round(steps.duration_ns).astype(np.int64)
+    per_step = SPANS_A_STEP + 1
+    found = np.zeros(len(steps) * per_step, record_dtype())
+    starts = start_ns + np.cumsum(duration_ns) - duration_ns
+    found["step"] = np.repeat(np.arange(steps.first_step, steps.first_step + len(steps)), per_step)
+    found["kind"], found["name_id"] = Kind.MODULE, 1
+    inside = np.tile(np.arange(per_step), len(steps))
+    found["start_ns"] = np.repeat(starts, per_step) + inside * 1000
+    found["duration_ns"] = 900
+    ends = inside == SPANS_A_STEP
+    found["kind"][ends], found["start_ns"][ends], found["duration_ns"][ends] = Kind.STEP, starts, duration_ns
+    return found
+
+
+def _process(rank: int, world_size: int, host: str, local_world_size: int) -> ProcessState:
+    identity = Identity(
+        run_id="simulated", rank=rank, local_rank=rank % NODE_SIZE, world_size=world_size,
+        local_world_size=local_world_size, attempt=0, host=host, pid=1, process_started=1, launcher_pid=1,
+        elastic=False, program="train.py", traceparent="", attributes={}, node=host,
+    )  # fmt: skip
+    return ProcessState(identity, Anchor(0, _BEGIN_UNIX_NS, 0), RankStatistics(), trace_every=Config.trace_every)
+
+
+def _progress(rank: int, host: str, step: int) -> Progress:
+    return Progress(rank, host, step, 0.0, 0.0, 0.2, {}, (), "running")
+
+
+def _hardware(host: str) -> Hardware:
+    gpu_values = {field.name: 1.0 for field in dataclasses.fields(GpuSample) if field.name not in ("uuid", "grown")}
+    link_values = {
+        field.name: 1
+        for field in dataclasses.fields(LinkSample)
+        if field.name not in ("device", "port", "grown", "link_layer")
+    }
+    gpus = [
+        GpuSample(**{**gpu_values, "uuid": f"GPU-{host}-{index}", "grown": dict.fromkeys(GPU_COUNTERS, 1.0)})
+        for index in range(NODE_SIZE)
+    ]
+    links = [
+        LinkSample(**{**link_values, "device": f"mlx5_{index}", "port": 1, "grown": dict.fromkeys(LINK_COUNTERS, 1.0)})
+        for index in range(NODE_SIZE)
+    ]
+    return Hardware(gpus, links, {})
+
+
+def main() -> int:
+    """Returns how many bars were missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 512, 4096])
+    parser.add_argument("--seconds", type=int, default=300)
+    options = parser.parse_args()
+    table = Table(f"{options.seconds} s of a simulated job, all nodes together", "value", "bar", "")
+    for ranks in options.ranks:
+        began_s = time.process_time()
+        sent = send(ranks, options.seconds * 5)
+        traces = sent.traces()
+        ranks_sent = sorted(len(of_step) for of_step in traces.values())
+        why = Counter(next(iter(of_step.values())).chosen[step].because for step, of_step in traces.items())
+        reasons = ", ".join(f"{count} {each}" for each, count in why.items())
+        for what, value, bar in (
+            ("spans a second", sent.spans_a_second, BAR_SPANS_A_SECOND),
+            ("spans a second in the busiest minute", sent.busiest_minute, BAR_SPANS_A_SECOND),
+            ("series", len(sent.series), BAR_SERIES),
+        ):
+            table.row(f"{ranks} ranks: {what}", f"{value:.0f}", f"<= {bar}", table.bar(value <= bar))
+        table.row(f"{ranks} ranks: steps that are traced", f"{len(traces)}: {reasons}", "", "")
+        table.row(f"{ranks} ranks: ranks in a trace", f"{ranks_sent[0]} to {ranks_sent[-1]}", "", "")
+        table.row(f"{ranks} ranks: this took", f"{time.process_time() - began_s:.0f} s of processor time", "", "")
+    return table.missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""What viewers of the live page cost: calls on the run directory and processor time, by how many look; and a long list.
+
+python -m benchmarks.serve_reads. The run goes on meanwhile: its state is written every four seconds, as a sidecar does.
+Calls are counted by a library that is loaded into the server and its readers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.measure import Table
+from tests.support.failing_calls import library
+from tests.support.live_simulation import LiveSimulation
+from tests.support.page_server import News, PageServer, Viewer
+from torchlens_perf.serve.follow import LOOK_S
+
+VIEWERS, RANKS, SECONDS, STATE_EVERY_S = (0, 1, 20), 8, 30.0, 4.0
+RUNS = 10_000
+LISTED_S = 2.0  # the first page of the list, at the longest
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> int:
+    """Returns how many bars were missed."""
+    with tempfile.TemporaryDirectory() as folder:
+        missed = _followed(Path(folder) / "runs", Path(folder) / "calls")
+    print()
+    with tempfile.TemporaryDirectory() as folder:
+        return missed + _listed(Path(folder))
+
+
+def _followed(folder: Path, log: Path) -> int:
+    """Viewers listen, and load the page whenever there is a newer one."""
+    columns = ("viewers", "looks/s", "states read/s", "calls on the run directory/s", "time of one processor", "bar")
+    table = Table(*columns)
+    with LiveSimulation(folder / "live", RANKS) as live:
+        live.goes_on(8)
+        live.sidecar.keep()
+        environment = {"LD_PRELOAD": str(library()), "FAILING_PATHS": str(folder), "FAILING_LOG": str(log)}
+        with PageServer(folder, **environment) as server:
+            for viewers in VIEWERS:
+                looks, readings, calls, cpu = _with_viewers(server, live, viewers, log)
+                met = calls == 0 if viewers == 0 else looks <= 1.1 / LOOK_S and readings <= 1.1 / STATE_EVERY_S
+                bar = "none" if viewers == 0 else "one look a second, each state once"
+                row = (viewers, f"{looks:.2f}", f"{readings:.2f}", f"{calls:.1f}", f"{cpu:.1%}")
+                table.row(*row, f"{bar}: {table.bar(met)}")
+    return table.missed
+
+
+def _with_viewers(server: PageServer, live: LiveSimulation, count: int, log: Path) -> tuple[float, float, float, float]:
+    """Looks, readings and calls a second, and the share of one processor."""
+    viewer = server.viewer()
+    with contextlib.ExitStack() as leaving:
+        heard = [leaving.enter_context(viewer.news(live.name)) for _ in range(count)]
+        for news in heard:
+            news.next()
+        loading = [threading.Thread(target=_load, args=(news, viewer, live.name), daemon=True) for news in heard]
+        for thread in loading:
+            thread.start()
+        before, calls, cpu_s = _counts(viewer, live), _lines(log), _cpu_s(server)
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < SECONDS:
+            live.goes_on()
+            time.sleep(STATE_EVERY_S)
+        after, took_s = _counts(viewer, live), time.monotonic() - began_s
+        calls, cpu_s = _lines(log) - calls, _cpu_s(server) - cpu_s
+    return (
+        (after["looks"] - before["looks"]) / took_s,
+        (after["readings"] - before["readings"]) / took_s,
+        calls / took_s,
+        cpu_s / took_s,
+    )
+
+
+def _counts(viewer: Viewer, live: LiveSimulation) -> dict[str, int]:
+    counts: dict[str, int] = viewer.json("/api/counts")["runs"].get(live.name, {"looks": 0, "readings": 0})
+    return counts
+
+
+def _load(news: News, viewer: Viewer, run: str) -> None:
+    with contextlib.suppress(Exception):  # until the connection is closed
+        while True:
+            news.next()
+            viewer.page(run)
+
+
+def _lines(log: Path) -> int:
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def _cpu_s(server: PageServer) -> float:
+    """Of the server and its readers so far, also those that have ended."""
+    ticks = 0
+    for pid, fields in [(server.process.pid, slice(11, 15)), *((each, slice(11, 13)) for each in server.children())]:
+        with contextlib.suppress(OSError):
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[fields]))
+    return ticks / _TICKS
+
+
+def _listed(folder: Path) -> int:
+    """A folder of very many runs."""
+    with LiveSimulation(folder / "one", RANKS) as live:
+        live.goes_on(2)
+    (state,) = (folder / "one" / "nodes").glob("*.json")
+    for number in range(RUNS):
+        nodes = folder / "runs" / f"run-{number:05d}" / "nodes"
+        nodes.mkdir(parents=True)
+        os.link(state, nodes / state.name)
+    table = Table(f"{RUNS} runs", "seconds", "bar")
+    began_s = time.monotonic()
+    with PageServer(folder / "runs") as server:
+        table.row("until the server listens", f"{time.monotonic() - began_s:.2f}", "")
+        viewer = server.viewer()
+        for what, path in (("first page of the list", "/"), ("again", "/"), ("last page", f"/?page={RUNS // 50 - 1}")):
+            began_s = time.monotonic()
+            assert viewer.ask(path).status == 200
+            took_s = time.monotonic() - began_s
+            table.row(what, f"{took_s:.2f}", f"below {LISTED_S:g} s: {table.bar(took_s < LISTED_S)}")
+    return table.missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,372 @@
+"""Writes the Grafana dashboards of torchlens_perf/deploy, and the alert rules as the Prometheus Operator wants them.
+
+Needs grafana-foundation-sdk (the extra `dashboards`). What is shown of ranks is a maximum, a minimum, a quantile over
+ranks, or a count of who arrived last: a mean over ranks hides the slow one.
+
+    python scripts/make_dashboards.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grafana_foundation_sdk.builders import (
+    dashboard,
+    heatmap,
+    prometheus,
+    stat,
+    statetimeline,
+    table,
+    timeseries,
+)
+from grafana_foundation_sdk.builders.common import StackingConfig, VizLegendOptions
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement, StackingMode
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DataSourceRef,
+    VariableRefresh,
+    VariableSort,
+)
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+DEPLOY = Path(__file__).parents[1] / "torchlens_perf" / "deploy"
+SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+RANK, PHASE = "torch_distributed_rank", "torch_train_phase"
+WIDTH, HEIGHT = 12, 8  # of a panel, of 24 columns
+OWN, STEP, PHASES = (
+    f"torch_train_{name}_seconds" for name in ("step_own_time", "step_duration", "phase_duration")
+)  # fmt: skip
+
+
+def of_run(expression: str) -> str:
+    """Only of the nodes of the run that is chosen, while it ran there."""
+    return f'({expression} and on (job, instance) target_info{{job=~"$job",torch_run_id=~"$run"}})'
+
+
+def rate(counter: str, labels: str = "") -> str:
+    return f"rate({counter}{labels}[$__rate_interval])"
+
+
+def mean_s(histogram: str, labels: str = "") -> str:
+    """Seconds a step: of each rank, in jobs of more than 64 of each node's ranks together."""
+    return f"({rate(f'{histogram}_sum', labels)} / {rate(f'{histogram}_count', labels)})"
+
+
+CHOSEN = f'{{{RANK}=~"$rank"}}'
+DIED = 'torch_train_processes_ended_total{torch_train_process_end="died"}'
+# Per step of the run, and not per step that had the phase.
+PHASE_S = f"({rate(f'{PHASES}_sum')} / on (job, instance, {RANK}) group_left () {rate(f'{STEP}_count')})"
+STEP_BUCKETS, LOST = rate(f"{STEP}_bucket"), rate("torchlens_perf_records_lost_total")
+
+
+def share(phase: str) -> str:
+    """Of the step, of each rank."""
+    labels = f'{{{PHASE}="{phase}"}}'
+    return f"({rate(f'{PHASES}_sum', labels)} / on (job, instance, {RANK}) group_left () {rate(f'{STEP}_sum')})"
+
+
+class Query(NamedTuple):
+    expression: str
+    legend: str = ""
+
+
+class Panel(NamedTuple):
+    title: str
+    unit: str
+    queries: Sequence[Query]
+    what: str
+    """How to read it."""
+    kind: str = "lines"
+    """lines, stack, number, states, heat or table."""
+    nothing: str = "no data"
+    """What no value means."""
+    width: int = WIDTH
+
+
+def extremes(of: str, expression: str) -> list[Query]:
+    """The largest and the median over ranks."""
+    return [
+        Query(f"max({of_run(expression)})", f"{of}, largest of all ranks"),
+        Query(f"quantile(0.5, {of_run(expression)})", f"{of}, median"),
+    ]
+
+
+JOB = [
+    Panel(
+        "Verdicts", "none",
+        [Query(of_run("torch_train_alert"), f"{{{{torch_train_alert_kind}}}} rank {{{{{RANK}}}}} {{{{{PHASE}}}}}")],
+        "Who is alerted about, and for how long. At most 32 series, whatever the job's size.",
+        "states", "nobody stands out", 24,
+    ),
+    Panel("Ranks that are slow", "none", [Query(f"sum({of_run('torch_train_stragglers')})")],
+          "As the job's judge names them, by their work and not by their step times.", "number", "not judged", 4),
+    Panel("Cost of the slow ranks", "s", [Query(f"max({of_run('torch_train_straggler_cost_seconds')})")],
+          "By how much sooner each step would end without them.", "number", "none", 4),
+    Panel("Hang", "s", [Query(f"max({of_run('torch_train_hang_duration_seconds')})")],
+          "Since when no rank has finished a step, while that is too long.", "number", "no hang", 4),
+    Panel("Step", "none", [Query(f"min({of_run('torch_train_step_last')})")],
+          "The step that all running ranks have finished.", "number", width=4),
+    Panel("Ranks running", "none", [Query(f"sum({of_run('torch_train_ranks')})")], "On all nodes.", "number", width=4),
+    Panel("Processes that died", "none",
+          [Query(f"sum({of_run(DIED)})")],
+          "Without leaving their watch: killed, or crashed.", "number", width=4),
+    Panel("Own time: slowest and fastest rank", "s",
+          [Query(f"max({of_run('torch_train_step_own_time_slowest_seconds')})", "slowest rank"),
+           Query(f"min({of_run('torch_train_step_own_time_fastest_seconds')})", "fastest rank")],
+          "The newest steps, without waiting for others. Step times are equal on all ranks: this is not."),
+    Panel("Step time", "s",
+          [Query(f"histogram_quantile(0.5, sum by (le) ({of_run(STEP_BUCKETS)}))", "median"),
+           Query(f"histogram_quantile(0.99, sum by (le) ({of_run(STEP_BUCKETS)}))", "99th percentile")],
+          "Of all ranks' steps; the points are steps that were sent as traces."),
+    Panel("Steps by their duration", "s", [Query(f"sum by (le) ({of_run(STEP_BUCKETS)})", "{{le}}")],
+          "Outliers are a row of their own.", "heat"),
+    Panel("Cost of each slow rank", "s",
+          [Query(of_run("torch_train_straggler_cost_seconds"), f"rank {{{{{RANK}}}}} {{{{{PHASE}}}}}")],
+          "Of those slow together, what all of them cost together.", nothing="nobody is slow"),
+    Panel("Phases, on the rank where each is longest", "s",
+          [Query(f"max by ({PHASE}) ({of_run(PHASE_S)})", f"{{{{{PHASE}}}}}")],
+          "Seconds a step. The rank is another one for each phase: they add up to no step."),
+    Panel("Blocked in communication", "percentunit",
+          [Query(f"max({of_run(share('communication'))})", "rank that waits most"),
+           Query(f"min({of_run(share('communication'))})", "rank that waits least: the others wait for it")],
+          "Share of the step. The rank that waits least is the one to look at."),
+    Panel("Waiting for data", "percentunit", extremes("data", share("data")), "Share of the step; ideal: 0."),
+    Panel("Steps a second", "none",
+          [Query(f"max(sum by (job, instance) ({of_run(rate('torch_train_steps_total'))}) "
+                 "/ on (job, instance) torch_train_ranks)", "steps a second")],
+          "Of one rank of the fastest node; all are equal where they wait for each other."),
+    Panel("What the sidecars take", "percentunit",
+          [Query(f"max({of_run(rate('process_cpu_seconds_total'))})", "processor, sidecar that takes most"),
+           Query(f"max({of_run(share('tool'))})", "own hooks, share of the step, rank where it is most")],
+          "Our own overhead."),
+    Panel("Records lost", "none", [Query(f"sum({of_run(LOST)})", "records a second")],
+          "Steps that no figure here holds; ideal: 0."),
+]  # fmt: skip
+
+RANKS = [
+    Panel("Own time of the slowest ranks", "s",
+          [Query(f"topk(8, {of_run(mean_s(OWN))})", f"rank {{{{{RANK}}}}} {{{{instance}}}}"),
+           Query(f"quantile(0.5, {of_run(mean_s(OWN))})", "median of all ranks")],
+          "In jobs of more than 64 ranks a line is a node's ranks, and each rank that stands out.", width=24),
+    Panel("Own time beyond the median", "s",
+          [Query(f"topk(16, ({of_run(mean_s(OWN))}) - scalar(quantile(0.5, {of_run(mean_s(OWN))})))",
+                 f"rank {{{{{RANK}}}}} {{{{instance}}}}")],
+          "What each of the 16 slowest does more than the rank in the middle.", "states", width=24),
+    Panel("Phases of the chosen ranks", "s",
+          [Query(of_run(PHASE_S.replace(f"{PHASES}_sum", f"{PHASES}_sum{CHOSEN}")),
+                 f"rank {{{{{RANK}}}}} {{{{{PHASE}}}}}")],
+          "Seconds a step, stacked: they add up to the step.", "stack"),
+    Panel("Step time of the chosen ranks, 99th percentile", "s",
+          [Query(f"histogram_quantile(0.99, sum by (le, {RANK}) ({of_run(rate(f'{STEP}_bucket', CHOSEN))}))",
+                 f"rank {{{{{RANK}}}}}")],
+          "The points are steps that were sent as traces."),
+    Panel("Waits of the chosen ranks", "percentunit",
+          [Query(of_run(rate("torch_collective_wait_seconds_total", CHOSEN)), f"rank {{{{{RANK}}}}}")],
+          "Share of the time. Who waits little is who the others wait for."),
+    Panel("On the device, of the chosen ranks", "s",
+          [Query(of_run(mean_s("torch_train_device_duration_seconds", CHOSEN)),
+                 f"rank {{{{{RANK}}}}} {{{{{PHASE}}}}}")],
+          "By the device's own clock, a phase each time that it was had."),
+]  # fmt: skip
+
+_LAST_SHARE = f"{rate('torch_collective_arrived_last_total')} / {rate('torch_collective_compared_total')}"
+COLLECTIVES = [
+    Panel("How often each rank arrived last", "percentunit",
+          [Query(f"topk(8, {of_run(_LAST_SHARE)})", f"rank {{{{{RANK}}}}}")],
+          "Of the collectives whose ranks are all on one node; where they are not, nobody knows. Of equal ranks each "
+          "arrives last equally often.", width=24),
+    Panel("Arrived last, since the sidecar began", "none",
+          [Query(f"topk(16, {of_run('torch_collective_arrived_last_total')})")], "Counts.", "table"),
+    Panel("By how much later than the last but one", "percentunit",
+          [Query(f"topk(8, {of_run(rate('torch_collective_lag_seconds_total'))})", f"rank {{{{{RANK}}}}}")],
+          "Seconds a second that all others lose to this rank."),
+    Panel("Blocked until the last one arrives", "percentunit",
+          [Query(f"max({of_run(rate('torch_collective_wait_seconds_total'))})", "rank that waits most"),
+           Query(f"min({of_run(rate('torch_collective_wait_seconds_total'))})", "rank that waits least")],
+          "Seconds a second."),
+    Panel("Collectives a second", "none",
+          [Query(f"sum by (torch_collective_operation) ({of_run(rate('torch_collective_operations_total'))})",
+                 "{{torch_collective_operation}}")], "Of all ranks."),
+    Panel("Bytes a second", "Bps",
+          [Query(f"sum by (torch_collective_operation) ({of_run(rate('torch_collective_io_bytes_total'))})",
+                 "{{torch_collective_operation}}")], "Of the tensors of all ranks."),
+]  # fmt: skip
+
+_STATE = "torch_train_memory_state"
+_DEVICE = "torch_train_memory_device_bytes"
+_ROOM = f'({_DEVICE}{{{_STATE}="limit"}} - ignoring ({_STATE}) {_DEVICE}{{{_STATE}="peak"}})'
+MEMORY = [
+    Panel("Memory at the end of the last step", "bytes",
+          [Query(f"max({of_run('torch_train_memory_usage_bytes')})", "fullest rank"),
+           Query(f"min({of_run('torch_train_memory_usage_bytes')})", "emptiest rank")],
+          "On a CPU, resident memory of the process.", width=24),
+    Panel("Processes whose device ran out of memory", "none",
+          [Query(f"sum({of_run('torch_train_processes_out_of_memory_total')})")],
+          "RUN_DIR/oom says what held it.", "number"),
+    Panel("Device memory, on the rank where it is most", "bytes",
+          [Query(f"max by ({_STATE}) ({of_run(_DEVICE)})", f"{{{{{_STATE}}}}}")], "As torch's allocator counts it."),
+    Panel("Room that is left, on the rank where it is least", "bytes",
+          [Query(f"min({of_run(_ROOM)})", "limit less peak")], "Below some gigabytes, a longer batch may not fit."),
+    Panel("Retries of cudaMalloc", "none",
+          [Query(f"max({of_run(rate('torch_train_memory_alloc_retries_total'))})", "a second, rank where it is most")],
+          "Each frees the cache and waits for the device."),
+    Panel("Out-of-memory errors", "none",
+          [Query(f"sum by ({RANK}) ({of_run('torch_train_memory_out_of_memory_total')})", f"rank {{{{{RANK}}}}}")],
+          "Also those that the job has caught."),
+]  # fmt: skip
+
+_CLOCK = 'hw_gpu_clock_frequency_hertz{hw_gpu_clock="sm"} / hw_gpu_clock_limit_hertz{hw_gpu_clock="sm"}'
+_NETWORK = (
+    f"{rate('hw_network_io_bytes_total')} / on (job, instance, hw_id) "
+    "group_left () hw_network_bandwidth_limit_bytes_per_second"
+)
+GPU, PORT = "{{instance}} {{hw_id}}", "{{instance}} {{hw_id}} {{network_io_direction}}"
+HARDWARE = [
+    Panel("SMs at work", "percentunit", [Query(f"bottomk(8, {of_run('hw_gpu_sm_utilization_ratio')})", GPU)],
+          "The eight GPUs that work least. Below a half of what others have, something starves it.", width=24),
+    Panel("With any kernel", "percentunit", [Query(f"bottomk(8, {of_run('hw_gpu_utilization_ratio')})", GPU)],
+          "One thread of one kernel is 100 %: rather look at the SMs."),
+    Panel("Tensor cores", "percentunit", [Query(f"bottomk(8, {of_run('hw_gpu_tensor_utilization_ratio')})", GPU)],
+          "The eight GPUs whose tensor cores work least."),
+    Panel("Clock, of its highest", "percentunit",
+          [Query(f"bottomk(8, {of_run(_CLOCK)})", GPU)], "The eight slowest GPUs."),
+    Panel("Clocks held down", "percentunit",
+          [Query(f"topk(8, {of_run(rate('hw_gpu_throttle_duration_seconds_total'))} > 0)",
+                 GPU + " {{hw_gpu_throttle_reason}}")],
+          "Share of the time, by reason; reasons may overlap.", nothing="none"),
+    Panel("Temperature", "celsius",
+          [Query(f"topk(8, {of_run('hw_temperature_celsius')})", GPU + " {{hw_sensor_location}}")],
+          "The eight hottest."),
+    Panel("Power", "watt",
+          [Query(f"max({of_run('hw_power_watts')})", "most"), Query(f"min({of_run('hw_power_watts')})", "least"),
+           Query(f"max({of_run('hw_power_limit_watts')})", "limit")],
+          "A GPU far below the others waits, or is held down."),
+    Panel("Memory in use", "percentunit",
+          [Query(f"topk(8, {of_run('hw_gpu_memory_usage_bytes / hw_gpu_memory_limit_bytes')})", GPU)],
+          "By all processes."),
+    Panel("Errors", "none",
+          [Query(f"topk(16, {of_run('increase(hw_errors_total[$__range])')} > 0)", GPU + " {{error_type}}")],
+          "Of GPUs and ports, in the time that is shown.", "table", "none"),
+    Panel("GPU links", "Bps",
+          [Query(f"sum by (hw_gpu_link, network_io_direction) ({of_run(rate('hw_gpu_io_bytes_total'))})",
+                 "{{hw_gpu_link}} {{network_io_direction}}")], "PCIe and NVLink, of all GPUs."),
+    Panel("Network, of the link's rate", "percentunit",
+          [Query(f"topk(8, {of_run(_NETWORK)})", PORT)],
+          "The eight busiest ports."),
+    Panel("Ports that are down", "none", [Query(f"count({of_run('hw_network_up')} == 0)")], "", "number", "none"),
+]  # fmt: skip
+
+DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
+    "job": ("Job", JOB),
+    "ranks": ("Ranks", RANKS),
+    "collectives": ("Collectives", COLLECTIVES),
+    "memory": ("Memory", MEMORY),
+    "hardware": ("Hardware", HARDWARE),
+}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DEPLOY
+    for path, text in files().items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+        print(folder / path)
+
+
+def files() -> dict[str, str]:
+    """By path below torchlens_perf/deploy, what it is to hold."""
+    found = {
+        f"grafana/torchlens-{name}.json": json.dumps(json.loads(_json(name, *of)), indent=1, sort_keys=True) + "\n"
+        for name, of in DASHBOARDS.items()
+    }
+    rules = (DEPLOY / "prometheus" / "alerts.yaml").read_text()
+    found["kubernetes/prometheus-rule.yaml"] = _RULE + "".join(
+        f"  {line}\n" if line else "\n" for line in rules[rules.index("groups:") :].splitlines()
+    )
+    return found
+
+
+_RULE = """# prometheus/alerts.yaml as the Prometheus Operator wants it; scripts/make_dashboards.py writes it.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: torchlens-perf
+spec:
+"""
+
+
+def _json(name: str, title: str, panels: Sequence[Panel]) -> str:
+    made = (
+        dashboard.Dashboard(f"Training: {title}")
+        .uid(f"torchlens-{name}")
+        .tags(["torchlens-perf", "pytorch"])
+        .description("Written by torchlens_perf: scripts/make_dashboards.py.")
+        .time("now-1h", "now")
+        .refresh("30s")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
+        .with_variable(_variable("job", "Scrape job", 'label_values(target_info{torch_run_id!=""}, job)', multi=True))
+        .with_variable(_variable("run", "Run", 'label_values(target_info{job=~"$job"}, torch_run_id)', multi=False))
+    )
+    if any("$rank" in query.expression for panel in panels for query in panel.queries):
+        values = f'label_values(torch_train_steps_total{{job=~"$job"}}, {RANK})'
+        made = made.with_variable(_variable("rank", "Rank", values, multi=True))
+    for panel in panels:
+        made = made.with_panel(_panel(panel))
+    made = made.link(
+        dashboard.DashboardLink("Training")
+        .type("dashboards")
+        .tags(["torchlens-perf"])
+        .include_vars(True)
+        .keep_time(True)
+    )
+    return JSONEncoder(sort_keys=True).encode(made.build())
+
+
+def _variable(name: str, label: str, values: str, *, multi: bool) -> dashboard.QueryVariable:
+    found = (
+        dashboard.QueryVariable(name).label(label).datasource(SOURCE).query(values)
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED).sort(VariableSort.NUMERICAL_ASC)
+    )  # fmt: skip
+    return found.multi(True).include_all(True).all_value(".*") if multi else found
+
+
+def _panel(panel: Panel) -> Any:
+    kinds: dict[str, Any] = {
+        "lines": timeseries, "stack": timeseries, "number": stat, "states": statetimeline, "heat": heatmap,
+        "table": table,
+    }  # fmt: skip
+    made = (
+        kinds[panel.kind].Panel().title(panel.title).description(panel.what).datasource(SOURCE).unit(panel.unit)
+        .span(panel.width).height(4 if panel.kind == "number" else HEIGHT)
+    )  # fmt: skip
+    if hasattr(made, "no_value"):
+        made = made.no_value(panel.nothing)
+    if panel.kind in ("lines", "stack"):
+        legend = (
+            VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM).show_legend(True)
+        )
+        made = made.legend(legend).min(0).line_width(1).fill_opacity(60 if panel.kind == "stack" else 0)
+    if panel.kind == "stack":
+        made = made.stacking(StackingConfig().mode(StackingMode.NORMAL))
+    for index, query in enumerate(panel.queries):
+        target = prometheus.Dataquery().expr(query.expression).ref_id(chr(ord("A") + index))
+        if query.legend:
+            target = target.legend_format(query.legend)
+        if panel.kind == "heat":
+            target = target.format(PromQueryFormat.HEATMAP)
+        if panel.kind == "table":
+            target = target.instant().format(PromQueryFormat.TABLE)
+        if "_bucket" in query.expression and panel.kind == "lines":
+            target = target.exemplar(True)
+        made = made.with_target(target)
+    return made
+
+
+if __name__ == "__main__":
+    main()

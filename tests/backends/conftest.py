@@ -1,0 +1,26 @@
+"""One run for all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.backends.recorded import STEPS, TRACE_EVERY, TRACEPARENT, Recorded
+from tests.support.processes import SCRIPTS
+from tests.support.recorded_run import train, wait_for_sidecar
+
+
+def trained(folder: Path, told: Mapping[str, str]) -> Recorded:
+    """A finished run. told: more variables, as where its sidecar sends to."""
+    ours = {"TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY), "TRACEPARENT": TRACEPARENT}
+    run = train(folder, {**ours, **told}, STEPS, SCRIPTS / "train_slow_rank.py")
+    wait_for_sidecar(run, 60)
+    return Recorded(run, folder)
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """A finished run that nothing has been sent of yet."""
+    return trained(tmp_path_factory.mktemp("run"), {})

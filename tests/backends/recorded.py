@@ -1,0 +1,172 @@
+"""What a backend must have of a run, from the run directory alone: its tables, and processes in the node's state."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from tests.support.otlp_receiver import ReceivedSpan
+from tests.support.recorded_run import Sidecar
+from torchlens_perf.analysis import node_state
+from torchlens_perf.exporters import semantics, traced_steps
+from torchlens_perf.exporters.otlp_spans import span_id, trace_id
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.ring import Flag
+
+RANKS, SLOW_RANK, STEPS, TRACE_EVERY = (0, 1), 1, 160, 40
+TRACES = 6
+"""Of the steps 0, 1, 2, 40, 80 and 120."""
+CALLER = (0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
+"""The trace and the span that started the run, as its TRACEPARENT said."""
+TRACEPARENT = f"00-{CALLER[0]:032x}-{CALLER[1]:016x}-01"
+_NO_PARTS = ("start", "duration", "own", "work", "cpu", "ready")
+Row = dict[str, Any]
+Span = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A finished run of two ranks, of which rank 1 is slow in the forward pass."""
+
+    run: RunDirectory
+    folder: Path
+
+    def send(self, **told: str) -> None:
+        """Sends the whole run once more, as a user would: torchlens-perf sidecar RUN."""
+        sent = Sidecar(self.run, self.folder, told)
+        assert sent.returncode == 0, sent.log
+        assert "OTLP: " not in sent.report
+
+    def rows(self, folder: str) -> list[Row]:
+        rows: list[Row] = pq.read_table(self.run.path / folder).to_pylist()
+        return [row for row in rows if row.get("kind") != "thread_time"]  # counters, no spans
+
+    def spans(self) -> list[ReceivedSpan]:
+        """The spans of the sampled steps, with the ids and parents that docs/opentelemetry.md gives them."""
+        steps = {(row["rank"], row["step"]): row for row in self.rows("steps")}
+        sampled = traced_steps([step for _, step in steps], TRACE_EVERY)
+        inside: dict[tuple[int, int], list[Row]] = defaultdict(list)
+        for row in self.rows("spans"):
+            if row["step"] in sampled and row["kind"] != "step":
+                inside[row["rank"], row["step"]].append(row)
+        resources, found = self.resources(), []
+        for (rank, step), row in steps.items():
+            if step in sampled:
+                found += _of_step(self.run.run_id, row, inside[rank, step], resources[rank])
+        return found
+
+    def resources(self) -> dict[int, dict[str, Any]]:
+        """By rank, what the resource of its spans says of its process."""
+        (node,) = node_state.load_all(self.run)
+        return {
+            process.identity.rank: {
+                "service.name": "train_slow_rank",
+                "service.instance.id": f"{process.identity.host}/{process.identity.key}",
+                "host.name": process.identity.host,
+                "process.pid": process.identity.pid,
+                semantics.RANK: process.identity.rank,
+                semantics.LOCAL_RANK: process.identity.rank,
+                semantics.WORLD_SIZE: len(RANKS),
+                semantics.RESTART_COUNT: 0,
+                semantics.RUN_ID: self.run.run_id,
+                "torch.elastic.max_restarts": "0",
+                "torch.elastic.run_id": process.identity.attributes["torch.elastic.run_id"],
+            }
+            for process in node.processes.values()
+        }
+
+    def durations_s(self) -> dict[tuple[str, int, str], list[float]]:
+        """By metric, rank and phase, which is "" for a whole step: each step's duration."""
+        found: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+        for row in self.rows("steps"):
+            found[semantics.STEP_DURATION, row["rank"], ""].append(row["duration_ns"] / 1e9)
+            found[semantics.STEP_OWN_TIME, row["rank"], ""].append(row["own_ns"] / 1e9)
+            for column, value in row.items():
+                part = column.removesuffix("_ns")
+                if part != column and part not in _NO_PARTS and value:
+                    found[semantics.PHASE_DURATION, row["rank"], part].append(value / 1e9)
+        return found
+
+    def memory_bytes(self) -> dict[int, int]:
+        """By rank, after its last step."""
+        return {row["rank"]: row["memory_bytes"] for row in sorted(self.rows("steps"), key=lambda row: row["step"])}
+
+
+def _of_step(run_id: str, row: Row, inside: list[Row], resource: dict[str, Any]) -> list[ReceivedSpan]:
+    """The root if it is rank 0's, the rank's step, and the records in it."""
+    rank, step, in_trace = row["rank"], row["step"], trace_id(run_id, row["attempt"], row["step"])
+    root_id, rank_id = span_id(in_trace, "root"), span_id(in_trace, rank)
+    common = {semantics.RUN_ID: run_id, semantics.STEP: step, semantics.RANK: rank}
+
+    def span(number: int, parent: int | None, name: str, of: Row, more: dict[str, Any], **others: Any) -> ReceivedSpan:
+        start_ns = of["time"].value
+        return ReceivedSpan(
+            in_trace, number, parent, name, start_ns, start_ns + of["duration_ns"], {**common, **more},
+            resource, "torchlens_perf", **{"status": "", "links": (), **others},
+        )  # fmt: skip
+
+    of_rank = {
+        semantics.SPAN_KIND: "step",
+        semantics.OWN_SECONDS: row["own_ns"] / 1e9,
+        semantics.MICRO_STEPS: row["micro_steps"],
+    }
+    found = [span(rank_id, root_id, f"{semantics.SPAN_RANK} {rank}", row, of_rank)]
+    if rank == 0:
+        found.append(span(root_id, None, semantics.SPAN_STEP, row, {}, links=(CALLER,)))
+    ordered = sorted(inside, key=lambda each: (each["start_ns"], -each["duration_ns"], each["depth"]))
+    for index, each in enumerate(ordered):
+        more = {semantics.SPAN_KIND: each["kind"]}
+        if each["kind"] == "collective":
+            more |= {semantics.BYTES: each["value0"], semantics.SEQUENCE: each["value1"] & 0xFFFFFFFF}
+        around = _around(each, ordered[:index])
+        parent = rank_id if around is None else span_id(in_trace, rank, around)
+        status = "STATUS_CODE_ERROR" if each["flags"] & Flag.EXCEPTION else ""
+        found.append(span(span_id(in_trace, rank, index), parent, each["name"], each, more, status=status))
+    return found
+
+
+def _around(row: Row, before: list[Row]) -> int | None:
+    """Which of the records that began before is the smallest that contains it; a collective lies where it begins."""
+    end_ns = row["start_ns"] + (0 if row["kind"] == "collective" else row["duration_ns"])
+    holders = [
+        (each["duration_ns"], -index)
+        for index, each in enumerate(before)
+        if each["start_ns"] + each["duration_ns"] >= end_ns
+        and each["kind"] != "collective"
+        and (row["flags"] & Flag.OTHER_THREAD or not each["flags"] & Flag.OTHER_THREAD)
+    ]
+    return -min(holders)[1] if holders else None
+
+
+def by_id(spans: Iterable[Span]) -> dict[tuple[int, int], Span]:
+    """Spans as tuples that begin with their trace's and their own id; none is there twice."""
+    listed = list(spans)
+    found: dict[tuple[int, int], Span] = {(each[0], each[1]): each for each in listed}
+    assert len(found) == len(listed), f"{len(listed) - len(found)} spans are there twice"
+    return found
+
+
+def exactly(ns: int) -> int:
+    return ns
+
+
+def in_microseconds(ns: int) -> datetime.datetime:
+    """As a backend keeps times that makes Python's datetime of a number of seconds: to the nearest microsecond."""
+    return datetime.datetime.fromtimestamp(ns / 1e9, datetime.timezone.utc)
+
+
+def as_tuple(span: ReceivedSpan, time: Callable[[int], Any] = exactly) -> Span:
+    """All of a span but its resource and its links. time: as the backend keeps times."""
+    times = time(span.start_ns), time(span.end_ns)
+    attributes = tuple(sorted(span.attributes.items()))
+    return span.trace_id, span.span_id, span.parent_id, span.name, *times, bool(span.status), attributes
+
+
+def subset(expected: Mapping[str, Any], of: Mapping[str, Any]) -> bool:
+    return expected.items() <= of.items()

@@ -1,0 +1,34 @@
+"""rotel, a collector in Rust, as a hop on loopback: it takes OTLP, and hands on what it decoded to one exporter."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.backends.server import Server, environment
+from tests.support.otlp_receiver import free_port
+
+
+class Rotel:
+    """The collector."""
+
+    def __init__(self, folder: Path, exporter: Mapping[str, str]) -> None:
+        """exporter: variables that say where it sends to."""
+        (program,) = environment("rotel").glob("lib/python*/site-packages/rotel/rotel-agent")
+        self._http, self._grpc = free_port(), free_port()
+        command = [
+            str(program), "start", "--otlp-http-endpoint", f"127.0.0.1:{self._http}",
+            "--otlp-grpc-endpoint", f"127.0.0.1:{self._grpc}", "--batch-timeout", "100ms",
+        ]  # fmt: skip
+        self.server = Server(command, folder, self._is_up, exporter)
+
+    def told(self, protocol: str) -> dict[str, str]:
+        """As docs/backends.md says it."""
+        port = self._grpc if protocol == "grpc" else self._http
+        return {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
+
+    def _is_up(self) -> bool:
+        for port in (self._http, self._grpc):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        return True

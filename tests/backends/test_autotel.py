@@ -1,0 +1,206 @@
+"""autotel-devtools, whose decoder of OTLP is JavaScript: the traces of a run, its alert and its metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.backends import shots
+from tests.backends.recorded import CALLER, SLOW_RANK, TRACES, Recorded, as_tuple, by_id, subset
+from tests.backends.server import Server, environment, get, is_up, status_of
+from tests.support.otlp_receiver import ReceivedSpan, free_port
+from torchlens_perf.exporters import semantics
+
+pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]
+
+_PROGRAM = "npm/node_modules/autotel-devtools/dist/cli.js"
+_OF_RESOURCE = ("telemetry.", "service.", "host.", "process.", "torch.elastic.")
+
+
+class Autotel:
+    """The server."""
+
+    def __init__(self, folder: Path) -> None:
+        installed = environment("autotel")
+        port, grpc_port = free_port(), free_port()
+        self.address, self.grpc = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{grpc_port}"
+        self.store = folder / "autotel.db"
+        command = [
+            str(installed / "node"), str(installed / _PROGRAM), "--host", "127.0.0.1", "--port", str(port),
+            "--grpc-port", str(grpc_port), "--db", str(self.store),
+        ]  # fmt: skip
+        self.server = Server(command, folder, lambda: is_up(f"{self.address}/healthz"))
+
+    def told(self, protocol: str) -> dict[str, str]:
+        """As docs/backends.md says it."""
+        return {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.grpc if protocol == "grpc" else self.address,
+            "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+        }
+
+    def ask(self) -> list[dict[str, Any]]:
+        """All spans that it has."""
+        return [span for trace in get(f"{self.address}/v1/traces")["traces"] for span in trace["spans"]]
+
+    def select(self, what: str) -> list[dict[str, Any]]:
+        """Of its SQLite store, which is what its page reads: it has no interface for metrics and logs."""
+        with contextlib.closing(sqlite3.connect(f"file:{self.store}?mode=ro", uri=True)) as store:
+            store.row_factory = sqlite3.Row
+            return [dict(row) for row in store.execute(what)]
+
+
+def span_of(found: dict[str, Any]) -> ReceivedSpan:
+    """A span of GET /v1/traces, which has the resource's attributes among the span's."""
+    own = {key: value for key, value in found["attributes"].items() if not key.startswith(_OF_RESOURCE)}
+    own = {key: value for key, value in own.items() if key not in (semantics.WORLD_SIZE, semantics.LOCAL_RANK)}
+    parent = found.get("parentSpanId")
+    return ReceivedSpan(
+        trace_id=int(found["traceId"], 16),
+        span_id=int(found["spanId"], 16),
+        parent_id=int(parent, 16) if parent else None,
+        name=found["name"],
+        start_ns=found["startTime"],
+        end_ns=found["endTime"],
+        attributes=own,
+        resource=found["attributes"],
+        scope="",
+        status={"UNSET": "", "OK": "ok"}.get(found["status"]["code"], found["status"]["code"]),
+        links=tuple((int(link["traceId"], 16), int(link["spanId"], 16)) for link in found["links"]),
+    )
+
+
+@pytest.fixture(scope="module")
+def autotel(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[Autotel]:
+    """With the run in it, sent by HTTP and again by gRPC."""
+    started = Autotel(tmp_path_factory.mktemp("autotel"))
+    for protocol in ("http/protobuf", "grpc"):
+        recorded.send(**started.told(protocol))
+    yield started
+    started.server.close()
+
+
+@pytest.fixture(scope="module")
+def found(autotel: Autotel) -> list[dict[str, Any]]:
+    return autotel.ask()
+
+
+def assert_same(found: list[dict[str, Any]], recorded: Recorded) -> None:
+    """Each span of both ranks, once: ids, parent, name, attributes, error, and times as JavaScript has them:
+    milliseconds in a double, which at today's date is good for 0.25 us."""
+    expected = by_id(as_tuple(span) for span in recorded.spans())
+    got = by_id(as_tuple(span_of(each)) for each in found)
+    assert len({in_trace for in_trace, _ in expected}) == TRACES
+    assert {key: (*span[:4], *span[6:]) for key, span in got.items()} == {
+        key: (*span[:4], *span[6:]) for key, span in expected.items()
+    }
+    for key, span in expected.items():
+        for mine, theirs in zip(span[4:6], got[key][4:6], strict=True):
+            assert abs(mine / 1e6 - theirs) <= 0.00025
+
+
+def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
+    """All of it, though the run was sent twice."""
+    assert_same(found, recorded)
+
+
+def test_lines_of_a_file(tmp_path: Path, recorded: Recorded) -> None:
+    """Lines of otlp_json_file, posted one by one from a machine that has a network, are the same spans."""
+    recorded.send(OTEL_TRACES_EXPORTER="otlp_json_file")
+    later = Autotel(tmp_path)
+    try:
+        for line in (recorded.run.path / "otlp" / "replay-traces.jsonl").read_bytes().splitlines():
+            assert status_of(f"{later.address}/v1/traces", line, **{"Content-Type": "application/json"}) == 200
+        assert_same(later.ask(), recorded)
+    finally:
+        later.server.close()
+
+
+def test_takes_no_gzip(autotel: Autotel) -> None:
+    """Over HTTP: the same request is taken as it is."""
+    assert status_of(f"{autotel.address}/v1/traces") == 200
+    assert status_of(f"{autotel.address}/v1/traces", gzip.compress(b""), **{"Content-Encoding": "gzip"}) == 400
+
+
+def test_links(found: list[dict[str, Any]]) -> None:
+    """Each root is linked to what started the run, and nothing else is."""
+    spans = [span_of(each) for each in found]
+    assert [span.links for span in spans if span.parent_id is None] == [(CALLER,)] * TRACES
+    assert {span.links for span in spans if span.parent_id is not None} == {()}
+
+
+def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
+    """Each rank's spans have its own resource; those of one trace have two."""
+    resources = recorded.resources()
+    for each in found:
+        assert subset(resources[each["attributes"][semantics.RANK]], each["attributes"])
+
+
+def test_alert(autotel: Autotel, recorded: Recorded) -> None:
+    """Each alert is one log record, though the run was sent twice. The slow rank's: the report's sentence, the rank,
+    and its span's ids."""
+    alerts = [(alert, json.loads(alert["attributes"])) for alert in autotel.select("SELECT * FROM logs")]
+    assert len({attributes[semantics.ALERT_UID] for _, attributes in alerts}) == len(alerts)
+    (alert, attributes), *_ = [each for each in alerts if each[1][semantics.RANK] == SLOW_RANK]
+    assert alert["severity_text"] == "WARN"
+    assert alert["body_text"].startswith(f"Rank {SLOW_RANK} (")
+    assert alert["body_text"].partition(" Next: ")[0] in " ".join(recorded.run.report.read_text().split())
+    assert (attributes[semantics.RANK], attributes[semantics.PHASE]) == (SLOW_RANK, "forward")
+    of_slow = [span for span in recorded.spans() if span.attributes.get(semantics.SPAN_KIND) == semantics.STEP_KIND]
+    ids = {(f"{s.trace_id:032x}", f"{s.span_id:016x}") for s in of_slow if s.attributes[semantics.RANK] == SLOW_RANK}
+    assert (alert["trace_id"], alert["span_id"]) in ids
+
+
+def points(autotel: Autotel, metric: str) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """By rank and phase, a metric's points in the order of time."""
+    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    rows = autotel.select(
+        "SELECT * FROM metric_points JOIN metric_series USING (series_id) "
+        f"WHERE name = '{metric}' ORDER BY metric_points.timestamp"
+    )
+    for row in rows:
+        attributes = json.loads(row["attributes"])
+        found.setdefault((attributes[semantics.RANK], attributes.get(semantics.PHASE, "")), []).append(row)
+    return found
+
+
+def test_histograms(autotel: Autotel, recorded: Recorded) -> None:
+    """Each histogram has every step, their sum, smallest and largest, in seconds. The second replay is a second point
+    of the same series. It stores no count of an exponential histogram; the buckets have it."""
+    expected = recorded.durations_s()
+    for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME, semantics.PHASE_DURATION):
+        found = points(autotel, metric)
+        assert set(found) == {(rank, phase) for name, rank, phase in expected if name == metric}
+        for (rank, phase), of_series in found.items():
+            values = expected[metric, rank, phase]
+            assert len(of_series) == 2
+            for point in of_series:
+                assert (point["unit"], point["kind"], point["count"]) == ("s", "exponentialHistogram", None)
+                assert sum(json.loads(point["positive_buckets"])["bucketCounts"]) == len(values)
+                assert point["sum"] == pytest.approx(sum(values), rel=1e-9)
+                assert (point["min"], point["max"]) == (min(values), max(values))
+
+
+def test_exemplars(autotel: Autotel, recorded: Recorded) -> None:
+    """A histogram's exemplars name the rank's span of a sampled step."""
+    spans = {(f"{s.trace_id:032x}", f"{s.span_id:016x}"): s.duration_ns / 1e9 for s in recorded.spans()}
+    for of_series in points(autotel, semantics.STEP_DURATION).values():
+        exemplars = json.loads(of_series[-1]["exemplars"])
+        assert exemplars
+        for each in exemplars:
+            assert spans[each["traceId"], each["spanId"]] == each["value"]
+
+
+@shots.shots
+def test_picture(autotel: Autotel, recorded: Recorded) -> None:
+    """A step's trace in its own page."""
+    with shots.page(height=1520) as shown:
+        shown.goto(autotel.address)
+        shown.get_by_text(semantics.SPAN_STEP, exact=True).first.click()
+        shots.save(shown, "autotel")

@@ -1,0 +1,140 @@
+"""MLflow: the traces of a run, asked for through its own client."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.backends import shots
+from tests.backends.recorded import CALLER, SLOW_RANK, TRACES, Recorded, as_tuple, by_id
+from tests.backends.server import Server, environment, is_up, status_of
+from tests.support.otlp_receiver import ReceivedSpan, free_port
+from torchlens_perf.exporters import semantics
+
+pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]
+
+READER = Path(__file__).with_name("mlflow_spans.py")
+QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+
+
+class Mlflow:
+    """The server, and its client."""
+
+    def __init__(self, folder: Path) -> None:
+        self._bin, self._folder = environment("mlflow") / "bin", folder
+        self.address = f"http://127.0.0.1:{free_port()}"
+        command = [
+            str(self._bin / "mlflow"), "server", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db",
+            "--artifacts-destination", str(folder), "--host", "127.0.0.1", "--port", self.address.rpartition(":")[2],
+            "--workers", "1",
+        ]  # fmt: skip
+        told = {**QUIET, "PATH": f"{self._bin}:{os.environ['PATH']}"}
+        self.server = Server(command, folder, lambda: is_up(f"{self.address}/health"), told)
+
+    def told(self) -> dict[str, str]:
+        """As docs/backends.md says it."""
+        return {
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{self.address}/v1/traces",
+            "OTEL_EXPORTER_OTLP_HEADERS": "x-mlflow-experiment-id=0",
+        }
+
+    def ask(self) -> list[dict[str, Any]]:
+        """What its client finds of each span."""
+        command = [str(self._bin / "python"), str(READER), self.address]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "PYTHON"))}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**inherited, **QUIET})
+        assert done.returncode == 0, done.stderr
+        answer: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+
+
+def span_of(found: dict[str, Any]) -> ReceivedSpan:
+    """A span of the client's. An attribute of MLflow's own is left out."""
+    return ReceivedSpan(
+        trace_id=int(found["trace_id"], 16),
+        span_id=int(found["span_id"], 16),
+        parent_id=int(found["parent_id"], 16) if found["parent_id"] else None,
+        name=found["name"],
+        start_ns=found["start_ns"],
+        end_ns=found["end_ns"],
+        attributes={key: value for key, value in found["attributes"].items() if not key.startswith("mlflow.")},
+        resource=found["tags"],
+        scope="",
+        status={"STATUS_CODE_UNSET": "", "STATUS_CODE_OK": "ok"}.get(found["status"], found["status"]),
+        links=tuple((int(trace, 16), int(span, 16)) for trace, span in found["links"]),
+    )
+
+
+@pytest.fixture(scope="module")
+def mlflow(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[Mlflow]:
+    """With the run in it, sent twice."""
+    started = Mlflow(tmp_path_factory.mktemp("mlflow"))
+    for _ in range(2):
+        recorded.send(**started.told())
+    yield started
+    started.server.close()
+
+
+@pytest.fixture(scope="module")
+def found(mlflow: Mlflow) -> list[dict[str, Any]]:
+    return mlflow.ask()
+
+
+def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
+    """Each span of both ranks: ids, parent, name, attributes, error, and times to the nanosecond. Each is there once,
+    though the run was sent twice."""
+    expected = by_id(as_tuple(span) for span in recorded.spans())
+    assert len({in_trace for in_trace, _ in expected}) == TRACES
+    assert by_id(as_tuple(span_of(each)) for each in found) == expected
+
+
+def test_links(found: list[dict[str, Any]]) -> None:
+    """Each root is linked to what started the run, and nothing else is."""
+    spans = [span_of(each) for each in found]
+    assert [span.links for span in spans if span.parent_id is None] == [(CALLER,)] * TRACES
+    assert {span.links for span in spans if span.parent_id is not None} == {()}
+
+
+def test_traces_are_complete(found: list[dict[str, Any]]) -> None:
+    """MLflow holds each trace to be over, as it has its root."""
+    assert {each["state"] for each in found} == {"OK"}
+
+
+def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
+    """A trace's tags have the resource of one of its ranks; what all ranks share is right on every trace."""
+    one_rank_only = {"service.instance.id", "process.pid", semantics.RANK, semantics.LOCAL_RANK}
+    resources = recorded.resources()
+    for each in found:
+        tags = {key: each["tags"].get(key) for key in resources[0]}
+        assert tags in [{key: str(value) for key, value in resource.items()} for resource in resources.values()]
+        shared = {key: str(value) for key, value in resources[0].items() if key not in one_rank_only}
+        assert shared.items() <= tags.items()
+
+
+def test_wants_an_experiment(mlflow: Mlflow) -> None:
+    """Without the header that names it, nothing is taken."""
+    assert status_of(f"{mlflow.address}/v1/traces") == 422
+
+
+def test_takes_traces_only(mlflow: Mlflow) -> None:
+    """It has no place for metrics and alerts, which docs/backends.md says."""
+    assert [status_of(f"{mlflow.address}/v1/{signal}") for signal in ("metrics", "logs")] == [404, 404]
+
+
+@shots.shots
+def test_picture(mlflow: Mlflow, recorded: Recorded) -> None:
+    """A step's trace in MLflow's own page."""
+    trace = max(recorded.spans(), key=lambda span: int(span.attributes[semantics.STEP])).trace_id
+    with shots.page(height=1130) as shown:
+        shown.goto(f"{mlflow.address}/#/experiments/0/traces?selectedEvaluationId=tr-{trace:032x}")
+        shown.get_by_label("Full screen").click()
+        shown.get_by_label("Show execution timeline").click()
+        shown.get_by_text(f"rank {SLOW_RANK}", exact=True).first.click()
+        shots.drag(shown, 321, 500, 820)
+        shots.save(shown, "mlflow")

@@ -1,0 +1,137 @@
+"""VictoriaMetrics: a run's metrics, asked for in PromQL."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.backends.recorded import RANKS, SLOW_RANK, Recorded
+from tests.backends.server import Server, environment, get, is_up, status_of
+from tests.support.otlp_receiver import free_port, wait_for
+from torchlens_perf.exporters import semantics
+
+pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]
+
+_RANK = "torch_distributed_rank"
+_BUCKET = 2 ** (1 / 32)
+"""Of the histograms that are sent: a quantile lies in one of them."""
+
+
+class VictoriaMetrics:
+    """The server. With names as Prometheus has them."""
+
+    def __init__(self, folder: Path) -> None:
+        program = environment("victoria-metrics") / "usr" / "bin" / "victoria-metrics"
+        port = free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        command = [
+            str(program), f"-httpListenAddr=127.0.0.1:{port}", f"-storageDataPath={folder}/data",
+            "-opentelemetry.usePrometheusNaming", "-retentionPeriod=10y", "-search.latencyOffset=0s",
+        ]  # fmt: skip
+        self.server = Server(command, folder, lambda: is_up(f"{self.address}/health"))
+
+    def told(self) -> dict[str, str]:
+        """As docs/backends.md says it."""
+        return {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"{self.address}/opentelemetry/v1/metrics"}
+
+    def ask(self, query: str) -> list[dict[str, Any]]:
+        """The samples that a query finds now."""
+        answer = get(f"{self.address}/api/v1/query?{urllib.parse.urlencode({'query': query})}")
+        found: list[dict[str, Any]] = answer["data"]["result"]
+        return found
+
+    def value(self, query: str) -> float:
+        """Of the one sample that a query finds."""
+        (found,) = self.ask(query)
+        return float(found["value"][1])
+
+
+@pytest.fixture(scope="module")
+def victoria(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[VictoriaMetrics]:
+    """With the run in it, sent twice."""
+    started = VictoriaMetrics(tmp_path_factory.mktemp("victoria-metrics"))
+    for times in (1, 2):
+        recorded.send(**started.told())
+        # Samples are found some time after they were taken.
+        wait_for(lambda: [of for of in _samples(started, "torch_train_steps_total") if len(of) == times], 60)  # noqa: B023
+    yield started
+    started.server.close()
+
+
+def _samples(victoria: VictoriaMetrics, metric: str) -> list[list[Any]]:
+    """By series, all samples."""
+    return [series["values"] for series in victoria.ask(f"{metric}[1h]")]
+
+
+def test_counter_and_gauge(victoria: VictoriaMetrics, recorded: Recorded) -> None:
+    """Each rank's steps, and its memory after the last one."""
+    memory_bytes = recorded.memory_bytes()
+    for rank in RANKS:
+        of_rank = f'{{{_RANK}="{rank}"}}'
+        steps = len(recorded.durations_s()[semantics.STEP_DURATION, rank, ""])
+        assert victoria.value(f"torch_train_steps_total{of_rank}") == steps
+        assert victoria.value(f"torch_train_memory_usage_bytes{of_rank}") == memory_bytes[rank]
+
+
+def test_histograms(victoria: VictoriaMetrics, recorded: Recorded) -> None:
+    """Each histogram's count is that of the steps, its sum is theirs, and so are quantiles, to a bucket's width."""
+    names = {
+        semantics.STEP_DURATION: "torch_train_step_duration_seconds",
+        semantics.STEP_OWN_TIME: "torch_train_step_own_time_seconds",
+        semantics.PHASE_DURATION: "torch_train_phase_duration_seconds",
+    }
+    for (metric, rank, phase), values in recorded.durations_s().items():
+        of = f'{_RANK}="{rank}"' + (f',torch_train_phase="{phase}"' if phase else "")
+        assert victoria.value(f"{names[metric]}_count{{{of}}}") == len(values)
+        assert victoria.value(f"{names[metric]}_sum{{{of}}}") == pytest.approx(sum(values), rel=1e-9)
+        for share in (0.5, 0.95):
+            quantile = victoria.value(f"histogram_quantile({share}, {names[metric]}_bucket{{{of}}})")
+            below, above = np.quantile(values, share, method="lower"), np.quantile(values, share, method="higher")
+            assert below / _BUCKET <= quantile <= above * _BUCKET
+
+
+def test_slow_rank_is_found(victoria: VictoriaMetrics, recorded: Recorded) -> None:
+    """The gauge that an alert rule asks for names the slow rank and its phase; so does the own time of ranks."""
+    (slow,) = victoria.ask("topk(1, torch_train_straggler_cost_seconds > 0.005)")
+    assert (slow["metric"][_RANK], slow["metric"]["torch_train_phase"]) == (str(SLOW_RANK), "forward")
+    assert victoria.value('torch_train_stragglers{torch_train_straggler_class="slow_compute"}') >= 1
+    own = "torch_train_step_own_time_seconds"
+    (most,) = victoria.ask(f"topk(1, {own}_sum / {own}_count)")
+    assert most["metric"][_RANK] == str(SLOW_RANK)
+
+
+def test_replay_adds_nothing(victoria: VictoriaMetrics) -> None:
+    """The second time is a second sample of each series, with the same value: a counter has not grown by it."""
+    for metric in ("torch_train_steps_total", "torch_train_step_duration_seconds_sum"):
+        found = _samples(victoria, metric)
+        assert len(found) == len(RANKS)
+        for samples in found:
+            assert len(samples) == 2
+            assert len({value for _, value in samples}) == 1
+
+
+def test_resource(victoria: VictoriaMetrics, recorded: Recorded) -> None:
+    """The node's resource is on each series as labels."""
+    (resource, *_) = recorded.resources().values()
+    for found in victoria.ask("torch_train_steps_total"):
+        labels = found["metric"]
+        assert labels["torch_run_id"] == recorded.run.run_id
+        assert (labels["service_name"], labels["host_name"]) == (resource["service.name"], resource["host.name"])
+        assert labels["service_instance_id"].endswith("/node")
+
+
+def test_takes_metrics_only(victoria: VictoriaMetrics) -> None:
+    """It has no place for spans and alerts, which docs/backends.md says."""
+    for signal in ("traces", "logs"):
+        assert status_of(f"{victoria.address}/opentelemetry/v1/{signal}") == 400
+
+
+def test_keeps_no_exemplars(victoria: VictoriaMetrics) -> None:
+    """VictoriaMetrics drops exemplars, which docs/backends.md says."""
+    query = urllib.parse.urlencode({"query": "torch_train_step_duration_seconds_bucket", "start": 0})
+    assert get(f"{victoria.address}/api/v1/query_exemplars?{query}")["data"] == []

@@ -1,0 +1,82 @@
+"""docs/backends.md says what was seen to work, and names the test: each is there, and so is what it says to set."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.exporters.test_endpoint_comes_right import FAULTS
+from tests.support.processes import ROOT
+
+PAGE = (ROOT / "docs" / "backends.md").read_text()
+COLUMNS = ["trace tree with all ranks", "links", "exemplars", "metrics", "alerts", "replay without doubles"]
+_FILE, _TEST = r"[a-z_/]+\.py", r"test_[a-z_0-9]+"
+
+
+def table(first_header: str) -> list[list[str]]:
+    """The cells of the table whose header begins so, its header first."""
+    (start,) = re.findall(rf"^\| {first_header} \|.*\n(?:\|.*\n)+", PAGE, re.MULTILINE)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in start.splitlines()]
+    return [rows[0], *rows[2:]]
+
+
+def functions(path: str) -> set[str]:
+    tree = ast.parse((ROOT / "tests" / path).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_cell_is_backed() -> None:
+    """It works, by a test that is there; or it does not, and the cell says why."""
+    header, *rows = table("backend .* trace tree with all ranks.*")
+    assert header == ["backend", *COLUMNS]
+    assert len(rows) == 7
+    for backend, *cells in rows:
+        (file,) = re.findall(rf"`({_FILE})`", backend)
+        assert len(cells) == len(COLUMNS)
+        for cell in cells:
+            named = re.findall(rf"`(?:({_FILE})::)?({_TEST})`", cell)
+            for other, test in named:
+                assert test in functions(other or file), f"{backend}: {cell}"
+            assert (re.match(r"works\b.*\(`", cell) and named) or re.match(r"does not: \w+", cell), f"{backend}: {cell}"
+
+
+def test_named_tests_are_there() -> None:
+    """All that are named with their file."""
+    named = re.findall(rf"`({_FILE})(?:::({_TEST}))?`", PAGE)
+    assert len(named) > 20
+    for path, test in named:
+        assert not test or test in functions(path), f"{path}::{test}"
+    files = {f"backends/{path.name}" for path in (ROOT / "tests" / "backends").glob("test_*.py")}
+    assert files <= {path for path, _ in named}
+
+
+def test_outages() -> None:
+    """Every case of the test is in the table, and every one of the table is in the test."""
+    _, *rows = table("the endpoint")
+    assert {case for row in rows for cell in row for case in re.findall(r"\[([^]`]+)\]", cell)} == set(FAULTS)
+
+
+def test_versions() -> None:
+    """Those that are installed are those that were run."""
+    script = (ROOT / "scripts" / "install_backend.sh").read_text()
+    versions = re.findall(r'="from_\w+ (?:trixie )?(\w[\w-]*)(?:==|@|=)([\w.]+)', script)
+    assert len(versions) == 6
+    for name, version in versions:
+        assert re.search(rf"(?<![\d.]){re.escape(version)}(?![\d])", PAGE), f"{name} {version}"
+
+
+@pytest.mark.parametrize("name", ["mlflow", "phoenix", "autotel", "rotel", "victoria_metrics"])
+def test_what_to_set(name: str) -> None:
+    """The variables of the page are those that the test sets, and no others; so are paths and headers."""
+    title = {"autotel": "autotel-devtools", "victoria_metrics": "VictoriaMetrics", "mlflow": "MLflow"}.get(name, name)
+    (section,) = re.findall(rf"^## (?:Arize )?{title}\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    lines = re.findall(r"^export (\w+)=(\S+)$", section, re.MULTILINE)
+    tests = ROOT / "tests" / "backends"
+    code = (tests / f"test_{name}.py").read_text() + (tests / "rotel.py").read_text() * (name == "rotel")
+    told = set(re.findall(r'"(OTEL_EXPORTER_OTLP_\w+)"', code)) - {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"}
+    assert {variable for variable, _ in lines} == told
+    for variable, value in lines:
+        path = re.sub(r"^http://[^/]+", "", value)
+        assert not variable.endswith(("ENDPOINT", "HEADERS")) or path in code, value

@@ -1,0 +1,279 @@
+"""Which steps are sent as traces, and which ranks of them: the parts of the choice, by values made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.tables import step_table
+from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.stragglers.window import BinBatch
+from torchlens_perf.exporters.choice.budget import SpanBudget
+from torchlens_perf.exporters.choice.chooser import Chooser, Known
+from torchlens_perf.exporters.choice.rank_rows import RankRows, ranks_that_matter
+from torchlens_perf.exporters.choice.said import EVERYTHING, Said
+from torchlens_perf.exporters.choice.shelf import Shelf, Shelved
+from torchlens_perf.exporters.choice.slow_steps import MIN_STEPS, SlowSteps
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.records import StepTable, TracedStep
+from torchlens_perf.run.ring import Kind, record_dtype
+
+MS = 1_000_000
+S = 10**9
+
+
+def steps(durations_ms: Sequence[float], first_step: int = 0, start_s: float = 0.0) -> StepTable:
+    """Steps one after the other."""
+    table = step_table([{"forward": 1}] * len(durations_ms), first_step=first_step)
+    duration_ns = (np.array(durations_ms) * MS).astype(np.int64)
+    start_ns = int(start_s * S) + np.cumsum(duration_ns) - duration_ns
+    return dataclasses.replace(table, duration_ns=duration_ns, start_ns=start_ns)
+
+
+def rows(work_ms: Sequence[float], wait_ms: Sequence[float], key: int = 0, width: int = 1) -> BinBatch:
+    """A row of all ranks."""
+    count = len(work_ms)
+    parts = np.zeros((count, 1, 6))
+    parts[:, 0, 1] = np.array(work_ms) * MS
+    zeros = np.zeros((count, 1))
+    return BinBatch(
+        width, np.arange(count), np.full((count, 1), key), zeros.astype(np.int64), zeros,
+        np.array(wait_ms)[:, None] * MS, zeros, zeros, parts,
+    )  # fmt: skip
+
+
+def known(
+    world_size: int = 4, spans: int = 10, here: Sequence[int] | None = None, found: RankRows | None = None,
+    slow: Sequence[int] = (), complete: bool = True,
+) -> Known:  # fmt: skip
+    """What a choice is made by: a job all of whose ranks are here, unless told otherwise."""
+    ranks = range(world_size) if here is None else here
+    there = dict.fromkeys(ranks if complete else list(ranks)[:-1], spans)
+    places: Mapping[int, Placement] = {rank: Placement(f"node-{rank // 8}") for rank in range(world_size)}
+    return Known(lambda step: there, frozenset(ranks), world_size, found or RankRows(), slow, places)
+
+
+# -- the budget
+
+
+@given(
+    st.integers(1, 500),
+    st.lists(st.tuples(st.floats(0, 20), st.integers(1, 3000)), max_size=200),
+)
+def test_budget_holds_over_any_minute(per_s: int, demands: list[tuple[float, int]]) -> None:
+    """Whoever takes only what there is never sends more than the budget over a minute, however demand comes."""
+    budget, now_s, sent = SpanBudget(per_s), 0.0, []
+    for after_s, spans in demands:
+        now_s += after_s
+        if spans <= budget.at(now_s):
+            budget.spend(spans)
+            sent.append((now_s, spans))
+    for first_s, _ in sent:
+        assert sum(spans for at_s, spans in sent if first_s <= at_s < first_s + 60) <= 60 * per_s + 1
+
+
+def test_budget_goes_by_the_steps_time() -> None:
+    """Time that goes back, as where steps come late, gives nothing and takes nothing."""
+    budget = SpanBudget(100)
+    budget.spend(budget.at(50.0))
+    assert budget.at(50.0) == 0
+    assert budget.at(40.0) == 0
+    assert budget.at(51.0) == pytest.approx(100 * 2 / 3)
+    assert SpanBudget(0).is_unlimited
+
+
+# -- slow steps
+
+
+def test_slow_beside_the_steps_before() -> None:
+    """A step beyond the 99th percentile of those before it is slow; not among the first, nor where all last alike."""
+    draw = np.random.default_rng(1)
+    usual = (100 + draw.normal(0, 1, 300)).tolist()
+    watch = SlowSteps()
+    assert not watch.add(steps([500, *usual[: MIN_STEPS - 2]])).any()
+    assert not watch.add(steps(usual)).any()
+    slow = watch.add(steps([100, 130, 100, 109]))
+    assert slow.tolist() == [False, True, False, False]
+
+
+def test_a_slower_job_is_soon_usual() -> None:
+    """After a shift all steps are slow at first, and none once the window has them."""
+    watch = SlowSteps()
+    watch.add(steps([100] * 512))
+    assert watch.add(steps([200] * 40)).all()
+    assert not watch.add(steps([200] * 600)).any()
+    assert watch.add(steps([240] * 10)).all()
+
+
+# -- ranks
+
+
+def test_ranks_that_explain_a_step() -> None:
+    """Those that are named, who the others waited for, who had most to do, and an ordinary one of the same work."""
+    found = RankRows()
+    found.add(rows([10, 11, 40, 12, 13, 30], [30, 29, 8, 28, 27, 2], key=7))
+    row = found.at(7)
+    places = {rank: Placement("node", "b" if rank == 3 else "a") for rank in range(6)}
+    matter = ranks_that_matter(row, [4], places)
+    assert matter == {"slow": [4], "arrived last": [5], "most work": [2], "reference": [0]}
+    assert ranks_that_matter(row, [4], places, within={0, 4}) == {"slow": [4], "reference": [0]}
+    assert ranks_that_matter(None, [4], places) == {"slow": [4]}
+    assert ranks_that_matter(None, [], places) == {}
+
+
+def test_rows_of_several_steps() -> None:
+    """A step lies in the row that has it; what came in one width and in another is put together."""
+    found = RankRows()
+    found.add(rows([10, 20], [5, 1], key=2, width=4))
+    late = dataclasses.replace(rows([70], [0], key=1, width=8), ranks=np.array([2]))
+    found.add(late)
+    row = found.at(9)
+    assert row is not None
+    assert (row.work_ns / MS).tolist() == [10, 20, 70]
+    assert found.at(16) is None
+    assert found.spread_s()["work", "max"] == pytest.approx(0.02)
+
+
+# -- the choice
+
+
+def test_small_job_is_sent_whole() -> None:
+    """All ranks of the first steps and of one in ten, as soon as all their records are there."""
+    chooser = Chooser(200)
+    chooser.add_steps(steps([100] * 25), 10, 0.0)
+    assert chooser.choose(0, known(complete=False), 1.0) == []
+    assert chooser.decided_to == -1
+    chosen = chooser.choose(0, known(), 1.0)
+    assert [(each.step, each.because, each.roles) for each in chosen] == [
+        (0, "first", ()), (1, "first", ()), (2, "first", ()), (10, "number", ()), (20, "number", ()),
+    ]  # fmt: skip
+    assert chooser.decided_to == 24
+    assert chooser.choose(0, known(), 2.0) == []
+
+
+def test_rank_that_says_nothing_is_not_waited_for() -> None:
+    """After three seconds a step is sent without it."""
+    chooser = Chooser(200)
+    chooser.add_steps(steps([100]), 10, 0.0)
+    assert chooser.choose(0, known(complete=False), 2.9) == []
+    assert len(chooser.choose(0, known(complete=False), 3.0)) == 1
+
+
+def test_large_job_sends_who_matters() -> None:
+    """Once the rows of all ranks are there; each with as many spans as there is room for."""
+    found = RankRows()
+    chooser = Chooser(200)
+    chooser.add_steps(steps([100]), 100, 0.0)
+    of_job = known(4096, 200, here=range(8), found=found, slow=[17])
+    assert chooser.choose(0, of_job, 1.0) == []
+    work_ms = np.linspace(10, 20, 4096)
+    found.add(rows(work_ms.tolist(), (30 - work_ms).tolist()))
+    (chosen,) = chooser.choose(0, of_job, 1.0)
+    assert chosen.roles == (("slow", (17,)), ("arrived last", (4095,)), ("reference", (2047,)))
+    assert 200 <= chosen.max_spans <= 225
+    assert chosen.role(17) == "slow"
+    assert chosen.role(16) is None
+
+
+def test_a_rank_with_very_many_spans_sends_some() -> None:
+    """A step of 100,000 spans does not take the budget of all others, and is not left out either."""
+    chooser = Chooser(200)
+    chooser.add_steps(steps([100]), 100, 0.0)
+    (chosen,) = chooser.choose(0, known(1, 100_000), 9.0)
+    assert 0 < chosen.max_spans < 2100
+
+
+def test_what_there_is_no_room_for_is_counted() -> None:
+    """The next step that is sent says how many were not."""
+    chooser = Chooser(30)  # 600 spans at once, 20 a second
+    chooser.add_steps(steps([100] * 50), 1, 0.0)
+    chosen = chooser.choose(0, known(), 9.0)
+    assert len(chosen) < 50
+    assert chooser.left_out == 50 - len(chosen)
+    chooser.add_steps(steps([100], first_step=50, start_s=60.0), 1, 10.0)
+    (last,) = chooser.choose(0, known(), 20.0)
+    assert (last.step, last.left_out > 0) == (50, True)
+    assert sum(each.left_out for each in [*chosen, last]) == chooser.left_out
+
+
+def test_slow_steps_and_a_verdict() -> None:
+    """Both are sent with their reason; what is slow leaves room for a rank that is named then."""
+    chooser = Chooser(20)  # 400 spans at once: ten steps of 45
+    chooser.add_steps(steps([100] * 100), 1000, 0.0)
+    chooser.choose(0, known(), 1.0)
+    chooser.add_steps(steps([200] * 40, first_step=100, start_s=60.0), 1000, 60.0)
+    chosen = chooser.choose(0, known(), 70.0)
+    assert {each.because for each in chosen} == {"slow"}
+    assert 3 <= len(chosen) < 20
+    chooser.verdict_began(70.0)
+    assert [(each.step, each.because) for each in chooser.choose(0, known(), 70.0)] == [(139, "verdict")]
+
+
+def test_nothing_where_nothing_is_asked() -> None:
+    """With 0 no step is sent, however slow; slow ones can be left alone."""
+    chooser = Chooser(0)
+    chooser.add_steps(steps([*[100] * 99, 1000]), 0, 0.0)
+    assert chooser.choose(0, known(), 9.0) == []
+    chooser.samples_slow = False
+    chooser.add_steps(steps([1000], first_step=101), 7, 0.0)
+    chooser.verdict_began(0.0)
+    assert chooser.choose(0, known(), 9.0) == []
+
+
+# -- what node 0 says
+
+
+def test_word_fits() -> None:
+    """The newest steps go first where there is little room; none is changed by it."""
+    traced = [TracedStep(3, step, "slow", (("slow", (5, 4000)), ("reference", (17,))), 200, 2) for step in range(90)]
+    said = Said(3, 89, (5, 4000), tuple(traced))
+    for room in (400, 1023):
+        data = said.encode(room)
+        assert len(data) <= room
+        heard = Said.decode(data)
+        assert (heard.attempt, heard.decided_to, heard.standing) == (3, 89, (5, 4000))
+        assert heard.steps == tuple(traced[-len(heard.steps) :])
+        assert heard.steps
+    assert Said.decode(Said(0, EVERYTHING, (), ()).encode(100)).decided_to == EVERYTHING
+    assert said.encode(10) == b""
+
+
+@given(st.binary(max_size=200))
+def test_anything_else_is_no_word(data: bytes) -> None:
+    with pytest.raises(ValueError, match="node 0"):
+        Said.decode(data)
+
+
+# -- the shelf
+
+
+def shelved(rank: int, first_step: int, key: str = "") -> Shelved:
+    """Four steps of ten spans."""
+    records = np.zeros(44, record_dtype())
+    records["step"] = np.repeat(np.arange(first_step, first_step + 4), 11)
+    records["kind"] = [*[Kind.MODULE] * 10, Kind.STEP] * 4
+    table = step_table([{"forward": 1}] * 4, first_step=first_step)
+    return Shelved(key or f"rank{rank}", rank, Anchor(0, 0, 0), records, records[:0], [""], table)
+
+
+def test_shelf_keeps_the_newest() -> None:
+    """Within its bytes; of two processes of a rank, the one that came last."""
+    shelf = Shelf(max_bytes=5 * shelved(0, 0).records.nbytes)
+    for first in range(0, 40, 4):
+        for rank in (0, 1):
+            shelf.add(shelved(rank, first))
+    assert shelf.spans(39) == {0: 10, 1: 10}
+    assert shelf.spans(30) == {1: 10}
+    assert shelf.spans(0) == {}
+    shelf.add(shelved(1, 36, key="another"))
+    assert [each.key for each in shelf.of(37)] == ["rank0", "another"]
+    trace = shelf.of(37)[0].trace(37)
+    assert trace is not None
+    assert (trace.step, len(trace.spans)) == (37, 10)
+    shelf.clear()
+    assert shelf.of(37) == []

@@ -1,0 +1,332 @@
+"""An endpoint that misbehaves at first and then comes right: all arrives by itself, and at most one request twice.
+
+Through the real exporter, with what waits on a disk, to real servers; all faults at once, as each costs a pause.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+
+from tests.exporters.test_exporters import batch_of, identity
+from tests.support.certificates import certificate
+from tests.support.otlp_receiver import wait_for
+from torchlens_perf.exporters import Exporter
+from torchlens_perf.exporters.delivery.outbox import found, outbox
+from torchlens_perf.exporters.otlp_environment import exporter_from_environment
+from torchlens_perf.run.directory import RunDirectory
+
+STEPS, IN_A_REQUEST = 10, 8
+SPANS = 5 * STEPS
+"""Of rank 0: a root, the rank's step and three in it for each step."""
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+LARGEST = 3
+REJECTED = 2
+
+
+@dataclasses.dataclass
+class Taken:
+    """What an endpoint has taken, and how often it was asked."""
+
+    spans: collections.Counter[bytes] = dataclasses.field(default_factory=collections.Counter)
+    asked: int = 0
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def take(self, body: bytes) -> None:
+        message = ExportTraceServiceRequest.FromString(body)
+        ids = [span.span_id for of in message.resource_spans for each in of.scope_spans for span in each.spans]
+        with self.lock:
+            self.spans.update(ids)
+
+    def first(self) -> bool:
+        """Whether nobody has asked before."""
+        with self.lock:
+            self.asked += 1
+            return self.asked == 1
+
+    def doubles(self) -> int:
+        return sum(count - 1 for count in self.spans.values())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    taken: Taken
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.taken.first():
+            self.wrong(body)
+        else:
+            self.right(body)
+
+    def right(self, body: bytes) -> None:
+        self.taken.take(body)
+        self.answer(200, **PROTOBUF)
+
+    def wrong(self, body: bytes) -> None:
+        self.right(body)
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def answers(status: int, body: bytes = b"", **headers: str) -> type[_Handler]:
+    """Takes nothing the first time, and says this."""
+
+    class Handler(_Handler):
+        def wrong(self, _: bytes) -> None:
+            self.answer(status, body, **headers)
+
+    return Handler
+
+
+class BreaksOff(_Handler):
+    """Takes nothing the first time, and hangs up."""
+
+    def wrong(self, body: bytes) -> None:
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class AnswerIsLost(_Handler):
+    """Takes the first request, and hangs up before it says so."""
+
+    def wrong(self, body: bytes) -> None:
+        self.taken.take(body)
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class AnswersInJson(_Handler):
+    """Takes all, and says so in the other form of OTLP."""
+
+    def right(self, body: bytes) -> None:
+        self.taken.take(body)
+        self.answer(200, b'{"partialSuccess":{}}', **{"Content-Type": "application/json"})
+
+
+class TakesFew(_Handler):
+    """A request of more than a few spans is too large, each time."""
+
+    def right(self, body: bytes) -> None:
+        if body.count(b"torchlens_perf.kind") > LARGEST:
+            self.answer(413)
+        else:
+            super().right(body)
+
+
+class Rejects(_Handler):
+    """Some of the first request's spans."""
+
+    def wrong(self, body: bytes) -> None:
+        self.taken.take(body)
+        partial = ExportTracePartialSuccess(rejected_spans=REJECTED, error_message="on purpose")
+        self.answer(200, ExportTraceServiceResponse(partial_success=partial).SerializeToString(), **PROTOBUF)
+
+
+HTTP: dict[str, type[_Handler]] = {
+    "429": answers(429, **{"Retry-After": "1"}),
+    "500": answers(500),
+    "502": answers(502),
+    "503": answers(503, **{"Retry-After": "1"}),
+    "504": answers(504),
+    "401": answers(401),
+    "404": answers(404),
+    "redirect": answers(307, Location="http://127.0.0.1:1/v1/traces"),
+    "a web page": answers(200, b"<html>", **{"Content-Type": "text/html; charset=utf-8"}),
+    "breaks off": BreaksOff,
+    "answer is lost": AnswerIsLost,
+    "answers in JSON": AnswersInJson,
+    "413": TakesFew,
+    "partial success": Rejects,
+}
+TLS = ("expired certificate", "asks for another certificate")
+GRPC = {
+    "grpc UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "grpc RESOURCE_EXHAUSTED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "grpc UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
+}
+FAULTS = (*HTTP, *TLS, *GRPC)
+
+
+@contextlib.contextmanager
+def over_http(handler: type[_Handler], taken: Taken, contexts: tuple[ssl.SSLContext, ...] = ()) -> Iterator[str]:
+    """An endpoint. contexts: of TLS, one for each connection, and the last for all that follow."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        connections = 0
+
+        def get_request(self) -> tuple[Any, Any]:
+            connection, address = super().get_request()
+            if not contexts:
+                return connection, address
+            context = contexts[min(self.connections, len(contexts) - 1)]
+            self.connections += 1
+            try:
+                return context.wrap_socket(connection, server_side=True), address
+            except OSError:  # the client hangs up, as it should
+                connection.close()
+                taken.first()
+                raise
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass
+
+    server = Server(("127.0.0.1", 0), type("Handler", (handler,), {"taken": taken}))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield f"{'https' if contexts else 'http'}://127.0.0.1:{server.server_port}/v1/traces"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def over_grpc(status: grpc.StatusCode, taken: Taken) -> Iterator[str]:
+    """An endpoint that gives the first request this status, and says that it may come again in a second."""
+
+    class Endpoint(TraceServiceServicer):
+        def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> Any:
+            if taken.first():
+                details = Status(code=status.value[0])
+                details.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=1)))
+                context.set_trailing_metadata((("grpc-status-details-bin", details.SerializeToString()),))
+                context.abort(status, "on purpose")
+            taken.take(request.SerializeToString())
+            return ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_TraceServiceServicer_to_server(Endpoint(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait(5)
+
+
+@dataclasses.dataclass
+class Delivered:
+    """How it ended."""
+
+    taken: Taken
+    by_itself: bool
+    """Before anybody closed the exporter."""
+    notes: list[str]
+    left: int
+    """Files that wait on the disk."""
+
+
+def _secured(folder: Path) -> Iterator[tuple[str, tuple[ssl.SSLContext, ...], dict[str, str]]]:
+    """Each fault of TLS: the contexts of its endpoint, and what the user has set."""
+    folder.mkdir()
+    good, expired = certificate(folder / "good"), certificate(folder / "expired", expired=True)
+    own, another = certificate(folder / "own", "DNS:client"), certificate(folder / "another", "DNS:client")
+    trusted = folder / "trusted"
+    trusted.write_bytes(good.path.read_bytes() + expired.path.read_bytes())
+    told = {
+        "OTEL_EXPORTER_OTLP_CERTIFICATE": str(trusted),
+        "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": str(own.path), "OTEL_EXPORTER_OTLP_CLIENT_KEY": str(own.key),
+    }  # fmt: skip
+
+    def shows(pair: Any, clients: Any = None) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # With TLS 1.3 a client hears of its certificate's refusal only after it has sent its request.
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(pair.path, pair.key)
+        if clients is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(clients.path)
+        return context
+
+    yield TLS[0], (shows(expired), shows(good)), told
+    yield TLS[1], (shows(good, another), shows(good, own)), told
+
+
+@pytest.fixture(scope="module")
+def delivered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Delivered]]:
+    """By fault."""
+    folder = tmp_path_factory.mktemp("endpoints")
+    taken = {fault: Taken() for fault in FAULTS}
+    exporters: dict[str, tuple[Exporter, RunDirectory]] = {}
+    with contextlib.ExitStack() as serving:
+
+        def start(fault: str, endpoint: str, told: dict[str, str]) -> None:
+            run = RunDirectory(folder / fault.replace(" ", "-"))
+            run.path.mkdir()
+            exporter = exporter_from_environment(
+                {
+                    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_TIMEOUT": "10",
+                    "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": str(IN_A_REQUEST), "OTEL_BSP_SCHEDULE_DELAY": "10", **told,
+                },
+                run, "node",
+            )  # fmt: skip
+            assert exporter is not None
+            exporter.export(batch_of(identity(), range(STEPS)))
+            exporters[fault] = exporter, run
+
+        for fault, handler in HTTP.items():
+            start(fault, serving.enter_context(over_http(handler, taken[fault])), {})
+        for fault, contexts, told in _secured(folder / "tls"):
+            start(fault, serving.enter_context(over_http(_Handler, taken[fault], contexts)), told)
+        for fault, status in GRPC.items():
+            address = serving.enter_context(over_grpc(status, taken[fault]))
+            start(fault, address, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+
+        def all_of(fault: str) -> Callable[[], bool]:
+            return lambda: len(taken[fault].spans) == SPANS
+
+        ended = {}
+        for fault, (exporter, run) in exporters.items():
+            by_itself = wait_for(all_of(fault), 30)
+            notes = exporter.shutdown(10)
+            ended[fault] = Delivered(taken[fault], by_itself, notes, len(found(outbox(run.path), "traces")))
+        yield ended
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_arrives_by_itself(delivered: dict[str, Delivered], fault: str) -> None:
+    """Every span, while the exporter is open; nothing waits afterwards, on the disk or in the notes."""
+    ended = delivered[fault]
+    assert ended.taken.asked > 1  # the fault was met
+    assert ended.by_itself
+    assert (len(ended.taken.spans), ended.left) == (SPANS, 0)
+    rejected = f"OTLP: {REJECTED} of {SPANS} spans were not delivered"
+    assert ended.notes[:1] == ([rejected] if fault == "partial success" else [])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_comes_twice_but_where_the_answer_is_lost(delivered: dict[str, Delivered], fault: str) -> None:
+    """And then it is one request, with the same ids."""
+    doubles = delivered[fault].taken.doubles()
+    assert doubles == (IN_A_REQUEST if fault == "answer is lost" else 0)

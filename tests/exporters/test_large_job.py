@@ -1,0 +1,190 @@
+"""What a large job sends, all nodes together: bounded, the same on all nodes, and it says what it leaves out."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.export_scale import FAULTS, NODE_SIZE, Sent, send
+from tests.support.long import long
+from torchlens_perf.config import Config
+from torchlens_perf.exporters import MAX_STANDING, semantics
+from torchlens_perf.exporters.choice.slow_steps import MIN_STEPS
+from torchlens_perf.exporters.series_room import most_ranks
+from torchlens_perf.run.rank_ranges import parse_ranges
+from torchlens_perf.simulate.faults import parse_fault
+from torchlens_perf.simulate.simulation import Simulation, Topology
+
+STEPS = 320
+SMALL, LARGE = 72, 128  # both beyond series of each rank
+sent = functools.cache(send)
+
+
+def points(job: Sent, metric: str) -> Iterator[Any]:
+    """Of the newest export of all nodes."""
+    for node in job.nodes:
+        for each in node.exported:
+            if each.name == metric:
+                yield from getattr(each, each.WhichOneof("data")).data_points
+
+
+def attribute(point: Any, name: str) -> int | None:
+    return next((each.value.int_value for each in point.attributes if each.key == name), None)
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(SMALL, STEPS), (LARGE, STEPS), *long((4096, 600))])
+def test_bounded_at_any_size(ranks: int, steps: int) -> None:
+    """Spans a second and series of all nodes together stay below what the settings say."""
+    job = sent(ranks, steps)
+    assert 0 < job.busiest_minute <= Config.trace_spans_per_s
+    assert 0 < len(job.series) <= Config.metric_series
+
+
+def test_does_not_grow_with_the_job() -> None:
+    """A job of twice the nodes sends no more ranks a trace, and no more series that are not of its nodes' hardware."""
+
+    def of_steps(job: Sent) -> int:
+        return sum(not name.startswith("hw.") for _, name, *_ in job.series)
+
+    small, large = sent(SMALL, STEPS), sent(LARGE, STEPS)
+    assert of_steps(large) <= of_steps(small) + 2 * MAX_STANDING
+    assert max(map(len, large.traces().values())) <= max(map(len, small.traces().values())) + 1
+
+
+@pytest.mark.parametrize("ranks", [16, LARGE])
+def test_nodes_send_the_same_steps(ranks: int) -> None:
+    """Each trace has the ranks that its root says, from whatever node, and no others; rank 0 has the root alone if it
+    is none of them."""
+    job = sent(ranks, STEPS)
+    some = 0
+    for of_step in job.traces().values():
+        chosen = next(iter(of_step.values())).chosen
+        assert all(batch.chosen == chosen for batch in of_step.values())
+        (one,) = chosen.values()
+        expected = set(one.ranks) if one.roles else set(range(ranks))
+        assert set(of_step) == expected | {0}
+        some += len(expected) < ranks
+    assert some
+    assert any(not next(iter(each.values())).chosen[step].roles for step, each in job.traces().items()) == (ranks == 16)
+
+
+def test_why_steps_and_ranks_are_sent() -> None:
+    """By number, because they are slow, and when a rank is named, which then is in the trace with an ordinary one."""
+    traces = sent(LARGE, STEPS).traces()
+    chosen = {step: next(iter(each.values())).chosen[step] for step, each in traces.items()}
+    because = {step: each.because for step, each in chosen.items()}
+    assert {step for step, why in because.items() if why in ("first", "number")} == {0, 1, 2, 100, 200, 300}
+    topology = Topology(LARGE, node_size=NODE_SIZE)
+    simulation = Simulation(topology, faults=[parse_fault(text) for text in FAULTS])
+    duration_ns = np.concatenate([part.duration_ns for part in simulation.steps(STEPS)])
+    stalls = set(np.flatnonzero(duration_ns > 2 * np.median(duration_ns)).tolist())
+    slow = {step for step, why in because.items() if why == "slow"}
+    assert {step for step in stalls if step >= MIN_STEPS} <= slow
+    assert any(step >= MIN_STEPS for step in stalls)
+    assert len(slow) < 0.1 * STEPS
+    (verdict,) = (each for each in chosen.values() if each.because == "verdict")
+    assert verdict.step > 200  # rank 5 is slow from there on
+    roles = dict(verdict.roles)
+    assert 5 in roles["slow"]
+    assert len(roles["reference"]) == 1
+    assert roles["reference"] != roles["slow"]
+
+
+def test_metrics_of_all_ranks_come_from_node_0() -> None:
+    """Every rank's every step is in one histogram: that of the job, or that of the rank if it stands out."""
+    job = sent(LARGE, STEPS)
+    for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME):
+        counts: Counter[int | None] = Counter()
+        for point in points(job, metric):
+            counts[attribute(point, semantics.RANK)] += point.count
+        assert counts.total() == LARGE * STEPS
+        assert set(counts) == {None, 5}
+        assert 0 < counts[5] < STEPS
+    assert sum(point.as_int for point in points(job, semantics.STEPS)) == LARGE * STEPS
+    job_wide = [node for node in job.nodes for each in node.exported if each.name == semantics.PHASE_DURATION]
+    assert {node.state.host for node in job_wide} == {"node-0000"}
+    memory = [point for point in points(job, semantics.MEMORY) if attribute(point, semantics.RANK) is None]
+    assert [point.as_int for point in memory] == [1 << 34]
+
+
+def test_how_ranks_differ() -> None:
+    """The rank that the others wait for is the largest of work and the smallest of wait."""
+    found = {
+        (metric, next(each.value.string_value for each in point.attributes)): point.as_double
+        for metric in (semantics.RANKS_WORK, semantics.RANKS_WAIT)
+        for point in points(sent(LARGE, STEPS), metric)
+    }
+    work, wait = ({q: found[metric, q] for q in ("min", "median", "p99", "max")} for metric in (
+        semantics.RANKS_WORK, semantics.RANKS_WAIT,
+    ))  # fmt: skip
+    assert 0 < work["min"] < work["median"] <= work["p99"] < work["max"]
+    assert work["max"] > 1.2 * work["median"]
+    assert wait["min"] < 0.5 * wait["median"]
+
+
+@pytest.mark.parametrize("ranks", [8, LARGE])
+def test_exemplars_open_the_very_step(ranks: int) -> None:
+    """Each has the ids of a span that was sent, and its duration in seconds."""
+    job = sent(ranks, STEPS)
+    ids = {key: duration_ns for node in job.nodes for key, duration_ns in node.ids.items()}
+    found = [each for point in points(job, semantics.STEP_DURATION) for each in point.exemplars]
+    assert found
+    for each in found:
+        key = int.from_bytes(each.trace_id, "big"), int.from_bytes(each.span_id, "big")
+        assert each.as_double == pytest.approx(ids[key] / 1e9)
+
+
+def test_small_job_has_all_ranks_and_their_series() -> None:
+    """Eight ranks: whole traces of the steps that are sent by their numbers, and a histogram for each."""
+    job = sent(8, STEPS)
+    chosen = {step: next(iter(each.values())).chosen[step] for step, each in job.traces().items()}
+    whole = {step for step, each in job.traces().items() if set(each) == set(range(8)) and not chosen[step].roles}
+    assert {step for step, each in chosen.items() if each.because == "number"} <= whole
+    assert {0, 1, 100, 200, 300} <= whole
+    assert {attribute(point, semantics.RANK) for point in points(job, semantics.STEP_DURATION)} == set(range(8))
+
+
+def test_without_an_exchange_each_node_keeps_to_its_share() -> None:
+    """Nobody describes the job: each node sends the most important of its own ranks, within its share."""
+    job = sent(SMALL, STEPS, exchange=False)
+    assert 0 < job.busiest_minute <= Config.trace_spans_per_s
+    assert len(job.series) <= Config.metric_series
+    assert sum(point.count for point in points(job, semantics.STEP_DURATION)) == SMALL * STEPS
+
+
+def test_limits_can_be_raised() -> None:
+    """Without limits all ranks of all sampled steps are sent, and each has its series."""
+    job = sent(SMALL, 64, trace_spans_per_s=0, metric_series=100_000)
+    assert {frozenset(each) for each in job.traces().values()} == {frozenset(range(SMALL))}
+    assert most_ranks(100_000) >= SMALL
+    assert len({attribute(point, semantics.RANK) for point in points(job, semantics.STEP_DURATION)}) == SMALL
+
+
+def test_what_is_left_out_is_counted() -> None:
+    """With a small budget, steps that are left out are in the next root and in a counter."""
+    job = sent(SMALL, STEPS, trace_spans_per_s=20)
+    left_out = sum(point.as_int for point in points(job, semantics.STEPS_NOT_TRACED))
+    chosen = [next(iter(each.values())).chosen[step] for step, each in sorted(job.traces().items())]
+    assert left_out >= sum(each.left_out for each in chosen) > 0
+    assert job.busiest_minute <= 20
+    (batch,) = (batch for batch in job.traces()[chosen[-1].step].values() if batch.identity.rank == 0)
+    root = _root(job, batch)
+    assert root[semantics.SAMPLED_BECAUSE] == chosen[-1].because
+    assert parse_ranges(str(root[semantics.RANKS_SENT])) == chosen[-1].ranks
+    assert root[semantics.RANKS_LEFT_OUT] == SMALL - len(chosen[-1].ranks)
+    assert root[semantics.STEPS_LEFT_OUT] == chosen[-1].left_out
+
+
+def _root(job: Sent, batch: Any) -> dict[str, Any]:
+    """The attributes of a step's root."""
+    from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans
+
+    _, found = job.nodes[0].encoder.encode(batch)
+    spans = ScopeSpans.FromString(b"".join(next(iter(found.values()))[0])).spans
+    (root,) = (span for span in spans if not span.parent_span_id)
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in root.attributes}

@@ -1,0 +1,182 @@
+"""A page of a run that goes on: newer contents without a reload, and any step from the server."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.page.browser.conftest import TabOf
+from tests.page.browser.tab import Tab, need_browser
+from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
+from tests.support.page_contents import enlarged
+from torchlens_perf.page.contents import Contents
+from torchlens_perf.page.document.html import document
+
+need_browser()
+
+RENEWALS = 25
+
+
+def grown(of: Contents, steps: int) -> Contents:
+    """The same job some steps later."""
+    made: Any = enlarged(of, 8, steps, SLOW_RANK, SINCE_STEP)
+    made["written"] = f"after {steps} steps"
+    return made  # type: ignore[no-any-return]
+
+
+def test_a_newer_page_keeps_the_view(tab: Tab, shown: Contents) -> None:
+    """Selection, focus and what is open stay; words, tables, pictures and charts are the newer ones."""
+    tab.open("#heat;steps=60-119;rank=3;order=slowness;step=80")
+    tab.show_all()
+    tab.show("heat")
+    tab.value("document.querySelector('#heat details').open = true")
+    tab.chart("heat").focus()
+    top = tab.chart("heat").bounding_box()["y"]
+    before = {key: value for key, value in tab.view().items() if key != "section"}
+    tab.page.evaluate("newer => torchlensPage.update(newer)", document(grown(shown, 2 * STEPS)))
+    tab.settle()
+    assert {key: value for key, value in tab.view().items() if key != "section"} == before
+    assert tab.value("torchlensPage.steps.columns") == 2 * STEPS
+    assert tab.value(f"{tab.named('heat')}.shown.width") == 2 * STEPS
+    assert tab.value(f"[{tab.named('heat')}.range.start, {tab.named('heat')}.range.end]") == [0, 2 * STEPS]
+    assert tab.value(f"{tab.named('steps')}.bands.data.x.length") == 2 * STEPS
+    assert f"after {2 * STEPS} steps" in tab.page.inner_text("footer")
+    assert f"steps {2 * STEPS}" in tab.page.inner_text("header")
+    assert tab.value("document.querySelector('#heat details').open")
+    assert tab.value("document.activeElement === document.querySelector('figure[data-chart=heat] .chart')")
+    assert tab.chart("heat").bounding_box()["y"] == pytest.approx(top, abs=30)
+    assert tab.page.locator("figure.drawn > .picture:visible").count() == 0
+    assert "steps 60 to 119" in tab.show("ranks").locator("table:visible caption").inner_text()
+    tab.page.mouse.move(*tab.at("heat", STEPS + 20.5, 0.5))
+    assert f"step {STEPS + 20}" in tab.tip()
+    assert (tab.problems, tab.foreign()) == ([], [])
+
+
+def test_a_zoom_into_the_past_stays_there(tab: Tab, shown: Contents) -> None:
+    """Who looks at all steps sees those that come; who has zoomed in sees what he saw."""
+    tab.open("#heat;zoom=20-59")
+    tab.page.evaluate("newer => torchlensPage.update(newer)", document(grown(shown, 2 * STEPS)))
+    tab.settle()
+    assert tab.value(f"[{tab.named('heat')}.range.start, {tab.named('heat')}.range.end]") == [20, 60]
+    assert tab.view()["zoom"] == [20, 60]
+
+
+def test_ranks_and_charts_that_come_later(tab: Tab, shown: Contents) -> None:
+    """More ranks are more rows; a quantity that was not there before has its chart."""
+    tab.open("#heat")
+    larger: Any = enlarged(shown, 16, STEPS, SLOW_RANK, SINCE_STEP)
+    tab.page.evaluate("newer => torchlensPage.update(newer)", document(larger))
+    tab.settle()
+    assert tab.value(f"{tab.named('heat')}.order.length") == 16
+    tab.show("memory")
+    tab.show("telemetry")
+    assert tab.value("torchlensPage.charts.filter(({title, plot}) => title && plot).length") == 2
+    tab.page.evaluate("newer => torchlensPage.update(newer)", document(shown))
+    tab.show("heat")
+    assert tab.value(f"{tab.named('heat')}.order.length") == 8
+    assert tab.value("torchlensPage.charts.filter(({title}) => title).length") == 0
+    assert tab.problems == []
+
+
+def test_contents_alone_renew_the_charts(tab: Tab, shown: Contents) -> None:
+    tab.open("#heat;steps=60-119")
+    newer = copy.deepcopy(grown(shown, 2 * STEPS))
+    tab.page.evaluate("newer => torchlensPage.update(newer)", newer)
+    tab.settle()
+    assert tab.value(f"{tab.named('heat')}.shown.width") == 2 * STEPS
+    assert tab.view()["steps"] == [60, 120]
+
+
+def test_many_renewals_leave_nothing_behind(tab: Tab, shown: Contents) -> None:
+    """As many figures, elements and listeners after many as after a few."""
+    tab.open("#heat")
+    tab.show_all()
+    tab.show("heat")
+    count = """[Bokeh.documents.length, torchlensPage.charts.length, torchlensPage.view.listeners.length,
+        ...[".drawing", ".tip", "*"].map(each => document.querySelectorAll(each).length)]"""
+    pages = [document(grown(shown, STEPS + more)) for more in (0, 1)]
+    counts = []
+    for renewal in range(RENEWALS):
+        tab.page.evaluate("newer => torchlensPage.update(newer)", pages[renewal % 2])
+        tab.settle()
+        tab.show_all()
+        counts.append(tab.value(count))
+    assert counts[-1] == counts[4]
+    assert tab.problems == []
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[[str, dict[int, Any]], tuple[str, list[str]]]]:
+    """Serves a page and some steps on loopback; tells its address and what was asked for."""
+    with contextlib.ExitStack() as leaving:
+
+        def serve(page: str, steps: dict[int, Any]) -> tuple[str, list[str]]:
+            asked: list[str] = []
+
+            class Handler(http.server.BaseHTTPRequestHandler):
+                def do_GET(self) -> None:
+                    asked.append(self.path)
+                    step = self.path.rpartition("/")[2]
+                    text = json.dumps(steps.get(int(step), {"names": [], "steps": []})) if step.isdigit() else page
+                    self.send_response(200)
+                    self.send_header("Content-Type", "application/json" if step.isdigit() else "text/html")
+                    self.end_headers()
+                    self.wfile.write(text.encode())
+
+                def log_message(self, *_: Any) -> None: ...
+
+            server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+            thread = threading.Thread(target=server.serve_forever, daemon=True)
+            thread.start()
+            leaving.callback(lambda: (server.shutdown(), server.server_close(), thread.join()))
+            return f"http://127.0.0.1:{server.server_port}/run/", asked
+
+        yield serve
+
+
+def test_any_step_is_asked_of_the_server(
+    tab_of: TabOf, served: Callable[[str, dict[int, Any]], tuple[str, list[str]]], shown: Contents
+) -> None:
+    """Once; a step that was not recorded is said to be missing, and the nearest one is shown."""
+    recorded = {step["step"] for step in shown["traces"]["steps"]}
+    wanted, missing = [step for step in range(STEPS) if step not in recorded][:2]
+    trace = {**copy.deepcopy(shown["traces"]["steps"][0]), "step": wanted, "why": "asked for"}
+    page = document(shown).replace('<html lang="en"', '<html lang="en" data-live="running"')
+    assert 'data-live="running"' in page
+    address, asked = served(page, {wanted: {"names": shown["traces"]["names"], "steps": [trace]}})
+    tab = tab_of(Path("/"), bypass=True)
+    tab.page.goto(f"{address}#step;step={wanted}")
+    tab.settle()
+    assert tab.value(f"{tab.named('step')}.trace.step") == wanted
+    words = tab.page.locator("figure[data-chart=step] p.chart-words")
+    assert "Why it is here: asked for." in words.inner_text()
+    assert "not in this page" not in words.inner_text()
+    tab.page.get_by_role("spinbutton", name="any step").fill(str(missing))
+    tab.page.keyboard.press("Tab")
+    tab.settle()
+    assert f"Step {missing} is not in this page span by span" in words.inner_text()
+    tab.value(f"torchlensPage.view.set({{step: {wanted}, rank: 1}})")
+    tab.settle()
+    assert tab.value(f"{tab.named('step')}.trace.step") == wanted
+    tab.value(f"torchlensPage.view.set({{step: {missing}}})")
+    tab.settle()
+    assert f"Step {missing} is not in this page" in words.inner_text()
+    assert [each for each in asked if "api" in each] == [f"/run/api/step/{wanted}", f"/run/api/step/{missing}"]
+
+
+def test_without_its_server_the_page_stays(tab_of: TabOf, tmp_path: Path, shown: Contents) -> None:
+    """The nearest step is shown, and the words say so."""
+    path = tmp_path / "left.html"
+    path.write_text(document(shown).replace('<html lang="en"', '<html lang="en" data-live="ended"'), "utf-8")
+    recorded = {step["step"] for step in shown["traces"]["steps"]}
+    missing = next(step for step in range(STEPS) if step not in recorded)
+    tab = tab_of(path).open(f"#step;step={missing}")
+    assert f"Step {missing} is not in this page" in tab.page.inner_text("figure[data-chart=step] p.chart-words")

@@ -1,0 +1,220 @@
+"""The live page of a real server in a real browser: it follows a run that is being written, and asks for captures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+from tests.page.browser.conftest import TabOf
+from tests.page.browser.tab import Tab, need_browser
+from tests.support.leftovers import eventually
+from tests.support.live_simulation import LiveSimulation
+from tests.support.page_server import PageServer
+from torchlens_perf.run import captures as capture_files
+from torchlens_perf.run.captures import TRACE, Outcome
+
+need_browser()
+
+BLOCK = 32  # steps of a simulated block
+STATUS = "document.getElementById('live-status').textContent"
+RANKS = 4
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LiveSimulation]:
+    """A run of which 128 steps are known, rank 2 slow."""
+    with LiveSimulation(tmp_path / "runs" / "live", RANKS, "constant:rank=2,share=0.4,phase=forward") as run:
+        run.goes_on(4)
+        run.sidecar.keep()
+        yield run
+
+
+@pytest.fixture
+def server(live: LiveSimulation) -> Iterator[PageServer]:
+    with PageServer(live.run.path.parent) as started:
+        yield started
+
+
+@pytest.fixture
+def tab(tab_of: TabOf, server: PageServer) -> Tab:
+    """At the list, by the address that was printed."""
+    made: Tab = tab_of(Path("/"))
+    made.page.goto(server.address)
+    made.page.wait_for_selector("main a")
+    return made
+
+
+def opened(tab: Tab, fragment: str = "") -> Tab:
+    """The run's page, by its link in the list."""
+    tab.page.click("main a")
+    tab.page.wait_for_selector("#live-status")
+    tab.until("Boolean(window.torchlensPage)")
+    if fragment:
+        tab.value(f"location.hash = '{fragment}'")
+    return tab.settle()
+
+
+def goes_on(live: LiveSimulation) -> None:
+    """What is new is in segments too, so that steps and their spans are there."""
+    live.goes_on()
+    live.sidecar.keep()
+
+
+def steps(tab: Tab) -> int:
+    """As the header says."""
+    return int(tab.value(r"document.querySelector('header .facts').textContent.match(/steps (\d+)/)[1]"))
+
+
+def foreign(tab: Tab, server: PageServer) -> list[str]:
+    """What was asked for of anybody else."""
+    own = (f"http://{server.stranger().host}/", "data:", "about:")
+    return [each for each in tab.requests if not each.startswith(own)]
+
+
+def test_the_page_follows_its_run(tab: Tab, live: LiveSimulation, server: PageServer) -> None:
+    """Words, tables and charts are renewed without a reload; what is selected stays; its end is said."""
+    assert "token" not in tab.page.url
+    opened(tab, "#heat;rank=2;steps=10-59")
+    tab.until(f"{STATUS}.startsWith('follows the run')")
+    first, before = steps(tab), tab.page.inner_text("#verdicts")
+    tab.value("window.sameDocument = true")
+    columns = tab.value("torchlensPage.steps.end")
+    goes_on(live)
+    tab.until(f"torchlensPage.steps.end > {columns}")
+    tab.settle()
+    assert steps(tab) == first + BLOCK
+    assert (tab.view()["rank"], tab.view()["steps"]) == (2, [10, 60])
+    assert tab.page.inner_text("#verdicts") != before
+    windows = tab.value("torchlensPage.contents.held[0].windows_judged")
+    assert f"of {windows} windows" in tab.page.inner_text("#verdicts")
+    live.ends()
+    tab.until(f"{STATUS} === 'the run has ended'")
+    assert "ended" in tab.page.inner_text("header .facts")
+    assert tab.value("window.sameDocument")
+    assert not tab.page.locator("#capture").is_visible()
+    assert (tab.problems, foreign(tab, server)) == ([], [])
+
+
+def test_charts_come_with_what_they_show(tab_of: TabOf, tmp_path: Path) -> None:
+    """A young run has a verdict and no steps yet; sections and charts appear as they are written, without a reload."""
+    with LiveSimulation(tmp_path / "runs" / "young", RANKS) as live, PageServer(tmp_path / "runs") as server:
+        live.goes_on()
+        tab: Tab = tab_of(Path("/"))
+        tab.page.goto(server.address)
+        opened(tab)
+        assert tab.page.locator("#heat").count() == 0
+        goes_on(live)
+        tab.until("document.querySelector('#heat') !== null")
+        tab.show("heat")
+        tab.until(f"Boolean({tab.named('heat')}?.plot)")
+        assert tab.problems == []
+
+
+def test_any_step_is_fetched(tab: Tab, live: LiveSimulation) -> None:
+    """Also one that came meanwhile."""
+    opened(tab)
+    goes_on(live)
+    tab.until(f"torchlensPage.steps.end >= {5 * BLOCK}")
+    held = set(tab.value("torchlensPage.contents.traces.steps.map(({step}) => step)"))
+    wanted = next(step for step in range(5 * BLOCK - 1, 0, -1) if step not in held)
+    tab.value(f"location.hash = '#step;step={wanted}'")
+    tab.show("step")
+    tab.until(f"{tab.named('step')}.trace?.step === {wanted}")
+    assert tab.problems == []
+
+
+def test_held_still(tab: Tab, live: LiveSimulation) -> None:
+    """Nothing moves while somebody reads; then the newest is shown at once."""
+    opened(tab)
+    tab.until(f"{STATUS}.startsWith('follows the run')")
+    tab.page.get_by_role("button", name="hold still").click()
+    first = steps(tab)
+    goes_on(live)
+    tab.until(f"{STATUS} === 'held still: there is something newer'")
+    assert steps(tab) == first
+    tab.page.get_by_role("button", name="hold still").click()
+    tab.until(f"torchlensPage.steps.end >= {5 * BLOCK}")
+    tab.until(f"{STATUS}.startsWith('follows the run')")
+
+
+def test_a_capture_by_the_button(tab: Tab, live: LiveSimulation) -> None:
+    """The request is that of the command; what each rank answers appears as it comes, with its files."""
+    opened(tab)
+    tab.page.click("#captures summary")
+    tab.page.fill("input[name=ranks]", "1, 3")
+    tab.page.fill("input[name=steps]", "2")
+    tab.page.get_by_role("button", name="Capture").click()
+    tab.until("document.getElementById('capture-status').textContent.includes('Waiting for 1, 3.')")
+    (request,) = capture_files.read_requests(live.run.captures)[0]
+    assert (request.ranks, request.steps, request.python, request.forced) == ((1, 3), 2, False, False)
+    for rank, wait in ((1, "Waiting for 3."), (3, "All have answered.")):
+        folder = capture_files.rank_folder(live.run.captures, request.id, rank)
+        folder.mkdir(parents=True)
+        (folder / TRACE).write_bytes(b"trace")
+        outcome = Outcome(request.id, rank, request.from_step, 2, files={TRACE: 5})
+        capture_files.write(capture_files.outcome_path(folder), outcome)
+        tab.until(f"document.getElementById('capture-status').textContent.includes('{wait}')")
+    with tab.page.expect_download() as download:
+        tab.page.click("#capture-status a >> nth=0")
+    assert download.value.suggested_filename == TRACE
+    assert Path(download.value.path()).read_bytes() == b"trace"
+    goes_on(live)
+    tab.until("document.querySelectorAll('#captured a').length === 2")
+    tab.page.fill("input[name=ranks]", "77")
+    tab.page.get_by_role("button", name="Capture").click()
+    tab.until("document.querySelector('#capture-status .problem')?.textContent.includes('no rank 77')")
+
+
+def test_a_server_that_ends_is_said(tab: Tab, server: PageServer) -> None:
+    """The page stays as it was."""
+    opened(tab)
+    tab.until(f"{STATUS}.startsWith('follows the run')")
+    server.process.terminate()
+    tab.until(f"{STATUS}.includes('the server does not answer')")
+    assert "Rank 2" in tab.page.inner_text("#verdicts")
+
+
+def test_the_list_follows_its_folder(tab: Tab, live: LiveSimulation, server: PageServer) -> None:
+    """A run that begins appears in it; it can be searched; nothing is asked of others."""
+    assert "Rank 2" in tab.page.inner_text("main")
+    with LiveSimulation(live.run.path.with_name("<b>other"), 2) as other:
+        other.goes_on()
+        tab.until("document.querySelectorAll('main tbody tr').length === 2")
+        assert "<b>other" in tab.page.inner_text("main")
+        tab.page.fill("input[name=search]", "OTHER")
+        tab.page.keyboard.press("Enter")
+        tab.page.wait_for_url("**/?search=OTHER")
+        assert tab.page.locator("main tbody tr").count() == 1
+        opened(tab)
+    assert (tab.problems, foreign(tab, server)) == ([], [])
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_everybody_can_use_it(tab_of: TabOf, server: PageServer, dark: bool) -> None:
+    """No rule of WCAG 2.1 AA that can be checked by machine is broken, in the list and in what a live page has."""
+    tab = tab_of(Path("/"), dark=dark, bypass=True)
+    tab.page.goto(server.address)
+    tab.page.wait_for_selector("main a")
+    rules = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21aa"]}}
+    assert Axe().run(tab.page, options=rules).response["violations"] == []
+    opened(tab)
+    tab.page.click("#captures summary")
+    found = Axe().run(tab.page, context="main", options=rules).response["violations"]
+    assert found == [], found
+
+
+def test_a_hidden_page_lets_its_connection_go(tab: Tab, server: PageServer) -> None:
+    """A browser has six for all its tabs; shown again, it hears all."""
+    viewer = server.viewer()
+    opened(tab)
+    assert eventually(lambda: viewer.json("/api/counts")["runs"]["live"]["viewers"] == 1)
+    for hidden, viewers in (("true", 0), ("false", 1)):
+        tab.value(
+            f"Object.defineProperty(document, 'hidden', {{ value: {hidden}, configurable: true }}),"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+        assert eventually(lambda wanted=viewers: viewer.json("/api/counts")["runs"]["live"]["viewers"] == wanted)
+    tab.until(f"{STATUS}.startsWith('follows the run')")

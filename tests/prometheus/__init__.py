@@ -1,0 +1,1 @@
+"""/metrics, and what is shipped for Prometheus, Grafana, Kubernetes and Slurm."""

@@ -1,0 +1,197 @@
+"""What /metrics says: as OpenMetrics, under the names that OTLP's metrics get, bounded whatever the job's size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.scrapes import Scrape, ScrapedSimulation, scrape
+from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters.prometheus import exporter as exporter_module
+from torchlens_perf.exporters.prometheus.endpoint import Address
+from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
+from torchlens_perf.exporters.prometheus.families import MAX_LABEL, MAX_POINTS, families
+from torchlens_perf.exporters.prometheus.names import prometheus_name, series_name
+from torchlens_perf.exporters.series import Meter
+
+RANKS, SLOW = 4, 2
+RANK = "torch_distributed_rank"
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrape]:
+    """Of four ranks, one of them slow."""
+    with ScrapedSimulation(tmp_path_factory.mktemp("answer"), RANKS, f"constant:rank={SLOW},share=0.3") as run:
+        run.goes_on(20)
+        yield run.scraped()
+
+
+def test_openmetrics(answer: Scrape) -> None:
+    """It is what the parser of prometheus_client takes; each family has its type, unit and help."""
+    assert answer.text.endswith("# EOF\n")
+    own = answer.families["torch_train_step_own_time_seconds"]
+    assert (own.type, own.unit) == ("histogram", "seconds")
+    assert own.documentation == "Step time without the time blocked in communication"
+    assert answer.families["torch_train_phase_duration_seconds"].type == "summary"
+    assert answer.families["torch_collective_io_bytes"].type == "counter"
+    assert all(family.documentation for family in answer.families.values())
+
+
+def test_values(answer: Scrape) -> None:
+    """Counts, sums and buckets are those of the steps; the slow rank is seen in all that shows one."""
+    name = "torch_train_step_own_time_seconds"
+    steps = {rank: answer.value("torch_train_steps_total", **{RANK: str(rank)}) for rank in range(RANKS)}
+    assert len(set(steps.values())) == 1
+    assert steps[0] > 500
+    own = {rank: answer.value(f"{name}_sum", **{RANK: str(rank)}) for rank in range(RANKS)}
+    assert max(own, key=lambda rank: own[rank]) == SLOW
+    for rank in range(RANKS):
+        buckets = answer.samples(f"{name}_bucket", **{RANK: str(rank)})
+        values = [sample.value for sample in buckets]
+        assert values == sorted(values)
+        assert (buckets[-1].labels["le"], values[-1]) == ("+Inf", steps[rank])
+        below = max(float(each.labels["le"]) for each in buckets if each.value == 0)
+        assert below < own[rank] / steps[rank]
+    last = {rank: answer.value("torch_collective_arrived_last_total", **{RANK: str(rank)}) for rank in range(RANKS)}
+    assert last[SLOW] > 3 * max(last[rank] for rank in range(RANKS) if rank != SLOW)
+    assert sum(last.values()) == answer.value("torch_collective_compared_total", **{RANK: "0"})
+    waits = {rank: answer.value("torch_collective_wait_seconds_total", **{RANK: str(rank)}) for rank in range(RANKS)}
+    assert min(waits, key=lambda rank: waits[rank]) == SLOW
+    slowest = answer.value("torch_train_step_own_time_slowest_seconds")
+    assert slowest > 1.2 * answer.value("torch_train_step_own_time_fastest_seconds")
+    assert answer.value("torch_train_ranks") == RANKS
+
+
+def test_verdict(answer: Scrape) -> None:
+    """Who is slow, in what, where, of which class and at what cost."""
+    (alert,) = answer.samples("torch_train_alert")
+    assert alert.value == 1
+    assert alert.labels == {
+        RANK: str(SLOW), "torch_train_alert_kind": "straggler", "torch_train_alert_host": "node-0000",
+        "torch_train_phase": "compute", "torch_train_straggler_class": "slow_compute",
+        "torch_train_straggler_scope": "rank", "torch_run_id": answer.samples("target_info")[0].labels["torch_run_id"],
+    }  # fmt: skip
+    cost_s = answer.value("torch_train_straggler_cost_seconds", **{RANK: str(SLOW)})
+    assert 0.03 < cost_s < 0.1
+    assert answer.value("torch_train_stragglers", torch_train_straggler_class="slow_compute") == 1
+
+
+def test_who_says_it(answer: Scrape) -> None:
+    """target_info has the resource, job and instance are Prometheus's."""
+    (info,) = answer.samples("target_info")
+    assert info.labels["service_name"] == "simulation"
+    assert info.labels["torch_distributed_world_size"] == str(RANKS)
+    assert not {"job", "instance"} & {name for sample in answer.all() for name in sample.labels}
+
+
+def test_every_name_is_that_of_otlp(answer: Scrape) -> None:
+    """Each sample's name follows from a name in semantics.py and its unit, or is the process collector's."""
+    ours = {prometheus_name(name) for name in vars(semantics).values() if isinstance(name, str)}
+    for sample in answer.all():
+        assert sample.name.startswith(("process_", "target_info", "torchlens_perf_scrape_")) or any(
+            sample.name.startswith(name) for name in ours
+        ), sample.name
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "kind", "series"),
+    [
+        ("torch.train.step.duration", "s", "histogram", "torch_train_step_duration_seconds"),
+        ("torch.train.steps", "{step}", "counter", "torch_train_steps_total"),
+        ("hw.gpu.io", "By", "counter", "hw_gpu_io_bytes_total"),
+        ("hw.gpu.utilization", "1", "gauge", "hw_gpu_utilization_ratio"),
+        ("hw.network.up", "1", "updown", "hw_network_up"),
+        ("hw.network.bandwidth.limit", "By/s", "updown", "hw_network_bandwidth_limit_bytes_per_second"),
+        ("hw.temperature", "Cel", "gauge", "hw_temperature_celsius"),
+        ("hw.gpu.throttle.duration", "s", "counter", "hw_gpu_throttle_duration_seconds_total"),
+    ],
+)
+def test_names(name: str, unit: str, kind: str, series: str) -> None:
+    """As the specification of OpenTelemetry turns them into Prometheus's."""
+    assert series_name(name, unit, kind=kind) == series
+
+
+def test_exemplars_lie_in_their_buckets() -> None:
+    """Steps that were sent as traces are shown, again and again, in the bucket that they are in; others are not."""
+    from torchlens_perf.exporters.series import Example
+
+    meter = Meter(explicit_bounds=True, keeps_examples=True)
+    histogram = meter.create_histogram(semantics.STEP_DURATION, "s", "steps")
+    values = np.array([0.012, 0.3, 0.31, 0.4])
+    meter.began(10**18)
+    histogram.record(values, {})
+    histogram.show({}, [Example(0.012, 10**18, 7, 8), Example(0.31, 10**18 + 5 * 10**8, 9, 10)])
+    for _ in range(2):
+        (family,) = [each for each in families(meter.collect(), {}) if each.type == "histogram"]
+        found = {sample.labels["le"]: sample.exemplar for sample in family.samples if sample.exemplar}
+        assert set(found) == {"0.025", "0.4"}
+        assert found["0.4"].labels == {"trace_id": f"{9:032x}", "span_id": f"{10:016x}"}
+        assert (found["0.4"].value, found["0.4"].timestamp) == (0.31, 10**9 + 0.5)
+
+
+def test_a_job_of_any_size_is_bounded(tmp_path: Path) -> None:
+    """Beyond 64 ranks, no series a rank; a rank that stands out has its own. 128 ranks have fewer series than 8."""
+    with ScrapedSimulation(tmp_path, 128, "constant:rank=77,share=0.4") as run:
+        run.goes_on(12)
+        found = run.scraped()
+    named = {sample.labels[RANK] for sample in found.samples("torch_train_steps_total") if RANK in sample.labels}
+    assert named <= {"77"}
+    assert len({s.labels[RANK] for s in found.samples("torch_collective_arrived_last_total")}) == 8
+    assert "77" in {s.labels[RANK] for s in found.samples("torch_collective_arrived_last_total")}
+    assert sum(1 for _ in found.all()) < 400
+    assert found.value("torchlens_perf_scrape_dropped_points") == 0
+
+
+def test_points_and_labels_have_bounds() -> None:
+    """So many points of a metric, and what is left out is counted; labels are cut, and drive nothing."""
+    meter = Meter(explicit_bounds=True)
+    gauge = meter.create_gauge("some.gauge", "", "many")
+    for index in range(MAX_POINTS + 5):
+        gauge.set(index, {"name": f"{index}\x1b[31m" + "x" * 10_000})
+    found = list(families(meter.collect(), {"evil\nlabel{}": 'a"b\nc\u202e'}))
+    (many,) = [each for each in found if each.name == "some_gauge"]
+    assert len(many.samples) == MAX_POINTS
+    assert found[-1].samples[0].value == 5
+    assert {len(sample.labels["name"]) for sample in many.samples} == {MAX_LABEL}
+    assert not any("\x1b" in sample.labels["name"] for sample in many.samples)
+    assert found[0].samples[0].labels == {"evil_label_": 'a"b?c?'}
+
+
+def test_a_rank_that_has_ended_has_no_memory() -> None:
+    """A gauge goes with its process; what was counted stays."""
+    meter = Meter(explicit_bounds=True)
+    meter.create_gauge(semantics.MEMORY, "By", "memory").set(5, {semantics.RANK: 1})
+    meter.create_counter(semantics.STEPS, "{step}", "steps").add(3, {semantics.RANK: 1})
+
+    def samples(gone: set[int]) -> set[str]:
+        found = families(meter.collect(), {}, gone)
+        return {sample.name for family in found for sample in family.samples if sample.labels.get(RANK) == "1"}
+
+    assert samples(set()) == {"torch_train_memory_usage_bytes", "torch_train_steps_total"}
+    assert samples({1}) == {"torch_train_steps_total"}
+
+
+def test_a_storm_of_scrapes_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often somebody asks, an answer is made once a second."""
+    made = []
+    monkeypatch.setattr(exporter_module, "families", lambda *args: made.append(args) or iter(()))
+    now_s = [100.0]
+    one = PrometheusExporter(Address("127.0.0.1", 0), clock=lambda: now_s[0])
+    try:
+        one._identity = _identity(tmp_path)
+        for _ in range(5):
+            scrape(one.address)
+        now_s[0] += 1.5
+        scrape(one.address)
+    finally:
+        one.shutdown(0)
+    assert len(made) == 2
+
+
+def _identity(folder: Path):
+    from tests.support.ranks import identity_of, make_run
+
+    return identity_of(make_run(folder), 0)

@@ -1,0 +1,125 @@
+"""The dashboards: written by their script, and each query of each panel has an answer in a Prometheus that scraped a
+real job. `make test-prometheus` runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.support.gpu_target import GpuTarget
+from tests.support.live_ranks import LiveRanks
+from tests.support.otlp_receiver import free_port
+from tests.support.processes import ROOT, slowdown
+from tests.support.prometheus_server import DEPLOY, IS_THERE, MISSING, Prometheus
+from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters.prometheus.names import prometheus_name
+
+DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
+SDK = importlib.util.find_spec("grafana_foundation_sdk") is not None
+# What a healthy CPU job has no answer to, and why. The GPU panels are asked of a target whose hardware is stood in for.
+NO_GPU = {
+    "Device memory, on the rank where it is most", "Room that is left, on the rank where it is least",
+    "Retries of cudaMalloc", "Out-of-memory errors", "On the device, of the chosen ranks",
+    "SMs at work", "With any kernel", "Tensor cores", "Clock, of its highest", "Clocks held down", "Temperature",
+    "Power", "Memory in use", "Errors", "GPU links", "Network, of the link's rate", "Ports that are down",
+}  # fmt: skip
+NO_HANG = {"Hang"}
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")  # with a data loader
+
+
+def generator() -> ModuleType:
+    """scripts/make_dashboards.py."""
+    path = ROOT / "scripts" / "make_dashboards.py"
+    found = importlib.util.spec_from_file_location("make_dashboards", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules["make_dashboards"] = module
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(not SDK, reason="grafana_foundation_sdk is not here: make test-prometheus installs it")
+def test_what_is_shipped_is_what_the_script_writes() -> None:
+    """Nobody has edited the files, and nobody has forgotten to write them."""
+    made = generator().files()
+    there = {str(path.relative_to(DEPLOY)): path.read_text() for path in DASHBOARDS}
+    rule = "kubernetes/prometheus-rule.yaml"
+    assert {**there, rule: (DEPLOY / rule).read_text()} == made
+
+
+def panels() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in DASHBOARDS:
+        for panel in json.loads(path.read_text())["panels"]:
+            yield path.stem, panel
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """Title and expression."""
+    return ((panel["title"], target["expr"]) for _, panel in panels() for target in panel["targets"])
+
+
+def test_every_metric_is_one_of_ours() -> None:
+    """No query names a metric that nothing emits."""
+    names = {prometheus_name(name) for name in vars(semantics).values() if isinstance(name, str)}
+    others = {"target_info", "process_cpu_seconds_total"}
+    for _, query in queries():
+        for metric in re.findall(r"\b(?:torch_train|torch_coll|torchlens|hw_|process_|target_)\w+", query):
+            assert metric in others or any(metric.startswith(name) for name in names), metric
+
+
+def test_no_mean_over_ranks() -> None:
+    """It would hide a slow one."""
+    assert [title for title, query in queries() if "avg" in query] == []
+    assert len(list(panels())) > 40
+
+
+def filled(expression: str, run_id: str) -> str:
+    """With values for the variables, as Grafana puts them in."""
+    for name, value in (("job", ".*"), ("run", run_id), ("rank", ".*"), ("__rate_interval", "10s"), ("__range", "1m")):
+        expression = re.sub(rf"\${name}\b", value, expression)
+    return expression
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.skipif(not IS_THERE, reason=MISSING)
+def test_every_query_has_an_answer(tmp_path: Path) -> None:
+    """Of a real job with a slow rank, or of the target with GPUs; and of the chosen run only."""
+    at, gpus = free_port(), GpuTarget(tmp_path)
+    (tmp_path / "prometheus").mkdir()
+    try:
+        with Prometheus(tmp_path / "prometheus", f"127.0.0.1:{at}", gpus.address) as prometheus:
+            environment = {"TORCHLENS_PERF": "1", "SLOW_RANK": "1", "STEPS": "1000000"}
+            with LiveRanks(tmp_path, 3, script=SCRIPT, TORCHLENS_PERF_PROMETHEUS=str(at), **environment) as ranks:
+                run_of = {
+                    panel["title"]: gpus.run_id if panel["title"] in NO_GPU else ranks.run_id for _, panel in panels()
+                }
+                asked = [(title, query) for title, query in queries() if title not in NO_HANG]
+                deadline_s = time.monotonic() + 120 * slowdown()
+                empty = {""}
+                while empty and time.monotonic() < deadline_s:
+                    gpus.goes_on()
+                    time.sleep(1)
+                    empty = {
+                        f"{title}: {query}"
+                        for title, query in asked
+                        if not prometheus.query(filled(query, run_of[title]))
+                    }
+                assert empty == set()
+                (share,) = [query for title, query in asked if title == "How often each rank arrived last"]
+                found = prometheus.query(filled(share, ranks.run_id))
+                last = {labels["torch_distributed_rank"]: value for labels, value in found}
+                assert max(last, key=lambda rank: last[rank]) == "1"
+                assert [title for title, query in asked if prometheus.query(filled(query, "no-such-run"))] == []
+    finally:
+        gpus.close()

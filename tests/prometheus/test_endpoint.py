@@ -1,0 +1,133 @@
+"""The port: loopback, one request at a time, bounded in size and time, and nothing that a client does ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.otlp_receiver import wait_for
+from torchlens_perf.exporters.prometheus import endpoint as endpoint_module
+from torchlens_perf.exporters.prometheus.endpoint import Address, Answer, Endpoint
+
+BODY = b"x" * 1000
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint(Address.of("0"), lambda accept: Answer("text/plain", BODY))
+    yield made
+    made.close()
+
+
+def ask(endpoint: Endpoint, request: bytes, timeout_s: float = 20) -> bytes:
+    """Sends that, and returns all that comes."""
+    found = b""
+    with socket.create_connection(endpoint.address, timeout=timeout_s) as client:
+        client.sendall(request)
+        with contextlib.suppress(ConnectionResetError):
+            while more := client.recv(65536):
+                found += more
+    return found
+
+
+def get(path: str = "/metrics", host: str = "localhost:1", method: str = "GET") -> bytes:
+    return f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def test_it_listens_on_loopback_unless_asked(endpoint: Endpoint) -> None:
+    """Without an address, nobody from another machine gets here."""
+    assert endpoint.address.host == "127.0.0.1"
+    assert endpoint._socket.getsockname()[0] == "127.0.0.1"
+    assert Address.of("localhost:9464") == ("127.0.0.1", 9464)
+    assert Address.of("0.0.0.0:9464") == ("0.0.0.0", 9464)
+    assert not Address.of("0.0.0.0:9464").is_loopback
+    assert str(Address.of("[::1]:9464")) == "[::1]:9464"
+
+
+def test_an_answer(endpoint: Endpoint) -> None:
+    """GET has it, HEAD its length alone."""
+    head, _, body = ask(endpoint, get()).partition(b"\r\n\r\n")
+    assert (status(head), body) == (200, BODY)
+    assert b"Content-Length: 1000" in head
+    head, _, body = ask(endpoint, get(method="HEAD")).partition(b"\r\n\r\n")
+    assert (status(head), body) == (200, b"")
+    assert wait_for(lambda: len(endpoint.scrapes) == 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "wanted"),
+    [
+        (get("/"), 404),
+        (get("/metrics/../etc/passwd"), 404),
+        (get(method="POST"), 405),
+        (get(host="evil.example:9464"), 421),  # its owner has had the name point here
+        (get(host="127.0.0.1.evil.example"), 421),
+        (get(host="[::1]:9464"), 200),
+        (get("/metrics?name[]=up"), 200),
+        (b"\xff\xfe nonsense\r\n\r\n", 405),
+    ],
+)
+def test_what_else_is_asked(endpoint: Endpoint, request_: bytes, wanted: int) -> None:
+    """Nothing but GET /metrics, under a name of this machine."""
+    answer = ask(endpoint, request_)
+    assert status(answer) == wanted
+    assert (BODY in answer) == (wanted == 200)
+
+
+def test_what_is_no_request(endpoint: Endpoint) -> None:
+    """Too long, or cut off: the connection is closed, and the next one is served."""
+    assert ask(endpoint, b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 100_000) == b""
+    with socket.create_connection(endpoint.address) as client:
+        client.sendall(b"GET /met")
+    assert status(ask(endpoint, get())) == 200
+
+
+def test_slow_clients_have_seconds(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sends a byte now and then has as long as all others; then comes who waits."""
+    monkeypatch.setattr(endpoint_module, "REQUEST_S", 0.5)
+    with socket.create_connection(endpoint.address) as slow:
+        slow.sendall(b"G")
+        began_s = time.monotonic()
+        assert status(ask(endpoint, get())) == 200
+        assert time.monotonic() - began_s > 0.3
+        slow.settimeout(5)
+        assert slow.recv(10) == b""
+
+
+def test_clients_that_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes no answer has seconds, too, and the answer is bounded by the kernel's buffers."""
+    monkeypatch.setattr(endpoint_module, "ANSWER_S", 0.5)
+    large = Endpoint(Address.of("0"), lambda accept: Answer("text/plain", b"x" * (64 << 20)))
+    try:
+        with socket.create_connection(large.address) as deaf:
+            deaf.sendall(get())
+            assert status(ask(large, get("/other"))) == 404
+    finally:
+        large.close()
+
+
+def test_a_taken_port(endpoint: Endpoint) -> None:
+    """The second one gets an error, and not half of the requests."""
+    with pytest.raises(OSError, match="in use"):
+        Endpoint(endpoint.address, lambda accept: Answer("", b""))
+
+
+def test_close(endpoint: Endpoint) -> None:
+    """The port is free at once, also with a client that hangs, and after connections that this side has ended."""
+    ask(endpoint, get())
+    with socket.create_connection(endpoint.address) as hanging:
+        hanging.sendall(b"G")
+        began_s = time.monotonic()
+        endpoint.close()
+        assert time.monotonic() - began_s < 2.5
+    again = Endpoint(endpoint.address, lambda accept: Answer("text/plain", BODY))
+    assert status(ask(again, get())) == 200
+    again.close()

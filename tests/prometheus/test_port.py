@@ -1,0 +1,227 @@
+"""The port over a sidecar's life: only where it was asked for, beside other jobs, and until the last values were
+fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import urllib.error
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.live_ranks import LiveRanks
+from tests.support.otlp_receiver import free_port, wait_for
+from tests.support.ranks import Rank
+from tests.support.scrapes import Scrape, ScrapedSimulation, scrape
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.ring import Kind
+from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.sidecar import metrics_port
+from torchlens_perf.sidecar.loop import run_sidecar
+from torchlens_perf.sidecar.metrics_port import MetricsPort
+from torchlens_perf.sidecar.node import Sidecar
+
+WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
+
+
+def of_ranks(directory: RunDirectory, **settings: Any) -> tuple[Sidecar, list[Rank]]:
+    """A sidecar and its two ranks, which have made steps."""
+    ranks = [Rank(directory, rank, **settings) for rank in range(2)]
+    for rank in ranks:
+        rank.steps(20, **WORK)
+    sidecar = Sidecar(directory, "node-a", None, lambda run, asked: None)
+    sidecar.poll()
+    return sidecar, ranks
+
+
+def round_of(sidecar: Sidecar, port: MetricsPort) -> None:
+    """As loop.py has it."""
+    sidecar.poll()
+    port.update(sidecar)
+    sidecar.account()
+    sidecar.judge(time.monotonic())
+    sidecar.export()
+    port.show_last(sidecar)
+
+
+def test_no_port_unless_asked(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default there is none, and nothing is computed for it."""
+    monkeypatch.setattr(metrics_port, "Both", None)
+    sidecar, ranks = of_ranks(run)
+    port = MetricsPort()
+    round_of(sidecar, port)
+    assert port.address is None
+    assert not sidecar.exports
+    close(sidecar, ranks)
+
+
+def close(sidecar: Sidecar, ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.close()
+    sidecar.close()
+
+
+def test_a_port_of_another_job(run: RunDirectory) -> None:
+    """The second one goes on without, says so in the log and in the report, and has the port once it is free."""
+    first, now_s = MetricsPort(), [0.0]
+    sidecar, ranks = of_ranks(run, prometheus="0")
+    round_of(sidecar, first)
+    assert first.address is not None
+    taken = str(first.address.port)
+    for source in sidecar.sources:
+        source.settings["prometheus"] = taken
+    second = MetricsPort(clock=lambda: now_s[0])
+    second.update(sidecar)
+    assert second.address is None
+    (note,) = [each for each in sidecar.state.notes if "/metrics" in each]
+    assert f"there is no /metrics at 127.0.0.1:{taken}: Address already in use" in note
+    first.finish(lingers=False)
+    second.update(sidecar)
+    assert second.address is None  # not in every round
+    now_s[0] += 6
+    second.update(sidecar)
+    assert second.address == ("127.0.0.1", int(taken))
+    assert not [each for each in sidecar.state.notes if "/metrics" in each]
+    second.finish(lingers=False)
+    close(sidecar, ranks)
+
+
+def test_without_the_extra(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without prometheus_client there is a note with what to install, and the sidecar goes on."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    for name in [name for name in sys.modules if name.startswith("torchlens_perf.exporters.prometheus.")]:
+        monkeypatch.delitem(sys.modules, name)
+    sidecar, ranks = of_ranks(run, prometheus="0")
+    port = MetricsPort()
+    for _ in range(3):
+        round_of(sidecar, port)
+    (note,) = [each for each in sidecar.state.notes if "/metrics" in each]
+    assert "pip install 'torchlens-perf[prometheus]'" in note
+    assert port.address is None
+    close(sidecar, ranks)
+
+
+def test_another_sidecar_goes_on(tmp_path: Path) -> None:
+    """One that comes after a sidecar that was killed shows what that one has raised; until it is over."""
+    with ScrapedSimulation(tmp_path, 4, "constant:rank=2,share=0.3,until=900") as simulation:
+        simulation.goes_on(20)
+        (before,) = simulation.scraped().samples("torch_train_alert")
+        simulation.port.finish(lingers=False)
+        simulation.port = MetricsPort()
+        simulation.goes_on()
+        assert simulation.scraped().samples("torch_train_alert") == [before]
+        simulation.goes_on(60)
+        assert simulation.scraped().samples("torch_train_alert") == []
+        assert simulation.scraped().value("torch_train_stragglers", torch_train_straggler_class="slow_compute") == 0
+
+
+def test_a_hanging_client_holds_up_no_round(tmp_path: Path) -> None:
+    """Rounds and the end take as long as ever while somebody holds the port."""
+    import socket
+
+    with ScrapedSimulation(tmp_path, 2) as simulation:
+        simulation.goes_on()
+        assert simulation.port.address is not None
+        with socket.create_connection(simulation.port.address) as hanging:
+            hanging.sendall(b"GET /metrics HTTP/1.1\r\n")
+            began_s = time.monotonic()
+            for _ in range(50):
+                simulation.port.update(simulation.simulation.sidecar)
+            assert time.monotonic() - began_s < endpoint_s()
+            simulation.port.finish(lingers=True)
+            assert time.monotonic() - began_s < endpoint_s()
+
+
+def endpoint_s() -> float:
+    from torchlens_perf.exporters.prometheus import endpoint
+
+    return endpoint.REQUEST_S
+
+
+def test_exemplars_where_a_trace_was_sent(tmp_path: Path) -> None:
+    """A step that went to a tracing backend has its ids at its bucket; without one, no sample has an exemplar."""
+    sent: dict[int, tuple[int, int]] = {3: (0xABC, 0xDEF)}
+    with ScrapedSimulation(tmp_path, 2) as simulation:
+        simulation.goes_on(2)
+        assert "trace_id" not in simulation.scraped().text
+    with ScrapedSimulation(tmp_path / "sent", 2) as simulation:
+        simulation.port = MetricsPort(lambda: sent)
+        simulation.simulation.sidecar.also_export_to(lambda first: SimpleNamespace(**_nothing()))
+        simulation.goes_on(2)
+        found = [sample for sample in simulation.scraped().all() if sample.exemplar]
+    assert {sample.name for sample in found} == {
+        "torch_train_step_duration_seconds_bucket", "torch_train_step_own_time_seconds_bucket",
+    }  # fmt: skip
+    assert {sample.exemplar.labels["trace_id"] for sample in found} == {f"{0xABC:032x}"}
+
+
+def _nothing() -> dict[str, Any]:
+    return {**dict.fromkeys(("export", "on_assessment", "measured"), lambda *args: None), "take_part": lambda part: b""}
+
+
+def test_the_last_values_are_fetched(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run ends with, as a process that died, is served until it was asked for; then the port is free."""
+    monkeypatch.setattr(metrics_port, "_LINGERS_S", 60)
+    sidecar, ranks = of_ranks(run, prometheus="0")
+    port, lock = MetricsPort(), SidecarLock(run.path / "lock")
+    round_of(sidecar, port)
+    address = port.address
+    before = scrape(address)
+    assert before.value("torch_train_ranks") == 2
+    for rank in ranks:
+        rank.begin(Kind.FORWARD, "forward")
+        rank.close()
+    assert lock.acquire()
+    assert not run_sidecar(sidecar, lock, None, None, port)
+    ending = threading.Thread(target=port.finish, kwargs={"lingers": True})
+    ending.start()
+    assert ending.is_alive()
+    after = scrape(address)
+    ending.join(10)
+    assert not ending.is_alive()
+    assert after.value("torch_train_ranks") == 0
+    assert after.value("torch_train_processes_ended_total", torch_train_process_end="closed") == 2
+    with pytest.raises(urllib.error.URLError):
+        scrape(address)
+
+
+def test_nobody_who_asks_nobody_who_waits(run: RunDirectory) -> None:
+    """Where nobody has ever asked, the end takes no time."""
+    sidecar, ranks = of_ranks(run, prometheus="0")
+    port = MetricsPort()
+    round_of(sidecar, port)
+    began_s = time.monotonic()
+    port.finish(lingers=True)
+    assert time.monotonic() - began_s < metrics_port._LINGERS_S / 4
+    close(sidecar, ranks)
+
+
+@pytest.mark.distributed
+def test_a_real_job(tmp_path: Path) -> None:
+    """Ranks that train, asked while they do: their steps come, and none of them holds the port."""
+    at, found = free_port(), list[Scrape]()
+    with LiveRanks(tmp_path, 2, TORCHLENS_PERF_PROMETHEUS=str(at)) as job:
+
+        def steps() -> bool:
+            with contextlib.suppress(OSError):
+                found.append(scrape(f"127.0.0.1:{at}"))
+            return bool(found and len(found[-1].samples("torch_train_steps_total")) == 2)
+
+        assert wait_for(steps, 90)
+        (sidecar,) = job.sidecar_pids()
+        holders = {pid for pid in (*job.rank_pids().values(), sidecar) if _listens(pid, at)}
+        assert holders == {sidecar}
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether it has the socket that listens there."""
+    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    listening = [f"0100007F:{port:04X}", "00000000:0000", "0A"]
+    (inode,) = [line.split()[9] for line in lines if line.split()[1:4] == listening]
+    return any(os.readlink(each) == f"socket:[{inode}]" for each in Path(f"/proc/{pid}/fd").iterdir())

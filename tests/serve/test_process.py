@@ -1,0 +1,209 @@
+"""The server's process: how it begins, what it says, how it ends, and a disk that does not answer."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.failing_calls import everything_ended, library
+from tests.support.leftovers import eventually
+from tests.support.long import long
+from tests.support.page_server import ENDS_WITHIN_S, IS_READ, PageServer, Stranger
+from tests.support.processes import ROOT, clean_environ
+
+pytestmark = pytest.mark.distributed
+
+
+def serve(*arguments: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Of a server that does not begin."""
+    return subprocess.run(
+        [sys.executable, "-m", "torchlens_perf", "serve", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=ENDS_WITHIN_S, env=clean_environ(environment),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ends_at_once_when_it_is_asked(runs: Path, number: signal.Signals) -> None:
+    """Also while somebody looks; it lets them go, says nothing, and leaves no process."""
+    with PageServer(runs) as server:
+        viewer = server.viewer()
+        with viewer.news("done") as news:
+            news.next()
+            readers = server.children()
+            assert readers
+            server.process.send_signal(number)
+            assert server.process.wait(ENDS_WITHIN_S) == 0
+            assert news.has_ended()
+        assert server.said() == ""
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers))
+
+
+def test_one_that_is_killed_leaves_no_reader(runs: Path) -> None:
+    with PageServer(runs) as server:
+        server.viewer().page("done")
+        readers = server.children()
+        server.process.kill()
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers))
+
+
+def test_only_this_machine_is_let_in(runs: Path) -> None:
+    """It listens on loopback, on a free port; the address has a token of its own with each start."""
+    with PageServer(runs) as server, PageServer(runs) as other:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", server.address)
+        assert server.address.partition("token")[2] != other.address.partition("token")[2]
+        port = server.stranger().address.port
+        listening = f"{port:04X} 00000000:0000 0A"
+        found = [line for line in Path("/proc/net/tcp").read_text().splitlines() if listening in line]
+        assert [line.split()[1].partition(":")[0] for line in found] == ["0100007F"]
+
+
+def test_it_says_how_to_end_it(runs: Path) -> None:
+    """And how many runs there are; the address alone is on stdout, for scripts."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchlens_perf", "serve", str(runs)],
+        cwd=ROOT, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("http://")
+    process.send_signal(signal.SIGINT)
+    out, said = process.communicate(timeout=ENDS_WITHIN_S)
+    assert (out, process.returncode) == ("", 0)
+    assert said == f"torchlens-perf: 1 run in {runs}; Ctrl-C ends the server\n"
+
+
+def test_readers_take_no_module_from_where_it_is_started(runs: Path, tmp_path: Path) -> None:
+    """A script's folder may have files that are called as Python's own."""
+    for name in ("pickle", "queue", "random", "types", "anyio", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    script = tmp_path / "bin" / "start.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import sys\nfrom torchlens_perf.commands.cli import main\nif __name__ == '__main__': sys.exit(main())\n"
+    )
+    with PageServer(runs, cwd=tmp_path, script=str(script)) as server:
+        assert server.viewer().page("done")
+
+
+def test_others_are_let_in_if_that_is_said_twice(runs: Path) -> None:
+    """A warning says who can reach it then; names that lead here are this host's."""
+    with PageServer(runs, "--host", "0.0.0.0", "--let-others-in") as server:
+        assert server.stranger().address.hostname == socket.gethostname().lower()
+        port = server.stranger().address.port
+        stranger = Stranger(server.address.replace(socket.gethostname(), "127.0.0.1"))
+        for host in ("127.0.0.1", socket.gethostname()):
+            assert stranger.ask("/", Host=f"{host}:{port}").status == 403
+        assert stranger.ask("/", Host="evil.example").status == 421
+        server.process.terminate()
+        said = server.said()
+    assert said.count("\n") == 1
+    assert "can be reached from other machines" in said
+
+
+def test_what_cannot_be_is_one_line(runs: Path, tmp_path: Path) -> None:
+    """A taken port, a folder that is none, an address for everybody: exit code 2 and what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for arguments, word in (
+            ([str(runs), "--port", str(taken.getsockname()[1])], "--port 0 takes a free one"),
+            ([str(runs), "--port", "70000"], "from 0 to 65535"),
+            ([str(tmp_path / "none")], "torchlens-perf serve DIR"),
+            ([str(runs), "--host", "0.0.0.0"], "--let-others-in"),
+            ([str(runs), "--host", "no.such.host.invalid", "--let-others-in"], "cannot listen on"),
+        ):
+            done = serve(*arguments)
+            assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+            assert word in done.stderr
+    assert "there is no folder torchlens-perf" in serve(folder=tmp_path).stderr
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('starlette', 'uvicorn'): sys.modules[name] = None\n"
+        "import importlib.util as util\nfind = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name in ('starlette', 'uvicorn') else find(name, *rest)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = serve(str(runs), PYTHONPATH=path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert 'pip install "torchlens-perf[serve]"' in done.stderr
+
+
+def test_what_is_no_http_is_refused(runs: Path) -> None:
+    """And the server goes on, and says nothing."""
+    with PageServer(runs) as server:
+        viewer = server.viewer()
+        host, port = viewer.host.split(":")
+        for text in (b"\x00\xff\x00\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 100_000):
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=60) as connection:
+                connection.sendall(text)
+                connection.shutdown(socket.SHUT_WR)
+                answer = http.client.HTTPResponse(connection)
+                with contextlib.suppress(http.client.HTTPException):
+                    answer.begin()
+                    assert answer.status >= 400
+        assert viewer.ask("/").status == 200
+        server.process.terminate()
+        assert server.said() == ""
+
+
+# -- a disk that does not answer
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, runs: Path) -> Iterator[tuple[Path, Path, dict[str, str]]]:
+    """A folder of runs, of which all but "well" hang for as long as a file is there; both, and the environment."""
+    folder, flag = tmp_path / "runs", tmp_path / "hangs"
+    for name in ("well", "stuck", "stuck-too"):
+        shutil.copytree(runs / "done", folder / name)
+    with everything_ended(str(flag)):
+        yield folder, flag, {
+            "LD_PRELOAD": str(library()), "FAILING_PATHS": str(folder / "stuck"), "FAILING_WITH": "hang",
+            "FAILING_WHILE": str(flag),
+        }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_disk_that_hangs_holds_up_its_run_only(hanging: tuple[Path, Path, dict[str, str]]) -> None:
+    """Whoever asks for that run hears so; others are shown, and the list; then it is shown again. It ends at once."""
+    folder, flag, environment = hanging
+    with PageServer(folder, **environment) as server:
+        viewer = server.viewer()
+        assert viewer.page("well")
+        with viewer.news("stuck") as news:
+            news.next()
+            flag.touch()
+            event = news.next()
+            assert "its disk did not answer within 5 s" in event["problem"]
+            assert viewer.page("well")
+            assert viewer.ask("/").status == 200
+            assert viewer.page("stuck")  # as it was
+            assert IS_READ in viewer.ask("/runs/stuck-too/").text
+            assert eventually(lambda: viewer.ask("/runs/stuck-too/").status == 503)
+            flag.unlink()
+            assert news.until(problem="")["version"] == event["version"]
+            flag.touch()
+            server.process.terminate()
+            assert server.process.wait(ENDS_WITHIN_S) == 0
+        assert server.said() == ""
+
+
+@pytest.mark.parametrize("error", [errno.EIO, *long(errno.ESTALE, errno.EACCES)])
+def test_a_disk_that_refuses(hanging: tuple[Path, Path, dict[str, str]], error: int) -> None:
+    """The list has the run with the reason, and so has its page."""
+    folder, flag, environment = hanging
+    flag.touch()
+    with PageServer(folder, **{**environment, "FAILING_WITH": str(error)}) as server:
+        viewer = server.viewer()
+        assert viewer.ask("/").text.count('href="runs/') == 3
+        assert eventually(lambda: os.strerror(error) in viewer.ask("/").text)
+        assert eventually(lambda: viewer.ask("/runs/stuck/").status == 503)
+        assert os.strerror(error) in viewer.ask("/runs/stuck/").text
+        assert viewer.page("well")

@@ -1,0 +1,164 @@
+"""What the server shows: the list, a run's page and its data; whatever is in the folder."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.serve.conftest import SLOW
+from tests.support.page_server import PageServer, Viewer, links
+from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.serve.run_names import address, name_in
+
+pytestmark = pytest.mark.distributed
+
+
+def test_list_says_what_each_run_was(viewer: Viewer) -> None:
+    """Program, ranks, begin and end, and its verdict without what to do."""
+    text = viewer.ask("/").text
+    assert links(text, "runs/") == ["runs/done/"]
+    assert "simulation" in text
+    assert re.search(r"ended \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", text)
+    assert f"Rank {SLOW}" in text
+    assert "Next:" not in text
+
+
+def test_page_is_that_of_the_file(viewer: Viewer, runs: Path) -> None:
+    """The same contents as in a file of the run, in the page and as JSON; scripts and styles by address."""
+    held = json.loads(json.dumps(contents(RunDirectory(runs / "done"))))
+    shown = viewer.json("/runs/done/api/contents")
+    text = viewer.page("done")
+    found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    for each in (shown, json.loads(found[1])):
+        assert {**each, "written": ""} == {**held, "written": ""}
+    assert 'data-live="ended"' in text
+    addresses = re.findall(r'(?:src|href)="(\.\./\.\./static/[^"]*)"', text)
+    assert len(addresses) >= 3
+    for each in addresses:
+        answer = viewer.ask(each.removeprefix("../.."))
+        assert answer.status == 200
+        assert "immutable" in answer.headers["cache-control"]
+        assert answer.headers["content-type"].startswith(("text/css", "text/javascript"))
+
+
+def test_who_reads_no_gzip_is_given_plain_text(viewer: Viewer) -> None:
+    plain, packed = viewer.ask("/runs/done/"), viewer.ask("/runs/done/", accept_encoding="gzip, br")
+    assert plain.body == gzip.decompress(packed.body)
+    assert (plain.headers.get("content-encoding"), packed.headers["content-encoding"]) == (None, "gzip")
+
+
+def test_any_step(viewer: Viewer) -> None:
+    """Of all ranks, span by span; one that was not recorded is none."""
+    step = viewer.json("/runs/done/api/step/50")
+    (row,) = step["steps"]
+    assert (row["step"], [each["rank"] for each in row["ranks"]]) == (50, [0, 1, 2, 3])
+    assert viewer.json("/runs/done/api/step/5000")["steps"] == []
+    assert viewer.ask("/runs/done/api/step/-1").status == 404
+    assert viewer.ask("/runs/done/api/step/99999999999999999999999").status < 600
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/runs/../", "/runs/%2e%2e/", "/runs/..%2f..%2fetc/", "/runs/%00/", "/runs//", "/runs/%2f/", "/runs/nothing/",
+        "/runs/" + "x" * 5000 + "/", "/runs/%ff%fe/", "/runs/done%0a/", "/runs/done/api/captures/..%2f..",
+        "/runs/done/captures/../../nodes/x", "/runs/done/captures/a/%2e%2e/b", "/runs/done/captures/a/0/..%2f..%2fx",
+        "/static/../app.py", "/static/%2e%2e%2fapp.py", "/static/live.css/", "/favicon.ico",
+    ],
+)  # fmt: skip
+def test_paths_lead_nowhere_else(viewer: Viewer, path: str) -> None:
+    answer = viewer.ask(path)
+    assert answer.status in (404, 307)  # the latter of what would be a page with a slash
+    assert b"import " not in answer.body
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (b"/runs/a%20b/api/x", "a b"), (b"/runs/%ff/", "\udcff"), (b"/runs/..%2f..%2fetc/", ""), (b"/runs/%2e%2e/", ""),
+        (b"/runs/./", ""), (b"/runs/a%00/", ""), (b"/runs", ""), (b"/", ""), (b"/runs/" + b"x" * 256 + b"/", ""),
+    ],
+)  # fmt: skip
+def test_names_in_addresses(path: bytes, name: str) -> None:
+    """Names of folders, and nothing that leads out of one."""
+    assert name_in(path) == name
+    assert name == "" or name_in(f"/runs/{address(name)}/".encode()) == name
+
+
+def test_damaged_and_hostile_folders(tmp_path: Path, runs: Path) -> None:
+    """A run that cannot be read is one that says why; any name is text, and leads to its run; links are no runs."""
+    folder = tmp_path / "runs"
+    shutil.copytree(runs / "done", folder / "good")
+    for name in ("<b>bold", 'quote"&amp;', "line\nline", "\x1b[2J", "a b?c#d", "percent%2e", "\u202eexe"):
+        shutil.copytree(runs / "done", folder / name)
+    shutil.copytree(os.fsencode(runs / "done"), os.fsencode(folder) + b"/not\xffutf8")
+    (folder / "bad" / "nodes").mkdir(parents=True)
+    (folder / "bad" / "nodes" / "n.json").write_text("{")
+    (folder / "fifo" / "nodes").mkdir(parents=True)
+    os.mkfifo(folder / "fifo" / "nodes" / "n.json")
+    (folder / "begins" / "nodes").mkdir(parents=True)
+    (folder / "nodes is a file").mkdir()
+    (folder / "nodes is a file" / "nodes").touch()
+    (folder / "no run").mkdir()
+    (folder / "file").touch()
+    (folder / "link").symlink_to(runs / "done")
+    loop = folder / "loop"
+    loop.mkdir()
+    (loop / "nodes").symlink_to("nodes")
+    with PageServer(folder) as server:
+        viewer = server.viewer()
+        text = viewer.ask("/").text
+        found = links(text, "runs/")
+        assert len(found) == 12
+        assert all(raw not in text for raw in ("<b>bold", "\x1b", "\u202e", "line\nline"))
+        assert text.count("cannot be read") == 3  # the list's words for two, and the reason of one that has the same
+        assert "no step is known yet" in text
+        shown = {address: viewer.ask(f"/{address}") for address in found}
+        unreadable = {address: answer for address, answer in shown.items() if answer.status != 200}
+        assert set(unreadable) == {"runs/bad/", "runs/fifo/", "runs/begins/"}
+        for answer in unreadable.values():
+            assert answer.status == 503
+            assert len(answer.text.splitlines()) == 1
+        for name in ("link", "loop", "file", "no%20run", "nodes%20is%20a%20file"):
+            assert viewer.ask(f"/runs/{name}/").status == 404
+        assert viewer.ask("/?search=bad").text.count('href="runs/') == 1
+        assert "No run has such a name" in viewer.ask("/?search=%3Cscript%3E").text
+        assert "<script>alert" not in viewer.ask('/?search="><script>alert(1)</script>').text
+
+
+def test_a_run_alone(runs: Path) -> None:
+    """The folder may be a run: it is listed by its name, and no other name is one."""
+    with PageServer(runs / "done") as server:
+        viewer = server.viewer()
+        assert links(viewer.ask("/").text, "runs/") == ["runs/done/"]
+        assert "contents" in viewer.page("done")
+        assert viewer.ask("/runs/nodes/").status == 404
+
+
+def test_many_runs_are_shown_a_page_at_a_time(tmp_path: Path, runs: Path) -> None:
+    """The newest first. What is read is what is shown: a folder of many thousand is listed at once."""
+    state = next((runs / "done" / "nodes").glob("*.json"))
+    for number in range(120):
+        nodes = tmp_path / f"run-{number:03d}" / "nodes"
+        nodes.mkdir(parents=True)
+        if number >= 115:
+            os.link(state, nodes / state.name)
+        os.utime(nodes, (number, number))
+    with PageServer(tmp_path) as server:
+        viewer = server.viewer()
+        first = viewer.ask("/").text
+        assert links(first, "runs/") == [f"runs/run-{number:03d}/" for number in range(119, 69, -1)]
+        assert "page 1 of 3" in first
+        assert first.count("Rank 3") == 5
+        last = viewer.ask("/?page=2").text
+        assert links(last, "runs/")[-1] == "runs/run-000/"
+        for page in ("99999999", "-1", "x", "9" * 400):
+            assert viewer.ask(f"/?page={page}").status == 200

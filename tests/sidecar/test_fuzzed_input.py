@@ -1,0 +1,215 @@
+"""Bytes changed at random in what a sidecar reads from others: rings, messages between nodes, summaries in them.
+
+Whatever becomes of them costs that ring, or that message, and is one of the errors that their readers document. States
+of nodes are in test_damage.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.sidecar.test_job import MEETING, End, Wire, _identity, two_nodes
+from tests.sidecar.test_node import WORK, dead_process, finish, report
+from tests.support import progress
+from tests.support.figures import note, share
+from tests.support.long import long
+from tests.support.planted import places
+from tests.support.ranks import Rank, run_without_traces
+from tests.support.simulations import table_of
+from torchlens_perf.errors import RingError
+from torchlens_perf.run import ring
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.ring import Reader
+from torchlens_perf.sidecar.job import JobView
+from torchlens_perf.sidecar.nodes import messages
+from torchlens_perf.sidecar.nodes.membership import Began, Word
+from torchlens_perf.simulate.simulation import Simulation, Topology
+
+RINGS, MESSAGES, RUNS = 400_000, 500_000, 2_000
+RECORDS = 1024  # of a ring, the fewest
+EDGES = (0, 1, 0x7F, 0xFF, 1 << 15, (1 << 16) - 1, (1 << 31) - 1, (1 << 32) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
+REGIONS = ((0, 256), (0, ring.METADATA_OFFSET), (ring.METADATA_OFFSET, 2048), (ring.NAMES_OFFSET, 512))
+
+
+def changed(data: bytes, draw: random.Random) -> bytes:
+    """With some bytes changed, left out or put in, a part repeated, or cut short."""
+    made = bytearray(data)
+    for _ in range(draw.randint(1, 6)):
+        at = draw.randrange(len(made) or 1)
+        match draw.randrange(6):
+            case 0:
+                made[at : at + 1] = draw.randbytes(1)
+            case 1:
+                made[at : at + draw.randint(0, 4)] = draw.randbytes(draw.randint(0, 4))
+            case 2:
+                made[at : at + 8] = struct.pack("<Q", draw.choice(EDGES))
+            case 3:
+                made[at:at] = made[max(0, at - draw.randint(1, 64)) : at]
+            case 4 if draw.random() < 0.2:
+                del made[at:]
+            case _:
+                if made:
+                    made[at % len(made)] ^= 1 << draw.randrange(8)
+    return bytes(made)
+
+
+# -- rings
+
+
+def ring_parts(draw: random.Random) -> Iterator[tuple[int, bytes]]:
+    """Where to write what over a ring file: words that counters may hold, or any bytes; in the header most of all."""
+    for _ in range(draw.randint(1, 8)):
+        begin, size = draw.choice([*REGIONS, (ring.RECORDS_OFFSET, RECORDS * ring.RECORD_BYTES)])
+        at = begin + draw.randrange(size)
+        if draw.random() < 0.5:
+            yield at // 8 * 8, struct.pack("<Q", draw.choice(EDGES))
+        else:
+            yield at, draw.randbytes(draw.randint(1, 16))
+
+
+def read_all(path: Path) -> str:
+    """What a sidecar reads of a ring; the kind of error that ended it, or "". Any but the documented ones is raised."""
+    try:
+        reader = Reader(path)
+    except RingError:
+        return "refused"
+    try:
+        for final in (False, True):
+            batch = reader.read(final=final)
+            assert len(batch.records) == len(batch.sequences) <= reader.capacity
+            assert (np.diff(batch.sequences) > 0).all()
+            assert batch.lost >= 0
+            for record in batch.records["name_id"].tolist():
+                ring.name_of(reader.names(), record)
+        assert isinstance(reader.metadata(), dict)
+        reader.open_spans()
+        reader.groups()
+    except RingError:
+        return "ended"
+    finally:
+        reader.close()
+    return ""
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", [400, *long(RINGS)])
+def test_rings_of_any_bytes(number: int, run: RunDirectory, tmp_path: Path) -> None:
+    """A reader ends, holds no more than the ring can, and raises RingError at most."""
+    began_s, count, draw = time.monotonic(), number if number < RINGS else share(RINGS), random.Random(number)
+    rank = Rank(run, 0, 1, ring_records=RECORDS)
+    rank.steps(RECORDS // 4, **WORK)
+    whole = rank.ring_path.read_bytes()
+    rank.close()
+    copy, ends = Path("/dev/shm") / f"{tmp_path.name}-{os.getpid()}.ring", dict.fromkeys(["", "refused", "ended"], 0)
+    try:
+        copy.write_bytes(whole)
+        with open(copy, "r+b", buffering=0) as file:
+            for _ in range(count):
+                parts = list(ring_parts(draw))
+                for at, data in parts:
+                    os.pwrite(file.fileno(), data, at)
+                cut = draw.random() < 0.02
+                if cut:
+                    os.truncate(copy, draw.randrange(len(whole)))
+                ends[read_all(copy)] += 1
+                if cut or any(at + len(data) > len(whole) for at, data in parts):
+                    copy.write_bytes(whole)
+                for at, data in parts:
+                    os.pwrite(file.fileno(), whole[at : at + len(data)], at)
+    finally:
+        copy.unlink()
+
+    assert ends[""] > count / 4  # else little is tried
+    assert ends["refused"] > 0
+    if count > 400:
+        note("rings of any bytes", count, RINGS, f"{ends['refused']:,} refused", time.monotonic() - began_s, number)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", [6, *long(RUNS)])
+def test_a_run_with_a_ring_of_any_bytes(number: int, tmp_path: Path) -> None:
+    """The other rank's steps are all in the report, whatever the sidecar reads in the changed ring."""
+    began_s, count, draw = time.monotonic(), number if number < RUNS else share(RUNS), random.Random(number)
+    # Processes that live, or a launcher that does, are rightly waited for where a ring does not say that it is closed.
+    dead = dead_process()
+    dead["launcher_pid"] = dead["pid"]
+    for each in range(count):
+        folder = tmp_path / str(each)
+        folder.mkdir()
+        with run_without_traces(folder) as run:
+            ranks = [Rank(run, rank, ring_records=RECORDS, identity=dead) for rank in range(2)]
+            for rank in ranks:
+                rank.steps(12, **WORK)
+                rank.close()
+            with open(ranks[1].ring_path, "r+b", buffering=0) as file:
+                for at, data in ring_parts(draw):
+                    os.pwrite(file.fileno(), data, at)
+            finish(run)
+            steps = {rank["rank"]: rank["steps"] for rank in report(run)["ranks"]}
+
+            assert steps[0] == 12, (each, steps)
+    if count > 6:
+        note("runs with a ring of any bytes", count, RUNS, "0 lost the other rank", time.monotonic() - began_s, number)
+
+
+# -- what other nodes send
+
+
+class Collecting(End):
+    """Node 0's end of an exchange, with a real inbox."""
+
+    inbox = messages.Inbox("node-0", 0.0)
+
+    def collect(self) -> messages.Collected:
+        return self.inbox.collect(2.0)
+
+
+def node_zero(tmp_path: Path, wire: Wire) -> JobView:
+    """A sidecar that judges two ranks of its own, and whatever arrives in Collecting.inbox."""
+    run, at, steps = RunDirectory(tmp_path), places(4, node_size=2), next(Simulation(Topology(4)).steps(20))
+    view = JobView("node-0", lambda where, key, node, merges: Collecting(wire, node))
+    for rank in range(2):
+        identity = _identity(run, rank)
+        if rank == 0:
+            view.begin(0, identity)
+        view.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+        view.progress(identity, at[rank], progress.rank(rank, state="running"), {})
+    return view
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", [1_000, *long(MESSAGES)])
+def test_messages_of_any_bytes(number: int, tmp_path: Path) -> None:
+    """Each is taken, or refused by ValueError alone; what is taken is judged, and no error comes of it."""
+    began_s, count, draw = time.monotonic(), number if number < MESSAGES else share(MESSAGES), random.Random(number)
+    sent, _ = two_nodes(tmp_path)
+    payloads = {rank: each.payload for rank, each in enumerate(sent.sent, 2)}
+    answer = messages.encode(messages.Answer(3, 0.5, Word("a-run", (Began(0, -5.0, 4),)).encode()))
+    view, taken, other_ranks = node_zero(tmp_path, Wire()), 0, 0
+    for sequence in range(count):
+        if sequence % 250 == 249:
+            other_ranks += len(view.places) - 2
+            view = node_zero(tmp_path, Wire())
+        Collecting.inbox = messages.Inbox("node-0", 0.0)
+        Collecting.inbox.enter("a", "node-1", 0.0)
+        whole = messages.Message(1.5, 1, True, False, [messages.Post(1, 0.5, payloads)])
+        with contextlib.suppress(ValueError):
+            Collecting.inbox.receive("a", changed(messages.encode(whole), draw), 1.0)
+            taken += 1
+        view.update(2.0 + sequence)
+        with contextlib.suppress(ValueError):
+            Word.decode(messages.decode_answer(changed(answer, draw)).reply)
+
+    assert taken > count / 10
+    assert other_ranks > 0
+    if count > 1_000:
+        note("messages of any bytes", count, MESSAGES, f"{taken:,} taken", time.monotonic() - began_s, number)

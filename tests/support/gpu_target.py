@@ -1,0 +1,83 @@
+"""A /metrics with all that a node with GPUs has, at values that a test chooses: no GPU is needed.
+
+It stands in for the hardware, and not for what reads it: tests/exporters/test_otlp_hardware.py goes from NVML on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.ranks import identity_of
+from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNTERS, GpuSample, Hardware, LinkSample
+from torchlens_perf.analysis.statistics.memory import MemoryReading
+from torchlens_perf.exporters import ExportBatch
+from torchlens_perf.exporters.prometheus.endpoint import Address
+from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.records import PARTS, StepTable
+
+GB = 1 << 30
+GPUS = 2
+_GPU: dict[str, Any] = {
+    "sm_clock_hz": 1_700_000_000, "sm_clock_max_hz": 1_980_000_000, "memory_clock_hz": 2_600_000_000, "power_w": 640.0,
+    "power_limit_w": 700.0, "temperature_c": 66, "memory_temperature_c": 80, "memory_used_bytes": 70 * GB,
+    "memory_total_bytes": 80 * GB, "busy": 0.99, "sm_active": 0.8, "sm_occupancy": 0.4, "tensor_active": 0.5,
+    "dram_active": 0.3,
+}  # fmt: skip
+
+
+class GpuTarget:
+    """Two ranks with a GPU each, and a port that is down."""
+
+    def __init__(self, folder: Path) -> None:
+        self._run = RunDirectory(folder / "gpus")
+        self._exporter = PrometheusExporter(Address.of("0"))
+        self._steps = 0
+
+    @property
+    def run_id(self) -> str:
+        return self._run.run_id
+
+    @property
+    def address(self) -> str:
+        return str(self._exporter.address)
+
+    def goes_on(self) -> None:
+        """One step of each rank, one sample of each GPU and port."""
+        self._steps += 1
+        for rank in range(GPUS):
+            identity = identity_of(self._run, rank, GPUS)
+            memory = MemoryReading(self._steps, 40 * GB, 60 * GB, 2 * GB, 65 * GB, 79 * GB, self._steps, 0)
+            batch = ExportBatch(
+                identity, Anchor(0, 0, 0), _one_step(self._steps), (),
+                {"step": np.array([200_000_000]), "forward": np.array([60_000_000])}, memory,
+            )  # fmt: skip
+            self._exporter.export(batch)
+        grown = dict.fromkeys(GPU_COUNTERS, 1.0) | {"throttle_thermal_ns": 2e8, "pcie_transmitted_bytes": 1e6}
+        gpus = tuple(GpuSample(f"GPU-{gpu}", 0, 0, **_GPU, grown=grown) for gpu in range(GPUS))
+        ports = tuple(
+            LinkSample("mlx5_0", port, 0, 0, active=port == 1, rate_bits=400_000_000_000,
+                       grown=dict.fromkeys(LINK_COUNTERS, 1000.0))
+            for port in (1, 2)
+        )  # fmt: skip
+        names = {gpu.uuid: "NVIDIA H200" for gpu in gpus}
+        self._exporter.measured(identity_of(self._run, 0, GPUS), Hardware(gpus, ports, names))
+
+    def close(self) -> None:
+        self._exporter.shutdown(0)
+
+
+def _one_step(step: int) -> StepTable:
+    def column(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.array([values if len(values) > 1 else values[0]], np.int64)
+
+    parts = column(*([25_000_000] * len(PARTS)))
+    unknown = np.full_like(parts, -1)
+    return StepTable(
+        column(step), column(0), column(200_000_000), parts, column(GB), column(1), column(0), column(-1), unknown,
+        unknown,
+    )  # fmt: skip

@@ -1,0 +1,220 @@
+"""The live page's server in a process of its own, and clients that speak plain HTTP with it."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from tests.support.processes import ROOT, clean_environ
+
+ENDS_WITHIN_S = 60  # what should take a moment, on a busy machine
+IS_READ = "This run is being read"
+
+
+class Answer:
+    """What the server has said."""
+
+    def __init__(self, answer: http.client.HTTPResponse) -> None:
+        self.status = answer.status
+        self.headers = {name.lower(): value for name, value in answer.getheaders()}
+        self.body = answer.read()
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Stranger:
+    """Knows the address, and no token."""
+
+    def __init__(self, address: str) -> None:
+        self.address = urlsplit(address)
+        self.host = self.address.netloc
+        self.cookie = ""
+
+    def ask(self, path: str, method: str = "GET", body: str = "", **headers: str) -> Answer:
+        """The path is sent as it is. headers: underscores for hyphens; "" leaves out what would be sent."""
+        given = {"Host": self.host, "Cookie": self.cookie}
+        given |= {name.replace("_", "-"): value for name, value in headers.items()}
+        connection = http.client.HTTPConnection(self.host, timeout=ENDS_WITHIN_S)
+        try:
+            connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+            for name, value in given.items():
+                if value:
+                    connection.putheader(name, value)
+            if method == "POST":
+                connection.putheader("Content-Length", str(len(body)))
+                connection.putheader("Content-Type", "application/x-www-form-urlencoded")
+            connection.endheaders(body.encode() or None)
+            return Answer(connection.getresponse())
+        finally:
+            connection.close()
+
+
+class Viewer(Stranger):
+    """Has opened the address that was printed: it has the cookie."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        welcome = self.ask(f"/?{self.address.query}")
+        assert welcome.status == 200, welcome.text
+        self.cookie = welcome.headers["set-cookie"].partition(";")[0]
+
+    def json(self, path: str) -> Any:
+        answer = self.ask(path)
+        assert answer.status == 200, (path, answer.text)
+        return answer.json
+
+    def page(self, run: str) -> str:
+        """The run's page. It may first say that the run is being read, and is then asked again, as it says itself."""
+        deadline_s = time.monotonic() + ENDS_WITHIN_S
+        while True:
+            answer = self.ask(f"/runs/{run}/", accept_encoding="gzip")
+            assert answer.status == 200, answer.text
+            if answer.headers.get("content-encoding") == "gzip":
+                return gzip.decompress(answer.body).decode()
+            assert IS_READ in answer.text
+            assert time.monotonic() < deadline_s, "it was not read"
+            time.sleep(0.2)
+
+    def post(self, path: str, **fields: str) -> Answer:
+        return self.ask(path, "POST", urlencode(fields), Origin=f"http://{self.host}")
+
+    @contextlib.contextmanager
+    def news(self, run: str) -> Iterator[News]:
+        """What the server tells of a run, as it comes."""
+        heard = News(self, f"/runs/{run}/api/changes")
+        try:
+            yield heard
+        finally:
+            heard.close()
+
+
+class News:
+    """Server-sent events, read by a thread of its own."""
+
+    def __init__(self, viewer: Viewer, path: str) -> None:
+        self._connection = http.client.HTTPConnection(viewer.host, timeout=ENDS_WITHIN_S)
+        self._connection.request("GET", path, headers={"Cookie": viewer.cookie})
+        answer = self._connection.getresponse()
+        assert answer.status == 200
+        assert answer.getheader("content-type", "").startswith("text/event-stream")
+        self.ids: list[str] = []
+        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, args=(answer,), daemon=True)
+        self._reader.start()
+
+    def _read(self, answer: http.client.HTTPResponse) -> None:
+        fields: dict[str, str] = {}
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError, AttributeError):  # closed meanwhile
+            for line in answer:
+                text = line.decode().rstrip("\n")
+                name, _, value = text.partition(": ")
+                if text:
+                    fields[name] = value
+                elif "data" in fields:
+                    self.ids.append(fields["id"])
+                    self._events.put(json.loads(fields["data"]))
+                    fields = {}
+        self._events.put(None)
+
+    def next(self) -> dict[str, Any]:
+        """Raises AssertionError where the server has let go, queue.Empty where nothing comes."""
+        event = self._events.get(timeout=ENDS_WITHIN_S)
+        assert event is not None, "the server has ended"
+        return event
+
+    def until(self, **wanted: Any) -> dict[str, Any]:
+        """The next event that has these values."""
+        while True:
+            event = self.next()
+            if all(event[key] == value for key, value in wanted.items()):
+                return event
+
+    def has_ended(self) -> bool:
+        """Whether the server lets go; waits for it."""
+        while self._events.get(timeout=ENDS_WITHIN_S) is not None:
+            pass
+        return True
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._connection.sock is not None:
+                self._connection.sock.shutdown(2)
+        self._connection.close()
+        self._reader.join(ENDS_WITHIN_S)
+
+
+class PageServer:
+    """One server. Its process is ended when the context is left."""
+
+    def __init__(self, folder: Path, *arguments: str, cwd: Path = ROOT, script: str = "", **environment: str) -> None:
+        """script: in place of `-m torchlens_perf`."""
+        self.folder = folder
+        command = [
+            sys.executable,
+            *([script] if script else ["-m", "torchlens_perf"]),
+            "serve",
+            str(folder),
+            "--quiet",
+            *arguments,
+        ]
+        environ = {**clean_environ(environment), "PYTHONPATH": _python_path()}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environ
+        )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+        if not self.address:
+            _, said = self.process.communicate()
+            raise AssertionError(f"the server has not begun: {said}")
+
+    def viewer(self) -> Viewer:
+        return Viewer(self.address)
+
+    def stranger(self) -> Stranger:
+        return Stranger(self.address)
+
+    def children(self) -> list[int]:
+        """Its readers."""
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in pids]
+
+    def said(self) -> str:
+        """What it has said on stderr, once it has ended."""
+        _, text = self.process.communicate(timeout=ENDS_WITHIN_S)
+        return str(text)
+
+    def __enter__(self) -> PageServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def _python_path() -> str:
+    """This checkout before what the caller has."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+
+
+def links(page: str, prefix: str) -> list[str]:
+    """The addresses in a page that begin so."""
+    return [found for found in re.findall(r'href="([^"]*)"', page) if found.startswith(prefix)]

@@ -1,0 +1,92 @@
+"""A real Prometheus, with the rules that we ship: on loopback, its data in a folder, ended with its context."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.support.otlp_receiver import free_port, wait_for
+from tests.support.processes import ROOT
+
+DEPLOY = ROOT / "torchlens_perf" / "deploy"
+RULES = DEPLOY / "prometheus" / "alerts.yaml"
+MISSING = "there is no prometheus here: make test-prometheus installs Debian's (as root)"
+IS_THERE = shutil.which("prometheus") is not None and shutil.which("promtool") is not None
+
+
+class Prometheus:
+    """Entered, it runs, and scrapes every second."""
+
+    def __init__(self, folder: Path, *targets: str, scrape_configs: str = "") -> None:
+        """targets: as "127.0.0.1:9464". scrape_configs: instead of them, as prometheus.yml has it."""
+        self._folder, self._port = folder, free_port()
+        given = ", ".join(f'"{target}"' for target in targets)
+        scraped = scrape_configs or f"  - job_name: training\n    static_configs:\n      - targets: [{given}]\n"
+        self.config = folder / "prometheus.yml"
+        self.config.write_text(
+            "global:\n  scrape_interval: 1s\n  scrape_timeout: 1s\n  evaluation_interval: 1s\n"
+            f"rule_files: ['{RULES}']\nscrape_configs:\n{scraped}"
+        )
+
+    def __enter__(self) -> Prometheus:
+        command = [
+            "prometheus", f"--config.file={self.config}", f"--storage.tsdb.path={self._folder / 'tsdb'}",
+            f"--web.listen-address=127.0.0.1:{self._port}", "--enable-feature=exemplar-storage", "--log.level=warn",
+        ]  # fmt: skip
+        with open(self._folder / "prometheus.log", "wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
+        assert wait_for(lambda: self._process.poll() is not None or self._is_ready(), 60)
+        assert self._process.poll() is None, (self._folder / "prometheus.log").read_text()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(5)
+
+    def api(self, path: str, **query: str) -> Any:
+        """What /api/v1/PATH has as its data. Raises AssertionError with what it says of a query that is wrong."""
+        address = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        try:
+            with urllib.request.urlopen(address, timeout=20) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{query}: {error.read().decode()}") from None
+
+    def query(self, expression: str) -> list[tuple[Mapping[str, str], float]]:
+        """Labels and values at this moment."""
+        found = self.api("query", query=expression)
+        if found["resultType"] == "scalar":
+            return [({}, float(found["result"][1]))]
+        return [(each["metric"], float(each["value"][1])) for each in found["result"]]
+
+    def firing(self) -> dict[str, Any]:
+        """Alerts that fire, by name."""
+        alerts = self.api("alerts")["alerts"]
+        return {each["labels"]["alertname"]: each for each in alerts if each["state"] == "firing"}
+
+    def wait_for(self, found: Callable[[], Any], timeout_s: float) -> Any:
+        """The first true answer."""
+        answer = wait_for(found, timeout_s)
+        assert answer, f"alerts: {self.api('alerts')}; targets: {self.api('targets')}"
+        return answer
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/-/ready", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False

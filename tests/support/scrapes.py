@@ -1,0 +1,84 @@
+"""/metrics as a test asks for it, and reads it: with prometheus_client's own parser of OpenMetrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from tests.support.live_simulation import LiveSimulation
+from torchlens_perf.sidecar.metrics_port import MetricsPort
+
+OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scrape:
+    """One answer."""
+
+    text: str
+    families: dict[str, Metric]
+
+    def samples(self, name: str, **labels: str) -> list[Sample]:
+        """Those of that name that have these labels."""
+        return [each for each in self.all() if each.name == name and labels.items() <= each.labels.items()]
+
+    def value(self, name: str, **labels: str) -> float:
+        """Of the one sample."""
+        (sample,) = self.samples(name, **labels)
+        return sample.value
+
+    def all(self) -> Iterator[Sample]:
+        return (sample for family in self.families.values() for sample in family.samples)
+
+
+def scrape(address: object, accept: str = OPEN_METRICS) -> Scrape:
+    """Asks once. Raises what the parser raises."""
+    asked = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(asked, timeout=20) as answer:
+        text = answer.read().decode()
+    return Scrape(text, {family.name: family for family in text_string_to_metric_families(text)})
+
+
+class ScrapedSimulation:
+    """A simulated run that goes on, with its sidecar's port open."""
+
+    def __init__(self, folder: Path, ranks: int, *faults: str, **simulated: Any) -> None:
+        self.simulation = LiveSimulation(folder / f"scraped-{folder.name}", ranks, *faults, **simulated)
+        self.port = MetricsPort()
+
+    def goes_on(self, blocks: int = 1) -> None:
+        """So many blocks of 32 steps, and shown."""
+        for _ in range(blocks):
+            self.simulation.goes_on()
+            self.opened()
+            self.simulation.sidecar.export()
+        self.port.show_last(self.simulation.sidecar)
+
+    def opened(self) -> None:
+        sidecar = self.simulation.sidecar
+        for source in sidecar.sources:
+            source.settings["prometheus"] = "0"
+        self.port.update(sidecar)
+
+    def scraped(self) -> Scrape:
+        """What is shown now."""
+        assert self.port.address is not None
+        return scrape(self.port.address)
+
+    def __enter__(self) -> ScrapedSimulation:
+        self.simulation.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.port.finish(lingers=False)
+        self.simulation.ends()

@@ -1,0 +1,49 @@
+"""`torchlens-perf deploy-files`: alert rules, dashboards, manifests and snippets, as files to adapt."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torchlens_perf
+from torchlens_perf.errors import TorchlensPerfError, printable
+
+_SHIPPED = Path(torchlens_perf.__file__).parent / "deploy"
+
+
+def add_command(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "deploy-files",
+        help="write alert rules, dashboards, Kubernetes manifests and Slurm snippets",
+        description="Writes what is shipped for Prometheus, Grafana, Kubernetes and Slurm into a folder. A file that "
+        "was changed there stays, unless --force is given.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("torchlens-perf-deploy"), help="default: %(default)s")
+    parser.add_argument("--force", action="store_true", help="replace files that have been changed")
+    parser.set_defaults(command=deploy_files)
+
+
+def deploy_files(options: argparse.Namespace) -> int:
+    """Runs the command. Raises TorchlensPerfError where it cannot write, or would replace what somebody has changed."""
+    shipped = {path.relative_to(_SHIPPED): path.read_bytes() for path in sorted(_SHIPPED.rglob("*")) if path.is_file()}
+    try:
+        changed = [path for path, content in shipped.items() if _is_changed(options.out / path, content)]
+        if changed and not options.force:
+            names = ", ".join(map(str, changed))
+            raise TorchlensPerfError(f"{options.out} has {names} with changes: --force replaces them")
+        for path, content in shipped.items():
+            target = options.out / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+            if path.suffix == ".sh":
+                target.chmod(0o755)
+            if not options.quiet:
+                print(printable(str(target)))
+    except OSError as error:
+        raise TorchlensPerfError(f"{options.out} cannot be written: {error.strerror or error}") from None
+    return 0
+
+
+def _is_changed(path: Path, content: bytes) -> bool:
+    return path.exists() and path.read_bytes() != content

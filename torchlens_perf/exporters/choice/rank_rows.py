@@ -1,0 +1,145 @@
+"""What each rank did in the newest steps, as far as the judge gets to know it: who arrived last, who had most to do.
+
+A row is the mean over as many steps as the judge compares at once (analysis/statistics/step_bins.py). Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.exporters.choice.said import LAST, MOST_WORK, NAMED, REFERENCE
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.analysis.stragglers.placement import Placement
+    from torchlens_perf.analysis.stragglers.window import BinBatch
+
+    _Times = npt.NDArray[np.floating[Any]]
+
+_KEPT_ROWS = 64
+MAX_NAMED = 4  # slow ranks of a step
+QUANTILES = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}
+
+
+class Row:
+    """The ranks in one row: arrays by rank, NaN where it has not come."""
+
+    def __init__(self, ranks: int) -> None:
+        self.work_ns = np.full(ranks, np.nan, np.float32)
+        self.wait_ns = np.full(ranks, np.nan, np.float32)
+
+    def set(self, ranks: npt.NDArray[np.int64], work_ns: _Times, wait_ns: _Times) -> None:
+        most = int(ranks.max()) + 1
+        if most > len(self.work_ns):
+            more = np.full(most - len(self.work_ns), np.nan, np.float32)
+            self.work_ns, self.wait_ns = np.append(self.work_ns, more), np.append(self.wait_ns, more)
+        self.work_ns[ranks], self.wait_ns[ranks] = work_ns, wait_ns
+
+    @property
+    def known(self) -> int:
+        """How many ranks have come."""
+        return int(np.count_nonzero(~np.isnan(self.work_ns)))
+
+
+class RankRows:
+    """The newest rows of all ranks that are judged here."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, int], Row] = {}  # by width and number
+        self._ranks = 0
+
+    def add(self, block: BinBatch) -> None:
+        """Rows of several ranks."""
+        self._ranks = max(self._ranks, int(block.ranks.max()) + 1) if len(block.ranks) else self._ranks
+        work_ns, rows = block.parts_ns.sum(axis=2), block.key.shape[1]
+        if len(block.ranks) == 1:  # of this node: one rank after the other
+            for index in range(max(0, rows - _KEPT_ROWS), rows):
+                self._row(block.width, int(block.key[0, index])).set(
+                    block.ranks, work_ns[0, index], block.wait_ns[0, index]
+                )
+            return
+        for key in np.unique(block.key[block.key >= 0]).tolist():
+            rank, row = np.nonzero(block.key == key)
+            self._row(block.width, key).set(block.ranks[rank], work_ns[rank, row], block.wait_ns[rank, row])
+
+    def _row(self, width: int, key: int) -> Row:
+        found = self._rows.get((width, key))
+        if found is None:
+            found = self._rows[width, key] = Row(self._ranks)
+            while len(self._rows) > _KEPT_ROWS:
+                del self._rows[min(self._rows, key=lambda each: (each[1] + 1) * each[0])]
+        return found
+
+    def at(self, step: int) -> Row | None:
+        """What is known of the ranks in that step; rows of one width and of another are put together."""
+        found: Row | None = None
+        for (width, key), row in self._rows.items():
+            if key == step // width:
+                if found is None:
+                    found = Row(self._ranks)
+                there = np.flatnonzero(~np.isnan(row.work_ns))
+                if len(there):
+                    found.set(there, row.work_ns[there], row.wait_ns[there])
+        return found
+
+    def spread_s(self) -> dict[tuple[str, str], float]:
+        """How ranks differ in the newest row that most have: by "work" or "wait", and quantile over ranks; seconds."""
+        ordered = sorted(self._rows.items(), key=lambda item: -(item[0][1] + 1) * item[0][0])
+        most = max((row.known for _, row in ordered), default=0)
+        row = next((row for _, row in ordered if row.known == most and most > 1), None)
+        if row is None:
+            return {}
+        found = {}
+        for what, values in (("work", row.work_ns), ("wait", row.wait_ns)):
+            there = values[~np.isnan(values)].astype(np.float64)
+            for name, value in zip(QUANTILES, np.quantile(there, list(QUANTILES.values())), strict=True):
+                found[what, name] = float(value) / 1e9
+        return found
+
+
+def ranks_that_matter(
+    row: Row | None, slow: Sequence[int], places: Mapping[int, Placement], within: Collection[int] | None = None
+) -> dict[str, list[int]]:
+    """The ranks of a step that explain it, by why: those that are named as slow, the costliest first; the one that the
+    others waited for; the one with most work; and an ordinary one beside them, that of the median work.
+
+    row: what is known of them in the step; None: nothing. within: only these; None: any. Empty where nothing is known.
+    """
+    found: dict[str, list[int]] = {}
+    named = [rank for rank in slow if within is None or rank in within][:MAX_NAMED]
+    if named:
+        found[NAMED] = named
+    if row is None:
+        return found
+    there = np.flatnonzero(~np.isnan(row.work_ns))
+    if within is not None:
+        there = there[np.isin(there, list(within))]
+    if not len(there):
+        return found
+    work_ns, wait_ns = row.work_ns[there], row.wait_ns[there]
+    taken = set(named)
+    if wait_ns.max() > wait_ns.min():
+        _take(found, taken, LAST, int(there[int(wait_ns.argmin())]))
+    _take(found, taken, MOST_WORK, int(there[int(work_ns.argmax())]))
+    lead = next(iter(next(iter(found.values()))))
+    population = places[lead].population if lead in places else None
+    others = [
+        index
+        for index, rank in enumerate(there.tolist())
+        if rank not in taken and rank not in slow and (rank not in places or places[rank].population == population)
+    ]
+    if others:
+        of_others = work_ns[others]
+        middle = int(np.argsort(of_others, kind="stable")[(len(others) - 1) // 2])
+        _take(found, taken, REFERENCE, int(there[others[middle]]))
+    return found
+
+
+def _take(found: dict[str, list[int]], taken: set[int], why: str, rank: int) -> None:
+    if rank not in taken:
+        taken.add(rank)
+        found[why] = [rank]

@@ -1,0 +1,57 @@
+"""What node 0's sidecar says to the others about steps that are sent as traces. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import msgspec
+
+from torchlens_perf.run.records import TracedStep
+
+# Why a step is sent.
+FIRST, NUMBER, SLOW, VERDICT = "first", "number", "slow", "verdict"
+# Why a rank of it is, where not all are.
+NAMED, LAST, MOST_WORK, REFERENCE, ONLY_KNOWN = "slow", "arrived last", "most work", "reference", "known"
+EVERYTHING = (1 << 62) - 1
+_VERSION = 1
+_MAX_SAID_STEPS = 64
+_Number = Annotated[int, msgspec.Meta(ge=-1, le=EVERYTHING)]
+_Word = Annotated[str, msgspec.Meta(max_length=32)]
+_Ranks = Annotated[tuple[_Number, ...], msgspec.Meta(max_length=256)]
+_Roles = Annotated[tuple[tuple[_Word, _Ranks], ...], msgspec.Meta(max_length=8)]
+_Steps = Annotated[list[tuple[_Number, _Word, _Roles, _Number, _Number]], msgspec.Meta(max_length=_MAX_SAID_STEPS)]
+_SAID = tuple[_Number, _Number, _Number, _Ranks, _Steps]
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What node 0 says: it decides, so that all nodes send the same ranks of the same steps."""
+
+    attempt: int
+    decided_to: int
+    """What is to be said of all steps up to this one is said."""
+    standing: tuple[int, ...]
+    """Ranks that have metrics of their own."""
+    steps: tuple[TracedStep, ...]
+    """The newest."""
+
+    def encode(self, max_bytes: int) -> bytes:
+        """In at most so many bytes: the oldest steps are left out. b"" where even without any it does not fit."""
+        for first in range(max(0, len(self.steps) - _MAX_SAID_STEPS), len(self.steps) + 1):
+            steps = [dataclasses.astuple(each)[1:] for each in self.steps[first:]]
+            found = msgspec.json.encode((_VERSION, self.attempt, self.decided_to, self.standing, steps))
+            if len(found) <= max_bytes:
+                return found
+        return b""
+
+    @classmethod
+    def decode(cls, data: bytes) -> Said:
+        """Raises ValueError for anything else."""
+        try:
+            version, attempt, decided_to, standing, steps = msgspec.json.decode(data, type=_SAID)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise ValueError(f"not what node 0 says of traces: {error}") from error
+        if version != _VERSION:
+            raise ValueError("not what node 0 says of traces: of another version")
+        return cls(attempt, decided_to, standing, tuple(TracedStep(attempt, *each) for each in steps))

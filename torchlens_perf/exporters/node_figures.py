@@ -1,0 +1,251 @@
+"""What a node's sidecar knows, as figures to be asked for: processes, collectives, who arrived last, open alerts.
+
+Bounded whatever the job's size: figures of a rank are of this node's ranks, of the worst of them in larger jobs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.metrics import CallbackOptions, Observation
+
+from torchlens_perf.analysis.alerts.alert import ENDED
+from torchlens_perf.analysis.collectives.semantics import Waits, semantics_of
+from torchlens_perf.analysis.words.stragglers import cause_class
+from torchlens_perf.exporters import JobPart, semantics
+from torchlens_perf.exporters.series_room import most_ranks
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.alerts.alert import Alert
+    from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
+    from torchlens_perf.analysis.collectives.join import CollectiveJoin
+    from torchlens_perf.analysis.node_state import NodeState
+    from torchlens_perf.analysis.words.hang import OpenHang
+    from torchlens_perf.exporters import ExportBatch
+    from torchlens_perf.exporters.series import Meter
+
+MAX_ALERTS = 32
+MAX_RANKS = 8  # in jobs in which not each rank has series of its own: those that arrive last most often
+_ALL_RANKS = most_ranks(JobPart().max_series)  # up to so many ranks each has series of its own
+_NEWEST_STEPS = 32  # that a rank's present own time is the mean of
+_HOW_PROCESSES_END = ("closed", "died")
+
+Labels = Mapping[str, Any]
+Points = tuple[tuple[float, Labels], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeFigures:
+    """Values by metric; all at one instant."""
+
+    points: Mapping[str, Points]
+    gone: frozenset[int]
+    """Ranks of which no process runs any more."""
+
+
+def node_figures(state: NodeState) -> NodeFigures:
+    """On the sidecar's thread: what it has counted of this node."""
+    processes = list(state.processes.values())
+    running = {each.identity.rank: each for each in processes if not each.ended}
+    ends = {how: sum(each.ended == how for each in processes) for how in _HOW_PROCESSES_END}
+    steps = [each.statistics.last_step for each in running.values() if each.statistics.last_step is not None]
+    world_size = max((each.identity.world_size for each in processes), default=1)
+    run = {semantics.RUN_ID: processes[0].identity.run_id} if processes else {}  # of what is asked for later, too
+    return NodeFigures(
+        {
+            semantics.RANKS_RUNNING: ((len(running), {}),),
+            semantics.LAST_STEP: ((min(steps), {}),) if steps else (),
+            semantics.PROCESSES_ENDED: tuple(
+                (count, {**run, semantics.PROCESS_END: how}) for how, count in ends.items()
+            ),
+            semantics.PROCESSES_OUT_OF_MEMORY: ((sum(each.out_of_memory is not None for each in processes), run),),
+            semantics.RECORDS_LOST: ((state.unwritten_records + sum(each.statistics.lost for each in processes), {}),),
+            **_of_operations(state.join),
+            **_of_ranks(state.join, MAX_RANKS if world_size > _ALL_RANKS else _ALL_RANKS),
+        },
+        frozenset({each.identity.rank for each in processes} - running.keys()),
+    )
+
+
+def _of_operations(join: CollectiveJoin) -> dict[str, Points]:
+    counts: dict[str, list[int]] = {}
+    for each in join.operations():
+        found = counts.setdefault(each.key.operation, [0, 0])
+        found[0] += each.records
+        found[1] += each.bytes
+    names = semantics.COLLECTIVES, semantics.COLLECTIVE_IO
+    return {
+        name: tuple((both[at], {semantics.COLLECTIVE_OPERATION: operation}) for operation, both in counts.items())
+        for at, name in enumerate(names)
+    }
+
+
+def _of_ranks(join: CollectiveJoin, most: int) -> dict[str, Points]:
+    """Waits of this node's ranks; who arrived last, where all ranks of a group are on this node: else nobody knows."""
+    compared: dict[int, int] = {}
+    last: dict[int, int] = {}
+    lag_ns: dict[int, int] = {}
+    wait_ns: dict[int, int] = {}
+    for each in join.operations():
+        known = join.has_all(each.key.members) and semantics_of(each.key.operation).waits is Waits.ALL
+        for rank, totals in each.totals().items():
+            wait_ns[rank] = wait_ns.get(rank, 0) + totals["exposed_wait_ns"]
+            if known and each.joined:
+                compared[rank] = compared.get(rank, 0) + each.joined
+                last[rank] = last.get(rank, 0) + totals["last"]
+                lag_ns[rank] = lag_ns.get(rank, 0) + totals["exposed_lag_ns"] + totals["overlapped_lag_ns"]
+    shown = sorted(wait_ns, key=lambda rank: (-lag_ns.get(rank, 0), -last.get(rank, 0), rank))[:most]
+    by_metric: dict[str, tuple[dict[int, int], float]] = {
+        semantics.COLLECTIVE_COMPARED: (compared, 1),
+        semantics.COLLECTIVE_ARRIVED_LAST: (last, 1),
+        semantics.COLLECTIVE_LAG: (lag_ns, 1e-9),
+        semantics.COLLECTIVE_WAIT: (wait_ns, 1e-9),
+    }
+    return {
+        name: tuple((values[rank] * scale, {semantics.RANK: rank}) for rank in sorted(shown) if rank in values)
+        for name, (values, scale) in by_metric.items()
+    }
+
+
+class OwnTimes:
+    """Of this node's ranks, the present own time of the slowest and of the fastest. The sidecar's thread."""
+
+    def __init__(self) -> None:
+        self._newest_ns: dict[int, deque[int]] = {}
+
+    def add(self, batch: ExportBatch) -> None:
+        newest = self._newest_ns.setdefault(batch.identity.rank, deque(maxlen=_NEWEST_STEPS))
+        newest.extend(batch.steps.own_ns[-_NEWEST_STEPS:].tolist())
+
+    def points(self, gone: Iterable[int]) -> dict[str, Points]:
+        """gone: ranks that have ended."""
+        for rank in gone:
+            self._newest_ns.pop(rank, None)
+        means_s = [sum(own) / len(own) / 1e9 for own in self._newest_ns.values() if own]
+        names = semantics.OWN_TIME_SLOWEST, semantics.OWN_TIME_FASTEST
+        return {name: ((of(means_s), {}),) if means_s else () for name, of in zip(names, (max, min), strict=True)}
+
+
+class OpenAlerts:
+    """Alerts that have begun and not ended. The sidecar's thread."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Alert] = {}
+        self._slow: dict[int, Labels] = {}  # by rank, stragglers whose alerts were not seen here
+        self._hang: tuple[int, Labels] | None = None  # its step; likewise
+
+    def go_on_from(self, state: NodeState) -> None:
+        """What an earlier sidecar has raised, or this one when nobody listened."""
+        for each in state.alerts.verdicts if state.alerts is not None else ():
+            self._open[each.alert.about] = each.alert
+        self._slow = {group.lead.rank: _straggler(group) for group in state.named.groups}
+        if state.hang is not None:
+            self._hang = state.hang.step, _hang(state.hang)
+
+    def add(self, alerts: Iterable[Alert]) -> None:
+        for alert in alerts:
+            self._open.pop(alert.about, None)
+            if alert.change != ENDED:
+                self._open[alert.about] = alert
+        while len(self._open) > MAX_ALERTS:
+            del self._open[next(iter(self._open))]
+
+    def points(self, state: NodeState, run_id: str) -> dict[str, Points]:
+        """state: what the node's sidecar, which judges the job, holds now."""
+        seen = {alert.rank for alert in self._open.values() if alert.kind == "straggler"}
+        still = {group.lead.rank for group in state.named.groups} - seen
+        self._slow = {rank: labels for rank, labels in self._slow.items() if rank in still}
+        hangs = any(alert.kind == "hang" for alert in self._open.values())
+        if self._hang is not None and (hangs or state.hang is None or state.hang.step != self._hang[0]):
+            self._hang = None
+        found = [*self._slow.values(), *([self._hang[1]] if self._hang is not None else [])]
+        found += map(_labels, self._open.values())
+        run = {semantics.RUN_ID: run_id}
+        return {semantics.OPEN_ALERT: tuple((1, {**run, **labels}) for labels in found[-MAX_ALERTS:])}
+
+
+def _labels(alert: Alert) -> Labels:
+    """What makes a message readable. No sentence, which changes: each would be another series."""
+    of_hang = alert.kind == "hang"
+    return _known(
+        {
+            semantics.ALERT_KIND: alert.kind,
+            semantics.RANK: alert.rank,
+            semantics.SUSPECT_HOST: alert.host,
+            semantics.PHASE: alert.phase,
+            semantics.HANG_KIND if of_hang else semantics.STRAGGLER_CLASS: alert.cause,
+            semantics.STRAGGLER_CAUSES: alert.because[0] if alert.because else None,
+            semantics.STRAGGLER_SCOPE: alert.scope,
+        }
+    )
+
+
+def _straggler(group: StragglerGroup) -> Labels:
+    """As the alert's are."""
+    causes = group.diagnosis.causes if group.diagnosis is not None else ()
+    return _known(
+        {
+            semantics.ALERT_KIND: "straggler",
+            semantics.RANK: group.lead.rank,
+            semantics.SUSPECT_HOST: group.host,
+            semantics.PHASE: group.lead.phase,
+            semantics.STRAGGLER_CLASS: cause_class(group.lead),
+            semantics.STRAGGLER_CAUSES: causes[0].kind if causes else None,
+            semantics.STRAGGLER_SCOPE: group.kind,
+        }
+    )
+
+
+def _hang(hang: OpenHang) -> Labels:
+    rank = hang.ranks[0] if hang.ranks else None
+    return _known({semantics.ALERT_KIND: "hang", semantics.RANK: rank, semantics.HANG_KIND: hang.kind})
+
+
+def _known(labels: Mapping[str, Any]) -> Labels:
+    return {name: value for name, value in labels.items() if value not in (None, "")}
+
+
+# Name, kind, unit and description; in the order of the answer.
+_INSTRUMENTS = (
+    (
+        semantics.OPEN_ALERT,
+        "gauge",
+        "",
+        "1 for each alert that has begun and not ended: about whom, and why",
+    ),
+    (semantics.RANKS_RUNNING, "updown", "{rank}", "Ranks of this node whose processes run"),
+    (semantics.LAST_STEP, "gauge", "{step}", "The step that all running ranks of this node have finished"),
+    (semantics.OWN_TIME_SLOWEST, "gauge", "s", "Own time a step of this node's slowest rank, over its newest steps"),
+    (semantics.OWN_TIME_FASTEST, "gauge", "s", "Own time a step of this node's fastest rank, over its newest steps"),
+    (semantics.PROCESSES_ENDED, "counter", "{process}", "Processes of this node that have ended, and how"),
+    (semantics.PROCESSES_OUT_OF_MEMORY, "counter", "{process}", "Processes whose device has run out of memory"),
+    (semantics.COLLECTIVES, "counter", "{operation}", "Collectives that this node's ranks have issued"),
+    (semantics.COLLECTIVE_IO, "counter", "By", "Bytes of their tensors"),
+    (semantics.COLLECTIVE_COMPARED, "counter", "{operation}", "Collectives of which is known who arrived last"),
+    (semantics.COLLECTIVE_ARRIVED_LAST, "counter", "{operation}", "Of these, those in which the rank arrived last"),
+    (semantics.COLLECTIVE_LAG, "counter", "s", "By how much later than the last but one it then arrived"),
+    (semantics.COLLECTIVE_WAIT, "counter", "s", "Time blocked in collectives, until the last rank arrived"),
+    (semantics.RECORDS_LOST, "counter", "{record}", "Records that were overwritten before they were read, or not kept"),
+)
+
+
+def create_instruments(meter: Meter, points: Callable[[str], Points]) -> None:
+    """points: of a metric, by its name; called by who collects, on its thread."""
+    create = {
+        "gauge": meter.create_observable_gauge,
+        "counter": meter.create_observable_counter,
+        "updown": meter.create_observable_up_down_counter,
+    }
+    for name, kind, unit, description in _INSTRUMENTS:
+        create[kind](name, [_observing(name, points)], unit, description)
+
+
+def _observing(name: str, points: Callable[[str], Points]) -> Callable[[CallbackOptions], Iterator[Observation]]:
+    def observe(options: CallbackOptions) -> Iterator[Observation]:
+        for value, attributes in points(name):
+            yield Observation(value, attributes)
+
+    return observe

@@ -1,0 +1,167 @@
+"""A port that answers GET /metrics. One request at a time, on a thread of its own; each has seconds, and is bounded.
+
+prometheus_client's own server has a thread for each request and waits for a slow client as long as that likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import NamedTuple
+
+from torchlens_perf.errors import guard
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+PATH = "/metrics"
+REQUEST_S = 3.0  # for all of a request's head
+ANSWER_S = 10.0  # for all of the answer: as long as Prometheus waits by default
+_MAX_HEAD = 8192  # bytes
+_WAITING = 8  # connections
+_LOOPBACK = "127.0.0.1"
+_LOOPBACK_NAME = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])?(:[0-9]+)?")
+
+
+class Answer(NamedTuple):
+    """What is sent."""
+
+    content_type: str
+    body: bytes
+
+
+class Address(NamedTuple):
+    """Where to listen: an address in digits, and a port, 0 for a free one."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, text: str) -> Address:
+        """From the setting: "9464", "0.0.0.0:9464", "[::1]:9464" or "localhost:9464". Without a host, loopback."""
+        host, _, port = text.strip().rpartition(":")
+        host = host.strip("[]")
+        return cls(_LOOPBACK if host in ("", "localhost") else host, int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host == "::1" or self.host.startswith("127.")
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Endpoint:
+    """Listens from the start until close()."""
+
+    def __init__(self, address: Address, answer: Callable[[str], Answer]) -> None:
+        """answer: makes /metrics, from the request's Accept header; called on the endpoint's thread, never twice at a
+        time. Raises OSError where the port is taken, or may not be had."""
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a minute passes after each run
+            self._socket.bind((address.host, address.port))
+            self._socket.listen(_WAITING)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.address = Address(address.host, self._socket.getsockname()[1])
+        self._answer = answer
+        self._closing = False
+        self.scrapes: list[float] = []
+        """When the last two answers to /metrics were begun that somebody took whole; time.monotonic()."""
+        self._thread = threading.Thread(target=self._serve, name="torchlens-perf-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the port; a request in progress may go on until its time is over, on its daemon thread."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._socket.close()
+        self._thread.join(1)
+
+    # -- on its thread
+
+    def _serve(self) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if not self._closing:
+                    time.sleep(0.1)  # out of descriptors: that may pass
+                continue
+            with connection, contextlib.suppress(OSError), guard("answering a scrape"):
+                self._attend(connection)
+
+    def _attend(self, connection: socket.socket) -> None:
+        began_s = time.monotonic()
+        head = _head(connection, began_s + REQUEST_S)
+        if not head:
+            return
+        connection.settimeout(ANSWER_S)  # of sendall(), the time for everything
+        method, path, headers = _parsed(head)
+        status, answer = self._found(method, path, headers)
+        lines = [
+            f"HTTP/1.1 {status.value} {status.phrase}",
+            f"Content-Type: {answer.content_type}",
+            f"Content-Length: {len(answer.body)}",
+            "Connection: close",
+            "X-Content-Type-Options: nosniff",
+        ]
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + (answer.body if method != "HEAD" else b""))
+        connection.shutdown(socket.SHUT_WR)
+        if status is HTTPStatus.OK:
+            self.scrapes = [*self.scrapes[-1:], began_s]
+
+    def _found(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[HTTPStatus, Answer]:
+        if method not in ("GET", "HEAD"):
+            return HTTPStatus.METHOD_NOT_ALLOWED, _text("GET /metrics\n")
+        if self.address.is_loopback and not _names_loopback(headers.get("host", "")):
+            # A page of another site may have had its own name point here.
+            return HTTPStatus.MISDIRECTED_REQUEST, _text("This server is not called so.\n")
+        if path.partition("?")[0] != PATH:
+            return HTTPStatus.NOT_FOUND, _text("GET /metrics\n")
+        with guard("making /metrics"):
+            return HTTPStatus.OK, self._answer(headers.get("accept", ""))
+        return HTTPStatus.INTERNAL_SERVER_ERROR, _text("The sidecar's log says why.\n")
+
+
+def _head(connection: socket.socket, deadline_s: float) -> bytes:
+    """A request's lines; b"" if they do not come in time, or are too long."""
+    found = b""
+    while b"\r\n\r\n" not in found:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or len(found) > _MAX_HEAD:
+            return b""
+        connection.settimeout(left_s)
+        more = connection.recv(_MAX_HEAD)
+        if not more:
+            return b""
+        found += more
+    return found.partition(b"\r\n\r\n")[0]
+
+
+def _parsed(head: bytes) -> tuple[str, str, dict[str, str]]:
+    """Method, path, and headers by their names in lower case."""
+    first, *lines = head.decode("latin-1").split("\r\n")
+    method, _, rest = first.partition(" ")
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    return method, rest.partition(" ")[0], headers
+
+
+def _names_loopback(host: str) -> bool:
+    return _LOOPBACK_NAME.fullmatch(host.lower()) is not None
+
+
+def _text(text: str) -> Answer:
+    return Answer("text/plain; charset=utf-8", text.encode())

@@ -1,0 +1,110 @@
+"""A node's metrics as OpenMetrics has them: from OTLP's points to families of prometheus_client.
+
+Histograms of phases keep sums and counts only: with buckets they would be nine tenths of all series.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Exemplar
+
+from torchlens_perf.errors import printable
+from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters.prometheus.names import prometheus_name, prometheus_unit
+
+if TYPE_CHECKING:
+    from opentelemetry.proto.metrics.v1.metrics_pb2 import HistogramDataPoint
+    from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric as OtlpMetric
+
+MAX_POINTS = 1024  # of one metric: 64 ranks of 10 phases are 640
+MAX_LABEL = 256  # characters
+_WITHOUT_BUCKETS = {semantics.PHASE_DURATION, semantics.DEVICE_DURATION}
+_OF_PROCESSES = {semantics.MEMORY, semantics.DEVICE_MEMORY}
+_DROPPED = "torchlens_perf_scrape_dropped_points"
+_RANK = prometheus_name(semantics.RANK)
+
+Labels = dict[str, str]
+
+
+def families(
+    metrics: Iterable[OtlpMetric], resource: Mapping[str, Any], gone: Collection[int] = ()
+) -> Iterator[Metric]:
+    """Families with samples, target_info first.
+
+    resource: the node's attributes. gone: ranks whose processes have ended, which have no memory any more; what has
+    been counted of them stays.
+    """
+    info = Metric("target", "Who serves these metrics: the resource of OpenTelemetry", "info")
+    info.add_sample("target_info", labels_of(resource.items()), 1)
+    yield info
+    ended, dropped = {str(rank) for rank in gone}, 0
+    for metric in metrics:
+        kind = str(metric.WhichOneof("data"))
+        points = list(getattr(metric, kind).data_points)
+        dropped += max(0, len(points) - MAX_POINTS)
+        del points[MAX_POINTS:]
+        labelled = [(labels_of((each.key, _value(each.value)) for each in point.attributes), point) for point in points]
+        if kind == "histogram":
+            yield _histogram(metric, labelled)
+        else:
+            lasting = metric.name not in _OF_PROCESSES
+            yield _numbers(metric, [each for each in labelled if lasting or each[0].get(_RANK) not in ended])
+    lost = Metric(_DROPPED, "Points that are not in this answer, as there would be too many", "gauge")
+    lost.add_sample(_DROPPED, {}, dropped)
+    yield lost
+
+
+def labels_of(attributes: Iterable[tuple[str, Any]]) -> Labels:
+    """Attributes as labels: bounded in length, without what drives a terminal."""
+    return {prometheus_name(name): printable(str(value))[:MAX_LABEL] for name, value in attributes}
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return ",".join(str(_value(each)) for each in value.array_value.values)
+    return getattr(value, kind) if kind else ""
+
+
+def _numbers(metric: OtlpMetric, points: Sequence[tuple[Labels, Any]]) -> Metric:
+    counts = metric.WhichOneof("data") == "sum" and metric.sum.is_monotonic
+    unit = prometheus_unit(metric.unit, gauge=metric.WhichOneof("data") == "gauge")
+    name = prometheus_name(metric.name, unit)
+    found = Metric(name, metric.description, "counter" if counts else "gauge", unit)
+    for labels, point in points:
+        value = point.as_int if point.WhichOneof("value") == "as_int" else point.as_double
+        found.add_sample(f"{name}_total" if counts else name, labels, value)
+    return found
+
+
+def _histogram(metric: OtlpMetric, points: Sequence[tuple[Labels, HistogramDataPoint]]) -> Metric:
+    unit = prometheus_unit(metric.unit, gauge=False)
+    name, buckets = prometheus_name(metric.name, unit), metric.name not in _WITHOUT_BUCKETS
+    found = Metric(name, metric.description, "histogram" if buckets else "summary", unit)
+    for labels, point in points:
+        if buckets:
+            _add_buckets(found, labels, point)
+        found.add_sample(f"{name}_count", labels, point.count)
+        found.add_sample(f"{name}_sum", labels, point.sum)
+    return found
+
+
+def _add_buckets(found: Metric, labels: Labels, point: HistogramDataPoint) -> None:
+    bounds, until_here = list(point.explicit_bounds), 0
+    newest: dict[int, Any] = {}  # by bucket
+    for example in sorted(point.exemplars, key=lambda each: each.time_unix_nano):
+        newest[bisect_left(bounds, example.as_double)] = example
+    for bucket, count in enumerate(point.bucket_counts):
+        until_here += count
+        upper = repr(bounds[bucket]) if bucket < len(bounds) else "+Inf"
+        exemplar = _exemplar(newest[bucket]) if bucket in newest else None
+        found.add_sample(f"{found.name}_bucket", {**labels, "le": upper}, until_here, exemplar=exemplar)
+
+
+def _exemplar(example: Any) -> Exemplar:
+    ids = {"trace_id": example.trace_id.hex(), "span_id": example.span_id.hex()}
+    return Exemplar(ids, example.as_double, example.time_unix_nano / 1e9)

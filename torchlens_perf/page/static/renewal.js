@@ -1,0 +1,71 @@
+// The page of a run that goes on: what is not a chart is taken from a newer page.
+{
+  // Which figure of its section this is.
+  torchlens.figureName = (figure) => figure.dataset.chart ?? figure.dataset.title;
+
+  // The pictures of telemetry are in one figure, each below its title: each gets a place of its own.
+  torchlens.separate = (root) => {
+    for (const title of root.querySelectorAll("figure[data-chart=telemetry] > h3")) {
+      const picture = title.nextElementSibling;
+      if (!picture?.matches(".picture")) continue;
+      const part = torchlens.element("div", { className: "part" });
+      part.dataset.title = title.textContent;
+      title.after(part);
+      part.append(picture);
+    }
+  };
+
+  // Puts the focus back to where it is now, in whatever has come there by then.
+  function placeOf(element) {
+    const section = element?.closest?.("main section");
+    if (!section) return null;
+    const like = (root) => [...root.querySelectorAll(element.tagName)];
+    const at = like(section).indexOf(element);
+    return () => {
+      const next = section.id && document.getElementById(section.id);
+      if (next && document.activeElement !== element) {
+        (element.isConnected ? element : like(next)[at])?.focus({ preventScroll: true });
+      }
+    };
+  }
+
+  // Takes all words, tables and pictures from the newer page; charts stay where they are, and so does the focus.
+  torchlens.renew = (page, newer) => {
+    const main = document.querySelector("main");
+    const focused = placeOf(document.activeElement);
+    const open = new Set([...main.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent));
+    for (const selector of ["header h1", "header .facts", "nav ul", "footer"]) {
+      const [old, next] = [document, newer].map((from) => from.querySelector(selector));
+      if (old && next) old.replaceWith(document.adoptNode(next));
+    }
+    const left = new Map(
+      [...newer.querySelectorAll("main > section")].map((section) => [section.id, document.adoptNode(section)]),
+    );
+    for (const section of left.values()) torchlens.separate(section);
+    const inside = (root, figure) =>
+      [...(root?.querySelectorAll("figure, .part") ?? [])].find(
+        (each) => torchlens.figureName(each) === torchlens.figureName(figure),
+      );
+    page.charts = page.charts.filter((chart) => {
+      const { figure } = chart;
+      const next = inside(left.get(figure.closest("section").id), figure);
+      if (!next) {
+        chart.remove();
+        return false;
+      }
+      for (const selector of [":scope > .picture", ":scope > figcaption"]) {
+        figure.querySelector(selector)?.replaceWith(next.querySelector(selector) ?? "");
+      }
+      next.replaceWith(figure);
+      return true;
+    });
+    for (const old of main.querySelectorAll(":scope > section")) old.remove();
+    main.append(...left.values());
+    for (const summary of main.querySelectorAll("details > summary")) {
+      if (open.has(summary.textContent)) summary.parentElement.open = true;
+    }
+    for (const chart of page.charts) chart.renewed();
+    page.rankTable = null;
+    focused?.();
+  };
+}

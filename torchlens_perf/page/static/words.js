@@ -1,0 +1,110 @@
+"use strict"; // for all of the page's scripts: they are put one behind the other, in the order of document/scripts.py
+
+// What the page's scripts share, and quantities as text, as analysis/statistics/quantities.py writes them.
+const torchlens = {};
+
+{
+  torchlens.duration = (seconds) => {
+    if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "not measured";
+    for (const [scale, unit] of [
+      [1, "s"],
+      [1e-3, "ms"],
+      [1e-6, "us"],
+    ]) {
+      if (Math.abs(seconds) >= scale) {
+        const value = seconds / scale;
+        const size = Math.abs(value);
+        return `${value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2)} ${unit}`;
+      }
+    }
+    return `${(seconds * 1e9).toFixed(0)} ns`;
+  };
+
+  // On an axis: without zeros at the end.
+  torchlens.tick = (text) => (value) =>
+    value === 0
+      ? "0"
+      : text(value)
+          .replace(/(\.\d*?)0+(?= )/, "$1")
+          .replace(/\.(?= )/, "");
+
+  torchlens.percent = (share) => {
+    if (share === null || share === undefined || Number.isNaN(share)) return "not measured";
+    return `${(share * 100).toFixed(Math.abs(share) >= 0.1 ? 0 : 1)}%`;
+  };
+
+  // More or less than the others.
+  torchlens.signed = (share) => {
+    if (Number.isNaN(share)) return "not compared";
+    if (Math.abs(share) < 0.0005) return "0.0%";
+    return share >= 0 ? `+${torchlens.percent(share)}` : `\u2212${torchlens.percent(-share)}`;
+  };
+
+  torchlens.amount = (count, unit) => {
+    if (count === null || count === undefined || Number.isNaN(count)) return "not measured";
+    for (const prefix of ["", "K", "M", "G", "T"]) {
+      if (count < 1000 || prefix === "T") {
+        return `${count.toFixed(!prefix || count >= 100 ? 0 : 1)} ${prefix}${unit}`;
+      }
+      count /= 1000;
+    }
+  };
+
+  // A value of telemetry, with its unit, which is UCUM's.
+  torchlens.measured = (value, unit) => {
+    if (value === null || value === undefined || Number.isNaN(value)) return "not measured";
+    if (unit === "By") return torchlens.amount(value, "B");
+    if (unit === "By/s") return torchlens.amount(value, "B/s");
+    if (unit === "Hz") return `${(value / 1e6).toFixed(0)} MHz`;
+    if (unit === "Cel") return `${value.toFixed(0)} \u00b0C`;
+    const figures = Number(value.toPrecision(3));
+    return unit === "1" ? String(figures) : `${figures} ${unit}`;
+  };
+
+  // What somebody has named: one line of bounded length, in which nothing turns letters round. A long one loses its
+  // middle. It becomes text of an element or of a canvas, never markup.
+  torchlens.short = (text, longest = 60) => {
+    const plain = String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}]/gu, "?");
+    if (plain.length <= longest) return plain;
+    const half = Math.max(1, Math.floor((longest - 1) / 2));
+    return `${plain.slice(0, half)}\u2026${plain.slice(-half)}`;
+  };
+
+  // "step 7" or "steps 8 to 15", of [since, until).
+  torchlens.steps = (since, until) => (until - since > 1 ? `steps ${since} to ${until - 1}` : `step ${since}`);
+
+  torchlens.PART_WORDS = new Map([
+    ["communication", "wait"],
+    ["tool", "this tool"],
+  ]);
+  torchlens.partWord = (part) => torchlens.PART_WORDS.get(part) ?? part;
+
+  const collator = new Intl.Collator("en", { numeric: true });
+  torchlens.compare = (one, other) => collator.compare(String(one), String(other));
+
+  // An element with this text, and what is in it.
+  torchlens.element = (name, { className, text, ...attributes } = {}, ...children) => {
+    const made = document.createElement(name);
+    if (className) made.className = className;
+    if (text !== undefined) made.textContent = text;
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    made.append(...children);
+    return made;
+  };
+
+  torchlens.button = (text, pressed) => {
+    const made = torchlens.element("button", { type: "button", text });
+    made.addEventListener("click", pressed);
+    return made;
+  };
+
+  torchlens.option = (value, text) => torchlens.element("option", { value, text: torchlens.short(text, 80) });
+
+  // options: [value, text] each.
+  torchlens.choice = (label, name, options, chosen) => {
+    const select = torchlens.element("select", { name });
+    select.append(...options.map(([value, text]) => torchlens.option(value, text)));
+    select.addEventListener("change", () => chosen(select.value));
+    return { label: torchlens.element("label", {}, `${label} `, select), select };
+  };
+}
