@@ -32,13 +32,13 @@ TRAINER = "trainer"
 class TorchlensCallback(Callback):  # type: ignore[misc,unused-ignore]
     """Records Trainer.fit(); a step is what `trainer.global_step` counts, or several that end with one batch.
 
-    A step is from one on_train_batch_end in which global_step has grown to the next. Batches that are accumulated before
-    it are its micro-steps. Validation and saving follow on a batch's end: the step that they are in is tagged.
+    A step is from one on_train_batch_end in which global_step has grown to the next. Batches that are accumulated
+    before it are its micro-steps. Validation and saving follow on a batch's end: the step that they are in is tagged.
     """
 
     def __init__(self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Any) -> None:
-        """log_to, log_every_s: see Watch.log_to(); "trainer" for all loggers of the Trainer. settings: those of watch().
-        Raises ConfigError for what cannot be used.
+        """log_to, log_every_s: see Watch.log_to(); "trainer" for all loggers of the Trainer. settings: those of
+        watch(). Raises ConfigError for what cannot be used.
         """
         super().__init__()
         if isinstance(log_to, str) and log_to != TRAINER:
@@ -81,8 +81,8 @@ class TorchlensCallback(Callback):  # type: ignore[misc,unused-ignore]
 class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
     """What Lightning calls by name, its hooks, its callbacks' and its strategy's, as sections of the report.
 
-    It records Trainer.fit() by itself, and joins a TorchlensCallback, whose steps are then those that count; else a step
-    ends with the optimizer's.
+    It records Trainer.fit() by itself, and joins a TorchlensCallback, whose steps are then those that count; else a
+    step ends with the optimizer's.
     """
 
     def __init__(self, **settings: Any) -> None:

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.errors import ConfigError, Printable
 from torchlens_perf.results.loggers import Logger, logger_for
@@ -104,7 +104,7 @@ class Figures:
         due = [log for log in self._logs if log.sums != self._newest and (last or now_s >= log.due_s)]
         for log in due:
             values, log.sums, log.due_s = self._values(log.sums), self._newest, now_s + log.asked.every_s
-            self._write(log, lambda to, step, values=values: to.figures(values, step))
+            self._write(log, _figures(values))
 
     def heard(self, alert: Alert) -> None:
         """A verdict has begun, changed or ended."""
@@ -135,7 +135,7 @@ class Figures:
         for log in self._logs:
             self._write(log, lambda to, step: to.text(name, text, step))
 
-    def _write(self, log: _Log, write: Callable[[Any, int], None]) -> None:
+    def _write(self, log: _Log, write: Callable[[Logger, int], None]) -> None:
         """An exception ends no job and is logged, once for each logger; it is written to again all the same."""
         session, began_ns = self._session, time.monotonic_ns()
         try:
@@ -152,3 +152,7 @@ class Figures:
         finally:
             if session is not None and not session.recorder.closed:
                 session.add_overhead(time.monotonic_ns() - began_ns, ours=False)
+
+
+def _figures(values: dict[str, float]) -> Callable[[Logger, int], None]:
+    return lambda to, step: to.figures(values, step)

@@ -1,4 +1,4 @@
-"""The loggers that users have, as w.log_to() writes into them. Nothing here imports one: what is passed tells what it is.
+"""The loggers that users have, as w.log_to() writes into them. Nothing here imports one.
 
 A logger keeps its own axis: where figures of ours could move it, they wait for the user's next row.
 """
@@ -12,8 +12,8 @@ from torchlens_perf.errors import ConfigError
 
 _TRACKERS_OF_TRANSFORMERS = "transformers.integrations"
 KNOWN = (
-    "a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator, Lightning's Trainer, Fabric or one of "
-    "its loggers, or a function of (figures, step)"
+    "a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator, Lightning's Trainer, Fabric or one "
+    "of its loggers, or a function of (figures, step)"
 )
 
 

@@ -64,12 +64,12 @@ class ShowsResults(abc.ABC):
     def log_to(self, logger: object, *, every_s: float = 10.0, step: Callable[[], int] | None = None) -> None:
         """Writes a few figures into the user's own logger as the run goes on, and what is found as text.
 
-        logger: a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator, Lightning's Trainer, Fabric
-        or one of its loggers, or a function of (figures: dict[str, float], step: int); several of them as a list.
-        every_s: at most once in so long, at the end of a step, on the training thread. step: the step number that the
-        logger gets; without it, how many steps this watch has counted. The names: docs/frameworks.md. On rank 0 alone;
-        on the others this does nothing. What a logger raises is logged, and ends nothing. Raises ConfigError for what is
-        no logger.
+        logger: a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator, Lightning's Trainer,
+        Fabric or one of its loggers, or a function of (figures: dict[str, float], step: int); several of
+        them as a list. every_s: at most once in so long, at the end of a step, on the training thread. step: the step
+        number that the logger gets; without it, how many steps this watch has counted. The names: docs/frameworks.md.
+        On rank 0 alone; on the others this does nothing. What a logger raises is logged, and ends nothing. Raises
+        ConfigError for what is no logger.
         """
         from torchlens_perf.results.figures import checked
 

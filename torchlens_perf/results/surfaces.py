@@ -1,5 +1,7 @@
-"""By what one watch is shown while it records: a notebook's cell, callbacks, the user's logger. Made when the user first
-asks for one."""
+"""By what one watch is shown while it records: a notebook's cell, callbacks, the user's logger.
+
+Made when the user first asks for one.
+"""
 
 from __future__ import annotations
 

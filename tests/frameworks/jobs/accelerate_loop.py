@@ -27,3 +27,4 @@ with perf.watch(model, optimizer) as w:
         losses.add(loss)
         steps += accelerator.sync_gradients
 losses.print(steps=steps)
+accelerator.end_training()

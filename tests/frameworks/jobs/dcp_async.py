@@ -20,6 +20,7 @@ losses, saved = Losses(), None
 names = [tempfile.mkdtemp()]
 dist.broadcast_object_list(names, 0)
 folder = names[0]
+saving = dist.new_group()  # in the background a save has collectives of its own
 # -- paste
 import torchlens_perf as perf
 
@@ -32,7 +33,8 @@ with perf.watch(model, optimizer) as w:
         if step % 10 == 4:
             if saved is not None:
                 saved.result()
-            saved = dcp.async_save({"model": model.state_dict()}, checkpoint_id=f"{folder}/{step}")
+            state = {"model": model.state_dict()}
+            saved = dcp.async_save(state, checkpoint_id=f"{folder}/{step}", process_group=saving)
         # -- end
         if step == 30:
             dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/now")

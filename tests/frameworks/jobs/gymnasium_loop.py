@@ -1,4 +1,4 @@
-"""Reinforcement learning in gymnasium: an actor and a critic, one update for sixteen actions; the environment is slow."""
+"""Reinforcement learning in gymnasium: actor and critic, an update for sixteen actions; the environment is slow."""
 
 import gymnasium
 import torch

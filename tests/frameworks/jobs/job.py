@@ -1,7 +1,7 @@
 """What the jobs of this folder share: a small model, its data with a planted fault, and what they print.
 
-The fault: examples are slow to come, on rank 1 of two ranks, or where there is one rank alone. What lies between "paste"
-and "end" is what docs/frameworks.md shows. Without us, a job runs with tests/frameworks/without in our place.
+The fault: examples are slow to come, on rank 1 of two ranks, or where there is one rank alone. What lies between
+"paste" and "end" is what docs/frameworks.md shows. Without us, a job runs with tests/frameworks/without in our place.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ class Losses:
         self._digest.update(float(loss).hex().encode())
         self.count += 1
 
+    def facts(self, steps: int, **facts: Any) -> dict[str, Any]:
+        """What is compared. steps: as the framework has counted them."""
+        return {"losses": self._digest.hexdigest(), "count": self.count, "steps": steps, **facts}
+
     def print(self, steps: int, **facts: Any) -> None:
-        """The last line of rank 0. steps: as the framework has counted them."""
+        """The last line of rank 0."""
         if RANK == 0:
-            print(json.dumps({"losses": self._digest.hexdigest(), "count": self.count, "steps": steps, **facts}))
+            print(json.dumps(self.facts(steps, **facts)))

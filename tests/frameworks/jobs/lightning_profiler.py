@@ -36,8 +36,9 @@ with tempfile.TemporaryDirectory() as folder:
     L.seed_everything(0, verbose=False)
     checkpoints = L.pytorch.callbacks.ModelCheckpoint(folder, every_n_train_steps=25, save_top_k=-1)
     settings = {
-        "max_steps": STEPS, "accelerator": "cpu", "devices": WORLD_SIZE, "strategy": "ddp" if WORLD_SIZE > 1 else "auto",
-        "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accumulate_grad_batches": 2,
+        "max_steps": STEPS, "accelerator": "cpu", "devices": WORLD_SIZE, "logger": False,
+        "strategy": "ddp" if WORLD_SIZE > 1 else "auto",
+        "enable_progress_bar": False, "enable_model_summary": False, "accumulate_grad_batches": 2,
         "val_check_interval": 40, "limit_val_batches": 2,
     }  # fmt: skip
     # -- paste
