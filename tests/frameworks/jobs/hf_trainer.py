@@ -32,4 +32,4 @@ with tempfile.TemporaryDirectory() as folder:
     # -- end
     trainer.add_callback(Remember())
     trainer.train()
-losses.print(steps=trainer.state.global_step, evaluations=[20, 40], saved=[25])
+losses.print(steps=trainer.state.global_step, tagged={"evaluation": [0, 20, 40], "saving": [25]})
