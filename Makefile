@@ -67,7 +67,8 @@ $(RECEIVER)/ready:
 	$(RECEIVER)/bin/python -m pip install -q --no-compile 'ddapm-test-agent>=1.69,<2'
 	touch $@
 
-# Needs some 5 GB: transformers, TRL and what they pull in, beside the frameworks of `make test`.
+# Needs some 5 GB: transformers, TRL and what they pull in, beside the frameworks of `make test`; JupyterLab's tests look
+# at it in Chromium, and are skipped without. SHOTS=1: also docs/images.
 test-frameworks: $(FRAMEWORKS)/ready
 	$(FRAMEWORKS)/bin/python -m pytest -m '' tests/frameworks
 

@@ -73,7 +73,7 @@ def merge(places: Places) -> None:
         collected = exchange.collect() if line == "collect\n" else None
         answer = {
             "collect_ms": (time.monotonic() - began_s) * 1e3,
-            "payloads": 0 if collected is None else sum(map(len, collected.payloads.values())),
+            "payloads": 0 if collected is None else sum(len(post.payloads) for post in collected.posts),
             "nodes": 0 if collected is None else len(collected.nodes) - 1,
             "missed": 0 if collected is None else sum(node.missed for node in collected.nodes.values()),
             "notes": exchange.notes(),

@@ -68,11 +68,11 @@ class _End:
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
         self._wire.bytes += sum(map(len, payloads.values()))
-        self._wire.posted += [Received(payload, 0.0, self._node, 1) for payload in payloads.values()]
+        self._wire.posted += [Received(self._node, 1, 0.0, payloads)]
 
     def collect(self) -> Collected:
         posted, self._wire.posted = self._wire.posted, []
-        return Collected({number: (each,) for number, each in enumerate(posted)}, {})
+        return Collected(posted, {})
 
     def set_reply(self, reply: bytes) -> None:
         self._wire.reply = reply

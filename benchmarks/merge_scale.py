@@ -42,10 +42,10 @@ class Handed:
     """In place of the exchange: what it has collected."""
 
     def __init__(self, *_: object) -> None:
-        self.next: Collected = Collected({}, {})
+        self.next: Collected = Collected((), {})
 
     def collect(self) -> Collected:
-        collected, self.next = self.next, Collected({}, {})
+        collected, self.next = self.next, Collected((), {})
         return collected
 
     def notes(self) -> list[str]:
@@ -68,8 +68,12 @@ def window(number: int, draw: np.random.Generator) -> Collected:
     duration = 1.01 * own.max(axis=0)
     values["times"][..., 0], values["times"][..., 1], values["times"][..., 2:] = duration, duration - own, np.nan
     nodes = [f"node-{rank // NODE_SIZE}/{rank // NODE_SIZE * NODE_SIZE}" for rank in range(RANKS)]
-    payloads = {rank: (Received(values[rank].tobytes(), 0.3, nodes[rank], number + 1),) for rank in range(RANKS)}
-    return Collected(payloads, {node: NodeContact(node, 0.3, number, 0, 0, False) for node in set(nodes)})
+    payloads = {rank: values[rank].tobytes() for rank in range(RANKS)}
+    posts = [
+        Received(nodes[first], number + 1, 0.3, {rank: payloads[rank] for rank in range(first, first + NODE_SIZE)})
+        for first in range(0, RANKS, NODE_SIZE)
+    ]
+    return Collected(posts, {node: NodeContact(node, 0.3, number, 0, 0, False) for node in set(nodes)})
 
 
 def memory_mb(field: str) -> float:

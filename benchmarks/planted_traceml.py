@@ -51,7 +51,8 @@ def run_all(truths: list[Truth], out: Path, python: Path, environ: dict[str, str
     subprocess.run([python, "-m", "benchmarks.planted_traceml", str(out)], env=environ, check=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -61,7 +62,7 @@ def _run(truth: Truth, folder: Path, python: Path, environ: dict[str, str]) -> s
     launcher = [str(python.parent / "traceml"), "run", str(TRAINING), "--mode", "summary"]
     launcher += ["--nproc-per-node", str(truth.ranks), "--logs-dir", str(folder), "--run-name", "run"]
     # Free ports: an aggregator that outlived a killed run would hold the default one.
-    launcher += ["--aggregator-port", str(_free_port()), "--master-port", str(_free_port())]
+    launcher += ["--aggregator-port", str(free_port()), "--master-port", str(free_port())]
     command = [*launcher, "--args", "--traceml", f"{truth.kind}:{truth.seed}"]
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, start_new_session=True)

@@ -34,6 +34,7 @@ RANKS = {
     "autoload": "starts a watch in a script that does not know of us",
     "startup": "starts autoload where torch does not",
     "torchrun": "switches autoload on in workers",
+    "instrumentation": "is loaded by OpenTelemetry's own tools, in whatever they start",
     "": "the public names",
     # the sidecar
     "analysis.statistics": "what one rank's records add up to",
@@ -74,6 +75,7 @@ LONG = {"recorder.python": 750}  # one object, as native/recorder.c is
 SHORT = {  # and why
     "version": "setup reads it",
     "__main__": "as Python wants it",
+    "exporters.node_semantics": "names alone",
     "report.distribution": "several tables show one",
     "report.run_report": "what needs files, beside what is computed",
 }
@@ -111,7 +113,7 @@ THIRD_PARTY = {
     },
     "lightning": {"integrations.lightning"},
     "nvtx": {"hooks.nvtx", "commands.doctor"},
-    "opentelemetry": {"exporters"},
+    "opentelemetry": {"exporters", "instrumentation.instrumentor", "instrumentation.resource_detector"},
     "rich": {
         "commands.progress", "report.brief", "report.heat_map", "report.rank_table", "report.tables", "report.terminal",
         "report.verdict_text", "top",

@@ -23,9 +23,11 @@ from typing import Any
 from torchlens_perf import config as configuration
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, guard, printable
-from torchlens_perf.watch import forked_while_recording, watch
+from torchlens_perf.watch import Watch, forked_while_recording, watch
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+_started: Watch | None = None
 
 
 def is_autoload_off(environ: Mapping[str, str]) -> bool:
@@ -59,7 +61,20 @@ def arm() -> None:
     first_step.wait(_start)
 
 
+def disarm() -> None:
+    """Waits no longer, and ends the watch that was started here. Again is harmless."""
+    global _started
+    waiting = sys.modules.get("torchlens_perf.hooks.loop.first_step")
+    if waiting is not None:
+        waiting.stop_waiting()
+    started, _started = _started, None
+    if started is not None:
+        atexit.unregister(started.close)
+        started.close()
+
+
 def _start(optimizer: Any) -> None:
+    global _started
     started = watch()
     try:
         if not started.start(in_the_middle=True, after_step_of=optimizer):
@@ -67,6 +82,7 @@ def _start(optimizer: Any) -> None:
     except ConfigError as error:
         _say_off(str(error))  # a setting in the environment is no reason to stop a script that does not know of us
         return
+    _started = started
     # A process that multiprocessing forked ends without atexit, but with its own finalizers.
     atexit.register(started.close)
     multiprocessing.util.Finalize(None, started.close, exitpriority=100)

@@ -101,7 +101,7 @@ def test_written_and_read(run: RunDirectory, state: NodeState) -> None:
     process = next(iter(value["processes"].values()))
     statistics = process["statistics"]
     assert (empty(value), empty(value["telemetry"])) == (
-        {"saved_unix_ns"},
+        {"saved_unix_ns", "traced"},
         {"lost_samples", "dropped_files", "slow_samples"},
     )
     assert {"groups", "gpus", "device", "out_of_memory", "cpu_wait"}.isdisjoint(empty(process))

@@ -86,6 +86,12 @@ def test_finds_the_live_run(
     assert "ENDED" in capsys.readouterr().out
 
 
+def test_folder_of_runs(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its live run, without a variable that names the folder."""
+    assert main(["top", str(live.run.path.parent), "--once"]) == 0
+    assert "  live  4 ranks" in capsys.readouterr().out
+
+
 def test_reader_that_stops_early(live: LiveSimulation) -> None:
     """`top | head` ends quietly when nobody reads on."""
     live.ends()

@@ -245,9 +245,10 @@ for path in sorted(top.rglob("*.py")):
     try:
         importlib.import_module(modules[-1])
     except ModuleNotFoundError as error:
-        # Extras: their commands say what to install.
-        assert parts[1] in ("serve", "top"), error
-        assert error.name.partition(".")[0] in ("prometheus_client", "starlette", "textual", "uvicorn"), error
+        # Extras: their commands say what to install. What opentelemetry-instrument loads, it brings itself.
+        assert parts[1] in ("serve", "top", "instrumentation") or parts[1:3] == ("exporters", "prometheus"), error
+        extras = ("anyio", "opentelemetry", "packaging", "prometheus_client", "starlette", "textual", "uvicorn")
+        assert error.name.partition(".")[0] in extras, error
 from torchlens_perf.recorder import recorder
 from torchlens_perf.added.inner.module import DATA
 elsewhere = [name for name, module in sys.modules.items() if name.partition(".")[0] == "torchlens_perf"

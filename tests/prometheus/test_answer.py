@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.scrapes import Scrape, ScrapedSimulation, scrape
-from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters import node_semantics, semantics
 from torchlens_perf.exporters.prometheus import exporter as exporter_module
 from torchlens_perf.exporters.prometheus.endpoint import Address
 from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
@@ -18,6 +18,7 @@ from torchlens_perf.exporters.prometheus.names import prometheus_name, series_na
 from torchlens_perf.exporters.series import Meter
 
 RANKS, SLOW = 4, 2
+NAMES = (*vars(semantics).values(), *vars(node_semantics).values())
 RANK = "torch_distributed_rank"
 
 
@@ -89,7 +90,7 @@ def test_who_says_it(answer: Scrape) -> None:
 
 def test_every_name_is_that_of_otlp(answer: Scrape) -> None:
     """Each sample's name follows from a name in semantics.py and its unit, or is the process collector's."""
-    ours = {prometheus_name(name) for name in vars(semantics).values() if isinstance(name, str)}
+    ours = {prometheus_name(name) for name in NAMES if isinstance(name, str)}
     for sample in answer.all():
         assert sample.name.startswith(("process_", "target_info", "torchlens_perf_scrape_")) or any(
             sample.name.startswith(name) for name in ours

@@ -20,10 +20,11 @@ from tests.support.live_ranks import LiveRanks
 from tests.support.otlp_receiver import free_port
 from tests.support.processes import ROOT, slowdown
 from tests.support.prometheus_server import DEPLOY, IS_THERE, MISSING, Prometheus
-from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters import node_semantics, semantics
 from torchlens_perf.exporters.prometheus.names import prometheus_name
 
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
+NAMES = (*vars(semantics).values(), *vars(node_semantics).values())
 SDK = importlib.util.find_spec("grafana_foundation_sdk") is not None
 # What a healthy CPU job has no answer to, and why. The GPU panels are asked of a target whose hardware is stood in for.
 NO_GPU = {
@@ -70,7 +71,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 def test_every_metric_is_one_of_ours() -> None:
     """No query names a metric that nothing emits."""
-    names = {prometheus_name(name) for name in vars(semantics).values() if isinstance(name, str)}
+    names = {prometheus_name(name) for name in NAMES if isinstance(name, str)}
     others = {"target_info", "process_cpu_seconds_total"}
     for _, query in queries():
         for metric in re.findall(r"\b(?:torch_train|torch_coll|torchlens|hw_|process_|target_)\w+", query):

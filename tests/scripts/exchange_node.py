@@ -28,9 +28,13 @@ def main(settings: dict[str, Any]) -> None:
         collected, notes = exchange.collect(), exchange.notes()
         longest_s = max(longest_s, time.monotonic() - started_s)
         number += 1
+        payloads: dict[int, list[int]] = {}
+        for post in collected.posts:
+            for rank, payload in post.payloads.items():
+                payloads.setdefault(rank, []).append(int(payload))
         say(
-            payloads={rank: [int(each.payload) for each in received] for rank, received in collected.payloads.items()},
-            ages=[each.age_s for received in collected.payloads.values() for each in received],
+            payloads=payloads,
+            ages=[post.age_s for post in collected.posts for _ in post.payloads],
             nodes={name: vars(contact) for name, contact in collected.nodes.items()},
             notes=notes,
         )

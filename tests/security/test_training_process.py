@@ -27,7 +27,7 @@ _COLLECTIVES = {
 # By file, what it may use of them, and why.
 _ALLOWED = {
     # Leaves the watch, bounded by exit_timeout_s; also in a process that multiprocessing has forked.
-    "autoload": {"atexit.register", "multiprocessing.util"},
+    "autoload": {"atexit.register", "atexit.unregister", "multiprocessing.util"},
     # A line where nothing was recorded, of the user's program.
     "hooks.loop.first_step": {"atexit.register", "atexit.unregister", "multiprocessing.parent_process"},
     "run.location": {"urllib.parse.unquote"},  # of a text
@@ -36,6 +36,13 @@ _ALLOWED = {
     "run.identity": {"socket.gethostname"},  # opens nothing
     "run.place.node": {"socket.gethostname"},
     "run.ring": {"signal.SIGUSR2"},
+    # Loaded by OpenTelemetry's own tools alone, where the user runs them in the process.
+    "instrumentation.instrumentor": {"opentelemetry.instrumentation.instrumentor.BaseInstrumentor"},
+    "instrumentation.resource_detector": {
+        "opentelemetry.sdk.resources.Resource",
+        "opentelemetry.sdk.resources.ResourceDetector",
+        "socket.gethostname",
+    },
     "cuda.aggregate": {"dist.all_reduce"},  # aggregate="device", which is asked for
     "hooks.on_device.cuda_device": {"dist.all_reduce", "dist.new_group"},
     "hooks.on_device.data_parallel": {"dist.reduce"},  # the name of what it wraps

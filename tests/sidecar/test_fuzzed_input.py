@@ -192,7 +192,7 @@ def test_messages_of_any_bytes(number: int, tmp_path: Path) -> None:
     """Each is taken, or refused by ValueError alone; what is taken is judged, and no error comes of it."""
     began_s, count, draw = time.monotonic(), number if number < MESSAGES else share(MESSAGES), random.Random(number)
     sent, _ = two_nodes(tmp_path)
-    payloads = {rank: each.payload for rank, each in enumerate(sent.sent, 2)}
+    payloads = {rank: payload for each in sent.sent for rank, payload in each.payloads.items()}
     answer = messages.encode(messages.Answer(3, 0.5, Word("a-run", (Began(0, -5.0, 4),)).encode()))
     view, taken, other_ranks = node_zero(tmp_path, Wire()), 0, 0
     for sequence in range(count):

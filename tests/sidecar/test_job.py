@@ -49,11 +49,11 @@ class End:
         self._wire, self._node = wire, node
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
-        self._wire.sent += [Received(payload, 0.0, self._node, 1) for payload in payloads.values()]
+        self._wire.sent += [Received(self._node, 1, 0.0, {rank: payload}) for rank, payload in payloads.items()]
 
     def collect(self) -> Collected:
         received, self._wire.sent = self._wire.sent, []
-        return Collected({number: (each,) for number, each in enumerate(received)}, {})
+        return Collected(received, {})
 
     def set_reply(self, reply: bytes) -> None:
         self._wire.word = reply
@@ -131,7 +131,7 @@ def two_nodes(tmp_path: Path) -> tuple[Wire, list[JobView]]:
 def test_a_node_of_another_version(tmp_path: Path) -> None:
     """What it sends cannot be read: it is told and left out, and the other nodes are judged as ever."""
     wire, nodes = two_nodes(tmp_path)
-    wire.sent += [Received(b"of another version", 0.0, "node-2/4", 1)]
+    wire.sent += [Received("node-2/4", 1, 0.0, {4: b"of another version"})]
     nodes[0].update(1.0)
 
     assert set(nodes[0].places) == {0, 1, 2, 3}
@@ -157,11 +157,12 @@ def test_a_corrupt_window_costs_its_own_node_only(tmp_path: Path, data: st.DataO
     nodes[1].update(1.0)
     nodes[2].update(1.0)
     at_first = wire.sent[0]
-    payload = bytearray(at_first.payload)
+    ((sender, whole),) = at_first.payloads.items()
+    payload = bytearray(whole)
     first = data.draw(st.integers(1, len(payload) - 1))
     noise = data.draw(st.binary(min_size=1, max_size=len(payload) - first))
     payload[first : first + len(noise)] = noise
-    wire.sent[0] = replace(at_first, payload=bytes(payload))
+    wire.sent[0] = replace(at_first, payloads={sender: bytes(payload)})
     nodes[0]._join()
     nodes[0]._receive(1.0)
 
@@ -173,6 +174,7 @@ def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
     """A state, a text or a time that is none, a step far away: its window is left out and counted, by its node."""
     wire, nodes = two_nodes(tmp_path)
     good = wire.sent[0]
+    ((sender, whole),) = good.payloads.items()
     for field, value in (
         ("state", 200),
         ("population", b"\xff"),
@@ -182,9 +184,9 @@ def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
         ("world_size", 0),
         ("row", 1 << 31),
     ):
-        values = np.frombuffer(good.payload, summary.LAYOUT).copy()
+        values = np.frombuffer(whole, summary.LAYOUT).copy()
         values[field] = value
-        wire.sent.append(replace(good, payload=values.tobytes()))
+        wire.sent.append(replace(good, payloads={sender: values.tobytes()}))
     nodes[0].update(1.0)
 
     assert nodes[0].notes() == ["7 windows of node node-1 were corrupt: left out"]

@@ -213,7 +213,7 @@ class TroubledExchange:
         pass
 
     def collect(self) -> Collected:
-        return Collected({}, {})
+        return Collected((), {})
 
     def reply(self) -> bytes:
         return b""

@@ -68,6 +68,8 @@ class ReceivedPoint:
     offset: int
     exemplars: tuple[tuple[int, int, float], ...]
     """Trace id, span id and value."""
+    monotonic: bool = False
+    """Of a sum."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +227,7 @@ def points_of(request: dict[str, Any]) -> Iterator[ReceivedPoint]:
                                 (_id(each["trace_id"]), _id(each["span_id"]), each["as_double"])
                                 for each in point.get("exemplars", ())
                             ),
+                            monotonic=bool(data.get("is_monotonic", False)),
                         )
 
 

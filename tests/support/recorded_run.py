@@ -16,6 +16,7 @@ import pytest
 from tests.support import warm_python
 from tests.support.otlp_receiver import MISSING, PROGRAM, Receiver, wait_for
 from tests.support.processes import SCRIPTS
+from torchlens_perf.analysis import node_state
 from torchlens_perf.exporters import traced_steps
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import node_name
@@ -49,13 +50,16 @@ def train(
 
 
 def spans_of(run: RunDirectory, every: int) -> int:
-    """How many spans the run directory's sampled steps make: their records, and a root for each step of rank 0."""
+    """How many spans a run makes: its sampled steps' records, a root for each step of rank 0, and one for all of it
+    where somebody handed a trace over."""
     rows = pq.read_table(run.path / "spans", columns=["rank", "step", "kind"]).to_pylist()
     rows = [row for row in rows if row["kind"] != "thread_time"]  # counters, no spans
     ended = {(row["rank"], row["step"]) for row in rows if row["kind"] == "step"}
     sampled = traced_steps([step for _, step in ended], every)
     records = sum((row["rank"], row["step"]) in ended and row["step"] in sampled for row in rows)
-    return records + sum(rank == 0 and step in sampled for rank, step in ended)
+    processes = [process for node in node_state.load_all(run) for process in node.processes.values()]
+    handed_over = sum(process.identity.rank == 0 and bool(process.identity.traceparent) for process in processes)
+    return records + sum(rank == 0 and step in sampled for rank, step in ended) + handed_over
 
 
 def wait_for_sidecar(run: RunDirectory, timeout_s: float) -> float:

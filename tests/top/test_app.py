@@ -238,6 +238,22 @@ def test_verdicts_scroll(live: LiveSimulation) -> None:
     runs(scenario)
 
 
+def test_evidence_where_there_is_room(live: LiveSimulation) -> None:
+    """All of it or none, so that what is seen first is never pushed away by what somebody may want to know next."""
+
+    async def scenario() -> None:
+        live.goes_on(4)
+        async with Drawn(live.run.path, live.run.path.parent, (100, 50)) as drawn:
+            await drawn.sees("windows of the run.")
+        async with Drawn(live.run.path, live.run.path.parent, (40, 20)) as drawn:
+            await drawn.sees("lines 1-")
+            await drawn.press("tab", "end")
+            lines = await drawn.sees("Next:")
+            assert "windows of the run." not in " ".join(lines)
+
+    runs(scenario)
+
+
 def test_failure_of_ours_is_no_stale_screen(live: LiveSimulation, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the reading thread has a mistake, the application ends with it: nobody looks at what is not read any more."""
 

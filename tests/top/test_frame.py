@@ -123,14 +123,18 @@ def test_not_measured_is_not_zero(view: View) -> None:
 def test_before_the_first_step(view: View) -> None:
     """What cannot be known yet is said to be so."""
     ranks: Any = [
-        {**rank, "phases": {}, "typical": None, "last_step": None, "steps": 0} for rank in report_of(view)["ranks"]
+        {**rank, "phases": {}, "typical": None, "last_step": None, "steps": 0, "coverage": 0.0}
+        for rank in report_of(view)["ranks"]
     ]
-    steps: Any = {**report_of(view)["steps"], "p50_s": None}
+    steps: Any = {**report_of(view)["steps"], "p50_s": None, "count": 0}
     none = dataclasses.replace(with_report(view, ranks=ranks, steps=steps, heat=None), pace=Pace(None, None, None))
     lines = shown(none)
 
     assert lines[1:3] == ["no step yet", "step time: no curve before two windows of steps"]
     assert "no step yet that is no warm-up" in lines
+    for said in ("\n".join(lines), "\n".join(of_rank(none, 0))):
+        assert "records lost, no step was seen" in said
+        assert "0.0% of" not in said
 
 
 def test_rank(view: View) -> None:
@@ -167,7 +171,7 @@ def test_ranks_that_do_other_work_are_no_measure(tmp_path: Path) -> None:
     """Of a pipeline's two stages, a rank stands beside the one rank of its own."""
     found = view_of(tmp_path / "run", 4, blocks=2, stages=2)
 
-    assert "beside the median of 1 that do the same work" in "\n".join(of_rank(found, 0))
+    assert "beside another's that does the same work" in "\n".join(of_rank(found, 0))
 
 
 def test_verdicts_on_a_rank_are_on_its_screen(view: View) -> None:

@@ -36,7 +36,7 @@ def add_command(commands: Any) -> None:
         "run",
         type=Path,
         nargs="?",
-        help="a run directory, there already or not; default: the live one here, or a choice",
+        help="a run directory, there already or not, or a folder of runs; default: the live one here, or a choice",
     )
     parser.add_argument("--once", action="store_true", help="print one frame as text, and end; needs no Textual")
     parser.set_defaults(command=top)
@@ -54,12 +54,10 @@ def top(options: argparse.Namespace) -> int:
         raise TorchlensPerfError(_MISSING)
     _give_way()
     from torchlens_perf.top.app import Top
-    from torchlens_perf.top.live_runs import default_folder, live, runs_in
+    from torchlens_perf.top.live_runs import live, runs_in
 
-    folder, run = default_folder(), _given(options.run)
-    if run is not None:
-        folder = run.path.parent
-    else:
+    folder, run = _asked_for(options.run)
+    if run is None:
         found = live(runs_in(folder))
         run = _given(found[0].path) if len(found) == 1 else None
     app = Top(run, folder.absolute(), lettering)
@@ -68,16 +66,16 @@ def top(options: argparse.Namespace) -> int:
 
 
 def _plain(path: Path | None, lettering: Lettering, *, once: bool) -> int:
-    from torchlens_perf.top.live_runs import default_folder, live, runs_in
+    from torchlens_perf.top.live_runs import live, runs_in
     from torchlens_perf.top.plain import PlainTop
     from torchlens_perf.top.reading import RunReader
 
-    run = _given(path)
+    folder, run = _asked_for(path)
     if run is None:
-        rows = runs_in(default_folder())
+        rows = runs_in(folder)
         run = _given((live(rows) or rows)[0].path) if rows else None
     if run is None:
-        raise RunStoreError(f"no run directory in {default_folder()}: name one, torchlens-perf top RUN_DIR")
+        raise RunStoreError(f"no run directory in {folder}: name one, torchlens-perf top RUN_DIR")
     reader, terminal = RunReader(run), sys.stdout.isatty()
     width = shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
     color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
@@ -92,6 +90,16 @@ def _plain(path: Path | None, lettering: Lettering, *, once: bool) -> int:
         raise RunStoreError(view.trouble)
     shown.once(view)
     return 0
+
+
+def _asked_for(path: Path | None) -> tuple[Path, RunDirectory | None]:
+    """The folder of runs, and the run that is named; None where only the folder is, or nothing."""
+    from torchlens_perf.top.live_runs import default_folder, runs_in
+
+    run = _given(path)
+    if run is None:
+        return default_folder(), None
+    return (run.path, None) if runs_in(run.path) else (run.path.parent, run)
 
 
 def _given(path: Path | None) -> RunDirectory | None:

@@ -91,6 +91,8 @@ class Assessment:
     """Whether this sidecar judges all ranks. If another one does, this one's findings are only its own ranks'."""
     together: Sequence[StragglerGroup] = ()
     """Who is slow now, and together with whom: for what they cost, which of several is not that of one of them."""
+    ended: bool = False
+    """Whether no process of the node runs any more."""
 
 
 UNDELIVERED = "OTLP: "

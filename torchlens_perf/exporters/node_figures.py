@@ -15,7 +15,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from torchlens_perf.analysis.alerts.alert import ENDED
 from torchlens_perf.analysis.collectives.semantics import Waits, semantics_of
 from torchlens_perf.analysis.words.stragglers import cause_class
-from torchlens_perf.exporters import JobPart, semantics
+from torchlens_perf.exporters import JobPart, node_semantics, semantics
 from torchlens_perf.exporters.series_room import most_ranks
 
 if TYPE_CHECKING:
@@ -56,13 +56,15 @@ def node_figures(state: NodeState) -> NodeFigures:
     run = {semantics.RUN_ID: processes[0].identity.run_id} if processes else {}  # of what is asked for later, too
     return NodeFigures(
         {
-            semantics.RANKS_RUNNING: ((len(running), {}),),
-            semantics.LAST_STEP: ((min(steps), {}),) if steps else (),
-            semantics.PROCESSES_ENDED: tuple(
-                (count, {**run, semantics.PROCESS_END: how}) for how, count in ends.items()
+            node_semantics.RANKS_RUNNING: ((len(running), {}),),
+            node_semantics.LAST_STEP: ((min(steps), {}),) if steps else (),
+            node_semantics.PROCESSES_ENDED: tuple(
+                (count, {**run, node_semantics.PROCESS_END: how}) for how, count in ends.items()
             ),
-            semantics.PROCESSES_OUT_OF_MEMORY: ((sum(each.out_of_memory is not None for each in processes), run),),
-            semantics.RECORDS_LOST: ((state.unwritten_records + sum(each.statistics.lost for each in processes), {}),),
+            node_semantics.PROCESSES_OUT_OF_MEMORY: ((sum(each.out_of_memory is not None for each in processes), run),),
+            node_semantics.RECORDS_LOST: (
+                (state.unwritten_records + sum(each.statistics.lost for each in processes), {}),
+            ),
             **_of_operations(state.join),
             **_of_ranks(state.join, MAX_RANKS if world_size > _ALL_RANKS else _ALL_RANKS),
         },
@@ -76,9 +78,9 @@ def _of_operations(join: CollectiveJoin) -> dict[str, Points]:
         found = counts.setdefault(each.key.operation, [0, 0])
         found[0] += each.records
         found[1] += each.bytes
-    names = semantics.COLLECTIVES, semantics.COLLECTIVE_IO
+    names = node_semantics.COLLECTIVES, node_semantics.COLLECTIVE_IO
     return {
-        name: tuple((both[at], {semantics.COLLECTIVE_OPERATION: operation}) for operation, both in counts.items())
+        name: tuple((both[at], {node_semantics.COLLECTIVE_OPERATION: operation}) for operation, both in counts.items())
         for at, name in enumerate(names)
     }
 
@@ -99,10 +101,10 @@ def _of_ranks(join: CollectiveJoin, most: int) -> dict[str, Points]:
                 lag_ns[rank] = lag_ns.get(rank, 0) + totals["exposed_lag_ns"] + totals["overlapped_lag_ns"]
     shown = sorted(wait_ns, key=lambda rank: (-lag_ns.get(rank, 0), -last.get(rank, 0), rank))[:most]
     by_metric: dict[str, tuple[dict[int, int], float]] = {
-        semantics.COLLECTIVE_COMPARED: (compared, 1),
-        semantics.COLLECTIVE_ARRIVED_LAST: (last, 1),
-        semantics.COLLECTIVE_LAG: (lag_ns, 1e-9),
-        semantics.COLLECTIVE_WAIT: (wait_ns, 1e-9),
+        node_semantics.COLLECTIVE_COMPARED: (compared, 1),
+        node_semantics.COLLECTIVE_ARRIVED_LAST: (last, 1),
+        node_semantics.COLLECTIVE_LAG: (lag_ns, 1e-9),
+        node_semantics.COLLECTIVE_WAIT: (wait_ns, 1e-9),
     }
     return {
         name: tuple((values[rank] * scale, {semantics.RANK: rank}) for rank in sorted(shown) if rank in values)
@@ -125,7 +127,7 @@ class OwnTimes:
         for rank in gone:
             self._newest_ns.pop(rank, None)
         means_s = [sum(own) / len(own) / 1e9 for own in self._newest_ns.values() if own]
-        names = semantics.OWN_TIME_SLOWEST, semantics.OWN_TIME_FASTEST
+        names = node_semantics.OWN_TIME_SLOWEST, node_semantics.OWN_TIME_FASTEST
         return {name: ((of(means_s), {}),) if means_s else () for name, of in zip(names, (max, min), strict=True)}
 
 
@@ -164,7 +166,7 @@ class OpenAlerts:
         found = [*self._slow.values(), *([self._hang[1]] if self._hang is not None else [])]
         found += map(_labels, self._open.values())
         run = {semantics.RUN_ID: run_id}
-        return {semantics.OPEN_ALERT: tuple((1, {**run, **labels}) for labels in found[-MAX_ALERTS:])}
+        return {node_semantics.OPEN_ALERT: tuple((1, {**run, **labels}) for labels in found[-MAX_ALERTS:])}
 
 
 def _labels(alert: Alert) -> Labels:
@@ -172,7 +174,7 @@ def _labels(alert: Alert) -> Labels:
     of_hang = alert.kind == "hang"
     return _known(
         {
-            semantics.ALERT_KIND: alert.kind,
+            node_semantics.ALERT_KIND: alert.kind,
             semantics.RANK: alert.rank,
             semantics.SUSPECT_HOST: alert.host,
             semantics.PHASE: alert.phase,
@@ -188,7 +190,7 @@ def _straggler(group: StragglerGroup) -> Labels:
     causes = group.diagnosis.causes if group.diagnosis is not None else ()
     return _known(
         {
-            semantics.ALERT_KIND: "straggler",
+            node_semantics.ALERT_KIND: "straggler",
             semantics.RANK: group.lead.rank,
             semantics.SUSPECT_HOST: group.host,
             semantics.PHASE: group.lead.phase,
@@ -201,7 +203,7 @@ def _straggler(group: StragglerGroup) -> Labels:
 
 def _hang(hang: OpenHang) -> Labels:
     rank = hang.ranks[0] if hang.ranks else None
-    return _known({semantics.ALERT_KIND: "hang", semantics.RANK: rank, semantics.HANG_KIND: hang.kind})
+    return _known({node_semantics.ALERT_KIND: "hang", semantics.RANK: rank, semantics.HANG_KIND: hang.kind})
 
 
 def _known(labels: Mapping[str, Any]) -> Labels:
@@ -211,24 +213,44 @@ def _known(labels: Mapping[str, Any]) -> Labels:
 # Name, kind, unit and description; in the order of the answer.
 _INSTRUMENTS = (
     (
-        semantics.OPEN_ALERT,
+        node_semantics.OPEN_ALERT,
         "gauge",
         "",
         "1 for each alert that has begun and not ended: about whom, and why",
     ),
-    (semantics.RANKS_RUNNING, "updown", "{rank}", "Ranks of this node whose processes run"),
-    (semantics.LAST_STEP, "gauge", "{step}", "The step that all running ranks of this node have finished"),
-    (semantics.OWN_TIME_SLOWEST, "gauge", "s", "Own time a step of this node's slowest rank, over its newest steps"),
-    (semantics.OWN_TIME_FASTEST, "gauge", "s", "Own time a step of this node's fastest rank, over its newest steps"),
-    (semantics.PROCESSES_ENDED, "counter", "{process}", "Processes of this node that have ended, and how"),
-    (semantics.PROCESSES_OUT_OF_MEMORY, "counter", "{process}", "Processes whose device has run out of memory"),
-    (semantics.COLLECTIVES, "counter", "{operation}", "Collectives that this node's ranks have issued"),
-    (semantics.COLLECTIVE_IO, "counter", "By", "Bytes of their tensors"),
-    (semantics.COLLECTIVE_COMPARED, "counter", "{operation}", "Collectives of which is known who arrived last"),
-    (semantics.COLLECTIVE_ARRIVED_LAST, "counter", "{operation}", "Of these, those in which the rank arrived last"),
-    (semantics.COLLECTIVE_LAG, "counter", "s", "By how much later than the last but one it then arrived"),
-    (semantics.COLLECTIVE_WAIT, "counter", "s", "Time blocked in collectives, until the last rank arrived"),
-    (semantics.RECORDS_LOST, "counter", "{record}", "Records that were overwritten before they were read, or not kept"),
+    (node_semantics.RANKS_RUNNING, "updown", "{rank}", "Ranks of this node whose processes run"),
+    (node_semantics.LAST_STEP, "gauge", "{step}", "The step that all running ranks of this node have finished"),
+    (
+        node_semantics.OWN_TIME_SLOWEST,
+        "gauge",
+        "s",
+        "Own time a step of this node's slowest rank, over its newest steps",
+    ),
+    (
+        node_semantics.OWN_TIME_FASTEST,
+        "gauge",
+        "s",
+        "Own time a step of this node's fastest rank, over its newest steps",
+    ),
+    (node_semantics.PROCESSES_ENDED, "counter", "{process}", "Processes of this node that have ended, and how"),
+    (node_semantics.PROCESSES_OUT_OF_MEMORY, "counter", "{process}", "Processes whose device has run out of memory"),
+    (node_semantics.COLLECTIVES, "counter", "{operation}", "Collectives that this node's ranks have issued"),
+    (node_semantics.COLLECTIVE_IO, "counter", "By", "Bytes of their tensors"),
+    (node_semantics.COLLECTIVE_COMPARED, "counter", "{operation}", "Collectives of which is known who arrived last"),
+    (
+        node_semantics.COLLECTIVE_ARRIVED_LAST,
+        "counter",
+        "{operation}",
+        "Of these, those in which the rank arrived last",
+    ),
+    (node_semantics.COLLECTIVE_LAG, "counter", "s", "By how much later than the last but one it then arrived"),
+    (node_semantics.COLLECTIVE_WAIT, "counter", "s", "Time blocked in collectives, until the last rank arrived"),
+    (
+        node_semantics.RECORDS_LOST,
+        "counter",
+        "{record}",
+        "Records that were overwritten before they were read, or not kept",
+    ),
 )
 
 

@@ -18,6 +18,7 @@ from torchlens_perf.exporters.delivery.wire import request, scope
 from torchlens_perf.exporters.otlp_alerts import encode_alert
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import encoded, node_resource
+from torchlens_perf.exporters.otlp_run_span import RunSpan
 from torchlens_perf.exporters.otlp_spans import SpanEncoder
 from torchlens_perf.version import VERSION
 
@@ -65,6 +66,7 @@ class OtlpExporter:
         self._clock = clock
         self._resource = b""
         self._encoder = SpanEncoder(environ) if "traces" in signals else None
+        self._run = RunSpan(environ) if "traces" in signals else None
         self._metrics = NodeMetrics(meter, clock) if "metrics" in signals else None
         self._batches: dict[str, Batches] = {}
         self._senders: dict[str, Sender] = {}
@@ -92,6 +94,8 @@ class OtlpExporter:
                 for step, (spans, in_trace, in_rank) in found.items():
                     sampled[step] = in_trace, in_rank
                     self._add("traces", resource, spans)
+                if self._run is not None:
+                    self._run.saw(batch, sampled)
             self.spans_sent = sampled
             self._traced.update(((batch.identity.attempt, step), batch.chosen.get(step)) for step in sampled)
             while len(self._traced) > _MAX_TRACED:
@@ -102,6 +106,8 @@ class OtlpExporter:
     def on_assessment(self, assessment: Assessment) -> None:
         with guard("exporting alerts over OTLP"):
             self._begin(assessment.identity)
+            if self._run is not None:
+                self._run.judged(assessment)
             if self._metrics is not None:
                 self._metrics.on_assessment(assessment)
             if "logs" in self._senders and assessment.alerts:
@@ -131,6 +137,9 @@ class OtlpExporter:
 
     def shutdown(self, timeout_s: float) -> list[str]:
         deadline_s = self._clock() + timeout_s
+        with guard("exporting the run's span over OTLP"):
+            for resource, span in self._run.encode() if self._run is not None else ():
+                self._add("traces", resource, [span])
         for sender in self._senders.values():
             sender.begin_closing()
         for sender in self._senders.values():

@@ -14,16 +14,23 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
 
+_OF_A_PROCESS = (
+    "process.pid", semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT, semantics.LENS_RANK,
+    semantics.LENS_LOCAL_RANK,
+)  # fmt: skip
+
+
 def rank_resource(identity: Identity) -> Resource:
     """The resource of one process of one rank."""
     known: dict[str, Any] = {
         **_run(identity),
         "service.instance.id": f"{identity.host}/{identity.key}",
         semantics.RANK: identity.rank,
+        semantics.LENS_RANK: identity.rank,
         semantics.RESTART_COUNT: identity.attempt,
     }
     if identity.local_rank is not None:
-        known[semantics.LOCAL_RANK] = identity.local_rank
+        known[semantics.LOCAL_RANK] = known[semantics.LENS_LOCAL_RANK] = identity.local_rank
     if identity.pid:  # a replay of records without their node's state does not know it
         known["process.pid"] = identity.pid
     return _resource(known)
@@ -31,7 +38,9 @@ def rank_resource(identity: Identity) -> Resource:
 
 def node_resource(identity: Identity) -> Resource:
     """The resource of all ranks of the identity's node, over its restarts."""
-    return _resource({**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"})
+    known = _resource({**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"})
+    # Detectors that the user has switched on, ours among them, describe the process that sends.
+    return Resource({name: value for name, value in known.attributes.items() if name not in _OF_A_PROCESS})
 
 
 def encoded(resource: Resource) -> bytes:
@@ -45,6 +54,7 @@ def _run(identity: Identity) -> dict[str, Any]:
         "host.name": identity.host,
         semantics.RUN_ID: identity.run_id,
         semantics.WORLD_SIZE: identity.world_size,
+        semantics.LENS_WORLD_SIZE: identity.world_size,
         **identity.attributes,
     }
     service = identity.attributes.get("slurm.job.name") or identity.program.removesuffix(".py").removesuffix(".ipynb")

@@ -13,14 +13,13 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry import trace as trace_api
 from opentelemetry.context import Context
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from torchlens_perf.analysis.statistics.steps import kind_name
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.delivery.wire import field, item, key_values, varint
+from torchlens_perf.exporters.otlp_caller import link
 from torchlens_perf.exporters.otlp_resource import encoded, rank_resource
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.ring import Flag
@@ -58,7 +57,7 @@ class SpanEncoder:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         """Raises ValueError if OTEL_TRACES_SAMPLER_ARG cannot be used."""
-        self._sampler = _sampler(environ)
+        self._sampler = sampler(environ)
         self._ranks: dict[str, _RankEncoder] = {}
 
     def encode(self, batch: ExportBatch) -> tuple[bytes, dict[int, tuple[list[bytes], int, int]]]:
@@ -95,7 +94,7 @@ class SpanEncoder:
         return decision is Decision.RECORD_AND_SAMPLE
 
 
-def _sampler(environ: Mapping[str, str]) -> Sampler | None:
+def sampler(environ: Mapping[str, str]) -> Sampler | None:
     """The SDK's for the variables; None where it takes all steps, and the SDK need not be imported."""
     if environ.get(_SAMPLER, "").strip().lower() in _TAKES_ALL:
         return None
@@ -110,7 +109,7 @@ class _RankEncoder:
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.resource = encoded(rank_resource(identity))
-        self._links = b"".join(field(b"\x6a", link) for link in _links(identity.traceparent))
+        self._links = b"".join(field(b"\x6a", each) for each in link(identity.traceparent, identity.tracestate))
 
     def encode(
         self,
@@ -281,13 +280,3 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
 
 def _order(span: Span) -> tuple[int, int, int]:
     return span.start_ns, -span.duration_ns, span.depth
-
-
-def _links(traceparent: str) -> list[bytes]:
-    """A link to the trace that started the job, if the environment named one (W3C traceparent); encoded."""
-    context = TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
-    found = trace_api.get_current_span(context).get_span_context()
-    if not found.is_valid:
-        return []
-    link = SpanMessage.Link(trace_id=found.trace_id.to_bytes(16, "big"), span_id=_id(found.span_id))
-    return [link.SerializeToString()]

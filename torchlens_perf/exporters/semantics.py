@@ -1,10 +1,14 @@
-"""Every name that leaves the sidecar, once. docs/opentelemetry.md describes them.
+"""Every name that leaves the sidecar, once: docs/opentelemetry.md has their use, docs/semantics.md all of them.
 
-OpenTelemetry has no conventions for training; where it has a name we use it (service, host, process, k8s), and units
-follow UCUM: seconds, bytes.
+OpenTelemetry has no conventions for training; where it has a name we use it (service, host, process, k8s, hw), and
+units follow UCUM: seconds, bytes. NeMo Lens has names for ranks, which are sent besides ours.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+from torchlens_perf.run import identity as _identity
 
 SCOPE = "torchlens_perf"
 
@@ -14,15 +18,18 @@ SPAN_STEP = "train step"
 SPAN_INFERENCE_STEP = "inference step"
 SPAN_RANK = "rank"
 STEP_KIND = "step"
+# The whole run, below the span that started the job, and how many steps rank 0 made in it.
+SPAN_RUN = "training run"
+RUN_STEPS = "torch.train.run.steps"
 
 # Attributes of every span. Some backends drop resource attributes, so the rank is here too, and on metric points.
-RUN_ID = "torch.run.id"
+RUN_ID = _identity.RUN_ID
 STEP = "torch.train.step"
-RANK = "torch.distributed.rank"
+RANK = _identity.RANK
 # Attributes of a rank's step. Steps last equally long on all ranks that wait for each other; own time tells them apart.
 OWN_SECONDS = "torch.train.step.own_time"
 MICRO_STEPS = "torch.train.micro_steps"
-# Attributes of all spans but the root; size and sequence are a collective's.
+# Attributes of all spans but the root, where STEP_KIND is that of a rank's step; size and sequence are a collective's.
 SPAN_KIND = "torchlens_perf.kind"
 ON_DEVICE = "torchlens_perf.device"
 BYTES = "torch.collective.size"
@@ -49,9 +56,13 @@ STRAGGLER_SCOPE = "torch.train.straggler.scope"
 HANG_KIND = "torch.train.hang.kind"
 
 # Resource attributes of a rank, besides service.*, host.name, process.pid and the scheduler's (run/identity.py).
-LOCAL_RANK = "torch.distributed.local_rank"
-WORLD_SIZE = "torch.distributed.world_size"
-RESTART_COUNT = "torch.elastic.restart_count"
+LOCAL_RANK = _identity.LOCAL_RANK
+WORLD_SIZE = _identity.WORLD_SIZE
+RESTART_COUNT = _identity.RESTART_COUNT
+# The same by NeMo Lens' names: a backend that has its jobs groups ours alike.
+LENS_RANK = _identity.LENS_RANK
+LENS_LOCAL_RANK = _identity.LENS_LOCAL_RANK
+LENS_WORLD_SIZE = _identity.LENS_WORLD_SIZE
 
 # Metrics, and the attribute that tells a phase's points apart.
 STEP_DURATION = "torch.train.step.duration"
@@ -75,26 +86,6 @@ STRAGGLER_COST = "torch.train.straggler.cost"
 STRAGGLERS = "torch.train.stragglers"
 DETECTABLE = "torch.train.straggler.detectable"
 HANG_DURATION = "torch.train.hang.duration"
-
-# Of a node, by what its sidecar has counted; see node_figures.py.
-RANKS_RUNNING = "torch.train.ranks"
-LAST_STEP = "torch.train.step.last"
-OWN_TIME_SLOWEST = "torch.train.step.own_time.slowest"
-OWN_TIME_FASTEST = "torch.train.step.own_time.fastest"
-PROCESSES_ENDED = "torch.train.processes.ended"
-PROCESS_END = "torch.train.process.end"
-PROCESSES_OUT_OF_MEMORY = "torch.train.processes.out_of_memory"
-RECORDS_LOST = "torchlens_perf.records.lost"
-COLLECTIVES = "torch.collective.operations"
-COLLECTIVE_IO = "torch.collective.io"
-COLLECTIVE_COMPARED = "torch.collective.compared"
-COLLECTIVE_ARRIVED_LAST = "torch.collective.arrived_last"
-COLLECTIVE_LAG = "torch.collective.lag"
-COLLECTIVE_WAIT = "torch.collective.wait"
-COLLECTIVE_OPERATION = "torch.collective.operation"
-# Who is alerted about now, and its attributes besides those of an alert.
-OPEN_ALERT = "torch.train.alert"
-ALERT_KIND = "torch.train.alert.kind"
 
 # The node's hardware, by OpenTelemetry's conventions; below them what these have no name for.
 GPU_BUSY = "hw.gpu.utilization"
@@ -141,3 +132,214 @@ OVER_COMPONENTS = "torchlens_perf.over"
 def event_name(kind: str, change: str) -> str:
     """An alert is an event: a log record with a name, as "torch.train.straggler.started"."""
     return f"torch.train.{kind}.{change}"
+
+
+# -- what each name is: docs/semantics.md is made from this (scripts/write_semantics.py)
+
+OPENTELEMETRY, NEMO_LENS, OURS = "OpenTelemetry", "NeMo Lens", "ours"
+
+
+class Metric(NamedTuple):
+    """A metric as it is sent."""
+
+    name: str
+    instrument: str
+    unit: str
+    attributes: tuple[str, ...]
+    meaning: str
+    source: str = OURS
+    when: str = ""
+    """What must be there for it to be sent; "" for nothing."""
+
+
+class Attribute(NamedTuple):
+    """An attribute of spans, points, events or the resource."""
+
+    name: str
+    kind: str
+    on: str
+    meaning: str
+    source: str = OURS
+    when: str = ""
+
+
+class SpanName(NamedTuple):
+    """A span whose name is fixed. Those below a rank's step have the names of what they are."""
+
+    name: str
+    parent: str
+    meaning: str
+    when: str = ""
+
+
+_EACH_RANK = (RANK,)
+_LARGE = "more ranks than have series of their own"
+_DEVICE, _GPU, _PORT = "a device", "a GPU that reports it", "an InfiniBand or RoCE port"
+_OF_GPU = (HARDWARE_ID, HARDWARE_NAME, HARDWARE_TYPE)
+_OF_PART = (HARDWARE_ID, HARDWARE_TYPE)
+
+SPANS = (
+    SpanName(SPAN_RUN, "the caller's span", "the run in one attempt, by rank 0", "a caller that is sampled"),
+    SpanName(SPAN_STEP, "", "a training step, as long as rank 0's; a trace of its own"),
+    SpanName(SPAN_INFERENCE_STEP, "", "the same of a forward pass in inference", "inference"),
+)
+
+METRICS = (
+    Metric(STEP_DURATION, "histogram", "s", _EACH_RANK, "from one step's end to the next"),
+    Metric(STEP_OWN_TIME, "histogram", "s", _EACH_RANK, "the step without the time blocked in communication"),
+    Metric(PHASE_DURATION, "histogram", "s", (RANK, PHASE), "a phase in one step, without phases in it"),
+    Metric(DEVICE_DURATION, "histogram", "s", (RANK, PHASE), "a phase, or a step, on the device", when=_DEVICE),
+    Metric(STEPS, "counter", "{step}", _EACH_RANK, "steps finished"),
+    Metric(MEMORY, "gauge", "By", _EACH_RANK, "memory at the end of the last step"),
+    Metric(DEVICE_MEMORY, "gauge", "By", (RANK, MEMORY_STATE), "device memory by its allocator", when=_DEVICE),
+    Metric(ALLOC_RETRIES, "counter", "{retry}", _EACH_RANK, "allocations that had to free the cache", when=_DEVICE),
+    Metric(OUT_OF_MEMORY, "counter", "{error}", _EACH_RANK, "out-of-memory errors", when=_DEVICE),
+    Metric(STRAGGLER_COST, "gauge", "s", (RANK, PHASE), "how much sooner a step would end", when="a slow rank"),
+    Metric(STRAGGLERS, "gauge", "{rank}", (STRAGGLER_CLASS,), "ranks that are slow now", when="ranks compared"),
+    Metric(DETECTABLE, "gauge", "s", (), "the smallest excess that would be named by now", when="ranks compared"),
+    Metric(RANKS_WORK, "gauge", "s", (OVER_RANKS,), "a step without waiting for others, over all ranks", when=_LARGE),
+    Metric(
+        RANKS_WAIT, "gauge", "s", (OVER_RANKS,), "a step's time blocked in communication, over all ranks", when=_LARGE
+    ),
+    Metric(STEPS_NOT_TRACED, "counter", "{step}", (), "steps that were to be sent as traces", when="no room for them"),
+    Metric(HANG_DURATION, "gauge", "s", (HANG_KIND,), "time without a step, while that is too long", when="a hang"),
+    Metric(GPU_BUSY, "gauge", "1", (*_OF_GPU, GPU_TASK), "share of the time with any kernel", OPENTELEMETRY, _GPU),
+    Metric(GPU_MEMORY, "up-down counter", "By", _OF_GPU, "memory in use, by all processes", OPENTELEMETRY, _GPU),
+    Metric(GPU_MEMORY_LIMIT, "up-down counter", "By", _OF_GPU, "memory", OPENTELEMETRY, _GPU),
+    Metric(GPU_IO, "counter", "By", (*_OF_GPU, DIRECTION, GPU_LINK), "bytes moved", OPENTELEMETRY, _GPU),
+    Metric(POWER, "gauge", "W", _OF_GPU, "power", OPENTELEMETRY, _GPU),
+    Metric(POWER_LIMIT, "gauge", "W", _OF_GPU, "what power is held below", when=_GPU),
+    Metric(ENERGY, "counter", "J", _OF_GPU, "energy", OPENTELEMETRY, _GPU),
+    Metric(TEMPERATURE, "gauge", "Cel", (*_OF_GPU, SENSOR), "temperature", OPENTELEMETRY, _GPU),
+    Metric(
+        ERRORS,
+        "counter",
+        "{error}",
+        (*_OF_GPU, ERROR_TYPE),
+        "errors of a GPU or a port",
+        OPENTELEMETRY,
+        f"{_GPU}, or {_PORT}",
+    ),
+    Metric(GPU_CLOCK, "gauge", "Hz", (*_OF_GPU, GPU_CLOCK_OF), "clock", when=_GPU),
+    Metric(GPU_CLOCK_LIMIT, "gauge", "Hz", (*_OF_GPU, GPU_CLOCK_OF), "highest clock", when=_GPU),
+    Metric(GPU_THROTTLED, "counter", "s", (*_OF_GPU, THROTTLE_REASON), "time with clocks held down", when=_GPU),
+    Metric(GPU_SM_ACTIVE, "gauge", "1", _OF_GPU, "share of SMs that worked, by time", when=_GPU),
+    Metric(GPU_SM_OCCUPANCY, "gauge", "1", _OF_GPU, "share of the warps that SMs can hold", when=_GPU),
+    Metric(GPU_TENSOR_ACTIVE, "gauge", "1", _OF_GPU, "share of the time of tensor cores", when=_GPU),
+    Metric(GPU_DRAM_ACTIVE, "gauge", "1", _OF_GPU, "share of the memory's bandwidth", when=_GPU),
+    Metric(NETWORK_IO, "counter", "By", (*_OF_PART, DIRECTION), "bytes sent and received", OPENTELEMETRY, _PORT),
+    Metric(NETWORK_PACKETS, "counter", "{packet}", (*_OF_PART, DIRECTION), "packets", OPENTELEMETRY, _PORT),
+    Metric(NETWORK_UP, "up-down counter", "1", _OF_PART, "1 if the port is up, else 0", OPENTELEMETRY, _PORT),
+    Metric(NETWORK_LIMIT, "up-down counter", "By/s", _OF_PART, "rate of the link", OPENTELEMETRY, _PORT),
+)
+
+_SPAN, _ROOT, _STEP_SPAN, _BELOW, _EVENT, _POINT, _RESOURCE = (
+    "spans",
+    "the root",
+    "a rank's step",
+    "all but the root",
+    "events",
+    "points",
+    "resource",
+)
+
+ATTRIBUTES = (
+    Attribute(RUN_ID, "string", f"{_SPAN}, {_EVENT}, {_RESOURCE}", "the run directory's name"),
+    Attribute(STEP, "int", f"{_SPAN}, links", "step, from 0"),
+    Attribute(RANK, "int", f"{_SPAN}, {_POINT}, {_EVENT}, {_RESOURCE}", "rank; on a root 0; of an alert the suspect"),
+    Attribute(RUN_STEPS, "int", SPAN_RUN, "steps that rank 0 made"),
+    Attribute(OWN_SECONDS, "double", _STEP_SPAN, "seconds without waiting for others and without this tool"),
+    Attribute(MICRO_STEPS, "int", _STEP_SPAN, "batches whose gradients were accumulated; at least 1"),
+    Attribute(SPAN_KIND, "string", _BELOW, "step (a rank's), data, forward, module, collective, ..."),
+    Attribute(ON_DEVICE, "boolean", _BELOW, "true: its times are the device's", when=_DEVICE),
+    Attribute(BYTES, "int", "collectives", "bytes of the tensors"),
+    Attribute(SEQUENCE, "int", "collectives", "how many of this group the rank issued before"),
+    Attribute(SAMPLED_BECAUSE, "string", _ROOT, "why the step is sent: first, number, slow or verdict"),
+    Attribute(RANKS_SENT, "string", _ROOT, "the ranks that are in the trace, as 0-7,12"),
+    Attribute(RANKS_LEFT_OUT, "int", _ROOT, "how many ranks are not; 0: all are in it"),
+    Attribute(STEPS_LEFT_OUT, "int", _ROOT, "steps that were to be sent since the last trace, and had no room"),
+    Attribute(
+        RANK_BECAUSE, "string", _STEP_SPAN, "why this rank: slow, arrived last, ...", when="not all ranks are sent"
+    ),
+    Attribute(SPANS_LEFT_OUT, "int", _STEP_SPAN, "its shortest spans, for which was no room", when="there were any"),
+    Attribute(OVER_RANKS, "string", _POINT, "which quantile over ranks", when=_LARGE),
+    Attribute(
+        OVER_COMPONENTS, "string", _POINT, "max or sum: of several components in one point", when="no room for each"
+    ),
+    Attribute(PHASE, "string", f"{_POINT}, {_EVENT}", "part of the step"),
+    Attribute(MEMORY_STATE, "string", _POINT, "allocated, reserved, inactive, peak, limit", when=_DEVICE),
+    Attribute(ALERT_UID, "string", _EVENT, "the same for the same event, also from a replay", OPENTELEMETRY),
+    Attribute(ALERT_ABOUT, "string", _EVENT, "the same for all events about one straggler, hang, imbalance"),
+    Attribute(RESTART_COUNT, "int", f"{_EVENT}, {_RESOURCE}", "which attempt of the run"),
+    Attribute(RANKS, "string", _EVENT, "all suspects, as 0-7"),
+    Attribute(SUSPECT_HOST, "string", _EVENT, "the suspect's host"),
+    Attribute(SINCE_STEP, "int", _EVENT, "the first slow step"),
+    Attribute(UNTIL_STEP, "int", _EVENT, "the first one that is not slow any more"),
+    Attribute(STRAGGLER_COST, "double", _EVENT, "seconds by which each step would be shorter"),
+    Attribute(COST_SHARE, "double", _EVENT, "the same as a share of the step"),
+    Attribute(STRAGGLER_CLASS, "string", f"{_POINT}, {_EVENT}", "slow_compute, slow_data, slow_host, more_work, ..."),
+    Attribute(STRAGGLER_CAUSES, "string", _EVENT, "what is behind it, the likeliest first", when="a cause was found"),
+    Attribute(STRAGGLER_SCOPE, "string", _EVENT, "rank, node, position or stage"),
+    Attribute(HANG_KIND, "string", f"{_POINT}, {_EVENT}", "missing, dead, stopped, ..."),
+    Attribute(HANG_DURATION, "double", _EVENT, "seconds without a step"),
+    Attribute(
+        HARDWARE_ID, "string", _POINT, "a GPU's UUID, or a port as mlx5_0/1", OPENTELEMETRY, f"{_GPU}, or {_PORT}"
+    ),
+    Attribute(HARDWARE_NAME, "string", _POINT, "a GPU's product name", OPENTELEMETRY, _GPU),
+    Attribute(HARDWARE_TYPE, "string", _POINT, "gpu or network", OPENTELEMETRY, f"{_GPU}, or {_PORT}"),
+    Attribute(SENSOR, "string", _POINT, "gpu or memory", OPENTELEMETRY, _GPU),
+    Attribute(GPU_TASK, "string", _POINT, "general", OPENTELEMETRY, _GPU),
+    Attribute(
+        ERROR_TYPE, "string", _POINT, "xid, ecc_corrected, symbol_error, ...", OPENTELEMETRY, f"{_GPU}, or {_PORT}"
+    ),
+    Attribute(DIRECTION, "string", _POINT, "transmit or receive", OPENTELEMETRY, f"{_GPU}, or {_PORT}"),
+    Attribute(GPU_LINK, "string", _POINT, "pcie or nvlink", when=_GPU),
+    Attribute(GPU_CLOCK_OF, "string", _POINT, "sm or memory", when=_GPU),
+    Attribute(THROTTLE_REASON, "string", _POINT, "power, thermal, ...", when=_GPU),
+    Attribute(
+        "service.name", "string", _RESOURCE, "OTEL_SERVICE_NAME, else the Slurm job, else the script", OPENTELEMETRY
+    ),
+    Attribute("service.instance.id", "string", _RESOURCE, "the process of the rank, or the node", OPENTELEMETRY),
+    Attribute("host.name", "string", _RESOURCE, "the node", OPENTELEMETRY),
+    Attribute("process.pid", "int", _RESOURCE, "of the rank", OPENTELEMETRY),
+    Attribute("telemetry.sdk.language", "string", _RESOURCE, "python", OPENTELEMETRY),
+    Attribute("telemetry.sdk.name", "string", _RESOURCE, "opentelemetry, whose resource it is", OPENTELEMETRY),
+    Attribute("telemetry.sdk.version", "string", _RESOURCE, "its version", OPENTELEMETRY),
+    Attribute(LOCAL_RANK, "int", _RESOURCE, "rank on its node"),
+    Attribute(WORLD_SIZE, "int", _RESOURCE, "ranks in the job"),
+    Attribute(LENS_RANK, "int", _RESOURCE, f"as {RANK}", NEMO_LENS),
+    Attribute(LENS_LOCAL_RANK, "int", _RESOURCE, f"as {LOCAL_RANK}", NEMO_LENS),
+    Attribute(LENS_WORLD_SIZE, "int", _RESOURCE, f"as {WORLD_SIZE}", NEMO_LENS),
+    *(
+        Attribute(name, "string", _RESOURCE, "", source, when)
+        for name, source, when in (
+            ("torch.elastic.run_id", OURS, "torchrun"),
+            ("torch.elastic.max_restarts", OURS, "torchrun"),
+            ("slurm.job.id", NEMO_LENS, "Slurm"),
+            ("slurm.job.name", NEMO_LENS, "Slurm"),
+            ("slurm.step.id", OURS, "Slurm"),
+            ("slurm.node.name", OURS, "Slurm"),
+            ("slurm.cluster.name", OURS, "Slurm"),
+            ("slurm.job.partition", OURS, "Slurm"),
+            ("network.switch", OURS, "Slurm with a topology"),
+            ("host.rack", OURS, "OTEL_RESOURCE_ATTRIBUTES"),
+            ("host.id", OPENTELEMETRY, "a cloud"),
+            ("host.type", OPENTELEMETRY, "a cloud"),
+            ("cloud.provider", OPENTELEMETRY, "a cloud"),
+            ("cloud.availability_zone", OPENTELEMETRY, "OTEL_RESOURCE_ATTRIBUTES"),
+            ("container.id", OPENTELEMETRY, "a container"),
+            ("k8s.pod.name", OPENTELEMETRY, "Kubernetes"),
+            ("k8s.pod.uid", OPENTELEMETRY, "Kubernetes"),
+            ("k8s.namespace.name", OPENTELEMETRY, "Kubernetes"),
+            ("k8s.node.name", OPENTELEMETRY, "Kubernetes"),
+            ("k8s.job.name", OPENTELEMETRY, "Kubernetes"),
+        )
+    ),
+)
+
+EVENTS = {
+    "straggler": ("started", "updated", "ended"),
+    "hang": ("started", "updated", "ended"),
+    "imbalance": ("started", "ended"),
+    "slow_link": ("started", "updated", "ended"),
+}

@@ -25,6 +25,9 @@ _DROPPED = ("TORCHLENS_PERF", "RANK", "LOCAL_RANK", "NVTX_INJECTION64_PATH", "CU
 # NumPy's libraries start a thread for each processor when they are imported, which takes half of that import's time.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 _ROOT = str(Path(__file__).absolute().parents[2])
+# opentelemetry-instrument's folder in PYTHONPATH, which instruments every Python that finds it there: its spans on our
+# own requests would be the user's bill.
+_INSTRUMENTS = os.sep + os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
 _STARVES = 0.5  # share of the wait in which it ran
 _MIN_S = 0.1  # of a wait, to say that
 
@@ -87,6 +90,7 @@ def environment() -> dict[str, str]:
 def python_path(text: str) -> list[str]:
     """PYTHONPATH for a process with another working directory: the same folders, and the one that we lie in."""
     entries = [_as_at_start(each) for each in text.split(os.pathsep)] if text else []
+    entries = [each for each in entries if not each.rstrip(os.sep).endswith(_INSTRUMENTS)]
     return entries if _is_installed(_ROOT) else [*entries, *({_ROOT} - set(entries))]
 
 

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, printable
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, printable, steps_whole
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.report.captures import capture_lines
 from torchlens_perf.report.collective_table import collective_table
@@ -230,8 +230,8 @@ def quality_line(report: Report) -> str:
     overhead = quality["overhead_share"]
     cost = "not measured" if overhead is None else f"{overhead:.2%} of the steps' time"
     return (
-        f"data quality: {quality['records']} records, {quality['lost']} lost, {quality['coverage']:.1%} of steps "
-        f"whole; this tool cost {cost}"
+        f"data quality: {quality['records']} records, {quality['lost']} lost, "
+        f"{steps_whole(quality['coverage'], any_step=report['steps']['count'] > 0)}; this tool cost {cost}"
     )
 
 

@@ -14,10 +14,21 @@ from typing import Protocol, TypedDict
 
 from torchlens_perf.run import location
 from torchlens_perf.run.place import launcher
+from torchlens_perf.run.place.caller import calling_span
 from torchlens_perf.run.place.launcher import Place, is_number
 from torchlens_perf.run.place.node import node_name
 from torchlens_perf.run.processes import command_line, process_started, text_of
 
+# Resource attributes of a rank, for which OpenTelemetry has no name.
+RUN_ID = "torch.run.id"
+RANK = "torch.distributed.rank"
+LOCAL_RANK = "torch.distributed.local_rank"
+WORLD_SIZE = "torch.distributed.world_size"
+RESTART_COUNT = "torch.elastic.restart_count"
+# The names that NeMo Lens has for three of them (its nemo/lens/semconv/attributes.py).
+LENS_RANK = "nv.dl.rank"
+LENS_LOCAL_RANK = "nv.dl.local_rank"
+LENS_WORLD_SIZE = "nv.dl.world_size"
 # Facts of the scheduler and launcher, under the names that they are exported with (exporters/semantics.py).
 _ATTRIBUTES = {
     "torch.elastic.run_id": "TORCHELASTIC_RUN_ID",
@@ -60,12 +71,13 @@ class Identity:
     launcher_pid: int
     elastic: bool
     program: str  # what the user started, such as train.py: no folder, no arguments
-    traceparent: str
+    traceparent: str  # of the span that started the job, unchecked: see place/caller.py
     attributes: dict[str, str]
     node: str = ""  # its node in file names, see place/node.py
     launcher: str = ""  # see place/launcher.py
     watch: int = 0  # how many watches its process ran before
     launcher_restarts: int | None = None  # as its launcher counts, which may be one a node; None: as `attempt`
+    tracestate: str = ""  # what goes with traceparent
 
     @property
     def restarts(self) -> int:
@@ -129,6 +141,7 @@ def detect(environ: Mapping[str, str], claim: Claim, nth_watch: int = 0) -> Iden
     """
     place = launcher.place(environ, _distributed(), command_line(os.getppid()))
     pid, host = os.getpid(), socket.gethostname()
+    traceparent, tracestate = calling_span(environ)
     again = f"-{nth_watch + 1}" if nth_watch else ""
     return Identity(
         run_id=_run_id(environ, place, claim, again),
@@ -143,12 +156,13 @@ def detect(environ: Mapping[str, str], claim: Claim, nth_watch: int = 0) -> Iden
         launcher_pid=os.getppid(),
         elastic=place.elastic,
         program=program_name(environ),
-        traceparent=environ.get("TRACEPARENT", ""),
-        attributes=_attributes(environ),
+        traceparent=traceparent,
+        attributes=job_attributes(environ),
         node=node_name(host),
         launcher=place.launcher,
         watch=nth_watch,
         launcher_restarts=place.attempt,
+        tracestate=tracestate,
     )
 
 
@@ -165,7 +179,8 @@ def _distributed() -> tuple[int, int] | None:
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def _attributes(environ: Mapping[str, str]) -> dict[str, str]:
+def job_attributes(environ: Mapping[str, str]) -> dict[str, str]:
+    """What scheduler, launcher, container and cloud say, under the names that they are exported with."""
     found = {name: environ[variable] for name, variable in _ATTRIBUTES.items() if environ.get(variable)}
     found.update(location.attributes(environ))
     if "KUBERNETES_SERVICE_HOST" in environ:
@@ -174,6 +189,12 @@ def _attributes(environ: Mapping[str, str]) -> dict[str, str]:
         if namespace:  # else the pod runs without a service account
             found.setdefault("k8s.namespace.name", namespace)
     return found
+
+
+def known_run_id(environ: Mapping[str, str], place: Place) -> str:
+    """The run's id where the environment alone says it, for the first watch of a process; "" where it does not."""
+    job = "" if place.elastic or place.nodes == 1 or place.world_size == 1 else place.job
+    return _cleaned(environ.get("TORCHLENS_PERF_RUN_ID", "")) or _cleaned(job)
 
 
 def _run_id(environ: Mapping[str, str], place: Place, claim: Claim, again: str) -> str:

@@ -10,12 +10,16 @@ import contextlib
 import errno
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT_UID = 0
 _PRIVATE_UMASK, _GROUP_UMASK = 0o077, 0o027
 _MAX_LINKS = 40  # as the kernel has it
+_LOOK_S, _MAX_MODES = 30.0, 64
+_modes: dict[str, tuple[float, int]] = {}
+"""By folder: when it was looked at, and the mode of what is made in it. Any thread."""
 
 
 def others_can_change(path: Path) -> str | None:
@@ -104,10 +108,13 @@ def create(path: str | os.PathLike[str], like: str | os.PathLike[str] = "") -> i
 
     What lay at the path is removed, not written to. like: a folder to look at instead. Raises OSError. Any thread.
     """
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
     mode = _file_mode(like or os.path.dirname(path))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileExistsError:  # asked for only then: each call is one for a shared disk's metadata server
+        os.unlink(path)
+        descriptor = os.open(path, flags, 0o600)
     if mode != 0o600:
         os.fchmod(descriptor, mode)
     return descriptor
@@ -149,4 +156,12 @@ def _ours(folder: str | os.PathLike[str]) -> set[int]:
 
 
 def _file_mode(folder: str | os.PathLike[str]) -> int:
-    return 0o640 if is_shared(folder or ".") else 0o600
+    """Looked up at most every _LOOK_S: the state is written every few seconds, and each look asks a shared disk."""
+    name, now_s = os.path.abspath(folder), time.monotonic()
+    looked_s, mode = _modes.get(name, (float("-inf"), 0))
+    if now_s - looked_s >= _LOOK_S:
+        if len(_modes) >= _MAX_MODES:
+            _modes.clear()
+        mode = 0o640 if is_shared(name) else 0o600
+        _modes[name] = now_s, mode
+    return mode

@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -327,21 +328,20 @@ class JobView:
 
     def _receive(self, now_s: float) -> None:
         collected = self._meeting.collect()
-        received = [each for of_rank in collected.payloads.values() for each in of_rank]
-        if any(each.payload[:1] == TALLY_MARK for each in received):
-            self.tallies += [(each.node, each.payload) for each in received if each.payload[:1] == TALLY_MARK]
-            received = [each for each in received if each.payload[:1] != TALLY_MARK]
-        readable = [each for each in received if summary.is_readable(each.payload)]
-        self._unreadable |= {each.node for each in received}
-        self._unreadable -= {each.node for each in readable}
-        if readable:
-            sound = summary.sound(summary.unpack([each.payload for each in readable]))
-            if not sound.all():
-                self._corrupt.update(readable[index].node.rstrip("/") for index in np.flatnonzero(~sound).tolist())
-                readable = [readable[index] for index in np.flatnonzero(sound).tolist()]
-        readable = self._meeting.of_generation(readable, self._generation)
-        if readable:
-            self._take_over(summary.unpack([each.payload for each in readable]), readable, now_s)
+        posts: list[Received] = []  # of each payload
+        payloads: list[bytes] = []
+        for post in collected.posts:
+            for payload in post.payloads.values():
+                if payload[:1] == TALLY_MARK:
+                    self.tallies.append((post.node, payload))
+                elif summary.is_readable(payload):
+                    posts.append(post)
+                    payloads.append(payload)
+                else:
+                    self._unreadable.add(post.node)
+        if posts:
+            self._unreadable -= {post.node for post in posts}
+            self._take_over(summary.unpack(payloads), posts, now_s)
         self._others = [
             node
             for node, contact in collected.nodes.items()
@@ -354,7 +354,14 @@ class JobView:
         }
 
     def _take_over(self, values: npt.NDArray[np.void], received: Sequence[Received], now_s: float) -> None:
-        """What other nodes' ranks tell of themselves."""
+        """What other nodes' ranks tell of themselves. received: the post of each."""
+        sound = summary.sound(values)
+        self._corrupt.update(received[index].node.rstrip("/") for index in np.flatnonzero(~sound).tolist())
+        values, received = values[sound], list(compress(received, sound.tolist()))
+        chosen = self._meeting.of_generation(values, received, self._generation)
+        values, received = values[chosen], list(compress(received, chosen.tolist()))
+        if not received:
+            return
         hosts = [each.node.split("/")[0] for each in received]
         locations = ["".join(each.node.split("/")[2:]) for each in received]
         ages_s = [each.age_s for each in received]

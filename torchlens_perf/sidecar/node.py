@@ -181,7 +181,7 @@ class Sidecar:
         for traced in self.tracing.update(self.sources, now_s, final=final):
             self._exporter.export(traced)
         if assessment is not None:  # after the steps: alerts point to their traces
-            self._exporter.on_assessment(assessment)
+            self._exporter.on_assessment(dataclasses.replace(assessment, ended=not self.sources.live()))
 
     def keep(self) -> None:
         """Writes a segment and the state, and removes the rings of processes that have ended and are kept whole."""

@@ -197,7 +197,7 @@ class _Sending:
             links=slow_link_verdict(saved),
             diagnosed=lambda group: _diagnosed(saved, group),
         )  # fmt: skip
-        self._exporter.on_assessment(assessment)
+        self._exporter.on_assessment(dataclasses.replace(assessment, ended=True))
 
     def end(self) -> list[str]:
         notes = self._exporter.shutdown(_FLUSH_TIMEOUT_S)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent, steps_whole
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.words.hang import HangEvidence
 from torchlens_perf.run.records import PARTS
@@ -233,7 +233,7 @@ def quality_line(report: Report, width: int, lettering: Lettering) -> Text:
     notes = len(quality["notes"])
     parts = [
         f"data: {quality['lost']:,} of {quality['records'] + quality['lost']:,} records lost, "
-        f"{quality['coverage']:.1%} of steps whole",
+        + steps_whole(quality["coverage"], any_step=report["steps"]["count"] > 0),
         f"this tool cost {cost}",
         f"{notes} note{'s' if notes != 1 else ''}" if notes else "",
         f"sidecars {duration(quality['sidecar_cpu_s'])} of CPU",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, percent
+from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, percent, steps_whole
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.words.hang import place
 from torchlens_perf.report.heat_map import ASCII_SHADES, BOUNDS, SHADE_STYLES
@@ -63,14 +63,17 @@ def _who(rank: Rank, report: Report, width: int, lettering: Lettering) -> list[T
         texts.append(f"died {place(rank['inside'])}")
     step, own = rank["step_s"], rank["own_s"]
     times = f"step p50 {duration_or_dash(step['p50_s'])}, p95 {duration_or_dash(step['p95_s'])}"
-    texts.append(
-        f"{rank['steps']} steps, the last one {rank['last_step'] if rank['last_step'] is not None else '-'}; {times}, "
-        f"max {duration_or_dash(step['max_s'])}; without waiting p50 {duration_or_dash(own['p50_s'])}"
-    )
+    last_step = rank["last_step"]
+    if last_step is not None:
+        texts.append(
+            f"{rank['steps']} steps, the last one {last_step}; {times}, max {duration_or_dash(step['max_s'])}; "
+            f"without waiting p50 {duration_or_dash(own['p50_s'])}"
+        )
     last = rank["arrived_last"]
     if last is not None:
         texts.append(f"came last to {percent(last['share'])} of {last['joined']:,} collectives")
-    texts.append(f"data: {rank['lost']:,} records lost, {rank['coverage']:.1%} of its steps whole")
+    whole = steps_whole(rank["coverage"], any_step=last_step is not None)
+    texts.append(f"data: {rank['lost']:,} records lost, {whole}")
     return [Text(line) for text in texts for line in lettering.wrapped(text, width, 2)]
 
 
@@ -102,7 +105,8 @@ def _parts(rank: Rank, report: Report, alike: set[int], width: int, lettering: L
     others = [step_parts(each, by_device=by_device) for each in report["ranks"] if each["rank"] in alike]
     others = [parts for parts in others if parts]
     clock = "device" if by_device else "host"
-    beside = f", beside the median of {len(others)} that do the same work" if others else ""
+    whose = "another's that does" if len(others) == 1 else f"the median of {len(others)} that do"
+    beside = f", beside {whose} the same work" if others else ""
     lines = [rule(f"its step by the {clock}{beside}", width, lettering)]
     if not mine:
         return [*lines, Text("not known", style="dim")]

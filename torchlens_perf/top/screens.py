@@ -146,7 +146,10 @@ class OverviewScreen(Shown):
         return [overview.rule(title, width, self.known.lettering, chosen=scrolled.has_focus)]
 
     def _verdicts(self, width: int) -> list[Text]:
-        return overview.verdict_lines(self.known.verdicts.entries(), width, self.known.lettering)
+        """With the evidence, where there is room for all of it: who sees a hang sees where its rank is."""
+        entries, room = self.known.verdicts.entries(), self.query_one(ScrolledLines).content_size.height
+        whole = overview.verdict_lines(entries, width, self.known.lettering, details=True)
+        return whole if len(whole) <= room else overview.verdict_lines(entries, width, self.known.lettering)
 
     def _grid_rule(self, width: int) -> list[Text]:
         report = self.known.view.report

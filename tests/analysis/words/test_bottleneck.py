@@ -203,6 +203,17 @@ def test_one_evaluation_does_not_decide_the_headline() -> None:
     )
 
 
+def test_long_steps_of_some_ranks() -> None:
+    """The count is each rank's, on average, and the numbers are of all ranks: where they differ, that is said."""
+    ranks = [[dict(BASE) for _ in range(103)] for _ in range(2)]
+    for rank, numbers in enumerate(((30, 50), (50, 100))):
+        for number in numbers:
+            ranks[rank][number] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION}
+
+    (long,) = [each for each in report_on(*ranks)["verdicts"] if each["kind"] == "long_steps"]
+    assert long["text"].startswith("2 of 103 steps (not the same on all ranks: steps 30, 50, 100) take 900 ms longer ")
+
+
 def test_what_was_asked_of_this_tool_is_not_the_collectors() -> None:
     """A step in which w.steps() imported a library, which collected garbage: it is long by this tool, and says so."""
     usual, asked = {"forward": 5.0}, {"forward": 5.0, "tool": 900.0, "flags": int(Flag.COLLECTED)}

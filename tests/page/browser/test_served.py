@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 
 from tests.page.browser.conftest import TabOf
 from tests.page.browser.tab import Tab, need_browser
@@ -195,6 +194,8 @@ def test_the_list_follows_its_folder(tab: Tab, live: LiveSimulation, server: Pag
 @pytest.mark.parametrize("dark", [False, True])
 def test_everybody_can_use_it(tab_of: TabOf, server: PageServer, dark: bool) -> None:
     """No rule of WCAG 2.1 AA that can be checked by machine is broken, in the list and in what a live page has."""
+    from axe_playwright_python.sync_playwright import Axe
+
     tab = tab_of(Path("/"), dark=dark, bypass=True)
     tab.page.goto(server.address)
     tab.page.wait_for_selector("main a")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.collected import payloads, ranks
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.messages import NodeContact
 from torchlens_perf.sidecar.nodes.places import Places
@@ -48,8 +49,8 @@ class Nodes:
     def collect(self, exchange: Exchange) -> None:
         collected = exchange.collect()
         self.contacts = collected.nodes
-        for rank, received in collected.payloads.items():
-            self.seen.setdefault(rank, []).extend(each.payload for each in received)
+        for rank in ranks(collected):
+            self.seen.setdefault(rank, []).extend(payloads(collected, rank))
 
     def address(self, key: str = KEY) -> Address:
         """What node 0 has published in the run directory, once it is there."""

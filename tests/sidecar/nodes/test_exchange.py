@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.sidecar.nodes.conftest import FAST, KEY, LONG_S, LOOPBACK, Nodes, wait_until
+from tests.support.collected import ranks
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.messages import KEPT_POSTS
 from torchlens_perf.sidecar.nodes.places import Places
@@ -169,7 +170,7 @@ class TestExchange:
             places = Places(LOOPBACK, folder)
             other, merger = (Exchange(places, KEY, f"n{1 - n}", bool(n), timing=FAST) for n in range(2))
             other.post({1: b"x"})
-            wait_until(lambda merger=merger: 1 in merger.collect().payloads)
+            wait_until(lambda merger=merger: 1 in ranks(merger.collect()))
             assert other.close(LONG_S)
             assert merger.close(LONG_S)
             assert merger.close()
@@ -232,7 +233,7 @@ class TestAlone:
             places = Places(("127.0.0.1", 1), Path({str(tmp_path)!r}))
             merger, other = (Exchange(places, "key", f"n{{n}}", n == 0) for n in range(2))
             other.post({{1: b"x"}})
-            while 1 not in merger.collect().payloads:
+            while not merger.collect().posts:
                 time.sleep(0.01)
             for number in range(20):
                 other.post({{1: b"x"}})

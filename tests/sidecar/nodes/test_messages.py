@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.collected import of_rank, payloads
 from torchlens_perf.sidecar.nodes.messages import (
     KEPT_POSTS,
     MAX_MESSAGE_BYTES,
@@ -120,7 +121,7 @@ class TestAccount:
             elif step == "back":
                 outbox.enter(known=True)
             else:
-                seen.extend(int(each.payload) for each in inbox.collect(0.0).payloads.get(3, ()))
+                seen.extend(map(int, payloads(inbox.collect(0.0), 3)))
         contact = inbox.collect(0.0).nodes["n1"]
 
         assert seen == sorted(set(seen))
@@ -140,7 +141,7 @@ class TestAccount:
         send(outbox, inbox)
         collected = inbox.collect(0.0)
 
-        assert [int(each.payload) for each in collected.payloads[0]] == list(range(12, 20))
+        assert list(map(int, payloads(collected, 0))) == list(range(12, 20))
         assert (collected.nodes["n1"].missed, outbox.dropped) == (12, 12)
 
     def test_posts_nobody_collects_are_bounded(self) -> None:
@@ -154,7 +155,7 @@ class TestAccount:
         collected = inbox.collect(0.0)
 
         for rank, node in enumerate(["n0", "n1"]):
-            assert [int(each.payload) for each in collected.payloads[rank]] == list(range(12, 20))
+            assert list(map(int, payloads(collected, rank))) == list(range(12, 20))
             assert collected.nodes[node].missed == 12
 
     def test_ages(self) -> None:
@@ -168,8 +169,8 @@ class TestAccount:
         inbox.post_own({0: b"y"}, 108.0)
         collected = inbox.collect(108.5)
 
-        assert [each.age_s for each in collected.payloads[1]] == pytest.approx([7.5, 5.5])
-        assert collected.payloads[0][0].age_s == pytest.approx(0.5)
+        assert [post.age_s for post, _ in of_rank(collected, 1)] == pytest.approx([7.5, 5.5])
+        assert of_rank(collected, 0)[0][0].age_s == pytest.approx(0.5)
 
     def test_clocks_that_drift(self) -> None:
         """A sender's clock that goes slow for days makes its payloads no older."""
@@ -180,7 +181,7 @@ class TestAccount:
         outbox.post({1: b"x"}, 2000 * 0.999)
         inbox.receive("a1", encode(outbox.due(2000 * 0.999, beat=True)), 2000.0)
 
-        assert inbox.collect(2000.0).payloads[1][0].age_s < 0.2  # of 2 s in all
+        assert inbox.collect(2000.0).posts[0].age_s < 0.2  # of 2 s in all
 
     def test_silence(self) -> None:
         """Signs of life count without posts; nodes never heard of are not there; who leaves has left."""
@@ -212,7 +213,7 @@ class TestAccount:
         collected = inbox.collect(1.0)
         contact = collected.nodes["n1"]
 
-        assert [each.payload for each in collected.payloads[0]] == [b"a%d" % n for n in range(2, 10)] + [b"b0"]
+        assert payloads(collected, 0) == [b"a%d" % n for n in range(2, 10)] + [b"b0"]
         # It had not said anything before it had ten posts, so that two of them were never to come.
         assert (contact.posts, contact.missed, contact.restarts) == (9, 2, 1)
         assert inbox.namesakes() == []
@@ -243,7 +244,7 @@ class TestAccount:
         send(outbox, inbox)
         collected = inbox.collect(0.0)
 
-        assert [int(each.payload) for each in collected.payloads[0]] == list(range(15, 23))
+        assert list(map(int, payloads(collected, 0))) == list(range(15, 23))
         assert collected.nodes["n1"].missed == 0
 
     def test_an_unreadable_message_is_counted(self) -> None:

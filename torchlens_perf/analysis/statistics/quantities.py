@@ -28,5 +28,10 @@ def amount(count: float, unit: str) -> str:
     raise AssertionError("unreachable")
 
 
+def steps_whole(share: float, *, any_step: bool) -> str:
+    """What a coverage is worth. any_step: whether a step was seen; without one there is no share of steps."""
+    return f"{share:.1%} of steps whole" if any_step else "no step was seen"
+
+
 def duration_or_dash(seconds: float | None) -> str:
     return "-" if seconds is None else duration(seconds)

@@ -266,7 +266,7 @@ def _long(report: Facts, long: LongSteps) -> Verdict:
     steps, count = report["steps"], long["count"]
     often = f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
     if not long["period"] and count <= _MAX_NUMBERS:
-        often += f" (step{'s' if count > 1 else ''} {', '.join(map(str, long['steps']))})"
+        often += f" ({_numbers(long)})"
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
     why = " and ".join(_kinds(long)) or _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
@@ -276,6 +276,14 @@ def _long(report: Facts, long: LongSteps) -> Verdict:
     )
     cost_s = long["total_s"] / max(1, steps["count"])
     return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
+
+
+def _numbers(long: LongSteps) -> str:
+    """Which steps. The count is each rank's, on average; the numbers are those of all ranks."""
+    steps, count = long["steps"], long["count"]
+    numbers = ", ".join(map(str, steps[:_MAX_NUMBERS])) + (", ..." if len(steps) > _MAX_NUMBERS else "")
+    which = "not the same on all ranks: " if len(steps) > count else "among them " if len(steps) < count else ""
+    return f"{which}step{'s' if len(steps) > 1 else ''} {numbers}"
 
 
 def _kinds(long: LongSteps) -> list[str]:

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters import node_semantics
 from torchlens_perf.exporters.node_figures import (
     NodeFigures,
     OpenAlerts,
@@ -116,7 +116,7 @@ class PrometheusExporter:
 
     def _open_alerts(self) -> dict[str, Points]:
         if self._state is None or not self._judges or self._identity is None:
-            return {semantics.OPEN_ALERT: ()}
+            return {node_semantics.OPEN_ALERT: ()}
         return self._alerts.points(self._state, self._identity.run_id)
 
     def wait_for_room(self, timeout_s: float) -> bool:

@@ -128,4 +128,6 @@ def is_users_program() -> bool:
     if file is None:
         return not hasattr(sys, "ps1")
     folders = [sysconfig.get_path(name) for name in ("scripts", "stdlib", "platstdlib", "purelib", "platlib")]
+    # Of other environments too, which a .pth file or PYTHONPATH adds: torchrun may be of the one, torch of the other.
+    folders += [entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")]
     return not os.path.realpath(file).startswith(tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in folders))

@@ -87,7 +87,7 @@ class Exchange:
         After a restart of node 0's sidecar, the last 8 posts of each node come again: this process has not seen them.
         """
         if not self._merges:
-            return Collected({}, {})
+            return Collected((), {})
         with self._lock:
             return self._inbox.collect(time.monotonic())
 

@@ -10,15 +10,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from torchlens_perf.run.location import location
 from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.processes import age_s
-from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.membership import Membership, Word
 from torchlens_perf.sidecar.nodes.messages import MAX_REPLY_BYTES, Collected, Received
 from torchlens_perf.sidecar.nodes.places import Places
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.sidecar.nodes.exchange import Exchange
 
@@ -103,7 +106,7 @@ class Meeting:
 
     def collect(self) -> Collected:
         """What has come to node 0."""
-        return self._exchange.collect() if self._exchange is not None else Collected({}, {})
+        return self._exchange.collect() if self._exchange is not None else Collected((), {})
 
     def say(self) -> None:
         """On node 0, tells the others how the run is called and which generations it has had."""
@@ -131,13 +134,14 @@ class Meeting:
             except ValueError as error:
                 logger.warning("node 0's word cannot be read: %s", error)
 
-    def of_generation(self, received: Sequence[Received], generation: int) -> list[Received]:
-        """Without what comes late from processes that these have replaced, or early from those that come next.
+    def of_generation(
+        self, values: npt.NDArray[np.void], received: Sequence[Received], generation: int
+    ) -> npt.NDArray[np.bool_]:
+        """Which summaries do not come late from processes that these have replaced, or early from those that come next.
 
-        received: summaries. generation: of this node's processes, as it counts them.
+        received: the post of each. generation: of this node's processes, as it counts them.
         """
         now_s, current = time.monotonic(), self.membership.number(generation)
-        values = summary.unpack([each.payload for each in received])
         known: dict[tuple[str, int], bool] = {}
         chosen = []
         columns = (values[name].tolist() for name in ("set", "age_s", "world_size"))
@@ -146,6 +150,5 @@ class Meeting:
             if key not in known:
                 started_s = now_s - each.age_s - set_age_s
                 known[key] = self.membership.of_other(*key, started_s, world_size) == current
-            if known[key]:
-                chosen.append(each)
-        return chosen
+            chosen.append(known[key])
+        return np.array(chosen, bool)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -147,14 +147,15 @@ class Outbox:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Received:
-    """One rank's payload of one post."""
+    """One post of a node."""
 
-    payload: bytes
-    age_s: float
-    """Since it was posted: what its sender held it back, the network delayed it, and it waited here."""
     node: str
     sequence: int
-    """Number of the post, counted by its sender from 1."""
+    """Counted by its sender, from 1."""
+    age_s: float
+    """Since it was posted: what its sender held it back, the network delayed it, and it waited here."""
+    payloads: Mapping[int, bytes]
+    """By rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,8 +179,9 @@ class NodeContact:
 class Collected:
     """What has come since the last collect()."""
 
-    payloads: Mapping[int, tuple[Received, ...]]
-    """By rank, in the order that they were posted in."""
+    posts: Sequence[Received]
+    """Those of one sidecar in the order that it posted them in. One object a post: of a large job, one a rank and
+    window took as long as all else that node 0 does for the exchange."""
     nodes: Mapping[str, NodeContact]
     """All nodes heard of so far. Of others nothing is known, and nothing is here."""
 
@@ -264,19 +266,17 @@ class Inbox:
 
     def collect(self, now_s: float) -> Collected:
         """What has come since the last call."""
-        payloads: dict[int, list[Received]] = {}
+        posts: list[Received] = []
         for sender in (self._own, *self._senders.values()):
             while sender.unread:
                 post, posted_s = sender.unread.popleft()
-                age_s = max(0.0, now_s - posted_s)
-                for rank, payload in post.payloads.items():
-                    payloads.setdefault(rank, []).append(Received(payload, age_s, sender.node, post.sequence))
+                posts.append(Received(sender.node, post.sequence, max(0.0, now_s - posted_s), post.payloads))
         self._own.heard_s = now_s
         nodes: dict[str, list[_Sender]] = {self._own.node: [self._own]}
         for sender in self._senders.values():
             nodes.setdefault(sender.node, []).append(sender)
         contacts = {node: _contact(node, senders, now_s) for node, senders in nodes.items()}
-        return Collected({rank: tuple(received) for rank, received in payloads.items()}, contacts)
+        return Collected(posts, contacts)
 
     @property
     def senders(self) -> int:

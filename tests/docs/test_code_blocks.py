@@ -1,0 +1,375 @@
+"""Every code block of the README and of docs/ is run, or held against the real thing, or skipped with its reason.
+
+Python is executed, page by page. Commands for a shell are parsed by the program's own parser; those that end by
+themselves are executed: the README's in `make test`, the others in `make test-long`. SQL is asked of a recorded run.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from tests.support.code_blocks import Block, Command, blocks
+from tests.support.processes import ROOT, clean_environ, only_report, run_warm, runs
+from torchlens_perf.commands import cli, run
+from torchlens_perf.errors import TorchlensPerfError
+from torchlens_perf.exporters import semantics
+
+BLOCKS = blocks()
+# Names that a page's examples take as given.
+GIVEN = """
+import torch, pandas
+from torch import nn
+import torchlens_perf as perf
+model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = [torch.randn(8, 16) for _ in range(12)]
+requests = [torch.randn(1, 16) for _ in range(6)]
+"""
+MORE_GIVEN = {
+    "README.md": """
+augment = lambda batch: batch + 1
+class Answer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+    def forward(self, batch):
+        from types import SimpleNamespace
+        return SimpleNamespace(loss=self.layer(batch).square().mean())
+model = Answer()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+""",
+}
+# What stands in for the rest of a line that a page leaves out.
+COMPLETED = {"docs/top.md": "    pass\n"}
+PYTHON_NOT_RUN = {
+    "docs/gpu.md": "needs a CUDA device; compiled here, and run by tests/device and `make gpu-check`",
+    "docs/notebook.md": "is run by tests/results/test_docs_notebook.py and tests/frameworks/test_notebook.py",
+}
+# Programs that are parsed and not executed, by what their command begins with.
+NOT_EXECUTED = {
+    "make": "installs an environment, or runs for minutes to hours; `make --dry-run` takes it",
+    "pip install": "downloads; its extras are in pyproject.toml",
+    "python -m benchmarks": "runs for minutes to hours; its options are in its source",
+    "torchlens-perf serve": "serves until it is interrupted: tests/serve",
+    "torchlens-perf capture": "needs a run that is alive: tests/distributed/test_capture_live.py",
+    "torchlens-perf sidecar": "needs an endpoint: tests/exporters/test_otlp_export.py",
+    "torchlens-perf simulate --rows --ranks 4096": "takes long on a busy machine: tests/simulate",
+    "torchlens-perf simulate --device": "is run by tests/simulate/test_simulated_devices.py",
+}
+# Programs of others, and words of the shell: not parsed here, and not executed.
+ELSEWHERE = {
+    "while": "a loop over lines: tests/backends/test_autotel.py",
+    "printf": "a loop over lines: tests/backends/test_autotel.py",
+    "done": "a loop over lines: tests/backends/test_autotel.py",
+    "curl": "is run by tests/prometheus/test_docs.py",
+    "promtool": "is run by tests/prometheus/test_docs.py",
+    "ls": "is run by tests/prometheus/test_docs.py",
+    "sh": "is run by tests/prometheus/test_docs.py",
+    "ssh": "needs another machine",
+}
+PAGES_ELSEWHERE = {  # by what their commands are executed
+    "docs/prometheus.md": "tests/prometheus/test_docs.py",
+    "docs/kubernetes.md": "tests/prometheus/test_docs.py",
+    "docs/slurm.md": "tests/prometheus/test_docs.py",
+}
+SQL_ELSEWHERE = {"docs/backends.md": "ClickHouse's, which tests/backends/test_clickhouse.py asks"}
+NO_CODE = {
+    ("docs/slurm.md", "# slurm.conf"): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
+    ("README.md", "training process"): "a drawing",
+    ("docs/opentelemetry.md", "train step"): "a drawing",
+    ("docs/opentelemetry.md", "the workflow's trace"): "a drawing",
+    ("docs/opentelemetry.md", "OTLP: 219"): "what a report says; tests/exporters/test_delivery.py",
+    ("docs/run-directory.md", "/dev/shm/"): "a listing of what goes when a run ends; tests/run",
+}
+SHELL = [block for block in BLOCKS if block.language in ("sh", "bash", "shell", "console")]
+# Indented blocks whose first word is a program, or a variable before one.
+SHELL += [b for b in BLOCKS if b.language == "indented" and re.match(r"[A-Z_]+=\S+ \w|torch|python|make", b.text)]
+COMMANDS = list({str(command): command for block in SHELL for command in block.commands()}.values())
+OTHERS = [block for block in BLOCKS if block not in SHELL and block.language not in ("python", "sql")]
+LISTING = "torchlens-perf/20261121-013205-3fa9c1d2/\n"
+
+
+def test_there_are_blocks() -> None:
+    """The pages are where this looks, and every language is one that it knows."""
+    assert len(BLOCKS) > 30
+    assert len(COMMANDS) > 30
+    known = {"python", "sh", "bash", "shell", "console", "sql", "plain", "indented", "yaml"}
+    assert {block.place: block.language for block in BLOCKS if block.language not in known} == {}
+    unused = set(PYTHON_NOT_RUN) - {block.page for block in BLOCKS if block.language == "python"}
+    unused |= {begin for begin in NOT_EXECUTED if not any(shell(c).startswith(begin) for c in COMMANDS)}
+    programs = {command.words[0] for command in COMMANDS if command.words}
+    unused |= ELSEWHERE.keys() - programs
+    unused |= PAGES_ELSEWHERE.keys() - {command.block.page for command in COMMANDS}
+    unused |= SQL_ELSEWHERE.keys() - {block.page for block in BLOCKS if block.language == "sql"}
+    unused |= {begin for page, begin in NO_CODE if not any(is_at(block, page, begin) for block in OTHERS)}
+    assert unused == set()
+
+
+def is_at(block: Block, page: str, begin: str) -> bool:
+    return block.page == page and block.text.strip().startswith(begin)
+
+
+def shell(command: Command) -> str:
+    return " ".join(command.words)
+
+
+# -- Python
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.language == "python"}))
+def test_python(page: str, recorded: Path, tmp_path: Path) -> None:
+    """A page's blocks run one after another, as a reader pastes them."""
+    code = "\n".join(block.text for block in BLOCKS if block.page == page and block.language == "python")
+    compile(code + COMPLETED.get(page, ""), page, "exec")
+    if page in PYTHON_NOT_RUN:
+        pytest.skip(f"{page}: {PYTHON_NOT_RUN[page]}")
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True, symlinks=True)
+    code = code.replace("20261121-013205-3fa9c1d2", run_id(recorded))
+    done = run_warm([sys.executable, "-c", GIVEN + MORE_GIVEN.get(page, "") + code + COMPLETED.get(page, "")], tmp_path)
+    assert done.returncode == 0, done.stderr
+    runs(tmp_path)
+
+
+# -- a recorded run, which others refer to
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the scripts that commands name, and with a run."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "package").mkdir()
+    for name in ("train.py", "package/train.py"):
+        shutil.copy(ROOT / "tests" / "scripts" / "train.py", folder / name)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    done = run_warm([sys.executable, "train.py"], folder, TORCHLENS_PERF="1")
+    assert done.returncode == 0, done.stderr
+    assert len(runs(folder)) == 1
+    return folder
+
+
+def run_id(folder: Path) -> str:
+    (one,) = (path.parent.name for path in folder.glob("torchlens-perf/*/nodes"))
+    return one
+
+
+def test_sql(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each query is one that DuckDB takes, over a run's own files; of hardware, over a file without rows."""
+    import duckdb
+
+    from torchlens_perf.sidecar.telemetry.log import _SCHEMAS, GPUS
+
+    gpus = recorded / "torchlens-perf" / run_id(recorded) / "gpus"
+    gpus.mkdir(exist_ok=True)
+    pq.write_table(_SCHEMAS[GPUS].empty_table(), gpus / "node-000001.parquet")
+    monkeypatch.chdir(recorded)
+    queries = [
+        q for b in BLOCKS if b.language == "sql" and b.page not in SQL_ELSEWHERE for q in b.text.split(";") if q.strip()
+    ]
+    answers = [duckdb.sql(query).fetchall() for query in queries]
+    assert len(queries) >= 4
+    assert len(answers[0]) == 10  # the slowest steps
+
+
+def test_listing_of_a_run_directory(recorded: Path) -> None:
+    """Every file of a run is in the page's listing."""
+    (listing,) = [block for block in OTHERS if block.text.startswith(LISTING)]
+    names = [line.split()[0] for line in listing.text.splitlines()[1:]]
+    patterns = [re.escape(name).replace("NODE", r"[\w.-]+").replace("000001", r"\d+") for name in names]
+    root = recorded / "torchlens-perf" / run_id(recorded)
+    files = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
+    assert len(files) > 4
+    assert [file for file in files if not any(re.fullmatch(each, file) for each in patterns)] == []
+
+
+# -- a shell's
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: f"{each.block.place} {each}"[:90])
+def test_commands_are_understood(command: Command) -> None:
+    """By the real parser of each program: no option that is not there, no script that is not there."""
+    for variable in command.variables:
+        name = variable.partition("=")[0]
+        assert name.startswith(("TORCHLENS_PERF", "OTEL_")), f"what reads {name}?"
+    understand(command.words)
+
+
+def understand(words: Sequence[str]) -> None:
+    program, arguments = words[0], list(words[1:])
+    if program in ELSEWHERE:
+        return
+    if program == "torchlens-perf" or words[:3] == ("python", "-m", "torchlens_perf"):
+        ours(arguments if program == "torchlens-perf" else arguments[2:])
+    elif program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        options = get_args_parser().parse_args(arguments)
+        if options.module:
+            assert options.training_script == "torchlens_perf"
+            ours(options.training_script_args)
+        else:
+            script(options.training_script)
+    elif program == "opentelemetry-instrument":
+        instrument(arguments)
+    elif program == "export":
+        for assigned in arguments:
+            assert assigned.startswith(("TORCHLENS_PERF", "OTEL_")), f"what reads {assigned}?"
+    elif words[:2] == ("python", "-m"):
+        benchmark(arguments[1:])
+    elif program == "python":
+        script(arguments[0])
+    elif program == "pip":
+        pip(arguments)
+    elif program == "make":
+        done = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    else:
+        raise AssertionError(f"no parser is known for {program}: add it here")
+
+
+def ours(arguments: list[str]) -> None:
+    if arguments[0] == "run":
+        assert run.split_options(arguments[1:])[1]
+        return
+    try:
+        cli._parser().parse_args(arguments)
+    except (SystemExit, TorchlensPerfError) as error:
+        raise AssertionError(f"torchlens-perf {' '.join(arguments)}: {error}") from None
+
+
+def script(name: str) -> None:
+    assert name == "train.py" or (ROOT / name).is_file(), name
+
+
+def pip(arguments: list[str]) -> None:
+    (wanted,) = arguments[1:]
+    extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    name, extra = re.fullmatch(r"([\w-]+)(?:\[(\w+)\])?", wanted).groups()  # type: ignore[union-attr]
+    assert name == "torchlens-perf"
+    assert extra is None or extra in extras
+
+
+def instrument(arguments: list[str]) -> None:
+    """Its options are what the entry points list: see opentelemetry/instrumentation/auto_instrumentation."""
+    variables = [n for each in entry_points(group="opentelemetry_environment_variables") for n in dir(each.load())]
+    options = {"--" + re.sub("^OTEL_(PYTHON_)?", "", name).lower() for name in variables if name.startswith("OTEL_")}
+    while arguments[0].startswith("--"):
+        assert arguments[0] in options
+        arguments = arguments[2:]
+    understand(tuple(arguments))
+
+
+def benchmark(arguments: list[str]) -> None:
+    """There is such a file, and its options and parts are words of its source."""
+    module = ROOT.joinpath(*arguments[0].split("."))
+    sources = [module.with_suffix(".py")] if module.with_suffix(".py").is_file() else [*module.glob("*.py")]
+    assert sources, arguments[0]
+    text = "\n".join(path.read_text() for path in sources)
+    # Benchmarks of one kind share files.
+    kind = sources[0].stem.partition("_")[0]
+    text += "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob(f"{kind}*.py"))
+    for word in arguments[1:]:
+        if word.startswith("--") or (word == arguments[1] and arguments[0] != "benchmarks"):
+            assert f'"{word}"' in text, f"{arguments[0]} knows no {word}"
+    if arguments[0] == "benchmarks":
+        assert (ROOT / "benchmarks" / f"{arguments[1]}.py").is_file(), arguments[1]
+
+
+def executed() -> list[object]:
+    """The README's at once, the others in `make test-long`."""
+    return [
+        pytest.param(
+            command,
+            id=f"{command.block.place} {command}"[:90],
+            marks=() if command.block.page == "README.md" else pytest.mark.long,
+        )
+        for command in COMMANDS
+    ]
+
+
+SHIMS = {
+    "python": '"{python}" "$@"',
+    "torchrun": '"{python}" -m torch.distributed.run --standalone "$@"',
+    "torchlens-perf": '"{python}" -m torchlens_perf "$@"',
+    "opentelemetry-instrument": '"{python}" -c "from opentelemetry.instrumentation.auto_instrumentation import run; '
+    'run()" "$@"',
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("command", executed())
+def test_commands_are_executed(command: Command, recorded: Path, tmp_path: Path) -> None:
+    """In bash, as they stand there: 2 ranks for 4 or 8, the run's name for RUN_DIR, nobody's port for a collector."""
+    for begin, reason in NOT_EXECUTED.items():
+        if shell(command).startswith(begin):
+            pytest.skip(f"{command}: {reason}")
+    elsewhere = PAGES_ELSEWHERE.get(command.block.page) or ELSEWHERE.get(command.words[0] if command.words else "")
+    if elsewhere:
+        pytest.skip(f"{command}: {elsewhere}")
+    if shell(command).startswith("torchlens-perf top") and "--once" not in command.words:
+        pytest.skip(f"{command}: needs a terminal: tests/top/test_terminal.py")
+    folder = tmp_path / "work"
+    shutil.copytree(recorded, folder, symlinks=True)
+    shims = tmp_path / "bin"
+    shims.mkdir()
+    for name, text in SHIMS.items():
+        (shims / name).write_text(f"#!/bin/sh\nexec {text.format(python=sys.executable)}\n")
+        (shims / name).chmod(0o755)
+    line = str(command)
+    for old, new in (
+        (r"--nproc-per-node \d", "--nproc-per-node 2"), (r"\bARGS\b", ""),
+        (r"\bRUN_DIR\b", f"torchlens-perf/{run_id(folder)}"), (r"http://collector:\d+", "http://127.0.0.1:9"),
+    ):  # fmt: skip
+        line = re.sub(old, new, line)
+    if "opentelemetry-instrument" in line:
+        line = f"OTEL_TRACES_EXPORTER=none OTEL_METRICS_EXPORTER=none OTEL_LOGS_EXPORTER=none {line}"
+    starts = "train" in line or "serve_model" in line
+    if starts:
+        shutil.rmtree(folder / "torchlens-perf")
+    elif "report slow-rank" in line:
+        line = f"torchlens-perf simulate --ranks 2 --steps 60 --out slow-rank && {line}"
+    environ = clean_environ({"PATH": f"{shims}:/usr/bin:/bin", "TORCHLENS_PERF_BUILD_TAP": "0"})
+    done = subprocess.run(["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    if starts:
+        ranks = only_report(folder)["ranks"]
+        assert len(ranks) == (2 if "torchrun" in line and "nproc" in line else 1)
+        assert ranks[0]["steps"] >= 12
+
+
+# -- the others
+
+
+@pytest.mark.parametrize("block", OTHERS, ids=lambda each: each.place)
+def test_others(block: Block) -> None:
+    """Rules for Prometheus name metrics that are sent; a run's listing is tested above. What is no code is said."""
+    if block.text.startswith(LISTING):
+        return
+    if block.text.startswith("groups:"):
+        rules = yaml.safe_load(block.text)["groups"][0]["rules"]
+        used = {name for rule in rules for name in re.findall(r"torch_train_\w+", rule["expr"])}
+        assert used
+        assert used <= set(prometheus_names())
+        return
+    reasons = [reason for (page, begin), reason in NO_CODE.items() if is_at(block, page, begin)]
+    assert reasons, f"{block.place}: what is it? Run it, hold it against something, or say in NO_CODE why not"
+    pytest.skip(f"{block.place}: {reasons[0]}")
+
+
+def prometheus_names() -> Iterator[str]:
+    """Of the metrics, as Prometheus writes them: with the unit, and what a histogram or a counter ends in."""
+    units = {"s": "_seconds", "By": "_bytes", "1": "_ratio"}
+    ends = {"histogram": ("_sum", "_count", "_bucket"), "counter": ("_total",)}
+    for metric in semantics.METRICS:
+        name = metric.name.replace(".", "_") + units.get(metric.unit, "")
+        yield from (name + end for end in ends.get(metric.instrument, ("",)))
+        yield from (f"{label.replace('.', '_')}" for label in metric.attributes)

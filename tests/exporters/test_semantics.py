@@ -1,0 +1,222 @@
+"""exporters/semantics.py lists what is sent: no more, no less, with the right units and types; and so does the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import opentelemetry.semconv
+import pytest
+
+from scripts.write_semantics import PAGE, page
+from tests.exporters.test_exporters import assessment_of, batch_of, identity
+from tests.support.findings import episode, findings, hang
+from tests.support.otlp_collector import Collector, exporter_to
+from tests.support.otlp_receiver import ReceivedEvent, ReceivedPoint, ReceivedSpan, Receiver
+from tests.support.recorded_run import TRACEPARENT, Sidecar
+from torchlens_perf.analysis.alerts.log import AlertLog
+from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample
+from torchlens_perf.analysis.statistics.memory import MemoryReading
+from torchlens_perf.exporters import JobPart, Part, semantics
+from torchlens_perf.exporters.otlp_hardware import _GPU_GROWS, _LINK_GROWS
+from torchlens_perf.exporters.otlp_metrics import NodeMetrics
+from torchlens_perf.exporters.series import Meter
+from torchlens_perf.run import identity as run_identity
+from torchlens_perf.run.records import Span, StepTrace, TracedStep
+from torchlens_perf.run.ring import Flag, Kind
+
+METRICS = {each.name: each for each in semantics.METRICS}
+ATTRIBUTES = {each.name: each for each in semantics.ATTRIBUTES}
+SPANS = {each.name: each for each in semantics.SPANS}
+KINDS = {str: "string", int: "int", float: "double", bool: "boolean"}
+EVENTS = {semantics.event_name(kind, change) for kind, changes in semantics.EVENTS.items() for change in changes}
+FORMS = {"counter": ("sum", True), "up-down counter": ("sum", False), "gauge": ("gauge", False)}
+
+
+@dataclasses.dataclass
+class Sent:
+    """What a receiver has got."""
+
+    spans: list[ReceivedSpan]
+    points: list[ReceivedPoint]
+    events: list[ReceivedEvent]
+
+    def holders(self) -> Iterator[Mapping[str, Any]]:
+        for each in (*self.spans, *self.points, *self.events):
+            yield each.attributes
+            yield each.resource
+
+
+def everything() -> Sent:
+    """By exporters, from hand-made input, all that they can send on any machine: of a small job, and of a large one."""
+    small, large = of_two_ranks(), of_many_ranks()
+    return Sent(small.spans + large.spans, small.points + large.points, small.events + large.events)
+
+
+def of_two_ranks() -> Sent:
+    collectors = {name: Collector(name) for name in ("traces", "metrics", "logs")}
+    exporter = exporter_to(collectors)
+    spans = (
+        Span("forward", "", 0, 0, 1000, 1, 0, 0, 0),
+        Span("collective", "allreduce", 0, 0, 10, 2, int(Flag.DEVICE), 8, 1),
+        Span("device", "layer", 0, 0, 10, 2, 0, int(Kind.FORWARD), 0),
+    )
+    for rank in range(2):
+        plain = batch_of(identity(rank, traceparent=TRACEPARENT), [100, 110])
+        traces = (StepTrace(100, 0, 6_000_000, 0, spans), StepTrace(110, 0, 6_000_000, int(Flag.INFERENCE), ()))
+        device = {"forward": np.array([5], np.int64)}
+        memory = MemoryReading(0, 5, 9, 1, 7, 80, 3, 1)
+        chosen = {100: TracedStep(0, 100, "slow", (("slow", (0,)), ("known", (1,))), max_spans=2, left_out=1)}
+        exporter.export(
+            dataclasses.replace(plain, traces=traces, device_ns=device, memory=memory, chosen=chosen),
+        )
+    exporter.measured(identity(), hardware())
+    log, slow = AlertLog("run"), episode()
+    for found, hung in ((findings(slow), None), (findings(slow), hang())):
+        exporter.on_assessment(assessment_of(found, log, hung))
+    over = dataclasses.replace(slow, until_step=180)
+    exporter.on_assessment(dataclasses.replace(assessment_of(findings(over), log, hang()), ended=True))
+    assert exporter.shutdown(20) == []
+    return Sent(collectors["traces"].spans(), collectors["metrics"].points(), collectors["logs"].events())
+
+
+def of_many_ranks() -> Sent:
+    """With so little room that the GPUs of a node have one point together."""
+    collectors = {name: Collector(name) for name in ("traces", "metrics", "logs")}
+    exporter = exporter_to(collectors)
+    plain, one = batch_of(identity(3, world_size=1000), [100, 110]), hardware()
+    exporter.export(plain)
+    spread_s = {(what, "0.5"): 1.0 for what in ("work", "wait")}
+    exporter.take_part(JobPart(Part.WHOLE, 0.01, 2000, frozenset(), spread_s, left_out=2))
+    gpus = tuple(dataclasses.replace(one.gpus[0], uuid=f"GPU-{number}") for number in range(8))
+    exporter.measured(identity(), dataclasses.replace(one, gpus=gpus))
+    assert exporter.shutdown(20) == []
+    return Sent(collectors["traces"].spans(), collectors["metrics"].points(), collectors["logs"].events())
+
+
+def hardware() -> Hardware:
+    """A GPU and a port that report everything."""
+    plain = {field.name: 1 for field in dataclasses.fields(GpuSample)}
+    gpu = GpuSample(**{**plain, "uuid": "GPU-1", "grown": {each.field: 1.0 for each in _GPU_GROWS}})
+    grown = {each.field: 1.0 for each in _LINK_GROWS}
+    link = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000, grown=grown)
+    return Hardware((gpu,), (link,), {"GPU-1": "H200"})
+
+
+@pytest.fixture(scope="module")
+def made() -> Sent:
+    return everything()
+
+
+def wrong(sent: Sent) -> list[str]:
+    """What was sent and is not in the list, or is there otherwise."""
+    found = set()
+    for point in sent.points:
+        metric = METRICS.get(point.metric)
+        if metric is None:
+            found.add(f"metric {point.metric}")
+            continue
+        form = ("exponential_histogram", False) if metric.instrument == "histogram" else FORMS[metric.instrument]
+        if (point.unit, point.form, point.monotonic) != (metric.unit, *form):
+            found.add(f"metric {point.metric}: {point.unit}, {point.form}")
+        allowed = {*metric.attributes, semantics.OVER_COMPONENTS}
+        found |= {f"{name} on {point.metric}" for name in point.attributes if name not in allowed}
+    found |= {f"event {event.name}" for event in sent.events if event.name not in EVENTS}
+    # Those without a kind are the roots, and the run's.
+    named = (span.name for span in sent.spans if semantics.SPAN_KIND not in span.attributes)
+    found |= {f"span {name}" for name in named if name not in SPANS}
+    for holder in sent.holders():
+        for name, value in holder.items():
+            if name not in ATTRIBUTES or KINDS[type(value)] != ATTRIBUTES[name].kind:
+                found.add(f"attribute {name}: {type(value).__name__}")
+    return sorted(found)
+
+
+def test_all_that_is_sent_is_listed(made: Sent) -> None:
+    """Else: describe it in exporters/semantics.py, and run scripts/write_semantics.py."""
+    assert wrong(made) == []
+
+
+@pytest.mark.distributed
+def test_a_recorded_run(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
+    """What a run of two ranks sends to a real receiver is listed; and all that is listed without a condition comes."""
+    sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"))
+    sent = Sent(receiver.spans(), receiver.points(), receiver.events())
+    assert wrong(sent) == []
+    assert {each.name for each in semantics.METRICS if not each.when} == {
+        point.metric for point in sent.points if not METRICS[point.metric].when
+    }
+    of_events = {each.name for each in semantics.ATTRIBUTES if each.on.strip() == "events"}
+    unconditional = {each.name for each in semantics.ATTRIBUTES if not each.when and "events" not in each.on}
+    came = {name for holder in sent.holders() for name in holder}
+    assert unconditional - came == set()
+    assert of_events & came == set()  # nobody was slow
+
+
+def test_all_that_is_listed_can_be_sent(made: Sent) -> None:
+    """Each name is seen here, or belongs to a launcher, a scheduler or a cloud that this machine is not in."""
+    assert {point.metric for point in made.points} == set(METRICS)
+    for metric in semantics.METRICS:
+        seen = {name for point in made.points if point.metric == metric.name for name in point.attributes}
+        assert seen - {semantics.OVER_COMPONENTS} == set(metric.attributes), metric.name
+    names = {span.name for span in made.spans if semantics.SPAN_KIND not in span.attributes}
+    assert names == set(SPANS)
+    came = {name for holder in made.holders() for name in holder}
+    elsewhere = set(ATTRIBUTES) - came
+    # Of these, the identity has the name and the variable, or the file, that it is from: tests/run.
+    from_environment = set(run_identity._ATTRIBUTES) | {
+        "network.switch", "host.rack", "host.id", "host.type", "cloud.provider", "cloud.availability_zone",
+        "container.id", "service.name",
+    }  # fmt: skip
+    assert elsewhere - from_environment == {semantics.STRAGGLER_CAUSES}
+    assert set(run_identity._ATTRIBUTES) <= set(ATTRIBUTES)
+
+
+def test_every_instrument_is_listed() -> None:
+    """Also one that has no point in these tests."""
+    meter = Meter()
+    NodeMetrics(meter)
+    assert {each.name for each in meter._instruments} == set(METRICS)
+
+
+def test_every_constant_is_listed() -> None:
+    listed = set(METRICS) | set(ATTRIBUTES) | set(SPANS) | {semantics.SCOPE}
+    listed |= {semantics.OPENTELEMETRY, semantics.NEMO_LENS, semantics.OURS, semantics.SPAN_RANK, semantics.STEP_KIND}
+    constants = {name: value for name, value in vars(semantics).items() if name.isupper() and name[0] != "_"}
+    assert {name: value for name, value in constants.items() if isinstance(value, str) and value not in listed} == {}
+
+
+def conventions() -> tuple[set[str], dict[str, tuple[str, str]]]:
+    """OpenTelemetry's attributes; and by metric its instrument and unit, as its package documents them."""
+    attributes: set[str] = set()
+    metrics: dict[str, tuple[str, str]] = {}
+    (folder,) = opentelemetry.semconv.__path__
+    for path in Path(folder).rglob("*_attributes.py"):
+        attributes |= set(re.findall(r'Final = \(?\s*"([a-z0-9_.]+)"', path.read_text()))
+    pattern = r'Final = \(?\s*"([a-z0-9_.]+)"\s*\)?\n"""(?:(?!""").)*?Instrument: (\w+)\nUnit: (\S+)'
+    for path in Path(folder).rglob("*_metrics.py"):
+        metrics |= {name: (kind, unit) for name, kind, unit in re.findall(pattern, path.read_text(), re.DOTALL)}
+    return attributes, metrics
+
+
+def test_sources() -> None:
+    """What is called OpenTelemetry's is in its package, with this unit and instrument; what is called ours is not."""
+    attributes, metrics = conventions()
+    assert len(attributes) > 300
+    assert len(metrics) > 100
+    for metric in semantics.METRICS:
+        standard = metrics.get(metric.name)
+        assert (standard is not None) == (metric.source == semantics.OPENTELEMETRY), metric.name
+        if standard is not None:
+            assert standard == (metric.instrument.replace("-", "").replace(" ", ""), metric.unit), metric.name
+    for attribute in semantics.ATTRIBUTES:
+        assert (attribute.name in attributes) == (attribute.source == semantics.OPENTELEMETRY), attribute.name
+
+
+def test_the_page_is_the_list() -> None:
+    """Else: python scripts/write_semantics.py"""
+    assert PAGE.read_text() == page()

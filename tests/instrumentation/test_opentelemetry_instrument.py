@@ -1,0 +1,184 @@
+"""`opentelemetry-instrument`, the real one, around training: what it records, and what it leaves alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support.long import long
+from tests.support.otlp_receiver import ReceivedSpan, Receiver
+from tests.support.processes import SCRIPTS, only_report, run, run_warm, runs, torchrun
+from torchlens_perf.exporters import semantics
+
+pytestmark = pytest.mark.distributed
+
+TRAIN = str(SCRIPTS / "train_traced.py")
+# What the console script of that name calls.
+INSTRUMENT = [sys.executable, "-c", "from opentelemetry.instrumentation.auto_instrumentation import run; run()"]
+EVERY_STEP = {"TORCHLENS_PERF_TRACE_EVERY": "1"}
+NOWHERE = {f"OTEL_{signal}_EXPORTER": "none" for signal in ("TRACES", "METRICS", "LOGS")}
+
+
+def losses(stdout: str) -> list[str]:
+    return [line for line in stdout.splitlines() if line.startswith("loss")]
+
+
+@pytest.fixture(scope="module")
+def unwatched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+    """The losses without us and without OpenTelemetry's SDK, by the number of ranks."""
+    folder = tmp_path_factory.mktemp("unwatched")
+    found = {
+        1: losses(run_warm([sys.executable, TRAIN], folder).stdout),
+        2: losses(run_warm(torchrun(TRAIN), folder).stdout),
+    }
+    assert {count: len(lines) for count, lines in found.items()} == {1: 8, 2: 8}
+    return found
+
+
+def test_torchrun(receiver: Receiver, unwatched: dict[int, list[str]], tmp_path: Path) -> None:
+    """Both ranks are recorded: their steps arrive beside the user's own spans, nothing twice, and the losses are the
+    same to the bit."""
+    done = run(
+        [*INSTRUMENT, *torchrun(TRAIN)],
+        tmp_path,
+        OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("grpc"),
+        OTEL_EXPERIMENTAL_RESOURCE_DETECTORS="torchlens_perf",
+        **EVERY_STEP,
+    )
+    value = only_report(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == unwatched[2]
+    assert "torchlens_perf recorded nothing" not in done.stderr  # torchrun itself trains nothing
+    assert [rank["steps"] for rank in value["ranks"]] == [7, 7]
+
+    spans = receiver.spans()
+    assert len({(span.trace_id, span.span_id) for span in spans}) == len(spans)
+    users, ours = by_rank(spans, "users"), by_rank(spans, semantics.SCOPE)
+    assert users == {(rank, name): count for rank in (0, 1) for name, count in (("my training", 1), ("my step", 8))}
+    steps_of = {f"{semantics.SPAN_RANK} {rank}" for rank in (0, 1)}
+    assert {key: count for key, count in ours.items() if key[1] in {semantics.SPAN_STEP, *steps_of}} == {
+        (0, semantics.SPAN_STEP): 7, (0, f"{semantics.SPAN_RANK} 0"): 7, (1, f"{semantics.SPAN_RANK} 1"): 7,
+    }  # fmt: skip
+    assert {span.scope.partition(" ")[0] for span in spans} == {"users", semantics.SCOPE}
+    # Recording began in the first optimizer step: the span that was active then on rank 0 is the run's parent.
+    (first,) = [s for s in spans if s.name == "my step" and s.resource[semantics.RANK] == 0][:1]
+    (whole,) = [span for span in spans if span.name == semantics.SPAN_RUN]
+    assert (whole.trace_id, whole.parent_id) == (first.trace_id, first.span_id)
+    roots = [span for span in spans if span.name == semantics.SPAN_STEP]
+    assert {span.links for span in roots} == {((first.trace_id, first.span_id),)}
+    steps = {span.attributes[semantics.STEP] for span in spans if span.name in steps_of}
+    assert steps == set(range(1, 8))
+
+
+def by_rank(spans: list[ReceivedSpan], scope: str) -> Counter[tuple[int, str]]:
+    """How many spans of a scope came, by rank and name. The rank is that of the resource: our detector's, or ours."""
+    return Counter((span.resource[semantics.RANK], span.name) for span in spans if span.scope.startswith(scope))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--watch"], {"TORCHLENS_PERF": "1"}),
+        *long(
+            ([], {}),
+            (["--watch"], {}),
+            ([], {"TORCHLENS_PERF": "1"}),
+            ([], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+            ([], {"OTEL_SDK_DISABLED": "true"}),
+        ),
+    ],
+)
+def test_one_run(arguments: list[str], told: dict[str, str], unwatched: dict[int, list[str]], tmp_path: Path) -> None:
+    """However many ways to start are there at once, one run is recorded."""
+    done = run([*INSTRUMENT, sys.executable, TRAIN, *arguments], tmp_path, **NOWHERE, **told)
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == unwatched[1]
+    assert [rank["steps"] for rank in only_report(tmp_path)["ranks"]] == [8 if arguments else 7]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "requests, torchlens_perf"}, ""),
+        *long(
+            ({"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "*"}, ""),
+            ({"TORCHLENS_PERF": "0"}, ""),
+            ({"TORCHLENS_PERF": "perhaps"}, "torchlens_perf is off: TORCHLENS_PERF='perhaps'"),
+            ({"TORCHLENS_PERF_MODULEZ": "1"}, "torchlens_perf is off: TORCHLENS_PERF_MODULEZ is not a setting"),
+        ),
+    ],
+)
+def test_no_run(told: dict[str, str], said: str, unwatched: dict[int, list[str]], tmp_path: Path) -> None:
+    """Where it is switched off, or a variable is wrong, the job runs as without us, and says so once."""
+    done = run([*INSTRUMENT, sys.executable, TRAIN], tmp_path, **NOWHERE, **told)
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == unwatched[1]
+    assert done.stderr.count("torchlens_perf") == said.count("torchlens_perf")
+    assert said in done.stderr
+    assert runs(tmp_path) == []
+
+
+def test_options(tmp_path: Path) -> None:
+    """Each setting is an option of opentelemetry-instrument, which goes before the variable."""
+    chosen = tmp_path / "chosen"
+    done = run(
+        [*INSTRUMENT, "--torchlens_perf_dir", str(chosen / "torchlens-perf"), sys.executable, TRAIN],
+        tmp_path,
+        TORCHLENS_PERF_DIR=str(tmp_path / "not this one"),
+        **NOWHERE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert only_report(chosen)["ranks"][0]["steps"] == 7
+    assert not (tmp_path / "not this one").exists()
+
+
+BY_HAND = """
+import os, sys, torch
+from torchlens_perf.instrumentation.instrumentor import TorchlensPerfInstrumentor
+from torchlens_perf.watch import running
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step():
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+instrumentor = TorchlensPerfInstrumentor()
+assert instrumentor is TorchlensPerfInstrumentor()
+instrumentor.instrument()
+instrumentor.instrument()
+for _ in range(6):
+    step()
+assert running() is not None
+instrumentor.uninstrument()
+assert running() is None and "TORCHLENS_PERF" not in os.environ
+for _ in range(3):
+    step()
+assert running() is None
+instrumentor.instrument()
+instrumentor.uninstrument()  # before anything trained
+step()
+assert running() is None
+"""
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    """instrument() and uninstrument() in a script, after torch was imported: what lies between them is recorded."""
+    done = run_warm([sys.executable, "-c", BY_HAND], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert only_report(tmp_path)["ranks"][0]["steps"] == 5
+
+
+def test_sidecar_is_not_instrumented(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The folder that instruments every Python is not handed on to the sidecar; the user's other folders are."""
+    from opentelemetry.instrumentation import auto_instrumentation
+
+    from torchlens_perf.recorder import sidecar
+
+    (folder,) = auto_instrumentation.__path__
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((folder, str(tmp_path), folder + os.sep)))
+    entries = sidecar.environment()["PYTHONPATH"].split(os.pathsep)
+    assert str(tmp_path) in entries
+    assert not [entry for entry in entries if entry.startswith(folder)]

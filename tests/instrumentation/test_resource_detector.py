@@ -1,0 +1,107 @@
+"""What our resource detector says of a process, by launcher; and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import run
+from torchlens_perf.config import Config
+from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters.otlp_resource import node_resource
+from torchlens_perf.instrumentation import environment_variables
+from torchlens_perf.instrumentation.resource_detector import resource_attributes
+from torchlens_perf.run.identity import Identity
+
+ALWAYS = {"host.name": socket.gethostname(), "process.pid": os.getpid()}
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2",
+}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}  # fmt: skip
+
+
+def among(found: dict[str, str | int], names: str) -> dict[str, str | int]:
+    return {name: value for name, value in found.items() if name.startswith(names)}
+
+
+def test_alone() -> None:
+    """Without a launcher there is no rank: it may be the launcher itself, or no training at all."""
+    found = resource_attributes({})
+    assert ALWAYS.items() <= found.items()
+    assert among(found, "torch.") == {}
+
+
+def test_torchrun() -> None:
+    found = resource_attributes(TORCHRUN)
+    assert among(found, "torch.") == {
+        semantics.RANK: 3, semantics.WORLD_SIZE: 4, semantics.LOCAL_RANK: 1, semantics.RESTART_COUNT: 2,
+        "torch.elastic.run_id": "job",
+    }  # fmt: skip
+
+
+def test_srun() -> None:
+    """The run's id is that which the run gets: a job of Slurm has one on all nodes."""
+    found = resource_attributes(SRUN)
+    assert among(found, "torch.") == {
+        semantics.RANK: 1, semantics.WORLD_SIZE: 2, semantics.LOCAL_RANK: 0, semantics.RESTART_COUNT: 0,
+        semantics.RUN_ID: "slurm-77.0",
+    }  # fmt: skip
+    assert among(found, "slurm.") == {"slurm.job.id": "77", "slurm.step.id": "0"}
+
+
+@pytest.mark.parametrize("environ", [{}, TORCHRUN, SRUN], ids=["alone", "torchrun", "srun"])
+def test_the_users_run_id(environ: dict[str, str]) -> None:
+    assert resource_attributes({**environ, "TORCHLENS_PERF_RUN_ID": "mine"})[semantics.RUN_ID] == "mine"
+
+
+DETECT = """
+import json, sys
+from opentelemetry.sdk.resources import Resource
+found = dict(Resource.create().attributes)
+print(json.dumps([found.get("torch.distributed.rank"), found.get("service.name"), "torch" in sys.modules]))
+"""
+
+
+def test_the_sdk_loads_it(tmp_path: Path) -> None:
+    """By its entry point and the variable, without torch; the user's own attributes stay."""
+    done = run(
+        [sys.executable, "-c", DETECT],
+        tmp_path,
+        OTEL_EXPERIMENTAL_RESOURCE_DETECTORS="torchlens_perf",
+        OTEL_SERVICE_NAME="mine",
+        **TORCHRUN,
+    )
+    assert (done.stdout.strip(), done.returncode) == ('[3, "mine", false]', 0), done.stderr
+
+
+def test_node_has_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sidecar inherits the detector and the rank that started it: its metrics are of all ranks of the node."""
+    for name, value in {**SRUN, "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "*"}.items():
+        monkeypatch.setenv(name, value)
+    identity = Identity("run", 1, 0, 2, 1, 0, "host", 1, 1, 1, False, "train.py", "", {})
+    of_process = {"process.pid", semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT}
+    found = node_resource(identity).attributes
+    assert of_process & set(found) == set()
+    assert found[semantics.RUN_ID] == "run"
+
+
+def test_entry_points() -> None:
+    """All three are there; the variables are the settings, each once."""
+    groups = ("instrumentor", "resource_detector", "environment_variables")
+    for group in groups:
+        assert entry_points(group=f"opentelemetry_{group}", name="torchlens_perf"), "install the package again"
+    (listed,) = entry_points(group="opentelemetry_environment_variables", name="torchlens_perf")
+    names = {name.removeprefix("OTEL_PYTHON_") for name in dir(listed.load()) if name.startswith("OTEL_")}
+    settings = {f"TORCHLENS_PERF_{field.name.upper()}" for field in dataclasses.fields(Config)}
+    assert names == {"TORCHLENS_PERF", "TORCHLENS_PERF_RUN_ID", *settings}
+    assert names == {name.removeprefix("OTEL_PYTHON_") for name in environment_variables.VARIABLES}

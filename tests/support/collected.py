@@ -1,0 +1,18 @@
+"""What node 0 has collected from other nodes, by rank."""
+
+from __future__ import annotations
+
+from torchlens_perf.sidecar.nodes.messages import Collected, Received
+
+
+def of_rank(collected: Collected, rank: int) -> list[tuple[Received, bytes]]:
+    """The posts that hold something of a rank, and what, in the order that they were posted in."""
+    return [(post, post.payloads[rank]) for post in collected.posts if rank in post.payloads]
+
+
+def payloads(collected: Collected, rank: int) -> list[bytes]:
+    return [payload for _, payload in of_rank(collected, rank)]
+
+
+def ranks(collected: Collected) -> set[int]:
+    return {rank for post in collected.posts for rank in post.payloads}

@@ -1,0 +1,1 @@
+"""What OpenTelemetry's own tools load of us, by entry points; a training process has it only where they run in it."""

@@ -1,0 +1,60 @@
+"""Rank, node and job on the user's own spans and metrics: entry point `opentelemetry_resource_detector`.
+
+::
+
+    OTEL_EXPERIMENTAL_RESOURCE_DETECTORS=torchlens_perf opentelemetry-instrument torchrun train.py
+
+The names are those that this package's own spans have, so that a backend groups both alike.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+from opentelemetry.sdk.resources import Resource, ResourceDetector
+
+from torchlens_perf.errors import guard
+from torchlens_perf.run import identity
+from torchlens_perf.run.place import launcher
+from torchlens_perf.run.processes import command_line
+
+
+class TorchlensPerfResourceDetector(ResourceDetector):
+    """Reads the environment and a few files of /proc and /sys: no network, no torch. On whichever thread asks."""
+
+    def detect(self) -> Resource:
+        """What is known before torch.distributed is initialised; empty where nothing is."""
+        with guard("detecting the OpenTelemetry resource"):
+            return Resource(resource_attributes(os.environ))
+        return Resource.get_empty()
+
+    def is_process_dependent(self) -> bool:
+        """True: a forked child has another process id."""
+        return True
+
+
+def resource_attributes(environ: Mapping[str, str]) -> dict[str, str | int]:
+    """What this process is, by names of OpenTelemetry where it has one: host.name, process.pid, k8s.*, cloud.*.
+
+    It has none for ranks and Slurm. What no launcher says is left out: this may be the launcher itself. The run's id is
+    there only where it is known without asking the node's other ranks: TORCHLENS_PERF_RUN_ID, or a job of Slurm or Open
+    MPI.
+    """
+    place = launcher.place(environ, None, command_line(os.getppid()))
+    found: dict[str, str | int] = {
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+        **identity.job_attributes(environ),
+    }
+    run_id = identity.known_run_id(environ, place)
+    if run_id:
+        found[identity.RUN_ID] = run_id
+    if place.launcher:
+        found[identity.RANK] = found[identity.LENS_RANK] = place.rank
+        found[identity.WORLD_SIZE] = found[identity.LENS_WORLD_SIZE] = place.world_size
+        found[identity.RESTART_COUNT] = place.attempt
+        if place.local_rank is not None:
+            found[identity.LOCAL_RANK] = found[identity.LENS_LOCAL_RANK] = place.local_rank
+    return found
