@@ -60,7 +60,7 @@ JOBS = {
     ),
     "accelerate_loop": Job(("accelerate",), SLOW_DATA, micro_steps=2),
     "fabric_loop": Job(("lightning",), SLOW_DATA, modules=frozenset({"_forward_module.module.0"})),
-    "trl_peft": Job(("trl", "peft"), SLOW_DATA, micro_steps=2, modules=frozenset({"base_model.model.transformer.h.0"})),
+    "trl_peft": Job(("trl", "peft"), SLOW_DATA, micro_steps=2, modules=frozenset({"base_model.model.transformer"})),
     "deepspeed_loop": Job(("deepspeed",), SLOW_DATA, micro_steps=2),
     "ray_train": Job(("ray",), SLOW_DATA, ranks=2, itself=True),
     "torchtune_loop": Job(("torchtune", "torchao"), SLOW_DATA, micro_steps=None, modules=frozenset({"layers.0"})),
