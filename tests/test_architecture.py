@@ -30,6 +30,7 @@ RANKS = {
     "hooks": "all hooks, and the list of them",
     "results": "shows a watch's own run to who asks for it; asks the sidecar, or a child process",
     "watch": "makes the recorder and the hooks, attaches them, takes them away",
+    "integrations": "callbacks of frameworks, which begin, step and end a watch",
     "autoload": "starts a watch in a script that does not know of us",
     "startup": "starts autoload where torch does not",
     "torchrun": "switches autoload on in workers",
@@ -110,6 +111,7 @@ THIRD_PARTY = {
         "sidecar.nodes.membership",
         "sidecar.nodes.messages",
     },
+    "lightning": {"integrations.lightning"},
     "nvtx": {"hooks.nvtx", "commands.doctor"},
     "opentelemetry": {"exporters", "instrumentation.instrumentor", "instrumentation.resource_detector"},
     "rich": {
@@ -124,6 +126,7 @@ THIRD_PARTY = {
     "pynvml": {"sidecar.telemetry.gpu"},
     "starlette": {"serve"},
     "textual": {"top"},
+    "transformers": {"integrations.huggingface"},
     "torch": {
         "commands.doctor", "commands.tap_build",
         "cuda.aggregate",
@@ -281,6 +284,7 @@ def test_no_collective_of_ours() -> None:
         ("hooks.on_device.cuda_device", "new_group"),
         ("results.alerts", "loads"),  # JSON, as all of these
         ("results.ask", "loads"),
+        ("results.figures", "loads"),
         ("run.captures", "loads"),
         ("run.fitting", "loads"),
         ("run.ring", "loads"),
@@ -303,6 +307,7 @@ def test_broad_excepts_are_few() -> None:
         "cuda.kernels": 3,  # CuPy's errors have no root in common
         "errors": 3,  # guard()
         "results.alerts": 1,  # whatever the user's callback raises
+        "results.figures": 1,  # whatever the user's logger raises
         "recorder.device_abilities": 1,  # as is what a device raises
         "recorder.torch_private": 1,  # a probe that fails is a no
         "commands.doctor": 1,  # a check that fails is a line

@@ -34,6 +34,7 @@ from torchlens_perf.results.methods import ShowsResults
 from torchlens_perf.run import directory, identity, make_folders
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT, Mailbox
+from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -51,6 +52,9 @@ logger = logging.getLogger("torchlens_perf")
 # Start: 2 s at the longest, with the children's start and end. End: 1.5 s by default. tests/jobs/test_bounded_waits.py
 _FOLDERS_TIMEOUT_S = 1.8  # that a watch waits for its run directory when it begins
 _MIN_WAIT_S = 0.3  # at the end, after the report, for the sidecar to take over a ring in this process's memory
+
+TAGS = {"evaluation": Flag.EVALUATION, "checkpoint": Flag.CHECKPOINT}
+"""What a step may be tagged as, see Watch.tag()."""
 
 _running: Watch | None = None
 _watches_so_far = 0
@@ -150,6 +154,24 @@ class Watch(ShowsResults):
         watch = self._joined or self
         if watch._session is not None:
             watch._session.manual_step(tokens)
+
+    def steps_by_hand(self) -> None:
+        """From here on only step() ends a step: for what calls it from the first step on, as a framework's callback."""
+        watch = self._joined or self
+        if watch._loop is not None:
+            watch._loop.manual_step()
+
+    def tag(self, what: str) -> None:
+        """The step in progress does something besides training, and is not compared with other ranks' steps.
+
+        what: "evaluation" or "checkpoint". Where models are called without gradients, or torch.save() runs, that is
+        seen without this. Raises ConfigError for another word.
+        """
+        if what not in TAGS:
+            raise ConfigError(f"what={what!r}: must be {' or '.join(map(repr, TAGS))}")
+        session = (self._joined or self)._session
+        if session is not None:
+            session.tag(TAGS[what])
 
     def _recording(self) -> Watch:
         return _running if _running is not None and _running.run_dir == self.run_dir else self
@@ -264,7 +286,9 @@ class Watch(ShowsResults):
                     sidecar.ensure(run, who)  # if it was killed, another one finishes its work
             if reports:
                 with guard("the report at the end"):
-                    last_report.show(run, who.node, self._config, mailbox, cell)
+                    shown = last_report.show(run, who.node, self._config, mailbox, cell)
+                    if self._surfaces is not None:
+                        self._surfaces.ended(shown)
         finally:
             if mailbox is not None:
                 with guard("asking for the report"):

@@ -43,8 +43,8 @@ def wanted(mailbox: Mailbox | None, *, in_cell: bool) -> dict[str, Any]:
     }
 
 
-def show(run: RunDirectory, node: str, config: Config, mailbox: Mailbox | None, cell: Cell | None) -> None:
-    """Waits for the sidecar's report and shows it; else says why it is not there.
+def show(run: RunDirectory, node: str, config: Config, mailbox: Mailbox | None, cell: Cell | None) -> str:
+    """Waits for the sidecar's report and shows it; else says why it is not there. Returns the text.
 
     mailbox: None where it could not be made. cell: of a notebook, to show it in; None: on stderr.
     """
@@ -56,7 +56,9 @@ def show(run: RunDirectory, node: str, config: Config, mailbox: Mailbox | None, 
         text = found or f"torchlens_perf: {printable(late.line())}\n"
     if cell is None:
         print(text, end="", file=sys.stderr, flush=True)
-    else:
-        from torchlens_perf.results.ask import parsed
+        return text
+    from torchlens_perf.results.ask import parsed
 
-        cell.end(parsed(text))
+    results = parsed(text)
+    cell.end(results)
+    return results.text

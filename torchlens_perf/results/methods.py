@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import ConfigError, guard
 from torchlens_perf.results import last_report
 
 if TYPE_CHECKING:
-    from torchlens_perf.results.alerts import Callback
+    from torchlens_perf.results.alerts import Callback as OnVerdict
     from torchlens_perf.results.ask import Recorded
     from torchlens_perf.results.notebook import Cell
     from torchlens_perf.results.summary import Summary
@@ -49,7 +50,7 @@ class ShowsResults(abc.ABC):
 
         return steps(self._recorded(), backend)
 
-    def on_verdict(self, callback: Callback) -> Callback:
+    def on_verdict(self, callback: OnVerdict) -> OnVerdict:
         """Calls callback(alert) for each verdict that begins, changes or ends (results/alerts.py has Alert).
 
         At the end of a step, on the training thread, which waits for it; on rank 0 and the other ranks of its node. An
@@ -59,6 +60,20 @@ class ShowsResults(abc.ABC):
             raise ConfigError(f"callback={callback!r}: must be a function of one argument, the alert")
         self._surface().on_verdict(self._recorded(), callback)
         return callback
+
+    def log_to(self, logger: object, *, every_s: float = 10.0, step: Callable[[], int] | None = None) -> None:
+        """Writes a few figures into the user's own logger as the run goes on, and what is found as text.
+
+        logger: a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator, Lightning's Trainer,
+        Fabric or one of its loggers, or a function of (figures: dict[str, float], step: int); several of
+        them as a list. every_s: at most once in so long, at the end of a step, on the training thread. step: the step
+        number that the logger gets; without it, how many steps this watch has counted. The names: docs/frameworks.md.
+        On rank 0 alone; on the others this does nothing. What a logger raises is logged, and ends nothing. Raises
+        ConfigError for what is no logger.
+        """
+        from torchlens_perf.results.figures import checked
+
+        self._surface().log_to(self._recorded(), checked(logger, every_s, step))
 
     def _ipython_display_(self) -> None:
         """Shows the run in a notebook's cell; live while it records, at an update a second at most, at a step's end."""

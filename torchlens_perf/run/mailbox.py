@@ -20,7 +20,9 @@ VIEW = ".view"
 """Where the results are kept fresh for as long as somebody looks at the run: as RESULTS."""
 ALERTS = ".alerts"
 """Where the newest alerts are kept, as a list in JSON."""
-KINDS = (REPORT, ANSWER, VIEW, ALERTS)
+FIGURES = ".figures"
+"""Where the sums of this rank's steps are kept fresh, as an object in JSON (sidecar/live_results.py)."""
+KINDS = (REPORT, ANSWER, VIEW, ALERTS, FIGURES)
 RESULTS, STEPS = "results", "steps"
 _END = b"\0"
 _LOOK_EVERY_S = 0.01

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MAX_RANKS = 256
 """Of larger jobs results are not put together here: that would take seconds, in which no ring is read. Who asks has the
 state saved, and has a process of their own read it."""
+FIGURE_PARTS = ("data", "communication")
+"""Whose sums who logs figures gets, see results/figures.py."""
 _VIEW_EVERY_S = 1.0
 _MIN_REST = 20.0  # times what a view has taken
 _TICK_NS = 50_000_000  # of a file system's clock: more than any kernel's
@@ -48,6 +50,8 @@ class LiveResults:
         self._answers: list[Path] = []
         self._views: list[Path] = []
         self._alerts: list[Path] = []
+        self._figures: list[Path] = []
+        self._steps_shown: dict[Path, int] = {}
         self._asked: dict[Path, str] = {}
         self._view_due_s = float("-inf")
         self._view_of = -1  # how many records the last one was made of
@@ -57,8 +61,9 @@ class LiveResults:
         """What somebody waits for just now: mailbox.RESULTS, mailbox.STEPS. Cheap where nothing has changed."""
         changes_ns = self._changes()
         if changes_ns != self._changes_ns:
-            kinds = mailbox.ANSWER, mailbox.VIEW, mailbox.ALERTS
-            self._answers, self._views, self._alerts = (self._sidecar.run.local_mailboxes(kind) for kind in kinds)
+            mailboxes = self._sidecar.run.local_mailboxes
+            self._answers, self._views = mailboxes(mailbox.ANSWER), mailboxes(mailbox.VIEW)
+            self._alerts, self._figures = mailboxes(mailbox.ALERTS), mailboxes(mailbox.FIGURES)
             # What comes in the same tick of the clock does not change the time.
             settled = max(changes_ns, default=0) < time.time_ns() - _TICK_NS
             self._changes_ns = changes_ns if settled else []
@@ -88,6 +93,8 @@ class LiveResults:
         """
         if self._alerts:
             self._show_alerts()
+        if self._figures:
+            self._show_figures()
         asked, running = list(self._asked), {source.path for source in self._sidecar.sources.live()}
         views = [path for path in self._views if path.with_suffix(".ring") in running]
         counted = sum(source.state.counted for source in self._sidecar.sources)
@@ -113,6 +120,19 @@ class LiveResults:
             rows = [dataclasses.asdict(alert) for alert in conclusions.newest_alerts]
             _deliver(self._alerts, json.dumps(rows))
             self._delivered = now
+
+    def _show_figures(self) -> None:
+        """Sums over a rank's steps, without its warm-up: who reads them takes differences."""
+        sources = {source.path: source for source in self._sidecar.sources}
+        for path in self._figures:
+            source = sources.get(path.with_suffix(".ring"))
+            steps = 0 if source is None else source.state.statistics.step.count
+            if source is None or not steps or steps == self._steps_shown.get(path):
+                continue
+            of = source.state.statistics
+            sums_ns = {part: of.parts[part].sum_ns for part in FIGURE_PARTS}
+            _deliver([path], json.dumps({"steps": steps, "step": of.step.sum_ns, **sums_ns}))
+            self._steps_shown[path] = steps
 
     def _ranks(self) -> int:
         return max((source.state.identity.world_size for source in self._sidecar.sources), default=1)

@@ -1,0 +1,179 @@
+"""Jobs of frameworks with the lines that docs/frameworks.md shows, a planted fault each, on really installed versions.
+
+Each job runs as it is without us, and with us: the same losses, bit for bit; the steps that the framework has counted;
+the verdict that the fault deserves. `make test-frameworks`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from tests.support.processes import ROOT, only_report, run, torchrun
+from torchlens_perf.run.ring import Flag
+
+FOLDER = Path(__file__).parent
+DOCS = ROOT / "docs" / "frameworks.md"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job, and what its report must say."""
+
+    packages: tuple[str, ...]
+    """What it is about, as pip names it."""
+    verdict: tuple[str, int | None, str | None]
+    """The first one's kind, rank and phase."""
+    ranks: int = 2
+    micro_steps: int | None = 1
+    """None: not looked at. Of sharded gradients that are accumulated, one is reported (docs/frameworks.md)."""
+    modules: frozenset[str] = frozenset({"0", "4"})
+    sections: frozenset[str] = frozenset()
+    seen: tuple[str, ...] = ()
+    """What some of its steps do besides training: evaluation, saving."""
+    itself: bool = False
+    """It starts its ranks itself."""
+
+
+SLOW_DATA, SLOW_HOST = ("straggler", 1, "data"), ("straggler", 1, "host")
+JOBS = {
+    "hf_trainer": Job(
+        ("transformers",), SLOW_DATA, micro_steps=2, modules=frozenset({"bert.encoder.layer.0"}),
+        seen=("evaluation", "saving"),
+    ),
+    "lightning_fit": Job(
+        ("lightning",), SLOW_DATA, micro_steps=2, modules=frozenset({"model.0"}), seen=("evaluation", "saving")
+    ),
+    "lightning_profiler": Job(
+        ("lightning",), ("data_bound", None, "data"), ranks=1, micro_steps=2, modules=frozenset({"model.0"}),
+        sections=frozenset({"run_training_batch", "[Strategy]SingleDeviceStrategy.backward"}),
+        seen=("evaluation", "saving"),
+    ),
+    "accelerate_loop": Job(("accelerate",), SLOW_DATA, micro_steps=2),
+    "fabric_loop": Job(("lightning",), SLOW_DATA, modules=frozenset({"_forward_module.module.0"})),
+    "trl_peft": Job(("trl", "peft"), SLOW_DATA, micro_steps=2, modules=frozenset({"base_model.model.transformer"})),
+    "deepspeed_loop": Job(("deepspeed",), SLOW_DATA, micro_steps=2),
+    "ray_train": Job(("ray",), SLOW_DATA, ranks=2, itself=True),
+    "torchtune_loop": Job(("torchtune", "torchao"), SLOW_DATA, micro_steps=None, modules=frozenset({"layers.0"})),
+    "vision_loop": Job(("torch",), SLOW_DATA, modules=frozenset({"1", "4"})),
+    "titan_loop": Job(("torch",), SLOW_HOST, micro_steps=None, sections=frozenset({"batch"})),
+    "plain_loop": Job(("torch",), SLOW_HOST, micro_steps=2, sections=frozenset({"get_batch"}), seen=("evaluation",)),
+    "fsdp2_loop": Job(("torch",), SLOW_DATA),
+    "pipeline_loop": Job(("torch",), ("not_compared", None, None), micro_steps=4, modules=frozenset()),
+    "dcp_async": Job(("torch",), SLOW_DATA, seen=("saving",)),
+    "embedding_loop": Job(("torch",), SLOW_HOST, modules=frozenset({"dense"})),
+    "gymnasium_loop": Job(
+        ("gymnasium",), ("host_bound", None, "host"), ranks=1, modules=frozenset(), sections=frozenset({"environment"}),
+        seen=("evaluation",),  # acting in the first step: then it is known to be a part of each
+    ),
+}  # fmt: skip
+
+
+def installed(job: Job) -> bool:
+    """Whether all its packages are there."""
+    return all(importlib.util.find_spec(package) is not None for package in job.packages)
+
+
+CASES = [
+    pytest.param(
+        name,
+        id=name,
+        marks=[
+            pytest.mark.skipif(
+                not installed(job),
+                reason=f"{' and '.join(job.packages)}: not in this environment: make test-frameworks",
+            ),
+            pytest.mark.long,
+        ],
+    )
+    for name, job in JOBS.items()
+]
+
+
+def facts(name: str, folder: Path, package: Path) -> dict[str, Any]:
+    """Runs a job with the package in `package`, and returns what rank 0 printed last."""
+    job, script = JOBS[name], str(FOLDER / "jobs" / f"{name}.py")
+    command = [sys.executable, script] if job.ranks == 1 or job.itself else torchrun(script, ranks=job.ranks)
+    folder.mkdir()
+    quiet = {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(package)}
+    done = run(command, folder, timeout_s=200, **quiet)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
+    value: dict[str, Any] = json.loads(line)
+    return value
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", CASES)
+def test_job(name: str, tmp_path: Path) -> None:
+    """Nothing is changed, each step is counted, and the planted fault is what is said first."""
+    job = JOBS[name]
+    expected = facts(name, tmp_path / "without", FOLDER / "without")
+    found = facts(name, tmp_path / "with", ROOT)
+    report = only_report(tmp_path / "with")
+    kind, rank, phase = job.verdict
+    first = report["verdicts"][0]
+
+    assert not (tmp_path / "without" / "torchlens-perf").exists()
+    assert found == expected, "the losses are not the same"
+    assert [row["steps"] for row in report["ranks"]] == [expected["steps"]] * job.ranks
+    assert report["quality"]["lost"] == 0
+    assert job.micro_steps in (None, report["steps"]["micro_steps"])
+    assert (first["kind"], first["rank"], first["phase"]) == (kind, rank, phase), first["text"]
+    assert job.modules <= {row["name"] for row in report["modules"]}
+    assert job.sections <= {row["name"] for row in report["sections"]}
+    found_in = tagged(tmp_path / "with")
+    assert [kind for kind, steps in found_in.items() if steps] == list(job.seen)
+    for kind, steps in expected.get("tagged", {}).items():
+        assert found_in[kind] == steps, kind
+
+
+def tagged(folder: Path) -> dict[str, list[int]]:
+    """The steps of rank 0 that did something besides training, by what that was."""
+    (file,) = folder.glob("torchlens-perf/2*/steps/*.parquet")
+    rows = pyarrow.parquet.read_table(file, columns=["rank", "step", "flags"]).to_pylist()
+    kinds = {"evaluation": Flag.EVALUATION, "saving": Flag.CHECKPOINT}
+    return {
+        kind: [row["step"] for row in rows if not row["rank"] and row["flags"] & flag] for kind, flag in kinds.items()
+    }
+
+
+def test_docs_show_what_runs() -> None:
+    """The lines between "paste" and "end" of each job are in docs/frameworks.md, and the other way round."""
+    shown = re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+
+    assert {name for name, _ in shown} == set(JOBS)
+    for name, code in shown:
+        assert code == pasted(name), name
+
+
+def pasted(name: str) -> str:
+    """What a user pastes of a job, from its left margin on."""
+    lines = (FOLDER / "jobs" / f"{name}.py").read_text().splitlines()
+    begin = next(index for index, line in enumerate(lines) if line.strip() == "# -- paste")
+    end = next(index for index, line in enumerate(lines) if line.strip() == "# -- end")
+    margin = len(lines[begin]) - len(lines[begin].lstrip())
+    return "".join(f"{line[margin:]}\n" for line in lines[begin + 1 : end])
+
+
+def test_docs_list_the_versions() -> None:
+    """The table has a row for each job; its versions are those that are installed where this runs."""
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*\d) \|", DOCS.read_text(), re.MULTILINE))
+
+    assert set(rows) == set(JOBS)
+    for name, job in JOBS.items():
+        listed = dict(each.rsplit(" ", 1) for each in rows[name].split(", "))
+        assert set(listed) == set(job.packages), name
+        for package in job.packages:
+            if importlib.util.find_spec(package) is not None:
+                version = importlib.metadata.version(package).partition("+")[0]
+                assert version.split(".")[:2] == listed[package].split(".")[:2], f"{package} is {version}"

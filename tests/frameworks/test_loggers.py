@@ -1,0 +1,90 @@
+"""w.log_to() with the loggers that people use, really installed: what they hold afterwards is read again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.test_jobs import FOLDER
+from tests.support.processes import ROOT, only_report, run
+from torchlens_perf.results.figures import DATA, REPORT, STEP
+
+NEEDS = ("tensorboard", "wandb", "mlflow")
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, NEEDS)),
+    reason=f"{', '.join(NEEDS)}: not all in this environment: make test-frameworks",
+)
+def test_figures_and_report_are_in_each_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same figures in all, at steps of the run; the report as text; the user's own rows stay where they are."""
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    done = run(
+        [sys.executable, str(FOLDER / "jobs" / "loggers_loop.py")], tmp_path, timeout_s=200, PYTHONPATH=str(ROOT)
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"losses"')))
+    report = only_report(tmp_path)
+    assert report["ranks"][0]["steps"] == facts["steps"] == facts["moved"]
+
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    rows = board.Scalars(STEP)
+    assert len(rows) >= 3
+    assert all(0 < row.step <= facts["steps"] for row in rows)
+    assert [row.step for row in rows] == [row.step for row in board.Scalars(DATA)]
+    assert [(row.step, pytest.approx(row.value)) for row in rows] == [(step, of[STEP]) for step, of in facts["rows"]]
+    assert all(row.value > 0.03 for row in rows), "a step waits 32 ms for its data"
+    (text,) = board.Tensors(f"{REPORT}/text_summary")
+    assert "Waiting for data takes" in text.tensor_proto.string_val[0].decode()
+    assert [row.step for row in board.Scalars("loss")] == list(range(facts["steps"]))
+
+    client = MlflowClient(f"file:{tmp_path}/mlruns")
+    (one,) = client.search_runs(["0"])
+    history = client.get_metric_history(one.info.run_id, STEP)
+    assert [(each.step, pytest.approx(each.value)) for each in history] == [(row.step, row.value) for row in rows]
+    assert any(tmp_path.glob(f"mlruns/**/{REPORT}.txt"))
+
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    steps, values, summary = [], [], {}
+    for data in chunks(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        row = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+        if "loss" in row:
+            steps.append(record.history.step.num)
+        if STEP in row:
+            values.append(json.loads(row[STEP]))
+        summary |= {item.key or item.nested_key[0]: item.value_json for item in record.summary.update}
+    assert steps == list(range(facts["steps"])), "figures of ours moved the user's rows"
+    assert values == pytest.approx([row.value for row in rows][: len(values)])
+    assert values
+    assert "Waiting for data takes" in json.loads(summary[REPORT])
+
+
+def chunks(log: bytes) -> Iterator[bytes]:
+    """The records of W&B's file: a header of 7 bytes, then LevelDB's log format, in blocks of 32 KiB."""
+    at, parts = 7, b""
+    while at < len(log):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _crc, size, kind = struct.unpack_from("<IHB", log, at)
+        parts += log[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole one, the last part of one
+            yield parts
+            parts = b""

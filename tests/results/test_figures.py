@@ -1,0 +1,146 @@
+"""w.log_to(): rows of figures come when they are due, and whatever a logger does, the job goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+import torchlens_perf as perf
+from tests.support.ranks import Rank
+from torchlens_perf.errors import ConfigError
+from torchlens_perf.recorder.session import Session
+from torchlens_perf.results.alerts import Alert
+from torchlens_perf.results.figures import DATA, REPORT, SLOW_RANK, SLOW_RANK_COST, STEP, VERDICT, Figures, checked
+from torchlens_perf.results.loggers import MlflowModule, SummaryWriter, WandbRun, logger_for
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.mailbox import FIGURES, deliver
+
+SLOW = Alert(
+    change="started", kind="straggler", text="Rank 3 is slow.", next="look at its host.", about="a" * 32, rank=3,
+    ranks=(3,), host="node-a", phase="forward", because=(), since_step=40, until_step=None, cost_s_per_step=0.25,
+    cost_share=0.5, found_unix_s=1.5,
+)  # fmt: skip
+
+
+class Board:
+    """Has the form of a SummaryWriter, and keeps what it gets."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.rows: list[tuple[str, float, int]] = []
+        self.texts: list[tuple[str, str]] = []
+        self._error = error
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        """A figure."""
+        if self._error is not None:
+            raise self._error
+        self.rows.append((name, value, step))
+
+    def add_text(self, name: str, text: str, step: int) -> None:
+        """A text."""
+        self.texts.append((name, text))
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+@pytest.fixture
+def session(run: RunDirectory) -> Iterator[Session]:
+    """A rank's, without a sidecar: the tests say what that would."""
+    rank = Rank(run, 0, 1)
+    yield rank.session
+    rank.close()
+
+
+def summed(session: Session, steps: int, step_ns: int, data_ns: int) -> None:
+    """What the sidecar does with its sums."""
+    sums = {"steps": steps, "step": step_ns, "data": data_ns, "communication": 0}
+    deliver(str(session.ring_path.with_suffix(FIGURES)), json.dumps(sums))
+
+
+def test_rows_are_means_since_the_row_before(session: Session) -> None:
+    """Each when it is due, at the step that the user counts; what has not changed is not written again."""
+    now_s, board = [0.0], Board()
+    figures = Figures(lambda: now_s[0])
+    figures.add(checked(board, 10.0, lambda: 7))
+    with figures.listening(session):
+        figures.look()
+        summed(session, 2, 4_000_000_000, 1_000_000_000)
+        figures.look()
+        summed(session, 4, 10_000_000_000, 1_000_000_000)
+        now_s[0] = 9.0
+        figures.look()
+        assert len(board.rows) == 2, "the second row is not due"
+        now_s[0] = 10.0
+        figures.look()
+        now_s[0] = 30.0
+        figures.look()
+
+    assert board.rows == [(STEP, 2.0, 7), (DATA, 0.5, 7), (STEP, 3.0, 7), (DATA, 0.0, 7)]
+
+
+def test_a_slow_rank_is_a_figure_until_it_ends(session: Session) -> None:
+    """And a text, with what to do; the report too, without colours."""
+    board, figures = Board(), Figures()
+    figures.add(checked(board, 0.0, None))
+    with figures.listening(session):
+        figures.heard(SLOW)
+        summed(session, 1, 1_000_000_000, 0)
+        figures.look()
+        figures.heard(dataclasses.replace(SLOW, change="ended"))
+        summed(session, 2, 2_000_000_000, 0)
+        figures.look()
+    figures.ended("\x1b[1mNo rank stands out.\x1b[0m\n")
+
+    values = [(name, value) for name, value, _ in board.rows]
+    assert values == [(STEP, 1.0), (DATA, 0.0), (SLOW_RANK, 3.0), (SLOW_RANK_COST, 0.25), (STEP, 1.0), (DATA, 0.0)]
+    assert [name for name, _ in board.texts] == [VERDICT, VERDICT, REPORT]
+    assert "started: Rank 3 is slow. Next: look at its host." in board.texts[0][1]
+    assert board.texts[2][1].strip() == "No rank stands out."
+
+
+def test_what_a_logger_raises_ends_nothing(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged once, and the other loggers get theirs."""
+    bad, good, figures = Board(ConnectionError("no \x1b[2J network")), Board(), Figures()
+    figures.add(checked(bad, 0.0, None))
+    figures.add(checked(good, 0.0, None))
+    with caplog.at_level(logging.WARNING, "torchlens_perf"), figures.listening(session):
+        for steps in (1, 2):
+            summed(session, steps, 1, 0)
+            figures.look()
+
+    (record,) = caplog.records
+    assert "Board, passed to log_to(), raised, and training goes on: ConnectionError: no ?[2J network" in record.message
+    assert len(good.rows) == 4
+
+
+def test_a_logger_is_known_by_its_form() -> None:
+    """Without importing any."""
+    run = type("Run", (), {"log": print, "summary": {}})()
+    module = type("mlflow", (), {"log_metrics": print, "active_run": print, "MlflowClient": print})()
+
+    assert isinstance(logger_for(Board()), SummaryWriter)
+    assert isinstance(logger_for(run), WandbRun)
+    assert isinstance(logger_for(module), MlflowModule)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [({"logger": "tensorboard"}, "str is no logger"), ({"logger": print, "every_s": -1}, "every_s=-1"),
+     ({"logger": print, "step": 3}, "step=3")],
+)  # fmt: skip
+def test_mistakes_are_named(arguments: dict[str, object], named: str) -> None:
+    """At the call, before anything is recorded."""
+    with pytest.raises(ConfigError, match=named):
+        perf.watch().log_to(**arguments)  # type: ignore[arg-type]
+
+
+def test_tags_are_words_that_are_known() -> None:
+    """Another word is a mistake; without a run there is nothing to tag."""
+    perf.watch().tag("evaluation")
+    with pytest.raises(ConfigError, match="what='lunch'"):
+        perf.watch().tag("lunch")

@@ -1,0 +1,120 @@
+"""Lightning's Trainer: a callback, and a profiler.
+
+::
+
+    trainer = Trainer(callbacks=[TorchlensCallback(log_to="trainer")])
+    trainer = Trainer(profiler=TorchlensProfiler())
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.errors import ConfigError, guard
+from torchlens_perf.integrations.framework_run import FrameworkRun, missing
+from torchlens_perf.recorder.recorder import Section, section
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.profilers import Profiler
+except ImportError as error:
+    raise missing("lightning", error) from None
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_SETTINGS = re.compile(r"\{.*\}")
+TRAINER = "trainer"
+"""As log_to: the loggers of the Trainer."""
+
+
+class TorchlensCallback(Callback):  # type: ignore[misc,unused-ignore]
+    """Records Trainer.fit(); a step is what `trainer.global_step` counts, or several that end with one batch.
+
+    A step is from one on_train_batch_end in which global_step has grown to the next. Batches that are accumulated
+    before it are its micro-steps. Validation and saving follow on a batch's end: the step that they are in is tagged.
+    """
+
+    def __init__(self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Any) -> None:
+        """log_to, log_every_s: see Watch.log_to(); "trainer" for all loggers of the Trainer. settings: those of
+        watch(). Raises ConfigError for what cannot be used.
+        """
+        super().__init__()
+        if isinstance(log_to, str) and log_to != TRAINER:
+            raise ConfigError(f'log_to={log_to!r}: must be "trainer", or a logger')
+        self._logs_to_trainer = log_to == TRAINER
+        self._run = FrameworkRun(settings, None if self._logs_to_trainer else log_to, log_every_s)
+        self._global_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._global_step, total = trainer.global_step, 0
+        with guard("how many steps there will be"):
+            expected = trainer.estimated_stepping_batches
+            total = int(expected) - trainer.global_step if expected != float("inf") else 0
+        self._run.begin(
+            pl_module, lambda: int(trainer.global_step), total_steps=total,
+            log_to=trainer if self._logs_to_trainer else None,
+        )  # fmt: skip
+
+    @guard("end of a batch of Lightning")
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step != self._global_step:
+            self._global_step = trainer.global_step
+            self._run.step()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run.tag("evaluation")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._run.tag("checkpoint")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run.end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._run.end()
+
+
+class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
+    """What Lightning calls by name, its hooks, its callbacks' and its strategy's, as sections of the report.
+
+    It records Trainer.fit() by itself, and joins a TorchlensCallback, whose steps are then those that count; else a
+    step ends with the optimizer's.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """settings: those of watch(). Raises ConfigError for what cannot be used."""
+        super().__init__()
+        self._run = FrameworkRun(settings, None, 0.0)
+        self._open: dict[str, list[Section]] = {}
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        super().setup(stage, local_rank, log_dir)
+        self._local_rank = local_rank
+        if stage == "fit" and not self._run.begun:
+            self._run.begin()
+
+    @guard("begin of an action of Lightning")
+    def start(self, action_name: str) -> None:
+        # A callback is named with all its settings: "[Callback]ModelCheckpoint{'monitor': None, ...}.on_train_end".
+        entered = section(_SETTINGS.sub("", action_name))
+        entered.__enter__()
+        self._open.setdefault(action_name, []).append(entered)
+
+    @guard("end of an action of Lightning")
+    def stop(self, action_name: str) -> None:
+        entered = self._open.get(action_name)
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    def summary(self) -> str:
+        """Lightning prints what is here; the report comes by itself."""
+        return ""
+
+    def teardown(self, stage: str | None) -> None:
+        super().teardown(stage)
+        if stage == "fit":
+            self._run.end()

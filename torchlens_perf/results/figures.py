@@ -1,0 +1,158 @@
+"""w.log_to(): a few figures of the run, and its verdicts, in the user's own logger.
+
+The sidecar keeps sums over this rank's steps in a file beside the ring. At a step's end, once in 50 ms at most, the
+training thread asks for that file's size and time; only when a row is due is more done. No thread, no socket and no
+device is touched here; what the user's logger does is the user's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchlens_perf.errors import ConfigError, Printable
+from torchlens_perf.results.loggers import Logger, logger_for
+from torchlens_perf.run.mailbox import FIGURES, Mailbox
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.session import Session
+    from torchlens_perf.results.alerts import Alert
+
+logger = logging.getLogger("torchlens_perf")
+
+PREFIX = "torchlens_perf/"
+STEP, DATA, COMMUNICATION = (PREFIX + name for name in ("step_s", "data_wait_s", "communication_s"))
+SLOW_RANK, SLOW_RANK_COST = PREFIX + "slow_rank", PREFIX + "slow_rank_cost_s"
+VERDICT, REPORT = PREFIX + "verdict", PREFIX + "report"
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Asked(NamedTuple):
+    """One call of log_to()."""
+
+    logger: Logger
+    every_s: float
+    step: Callable[[], int] | None
+    name: str
+
+
+def checked(value: object, every_s: float, step: Callable[[], int] | None) -> Asked:
+    """The arguments of log_to(). Raises ConfigError."""
+    if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not 0 <= every_s < float("inf"):
+        raise ConfigError(f"every_s={every_s!r}: must be a number of seconds")
+    if step is not None and not callable(step):
+        raise ConfigError(f"step={step!r}: must be a function without arguments, which returns the step's number")
+    return Asked(logger_for(value), every_s, step, type(value).__name__)
+
+
+class _Log:
+    """One logger, and what it has got so far."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.due_s = float("-inf")
+        self.sums: dict[str, int] = {}
+        self.failed = False
+
+
+class Figures:
+    """Of one watch. Training thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: in seconds."""
+        self._clock = clock
+        self._logs: list[_Log] = []
+        self._session: Session | None = None
+        self._mailbox: Mailbox | None = None
+        self._newest: dict[str, int] = {}
+        self._slow: dict[str, Alert] = {}  # stragglers that have not ended, by what they are about
+        self._last_step = 0
+        self._several = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is a logger."""
+        return bool(self._logs)
+
+    def add(self, asked: Asked) -> None:
+        self._logs.append(_Log(asked))
+
+    @contextmanager
+    def listening(self, session: Session) -> Iterator[None]:
+        """While this is entered, figures are written at steps' ends. Raises OSError."""
+        self._session, self._mailbox = session, Mailbox(session.ring_path, FIGURES)
+        self._several = session.communicates()
+        try:
+            with session.throttled("writing figures into the user's logger", self.look):
+                yield
+                self.look(last=True)
+        finally:
+            self._mailbox.close()
+            self._session = self._mailbox = None
+
+    def look(self, *, last: bool = False) -> None:
+        """Writes what is new, where it is due. last: whether or not it is."""
+        text = None if self._mailbox is None else self._mailbox.news()
+        if text is not None:
+            self._newest = json.loads(text)
+        now_s = self._clock()
+        due = [log for log in self._logs if log.sums != self._newest and (last or now_s >= log.due_s)]
+        for log in due:
+            values, log.sums, log.due_s = self._values(log.sums), self._newest, now_s + log.asked.every_s
+            self._write(log, _figures(values))
+
+    def heard(self, alert: Alert) -> None:
+        """A verdict has begun, changed or ended."""
+        if alert.kind == "straggler":
+            self._slow.pop(alert.about, None)
+            if alert.change != "ended":
+                self._slow[alert.about] = alert
+        self._write_text(VERDICT, f"{alert.change}: {alert.text}" + (f" Next: {alert.next}" if alert.next else ""))
+
+    def ended(self, report: str) -> None:
+        """The run is over. report: as it is shown, of rank 0."""
+        self._write_text(REPORT, _COLORS.sub("", report).strip())
+
+    def _values(self, before: dict[str, int]) -> dict[str, float]:
+        """Means over the steps since `before`, in seconds, and who stands out. What is not known is left out."""
+        sums = self._newest
+        steps = sums["steps"] - before.get("steps", 0)
+        names = {"step": STEP, "data": DATA, **({"communication": COMMUNICATION} if self._several else {})}
+        values = {name: (sums[key] - before.get(key, 0)) / steps / 1e9 for key, name in names.items()}
+        slow = max(self._slow.values(), key=lambda alert: alert.cost_s_per_step or 0.0, default=None)
+        if slow is not None and slow.rank is not None:
+            values[SLOW_RANK] = float(slow.rank)
+            if slow.cost_s_per_step is not None:
+                values[SLOW_RANK_COST] = slow.cost_s_per_step
+        return values
+
+    def _write_text(self, name: str, text: str) -> None:
+        for log in self._logs:
+            self._write(log, lambda to, step: to.text(name, text, step))
+
+    def _write(self, log: _Log, write: Callable[[Logger, int], None]) -> None:
+        """An exception ends no job and is logged, once for each logger; it is written to again all the same."""
+        session, began_ns = self._session, time.monotonic_ns()
+        try:
+            if session is not None:
+                self._last_step = session.training_steps
+            write(log.asked.logger, self._last_step if log.asked.step is None else log.asked.step())
+        except Exception as error:
+            if not log.failed:
+                log.failed = True
+                logger.warning(
+                    "torchlens_perf: %s, passed to log_to(), raised, and training goes on: %s: %s",
+                    Printable(log.asked.name), type(error).__name__, Printable(error), exc_info=True,
+                )  # fmt: skip
+        finally:
+            if session is not None and not session.recorder.closed:
+                session.add_overhead(time.monotonic_ns() - began_ns, ours=False)
+
+
+def _figures(values: dict[str, float]) -> Callable[[Logger, int], None]:
+    return lambda to, step: to.figures(values, step)
