@@ -52,6 +52,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 # What stands in for the rest of a line that a page leaves out.
 COMPLETED = {"docs/top.md": "    pass\n"}
 PYTHON_NOT_RUN = {
+    "docs/frameworks.md": "needs the frameworks; tests/frameworks/test_jobs.py holds it against the jobs that it runs",
     "docs/gpu.md": "needs a CUDA device; compiled here, and run by tests/device and `make gpu-check`",
     "docs/notebook.md": "is run by tests/results/test_docs_notebook.py and tests/frameworks/test_notebook.py",
 }

@@ -237,8 +237,11 @@ def test_no_path_of_the_machine(made: Made) -> None:
 IMPORT_ALL = """
 import importlib, json, pathlib, sys
 import torchlens_perf
+from torchlens_perf.errors import ConfigError
 top = pathlib.Path(torchlens_perf.__file__).parent
 modules = []
+extras_in = ("serve", "top", "instrumentation")
+extras = ("anyio", "opentelemetry", "packaging", "prometheus_client", "starlette", "textual", "uvicorn")
 for path in sorted(top.rglob("*.py")):
     parts = path.relative_to(top.parent).with_suffix("").parts
     modules.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
@@ -246,9 +249,10 @@ for path in sorted(top.rglob("*.py")):
         importlib.import_module(modules[-1])
     except ModuleNotFoundError as error:
         # Extras: their commands say what to install. What opentelemetry-instrument loads, it brings itself.
-        assert parts[1] in ("serve", "top", "instrumentation") or parts[1:3] == ("exporters", "prometheus"), error
-        extras = ("anyio", "opentelemetry", "packaging", "prometheus_client", "starlette", "textual", "uvicorn")
+        assert parts[1] in extras_in or parts[1:3] == ("exporters", "prometheus"), error
         assert error.name.partition(".")[0] in extras, error
+    except ConfigError as error:  # a framework that is not there: the user is told what to install
+        assert parts[1] == "integrations" and "pip install" in str(error), error
 from torchlens_perf.recorder import recorder
 from torchlens_perf.added.inner.module import DATA
 elsewhere = [name for name, module in sys.modules.items() if name.partition(".")[0] == "torchlens_perf"

@@ -27,6 +27,7 @@ _COLLECTIVES = {
 # By file, what it may use of them, and why.
 _ALLOWED = {
     # Leaves the watch, bounded by exit_timeout_s; also in a process that multiprocessing has forked.
+    "integrations.framework_run": {"atexit.register", "atexit.unregister"},
     "autoload": {"atexit.register", "atexit.unregister", "multiprocessing.util"},
     # A line where nothing was recorded, of the user's program.
     "hooks.loop.first_step": {"atexit.register", "atexit.unregister", "multiprocessing.parent_process"},

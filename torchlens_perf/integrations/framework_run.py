@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class FrameworkRun:
         self._log_to = log_to
         self._log_every_s = log_every_s
         self._watch: Watch | None = None
+        self._at_exit: Callable[[], None] | None = None
         if log_to is not None:
             from torchlens_perf.results.figures import checked
 
@@ -55,7 +57,8 @@ class FrameworkRun:
             watched = watch(model, **settings)
             watched.__enter__()
             self._watch = watched
-            atexit.register(_end, weakref.ref(self))
+            self._at_exit = functools.partial(_end, weakref.ref(self))
+            atexit.register(self._at_exit)
             if step is not None:
                 watched.steps_by_hand()
             for each in (self._log_to, log_to):
@@ -77,12 +80,13 @@ class FrameworkRun:
         """Training has ended, also by an exception; again is harmless. Rank 0 shows its report."""
         watched, self._watch = self._watch, None
         if watched is not None:
-            atexit.unregister(_end)
+            if self._at_exit is not None:
+                atexit.unregister(self._at_exit)  # this run's alone
             with guard("ending a run of a framework"):
                 watched.__exit__(None, None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None, "_log_to": None}
+        return {**self.__dict__, "_watch": None, "_at_exit": None, "_log_to": None}
 
 
 def _end(run: weakref.ref[FrameworkRun]) -> None:
