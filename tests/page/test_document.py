@@ -209,6 +209,24 @@ def test_a_run_without_steps(shown: Contents) -> None:
         "causes",
         "quality",
     ]
+    words = " ".join(page.all_text().split())
+    assert "no step was seen" in words
+    assert "of steps whole" not in words
+
+
+def test_cards_say_where_and_since_when(shown: Contents) -> None:
+    """A verdict that held at once held from the first step; what is of the whole job says nothing of a rank's place."""
+    placed = copy.deepcopy(shown)
+    verdict, held = placed["report"]["verdicts"][0], placed["held"][0]
+    assert held is not None
+    verdict["where"] = {"host.name": "a", "torch.elastic.run_id": "x-1", "slurm.job.id": "77", "host.rack": "rack 12"}
+    held["since_s"] = -0.001
+    text = document(placed).partition('id="ranks"')[0]
+
+    assert "<dt>held</dt><dd>from the first step, still</dd>" in text
+    assert "<dt>host.rack</dt><dd>rack 12</dd>" in text
+    assert "torch.elastic" not in text
+    assert "slurm.job.id" not in text
 
 
 def test_styles_hide_nothing_that_is_read() -> None:

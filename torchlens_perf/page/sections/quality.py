@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, duration
+from torchlens_perf.analysis.statistics.quantities import amount, duration, steps_whole
 from torchlens_perf.page.matrix import LOG_STEP
 from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.sections.section import section, table
@@ -28,7 +28,7 @@ def quality(contents: Contents) -> Element:
     rows = [
         ["records", str(found["records"])],
         ["records lost", str(found["lost"])],
-        ["steps whole, on the worst rank", f"{found['coverage']:.1%}"],
+        ["on the worst rank", steps_whole(found["coverage"], any_step=report["steps"]["count"] > 0)],
         ["cost of recording in the training process", overhead_words(report)],
         *hooks,
         ["processor time of the sidecars", duration(found["sidecar_cpu_s"])],

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 _MAX_STACKS = 8
 _BAD = ("hang", "out_of_memory", "straggler")
 _GOOD = ("none",)
+# Of the host, the sentence has it; the others are the same on all ranks.
+_NO_PLACE = ("host.name", "torch.elastic.", "slurm.job.", "slurm.step.")
 
 
 def verdicts(contents: Contents) -> Element:
@@ -48,10 +50,12 @@ def _facts(verdict: VerdictRow, held: HeldVerdict | None) -> Element | None:
     if held is not None:
         if held["since_s"] is not None:
             until = "still" if held["until_s"] is None else f"until {_clock(held['until_s'])}"
-            rows.append(("held", f"from {_clock(held['since_s'])} after the first step, {until}"))
+            since_s = held["since_s"]
+            began = f"{_clock(since_s)} after the first step" if since_s > 0 else "the first step"
+            rows.append(("held", f"from {began}, {until}"))
         if held["windows_held"] is not None and held["windows_judged"] is not None:
             rows.append(("in", f"{held['windows_held']} of {held['windows_judged']} windows that were judged"))
-    rows += [(key, value) for key, value in (verdict["where"] or {}).items() if key != "host.name"]
+    rows += [(key, value) for key, value in (verdict["where"] or {}).items() if not key.startswith(_NO_PLACE)]
     if not rows:
         return None
     return tag("dl", [tag("div", tag("dt", key), tag("dd", value)) for key, value in rows])
