@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,22 @@ class TestNamed:
         assert abs(before.since_step - 60) <= 4
         assert abs(now.since_step - 200) <= 4
         assert before.excess_ns == pytest.approx(20 * MS, rel=0.15)
+
+    @pytest.mark.parametrize("seed", [*range(4), 47])
+    def test_times_of_one_rank_do_not_overlap(self, seed: int) -> None:
+        """Slow again and again, in much noise: what was said to be over by a step began again after it."""
+        job, draw = Job.of(2 + seed % 3, 600, noise=0.05, seed=seed), np.random.default_rng(seed)
+        at = 60
+        while at < 600:
+            lasts, pause = int(draw.integers(10, 80)), int(draw.integers(10, 40))
+            job.slow(1, float(draw.integers(12, 40)), rows=slice(at, min(600, at + lasts)))
+            at += lasts + pause
+        found = sorted(job.judged().episodes, key=lambda episode: episode.named_step)
+
+        assert len(found) > 1
+        for before, after in itertools.pairwise(found):
+            assert before.until_step is not None
+            assert before.until_step <= after.since_step
 
     @pytest.mark.parametrize("seed", range(8))
     def test_intermittent(self, seed: int) -> None:

@@ -163,17 +163,15 @@ class Population:
             return dataclasses.replace(episode, until_step=int(rows.keys[begin + over]) * rows.width)
         if not episode.from_start and begin >= MIN_ROWS and len(series) < 4 * MIN_ROWS:
             # With few rows it was named with those before it; with more, it is clearer when it began.
-            before = begin - MIN_ROWS
+            # Not before it was over last time: a sentence has said that it was.
+            before = max(begin - MIN_ROWS, rows.row_of(self._over().get(episode.rank, 0)))
             begin = before + change_point(rows.without_stalls(episode.phase, index, before), episode.excess_ns)
             episode = dataclasses.replace(episode, since_step=int(rows.keys[begin]) * rows.width)
         return rows.described(episode, index, begin)
 
     def _begin_episodes(self, rows: ComparedBins) -> None:
         slow = {episode.rank for episode in self.episodes if episode.until_step is None}
-        over: dict[int, int] = {}  # what has been judged and dropped is not judged again
-        for episode in self.episodes:
-            if episode.until_step is not None:
-                over[episode.rank] = max(episode.until_step, over.get(episode.rank, 0))
+        over = self._over()  # what has been judged and dropped is not judged again
         for phase in ("", "cpu"):
             for index, start in rows.suspects(phase, over, slow):
                 rank = int(rows.ranks[index])
@@ -184,6 +182,14 @@ class Population:
                     slow.add(rank)
                     if rows.has_workload_in(index, start):
                         self._with_workload.add(rank)
+
+    def _over(self) -> dict[int, int]:
+        """By rank, the first step in which it was no longer slow, the last time."""
+        over: dict[int, int] = {}
+        for episode in self.episodes:
+            if episode.until_step is not None:
+                over[episode.rank] = max(episode.until_step, over.get(episode.rank, 0))
+        return over
 
     def share_costs(self, cost_ns: Mapping[int, float | None]) -> None:
         """Sets what the open episodes of these ranks cost together with those of others."""
