@@ -621,5 +621,6 @@ def test_page_names_what_is_sent() -> None:
         assert all(f"`{semantics.event_name(kind, change)}`" in page for change in changes)
     assert all(name in page for name in stragglers_by_class(NOTHING))
     assert f"Beyond {MAX_RANK_SERIES} ranks" in page
-    assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one\nof so many, by default {Config.trace_every} (" in page
+    text = " ".join(page.split())
+    assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one of so many, by default {Config.trace_every} (" in text
     assert all(kind.name.lower() in page for kind in Kind if kind not in (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED))
