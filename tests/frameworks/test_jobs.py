@@ -59,7 +59,7 @@ JOBS = {
         seen=("evaluation", "saving"),
     ),
     "accelerate_loop": Job(("accelerate",), SLOW_DATA, micro_steps=2),
-    "fabric_loop": Job(("lightning",), SLOW_DATA, modules=frozenset({"_forward_module.module.0"})),
+    "fabric_loop": Job(("lightning",), SLOW_DATA, modules=frozenset({"0"})),
     "trl_peft": Job(("trl", "peft"), SLOW_DATA, micro_steps=2, modules=frozenset({"base_model.model.transformer"})),
     "deepspeed_loop": Job(("deepspeed",), SLOW_DATA, micro_steps=2),
     "ray_train": Job(("ray",), SLOW_DATA, ranks=2, itself=True),
@@ -121,7 +121,7 @@ def test_job(name: str, tmp_path: Path) -> None:
     found = facts(name, tmp_path / "with", ROOT)
     report = only_report(tmp_path / "with")
     kind, rank, phase = job.verdict
-    first = report["verdicts"][0]
+    first = next(each for each in report["verdicts"] if each["kind"] != "lack_of_cpu")  # of a busy machine
 
     assert not (tmp_path / "without" / "torchlens-perf").exists()
     assert found == expected, "the losses are not the same"
