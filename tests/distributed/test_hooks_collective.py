@@ -27,7 +27,7 @@ from torchlens_perf.hooks.collective import another_has_tapped, operators
 from torchlens_perf.hooks.python_tap import payload_bytes
 from torchlens_perf.recorder import native_tap, torch_dispatcher
 from torchlens_perf.run import tap_requirements
-from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.run.ring import MICRO_STEPS_MASK, Flag, Kind
 
 pytestmark = pytest.mark.distributed
 
@@ -326,6 +326,28 @@ def test_fully_sharded(results: dict[str, list[Recording]]) -> None:
         assert issued["allgather_base group=0 dtype=float32"] >= 2 * STEPS
         assert rank.names(Kind.WAIT)
         assert rank.unbalanced == 0
+
+
+@scenario
+def accumulating(folder: Path) -> Recording:
+    model = Model()
+    for layer in (model.inner, model.outer):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(folder, model, **EVERYTHING) as recording:
+        for step in range(STEPS):
+            for _ in range(2):
+                model(torch.randn(4, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step > 0)
+    return recording
+
+
+def test_accumulation_of_sharded_gradients(results: dict[str, list[Recording]]) -> None:
+    """FSDP2 adds to what a rank holds of a gradient, which is another tensor: the two passes are seen all the same."""
+    for rank in results["accumulating"]:
+        assert [each.value1 & MICRO_STEPS_MASK for each in rank.of(Kind.STEP)] == [2] * STEPS
 
 
 @scenario

@@ -25,6 +25,7 @@ WAIT_TENSOR = "_c10d_functional::wait_tensor"
 FSDP2 = "torch.distributed.fsdp._fully_shard"
 FSDP2_BEFORE_WAIT = "FSDP::post_backward_reshard"  # the profiler's range after which FSDP2 waits for a reduce-scatter
 DDP_BUFFERS = "torch.nn.parallel.DistributedDataParallel._sync_buffers"
+LOCAL_TENSOR = "torch.distributed.tensor.DTensor._local_tensor"
 STREAM_HANDLE = "torch._C._cuda_getCurrentRawStream"
 RECOMPUTATION = "torch.utils.checkpoint._recomputation_hook"
 
@@ -205,6 +206,12 @@ def _ddp_buffers() -> bool:
     return callable(DistributedDataParallel._sync_buffers)
 
 
+def _local_tensor() -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return "_local_tensor" in DTensor.__slots__
+
+
 def _flight_recorder() -> bool:
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
@@ -255,6 +262,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName(FSDP2, _fsdp2, "what a device waits for in FSDP2 counts as its own work"),
     PrivateName(DDP_BUFFERS, _ddp_buffers, "a device's waiting for DDP's buffers counts as its own work"),
+    PrivateName(LOCAL_TENSOR, _local_tensor, "gradients that FSDP2 accumulates count as one micro-step"),
     PrivateName(
         STREAM_HANDLE,
         _in_cuda_build("_cuda_getCurrentRawStream"),
@@ -306,6 +314,11 @@ def out_of_sight() -> Callable[[], AbstractContextManager[object]]:
 
     kind: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
     return kind
+
+
+def local_part(tensor: Any) -> Any:
+    """Of a sharded tensor (DTensor), what this rank holds of it; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def steps_in_progress() -> list[int] | None:

@@ -38,14 +38,19 @@ class _Sample:
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = weakref.ref(parameter)
-        self._seen: tuple[int, int] | None = None  # the gradient after the last backward pass
+        self._seen: tuple[int, int, int] | None = None  # the gradient after the last backward pass
         self.passes = 0  # that it is the sum of
 
-    def _gradient(self) -> tuple[int, int] | None:
-        """Which tensor it is, and how often it was written to; None where there is none."""
+    def _gradient(self) -> tuple[int, int, int] | None:
+        """Which tensor it is, and how often it was written to; None where there is none.
+
+        FSDP2 adds to what a rank holds of a sharded gradient, which does not count as writing to the gradient.
+        """
         parameter = self._parameter()
         gradient = None if parameter is None else parameter.grad
-        return None if gradient is None else (id(gradient), gradient._version)
+        if gradient is None:
+            return None
+        return id(gradient), gradient._version, torch_private.local_part(gradient)._version
 
     def look(self, *, ended: bool) -> None:
         """When a backward pass begins, and when it has ended."""
