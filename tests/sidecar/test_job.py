@@ -222,5 +222,26 @@ def test_a_hang_grows_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert first.text.startswith("No step for 12.0 s")
     assert later.text.startswith("No step for 312 s")
     assert first.stacks == later.stacks == {2: RankStack(("frame 1",), "")}
+    assert look(318.0, state="stopped").stacks == later.stacks  # what is found otherwise must be found twice
     assert look(320.0, state="stopped").stacks == {2: RankStack(("frame 2",), "")}
     assert asked == [os.getpid()] * 2
+
+
+def test_a_hang_that_ends_is_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This node's ranks go on, while the newest report of the other node's is still of before."""
+    monkeypatch.setattr(hang_watch, "python_stack", lambda pid: Stack((), "none"))
+    watch = hang_watch.HangWatch(6.0)
+    stuck, entered = progress.behind(1, host="node-0"), progress.rank(0, host="node-0")
+    waiting = {number: progress.rank(number, host="node-1", report_age_s=0.5) for number in (2, 3)}
+    going_on = {number: progress.rank(number, host="node-0", since_step_s=0.01, since_mark_s=0.0) for number in (0, 1)}
+
+    def texts(local: Mapping[int, progress.Progress], *, age_s: float, now_s: float) -> str:
+        watch.look(local, waiting, dict.fromkeys(waiting, age_s), {}, {}, now_s)
+        return "" if watch.hang is None else watch.hang.text
+
+    named = texts({0: entered, 1: stuck}, age_s=0.5, now_s=100.0)
+    assert "rank 1 (node-0) did not enter it" in named
+    assert texts(going_on, age_s=1.5, now_s=101.0) == named
+    assert texts(going_on, age_s=2.5, now_s=102.0) == named
+    # Reports of after the first look: the others do stand.
+    assert "while 2 other ranks make steps" in texts(going_on, age_s=0.5, now_s=103.0)

@@ -29,6 +29,7 @@ class HangWatch:
         self.hang: OpenHang | None = None
         """The hang in progress; None while the job moves."""
         self._key: object = None
+        self._seen: tuple[object, float] = (None, 0.0)  # the newest finding, and since when it has been found
         self._waits = DeviceWaits()
         self._silent_s = silent_s
 
@@ -39,11 +40,13 @@ class HangWatch:
         ages_s: Mapping[int, float],
         groups: Mapping[str, tuple[int, ...]],
         processes: Mapping[int, tuple[Identity, str]],
+        now_s: float,
     ) -> None:
         """Whether the job hangs now.
 
         local, remote: how far the ranks are, of this node and of others, and how old the latter's reports are. groups:
         members by name. processes: of this node's ranks, and the files to which they write their stacks when asked.
+        now_s: a monotonic clock.
         """
         ranks = dict(local)
         if not ranks and not remote:
@@ -53,7 +56,7 @@ class HangWatch:
             (each.since_step_s + ages_s[rank] - each.report_age_s for rank, each in remote.items()), default=0.0
         )
         if max([longest_s, *(each.since_step_s for each in ranks.values())]) <= MIN_S:
-            self.hang, self._key = None, None
+            self._forget()
             self._waits.forget()
             return
         for rank, each in remote.items():
@@ -72,13 +75,31 @@ class HangWatch:
             if self._waits.known != waits:
                 hang = find_hang(_with_waits(ranks, self._waits.known), groups, silent_s=self._silent_s)
         if hang is None or not hang.alarm:
-            self.hang, self._key = None, None
-        elif self.hang is None or hang.key != self._key:
+            self._forget()
+        elif self.hang is not None and hang.key == self._key:
+            self.hang = described(hang, self.hang.stacks)  # it lasts longer, and its description changes
+        elif (self.hang is None and not hang.moving) or self._is_found_again(hang, ranks, now_s):
             self._key = hang.key
             self.hang = described(hang, _stacks(hang, processes))
             logger.warning("%s", self.hang.text)
-        else:
-            self.hang = described(hang, self.hang.stacks)  # it lasts longer, and its description changes
+
+    def _is_found_again(self, hang: Hang, ranks: Mapping[int, Progress], now_s: float) -> bool:
+        """Whether reports that were made since it was found first show it too.
+
+        When a hang ends, other nodes' reports are older than this node's rings for a moment. Their ranks then seem to
+        stand where these go on, which is no other hang.
+        """
+        if self._seen[0] != hang.key:
+            self._seen = hang.key, now_s
+        oldest_s = max(
+            (each.report_age_s for rank, each in ranks.items()
+             if rank not in hang.moving and each.report_age_s <= self._silent_s),
+            default=0.0,
+        )  # fmt: skip
+        return now_s - self._seen[1] > oldest_s
+
+    def _forget(self) -> None:
+        self.hang, self._key, self._seen = None, None, (None, 0.0)
 
 
 def _stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[int, RankStack]:

@@ -391,7 +391,7 @@ class JobView:
             for name, members in self._groups.items()
         }
         processes = {rank: (local.identity, local.stack_file) for rank, local in self._local.items()}
-        self._hangs.look(ranks, self._remote, ages_s, groups, processes)
+        self._hangs.look(ranks, self._remote, ages_s, groups, processes, now_s)
 
 
 def usual_step_s(durations_ns: Sequence[float]) -> float:
