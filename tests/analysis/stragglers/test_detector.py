@@ -548,6 +548,35 @@ class TestLateAndMissing:
         assert (found.rank, found.last_step, found.until_step) == (1, 119, 120)
         assert judge.judge(final=True).compared == 3
 
+    @pytest.mark.parametrize("fewer", [1, 3, 4])
+    @pytest.mark.parametrize("short", [0, 1])
+    def test_ranks_that_end_a_few_rows_apart(self, short: int, fewer: int) -> None:
+        """They have ended together: the slow one stays slow to the end, and all have been compared."""
+        job = self.job()
+        judge = StragglerDetector()
+        for rank in range(4):
+            judge.add(rank, job.rows_of(rank, slice(0, 120 - (fewer if rank == short else 0))))
+        judge.judge()
+        for rank in range(4):  # whoever's end is heard of first
+            judge.end((short + rank) % 4)
+            judge.judge()
+        found = judge.judge(final=True)
+
+        assert (only(found).rank, only(found).until_step) == (1, None)
+        assert (found.compared, found.last_step) == (4, 119 - fewer)
+
+    def test_ranks_with_rows_of_other_widths_end(self) -> None:
+        """The last row of the wider ones is begun by the others, and not filled."""
+        job = self.job()
+        judge = StragglerDetector()
+        for rank in range(4):
+            judge.add(rank, wider(job.rows_of(rank, slice(0, 122)), 2) if rank != 1 else job.rows_of(1, slice(0, 121)))
+            judge.end(rank)
+        found = judge.judge(final=True)
+
+        assert (only(found).rank, only(found).until_step) == (1, None)
+        assert found.compared == 4
+
     def test_one_rank_is_left(self) -> None:
         """What was compared stays what it was: nothing is claimed of steps that only one rank made."""
         job = Job.of(2, 300)

@@ -19,6 +19,7 @@ from torchlens_perf.run.records import OWN_PARTS
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+ENDED_ROWS = 4  # a rank that has ended, and is so far behind the others, has ended with them
 LATE_ROWS = 64  # a rank that is so far behind the others is missing, and is not waited for
 _MANY_RANKS = 4096
 _VALUES = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
@@ -168,12 +169,14 @@ class SlidingWindow:
         return grown
 
     def frontier(self, ended: Collection[int]) -> int:
-        """The newest row that all ranks have, but for those that have ended or are far behind."""
-        live = np.array([rank not in ended for rank in self.ranks.tolist()]) if ended else slice(None)
-        newest = self.newest[live]
-        if not len(newest):
-            return int(self.newest.max())
-        return int(newest[newest >= newest.max() - LATE_ROWS].min())
+        """The newest row that all ranks have, but for those that have ended long before the others, or are far behind.
+        """
+        has_ended = np.isin(self.ranks, list(ended))
+        newest = self.newest[~has_ended]
+        frontier = int(newest[newest >= newest.max() - LATE_ROWS].min() if len(newest) else self.newest.max())
+        # Ranks of a job end a row apart, or more where their rows are of other widths: they are judged to the end.
+        just_ended = self.newest[has_ended & (self.newest >= frontier - ENDED_ROWS)]
+        return int(min([frontier, *just_ended]))
 
     def oldest(self) -> int:
         keys = self.key[:, :-1]
