@@ -13,7 +13,7 @@ from tests.support.processes import ROOT
 from torchlens_perf.recorder import native_tap
 
 PROGRAM = """
-import json, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
@@ -61,7 +61,8 @@ value = tensor.tolist() if place == "describe" else []
 tap.detach()
 made.close()
 reader = Reader(ring.path)
-print(json.dumps({"raised": raised, "asked": len(asked), "value": value, "records": reader.counter(HEAD)}))
+print(json.dumps({"raised": raised, "asked": len(asked), "value": value, "records": reader.counter(HEAD)}), flush=True)
+os._exit(0)  # gloo's threads may abort a process that ends while they work, see tests/scripts/train.py
 """
 
 
