@@ -89,8 +89,9 @@ class Assessor:
         diagnosed: Callable[[StragglerGroup], Diagnosis | None],
         hang: OpenHang | None = None,
         at_step: int | None = None,
+        judge: str | None = "",
     ) -> Assessment:
-        """What holds at unix_ns, and what has changed since the last call. The sidecar judges all ranks.
+        """What holds at unix_ns, and what has changed since the last call.
 
         identity: see Assessment. nodes: whose states sentences take details from. links: the verdict on slow links.
         For the others see AlertLog.changes().
@@ -102,13 +103,13 @@ class Assessor:
             return for_alerts(nodes)
 
         alerts = self.alerts.changes(
-            attempt, findings, hang, places, unix_ns, at_step=at_step,
+            attempt, findings, hang, places, unix_ns, at_step=at_step, judge=judge,
             verdicts=_other_verdicts(findings, named, links), context=context, diagnosed=diagnosed,
         )  # fmt: skip
         if findings is not self._judged:  # the same for many rounds, and of many ranks it takes a while
             slow = [episode for episode in findings.episodes if episode.until_step is None]
             self._judged, self._together = findings, straggler_groups(slow, places)
-        return Assessment(identity, findings, hang, alerts, True, self._together)
+        return Assessment(identity, findings, hang, alerts, judge == "", self._together)
 
 
 def _other_verdicts(findings: Findings, named: StragglerSummary, links: Verdict | None) -> Sequence[Verdict]:

@@ -28,7 +28,8 @@ from torchlens_perf.run.clock import device_mark
 from torchlens_perf.sidecar.assessment import Assessor, LinkWatch
 from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.sidecar.host.stacks import process_state
-from torchlens_perf.sidecar.job import JobView, usual_step_s
+from torchlens_perf.sidecar.job import JobView
+from torchlens_perf.sidecar.local_rank import usual_step_s
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.rank_metrics import RankMetrics
 from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
@@ -167,7 +168,8 @@ class Conclusions:
         if who is None:
             return
         found = Assessment(who, self._state.findings, self._state.hang, (), self.job.judges_alone)
-        if self.job.judges_alone:
+        judge = "" if self.job.judges_alone else self._host if self.job.is_cut_off else None
+        if judge is not None or self._assessor.alerts.are_open:
             run_on = sources.live()
             links: Verdict | None = None
             with self.going_on("looking for slow links"):
@@ -179,6 +181,7 @@ class Conclusions:
                     diagnosed=lambda group: self._diagnosed(group, sources),
                     hang=found.hang,
                     at_step=max((source.reader.counter(ring.STEP) for source in run_on), default=None),
+                    judge=judge,
                 )  # fmt: skip
                 self._state.alerts = self._assessor.alerts.open()
                 last_steps = [source.state.statistics.last_step for source in sources.newest()]

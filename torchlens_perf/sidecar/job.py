@@ -72,6 +72,11 @@ class JobView:
         return not self._meeting.sends
 
     @property
+    def is_cut_off(self) -> bool:
+        """See Meeting."""
+        return self._meeting.is_cut_off
+
+    @property
     def hang(self) -> OpenHang | None:
         """The hang in progress; None while the job moves."""
         return self._hangs.hang
@@ -392,8 +397,3 @@ class JobView:
         }
         processes = {rank: (local.identity, local.stack_file) for rank, local in self._local.items()}
         self._hangs.look(ranks, self._remote, ages_s, groups, processes, now_s)
-
-
-def usual_step_s(durations_ns: Sequence[float]) -> float:
-    """The median of the last steps; 0 until there are ten."""
-    return float(np.median(durations_ns)) / 1e9 if len(durations_ns) >= 10 else 0.0

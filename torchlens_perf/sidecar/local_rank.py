@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from torchlens_perf.sidecar.nodes import summary
 
@@ -29,6 +31,11 @@ class LocalRank:
     stack_file: str = ""
     ended: bool = False
     end_sent: bool = False
+
+
+def usual_step_s(durations_ns: Sequence[float]) -> float:
+    """The median of the last steps; 0 until there are ten."""
+    return float(np.median(durations_ns)) / 1e9 if len(durations_ns) >= 10 else 0.0
 
 
 def next_rows(unsent: list[StepBins]) -> StepBins | None:

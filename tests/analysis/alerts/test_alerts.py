@@ -391,3 +391,34 @@ def test_counts_by_class() -> None:
         episode(0), episode(1, phase="data"), episode(2, phase="cpu"), episode(3, phase="host"), episode(4, until=120)
     )
     assert stragglers_by_class(found) == {"slow_compute": 1, "slow_data": 1, "slow_host": 2, "more_work": 0}
+
+
+def test_a_node_that_judges_alone() -> None:
+    """Its alerts are its own, and end when another node judges; what was over before it began is nothing new."""
+    log, slow, past = AlertLog("run"), episode(), episode(rank=5, since=10, until=40)
+    links = slow_links((0, 1))
+
+    def found(judge: str | None, log: AlertLog = log) -> list[Alert]:
+        verdicts = () if judge is None else (links,)
+        hung = None if judge is None else hang()
+        return list(
+            log.changes(0, findings(slow, past), hung, PLACES, NOW_NS, judge=judge, verdicts=verdicts, at_step=1)
+        )
+
+    assert found(None) == []
+    began = found("node-b")
+    assert {(each.kind, each.change) for each in began} == {
+        ("straggler", "started"), ("hang", "started"), ("slow_link", "started")
+    }  # fmt: skip
+    assert [each.rank for each in began if each.kind == "straggler"] == [3]
+    assert all(each.text.startswith("On node node-b alone, from where node 0 is not reached: ") for each in began)
+    assert found("node-b") == []
+
+    again = AlertLog("run", 0, findings(slow, past), hang(), saved=saved(log.open()))
+    for each in (log, again):
+        ended = found(None, each)
+        assert {alert.about for alert in ended} == {alert.about for alert in began}
+        assert {alert.change for alert in ended} == {"ended"}
+        assert all(alert.text.endswith("This alert ends: from now on, others judge it.") for alert in ended)
+        assert not each.are_open
+        assert found(None, each) == []

@@ -100,6 +100,8 @@ class Moment:
     unix_ns: int
     context: Callable[[], SlowRankContext]
     diagnosed: Callable[[StragglerGroup], Diagnosis | None] | None = None
+    alone: str = ""
+    """The node that judges its own ranks alone, whose alerts are none of the job's; "": all ranks are judged."""
 
     def started(self, slow: Slow, straggler: StragglerGroup, change: str = STARTED, *parts: object) -> Alert:
         """straggler: of straggler_groups(); its slowest rank speaks for those that are slow with it."""
@@ -125,10 +127,10 @@ class Moment:
         )
 
     def resolved(self, slow: Slow, why: str) -> Alert:
-        """An end of which the step is not known."""
+        """An end of which the step is not known. why: a sentence."""
         lead = slow.lead
         was = "were" if slow.kind == "position" else "was"
-        text = f"{_who(slow)} {was} slow in {phase_name(lead.phase)} from step {lead.since_step} on. It is over: {why}."
+        text = f"{_who(slow)} {was} slow in {phase_name(lead.phase)} from step {lead.since_step} on. {why}"
         verdict = self._was_slow(dataclasses.replace(lead, until_step=lead.last_step + 1))
         return self._straggler(slow, lead, ENDED, verdict, text, ranks=slow.ranks)
 
@@ -158,6 +160,9 @@ class Moment:
         ranks: tuple[int, ...], rank: int | None, since_step: int | None,
     ) -> Alert:  # fmt: skip
         """parts: what distinguishes it from others of that change. rank: of the suspect."""
+        if self.alone:
+            about = (*about, self.alone)
+            text = f"On node {self.alone} alone, from where node 0 is not reached: {text}"
         key = _hash(self.run_id, self.attempt, *about)
         host = self.places[rank].host if rank is not None and rank in self.places else ""
         return Alert(
@@ -172,10 +177,9 @@ class Moment:
         alert = self._alert("hang", ("hang", hang.step), change, text, parts, ranks, rank, hang.step)
         return dataclasses.replace(alert, cause=hang.kind, duration_s=hang.since_s)
 
-    def hang_over(self, hang: OpenHang) -> Alert:
-        """hang: as it was seen last; its since_s is of then."""
-        text = f"The hang in step {hang.step} is over: steps are made again, or the processes have ended."
-        return self.hang(hang, ENDED, text)
+    def hang_over(self, hang: OpenHang, why: str) -> Alert:
+        """hang: as it was seen last; its since_s is of then. why: a sentence."""
+        return self.hang(hang, ENDED, f"The job hung in step {hang.step}. {why}")
 
     def verdict(self, verdict: Verdict, change: str = STARTED, *parts: object) -> Alert:
         """verdict: one that is not about a slow rank, nor a hang.
@@ -201,9 +205,10 @@ class Moment:
             cost_share=verdict.cost_share,
         )
 
-    def verdict_over(self, last: Alert) -> Alert:
-        """last: verdict() of it as it stood last."""
-        text = f"No longer: {last.text.partition(' Next: ')[0]}"
+    def verdict_over(self, last: Alert, why: str = "") -> Alert:
+        """last: verdict() of it as it stood last. why: a sentence, where it is not that it does not hold any more."""
+        found = last.text.partition(" Next: ")[0]
+        text = f"{found} {why}" if why else f"No longer: {found}"
         return dataclasses.replace(last, id=_hash(last.about, ENDED), change=ENDED, text=text, unix_ns=self.unix_ns)
 
 

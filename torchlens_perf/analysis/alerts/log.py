@@ -68,6 +68,8 @@ class OpenAlerts:
     verdicts: tuple[OpenVerdict, ...] = ()
     hang: OpenHang | None = None
     """Also while a sidecar that was started again has not found it anew."""
+    alone: str = ""
+    """The node that raised them, where it judged its own ranks alone."""
 
 
 class AlertLog:
@@ -93,6 +95,7 @@ class AlertLog:
         self._standing: dict[str, OpenVerdict] = {}  # by Alert.about
         self._hang = hang
         self._hang_is_saved = hang is not None
+        self._alone = saved.alone if saved is not None else ""
         episodes = {episode.key: episode for episode in findings.episodes}
         if saved is not None and saved.attempt == attempt:
             self._hang = hang or saved.hang
@@ -113,7 +116,12 @@ class AlertLog:
             tuple(OpenStraggler(slow.about, slow.kind, slow.name, tuple(slow.episodes)) for slow in self._open),
             tuple(self._standing.values()),
             self._hang,
+            self._alone,
         )
+
+    @property
+    def are_open(self) -> bool:
+        return bool(self._open or self._standing or self._hang is not None)
 
     def changes(
         self,
@@ -124,39 +132,48 @@ class AlertLog:
         unix_ns: int,
         *,
         at_step: int | None = None,
+        judge: str | None = "",
         verdicts: Sequence[Verdict] = (),
         context: Callable[[], SlowRankContext] | None = None,
         diagnosed: Callable[[StragglerGroup], Diagnosis | None] | None = None,
     ) -> tuple[Alert, ...]:
         """What is new since the last call. findings and hang are those of the sidecar's state, unix_ns is now.
 
-        at_step: the furthest step in progress; None: no process runs. verdicts: others that stand now, like an
+        at_step: the furthest step in progress; None: no process runs. judge: "" where these are findings on all ranks;
+        the node's name where it judges its own alone, because node 0 is not reached; None where another node judges,
+        and what is open here is over. verdicts: others that stand now, like an
         imbalance; an alert is raised when one comes, and when it has been gone for a minute. context: what sentences
         take from the report.
         diagnosed: why a straggler is slow. Both are called only when a straggler is to be reported.
         """
         cached = functools.cache(context if context is not None else no_modules)
-        moment = Moment(self._run_id, attempt, findings, places, unix_ns, cached, diagnosed)
+        moment = Moment(self._run_id, attempt, findings, places, unix_ns, cached, diagnosed, judge or "")
         raised: list[Alert] = []
         if attempt != self._attempt:
-            raised += self._restarted(moment)
+            raised += self._closed(moment, "It is over: the job was restarted.")
+        elif judge != self._alone:
+            raised += self._closed(moment, "This alert ends: from now on, others judge it.")
+            # What was over before is nothing new.
+            self._alerted = {each.key for each in findings.episodes if each.until_step is not None}
+        self._attempt, self._alone = attempt, judge or ""
+        if judge is None:
+            return tuple(raised)
         raised += self._stragglers(moment)
         raised += self._hangs(moment, hang, at_step)
         raised += self._others(moment, verdicts)
         return tuple(raised)
 
-    def _restarted(self, moment: Moment) -> Iterator[Alert]:
-        """The ranks are other processes: what was open is over."""
-        before = dataclasses.replace(moment, attempt=self._attempt)
-        why = "the job was restarted"
+    def _closed(self, moment: Moment, why: str) -> Iterator[Alert]:
+        """The ranks are other processes, or another node judges them: what was open is over."""
+        before = dataclasses.replace(moment, attempt=self._attempt, alone=self._alone)
         if self._attempt >= 0:
             for slow in self._open:
                 yield before.resolved(slow, why)
             if self._hang is not None:
-                yield before.hang_over(self._hang)
+                yield before.hang_over(self._hang, why)
             for each in self._standing.values():
-                yield before.verdict_over(each.alert)
-        self._attempt, self._hang = moment.attempt, None
+                yield before.verdict_over(each.alert, why)
+        self._hang = None
         for known in (self._open, self._alerted, self._standing):
             known.clear()
 
@@ -167,7 +184,7 @@ class AlertLog:
             known = {key: episodes[key] for key in slow.episodes if key in episodes}
             if not known:  # findings lose none of theirs: these are of other processes
                 self._open.remove(slow)
-                yield moment.resolved(slow, "the ranks were started again")
+                yield moment.resolved(slow, "It is over: the ranks were started again.")
             slow.episodes = known
         self._alerted &= episodes.keys()
         new = [each for key, each in episodes.items() if key not in self._alerted]
@@ -212,7 +229,7 @@ class AlertLog:
             return  # a sidecar that was started again counts from its own start, and has not found it anew yet
         self._hang, self._hang_is_saved = hang, False
         if before is not None and (hang is None or hang.step != before.step):
-            yield moment.hang_over(before)
+            yield moment.hang_over(before, "It is over: steps are made again, or the processes have ended.")
             before = None
         if hang is None:
             return

@@ -108,6 +108,12 @@ class Exchange:
         with self._lock:
             return b"" if self._merges or self._part is None else self._part.reply
 
+    @property
+    def unreached_s(self) -> float:
+        """For how long node 0's sidecar has not been reached; on node 0, for how long nobody can reach it."""
+        with self._lock:
+            return 0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
+
     def notes(self) -> list[str]:
         """What a person should know about the exchange, now; a line each."""
         notes = []

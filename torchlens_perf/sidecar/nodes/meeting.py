@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
+_CUT_OFF_S = 30.0  # node 0's sidecar, started again, is found sooner
 _BETWEEN = b"\n"  # no word has one
 OpenExchange = Callable[[Places, str, str, bool], "Exchange"]
 
@@ -61,6 +62,11 @@ class Meeting:
     @property
     def sends(self) -> bool:
         return self._exchange is not None and not self.merges
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether node 0 is to judge, and has not been reached for long: it knows nothing new of this node's ranks."""
+        return self._exchange is not None and not self.merges and self._exchange.unreached_s > _CUT_OFF_S
 
     def began(self, identity: Identity, generation: int, number: int | None) -> None:
         """A set of processes of this node began, of which this is one. See Membership.began()."""

@@ -1,0 +1,94 @@
+"""A node that does not reach node 0: it judges its own ranks, says so in its alerts, and ends them when others judge."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.sidecar.nodes.conftest import FAST
+from tests.support.launched import free_port
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.ranks import HOST, Rank, run  # noqa: F401  a fixture
+from torchlens_perf.analysis.alerts.alert import Alert
+from torchlens_perf.analysis.alerts.log import AlertLog
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar import job
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.sidecar.nodes import meeting
+from torchlens_perf.sidecar.nodes.exchange import Exchange
+from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
+
+WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
+WITHIN_S = 60.0
+
+
+class Node:
+    """The second of two nodes, with ranks 2 and 3, of which 3 is slow."""
+
+    def __init__(self, made: RunDirectory, places: Places) -> None:
+        of_node = {"local_world_size": 2}
+        self.ranks = [
+            Rank(made, rank, 4, coordinator=places.coordinator, identity={"local_rank": rank - 2, **of_node})
+            for rank in (2, 3)
+        ]
+        self.exporter = MemoryExporter()
+        self.sidecar = Sidecar(made, HOST, self.exporter, lambda run, asked: None)
+
+    def steps(self) -> None:
+        self.ranks[0].steps(150, **WORK)
+        self.ranks[1].steps(150, **{**WORK, "forward": 9})
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + WITHIN_S
+        while not condition():
+            assert time.monotonic() < deadline_s, (self.alerts, self.sidecar.conclusions.job.notes())
+            self.sidecar.poll()
+            self.sidecar.account()
+            self.sidecar.judge(time.monotonic())
+            self.sidecar.export()
+            time.sleep(0.05)
+
+    @property
+    def alerts(self) -> list[Alert]:
+        return self.exporter.alerts
+
+
+def test_it_raises_alerts_until_others_judge(
+    run: RunDirectory,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meeting, "_CUT_OFF_S", 1.0)
+    monkeypatch.setattr(job, "_WORD_S", 0.5)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    places = Places(("127.0.0.1", 1), run.nodes, f"127.0.0.1:{free_port()}")
+    node = Node(run, places)
+    node.steps()
+    node.until(lambda: bool(node.alerts))
+    (started,) = node.alerts
+    assert (started.change, started.rank) == ("started", 3)
+    assert started.text.startswith(f"On node {HOST} alone, from where node 0 is not reached: Rank 3 ({HOST}) is slow")
+    assert node.exporter.assessment is not None
+    assert not node.exporter.assessment.whole_job
+    (of_job,) = AlertLog(run.run_id).changes(
+        0, node.sidecar.state.findings, None, node.sidecar.conclusions.job.places, started.unix_ns
+    )
+    assert of_job.about != started.about  # node 0's alert is another one: neither ends the other
+
+    node_0 = Exchange(places, exchange_key(0), "node-0", True, timing=FAST)
+    try:
+        node.until(lambda: len(node.alerts) > 1)
+        node.steps()
+        node.until(lambda: node.sidecar.state.findings.last_step > 250)
+    finally:
+        node.sidecar.end_exchange()
+        node_0.close()
+        node.sidecar.close()
+        for rank in node.ranks:
+            rank.close()
+    _, ended = node.alerts
+    assert (ended.change, ended.about) == ("ended", started.about)
+    assert ended.text.endswith("This alert ends: from now on, others judge it.")
