@@ -1,16 +1,17 @@
-"""A node that does not reach node 0: it judges its own ranks, says so in its alerts, and ends them when others judge."""
+"""A node that does not reach node 0: it judges its own ranks, and says so in its alerts, until others judge."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.sidecar.nodes.conftest import FAST
 from tests.support.launched import free_port
 from tests.support.memory_exporter import MemoryExporter
-from tests.support.ranks import HOST, Rank, run  # noqa: F401  a fixture
+from tests.support.ranks import HOST, Rank, run_without_traces
 from torchlens_perf.analysis.alerts.alert import Alert
 from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.run.directory import RunDirectory
@@ -25,6 +26,12 @@ WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 WITHIN_S = 60.0
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with run_without_traces(tmp_path) as made:
+        yield made
+
+
 class Node:
     """The second of two nodes, with ranks 2 and 3, of which 3 is slow."""
 
@@ -35,7 +42,7 @@ class Node:
             for rank in (2, 3)
         ]
         self.exporter = MemoryExporter()
-        self.sidecar = Sidecar(made, HOST, self.exporter, lambda run, asked: None)
+        self.sidecar = Sidecar(made, HOST, self.exporter, lambda directory, asked: None)
 
     def steps(self) -> None:
         self.ranks[0].steps(150, **WORK)
@@ -56,10 +63,7 @@ class Node:
         return self.exporter.alerts
 
 
-def test_it_raises_alerts_until_others_judge(
-    run: RunDirectory,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_raises_alerts_until_others_judge(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_CUT_OFF_S", 1.0)
     monkeypatch.setattr(job, "_WORD_S", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

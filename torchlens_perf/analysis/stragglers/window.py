@@ -169,7 +169,7 @@ class SlidingWindow:
         return grown
 
     def frontier(self, ended: Collection[int]) -> int:
-        """The newest row that all ranks have, but for those that have ended long before the others, or are far behind."""
+        """The newest row that all ranks have, but for those that ended long before the others, or are far behind."""
         has_ended = np.isin(self.ranks, list(ended))
         newest = self.newest[~has_ended]
         frontier = int(newest[newest >= newest.max() - LATE_ROWS].min() if len(newest) else self.newest.max())
