@@ -45,6 +45,8 @@ class Wire:
 
 
 class End:
+    unreached_s = 0.0
+
     def __init__(self, wire: Wire, node: str) -> None:
         self._wire, self._node = wire, node
 

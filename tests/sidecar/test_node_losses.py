@@ -206,6 +206,8 @@ def test_state_of_another_node_that_cannot_be_read(run: RunDirectory) -> None:
 class TroubledExchange:
     """One that says something, and is closed."""
 
+    unreached_s = 0.0
+
     def __init__(self, *_: Any) -> None:
         self.closed = False
 

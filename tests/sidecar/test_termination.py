@@ -144,6 +144,7 @@ def test_a_second_one(job: Job) -> None:
     os.kill(job.sidecar, signal.SIGTERM)
     assert eventually(lambda: not lives(job.sidecar))
     said = job.end()
+    assert eventually(lambda: report(job.run)["ranks"][0]["state"] == "closed")  # the other one may just begin
     wait_for_sidecar(job.run)
 
     (rank,) = report(job.run)["ranks"]
