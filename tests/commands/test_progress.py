@@ -11,6 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,14 +69,15 @@ class Terminal:
         self.shown += self._text.decode(piece)  # a character may come in two pieces
 
     def end(self) -> str:
-        """Lets it go on, and returns its stdout."""
-        out, _ = self.process.communicate("\n")
-        try:
-            while True:
-                self._read()
-        except EOFError:
-            os.close(self._screen)
-        return out
+        """Lets it go on, and returns its stdout. Reads the screen meanwhile: a full one would keep it waiting."""
+        with ThreadPoolExecutor(1) as pool:
+            at_end = pool.submit(self.process.communicate, "\n")
+            try:
+                while True:
+                    self._read()
+            except EOFError:
+                os.close(self._screen)
+            return at_end.result()[0]
 
     @property
     def left(self) -> str:

@@ -175,7 +175,7 @@ class NodeState:
         path = run.node_state(self.host)
         partial = path.with_suffix(".partial")
         with open(ownership.create(partial), "wb", buffering=0) as file:
-            file.write(encode(self))
+            ownership.write_all(file, encode(self))
             if durably:
                 os.fsync(file.fileno())
         os.replace(partial, path)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _MAX_TRACED = 1024  # steps that an alert may link to
 _MAX_BACKLOG = 16384  # items that may wait while a replay goes on
+_MAX_UNSENT = 4096  # items that wait in memory, not encoded, while a request is under way
 _WORDS = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
 
 
@@ -158,26 +159,32 @@ class OtlpExporter:
         return True
 
     def _add(self, name: str, resource: bytes, items: list[bytes]) -> None:
-        was_empty = not self._batches[name].waiting()
-        if self._batches[name].add(resource, items) or was_empty:
+        batches = self._batches[name]
+        was_empty = not batches.waiting()
+        if batches.add(resource, items) or was_empty:
             self._senders[name].outbox.wake()
+        if batches.waiting() > _MAX_UNSENT:  # the sender's thread waits for an answer: the outbox has bounds
+            self._put_batches(name)
 
     def _waiting(self, name: str) -> int:
         return self._senders[name].outbox.waiting() + (self._batches[name].waiting() if name in self._batches else 0)
 
     def _collecting(self, name: str) -> Callable[[bool], float]:
-        def collect(everything: bool) -> float:
-            bodies, next_s = self._batches[name].due(everything)
-            for body, items in bodies:
-                self._senders[name].send(body, items)
-            return next_s
+        return lambda everything: self._put_batches(name, everything)
 
-        return collect
+    def _put_batches(self, name: str, everything: bool = False) -> float:
+        """Puts what is due into the outbox. Returns in how many seconds something is due again. Any thread."""
+        bodies, next_s = self._batches[name].due(everything)
+        for body, items in bodies:
+            self._senders[name].send(body, items)
+        return next_s
 
     def _collect_metrics(self, everything: bool) -> float:
-        """On the sender's thread."""
+        """On the sender's thread; the last ones also on that which closes it."""
+        if self._last_metrics_sent:
+            return math.inf
+        self._last_metrics_sent = everything
         left_s = self._metrics_due_s - self._clock()
-        everything, self._last_metrics_sent = everything and not self._last_metrics_sent, everything
         if (left_s <= 0 or everything) and self._resource and self._metrics is not None:
             metrics, points = self._metrics.encode()
             if points:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import stat
 import time
@@ -124,6 +125,19 @@ def write(path: str | os.PathLike[str], content: str | bytes, like: str | os.Pat
     """Writes a new file, as create() makes it. Raises OSError."""
     with open(create(path, like), "wb") as file:
         file.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))
+
+
+def write_all(file: io.RawIOBase | io.FileIO, content: bytes) -> None:
+    """Writes all of it to an unbuffered file: a disk that is nearly full takes a part, and says nothing of the rest.
+
+    Raises OSError.
+    """
+    rest = memoryview(content)
+    while rest:
+        taken = file.write(rest)
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest = rest[taken:]
 
 
 def is_shared(folder: str | os.PathLike[str]) -> bool:

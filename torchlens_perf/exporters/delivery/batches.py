@@ -11,7 +11,7 @@ from torchlens_perf.exporters.delivery.wire import request
 
 
 class Batches:
-    """add() on the sidecar's thread, due() on the sender's."""
+    """add() on the sidecar's thread, due() on the sender's, or there where that waits."""
 
     def __init__(
         self, in_scope: bytes, max_items: int, delay_s: float, clock: Callable[[], float] = time.monotonic

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -22,11 +23,15 @@ def count(signal: str, body: bytes) -> int:
 
 
 def halves(signal: str, body: bytes) -> list[tuple[bytes, int]]:
-    """Two requests with half of the items each, and how many they hold; nothing where there is one only.
+    """Two requests with half of the items each, and how many they hold; nothing where there is one only, or where it is
+    no request.
 
     Points of one metric stay together.
     """
-    total = sum(map(len, _lists(signal, _decoded(signal, body))))
+    try:
+        total = sum(map(len, _lists(signal, _decoded(signal, body))))
+    except DecodeError:
+        return []
     if total < 2:
         return []
     found = []

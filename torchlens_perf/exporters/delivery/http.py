@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.metadata
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,6 +34,7 @@ _BUSY = (408, 429, 500, 502, 503, 504)
 # This is no endpoint, or not with these credentials: somebody has to mend that.
 _NOT_IT = (401, 403, 404, 405, 407)
 _MAX_REASON = 200
+_PIECE, _MAX_ANSWER = 256, 1 << 16  # bytes
 
 
 class HttpTransport:
@@ -53,31 +55,47 @@ class HttpTransport:
             self._headers["Content-Encoding"] = to.compression
 
     def send(self, body: bytes) -> Answer:
-        """One try. Takes up to the timeout for connecting, and as long again between two bytes of the answer."""
+        """One try. Takes up to the timeout for connecting, and as long again between two bytes of the answer's
+        head."""
         packed = _COMPRESS[self._to.compression](body)
         try:
             # Redirects are not followed: a POST with credentials must not go where a proxy points.
-            response = self._http.post(
-                self._to.endpoint, packed, headers=self._headers, timeout=self._to.timeout_s, allow_redirects=False
-            )
+            with self._http.post(
+                self._to.endpoint,
+                packed,
+                headers=self._headers,
+                timeout=self._to.timeout_s,
+                allow_redirects=False,
+                stream=True,
+            ) as response:
+                return _answer(response, _content(response, time.monotonic() + self._to.timeout_s))
         except (requests.RequestException, OSError) as error:
             return later(f"{type(error).__name__}: {error}")
-        return _answer(response)
 
     def close(self) -> None:
         self._http.close()
 
 
-def _answer(response: requests.Response) -> Answer:
+def _content(response: requests.Response, until_s: float) -> bytes:
+    """The answer, or its begin where it is long or comes slowly: nobody knows what stands at a wrong address."""
+    content = b""
+    for piece in response.iter_content(_PIECE):
+        content += piece
+        if len(content) >= _MAX_ANSWER or time.monotonic() >= until_s:
+            break
+    return content
+
+
+def _answer(response: requests.Response, content: bytes) -> Answer:
     status = response.status_code
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if response.ok and not 300 <= status < 400:
         if kind == "text/html":
             return later("the answer is a web page: this is not an OTLP endpoint")
-        return Answer(Outcome.DELIVERED, rejected=_rejected(response.content) if kind == _PROTOBUF else 0)
+        return Answer(Outcome.DELIVERED, rejected=_rejected(content) if kind == _PROTOBUF else 0)
     if 300 <= status < 400:
         return later(f"redirected ({status}); set the endpoint's final address")
-    reason = f"HTTP {status} {_message(response, kind)}".strip()
+    reason = f"HTTP {status} {_message(content, kind)}".strip()
     if status in _BUSY:
         return later(reason, wait_of(response.headers.get("Retry-After", "")))
     if status in _NOT_IT:
@@ -93,15 +111,15 @@ def _rejected(content: bytes) -> int:
         return 0
 
 
-def _message(response: requests.Response, kind: str) -> str:
+def _message(content: bytes, kind: str) -> str:
     text = ""
     if kind == _PROTOBUF:
         try:
-            text = Status.FromString(response.content).message
+            text = Status.FromString(content).message
         except DecodeError:
             text = ""
     elif kind != "text/html":
-        text = response.content[:_MAX_REASON].decode(errors="replace")
+        text = content[:_MAX_REASON].decode(errors="replace")
     return printable(text)[:_MAX_REASON]
 
 

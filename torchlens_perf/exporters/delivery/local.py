@@ -63,7 +63,12 @@ class FileTransport:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(self._path, "ab", buffering=0, opener=ownership.open_to_append) as file:
-                file.write(line)
+                end = file.tell()
+                try:
+                    ownership.write_all(file, line)
+                except OSError:
+                    file.truncate(end)  # half a line would garble the next
+                    raise
         except OSError as error:
             return later(f"{self._path}: {error.strerror}")
         return Answer(Outcome.DELIVERED)

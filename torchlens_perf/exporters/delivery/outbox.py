@@ -40,7 +40,7 @@ class Room:
 
 
 class Outbox:
-    """One signal's requests. put() on the sidecar's thread, all else on the sender's."""
+    """One signal's requests. put() on any thread, all else on the sender's."""
 
     def __init__(self, folder: Path | None, owner: str, signal: str, room: Room | None = None) -> None:
         """folder: of the run's outbox; None: there is no disk, and memory is all. owner: of the files, the node's name;
@@ -113,7 +113,10 @@ class Outbox:
             return self._memory[0] if self._memory else None
 
     def remove(self, request: Request, parts: Sequence[Request] = ()) -> None:
-        """It was delivered, or will never be. parts: what takes its place, as it was too large."""
+        """It was delivered, or will never be. parts: what takes its place, as it was too large; of one that lies on
+        disk they do too, before it goes."""
+        if request.path is not None:
+            parts = [part for part in parts if not self._is_kept(part)]
         with self._arrived:
             if request.path is not None:
                 path, _, size = self._files.popleft()
@@ -137,19 +140,26 @@ class Outbox:
                 if not self._memory:
                     return True
                 request = self._memory[0]
-            try:
-                path = self._written(request)
-            except OSError:
+            if not self._is_kept(request):
                 return False
             with self._arrived:
-                self._files.append((path, request.items, len(request.body)))
-                self._disk_bytes += len(request.body)
                 if self._memory and self._memory[0] is request:
                     self._memory.popleft()
                     self._memory_bytes -= len(request.body)
                 else:
                     self.dropped -= request.items  # it had to go from memory while it was written
             self._make_room()
+
+    def _is_kept(self, request: Request) -> bool:
+        """Writes it to the disk. Returns whether it lies there."""
+        try:
+            path = self._written(request)
+        except OSError:
+            return False
+        with self._arrived:
+            self._files.append((path, request.items, len(request.body)))
+            self._disk_bytes += len(request.body)
+        return True
 
     def _written(self, request: Request) -> Path:
         assert self._folder is not None
@@ -158,7 +168,7 @@ class Outbox:
         self._number += 1
         partial = path.with_suffix(".partial")
         with open(ownership.create(partial), "wb", buffering=0) as file:
-            file.write(request.body)
+            ownership.write_all(file, request.body)
         os.replace(partial, path)
         return path
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters.delivery.answer import Answer, Outcome
+from torchlens_perf.exporters.delivery.answer import Answer, Outcome, later
 from torchlens_perf.exporters.delivery.halves import halves
 from torchlens_perf.exporters.delivery.outbox import Outbox, Request
 
@@ -25,6 +25,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _LONGEST_ASKED_S = 600.0  # that an endpoint may ask to wait
 _IDLE_S, _LOOK_S = 3600.0, 1.0
 _LOGGED_EVERY_S = 300.0
+_SLICE_S = 0.5
 
 
 class Transport(Protocol):
@@ -65,8 +66,9 @@ class Sender:
         self._thread.start()
 
     def send(self, body: bytes, items: int) -> None:
-        """Takes a request over; never waits."""
-        self.put += items
+        """Takes a request over; never waits. The sidecar's thread, and the sender's."""
+        with self._changed:
+            self.put += items
         self.outbox.put(body, items)
 
     @property
@@ -80,9 +82,13 @@ class Sender:
             failed = self._failed
             self._next_try_s = 0.0
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: not self.outbox.waiting() or self._failed != failed or self._ended, timeout_s
-            )
+
+            def wait(slice_s: float) -> bool:
+                return self._changed.wait_for(
+                    lambda: not self.outbox.waiting() or self._failed != failed or self._ended, slice_s
+                )
+
+            _in_slices(wait, timeout_s)
         return not self.outbox.waiting()
 
     def begin_closing(self) -> None:
@@ -96,12 +102,15 @@ class Sender:
     def close(self, timeout_s: float) -> None:
         """Waits for that, at most so long; what then is left waits on the disk."""
         self.begin_closing()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not _in_slices(self._has_ended, timeout_s):
             self._left = True
-            self._collect(True)
             logger.warning("the OTLP endpoint did not take all %s within %g s", self.signal, timeout_s)
-            self._keep()
+        self._collect(True)
+        self._keep()
+
+    def _has_ended(self, within_s: float) -> bool:
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         with guard(f"sending {self.signal} over OTLP"):
@@ -134,7 +143,14 @@ class Sender:
             if not final:
                 self.outbox.wait(min(due_s, _IDLE_S))
             return not final
-        return self._judge(request, self._transport.send(request.body)) or not self._closing
+        return self._judge(request, self._answer(request)) or not self._closing
+
+    def _answer(self, request: Request) -> Answer:
+        """One try. What a transport did not expect may be over the next time, and must not end the thread."""
+        try:
+            return self._transport.send(request.body)
+        except Exception as error:
+            return later(f"{type(error).__name__}: {error}")
 
     def _judge(self, request: Request, answer: Answer) -> bool:
         """Draws the conclusions from an answer. Returns False where the endpoint does not take requests now."""
@@ -178,3 +194,14 @@ class Sender:
         if self._clock() - self._logged_s >= _LOGGED_EVERY_S:
             self._logged_s = self._clock()
             logger.error("%s are not delivered: %s; they wait, and are tried again", self.signal, reason)
+
+
+def _in_slices(wait: Callable[[float], bool], timeout_s: float) -> bool:
+    """Calls wait(seconds) until it returns True, for so long in all. Returns whether it did.
+
+    A thread that just begins may receive a Ctrl-C, and then nothing wakes the main thread: it looks only where it runs.
+    """
+    until_s = time.monotonic() + timeout_s
+    while not (done := wait(max(0.0, min(_SLICE_S, until_s - time.monotonic())))) and time.monotonic() < until_s:
+        pass
+    return done

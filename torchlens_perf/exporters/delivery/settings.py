@@ -10,6 +10,8 @@ from opentelemetry.util.re import parse_env_headers
 
 HTTP, GRPC = "http/protobuf", "grpc"
 _DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
+# Names that gRPC resolves itself: https://github.com/grpc/grpc/blob/master/doc/naming.md
+_GRPC_SCHEMES = ("dns", "unix", "unix-abstract", "ipv4", "ipv6", "vsock", "xds")
 _DEFAULT_TIMEOUT_S = 10.0
 COMPRESSIONS = ("none", "gzip", "deflate")
 
@@ -21,7 +23,7 @@ class Destination:
     signal: str
     """traces, metrics or logs."""
     endpoint: str
-    """Over HTTP the whole address; over gRPC the one that channels are made for, as host:port."""
+    """Over HTTP the whole address; over gRPC the one that channels are made for: host:port, or unix:/path."""
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     timeout_s: float = _DEFAULT_TIMEOUT_S
     compression: str = "none"
@@ -50,14 +52,20 @@ def destination(signal: str, protocol: str, environ: Mapping[str, str]) -> Desti
     provider = "OTEL_PYTHON_EXPORTER_OTLP_{}_{}CREDENTIAL_PROVIDER"
     transport = "GRPC" if protocol == GRPC else "HTTP"
     endpoint, insecure = _endpoint(signal, protocol, environ), of("INSECURE").lower() == "true"
-    if protocol == GRPC:
+    if protocol == GRPC and endpoint.partition(":")[0].lower() not in _GRPC_SCHEMES:
         address = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
         insecure = address.scheme == "http" or (not address.scheme and insecure)
         endpoint = address.netloc.rpartition("@")[2]
+        if not endpoint:
+            raise ValueError(f"an OTLP endpoint over gRPC must be host:port, or begin with http://; not for {signal}")
+    headers = parse_env_headers(of("HEADERS"), liberal=True)
+    for name, value in headers.items():
+        if not _can_be_sent(value, "ascii" if protocol == GRPC else "latin-1"):  # the value may be a secret
+            raise ValueError(f"OTEL_EXPORTER_OTLP_HEADERS: {name} has a character that no header can have")
     return Destination(
         signal=signal,
         endpoint=endpoint,
-        headers=parse_env_headers(of("HEADERS"), liberal=True),
+        headers=headers,
         timeout_s=_seconds("OTEL_EXPORTER_OTLP_TIMEOUT", of("TIMEOUT")),
         compression=compression,
         certificate=of("CERTIFICATE"),
@@ -79,6 +87,14 @@ def _endpoint(signal: str, protocol: str, environ: Mapping[str, str]) -> str:
     if address.scheme not in ("http", "https") or not address.hostname:
         raise ValueError(f"an OTLP endpoint must begin with http:// or https://; that for {signal} does not")
     return endpoint
+
+
+def _can_be_sent(value: str, encoding: str) -> bool:
+    """By RFC 9110, 5.5; over gRPC: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md, ASCII-Value."""
+    try:
+        return all(0x20 <= each != 0x7F for each in value.encode(encoding))
+    except UnicodeEncodeError:
+        return False
 
 
 def _seconds(name: str, text: str) -> float:

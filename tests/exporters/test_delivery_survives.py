@@ -1,0 +1,243 @@
+"""What delivery outlives: a disk that is nearly full, a transport that fails otherwise than known, an answer without
+end, an endpoint that keeps one request for long; and Ctrl-C while it is waited for."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+from tests.exporters.test_delivery import body_of, delivered, eventually, names_in
+from tests.support.endpoints import serving
+from tests.support.otlp_collector import Collector, exporter_to
+from torchlens_perf.analysis.node_state import NodeState, load
+from torchlens_perf.exporters.delivery.answer import Answer, Outcome
+from torchlens_perf.exporters.delivery.halves import halves
+from torchlens_perf.exporters.delivery.http import HttpTransport
+from torchlens_perf.exporters.delivery.local import FileTransport
+from torchlens_perf.exporters.delivery.outbox import Outbox, found
+from torchlens_perf.exporters.delivery.sender import Sender
+from torchlens_perf.exporters.delivery.settings import GRPC, HTTP, destination
+from torchlens_perf.exporters.delivery.wire import item
+from torchlens_perf.exporters.otlp import notes
+from torchlens_perf.run.directory import RunDirectory
+
+SPAN = "x" * 400
+
+
+@contextmanager
+def room_for(size_bytes: int) -> Iterator[None]:
+    """No file grows beyond that: the write that reaches it takes a part, as on a disk that is nearly full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+# -- a disk that is nearly full
+
+
+def test_a_request_that_fits_in_part_stays_in_memory(tmp_path: Path) -> None:
+    """Half of a request on disk would be refused for good later; so would nobody say that it is lost."""
+    box = Outbox(tmp_path, "n", "traces")
+    body = body_of(*[SPAN] * 10)
+    box.put(body, 10)
+    with room_for(1000):
+        assert not box.to_disk()
+    assert found(tmp_path, "traces") == []
+    kept = box.oldest()
+    assert kept is not None
+    assert (kept.body, box.waiting(), box.dropped) == (body, 10, 0)
+    assert box.to_disk()
+
+
+def test_a_line_that_fits_in_part_is_no_line(tmp_path: Path) -> None:
+    """The file holds whole requests only, and the next try is not after half a line."""
+    path = tmp_path / "spans.jsonl"
+    transport = FileTransport("traces", path)
+    with room_for(1000):
+        answers = [transport.send(body_of(SPAN)).outcome for _ in range(3)]
+    assert answers == [Outcome.DELIVERED, Outcome.LATER, Outcome.LATER]
+    assert transport.send(body_of(SPAN)).outcome is Outcome.DELIVERED
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2
+
+
+def test_a_state_that_fits_in_part_replaces_none(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    state = NodeState("node-a")
+    state.save(run)
+    state.notes = [SPAN] * 20
+    with room_for(4000), pytest.raises(OSError, match="large"):
+        state.save(run)
+    assert load(run.node_state("node-a")).notes == []
+
+
+# -- what nobody expects
+
+
+class Failing(Collector):
+    """Its first tries raise."""
+
+    def send(self, body: bytes) -> Answer:
+        if self.calls < 2:
+            self.calls += 1
+            raise UnicodeError("on purpose")
+        return super().send(body)
+
+
+def test_an_error_of_a_transport_is_tried_again() -> None:
+    """And does not end the thread, after which nobody would send anything."""
+    endpoint = Failing("traces")
+    sender = Sender("traces", Outbox(None, "n", "traces"), endpoint)
+    sender.send(body_of("a"), 1)
+    assert eventually(lambda: sender.failing)
+    sender.flush(5)
+    assert eventually(lambda: sender.flush(5))
+    sender.close(20)
+    assert delivered(endpoint) == ["a"]
+    assert notes(sender) == []
+
+
+def test_what_comes_after_the_threads_end_is_kept(tmp_path: Path) -> None:
+    """Whatever has ended it, what it has not sent waits on disk."""
+    sender = Sender("traces", Outbox(tmp_path, "n", "traces"), Collector("traces"))
+    sender.begin_closing()
+    sender._thread.join(20)
+    sender.send(body_of("a"), 1)
+    sender.close(20)
+    ((path, items, _),) = found(tmp_path, "traces")
+    assert (names_in(path.read_bytes()), items) == (["a"], 1)
+
+
+def test_what_is_no_request_has_no_halves() -> None:
+    assert halves("traces", b"\xff no request") == []
+
+
+def test_halves_of_what_lies_on_disk_lie_there(tmp_path: Path) -> None:
+    """Before it goes: whoever is killed in between has lost none."""
+    endpoint = Collector("traces", lambda items: Answer(Outcome.TOO_LARGE))
+    box = Outbox(tmp_path, "n", "traces")
+    box.put(body_of("a", "b"), 2)
+    assert box.to_disk()
+    whole = box.oldest()
+    assert whole is not None
+    sender = Sender("traces", Outbox(None, "n", "traces"), endpoint)
+    sender.outbox = box
+    assert sender._judge(whole, endpoint.send(whole.body))
+    assert [names_in(path.read_bytes()) for path, _, _ in found(tmp_path, "traces")] == [["a"], ["b"]]
+    assert box.waiting() == 2
+    sender.outbox = Outbox(None, "n", "traces")
+    sender.close(20)
+
+
+def test_an_endpoint_that_keeps_a_request_for_long() -> None:
+    """What comes meanwhile goes into the outbox, which has bounds, also in memory."""
+    endpoint = Collector("traces", opened=False)
+    exporter = exporter_to({"traces": endpoint})
+    span = item(b"x" * 1000)
+    exporter._add("traces", b"", [span] * 512)
+    assert eventually(lambda: endpoint.calls == 1)
+    for _ in range(100):
+        exporter._add("traces", b"", [span] * 512)
+    sender = exporter._senders["traces"]
+    assert exporter._batches["traces"].waiting() <= 4096
+    assert sender.outbox._memory_bytes <= 33 << 20
+    assert sender.outbox.dropped > 0
+    assert sender.put == 512 * 101 - exporter._batches["traces"].waiting()
+    endpoint.opened.set()
+
+
+class Endless(BaseHTTPRequestHandler):
+    """Its answer never ends."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(int(self.headers["X-Status"]))
+        self.end_headers()
+        try:
+            while True:
+                self.wfile.write(b"x" * 64)
+        except OSError:
+            pass
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("status", "outcome"), [("200", Outcome.DELIVERED), ("503", Outcome.LATER)])
+def test_an_answer_without_end(status: str, outcome: Outcome) -> None:
+    """Of it a begin is read."""
+    with serving(Endless) as address:
+        environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_EXPORTER_OTLP_HEADERS": f"x-status={status}"}
+        transport = HttpTransport(destination("traces", HTTP, environ))
+        answer = transport.send(body_of("a"))
+        transport.close()
+    assert answer.outcome is outcome
+    assert len(answer.reason) < 300
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("protocol", "header"),
+    [(HTTP, "key=%E2%82%AC"), (HTTP, "key=a%0Ab"), (HTTP, "key=%7F"), (GRPC, "key=t%C3%B6ken"), (GRPC, "key=a%0Ab")],
+)
+def test_headers_that_cannot_be_sent(protocol: str, header: str) -> None:
+    """The error says which, and nothing of the value: it may be a secret."""
+    with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_HEADERS: key has a character that no header can") as error:
+        destination("traces", protocol, {"OTEL_EXPORTER_OTLP_HEADERS": header})
+    assert "ken" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["dns:///collector:4317", "unix:///run/otlp.sock", "unix:/run/otlp.sock", "ipv4:127.0.0.1:4317"]
+)
+def test_endpoints_as_grpc_names_them(endpoint: str) -> None:
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_INSECURE": "true"}
+    to = destination("traces", GRPC, environ)
+    assert (to.endpoint, to.insecure) == (endpoint, True)
+
+
+# -- Ctrl-C
+
+_WAITS = """
+import signal, sys, threading, time
+from torchlens_perf.exporters.delivery.outbox import Outbox
+from torchlens_perf.exporters.delivery.sender import Sender
+class Silent:
+    def send(self, body):
+        time.sleep(1)  # by then the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # not to the main thread
+        time.sleep(60)
+    def close(self):
+        pass
+sender = Sender("traces", Outbox(None, "n", "traces"), Silent())
+sender.send(b"", 1)
+try:
+    sender.flush(60) if sys.argv[1] == "flush" else sender.close(60)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("waits_in", ["flush", "close"])
+def test_ctrl_c_reaches_who_waits(waits_in: str) -> None:
+    """Also where another thread has received it, as one does that just begins."""
+    began_s = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", _WAITS, waits_in], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, time.monotonic() - began_s < 50) == ("interrupted\n", True), done.stderr
