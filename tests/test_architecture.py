@@ -308,7 +308,7 @@ def test_broad_excepts_are_few() -> None:
         "errors": 3,  # guard()
         "results.alerts": 1,  # whatever the user's callback raises
         "results.figures": 1,  # whatever the user's logger raises
-        "exporters.delivery.sender": 1,  # whatever a transport raises, with a credential provider of the user's: a try that failed
+        "exporters.delivery.sender": 1,  # whatever a transport or a user's credential provider raises
         "recorder.device_abilities": 1,  # as is what a device raises
         "recorder.torch_private": 1,  # a probe that fails is a no
         "commands.doctor": 1,  # a check that fails is a line
