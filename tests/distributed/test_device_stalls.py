@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.device import device
-from tests.support.device_ranks import DEVICE, Trained, begin, train
+from tests.support.device_ranks import DEVICE, Trained, begin, host_is_ahead, train
 from tests.support.gloo import run_ranks
 from tests.support.long import long
 from torchlens_perf.hooks import collective as hooks_collective
@@ -313,6 +313,7 @@ def names(trained: Trained) -> dict[str, float]:
     return {name: count / len(STEADY) for name, count in found.items()}
 
 
+@host_is_ahead
 def test_ddp(tmp_path: Path) -> None:
     """The other rank waits at the end of its backward pass, and for buffers before its forward pass."""
     ranks = run_ranks(ddp_ranks, tmp_path)
@@ -324,6 +325,7 @@ def test_ddp(tmp_path: Path) -> None:
     assert middle(fast.stalls_ms(step, "backward tail") for step in STEADY) == pytest.approx(LATE_MS, abs=OVER_MS)
 
 
+@host_is_ahead
 def test_ddp_whatever_the_model_returns(tmp_path: Path) -> None:
     """The tail is where the engine has computed the last gradient, also inside of a checkpoint."""
     ranks = run_ranks(ddp_forms_ranks, tmp_path)
@@ -334,6 +336,7 @@ def test_ddp_whatever_the_model_returns(tmp_path: Path) -> None:
             assert stalls == {"backward tail": 1 + (form is Recomputing), "ddp buffers": 1}
 
 
+@host_is_ahead
 def test_a_side_stream_is_not_judged(tmp_path: Path) -> None:
     """Its stalls are on no line that the steps are on: none of these steps is said to be whole."""
     for rank in run_ranks(side_stream_ranks, tmp_path):
@@ -343,6 +346,7 @@ def test_a_side_stream_is_not_judged(tmp_path: Path) -> None:
         assert trained.metadata["device"]["aside"] >= 10
 
 
+@host_is_ahead
 def test_fsdp2(tmp_path: Path) -> None:
     """It waits by Stream.wait_event, which no tap sees: for each module's parameters, and for its gradients."""
     ranks = run_ranks(fsdp_ranks, tmp_path)
@@ -354,6 +358,7 @@ def test_fsdp2(tmp_path: Path) -> None:
         }  # fmt: skip
 
 
+@host_is_ahead
 def test_tensor_parallel(tmp_path: Path) -> None:
     """DTensor waits for functional collectives."""
     ranks = run_ranks(tensor_parallel_ranks, tmp_path)
@@ -363,6 +368,7 @@ def test_tensor_parallel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", [exchanging_ranks, *long(exchanging_ranks_in_python)])
+@host_is_ahead
 def test_waits_of_all_kinds(tmp_path: Path, function: Callable[[Path], Any]) -> None:
     """Synchronous collectives in the current stream, Work.wait, wait_tensor, and pipelines' sends and receives."""
     ranks = run_ranks(function, tmp_path)

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from tests.device import device
 from tests.distributed.test_device_stalls import LATE_MS, OVER_MS, STEADY, Both, check, late_s, middle, names
-from tests.support.device_ranks import DEVICE, begin, train
+from tests.support.device_ranks import DEVICE, begin, host_is_ahead, train
 from tests.support.gloo import run_ranks
 
 pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
@@ -207,6 +207,7 @@ def check_compiled(ranks: list[Compiled], graphs: int) -> list[dict[str, float]]
     return [names(rank.both[0]) for rank in ranks]
 
 
+@host_is_ahead
 def test_ddp_in_several_graphs(tmp_path: Path) -> None:
     """DDPOptimizer cuts the graph at the buckets; each bucket is sent when its graph's backward pass has run. There is
     another graph without gradients, for which Dynamo goes as far as to the broadcast of DDP's buffers."""
@@ -214,6 +215,7 @@ def test_ddp_in_several_graphs(tmp_path: Path) -> None:
     assert stalls == [{"backward tail": 1, "ddp buffers": 1}] * 2
 
 
+@host_is_ahead
 def test_fsdp2_with_compiled_blocks(tmp_path: Path) -> None:
     """FSDP2's waits stay outside of the graphs."""
     stalls = check_compiled(run_ranks(fsdp_ranks, tmp_path), graphs=2)
@@ -221,12 +223,14 @@ def test_fsdp2_with_compiled_blocks(tmp_path: Path) -> None:
     assert stalls == [waits] * 2
 
 
+@host_is_ahead
 def test_tensor_parallel_in_one_graph(tmp_path: Path) -> None:
     """DTensor's collectives become a part of the graph."""
     for stalls in check_compiled(run_ranks(tensor_parallel_ranks, tmp_path), graphs=1):
         assert set(stalls) == {"wait", "backward tail"}
 
 
+@host_is_ahead
 def test_functional_collectives_in_one_graph(tmp_path: Path) -> None:
     """Each waits once in the graph: torch.ops._c10d_functional.wait_tensor."""
     ranks = run_ranks(exchanging_ranks, tmp_path)

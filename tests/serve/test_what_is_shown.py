@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 
 def test_list_says_what_each_run_was(viewer: Viewer) -> None:
     """Program, ranks, begin and end, and its verdict without what to do."""
-    text = viewer.ask("/").text
+    text = viewer.list()
     assert links(text, "runs/") == ["runs/done/"]
     assert "simulation" in text
     assert re.search(r"ended \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", text)
@@ -115,7 +115,7 @@ def test_damaged_and_hostile_folders(tmp_path: Path, runs: Path) -> None:
     (loop / "nodes").symlink_to("nodes")
     with PageServer(folder) as server:
         viewer = server.viewer()
-        text = viewer.ask("/").text
+        text = viewer.list()
         found = links(text, "runs/")
         assert len(found) == 12
         assert all(raw not in text for raw in ("<b>bold", "\x1b", "\u202e", "line\nline"))
@@ -154,7 +154,7 @@ def test_many_runs_are_shown_a_page_at_a_time(tmp_path: Path, runs: Path) -> Non
         os.utime(nodes, (number, number))
     with PageServer(tmp_path) as server:
         viewer = server.viewer()
-        first = viewer.ask("/").text
+        first = viewer.list()
         assert links(first, "runs/") == [f"runs/run-{number:03d}/" for number in range(119, 69, -1)]
         assert "page 1 of 3" in first
         assert first.count("Rank 3") == 5

@@ -82,6 +82,14 @@ class Viewer(Stranger):
         assert answer.status == 200, (path, answer.text)
         return answer.json
 
+    def list(self) -> str:
+        """The list, once it has read the runs that it shows: until then it says that some are being read."""
+        deadline_s = time.monotonic() + ENDS_WITHIN_S
+        while "of these runs are being read" in (text := self.ask("/").text):
+            assert time.monotonic() < deadline_s, "they were not read"
+            time.sleep(0.2)
+        return text
+
     def page(self, run: str) -> str:
         """The run's page. It may first say that the run is being read, and is then asked again, as it says itself."""
         deadline_s = time.monotonic() + ENDS_WITHIN_S

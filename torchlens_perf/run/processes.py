@@ -45,9 +45,18 @@ def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
 
     thread: its native id; without it, the main thread.
     """
+    return _scheduled(f"/proc/{pid}/task/{thread or pid}/schedstat", 0)
+
+
+def unstarved_ns() -> int:
+    """A clock that stands while this thread could run and has no CPU; it always runs where the kernel does not tell."""
+    return time.monotonic_ns() - (_scheduled("/proc/thread-self/schedstat", 1) or 0)
+
+
+def _scheduled(path: str, field: int) -> int | None:
     try:
-        with open(f"/proc/{pid}/task/{thread or pid}/schedstat", "rb", buffering=0) as file:
-            return int((file.read() or b"").split()[0])
+        with open(path, "rb", buffering=0) as file:
+            return int((file.read() or b"").split()[field])
     except (OSError, ValueError, IndexError):
         return None
 

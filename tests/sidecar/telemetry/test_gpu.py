@@ -386,6 +386,26 @@ def test_a_slow_driver_is_asked_more_rarely(rig: Rig) -> None:
     assert rig.telemetry.notes[0].endswith(" s to answer; it is asked more rarely")
 
 
+_BESIDE_ANOTHER = """
+import os, subprocess, sys, time
+from torchlens_perf.run.processes import unstarved_ns
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+begun_ns, clock_ns = time.monotonic_ns(), unstarved_ns()
+while time.monotonic_ns() < begun_ns + 2_000_000_000:
+    pass
+print((unstarved_ns() - clock_ns) / (time.monotonic_ns() - begun_ns))
+other.kill()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="this kernel has no schedstat")
+def test_a_busy_machine_is_no_slow_driver() -> None:
+    """The clock that calls are timed by stands while somebody else has the CPU."""
+    done = subprocess.run([sys.executable, "-c", _BESIDE_ANOTHER], capture_output=True, text=True, check=True)
+    assert 0.01 < float(done.stdout) < 0.9
+
+
 def test_survey(rig: Rig) -> None:
     """What doctor tells: the driver, and how many GPUs have GPM; or why there is none of it."""
     rig.nvml.gpus = [dict(HOPPER), dict(AMPERE)]

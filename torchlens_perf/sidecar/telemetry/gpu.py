@@ -7,12 +7,12 @@ What they take is measured, and a GPU that answers slowly is asked more rarely.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GpuFacts, GpuSample, growth
+from torchlens_perf.run.processes import unstarved_ns
 from torchlens_perf.sidecar.telemetry.nvml import (
     GONE,
     NEVER,
@@ -40,8 +40,8 @@ _GPU, _MIG = "GPU-", "MIG-"
 class GpuTelemetry:
     """Samples the GPUs that it is asked for. Loads NVML with the first. Belongs to the sidecar's thread."""
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """clock_ns: for how long calls take."""
+    def __init__(self, clock_ns: Callable[[], int] = unstarved_ns) -> None:
+        """clock_ns: for how long calls take; a busy machine, on which the sidecar comes last, is no slow driver."""
         self._clock_ns = clock_ns
         self._nvml: Any = None  # pynvml, while the library is initialised
         self._driver = ""  # its version
