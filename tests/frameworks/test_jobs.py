@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from tests.support.processes import ROOT, only_report, run, torchrun
 from torchlens_perf.run.ring import Flag
 
 FOLDER = Path(__file__).parent
+ABORTS = "terminate called without an active exception"
+"""A thread of torch's at the process's end: seen once in 60 ends of fsdp2_loop without us."""
 DOCS = ROOT / "docs" / "frameworks.md"
 
 
@@ -34,8 +37,7 @@ class Job:
     verdict: tuple[str, int | None, str | None]
     """The first one's kind, rank and phase."""
     ranks: int = 2
-    micro_steps: int | None = 1
-    """None: not looked at. Of sharded gradients that are accumulated, one is reported (docs/frameworks.md)."""
+    micro_steps: int = 1
     modules: frozenset[str] = frozenset({"0", "4"})
     sections: frozenset[str] = frozenset()
     seen: tuple[str, ...] = ()
@@ -62,10 +64,12 @@ JOBS = {
     "fabric_loop": Job(("lightning",), SLOW_DATA, modules=frozenset({"0"})),
     "trl_peft": Job(("trl", "peft"), SLOW_DATA, micro_steps=2, modules=frozenset({"base_model.model.transformer"})),
     "deepspeed_loop": Job(("deepspeed",), SLOW_DATA, micro_steps=2),
+    "accelerate_deepspeed": Job(("accelerate", "deepspeed"), SLOW_DATA, micro_steps=2),
+    "in_backward_loop": Job(("torch",), ("data_bound", None, "data"), ranks=1),
     "ray_train": Job(("ray",), SLOW_DATA, ranks=2, itself=True),
-    "torchtune_loop": Job(("torchtune", "torchao"), SLOW_DATA, micro_steps=None, modules=frozenset({"layers.0"})),
+    "torchtune_loop": Job(("torchtune", "torchao"), SLOW_DATA, micro_steps=2, modules=frozenset({"layers.0"})),
     "vision_loop": Job(("torch",), SLOW_DATA, modules=frozenset({"1", "4"})),
-    "titan_loop": Job(("torch",), SLOW_HOST, micro_steps=None, sections=frozenset({"batch"})),
+    "titan_loop": Job(("torch",), SLOW_HOST, micro_steps=2, sections=frozenset({"batch"})),
     "plain_loop": Job(("torch",), SLOW_HOST, micro_steps=2, sections=frozenset({"get_batch"}), seen=("evaluation",)),
     "fsdp2_loop": Job(("torch",), SLOW_DATA),
     "pipeline_loop": Job(("torch",), ("not_compared", None, None), micro_steps=4, modules=frozenset()),
@@ -103,9 +107,13 @@ def facts(name: str, folder: Path, package: Path) -> dict[str, Any]:
     """Runs a job with the package in `package`, and returns what rank 0 printed last."""
     job, script = JOBS[name], str(FOLDER / "jobs" / f"{name}.py")
     command = [sys.executable, script] if job.ranks == 1 or job.itself else torchrun(script, ranks=job.ranks)
-    folder.mkdir()
     quiet = {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(package)}
-    done = run(command, folder, timeout_s=200, **quiet)
+    for _ in range(3):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        done = run(command, folder, timeout_s=200, **quiet)
+        if ABORTS not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
     value: dict[str, Any] = json.loads(line)
@@ -127,7 +135,7 @@ def test_job(name: str, tmp_path: Path) -> None:
     assert found == expected, "the losses are not the same"
     assert [row["steps"] for row in report["ranks"]] == [expected["steps"]] * job.ranks
     assert report["quality"]["lost"] == 0
-    assert job.micro_steps in (None, report["steps"]["micro_steps"])
+    assert report["steps"]["micro_steps"] == job.micro_steps
     assert (first["kind"], first["rank"], first["phase"]) == (kind, rank, phase), first["text"]
     assert job.modules <= {row["name"] for row in report["modules"]}
     assert job.sections <= {row["name"] for row in report["sections"]}

@@ -1,18 +1,21 @@
-"""w.log_to() with the loggers that people use, really installed: what they hold afterwards is read again."""
+"""The loggers that people use, and those of frameworks, really installed: what they hold afterwards is read again."""
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.frameworks.test_jobs import FOLDER
 from tests.support.processes import ROOT, only_report, run
+from torchlens_perf.errors import RAISE
 from torchlens_perf.results.figures import DATA, REPORT, STEP
 
 NEEDS = ("tensorboard", "wandb", "mlflow")
@@ -72,6 +75,101 @@ def test_figures_and_report_are_in_each_logger(tmp_path: Path, monkeypatch: pyte
     assert values == pytest.approx([row.value for row in rows][: len(values)])
     assert values
     assert "Waiting for data takes" in json.loads(summary[REPORT])
+
+
+WAYS = {"trainer": "transformers", "lightning": "lightning", "fabric": "lightning", "accelerate": "accelerate"}
+"""With what they need."""
+PREFIXES = {"trainer": "train/"}
+"""What the framework puts before all names."""
+CALLBACKS = ("trainer", "lightning")
+OF_FRAMEWORKS = [
+    pytest.param(
+        way,
+        marks=pytest.mark.skipif(
+            not all(map(importlib.util.find_spec, ("tensorboard", package))),
+            reason=f"tensorboard, {package}: not in this environment: make test-frameworks",
+        ),
+    )
+    for way, package in WAYS.items()
+]
+
+
+def framework_loggers(way: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Runs the job. Returns what it printed last, and what it logged."""
+    folder.mkdir()
+    script = str(FOLDER / "jobs" / "framework_loggers.py")
+    environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", RAISE: "0"}
+    done = run([sys.executable, script, way, *arguments], folder, timeout_s=200, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"losses"'))), done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", OF_FRAMEWORKS)
+def test_a_frameworks_own_loggers(way: str, tmp_path: Path) -> None:
+    """By one argument: figures at the framework's steps and the report beside the user's rows, which all are there.
+
+    Then everything that a callback calls of ours raises: the same losses, and each error is one line.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    facts, _ = framework_loggers(way, tmp_path / "whole")
+    report = only_report(tmp_path / "whole")
+    assert report["ranks"][0]["steps"] == facts["steps"]
+
+    board = EventAccumulator(str(tmp_path / "whole" / facts["board"]))
+    board.Reload()
+    prefix = PREFIXES.get(way, "")
+    rows = board.Scalars(prefix + STEP)
+    assert rows
+    assert all(0 < row.step <= facts["steps"] for row in rows)
+    assert all(row.value > 0.03 for row in rows), "a step waits 32 ms for its data"
+    assert [row.step for row in rows] == [row.step for row in board.Scalars(prefix + DATA)]
+    (text,) = board.Tensors(f"{REPORT}/text_summary")
+    assert "Waiting for data takes" in text.tensor_proto.string_val[0].decode()
+    assert len(board.Scalars(f"{prefix}loss")) == facts["count"] == facts["steps"]
+    for path in (tmp_path / "whole").glob("csv/**/metrics.csv"):
+        with path.open() as file:
+            values = [row[STEP] for row in csv.DictReader(file) if row.get(STEP)]
+        assert values
+        assert all(float(value) > 0.03 for value in values)
+
+    if way not in CALLBACKS:
+        return  # the script calls us itself
+    broken, said = framework_loggers(way, tmp_path / "broken", "breaks")
+    assert {**broken, "board": ""} == {**facts, "board": ""}
+    lines = [line for line in said.splitlines() if "a defect of ours" in line]
+    assert lines
+    assert all(line.startswith("torchlens_perf: ") and "training goes on" in line for line in lines)
+    assert "Traceback" not in said
+
+
+def test_callbacks_import_their_framework_alone() -> None:
+    """And the package imports none of them by itself."""
+    frameworks = {"transformers", "lightning", "accelerate", "tensorboard", "wandb", "mlflow", "ray"}
+    code = """
+import sys, torchlens_perf, torchlens_perf.watch, torchlens_perf.results.loggers
+before = set(sys.modules)
+try:
+    __import__(f"torchlens_perf.integrations.{sys.argv[1]}")
+except torchlens_perf.ConfigError as error:
+    print(error)
+print(*sorted({name.partition(".")[0] for name in before}), "|", *sorted({name for name in sys.modules
+    if name.startswith("torchlens_perf.integrations.")}))
+"""
+    for name, framework in (("huggingface", "transformers"), ("lightning", "lightning")):
+        done = run([sys.executable, "-W", "ignore", "-c", code, name], ROOT, timeout_s=100, PYTHONPATH=str(ROOT))
+        assert done.returncode == 0, done.stderr
+        *said, last = done.stdout.splitlines()
+        before, _, ours = last.partition(" | ")
+        assert not frameworks & set(before.split())
+        if importlib.util.find_spec(framework) is None:
+            (line,) = said
+            assert line.startswith(f"{framework} cannot be imported")
+            assert line.endswith(f"pip install {framework}")
+        else:
+            assert set(ours.split()) == {f"torchlens_perf.integrations.{of}" for of in (name, "framework_run")}
 
 
 def chunks(log: bytes) -> Iterator[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,8 +18,10 @@ from tests.support.reports import checked
 from tests.support.tables import records
 from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.analysis.words.hang import RankStack
+from torchlens_perf.analysis.words.report import VerdictRow
 from torchlens_perf.report.brief import MAX_LINES, brief
 from torchlens_perf.report.build import build
+from torchlens_perf.report.verdict_text import earlier_line
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag, Kind
@@ -185,3 +187,11 @@ def test_a_run_that_ended_in_a_hang_is_no_healthy_one() -> None:
 
     assert "The job hung in step 57 for 60.0 s, and ended in it." in " ".join(text.split())
     assert "typical step of each rank" in text
+
+
+def test_what_is_over_is_one_sentence() -> None:
+    """With one period, whatever its text has: a cost after a colon, or nothing."""
+    stretch = cast(VerdictRow, {"text": "Waiting took 5% from step 2 to 9; in the rest of the run, 3 ms."})
+    straggler = cast(VerdictRow, {"text": "Rank 3 was slow: 5 ms a step, from step 2 to 9."})
+    assert earlier_line([stretch]).endswith("the run, 3 ms.")
+    assert earlier_line([straggler, stretch]) == "Earlier in this run: Rank 3 was slow, and 1 more."

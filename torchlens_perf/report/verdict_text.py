@@ -77,7 +77,7 @@ def earlier_parts(report: Report) -> Iterator[RenderableType]:
 
 def earlier_line(rows: Sequence[VerdictRow]) -> str:
     """The same in a few words, of those rows that are over."""
-    heads = [printable(row["text"]).partition(":")[0] for row in rows]
+    heads = [printable(row["text"]).partition(":")[0].removesuffix(".") for row in rows]
     more = f", and {len(heads) - 1} more" if len(heads) > 1 else ""
     return f"Earlier in this run: {heads[0]}{more}."
 
