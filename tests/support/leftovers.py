@@ -35,9 +35,7 @@ def places(runs: Path) -> list[Path]:
 def left_behind(runs: Path, timeout_s: float = 60) -> list[str]:
     """Once the children have ended that make folders: one that nobody waits for makes its folders, and removes them."""
     deadline_s, looks_without = time.monotonic() + timeout_s, 0
-    while (
-        looks_without < 3 and time.monotonic() < deadline_s
-    ):  # a look may miss a child while another one ends, proc(5)
+    while looks_without < 3 and time.monotonic() < deadline_s:  # one may miss a child, proc(5)
         looks_without = 0 if _children(make_folders.__file__) else looks_without + 1
         time.sleep(0.01)
     return [f"{place}: {os.listdir(place)}" for place in places(runs)]
