@@ -42,6 +42,8 @@ class Job:
     sections: frozenset[str] = frozenset()
     seen: tuple[str, ...] = ()
     """What some of its steps do besides training: evaluation, saving."""
+    says: str = ""
+    """In the first verdict's text."""
     itself: bool = False
     """It starts its ranks itself."""
 
@@ -72,7 +74,9 @@ JOBS = {
     "titan_loop": Job(("torch",), SLOW_HOST, micro_steps=2, sections=frozenset({"batch"})),
     "plain_loop": Job(("torch",), SLOW_HOST, micro_steps=2, sections=frozenset({"get_batch"}), seen=("evaluation",)),
     "fsdp2_loop": Job(("torch",), SLOW_DATA),
-    "pipeline_loop": Job(("torch",), ("not_compared", None, None), micro_steps=4, modules=frozenset()),
+    "pipeline_loop": Job(
+        ("torch",), ("not_compared", None, None), micro_steps=4, modules=frozenset(), says=" Rank 1 has "
+    ),
     "dcp_async": Job(("torch",), SLOW_DATA, seen=("saving",)),
     "embedding_loop": Job(("torch",), SLOW_HOST, modules=frozenset({"dense"})),
     "gymnasium_loop": Job(
@@ -137,6 +141,7 @@ def test_job(name: str, tmp_path: Path) -> None:
     assert report["quality"]["lost"] == 0
     assert report["steps"]["micro_steps"] == job.micro_steps
     assert (first["kind"], first["rank"], first["phase"]) == (kind, rank, phase), first["text"]
+    assert job.says in first["text"]
     assert job.modules <= {row["name"] for row in report["modules"]}
     assert job.sections <= {row["name"] for row in report["sections"]}
     found_in = tagged(tmp_path / "with")

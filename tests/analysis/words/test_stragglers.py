@@ -16,8 +16,9 @@ from torchlens_perf.analysis.causes.straggler_groups import (
     name,
     straggler_groups,
 )
-from torchlens_perf.analysis.stragglers.detector import NOTHING
+from torchlens_perf.analysis.stragglers.detector import NOTHING, Usual
 from torchlens_perf.analysis.stragglers.episodes import Episode
+from torchlens_perf.analysis.stragglers.placement import BY_DEVICE
 from torchlens_perf.analysis.words.evidence import NobodySlowEvidence, Verdict
 from torchlens_perf.analysis.words.stragglers import (
     MAX_PAST,
@@ -351,3 +352,37 @@ class TestNobody:
 
         assert text.startswith("The ranks were not compared")
         assert "40 steps" not in text
+
+    @pytest.mark.parametrize(
+        ("parts", "expected"),
+        [
+            ([("0", 4, 44), ("1", 40, 5)], "Rank 1 has 40.0 ms of work a step, rank 0 has 4.00 ms and waits 44.0 ms."),
+            (
+                [("0-3", 30, 70), ("4-7", 90, 8), ("8-11", 50, 50)],
+                "Ranks 4-7 have 90.0 ms of work a step, ranks 8-11, 0-3 have 40.0 ms and wait 60.0 ms, on average.",
+            ),
+            (
+                [(str(2 * each), 10, 80) for each in range(20)] + [("1", 90, 0)],
+                "Rank 1 has 90.0 ms of work a step, the others have 10.0 ms and wait 80.0 ms, on average.",
+            ),
+            ([("0", 4, 4), ("1", 40, 5)], ""),  # it does not wait: they are not in step
+            ([("0", 40, 9), ("1", 42, 8)], ""),  # nearly the same
+            ([("0", 4, 44)], ""),
+        ],
+    )
+    def test_other_models(self, parts: list[tuple[str, float, float]], expected: str) -> None:
+        """Who works while the others wait, without calling that slow; nothing where they are alike or do not wait."""
+        usual = tuple(Usual(f"m{ranks}", ranks, work * MS, wait * MS) for ranks, work, wait in parts)
+        found = dataclasses.replace(NOTHING, usual=usual, step_ns=50 * MS)
+        text = no_straggler(REPORT, found).text
+        if expected:
+            assert expected in text
+            assert text.startswith("The ranks were not compared, as they run other models. ")
+        else:
+            assert (
+                text
+                == "The ranks were not compared: each does other work than the others, or they were not seen together."
+            )
+        mixed = (*usual[:-1], dataclasses.replace(usual[-1], population=f"m{BY_DEVICE}"))
+        if len(usual) > 1:
+            assert "of work a step" not in no_straggler(REPORT, dataclasses.replace(found, usual=mixed)).text

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from torchlens_perf.analysis.causes.rules import Diagnosis
 from torchlens_perf.analysis.causes.straggler_groups import (
     MAX_MODULES,
+    MIN_IMBALANCE,
     StageImbalance,
     StragglerGroup,
     StragglerSummary,
@@ -17,6 +18,7 @@ from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
+from torchlens_perf.analysis.stragglers.placement import BY_DEVICE
 from torchlens_perf.analysis.words.evidence import (
     ImbalanceEvidence,
     NobodySlowEvidence,
@@ -37,6 +39,8 @@ _NOW_AND_THEN = 0.6  # share of slow steps below which the slowness comes and go
 _MORE_WORK = 0.05
 _LAST_IN_MOST = 0.6  # of the collectives
 _MIN_JOINED = 20
+_WAITS_FOR_IT = 0.5  # of what one part does more, the others wait so much at least
+_MAX_NAMES = 40  # characters
 _BY_DEVICES = ", by the devices' clocks"
 # Modules' times are those of typical steps of the run, with lack of a CPU. The excess is that of the time when the rank
 # was slow, without lack of a CPU: where they differ, only the modules' names are said.
@@ -330,6 +334,31 @@ def _imbalance(found: StageImbalance, findings: Findings) -> Verdict:
     return Verdict("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)
 
 
+def _parts(findings: Findings) -> str:
+    """Where ranks run other models, as the stages of a pipeline do: who works while the others wait. It is not said to
+    be slow, as nobody knows what it should take. "" where that is no finding."""
+    parts = sorted(findings.usual, key=lambda part: -part.work_ns)
+    if len(parts) < 2 or len({part.population.endswith(BY_DEVICE) for part in parts}) > 1:
+        return ""  # host and device times are not compared with one another
+    largest, others = parts[0], parts[1:]
+    work_ns = sum(part.work_ns for part in others) / len(others)
+    wait_ns = sum(part.wait_ns for part in others) / len(others)
+    more_ns = largest.work_ns - work_ns
+    if more_ns < max(MIN_IMBALANCE * findings.step_ns, 1.0) or wait_ns < _WAITS_FOR_IT * more_ns:
+        return ""
+    who, does = ("ranks", "have") if not largest.ranks.isdecimal() else ("rank", "has")
+    names = ", ".join(part.ranks for part in others)
+    one = names.isdecimal()
+    rest = f"rank{'s' * (not one)} {names}" if len(names) <= _MAX_NAMES else "the others"
+    theirs = f"{'has' if one else 'have'} {duration(work_ns / 1e9)} and wait{'s' * one} {duration(wait_ns / 1e9)}"
+    return (
+        f"The ranks were not compared, as they run other models. {who.capitalize()} {largest.ranks} {does} "
+        f"{duration(largest.work_ns / 1e9)} of work a step, {rest} {theirs}{', on average' * (len(others) > 1)}. "
+        f"Next: of a pipeline's stages, move layers off {who} {largest.ranks}; if that should be no more work than the "
+        "others', see what it is in the table of ranks."
+    )
+
+
 def no_straggler(report: Facts, findings: Findings) -> Verdict:
     """Nobody is slow, and what would have been seen; or that it is not known."""
     count, not_compared = report["steps"]["count"], NotComparedEvidence(findings.rows)
@@ -351,6 +380,7 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
         )
         if not findings.compared and count >= 40:
             text = "The ranks were not compared: each does other work than the others, or they were not seen together."
+            text = _parts(findings) or text
             return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
         return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
     seen_s = findings.detectable_ns / 1e9
