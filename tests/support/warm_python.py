@@ -115,6 +115,8 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             if program == 0:
                 while os.getppid() == parent:  # programs ask who has started them
                     time.sleep(0.001)
+                # Its number is soon another's, of gloo for one: the end of this object must not close that.
+                os.close(connection.detach())
                 return json.loads(message), list(descriptors)
             connection.send(str(program).encode())
             os._exit(0)
