@@ -152,6 +152,7 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
                 try:
                     with lock:
                         newest = inbox.receive(sender, data, now_s)
+                    data = b""  # while the next is waited for, as many as there are nodes would be kept
                 except ValueError:  # the sender comes again, and no other one notices
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "that message cannot be read")
                 if newest is not None:

@@ -67,6 +67,8 @@ SERVER_OPTIONS: Sequence[tuple[str, Any]] = [
     ("grpc.server.max_pending_requests", MAX_CONNECTIONS),  # all nodes come at once
     ("grpc.server.max_pending_requests_hard_limit", MAX_CONNECTIONS),
     ("grpc.http2.min_ping_interval_without_data_ms", 10 * _MS),
+    # Else a connection whose messages are longer keeps a buffer of 64 KB, so 2048 nodes 100 MB.
+    ("grpc.experimental.tcp_max_read_buffer_size", 8192),
 ]
 ERRORS = (grpc.RpcError, asyncio.TimeoutError, asyncio.InvalidStateError, aio.UsageError)
 
