@@ -100,7 +100,7 @@ def write_run(run: RunDirectory, topology: Topology, steps: int, segments: int =
         node = topology.host(first)
         state, writer = NodeState(node), SegmentWriter(run, node, 1 << 40)
         members = range(first, min(first + topology.node_size, topology.ranks))
-        state.join.set_ranks(0, members)
+        state.join.set_ranks(members)
         chunks: list[list[Chunk]] = [[] for _ in range(segments)]
         for rank in members:
             process, records = _process(run, topology, rank, blocks)
@@ -109,7 +109,7 @@ def write_run(run: RunDirectory, topology: Topology, steps: int, segments: int =
             table = assemble_steps(records)
             judge.add_steps(0, rank, process.place, table)
             warm = records[records["step"] >= WARM_UP_STEPS]
-            state.join.add(0, rank, warm, _names(), process.groups, 0, process.identity.key)
+            state.join.add(rank, warm, _names(), process.groups, 0, process.identity.key)
             for at, part in enumerate(_segments(records, steps, segments)):
                 origin = Origin(process.identity.key, rank, 0, process.identity.host, process.anchor)
                 sequences = np.flatnonzero(np.isin(records["step"], np.unique(part["step"])))

@@ -193,8 +193,8 @@ def _joined(folder: Path) -> dict[str, Any] | None:
         reader = Reader(path)
         metadata, records = reader.metadata(), reader.read(final=True).records
         rank = int(metadata["identity"]["rank"])
-        join.set_ranks(0, [rank])
-        join.add(0, rank, records[records["step"] > 0], reader.names(), metadata["groups"])
+        join.set_ranks([rank])
+        join.add(rank, records[records["step"] > 0], reader.names(), metadata["groups"])
         reader.close()
     join.join()
     rows = [row for row in collective_rows([join]) if row["operation"] == "allreduce"]

@@ -107,7 +107,7 @@ def test_written_and_read(run: RunDirectory, state: NodeState) -> None:
     assert {"groups", "gpus", "device", "out_of_memory", "cpu_wait"}.isdisjoint(empty(process))
     assert empty(statistics) <= {"lost", "flags_seen", "first_step", "memory_bytes", "memory_max_bytes", "work"}
     assert empty(statistics["device"]) <= {"caught_up", "stamped_lost", "stray_records", "sections", "modules"}
-    assert empty(value["join"]) == {"attempt", "generation", "outdated_records", "from_any"}
+    assert empty(value["join"]) == {"generation", "outdated_records", "from_any"}
 
 
 def test_what_is_read_goes_on(run: RunDirectory, state: NodeState) -> None:

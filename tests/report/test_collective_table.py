@@ -77,7 +77,7 @@ def test_nodes_and_attempts() -> None:
     halves = []
     for ranks in ((0, 1), (2, 3)):
         half = CollectiveJoin()
-        add(half, {rank: [Issued(NAME, 0, 10 + rank)] for rank in ranks}, world(4), attempt=1)
+        add(half, {rank: [Issued(NAME, 0, 10 + rank)] for rank in ranks}, world(4), generation=1)
         halves.append(saved(half))
     nodes = [NodeState(f"node-{number}", join=join) for number, join in enumerate([*halves, saved(late(0))])]
     for node, attempt in zip(nodes, (1, 1, 0), strict=True):

@@ -42,11 +42,11 @@ def records(issued: Sequence[Issued], names: list[str] | None = None) -> tuple[n
 
 
 def joined(
-    by_rank: Mapping[int, Sequence[Issued]], groups: Mapping[str, Mapping[str, str]] | None = None, attempt: int = 0
+    by_rank: Mapping[int, Sequence[Issued]], groups: Mapping[str, Mapping[str, str]] | None = None, generation: int = 0
 ) -> CollectiveJoin:
     """A join that was fed with all of it at once."""
     join = CollectiveJoin()
-    add(join, by_rank, groups if groups is not None else world(len(by_rank)), attempt)
+    add(join, by_rank, groups if groups is not None else world(len(by_rank)), generation)
     return join
 
 
@@ -54,10 +54,10 @@ def add(
     join: CollectiveJoin,
     by_rank: Mapping[int, Sequence[Issued]],
     groups: Mapping[str, Mapping[str, str]],
-    attempt: int = 0,
+    generation: int = 0,
 ) -> None:
     """One round: every rank's new records. A rank's names must be the same in every round."""
-    join.set_ranks(attempt, by_rank)
+    join.set_ranks(by_rank, generation)
     for rank, issued in by_rank.items():
-        join.add(attempt, rank, *records(issued), groups)
+        join.add(rank, *records(issued), groups, generation)
     join.join()

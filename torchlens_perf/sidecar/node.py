@@ -131,7 +131,7 @@ class Sidecar:
                 identity = source.state.identity
                 if self.sources.is_newest(source):
                     self.conclusions.end(source)
-                self.state.join.end(0, identity.rank, source.generation)
+                self.state.join.end(identity.rank, source.generation)
         self.state.join.join()
         with self.conclusions.going_on("reading what held a device's memory"):
             self._ooms.update(self.state.processes, at_once=ended)
@@ -316,11 +316,11 @@ class Sidecar:
             return
         if not source.joins:
             source.joins = True
-            self.state.join.set_ranks(0, self._ranks_beside(source), source.generation)
+            self.state.join.set_ranks(self._ranks_beside(source), source.generation)
         warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
         delayed_by_capture = source.delayed_by_capture(records)
         self.state.join.add(
-            0, identity.rank, records[warm], names, state.groups, source.generation, identity.key,
+            identity.rank, records[warm], names, state.groups, source.generation, identity.key,
             delayed_by_capture[warm],
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ def test_operations_in_which_a_capture_held_a_rank_up() -> None:
     join = CollectiveJoin()
     for rank, first_ns in enumerate((90_000, 10)):
         made, names = records([Issued(NAME, 4, first_ns), Issued(NAME, 5, 10 + 40 * rank)])
-        join.add(0, rank, made, names, world(2), held_up=np.array([rank == 1, False]))
+        join.add(rank, made, names, world(2), held_up=np.array([rank == 1, False]))
     join.join()
     row = of(join, "allreduce")
 
@@ -221,11 +221,11 @@ def test_unknown_end_does_not_take_part(flags: int) -> None:
 def test_groups_of_one_name() -> None:
     """Groups that were split off at once may share a name: their members tell them apart."""
     join = CollectiveJoin()
-    join.set_ranks(0, range(4))
+    join.set_ranks(range(4))
     for rank in range(4):
         members = "0-1" if rank < 2 else "2-3"
         groups = {"1": {"ranks": members, "description": "mesh_tp"}}
-        join.add(0, rank, *records([Issued("allreduce group=1 dtype=float32", 0, 10 + 10 * rank)]), groups)
+        join.add(rank, *records([Issued("allreduce group=1 dtype=float32", 0, 10 + 10 * rank)]), groups)
     join.join()
 
     assert {group.ranks: each.joined for (group, _), each in join.counts().items()} == {(0, 1): 1, (2, 3): 1}
@@ -317,7 +317,7 @@ def test_uneven_step_counts() -> None:
     assert join.pending_operations() == 6
 
     for rank in range(3):
-        join.end(0, rank)
+        join.end(rank)
     join.join()
     assert counts(join) == Counts(joined=10, unjoined=6)
     assert join.pending_operations() == 0
@@ -334,7 +334,7 @@ def test_rank_that_leaves() -> None:
         add(join, {rank: [Issued(name, n, 10) for n in numbers for name in (NAME, other) if rank < 2 or name == NAME]
                    for rank in ranks}, groups)  # fmt: skip
         if first == 0:
-            join.end(0, 2)
+            join.end(2)
 
     assert join.counts()[WORLD_OF_3, None] == Counts(joined=10, unjoined=40)
     assert join.counts()[GroupKey("1", "0-1"), None] == Counts(joined=50)
@@ -365,40 +365,40 @@ def test_a_rank_may_be_read_far_ahead() -> None:
 def test_rank_that_begins_later() -> None:
     """A rank whose ring is read a round later than the others' is waited for, if it is known that it will come."""
     join = CollectiveJoin()
-    join.set_ranks(0, range(3))
+    join.set_ranks(range(3))
     for rank in (0, 1, 2):
-        join.add(0, rank, *records([Issued(NAME, 0, 10 + rank)]), world(3))
+        join.add(rank, *records([Issued(NAME, 0, 10 + rank)]), world(3))
         join.join()
         assert counts(join).joined == (rank == 2)
 
 
 def test_restart() -> None:
-    """Another attempt has its own numbers and members; what the earlier one left is neither joined nor kept."""
+    """Another generation has its own numbers and members; what the earlier one left is neither joined nor kept."""
     join = joined({rank: [Issued(NAME, n, 10) for n in range(5 + rank)] for rank in range(3)})
     assert join.pending_operations() == 2
-    add(join, {rank: [Issued(NAME, 0, 20 + rank)] for rank in range(2)}, world(2), attempt=1)
-    add(join, {2: [Issued(NAME, n, 10) for n in range(5, 7)]}, world(3), attempt=0)
+    add(join, {rank: [Issued(NAME, 0, 20 + rank)] for rank in range(2)}, world(2), generation=1)
+    add(join, {2: [Issued(NAME, n, 10) for n in range(5, 7)]}, world(3), generation=0)
 
     assert join.counts() == {(GroupKey("0", "0-1", "default_pg"), None): Counts(joined=1)}
     assert join.outdated_records == 2
     assert of(join, "allreduce").totals()[0]["last"] == 1
 
 
-def test_other_processes_of_the_same_attempt() -> None:
+def test_other_processes_have_other_name_ids() -> None:
     """After nodes joined or left, torch's agents start all ranks again: with other name ids, and numbers from 0 on."""
     first, second = NAME, "broadcast group=0 dtype=float32 root=0"
     join = CollectiveJoin()
     for generation, (names, used) in enumerate((([first, second], first), ([second, first], second))):
-        join.set_ranks(0, range(2), generation)
+        join.set_ranks(range(2), generation)
         for rank in range(2):
             made, known = records([Issued(used, n, 10 + rank) for n in range(5)], names)
-            join.add(0, rank, made, known, world(2), generation, f"process {generation} of {rank}")
+            join.add(rank, made, known, world(2), generation, f"process {generation} of {rank}")
         join.join()
         for rank in range(2):
-            join.end(0, rank, generation)
+            join.end(rank, generation)
     for rank in range(2):  # what is told late of those before belongs to none of these
-        join.end(0, rank, 0)
-        join.add(0, rank, *records([Issued(first, 5, 10)]), world(2), 0, f"process 0 of {rank}")
+        join.end(rank, 0)
+        join.add(rank, *records([Issued(first, 5, 10)]), world(2), 0, f"process 0 of {rank}")
     join.join()
 
     assert {row.key.operation: (row.records, row.joined) for row in join.operations()} == {"broadcast": (10, 5)}
@@ -408,9 +408,9 @@ def test_other_processes_of_the_same_attempt() -> None:
 def test_each_process_has_its_own_name_ids() -> None:
     """A process that a rank has started may take itself for that rank, and runs beside it."""
     join = CollectiveJoin()
-    join.set_ranks(0, [0])
+    join.set_ranks([0])
     for process, name in (("one", NAME), ("its child", "broadcast group=7 dtype=int8 root=0")):
-        join.add(0, 0, *records([Issued(name, 0, 10)]), world(1), 0, process)
+        join.add(0, *records([Issued(name, 0, 10)]), world(1), 0, process)
 
     join.join()
     assert {row.key.operation: row.records for row in join.operations()} == {"allreduce": 1, "broadcast": 1}
@@ -477,7 +477,7 @@ def test_other_records_are_left_alone() -> None:
     made = np.concatenate([made, made[:1]])
     made["name_id"][3] = 77  # beyond the names
     join = CollectiveJoin()
-    join.add(0, 0, made, names, world(1))
+    join.add(0, made, names, world(1))
     join.join()
 
     assert [(row.key.operation, row.records) for row in join.operations()] == [("allreduce", 1)]

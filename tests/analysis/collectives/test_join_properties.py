@@ -56,10 +56,10 @@ def test_order_and_chunks_do_not_matter(
         cut = data.draw(st.integers(0, len(mixed)))
         chunks += [(rank, mixed[:cut]), (rank, mixed[cut:])]
     join = CollectiveJoin()
-    join.set_ranks(0, by_rank)
+    join.set_ranks(by_rank)
     names = {rank: records(issued)[1] for rank, issued in by_rank.items()}
     for rank, issued in data.draw(st.permutations(chunks)):
-        join.add(0, rank, *records(issued, names[rank]), groups)
+        join.add(rank, *records(issued, names[rank]), groups)
         if data.draw(st.booleans()):
             join.join()
     join.join()

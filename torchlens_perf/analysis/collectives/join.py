@@ -1,9 +1,9 @@
 """Joins the ranks' records of one collective by (group, sequence number), and sums up what they show together. Pure.
 
 The results need no shared clock: each rank's own duration is enough (semantics.py). What does not belong
-together is never joined: other members, another attempt or generation, other names or bytes at the same number, and
-what cannot have been one operation by the node's clock (_possible). What stays incomplete, because a rank left or its
-record was lost, is dropped and counted, so that neither memory nor time grows with it.
+together is never joined: other members, another generation, other names or bytes at the same number, and what cannot
+have been one operation by the node's clock (_possible). What stays incomplete, because a rank left or its record was
+lost, is dropped and counted, so that neither memory nor time grows with it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class _Signature:
 class JoinState:
     """What a join is saved as."""
 
-    attempt: int
     generation: int
     outdated_records: int
     local: tuple[int, ...]
@@ -77,19 +76,18 @@ class Joined(Protocol):
 class CollectiveJoin:
     """Fed with the records of this node's ranks; add() keeps them and join() joins what is complete. One thread.
 
-    Results are those of the newest attempt, and of its newest generation of processes (statistics/restarts.py): a
-    restart may have other ranks, and begins to count again. Between add() and join() it holds what was added; after
+    Results are those of the newest generation of processes (statistics/restarts.py): a restart may have other ranks,
+    and begins to count again. Between add() and join() it holds what was added; after
     join(), at most MAX_PENDING incomplete operations of each group, whatever the ranks do.
     """
 
     def __init__(self, joined: Joined | None = None) -> None:
         """joined: gets all operations that are joined, besides the sums."""
         self._joined = joined
-        self.outdated_records = 0  # of attempts and generations that are over
-        self._begin(-1, 0)
+        self.outdated_records = 0  # of generations that are over
+        self._begin(0)
 
-    def _begin(self, attempt: int, generation: int) -> None:
-        self.attempt = attempt
+    def _begin(self, generation: int) -> None:
         self.generation = generation
         self._local: set[int] = set()
         self._left: set[int] = set()
@@ -107,14 +105,13 @@ class CollectiveJoin:
 
     # -- what comes in
 
-    def set_ranks(self, attempt: int, ranks: Iterable[int], generation: int = 0) -> None:
+    def set_ranks(self, ranks: Iterable[int], generation: int = 0) -> None:
         """The ranks of this node, whose records will come: an operation is joined when theirs are all there."""
-        if self._takes(attempt, generation):
+        if self._takes(generation):
             self._local.update(ranks)
 
     def add(
         self,
-        attempt: int,
         rank: int,
         records: npt.NDArray[np.void],
         names: Sequence[str],
@@ -126,13 +123,13 @@ class CollectiveJoin:
         """Records of one rank, of any kind and in any order; leave out steps that are not to count, as warm-up.
 
         records: ring.record_dtype(), whose name_id is a position in `names`. groups: the process groups that the rank
-        has published, {"0": {"ranks": "0-3", "description": "default_pg"}}. generation: of the node's processes, within
-        the attempt. process: whose `names` these are (Identity.key). held_up: by record, whether a capture held it up:
+        has published, {"0": {"ranks": "0-3", "description": "default_pg"}}. generation: of the node's processes.
+        process: whose `names` these are (Identity.key). held_up: by record, whether a capture held it up:
         the operation is joined, but does not show who waits for whom.
         """
         collective = records["kind"] == Kind.COLLECTIVE
         records = records[collective]
-        if not self._takes(attempt, generation):
+        if not self._takes(generation):
             self.outdated_records += len(records)
             return
         self._local.add(rank)
@@ -157,15 +154,15 @@ class CollectiveJoin:
         for index, chosen in _by(places[:, 0]):
             self._channels[index].add(rank, calls.take(chosen))
 
-    def end(self, attempt: int, rank: int, generation: int = 0) -> None:
+    def end(self, rank: int, generation: int = 0) -> None:
         """The rank's process has ended, and all of its records were added: what lacks one is not waited for."""
-        if (attempt, generation) == (self.attempt, self.generation):
+        if generation == self.generation:
             self._left.add(rank)
 
-    def _takes(self, attempt: int, generation: int) -> bool:
-        if (attempt, generation) > (self.attempt, self.generation):
-            self._begin(attempt, generation)
-        return (attempt, generation) == (self.attempt, self.generation)
+    def _takes(self, generation: int) -> bool:
+        if generation > self.generation:
+            self._begin(generation)
+        return generation == self.generation
 
     # -- names
 
@@ -332,7 +329,6 @@ class CollectiveJoin:
     def state(self) -> JoinState:
         """For going_on_from(). What is pending counts as unjoined."""
         return JoinState(
-            self.attempt,
             self.generation,
             self.outdated_records,
             tuple(sorted(self._local)),
@@ -345,7 +341,7 @@ class CollectiveJoin:
     @classmethod
     def going_on_from(cls, earlier: JoinState) -> CollectiveJoin:
         join = cls()
-        join._begin(earlier.attempt, earlier.generation)
+        join._begin(earlier.generation)
         join.outdated_records = earlier.outdated_records
         join._local, join._left, join._from_any = set(earlier.local), set(earlier.left), set(earlier.from_any)
         join._rows, join._row_of = earlier.operations, {row.key: at for at, row in enumerate(earlier.operations)}

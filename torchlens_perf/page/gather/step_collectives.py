@@ -56,13 +56,13 @@ def joined_by_step(
             )
 
     join = CollectiveJoin(take)
-    join.set_ranks(0, [each.rank for each in ranks])
+    join.set_ranks([each.rank for each in ranks])
     for each in ranks:
         records = each.records.records
         if not one_clock:  # so that none is asked for: all ends lie together
             records = records.copy()
             records["start_ns"] = -records["duration_ns"]
-        join.add(0, each.rank, records, each.records.names, each.groups, 0, str(each.rank))
+        join.add(each.rank, records, each.records.names, each.groups, 0, str(each.rank))
     join.join()
     places = _places([each for each in ranks if each.rank in shown])
     known, wanted = {each.rank for each in ranks}, set(shown)
