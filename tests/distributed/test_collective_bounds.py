@@ -348,12 +348,12 @@ def test_a_collective_has_one_number(name: str, outcomes: list[dict[str, Outcome
 def test_what_ranks_count_differently_is_not_joined(outcomes: list[dict[str, Outcome]]) -> None:
     """Operation and bytes are the same under each number; only the node's clock tells that it is not the same call."""
     join = CollectiveJoin()
-    join.set_ranks(0, range(RANKS))
+    join.set_ranks(range(RANKS))
     firsts = set()
     for rank, outcome in enumerate(outcomes):
         recording = outcome["watch_after_what_only_some_ranks_count"].recording
         firsts.add(min(map(sequence, recording.of(Kind.COLLECTIVE))))
-        join.add(0, rank, records_of(recording), recording.interned, recording.metadata["groups"])
+        join.add(rank, records_of(recording), recording.interned, recording.metadata["groups"])
     join.join()
 
     assert len(firsts) > 1

@@ -63,10 +63,10 @@ def join(tmp_path_factory: pytest.TempPathFactory) -> CollectiveJoin:
     """What the three ranks have written, joined."""
     tap_build.build()
     join = CollectiveJoin()
-    join.set_ranks(0, range(RANKS))
+    join.set_ranks(range(RANKS))
     for rank, recording in enumerate(run_ranks(one_rank, tmp_path_factory.mktemp("ranks"), RANKS)):
         assert recording.of(Kind.COLLECTIVE)
-        join.add(0, rank, records_of(recording), recording.interned, recording.metadata["groups"])
+        join.add(rank, records_of(recording), recording.interned, recording.metadata["groups"])
     join.join()
     return join
 

@@ -169,8 +169,8 @@ def test_the_late_rank_is_named(ranks: list[dict[str, Any]]) -> None:
     join = CollectiveJoin()
     for rank, told in enumerate(ranks):
         recording = told["plugin"]
-        join.set_ranks(0, [rank])
-        join.add(0, rank, records_of(recording), recording.interned, recording.metadata["groups"])
+        join.set_ranks([rank])
+        join.add(rank, records_of(recording), recording.interned, recording.metadata["groups"])
     join.join()
     (row,) = (row for row in collective_rows([join]) if row["operation"] == "allreduce")
 
