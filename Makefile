@@ -4,6 +4,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 RECEIVER := .venv-receiver
 FRAMEWORKS := .venv-frameworks
+INTEL_MPI := .venv-intel-mpi
 PAGE := .venv-page
 BACKENDS := $(addprefix .venv-backends/,mlflow phoenix rotel chdb autotel victoria-metrics)
 # Two environments are made side by side.
@@ -40,8 +41,15 @@ test-long: $(TEST)/tap $(RECEIVER)/ready
 	EXAMPLES=400 FIGURES=1 $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
 
 # Under real launchers, on two nodes of this machine: as root, with the packages that docs/launchers.md lists.
-test-launchers: $(TEST)/tap
-	$(TEST)/bin/python -m pytest -m '' tests/jobs/launchers
+test-launchers: $(TEST)/tap $(FRAMEWORKS)/ready $(INTEL_MPI)/ready
+	FRAMEWORKS_PYTHON=$(CURDIR)/$(FRAMEWORKS)/bin/python I_MPI_ROOT=$(CURDIR)/$(INTEL_MPI) \
+		$(TEST)/bin/python -m pytest -m '' tests/jobs/launchers
+
+# Without what only its library needs: here it starts processes, and gloo does the rest.
+$(INTEL_MPI)/ready: $(TEST)/ready
+	$(PYTHON) -m venv --without-pip $(INTEL_MPI)
+	$(TEST)/bin/python -m pip --python $(INTEL_MPI)/bin/python install -q --no-deps 'impi-rt==2021.19.0'
+	touch $@
 
 check: $(TEST)/ready
 	$(TEST)/bin/ruff check .

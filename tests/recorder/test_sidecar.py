@@ -19,6 +19,8 @@ import pytest
 from tests.sidecar.test_node import WORK
 from tests.support.processes import report, wait_for_sidecar
 from tests.support.ranks import HOST, Rank
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.recorder import sidecar
 from torchlens_perf.recorder.sidecar import ensure
 from torchlens_perf.run import sidecar_status
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log
@@ -216,3 +218,47 @@ def test_a_second_one_is_refused_while_the_first_waits(run: RunDirectory) -> Non
 
     assert (second.returncode, again) == (2, False)
     assert "runs on this node already" in second.stderr
+
+
+def test_is_nobodys_child(run: RunDirectory) -> None:
+    """Some launchers kill a rank's children as it ends (Ray), or all that it has started (DeepSpeed)."""
+    rank = Rank(run, 0, 1)
+    pid = started(run, rank)
+    rank.steps(30, **WORK)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    session = until(lambda: os.getsid(pid) if os.getsid(pid) == pid else 0)
+    rank.close()
+    wait_for_sidecar(run)
+
+    assert str(pid) not in children
+    assert session == pid
+    assert report(run)["ranks"][0]["steps"] == 30
+
+
+def test_no_shell(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, it starts as a child."""
+    monkeypatch.setattr(sidecar, "_SHELL", "/nowhere/sh")
+    rank = Rank(run, 0, 1)
+    started(run, rank)
+    rank.steps(30, **WORK)
+    rank.close()
+    wait_for_sidecar(run)
+
+    assert report(run)["ranks"][0]["steps"] == 30
+
+
+@pytest.mark.parametrize("wrong", ["python", "shell"])
+def test_cannot_start(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str) -> None:
+    """A Python that is gone, or a node where no more processes can start, is said at once, and nothing is left."""
+    rank = Rank(run, 0, 1)
+    if wrong == "python":
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    else:
+        shell = tmp_path / "sh"
+        shell.write_text("#!/bin/sh\nexit 2\n")
+        shell.chmod(0o755)
+        monkeypatch.setattr(sidecar, "_SHELL", str(shell))
+    with pytest.raises(RunStoreError, match="the sidecar cannot start"):
+        ensure(run, rank.identity)
+    assert find_sidecar_lock(run.run_id) is None
+    rank.close()

@@ -221,6 +221,7 @@ def test_kubernetes() -> None:
 
 
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+INTEL_MPI = {**HYDRA, "I_MPI_HYDRA_UUID": "7c630000-844b-7c85-fc60-060054e26426"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "182255617",
@@ -244,6 +245,7 @@ PYTORCHJOB = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MA
     ("environ", "launcher", "local_rank", "local_world_size", "run_id"),
     [
         (HYDRA, "Hydra", 1, 2, "claimed-"),
+        (INTEL_MPI, "Intel MPI", 1, 2, "mpi-"),
         (OPEN_MPI, "Open MPI", 1, 2, "mpi-"),
         (STEP, "srun", 0, 1, "slurm-7.2"),
         (DEEPSPEED, "DeepSpeed", 1, 2, "claimed-"),
@@ -263,7 +265,7 @@ def test_launchers(
 
 
 @pytest.mark.parametrize(
-    "around", [STEP, {name: value for name, value in STEP.items() if "STEP" not in name}, OPEN_MPI, HYDRA]
+    "around", [STEP, {name: value for name, value in STEP.items() if "STEP" not in name}, OPEN_MPI, HYDRA, INTEL_MPI]
 )
 def test_one_launcher_inside_of_another(around: dict[str, str]) -> None:
     """torchrun under srun or mpirun, or in a batch script: a row that is not about this process does not count."""

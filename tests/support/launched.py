@@ -29,7 +29,7 @@ NODES = ("node-a", "node-b")
 RANKS, SLOW_RANK = 4, 3  # of the second node
 ON_NODE = str(SCRIPTS / "on_node.py")
 SHELL_NODE = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-_STEPS = "1200"  # of 15 ms and more: nodes meet some six seconds after the start, on a busy machine later
+STEPS = 1200  # of 15 ms and more: nodes meet some six seconds after the start, on a busy machine later
 _LATER_S = 2.0  # so that the second node, on its own, calls the run otherwise than the first
 
 
@@ -96,7 +96,7 @@ def run(folder: Path, *commands: list[str], watched: bool = True, timeout_s: flo
     folder.mkdir(exist_ok=True)
     environ = clean_environ(
         {
-            "TORCHLENS_PERF": str(int(watched)), "GLOO_SOCKET_IFNAME": "lo", "STEPS": _STEPS,
+            "TORCHLENS_PERF": str(int(watched)), "GLOO_SOCKET_IFNAME": "lo", "STEPS": str(STEPS),
             "PYTHONPATH": str(ROOT), **environment,
         }
     )  # fmt: skip

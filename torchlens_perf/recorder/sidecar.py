@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import subprocess
@@ -28,6 +30,10 @@ _ROOT = str(Path(__file__).absolute().parents[2])
 # opentelemetry-instrument's folder in PYTHONPATH, which instruments every Python that finds it there: its spans on our
 # own requests would be the user's bill.
 _INSTRUMENTS = os.sep + os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
+# The shell ends at once, so that the sidecar is nobody's child: Ray's workers kill their children as they end,
+# DeepSpeed's launcher what a failed rank has started, and a sidecar that ends before its rank would stay as a zombie.
+_SHELL, _DETACHED = "/bin/sh", '"$@" &'
+_SHELL_S = 1.0  # it takes one millisecond
 _STARVES = 0.5  # share of the wait in which it ran
 _MIN_S = 0.1  # of a wait, to say that
 
@@ -35,9 +41,9 @@ _MIN_S = 0.1  # of a wait, to say that
 def ensure(run: RunDirectory, who: Identity) -> bool:
     """Starts the node's sidecar unless one lives. Returns whether it started one. who: the rank that starts it.
 
-    The child inherits the locked descriptor, so there is no instant at which two could start. It is detached: a new
-    session, no terminal, no GPU. Nothing is waited for, and the run directory is not touched: its disk may not answer.
-    Raises RunStoreError where no process can be started.
+    It inherits the locked descriptor, so there is no instant at which two could start. It is detached: a new session,
+    no terminal, no GPU, nobody's child. It is not waited for, and the run directory is not touched: its disk may not
+    answer. Raises RunStoreError where no process can be started.
     """
     if not sys.executable:
         raise RunStoreError("the sidecar cannot start: Python does not know its own program (sys.executable is empty)")
@@ -58,8 +64,12 @@ def _start(run: RunDirectory, who: Identity) -> bool:
             command.append(SEVERAL_NODES)
         if run.shared:
             command.append(SHARED)
+        if not os.access(command[0], os.X_OK):  # of which a shell would tell the log alone
+            raise PermissionError(errno.EACCES, f"{command[0]} cannot be run")
+        if os.access(_SHELL, os.X_OK):
+            command = [_SHELL, "-c", _DETACHED, _SHELL, *command]
         with open(sidecar_log(lock.path), "ab", opener=ownership.open_to_append) as log:
-            subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -69,6 +79,10 @@ def _start(run: RunDirectory, who: Identity) -> bool:
                 start_new_session=True,
                 cwd="/",
             )
+        if command[0] == _SHELL:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if process.wait(_SHELL_S):
+                    raise OSError(errno.EAGAIN, f"{_SHELL} cannot start another process")
     except BaseException:
         run.clear_local()
         lock.remove()

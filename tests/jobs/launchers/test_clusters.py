@@ -1,10 +1,10 @@
-"""srun, mpirun and DeepSpeed's launcher as they are installed, on two nodes of this machine."""
+"""srun, mpirun, DeepSpeed's launcher and Ray as they are installed, on two nodes of this machine."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.launchers.test_torchrun import run_both
-from tests.support.launched import NODES, SCRIPT, SHELL_NODE, Done, by_shell, free_port, why_no_nodes
+from tests.support.launched import NODES, SCRIPT, SHELL_NODE, STEPS, Done, by_shell, free_port, why_no_nodes
+from tests.support.processes import SCRIPTS
 from tests.support.slurm import cluster
 from torchlens_perf.analysis import node_state
 
@@ -77,6 +78,20 @@ def test_mpich(tmp_path: Path, agent: str) -> None:
     check_numbers(done, "Hydra")
 
 
+def test_intel_mpi(tmp_path: Path, agent: str) -> None:
+    """mpiexec of Intel MPI names the job."""
+    root = os.environ.get("I_MPI_ROOT", "")
+    if not os.path.exists(f"{root}/bin/mpiexec.hydra"):
+        pytest.skip("Intel MPI is not installed; `make test-launchers` does that, and I_MPI_ROOT may name it")
+    command = [
+        f"{root}/bin/mpiexec.hydra", "-launcher", "ssh", "-launcher-exec", agent, "-localhost", "127.0.0.1", "-hosts",
+        "node-a,node-b", "-ppn", "2", "-n", "4", sys.executable, SCRIPT,
+    ]  # fmt: skip
+    done = run_both(tmp_path, command, I_MPI_ROOT=root, **store())
+    check_numbers(done, "Intel MPI")
+    assert done.runs[0].run_id.startswith("mpi-")
+
+
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     """What srun needs in its environment, for a cluster of two nodes on this machine, which ends with the test."""
@@ -109,11 +124,29 @@ def test_srun_of_shells(tmp_path: Path, slurm: dict[str, str]) -> None:
     run_both(tmp_path, command, **slurm, **store())
 
 
+def python_with(package: str) -> str:
+    """A Python that has it; else the test is skipped."""
+    python = os.environ.get("FRAMEWORKS_PYTHON", sys.executable)
+    found = f"import importlib.util; raise SystemExit(importlib.util.find_spec({package!r}) is None)"
+    if subprocess.run([python, "-c", found]).returncode:
+        pytest.skip(f"{package} is not installed; FRAMEWORKS_PYTHON may name a Python that has it")
+    return python
+
+
+def test_ray(tmp_path: Path) -> None:
+    """Ray Train, on a cluster of two nodes. Workers are children of Ray's daemons."""
+    python = python_with("ray")
+    done = run_both(tmp_path, [python, str(SCRIPTS / "launched_by_ray.py")])
+    check_numbers(done, "Ray Train")
+    # A worker that ends kills its children, and has no time for anything else.
+    (made,) = done.runs
+    assert made.report.exists()
+    assert all(rank["steps"] >= STEPS - 1 for rank in done.report()["ranks"])
+
+
 def test_deepspeed(tmp_path: Path) -> None:
     """DeepSpeed's launcher, which runs once on each node."""
-    python = os.environ.get("DEEPSPEED_PYTHON", sys.executable)
-    if python == sys.executable and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed; DEEPSPEED_PYTHON may name a Python that has it")
+    python = python_with("deepspeed")
     where = "eyJub2RlLWEiOiBbMCwgMV0sICJub2RlLWIiOiBbMCwgMV19"  # {"node-a": [0, 1], "node-b": [0, 1]}
     given = store()
     commands = [

@@ -84,7 +84,17 @@ LAUNCHERS = (
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         job=("PMIX_NAMESPACE",),
     ),
-    # MPICH, src/pm/hydra; Intel MPI has the same process manager.
+    # Intel MPI 2021.19, seen: Hydra's variables, and a name of the job that mpiexec makes.
+    Launcher(
+        "Intel MPI",
+        ("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
+        rank="PMI_RANK",
+        world_size=("PMI_SIZE",),
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+        job=("I_MPI_HYDRA_UUID",),
+    ),
+    # MPICH, src/pm/hydra.
     Launcher(
         "Hydra",
         ("PMI_RANK", "PMI_SIZE"),

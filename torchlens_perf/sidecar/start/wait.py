@@ -126,6 +126,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     _, run, _, host, _, descriptor, *more = arguments
     termination.install()
+    if os.getpid() != os.getpgrp():  # the session is that of the shell which started this process
+        os.setsid()
     lock = int(descriptor)
     folder = os.path.dirname(os.readlink(f"/proc/self/fd/{lock}"))  # the lock lies beside them
     if AT_ONCE in more:
