@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.run.processes import process_cpu_time_s
 from torchlens_perf.sidecar.host.neighbours import TICKS_PER_S, Neighbours
 from torchlens_perf.sidecar.host.process import HostMetrics
 
 SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+LITTLE = SPIN.replace("pass", "__import__('time').sleep(0.05); sum(range(100000))")
 
 
 @contextlib.contextmanager
-def spinning(cpu: int) -> Iterator[int]:
+def spinning(cpu: int, program: str = SPIN) -> Iterator[int]:
     """A process that keeps a CPU busy, and is nobody's loader worker."""
-    with subprocess.Popen([sys.executable, "-c", SPIN, str(cpu)]) as process:
+    with subprocess.Popen([sys.executable, "-c", program, str(cpu)]) as process:
         try:
             yield process.pid
         finally:
@@ -40,27 +40,39 @@ def observed(signals: HostMetrics, pid: int, samples: int) -> dict[str, float]:
     return found[pid]
 
 
-def used_s() -> dict[int, float]:
-    """What each process has used of the CPUs."""
-    return {pid: process_cpu_time_s(pid) for path in Path("/proc").glob("[0-9]*") if (pid := int(path.name))}
+def only(folder: Path, *pids: int) -> Path:
+    """The real /proc, as a container shows it: the whole machine's CPUs, and these processes alone."""
+    folder.mkdir()
+    for name in ("stat", *map(str, pids)):
+        (folder / name).symlink_to(Path("/proc") / name)
+    return folder
 
 
-def test_a_busy_neighbour() -> None:
+def named(signals: HostMetrics, pid: int) -> int:
+    return int(signals.busiest_neighbour(pid).rpartition("(pid ")[2].rstrip(")"))
+
+
+def test_a_busy_neighbour(tmp_path: Path) -> None:
     """Two processes on one CPU: each is ready without it for half of the time, and the other one is found."""
     cpu = min(os.sched_getaffinity(0))
-    with spinning(cpu) as rank, spinning(cpu) as other:
-        signals = HostMetrics()
-        before_s = used_s()
+    with spinning(cpu) as rank, spinning(cpu) as other, spinning(cpu, LITTLE) as little:
+        # Of these three only: on a machine that tests share, others may have been busier for a moment.
+        signals = HostMetrics(only(tmp_path / "proc", rank, other, little))
         newest = observed(signals, rank, 5)
-        more_s = {pid: seconds - before_s.get(pid, 0.0) for pid, seconds in used_s().items()}
 
         assert newest["cpu_wait_share"] > 0.2
         assert newest["neighbour_share"] > 0.2
-        named = int(signals.busiest_neighbour(rank).rpartition("(pid ")[2].rstrip(")"))
-        assert named != rank
-        # It is that one, but where others are as busy; they may have ended meanwhile.
-        assert named not in more_s or more_s[named] >= 0.5 * more_s[other]
+        assert named(signals, rank) == other
         assert newest["gc_share"] == newest["disk_wait_share"] == 0.0
+
+
+def test_a_busy_neighbour_among_all() -> None:
+    """Among all of the machine's processes somebody is found; it is not the rank."""
+    cpu = min(os.sched_getaffinity(0))
+    with spinning(cpu) as rank, spinning(cpu):
+        signals = HostMetrics()
+        assert observed(signals, rank, 4)["neighbour_share"] > 0.2
+        assert named(signals, rank) != rank
 
 
 def test_a_process_that_sleeps() -> None:
