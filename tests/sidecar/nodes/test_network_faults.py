@@ -40,9 +40,22 @@ class Stranger:
 
     def __init__(self, address: Address) -> None:
         self._address = address
+        self.calls = 0
 
     def send(self, data: bytes, **metadata: Any) -> grpc.StatusCode:
-        """One message by a stream that says so of itself. Returns how the stream ended."""
+        """One message by a stream that says so of itself. Returns how node 0 ended the stream.
+
+        In one call of a hundred the write comes when the stream has just ended, and grpc itself says INTERNAL, on
+        this side: it calls again.
+        """
+        for _ in range(20):
+            code = self._send(data, metadata)
+            if code is not grpc.StatusCode.INTERNAL:
+                break
+        return code
+
+    def _send(self, data: bytes, metadata: dict[str, Any]) -> grpc.StatusCode:
+        self.calls += 1
 
         async def call() -> grpc.StatusCode:
             options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
@@ -89,13 +102,17 @@ class TestNode0:
         """Nothing of it is read, it becomes no node, and it is counted."""
         data = encode(Message(0.0, 1, True, False, [Post(1, 0.0, {9: b"theirs"})]))
         address = nodes.address()
-        for token in ("0" * 32, address.token[:-1], ""):
-            code = Stranger(dataclasses.replace(address, token=token)).send(data)
-            assert code is grpc.StatusCode.UNAUTHENTICATED
+        strangers = [
+            Stranger(dataclasses.replace(address, token=token)) for token in ("0" * 32, address.token[:-1], "")
+        ]
+        for stranger in strangers:
+            assert stranger.send(data) is grpc.StatusCode.UNAUTHENTICATED
         still_works(nodes, pair)
 
         assert set(nodes.contacts) == {"n0", "n1"}
-        assert pair[1].notes() == ["3 calls without this job's token were refused"]
+        assert pair[1].notes() == [
+            f"{sum(stranger.calls for stranger in strangers)} calls without this job's token were refused"
+        ]
 
     def test_calls_that_make_no_sense(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
         """With the token, but for an earlier node 0, without a name, or by another version's method."""
@@ -110,10 +127,11 @@ class TestNode0:
         """It costs its own node's stream, is counted as that node's, and no other one's payload is lost."""
         pair[0].post({1: b"meanwhile"})
 
-        assert Stranger(nodes.address()).send(b"\xff" * 100) is grpc.StatusCode.INVALID_ARGUMENT
+        stranger = Stranger(nodes.address())
+        assert stranger.send(b"\xff" * 100) is grpc.StatusCode.INVALID_ARGUMENT
         still_works(nodes, pair)
         assert nodes.contacts["n1"].missed == 0
-        assert pair[1].notes() == ["1 messages of node n9 could not be read"]
+        assert pair[1].notes() == [f"{stranger.calls} messages of node n9 could not be read"]
 
     def test_a_message_of_10_mb(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
         """It is refused by its length."""
@@ -144,7 +162,8 @@ class TestNode0:
         still_works(nodes, pair)
 
         assert resident_mb() - before_mb < 100
-        assert pair[1].notes() == ["100 calls without this job's token were refused"]
+        assert wrong.calls >= 100
+        assert pair[1].notes() == [f"{wrong.calls} calls without this job's token were refused"]
 
     def test_a_node_that_is_silent_for_long(self, nodes: Nodes) -> None:
         """Its stream is ended on node 0, as that of a link that was cut; when it is back, so are its posts."""
