@@ -275,6 +275,8 @@ def _run_directory() -> Iterator[Check]:
 
 
 def _export() -> Iterator[Check]:
+    from torchlens_perf.exporters.delivery.settings import GRPC, HTTP
+    from torchlens_perf.exporters.endpoint_address import parsed, shown
     from torchlens_perf.exporters.otlp_environment import wanted_signals
 
     signals = wanted_signals(os.environ)
@@ -282,16 +284,17 @@ def _export() -> Iterator[Check]:
         finding = "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT); nothing goes over the network"
         yield Check(OK, "OpenTelemetry", finding)
         return
-    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
-    text = ", ".join(f"{signal} by {how}" for signal, how in signals.items())
-    wrong_port = endpoint.rstrip("/").endswith(":4317") and "http/protobuf" in signals.values()
+    shared = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    ways: dict[str, list[str]] = {}
+    wrong_port = False
+    for signal, how in signals.items():
+        endpoint = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT") or shared
+        wrong_port |= how == HTTP and parsed(endpoint).host.endswith(":4317")
+        where = f", to {shown(endpoint) or 'the default endpoint'}" if how in (HTTP, GRPC) else ""
+        ways.setdefault(where, []).append(f"{signal} by {how}")
+    finding = "; ".join(f"{', '.join(sent)}{where}" for where, sent in ways.items())
     remedy = "port 4317 is gRPC by custom: set OTEL_EXPORTER_OTLP_PROTOCOL=grpc, or use port 4318"
-    yield Check(WORSE if wrong_port else OK, "OpenTelemetry", f"{text}, to {_without_userinfo(endpoint)}", remedy)
-
-
-def _without_userinfo(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}" if separator else url
+    yield Check(WORSE if wrong_port else OK, "OpenTelemetry", finding, remedy)
 
 
 def _tools() -> Iterator[Check]:

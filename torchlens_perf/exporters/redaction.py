@@ -6,7 +6,9 @@ import logging
 import re
 import traceback
 from collections.abc import Iterator, Mapping
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
+
+from torchlens_perf.exporters.endpoint_address import parsed
 
 _SHORTEST_SECRET = 4  # shorter ones, like the 0 in experiment-id=0, guard nothing and would tear other words apart
 
@@ -48,10 +50,9 @@ def _secrets(environ: Mapping[str, str]) -> Iterator[str]:
                 _, separator, content = re.sub("[:=]", "=", header, count=1).partition("=")
                 yield from _words(content if separator else header)
         elif name.endswith("_ENDPOINT"):
-            address = urlsplit(value)
-            user, separator, _ = address.netloc.rpartition("@")
-            yield from (_words(user.replace(":", " ")) if separator else ())
-            yield from _words(re.sub("[&=]", " ", address.query))
+            address = parsed(value)
+            for part in (address.user_info, address.query, address.fragment):
+                yield from _words(re.sub("[:&=]", " ", part))
 
 
 def _words(text: str) -> Iterator[str]:

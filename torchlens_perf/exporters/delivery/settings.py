@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from opentelemetry.util.re import parse_env_headers
 
+from torchlens_perf.exporters.endpoint_address import parsed
+
 HTTP, GRPC = "http/protobuf", "grpc"
 _DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
-# Names that gRPC resolves itself: https://github.com/grpc/grpc/blob/master/doc/naming.md
-_GRPC_SCHEMES = ("dns", "unix", "unix-abstract", "ipv4", "ipv6", "vsock", "xds")
 _DEFAULT_TIMEOUT_S = 10.0
 COMPRESSIONS = ("none", "gzip", "deflate")
 
@@ -52,10 +51,10 @@ def destination(signal: str, protocol: str, environ: Mapping[str, str]) -> Desti
     provider = "OTEL_PYTHON_EXPORTER_OTLP_{}_{}CREDENTIAL_PROVIDER"
     transport = "GRPC" if protocol == GRPC else "HTTP"
     endpoint, insecure = _endpoint(signal, protocol, environ), of("INSECURE").lower() == "true"
-    if protocol == GRPC and endpoint.partition(":")[0].lower() not in _GRPC_SCHEMES:
-        address = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
+    address = parsed(endpoint)
+    if protocol == GRPC and not address.is_grpc_name:
         insecure = address.scheme == "http" or (not address.scheme and insecure)
-        endpoint = address.netloc.rpartition("@")[2]
+        endpoint = address.host
         if not endpoint:
             raise ValueError(f"an OTLP endpoint over gRPC must be host:port, or begin with http://; not for {signal}")
     headers = parse_env_headers(of("HEADERS"), liberal=True)
@@ -83,8 +82,8 @@ def _endpoint(signal: str, protocol: str, environ: Mapping[str, str]) -> str:
     if protocol == GRPC:
         return own or shared
     endpoint = own or f"{shared.rstrip('/')}/v1/{signal}"
-    address = urlsplit(endpoint)
-    if address.scheme not in ("http", "https") or not address.hostname:
+    address = parsed(endpoint)
+    if address.scheme not in ("http", "https") or address.host.partition(":")[0] == "":
         raise ValueError(f"an OTLP endpoint must begin with http:// or https://; that for {signal} does not")
     return endpoint
 

@@ -1,0 +1,67 @@
+"""An endpoint's address in its parts. Only `shown` of them may be printed: the rest may be credentials."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from torchlens_perf.errors import printable
+
+# Names that gRPC resolves itself: https://github.com/grpc/grpc/blob/master/doc/naming.md
+_GRPC_SCHEMES = ("dns", "unix", "unix-abstract", "ipv4", "ipv6", "vsock", "xds")
+_WITH_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
+_HOST_AND_PORT = re.compile(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?")
+
+
+class EndpointAddress(NamedTuple):
+    """The parts of an address. Each is as it was written; a missing part is ""."""
+
+    scheme: str
+    """In lower case."""
+    user_info: str
+    host: str
+    """With the port. Where gRPC resolves the address itself, the host is in the path."""
+    path: str
+    query: str
+    fragment: str
+
+    @property
+    def is_grpc_name(self) -> bool:
+        """Whether gRPC resolves the address itself, as unix:/path."""
+        return self.scheme in _GRPC_SCHEMES
+
+    @property
+    def shown(self) -> str:
+        """Scheme, host, port and path, in one line: what messages may have."""
+        separator = "" if not self.scheme else ":" if self.is_grpc_name else "://"
+        return printable(f"{self.scheme}{separator}{self.host}{self.path}")
+
+
+def parsed(address: str) -> EndpointAddress:
+    """Split an address, with or without a scheme. Any text is accepted; `shown` never has what may be a credential."""
+    whole = address.strip()
+    rest, _, fragment = whole.partition("#")
+    rest, _, query = rest.partition("?")
+    name, colon, after = rest.partition(":")
+    scheme = name.lower() if colon else ""
+    if scheme.startswith("unix") and scheme in _GRPC_SCHEMES:
+        return EndpointAddress(scheme, "", "", after, query, fragment)
+    if scheme in _GRPC_SCHEMES and "@" not in rest.partition("/")[0]:  # dns:password@host has a user called dns
+        before, _, last = after.rpartition("@")
+        # In dns://authority/user:password@host, the credentials begin after the last slash.
+        slashes = before[: before.rfind("/") + 1]
+        return EndpointAddress(scheme, before[len(slashes) :], "", slashes + last, query, fragment)
+    found = _WITH_SCHEME.fullmatch(rest)
+    scheme, rest = (found[1].lower(), found[2]) if found else ("", rest)
+    authority, slash, path = rest.partition("/")
+    if "@" not in authority and "@" in whole and not _HOST_AND_PORT.fullmatch(authority):
+        # A password with "/", "?" or "#" in it: its begin stands where the port should.
+        before, _, last = whole[len(scheme) + len("://") if scheme else 0 :].rpartition("@")
+        return parsed(f"{scheme}://{last}" if scheme else last)._replace(user_info=before)
+    user_info, _, host = authority.rpartition("@")
+    return EndpointAddress(scheme, user_info, host, slash + path, query, fragment)
+
+
+def shown(address: str) -> str:
+    """An address as messages may have it."""
+    return parsed(address).shown
