@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from torchlens_perf.exporters.delivery.endpoint_address import parsed, shown
 from torchlens_perf.exporters.delivery.settings import GRPC, destination
-from torchlens_perf.exporters.endpoint_address import parsed, shown
 from torchlens_perf.exporters.redaction import Redaction
 
 SHOWN = [

@@ -275,8 +275,8 @@ def _run_directory() -> Iterator[Check]:
 
 
 def _export() -> Iterator[Check]:
+    from torchlens_perf.exporters.delivery.endpoint_address import parsed, shown
     from torchlens_perf.exporters.delivery.settings import GRPC, HTTP
-    from torchlens_perf.exporters.endpoint_address import parsed, shown
     from torchlens_perf.exporters.otlp_environment import wanted_signals
 
     signals = wanted_signals(os.environ)

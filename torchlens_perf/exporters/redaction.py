@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from urllib.parse import unquote
 
-from torchlens_perf.exporters.endpoint_address import parsed
+from torchlens_perf.exporters.delivery.endpoint_address import parsed
 
 _SHORTEST_SECRET = 4  # shorter ones, like the 0 in experiment-id=0, guard nothing and would tear other words apart
 

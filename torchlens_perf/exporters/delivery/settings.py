@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from opentelemetry.util.re import parse_env_headers
 
-from torchlens_perf.exporters.endpoint_address import parsed
+from torchlens_perf.exporters.delivery.endpoint_address import parsed
 
 HTTP, GRPC = "http/protobuf", "grpc"
 _DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
