@@ -23,6 +23,7 @@ from torchlens_perf.analysis.statistics.run_windows import RunWindows
 from torchlens_perf.analysis.stragglers.detector import Findings, Usual
 from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.stragglers.placement import Placement
+from torchlens_perf.analysis.words.hang import RankStack
 from torchlens_perf.report.build import build
 from torchlens_perf.report.judged_windows import JudgedWindows, longest
 from torchlens_perf.report.terminal import render
@@ -174,7 +175,7 @@ def test_lack_of_a_cpu_for_a_while() -> None:
 def test_little_is_not_named(loop: list[dict[str, Any]]) -> None:
     """Neither what lasts for a few windows, nor what is much the same in the rest of the run."""
     kinds = [row["kind"] for row in build("r", [node([loop] * 2)])["verdicts"] if row["kind"] != "long_steps"]
-    assert kinds in (["not_compared", "compute_bound"], ["not_compared", "data_bound"])
+    assert sorted(kinds) in (["compute_bound", "not_compared"], ["data_bound", "not_compared"])
 
 
 def test_the_verdict_on_the_run_is_over() -> None:
@@ -260,15 +261,41 @@ def test_a_hang_in_progress() -> None:
     assert rows(node([usual(57)] * 2, hang=hang(57), ended=""))["hang"]["held"]["since_step"] == 57
 
 
-def test_a_hang_that_went_by() -> None:
-    """It is found earlier in the run, with how long it lasted and what it was."""
-    verdicts = checked(build("r", [node([usual(200)], history=history(HUNG, MOVED))]))["verdicts"]
-    row = verdicts[-1]
+def test_a_hang_that_went_by_is_first_if_it_cost_most() -> None:
+    """With how long it lasted, its share of all steps' time, its rank, what to do, and the stacks read meanwhile."""
+    stacks = {2: RankStack(("train.py:7 in load",), "")}
+    made = history(HUNG)
+    made.add([], None, dataclasses.replace(hang(57), stacks=stacks))
+    made.add([MOVED], None)
+    loop = usual(200)
+    loop[57] = {**BASE, "host": 60_000.0}
+    report = checked(build("r", [node([loop], history=made)]))
+    row = report["verdicts"][0]
 
-    assert row["text"] == "The job hung in step 57 for 60.0 s, and went on. Rank 2 did not enter it."
+    assert row["text"] == (
+        "The job hung in step 57 for 60.0 s, and went on: 95% of the time of all steps. Rank 2 did not enter it. "
+        "Next: look at it."
+    )
     assert (row["kind"], row["rank"], row["evidence"].went_on) == ("hang_ended", 2, True)
     assert (row["held"]["since_step"], row["held"]["until_step"]) == (57, 58)
     assert (seconds(row["held"]["since"]), seconds(row["held"]["until"])) == (100.0, 160.0)
+    assert row["lost_s"] == pytest.approx(60.0)
+    assert row["cost_share"] == pytest.approx(60 / report["steps"]["total_s"], abs=0.01)
+    assert row["evidence"].stacks == stacks
+    assert [each["kind"] for each in report["verdicts"]] == ["hang_ended", "compute_bound"], "its step is no second one"
+    text = render(report, "x", columns=200, color=False)
+    assert text.index("The job hung") < text.index("train.py:7 in load") < text.index("Computing")
+    assert "earlier in this run" not in text
+
+
+def test_a_short_hang_that_went_by_is_listed_as_earlier() -> None:
+    loop = usual(20_000)
+    loop[57] = {**BASE, "host": 12_000.0}
+    short = dataclasses.replace(MOVED, duration_s=12.0, unix_ns=112 * SECOND_NS)
+    report = checked(build("r", [node([loop], history=history(HUNG, short))]))
+
+    assert report["verdicts"][-1]["text"] == "The job hung in step 57 for 12.0 s, and went on. Rank 2 did not enter it."
+    assert "earlier in this run" in render(report, "x", columns=200, color=False)
 
 
 @pytest.mark.parametrize("seen_to_end", [True, False])

@@ -109,10 +109,10 @@ def noted(kind: str) -> History:
     return History(0, [Noted("about", kind, "It is slow. Next: see.", (1,), 20, 5_000_000, 31, 9_000_000, 60.0)])
 
 
-def for_a_while(parts: dict[str, Any], since: int = 40) -> NodeState:
+def for_a_while(parts: dict[str, Any], since: int = 40, steps: int = 40) -> NodeState:
     """A node whose steps have these parts in some of its windows."""
-    steps = [{**BASE, **(parts if since <= step < since + 40 else {})} for step in range(160)]
-    return NodeState(HOST, {"0": state_of(0, 1, steps)})
+    made = [{**BASE, **(parts if since <= step < since + steps else {})} for step in range(160)]
+    return NodeState(HOST, {"0": state_of(0, 1, made)})
 
 
 def linked(run: RunDirectory) -> NodeState:
@@ -160,6 +160,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
         (f"{kind}_ended", evidence.PastEvidence): lambda run, kind=kind: node(history=noted(kind))
         for kind in ("hang", "slow_link", "imbalance")
     },
+    ("compute_bound", evidence.StretchEvidence): lambda run: for_a_while({"data": 30.0}, since=0, steps=100),
     ("data_bound", evidence.StretchEvidence): lambda run: for_a_while({"data": 30.0}, since=120),
     ("data_bound_ended", evidence.StretchEvidence): lambda run: for_a_while({"data": 30.0}),
     ("communication_bound", evidence.StretchEvidence): lambda run: for_a_while({"communication": 30.0}, since=120),

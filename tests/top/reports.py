@@ -42,8 +42,8 @@ def changed(report: Report, **parts: Any) -> Report:
 def verdict(kind: str, text: str, **facts: Any) -> dict[str, Any]:
     """A row of `verdicts`."""
     values = {
-        "kind": kind, "rank": None, "phase": None, "cost_s_per_step": None, "cost_share": None, "since_step": None,
-        "confidence": 0.9, "text": text, "evidence": {}, "where": None,
+        "kind": kind, "rank": None, "phase": None, "cost_s_per_step": None, "cost_share": None,
+        "lost_s": None, "since_step": None, "confidence": 0.9, "text": text, "evidence": {}, "where": None,
         "held": None,
     }  # fmt: skip
     return {**values, **facts}

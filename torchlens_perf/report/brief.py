@@ -45,7 +45,12 @@ def brief_layout(report: Report, run_dir: str, *, columns: int, page: str = "") 
         captured = map(Text, capture_lines(report, run_dir))
         return Group(*begin, *(part for each in verdicts for part in each), *captured, *end)
     left = MAX_LINES - _lines([*begin, *end], columns)
-    return Group(*begin, *_fitting(verdicts, left, columns), *end)
+    shown = [part for each in verdicts for part in each]
+    if _lines(shown, columns) > left:  # that the ranks are alike is short, and never left out
+        alike = [part for each, row in zip(verdicts, rows, strict=True) for part in each if row["kind"] == "none"]
+        rest = [each for each, row in zip(verdicts, rows, strict=True) if row["kind"] != "none"]
+        shown = [*_fitting(rest, left - _lines(alike, columns), columns), *alike]
+    return Group(*begin, *shown, *end)
 
 
 def _figures(report: Report, *, ranks: bool) -> Iterator[RenderableType]:

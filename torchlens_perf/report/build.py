@@ -99,10 +99,14 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         time=_time,
         first_step=min((s.first_step for s in statistics if s.first_step is not None), default=0),
         last_step=max((s.last_step for s in statistics if s.last_step is not None), default=None),
+        steps=facts["steps"],
         live=facts["run"]["live"],
     )
     found = verdict.verdicts(facts, judging.findings, judging.named, hang, links)
-    rows = [{**vars(each), "where": _where(each, processes), "held": held} for each, held in so_far.rows(found)]
+    rows = [
+        {**vars(each), "lost_s": lost_s, "where": _where(each, processes), "held": held}
+        for each, held, lost_s in so_far.rows(found)
+    ]
     return {**facts, "verdicts": cast("list[VerdictRow]", rows)}
 
 

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.words import over
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.analysis.words import order, over
+from torchlens_perf.analysis.words.bottleneck import named_uses, without_use
 from torchlens_perf.analysis.words.evidence import (
     OVER,
     WASTE,
     DeviceStepEvidence,
+    Evidence,
     LongSteps,
     NobodySlowEvidence,
-    PastEvidence,
     PastStragglerEvidence,
     StragglerEvidence,
     TypicalStepEvidence,
@@ -32,7 +34,7 @@ from torchlens_perf.run.ring import Flag
 if TYPE_CHECKING:
     from torchlens_perf.analysis.alerts.history import History, Noted
     from torchlens_perf.analysis.stragglers.detector import Findings
-    from torchlens_perf.analysis.words.report import Held
+    from torchlens_perf.analysis.words.report import Held, Steps
     from torchlens_perf.report.judged_windows import Columns
 
 _MIN_WINDOWS = 4  # that something must last for to be named beside the run as a whole
@@ -40,7 +42,7 @@ _CLEARLY = 1.5  # times what it takes in the rest of the run
 _TAGS = {
     "capture": Flag.CAPTURED, "compilation": Flag.COMPILED, "evaluation": Flag.EVALUATION, "saving": Flag.CHECKPOINT,
 }  # fmt: skip
-Row = tuple[Verdict, "Held | None"]
+_Found = tuple[Verdict, "Held | None"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,22 +58,27 @@ class RunSoFar:
     """Nanoseconds of UTC as text."""
     first_step: int
     last_step: int | None
+    steps: Steps
     live: bool
 
-    def rows(self, verdicts: Sequence[Verdict]) -> list[Row]:
-        """All of the report's verdicts with since when each has held, the most important first.
+    def rows(self, verdicts: Sequence[Verdict]) -> list[order.Row]:
+        """The report's verdicts in their order, each with since when it has held and the time that it has cost.
 
-        verdicts: those on the run as a whole, of which what is over comes last. A hang that the run ended in is first.
+        verdicts: those on the run as a whole.
         """
-        whole = [(each, self._of_whole(each)) for each in verdicts]
-        stretches = self._stretches(verdicts)
         noted = self._noted_before({each.kind for each in verdicts})
-        last = [row for row in noted if isinstance(row[0].evidence, PastEvidence) and row[0].evidence.went_on is False]
-        over_by_now = [row for row in whole if isinstance(row[0].evidence, PastStragglerEvidence)]
-        over_by_now += [row for row in stretches if row[0].kind.endswith(OVER)]
-        over_by_now += [row for row in noted if row not in last]
-        holds = [row for row in (*whole, *stretches) if row not in over_by_now]
-        return [*last, *holds, *over_by_now]
+        hung = {each.since_step for each, _ in noted if each.kind == f"hang{OVER}"}
+        found = [(each, self._of_whole(each)) for each in verdicts if not _are(each.evidence, hung)]
+        stretches = self._stretches(found)
+        for kind in {each.kind for each, _ in stretches}:  # one figure for one wait
+            found = [(without_use(each, kind) if _of_run(each) else each, held) for each, held in found]
+        found += [*stretches, *noted]
+        rows = [(each, held, self._lost_s(each, held)) for each, held in found]
+        return order.in_order(rows)
+
+    def _lost_s(self, verdict: Verdict, held: Held | None) -> float | None:
+        steps, alike = self.steps["count"], self.steps["alike"]
+        return order.lost_s(verdict, held, steps=steps, alike=alike, last_step=self.last_step)
 
     # -- verdicts on the run as a whole
 
@@ -138,14 +145,39 @@ class RunSoFar:
 
     # -- what held for a part of the run
 
-    def _stretches(self, verdicts: Sequence[Verdict]) -> list[Row]:
-        """Parts of the run whose steps something else limits than the rest, where it is known what limits the whole."""
-        if not any(isinstance(each.evidence, TypicalStepEvidence | DeviceStepEvidence) for each in verdicts):
-            return []
-        found = [self._stretch_of(kind) for kind in WASTE if kind not in {each.kind for each in verdicts}]
-        return [row for row in found if row is not None]
+    def _stretches(self, whole: Sequence[_Found]) -> list[_Found]:
+        """Parts of the run whose steps something else limits than the rest, where it is known what limits the whole.
 
-    def _stretch_of(self, kind: str) -> Row | None:
+        What the sentence on the whole run names is not named again, unless it no longer holds.
+        """
+        of_run = [row for row in whole if _of_run(row[0])]
+        if not of_run:
+            return []
+        (typical, held), slow = of_run[0], any(isinstance(each.evidence, StragglerEvidence) for each, _ in whole)
+        is_over = held is not None and held["until_step"] is not None
+        named = {typical.kind} if is_over else named_uses(typical)
+        kinds = [kind for kind in WASTE if kind not in named and not (slow and kind == "communication_bound")]
+        found = [row for row in map(self._stretch_of, kinds) if row is not None]
+        if is_over and all(held["until_step"] is not None for _, held in found if held is not None):
+            found += self._computing_now()
+        return found
+
+    def _computing_now(self) -> list[_Found]:
+        """That nothing but computing limits the newest steps, where something else did before."""
+        found = None if self.windows is None else self.windows.limited_by("compute_bound")
+        if self.windows is None or found is None or found.until_step is not None:
+            return []
+        columns = list(zip(self.windows.spent, found.inside.tolist(), strict=True))
+        inside = [each for each, in_it in columns if each is not None and in_it]
+        rest = [each for each, in_it in columns if each is not None and not in_it]
+        held, step_s = self._stretch(found), _mean([each.step_s for each in inside])
+        computing_s = _mean([each.computing.seconds for each in inside])
+        computing = dataclasses.replace(inside[0].computing, seconds=computing_s)
+        assert held["since_step"] is not None
+        before_s = _mean([each.step_s for each in rest])
+        return [(over.computing_now(computing, step_s, before_s, held["since_step"]), held)]
+
+    def _stretch_of(self, kind: str) -> _Found | None:
         if self.windows is None:
             return None
         found = self.windows.limited_by(kind)
@@ -162,7 +194,7 @@ class RunSoFar:
         assert held["since_step"] is not None
         return over.stretch(use, step_s, rest_s, held["since_step"], held["until_step"]), held
 
-    def _noted_before(self, shown: set[str]) -> list[Row]:
+    def _noted_before(self, shown: set[str]) -> list[_Found]:
         """What the sidecar has noted and is over, the newest first; also what stood when the run ended and is not
         found any more. shown: kinds of verdicts."""
         past = [each for each in self.history.noted[::-1] if each.is_over or (not self.live and each.kind not in shown)]
@@ -172,7 +204,13 @@ class RunSoFar:
         if noted.kind != "hang" or noted.since_step is None:
             return over.no_longer(noted.kind, noted.text, noted.ranks, noted.since_step)
         went_on = None if self.last_step is None else self.last_step >= noted.since_step
-        return over.hang_over(noted.since_step, noted.text, noted.ranks, noted.duration_s, went_on=went_on)
+        # The time of all steps has no warm-up, in which a run may hang as well.
+        total_s = self.steps["total_s"]
+        if noted.since_step < self.first_step + WARM_UP_STEPS:
+            total_s += noted.duration_s or 0.0
+        return over.hang_over(
+            noted, noted.since_step, went_on=went_on, steps=self.steps["count"], total_s=total_s
+        )  # fmt: skip
 
     # -- as the report has it
 
@@ -198,6 +236,19 @@ class RunSoFar:
             value["windows_held"], value["windows_judged"] = int(held.sum()), int(judged.sum())
             value["window_steps"] = self.windows.windows.width
         return value
+
+
+def _of_run(verdict: Verdict) -> bool:
+    """Whether this is the verdict on the typical step of the whole run."""
+    return isinstance(verdict.evidence, TypicalStepEvidence | DeviceStepEvidence)
+
+
+def _are(evidence: Evidence, hung: set[int | None]) -> bool:
+    """Whether these are long steps, in each of which the job hung."""
+    if not isinstance(evidence, dict) or "kinds" not in evidence:
+        return False
+    steps = evidence["steps"]
+    return len(steps) == evidence["count"] and hung.issuperset(steps)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -88,7 +88,7 @@ class JudgedWindows:
         judged = np.array([each is not None for each in self.spent])
         if kind != "lack_of_cpu":
             judged &= ~self.anybody_slow
-        return self._stretch(judged, np.array([each is not None and each.limit.kind == kind for each in self.spent]))
+        return self._stretch(judged, np.array([each is not None and each.limits(kind) for each in self.spent]))
 
     @functools.cached_property
     def spent(self) -> list[Spent | None]:

@@ -10,7 +10,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import printable
-from torchlens_perf.analysis.words.evidence import OVER, PastEvidence
+from torchlens_perf.analysis.words import order
+from torchlens_perf.analysis.words.evidence import PastEvidence
 from torchlens_perf.analysis.words.hang import HangEvidence
 from torchlens_perf.report.device_table import oom_table
 
@@ -26,15 +27,13 @@ _MAX_OVER = 4
 
 
 def is_over(row: VerdictRow) -> bool:
-    """Whether it held earlier in the run only; a hang that the run ended in is not over."""
-    if isinstance(row["evidence"], PastEvidence) and row["evidence"].went_on is False:
-        return False
-    return row["kind"].endswith(OVER) or row["kind"] == "straggler_transient"
+    """Whether it is listed as something that held earlier in the run."""
+    return order.is_over(row["kind"], row["evidence"], row["cost_share"])
 
 
 def is_finding(row: VerdictRow) -> bool:
     """Whether something is wrong with a rank, a link or the job, rather than with where its time goes."""
-    return row["kind"] in _FINDINGS or (row["kind"] == f"hang{OVER}" and not is_over(row))
+    return row["kind"] in _FINDINGS or order.ended_in_it(row["evidence"])
 
 
 def verdict_parts(row: VerdictRow, report: Report, *, brief: bool = False) -> Iterator[RenderableType]:
@@ -49,7 +48,7 @@ def verdict_parts(row: VerdictRow, report: Report, *, brief: bool = False) -> It
         text.append("\nNext: ", style="bold")
         text.append(printable(action), style="default not bold")
     evidence = row["evidence"]
-    for rank, stack in evidence.stacks.items() if isinstance(evidence, HangEvidence) else ():
+    for rank, stack in evidence.stacks.items() if isinstance(evidence, HangEvidence | PastEvidence) else ():
         text.append(f"\nPython stack of rank {rank}, innermost first:", style="bold")
         for line in stack.lines or [f"none: {stack.reason}"]:
             text.append("\n  " + printable(line), style="default not bold")

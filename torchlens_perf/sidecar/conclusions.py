@@ -186,7 +186,7 @@ class Conclusions:
                 self._state.alerts = self._assessor.alerts.open()
                 last_steps = [source.state.statistics.last_step for source in sources.newest()]
                 self._state.history.add(
-                    found.alerts, max((each for each in last_steps if each is not None), default=None)
+                    found.alerts, max((each for each in last_steps if each is not None), default=None), found.hang
                 )
                 self.newest_alerts.extend(found.alerts)
                 self.alerts_raised += len(found.alerts)

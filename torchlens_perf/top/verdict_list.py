@@ -10,6 +10,8 @@ import dataclasses
 import datetime
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.analysis.words import order
+from torchlens_perf.analysis.words.evidence import PastEvidence
 from torchlens_perf.analysis.words.hang import HangEvidence
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ class Entry:
     """When it was first seen here; None: it was there at the first look."""
     ended_s: float | None = None
     holds: bool = True
+    order: order.Key = (1, 0.0)
+    """Its place among the others, as the report has it."""
 
     @property
     def comes_and_goes(self) -> bool:
@@ -84,18 +88,17 @@ class VerdictList:
             elif entry.comes_and_goes and hangs:
                 self._holding[key] = entry  # a report on a hang says nothing of what was there before it
             elif entry.comes_and_goes:
-                self._past[(*key, now_s)] = dataclasses.replace(entry, holds=False, ended_s=now_s, action="")
+                self._past[(*key, now_s)] = dataclasses.replace(
+                    entry, holds=False, ended_s=now_s, action="", order=(2, 0.0)
+                )
         while len(self._past) > MAX_PAST:
             del self._past[next(iter(self._past))]
         self._looked = True
 
     def entries(self) -> list[Entry]:
-        """What holds, then what is over; each the newest first. On the run as a whole comes after what began in it."""
-        order = {id(entry): -index for index, entry in enumerate(self._holding.values())}
-        holding = sorted(
-            self._holding.values(), key=lambda each: (each.comes_and_goes, each.from_s or 0.0, order[id(each)])
-        )
-        return [*holding[::-1], *sorted(self._past.values(), key=_when_it_ended)[::-1]]
+        """Return all entries in the report's order; those that the report no longer has come last, the newest first."""
+        past = sorted(self._past.values(), key=_when_it_ended)[::-1]
+        return sorted([*self._holding.values(), *past], key=_place)
 
 
 def _key(row: VerdictRow, attempt: int) -> _Key:
@@ -104,6 +107,9 @@ def _key(row: VerdictRow, attempt: int) -> _Key:
         return attempt, row["kind"], row["rank"], row["since_step"]
     if row["kind"] == "hang":
         return attempt, row["kind"], row["since_step"]  # other ranks may turn out to be the cause
+    evidence = row["evidence"]
+    if isinstance(evidence, dict) and "kinds" in evidence:
+        return attempt, row["kind"], tuple(evidence["kinds"]), evidence["part"]  # several classes of long steps
     return attempt, row["kind"], _ranks(row)
 
 
@@ -111,7 +117,7 @@ def _entry(row: VerdictRow) -> Entry:
     text, _, action = row["text"].partition(" Next: ")
     evidence = row["evidence"]
     details: list[str] = []
-    if isinstance(evidence, HangEvidence):
+    if isinstance(evidence, HangEvidence | PastEvidence):
         for rank, stack in evidence.stacks.items():
             details += [f"Python stack of rank {rank}, innermost first:", *(f"  {line}" for line in stack.lines)]
             if not stack.lines:
@@ -122,7 +128,7 @@ def _entry(row: VerdictRow) -> Entry:
     holds = not row["kind"].endswith(_PAST)
     return Entry(
         row["kind"], text, action, tuple(details), _ranks(row), row["since_step"], _seconds(held and held["since"]),
-        ended_s=_seconds(held and held["until"]), holds=holds,
+        ended_s=_seconds(held and held["until"]), holds=holds, order=order.row_key(row),
     )  # fmt: skip
 
 
@@ -156,6 +162,12 @@ def _is_end_of(past: Entry, entry: Entry) -> bool:
     """Whether what is over is what held before."""
     same_kind = past.kind.startswith(entry.kind)
     return same_kind and (not past.ranks or not entry.ranks or bool(set(past.ranks) & set(entry.ranks)))
+
+
+def _place(entry: Entry) -> tuple[order.Key, float]:
+    """By what it has cost; of those of which that is not known, the newest first."""
+    newest = -(entry.from_s or 0.0) if entry.comes_and_goes and entry.holds else 0.0
+    return entry.order, newest
 
 
 def _when_it_ended(entry: Entry) -> tuple[float, float]:

@@ -7,9 +7,10 @@ episode, and what limits the step from the windows of all ranks: a replay finds 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torchlens_perf.analysis.alerts.alert import ENDED, STARTED, Alert
+from torchlens_perf.analysis.words.hang import OpenHang, RankStack
 
 MAX_KEPT = 32  # the oldest that are over go first
 
@@ -32,6 +33,8 @@ class Noted:
     until_unix_ns: int | None = None
     duration_s: float | None = None
     """Of a hang, for how long no step has been made."""
+    stacks: Mapping[int, RankStack] = dataclasses.field(default_factory=dict)
+    """Python stacks that were read during a hang, by rank."""
 
     @property
     def is_over(self) -> bool:
@@ -46,8 +49,11 @@ class History:
     noted: list[Noted] = dataclasses.field(default_factory=list)
     """The oldest first."""
 
-    def add(self, alerts: Iterable[Alert], at_step: int | None) -> None:
-        """Alerts in their order. at_step: the newest finished step, None before the first."""
+    def add(self, alerts: Iterable[Alert], at_step: int | None, hang: OpenHang | None = None) -> None:
+        """Add alerts in their order.
+
+        at_step: the newest finished step, None before the first. hang: the one in progress, whose stacks are kept.
+        """
         for alert in alerts:
             if alert.attempt != self.attempt:
                 self.attempt, self.noted = alert.attempt, []
@@ -67,6 +73,10 @@ class History:
                 known.until_step = at_step if alert.since_step is None else alert.since_step + 1
             else:
                 known.text, known.ranks = alert.text, alert.ranks
+        if hang is not None and hang.stacks:
+            for each in self.noted:
+                if each.kind == "hang" and each.since_step == hang.step and not each.is_over:
+                    each.stacks = hang.stacks
         over = [each for each in self.noted if each.is_over]
         for each in over[: max(0, len(self.noted) - MAX_KEPT)]:
             self.noted.remove(each)

@@ -8,6 +8,7 @@ says what limits the step; without that, only what the host did is said.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,12 @@ if TYPE_CHECKING:
 # Shares of a typical step, or of all steps' time, from which something is worth naming.
 _WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
 _LONG_WORTH_NAMING = 0.05
+_NEARLY = 0.8  # of the longest wait
 _SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
 _MAX_LONG = 2
 _MAX_NUMBERS = 4  # of steps that come irregularly
+_NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
+"""What a long step also did, which does not explain it while a rank is slow."""
 _GAP = ("data", "host")
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
 # Of forward and backward passes that a device ended as soon as the host had issued the last of them.
@@ -65,11 +69,25 @@ class Spent:
     def limit(self) -> Use:
         """What is named first: computing, unless something else takes a quarter of the step, or more than computing."""
         most = self.waits[0]
-        return most if most.seconds >= min(_WASTE_FIRST * self.step_s, self.computing.seconds) else self.computing
+        return most if most.seconds >= self._enough_s else self.computing
+
+    def limits(self, kind: str) -> bool:
+        """Whether a kind of use limits the step. Two waits that take nearly the same time both do."""
+        if kind == self.computing.kind:
+            return self.limit is self.computing
+        return self.wait(kind).seconds >= max(self._enough_s, _NEARLY * self.waits[0].seconds)
+
+    @property
+    def _enough_s(self) -> float:
+        return min(_WASTE_FIRST * self.step_s, self.computing.seconds)
 
     def wait(self, kind: str) -> Use:
         """That of a kind."""
         return next(each for each in self.waits if each.kind == kind)
+
+    def without(self, kind: str) -> Spent:
+        """The same step, where the cause of one kind of wait is the subject of another verdict."""
+        return dataclasses.replace(self, waits=[each for each in self.waits if each.kind != kind])
 
     @property
     def worth_naming(self) -> list[Use]:
@@ -92,37 +110,55 @@ def spent(
     parts = sorted(computing.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for part, seconds in parts)
     what = f"Computing ({shown})" if shown and not lack else "Computing"
-    waits = [Use("lack_of_cpu", "cpu", sum(lack.values()), "Waiting for a CPU", _CPU_ACTION)]
+    waits = [dataclasses.replace(_LACK, seconds=sum(lack.values()))]
     waits += [dataclasses.replace(each, seconds=left.get(each.phase, 0.0)) for each in _WAITS]
     waits.sort(key=lambda use: -use.seconds)
     return Spent(step_s, Use("compute_bound", largest, sum(computing.values()), what, look_at), waits)
 
 
-def bottlenecks(report: Facts) -> list[Verdict]:
-    """Of a report with typical steps: the typical step, and the classes of long steps that cost much."""
-    typical = _typical(report)
-    starved = typical.kind == "lack_of_cpu"  # which says it all
-    classes = [each for each in report["steps"]["long"] if not (starved and each["part"] == LACK_OF_CPU)]
+def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict]:
+    """The verdict on the typical step, and those on the classes of long steps that cost much.
+
+    waits_explained: ranks wait in communication for one that another verdict is about. Such waits are left out.
+    """
+    typical = _typical(report, waits_explained=waits_explained)
+    classes = report["steps"]["long"]
+    if typical.kind == "lack_of_cpu":  # it explains steps that only lack a CPU for longer than the others
+        classes = [each for each in classes if each["kinds"] or each["part"] != LACK_OF_CPU]
+    if waits_explained:
+        classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
     if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
         # The host's step is long where it waits for the device, as in every tenth one for a loss to print.
         classes = [each for each in classes if each["kinds"]]
-    long = [_long(report, each) for each in classes if each["share"] >= _LONG_WORTH_NAMING][:_MAX_LONG]
-    first = [each for each in long if (each.cost_share or 0.0) > max(2 * _WORTH_NAMING, typical.cost_share or 0.0)]
-    return [*first, typical, *(each for each in long if each not in first)]
+    return [
+        typical, *[_long(report, each) for each in classes if each["share"] >= _LONG_WORTH_NAMING][:_MAX_LONG],
+    ]  # fmt: skip
 
 
-def lack_of_cpu(report: Facts) -> Verdict | None:
-    """Where that is the largest part of all ranks' typical steps: it is said before anything else."""
-    verdict = _typical(report)
-    return verdict if verdict.kind == "lack_of_cpu" else None
+def named_uses(verdict: Verdict) -> set[str]:
+    """The kinds of uses that the sentence on the typical step names."""
+    evidence, uses_s = verdict.evidence, dict[str, float]()
+    if isinstance(evidence, TypicalStepEvidence):
+        uses_s, step_s = dict(evidence.uses_s), evidence.typical_step_s
+    elif isinstance(evidence, DeviceStepEvidence):
+        uses_s = {each.kind: evidence.device_parts_s.get(each.phase, 0.0) for each in _WAITS}
+        step_s = sum(evidence.device_parts_s.values())
+    return {verdict.kind, *(kind for kind, seconds in uses_s.items() if seconds >= _WORTH_NAMING * step_s)}
 
 
-def _typical(report: Facts) -> Verdict:
+def without_use(verdict: Verdict, kind: str) -> Verdict:
+    """The verdict on the typical step, where another verdict is about one of the waits that its sentence adds."""
+    what = next((_lower(each.what) for each in (*_WAITS, _LACK) if each.kind == kind), kind)
+    return dataclasses.replace(verdict, text=re.sub(rf"; {re.escape(what)} [^()]*\([^()]*\)", "", verdict.text))
+
+
+def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
     device = report["run"]["device"]
     if device is not None:
-        return _on_a_device(report, device)
+        return _on_a_device(report, device, waits_explained=waits_explained)
     sampled = report["steps"]["sampled_lack_of_cpu"]
-    found = _on_the_host(report)
+    everything = _on_the_host(report)
+    found = everything.without("communication_bound") if waits_explained else everything
     step_s, computing, first, worth = found.step_s, found.computing, found.limit, found.worth_naming
     measured = any(typical["lack_of_cpu"] is not None for typical in _typical_steps(report))
     if sampled is not None and sampled >= _SAMPLED_LACK and not measured:
@@ -135,11 +171,11 @@ def _typical(report: Facts) -> Verdict:
     beside = [*worth, computing] if first is not computing and computing.seconds else worth
     also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in beside)
     following = worth[0] if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s else first
-    waste_s = sum(each.seconds for each in (first, *worth) if each is not computing)
+    cost_s = 0.0 if following is computing else following.seconds
     text = f"{first.what} takes {_of(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
     text += f" Next: {following.action}"
-    evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *found.waits)})
-    return Verdict(first.kind, None, first.phase, waste_s, waste_s / step_s, None, 0.9, text, evidence)
+    evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *everything.waits)})
+    return Verdict(first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence)
 
 
 def _of(seconds: float, step_s: float) -> str:
@@ -178,6 +214,7 @@ _COMMUNICATION_ACTION = "overlap or shrink communication: larger buckets, gradie
 _HOST_ACTION = (
     "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in perf.section()."
 )
+_LACK = Use("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", _CPU_ACTION)
 _WAITS = (
     Use("data_bound", "data", 0.0, "Waiting for data", _DATA_ACTION),
     Use("communication_bound", "communication", 0.0, "Waiting in communication", _COMMUNICATION_ACTION),
@@ -199,7 +236,7 @@ def _look_at(report: Facts) -> str:
 # -- on a device
 
 
-def _on_a_device(report: Facts, device: str) -> Verdict:
+def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdict:
     """What limits the step is said by the device's clock, or not at all."""
     timed = [rank["device"] for rank in report["ranks"] if rank["device"] is not None and rank["device"]["parts"]]
     if not timed:
@@ -209,6 +246,7 @@ def _on_a_device(report: Facts, device: str) -> Verdict:
     lacks = [typical["lack_of_cpu"] or {} for typical in _typical_steps(report)]
     lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
     found = spent(step_s, parts, lack, device=True, look_at=_look_at(report))
+    found = found.without("communication_bound") if waits_explained else found
     computing_s, worth, first = found.computing.seconds, found.worth_naming, found.limit
     caught_up = [each["caught_up"] for each in timed if each["caught_up"] is not None]
     share = sum(caught_up) / len(caught_up) if caught_up else 0.0
@@ -219,8 +257,7 @@ def _on_a_device(report: Facts, device: str) -> Verdict:
             f"{first.what} takes {_of(first.seconds, step_s)} of a step on the {device} ({duration(step_s)}){also}"
             f"{computes}. Next: {first.action}"
         )
-        waste_s = sum(each.seconds for each in worth)
-        return Verdict(first.kind, None, first.phase, waste_s, waste_s / step_s, None, 0.8, text, evidence)
+        return Verdict(first.kind, None, first.phase, first.seconds, first.seconds / step_s, None, 0.8, text, evidence)
     if share >= _LAUNCH_BOUND:
         text = (
             f"The {device} waits for the host: it had no work left at the end of {percent(share)} of the forward and "
@@ -233,13 +270,13 @@ def _on_a_device(report: Facts, device: str) -> Verdict:
     shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in phases)
     also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth)
     ahead = f" The host is ahead, and waits for the {device}." if share < _CAUGHT_UP else ""
-    action = worth[0].action if worth and worth[0].seconds >= _WORTH_DOING * step_s else _look_at(report)
+    following = worth[0] if worth and worth[0].seconds >= _WORTH_DOING * step_s else found.computing
+    cost_s = 0.0 if following is found.computing else following.seconds
     text = (
         f"Computing takes {percent(computing_s / step_s)} of a step on the {device} ({duration(step_s)}: {shown})"
-        f"{also}.{ahead} Next: {action}"
+        f"{also}.{ahead} Next: {following.action}"
     )
-    waste_s = sum(each.seconds for each in worth)
-    return Verdict("compute_bound", None, phases[0][1], waste_s, waste_s / step_s, None, 0.8, text, evidence)
+    return Verdict("compute_bound", None, phases[0][1], cost_s, cost_s / step_s, None, 0.8, text, evidence)
 
 
 def _not_known(report: Facts, device: str) -> Verdict:

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from torchlens_perf.analysis.causes.rules import Diagnosis
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
-from torchlens_perf.analysis.words.hang import HangEvidence
+from torchlens_perf.analysis.words.hang import HangEvidence, RankStack
 from torchlens_perf.run.oom_table import OutOfMemory
 
 SLOW_COMMUNICATION = "slow_communication"
@@ -125,6 +125,8 @@ class PastEvidence(Struct, frozen=True):
     """Of a hang, for how long no step was made."""
     went_on: bool | None
     """Of a hang, whether steps were made afterwards."""
+    stacks: Mapping[int, RankStack]
+    """Of a hang, the Python stacks that were read meanwhile, by rank."""
 
 
 class CaughtUpEvidence(Struct, frozen=True):
@@ -210,7 +212,7 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "slow_link": (SlowLinkEvidence,),
     "hang": (HangEvidence,),
     "out_of_memory": (OutOfMemoryEvidence,),
-    "compute_bound": (TypicalStepEvidence, DeviceStepEvidence),
+    "compute_bound": _BY_STEP,
     "data_bound": _BY_STEP,
     "communication_bound": _BY_STEP,
     "host_bound": (*_BY_STEP, CaughtUpEvidence),

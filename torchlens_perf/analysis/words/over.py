@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.words.evidence import OVER, PastEvidence, StretchEvidence, Verdict
+from torchlens_perf.analysis.words.order import WORTH_A_LINE
 
 if TYPE_CHECKING:
+    from torchlens_perf.analysis.alerts.history import Noted
     from torchlens_perf.analysis.words.bottleneck import Use
 
 
@@ -28,22 +30,41 @@ def stretch(use: Use, step_s: float, rest_s: float, since_step: int, until_step:
     return Verdict(kind, None, use.phase, use.seconds, share, since_step, 0.8, text, evidence)
 
 
-def hang_over(step: int, text: str, ranks: Sequence[int], duration_s: float | None, *, went_on: bool | None) -> Verdict:
-    """A hang that is over. text: OpenHang's as it stood last. went_on: whether steps were made afterwards; None: that
-    is not known."""
-    lasted = f" for {duration(duration_s)}" if duration_s is not None else ""
+def computing_now(computing: Use, step_s: float, before_s: float, since_step: int) -> Verdict:
+    """Computing limits the newest steps, and something else the steps before them.
+
+    before_s: what a step took then.
+    """
+    share = computing.seconds / step_s
+    text = (
+        f"Since step {since_step}, computing takes {percent(share)} ({duration(computing.seconds)}) of a step of "
+        f"{duration(step_s)}; before, a step took {duration(before_s)}."
+    )
+    evidence = StretchEvidence(step_s, computing.seconds, 0.0)
+    return Verdict(computing.kind, None, computing.phase, 0.0, 0.0, since_step, 0.8, text, evidence)
+
+
+def hang_over(noted: Noted, step: int, *, went_on: bool | None, steps: int, total_s: float) -> Verdict:
+    """A hang that is over, by its sentence as it stood last.
+
+    went_on: whether steps were made afterwards; None: that is not known. steps, total_s: of the whole run.
+    """
+    lost_s = noted.duration_s or 0.0
+    lasted = f" for {duration(lost_s)}" if lost_s else ""
     then = {True: ", and went on", False: ", and ended in it", None: ""}[went_on]
-    finding, _, action = text.partition(". ")[2].partition(" Next: ")
-    text = f"The job hung in step {step}{lasted}{then}. {finding}"
-    if went_on is False and action:  # somebody starts it again
+    finding, _, action = noted.text.partition(". ")[2].partition(" Next: ")
+    share = lost_s / max(total_s, lost_s) if lost_s else 0.0
+    cost = f": {percent(share)} of the time of all steps" if went_on and share >= WORTH_A_LINE else ""
+    text = f"The job hung in step {step}{lasted}{then}{cost}. {finding}"
+    if action and (went_on is False or cost):
         text += f" Next: {action}"
-    rank = ranks[0] if ranks else None
-    evidence = PastEvidence(tuple(ranks), duration_s, went_on)
-    return Verdict(f"hang{OVER}", rank, None, 0.0, 0.0, step, 0.9, text, evidence)
+    rank = noted.ranks[0] if noted.ranks else None
+    evidence = PastEvidence(tuple(noted.ranks), noted.duration_s, went_on, noted.stacks)
+    return Verdict(f"hang{OVER}", rank, None, lost_s / max(1, steps), share, step, 0.9, text, evidence)
 
 
 def no_longer(kind: str, text: str, ranks: Sequence[int], since_step: int | None) -> Verdict:
     """What was found while the run went on, and is not found by its end. text: the verdict's as it stood last."""
     before = text.partition(" Next: ")[0]
-    evidence = PastEvidence(tuple(ranks), None, None)
+    evidence = PastEvidence(tuple(ranks), None, None, {})
     return Verdict(f"{kind}{OVER}", None, None, None, None, since_step, 0.5, f"No longer: {before}", evidence)

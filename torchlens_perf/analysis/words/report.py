@@ -320,6 +320,8 @@ class VerdictFacts(TypedDict):
     phase: str | None
     cost_s_per_step: float | None
     cost_share: float | None
+    lost_s: float | None
+    """Seconds of job time that it has cost so far, by which verdicts are ordered; None where that is not known."""
     since_step: int | None
     confidence: float
     text: str

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.causes.straggler_groups import StragglerSummary
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
 from torchlens_perf.analysis.statistics.quantities import amount, duration, printable
 from torchlens_perf.analysis.stragglers.detector import Findings
-from torchlens_perf.analysis.words.bottleneck import bottlenecks, lack_of_cpu
-from torchlens_perf.analysis.words.evidence import NoStepsEvidence, SlowLinkEvidence, Verdict, WarmUpEvidence
+from torchlens_perf.analysis.words.bottleneck import bottlenecks
+from torchlens_perf.analysis.words.evidence import WASTE, NoStepsEvidence, SlowLinkEvidence, Verdict, WarmUpEvidence
 from torchlens_perf.analysis.words.hang import HangEvidence, OpenHang
 from torchlens_perf.analysis.words.oom import out_of_memory_verdicts
 from torchlens_perf.analysis.words.stragglers import SlowRankContext, came_last, no_straggler, straggler_verdicts
@@ -17,6 +18,8 @@ from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Facts
+
+_MOST = 0.5  # of the steps
 
 
 def verdicts(
@@ -26,8 +29,8 @@ def verdicts(
     hang: OpenHang | None,
     links: LinkFindings,
 ) -> list[Verdict]:
-    """The report's verdicts, the most important first; those that are over come last. Never empty."""
-    out_of_memory = out_of_memory_verdicts(report)  # first of all: the others hang because of it, or end
+    """The report's verdicts, of which no two are about one cause; order.py puts them in order. Never empty."""
+    out_of_memory = out_of_memory_verdicts(report)
     if hang is not None:
         return [*out_of_memory, _hang(hang)]
     if not report["steps"]["count"]:
@@ -39,17 +42,40 @@ def verdicts(
     now, before = straggler_verdicts(context, findings, named)
     if links.links:
         now.append(slow_link(report["steps"]["count"], report["steps"]["mean_s"], links))
+    # While one rank holds up the others, their waiting is its doing, as in most of a run that was so for most of it.
+    slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST
+    typical, *long = bottlenecks(report, waits_explained=bool(now) or slow_before)
     if now:
-        # First things first: while one rank holds up the others, their waiting is its doing and shares mislead. But
-        # where all of them lack a CPU for longer than that costs, it is what slows the job most.
-        starved = lack_of_cpu(report)
-        worse = starved is not None and (starved.cost_share or 0.0) > max((each.cost_share or 0.0) for each in now)
-        return [*out_of_memory, *([starved] if starved is not None and worse else []), *now, *before]
-    found = [no_straggler(report, findings)] if report["run"]["world_size"] > 1 else []
-    rest = bottlenecks(report)
-    if rest[0].kind == "lack_of_cpu":
-        return [*out_of_memory, rest[0], *found, *rest[1:], *before]
-    return [*out_of_memory, *found, *rest, *before]
+        return [*out_of_memory, *_one_of_each_cause(now, typical), *long, *before]
+    found = [no_straggler(report, findings)] if run["world_size"] > 1 else []
+    return [*out_of_memory, *found, typical, *long, *before]
+
+
+def _share_slow_before(findings: Findings, steps: int) -> float:
+    """Share of the steps in which a rank was slow that no longer is."""
+    over = [each for each in findings.episodes if each.until_step is not None]
+    return max((each.until_step - each.since_step for each in over if each.until_step), default=0) / max(1, steps)
+
+
+def _one_of_each_cause(slow: list[Verdict], typical: Verdict) -> list[Verdict]:
+    """Slow ranks, and what all ranks lose in a typical step; one verdict where both are about one cause, the costlier.
+
+    A mean over all ranks contains the excess of a slow one. Only a larger mean is a finding of its own.
+    """
+    if typical.kind not in WASTE or not typical.cost_s_per_step:
+        return slow
+    phases = ("data", "host", "gap") if typical.phase in ("data", "host") else (typical.phase,)
+    same = [each for each in slow if each.kind == "straggler" and each.phase in phases]
+    if any(each.cost_s_per_step is None or each.cost_s_per_step >= typical.cost_s_per_step for each in same):
+        return slow
+    if typical.kind != "lack_of_cpu" or not same:
+        return [*slow, typical]
+    # All ranks lack CPUs, and these lack them for longer.
+    found, _, action = typical.text.partition(" Next: ")
+    ranks = ", ".join(str(each.rank) for each in same)
+    most = f"Rank{'s' * (len(same) > 1)} {ranks} wait{'s' * (len(same) == 1)} for the longest time."
+    merged = dataclasses.replace(typical, rank=same[0].rank, text=f"{found} {most} Next: {action}")
+    return [*(each for each in slow if each not in same), merged]
 
 
 def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> Verdict:

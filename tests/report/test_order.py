@@ -1,0 +1,184 @@
+"""The order of the verdicts, by what each has cost the job, on every surface; and one verdict for one cause."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.analysis.words.test_bottleneck import BASE
+from tests.report.test_held import node, slow_data, usual
+from tests.support.findings import MS, episode, findings
+from tests.support.reports import checked
+from torchlens_perf.analysis.node_state import NodeState
+from torchlens_perf.page.notebook import results
+from torchlens_perf.page.pictures.markup import html
+from torchlens_perf.page.sections.verdicts import verdicts as cards
+from torchlens_perf.report.brief import brief
+from torchlens_perf.report.build import build
+from torchlens_perf.report.terminal import render
+from torchlens_perf.run.ring import Flag
+from torchlens_perf.top.verdict_list import VerdictList
+
+
+def report_on(state: NodeState) -> dict[str, Any]:
+    return checked(build("r", [state]))
+
+
+def heads(report: dict[str, Any]) -> list[str]:
+    return [row["text"].partition(" Next: ")[0] for row in report["verdicts"]]
+
+
+def shown_in_order(text: str, parts: list[str]) -> bool:
+    """Whether all parts are in a text, one after the other."""
+    words, places = " ".join(text.split()), []
+    for part in parts:
+        places.append(words.find(part))
+    return -1 not in places and places == sorted(places)
+
+
+def several() -> NodeState:
+    """Two ranks that wait for data in each step, evaluate for longer in all, and save for less."""
+    loop = [{**BASE, "data": 6.0} for _ in range(200)]
+    for step in range(10, 200, 20):
+        loop[step] = {**loop[step], "host": 300.0, "flags": int(Flag.EVALUATION)}
+    for step in range(15, 200, 40):
+        loop[step] = {**loop[step], "host": 80.0, "flags": int(Flag.CHECKPOINT)}
+    return node([loop] * 2, findings(last_step=199, compared=2))
+
+
+def test_every_surface_has_the_same_order() -> None:
+    """JSON, terminal, its short form, page, notebook, summary and `top`: what has cost most is first on each."""
+    report = report_on(several())
+    kinds = [(row["kind"], row["phase"]) for row in report["verdicts"]]
+    lost = [row["lost_s"] for row in report["verdicts"]]
+    first_words = [head[:40] for head in heads(report)]
+
+    assert [kind for kind, _ in kinds] == ["long_steps", "data_bound", "long_steps", "none"]
+    assert lost == sorted(lost, reverse=True)
+    assert shown_in_order(render(report, "x", columns=250, color=False), first_words)
+    assert shown_in_order(brief(report, "x", columns=250, color=False), first_words)
+    in_cell = json.loads(results(report, "x", ""))
+    assert [each["text"] for each in in_cell["summary"]["verdicts"]] == heads(report)
+    assert shown_in_order(in_cell["html"], first_words)
+    held = [None] * len(kinds)
+    assert shown_in_order(html(cards({"report": report, "held": held})), first_words)  # type: ignore[typeddict-item]
+    listed = VerdictList()
+    listed.update(report, 1e9)
+    assert [entry.text for entry in listed.entries()] == heads(report)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_lost_time_orders_random_mixes(seed: int) -> None:
+    """The loss of each verdict is what the loop was given: no other verdict with a larger loss stands below."""
+    rng = np.random.default_rng(seed)
+    loop = [{**BASE, "data": float(rng.choice([1.0, 10.0, 40.0]))} for _ in range(1)] * 300
+    loop = [dict(step) for step in loop]
+    planted = {}
+    for flag, kind, begin in ((Flag.EVALUATION, "evaluation", 7), (Flag.CHECKPOINT, "saving", 11)):
+        every, more = int(rng.integers(15, 60)), float(rng.choice([100.0, 800.0, 3000.0]))
+        where = range(begin, 300, every)
+        planted[kind] = sum(more for step in where if "flags" not in loop[step]) / 1e3
+        for step in where:
+            if "flags" not in loop[step]:
+                loop[step] = {**loop[step], "host": loop[step]["host"] + more, "flags": int(flag)}
+    report = report_on(node([loop]))
+    lost = [row["lost_s"] for row in report["verdicts"]]
+    of_kind = {row["evidence"]["kinds"][0]: row for row in report["verdicts"] if row["kind"] == "long_steps"}
+
+    assert lost == sorted(lost, reverse=True)
+    for kind, row in of_kind.items():
+        assert row["lost_s"] == pytest.approx(planted[kind], rel=0.05)
+
+
+def test_what_is_over_is_not_on_top() -> None:
+    """A run that waited for data in most of its steps and now computes says first that it computes."""
+    report = report_on(node([slow_data(0, 320, 400)]))
+
+    assert [row["kind"] for row in report["verdicts"]] == ["compute_bound", "data_bound"]
+    assert heads(report)[0].startswith("Since step 320, computing takes 8")
+    assert heads(report)[0].endswith("% (14.0 ms) of a step of 16.0 ms; before, a step took 35.0 ms.")
+
+
+def test_two_waits_that_take_the_same_time_both_hold_to_the_end() -> None:
+    """Which of the two is longer in a window is chance."""
+    rng = np.random.default_rng(3)
+    loop = [{**BASE, "data": 10 + rng.normal(), "host": 10 + rng.normal()} for _ in range(200)]
+    (row,) = report_on(node([loop]))["verdicts"]
+
+    assert row["held"]["until_step"] is None
+    assert row["held"]["windows_held"] >= 0.9 * row["held"]["windows_judged"]
+
+
+class TestOneCause:
+    def test_a_part_of_the_run_is_not_named_beside_the_sentence_that_has_it(self) -> None:
+        """The run waited for a CPU and for data, and since a step mostly for data: one figure for the data."""
+        loop = [{**BASE, "forward": 24.0, "cpu": 20.0, "data": 14.0} for _ in range(200)]
+        for step in range(120, 200):
+            loop[step] = {**BASE, "forward": 14.0, "cpu": 10.0, "data": 22.0}
+        report = report_on(node([loop]))
+
+        assert len([head for head in heads(report) if "aiting for data" in head]) == 1
+        assert heads(report)[0].startswith(
+            "Since step 120, waiting for data takes 47% (22.0 ms) of a step of 47.0 ms; "
+        )
+        assert heads(report)[1].endswith("of a typical step of 48.4 ms; computing 29% (14.0 ms).")
+
+    def test_a_part_of_the_run_is_not_named_while_the_run_as_a_whole_holds(self) -> None:
+        loop = [{**BASE, "data": 10.0, "host": 12.0 if step < 300 else 30.0} for step in range(400)]
+        for step in range(100, 150):
+            loop[step]["data"] = 40.0
+        assert len([head for head in heads(report_on(node([loop]))) if "aiting for data" in head]) == 1
+
+    def test_a_rank_without_a_cpu_where_all_lack_one(self) -> None:
+        """One verdict, which names the rank that waits for longest."""
+        loops = [[{**BASE, "forward": 30.0 + more, "cpu": 26.0 + more} for _ in range(100)] for more in (0.0, 5.0)]
+        slow = episode(1, 0, from_start=True, phase="cpu", last_step=99, excess_ns=5 * MS, cost_ns=5 * MS)
+        report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
+
+        assert [row["kind"] for row in report["verdicts"]] == ["lack_of_cpu"]
+        assert heads(report)[0].endswith(" Rank 1 waits for the longest time.")
+        assert report["verdicts"][0]["rank"] == 1
+
+    def test_a_rank_alone_without_a_cpu_is_a_slow_rank(self) -> None:
+        """What all lack on average is only what it lacks."""
+        loops = [[{**BASE, "forward": 4.0 + more, "cpu": more} for _ in range(100)] for more in (0.0, 20.0)]
+        slow = episode(1, 0, from_start=True, phase="cpu", last_step=99, excess_ns=20 * MS, cost_ns=20 * MS)
+        report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
+
+        assert [row["kind"] for row in report["verdicts"]] == ["straggler"]
+
+    @pytest.mark.parametrize("until", [None, 180])
+    def test_waiting_for_a_slow_rank_is_no_verdict_of_its_own(self, until: int | None) -> None:
+        """Neither while it is slow, nor after it was so for most of the run."""
+        parts = {"communication": 20.0}, {"backward": 28.0}
+        loops = [[{**BASE, **each} for _ in range(200)] for each in parts]
+        for loop in loops:
+            loop[until or 200 :] = usual(200 - (until or 200))
+        slow = episode(1, 0, until, from_start=True, last_step=199)
+        report = report_on(node(loops, findings(slow, last_step=199, compared=2)))
+
+        assert "communication_bound" not in {row["kind"] for row in report["verdicts"]}
+        assert not any("aiting in communication" in head for head in heads(report))
+
+    def test_a_small_straggler_does_not_hide_what_all_lose(self) -> None:
+        """All wait for data for 30 ms, and one rank computes for 2 ms more: both are there, the data first."""
+        loops = [[{**BASE, "data": 30.0, "backward": 8.0 + more} for _ in range(100)] for more in (0.0, 2.0)]
+        for step in loops[0]:
+            step["communication"] = 2.0
+        slow = episode(1, 0, from_start=True, last_step=99, excess_ns=2 * MS, cost_ns=2 * MS)
+        report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
+
+        assert [row["kind"] for row in report["verdicts"]] == ["data_bound", "straggler"]
+
+
+@pytest.mark.parametrize("parts", [{"data": 30.0, "host": 12.0}, {"forward": 40.0, "cpu": 30.0, "data": 20.0}, {}])
+def test_cost_is_that_of_what_the_sentence_is_about(parts: dict[str, float]) -> None:
+    """The cost on the page's card is the first figure of the sentence, and not a sum of several."""
+    (row,) = report_on(node([[{**BASE, **parts} for _ in range(60)]]))["verdicts"]
+    share = float(row["text"].partition(" takes ")[2].partition("%")[0]) / 100
+
+    assert row["cost_share"] == pytest.approx(share if parts else 0.0, abs=0.006)
+    assert row["cost_s_per_step"] == pytest.approx(row["cost_share"] * row["evidence"].typical_step_s)
