@@ -24,7 +24,7 @@ import sys as _sys
 
 # A sidecar starts beside the first steps of a job, and needs none of it: importing it would take four times as long as
 # all else that it does at first (sidecar/start/wait.py).
-if _sys.orig_argv[1:4] != ["-m", "torchlens_perf", "sidecar"]:
+if getattr(_sys, "argv", [])[:2] != [__path__[0], "sidecar"]:  # as in run/children.py
     from torchlens_perf.config import Config
     from torchlens_perf.errors import ConfigError, TorchlensPerfError
     from torchlens_perf.recorder.device_sections import device_section

@@ -1,11 +1,56 @@
-"""`python -m torchlens_perf`: the command line, and the sidecar that a training process starts."""
+"""`python -m torchlens_perf`: the command line. Also every process that this package starts (run/children.py)."""
 
+import contextlib
+import os
 import sys
 
+
+def _take_search_path() -> None:
+    """Look for modules in the folders where the starting process looked.
+
+    Python has put this folder into sys.path, whose modules are not top-level ones.
+    """
+    here = os.path.dirname(os.path.abspath(__file__))
+    given = os.environ.get("_TORCHLENS_PERF_SEARCH_PATH", "").split("\n")
+    found = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
+    sys.path[:] = dict.fromkeys([*filter(None, given), *found])
+
+
+def _run(arguments: list[str]) -> int:
+    """Run a command, or one of the programs that no person starts. Return the exit code.
+
+    Each branch imports its own modules only: the command line's would take processor time from a job that has just
+    begun.
+    """
+    if arguments[:1] == ["sidecar"] and "--lock-descriptor" in arguments:
+        from torchlens_perf.sidecar.start import wait
+
+        return wait.main(arguments)
+    if arguments == ["drain"]:
+        from torchlens_perf.sidecar.start import drain
+
+        return drain.main()
+    if arguments == ["job-store"]:
+        from torchlens_perf.sidecar.nodes import job_store
+
+        return job_store.main()
+    from torchlens_perf.commands import cli
+
+    return cli.main(arguments)
+
+
+def _main() -> None:
+    code = _run(sys.argv[1:])
+    if "_TORCHLENS_PERF_CHILD" in os.environ:
+        # Threads of C++ libraries (pyarrow, grpc) may abort the process while the interpreter takes itself down.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    # Beside a job that has just begun, the command line's own imports would be noticed.
-    if sys.argv[1:2] == ["sidecar"] and "--lock-descriptor" in sys.argv:
-        from torchlens_perf.sidecar.start.wait import main
-    else:
-        from torchlens_perf.commands.cli import main
-    sys.exit(main(sys.argv[1:]))
+    if not __package__:
+        _take_search_path()
+    _main()

@@ -14,6 +14,8 @@ from torchlens_perf.errors import RAISE, ConfigError
 
 ENVIRONMENT_PREFIX = "TORCHLENS_PERF_"
 SWITCH = "TORCHLENS_PERF"
+CHILD = "_TORCHLENS_PERF_CHILD"
+"""Set in the environment of each process that this package starts. Such a process records nothing."""
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of ours that are not settings.
 _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
@@ -263,7 +265,12 @@ _PARSERS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": fl
 
 
 def is_on(environ: Mapping[str, str]) -> bool | None:
-    """What TORCHLENS_PERF says: on, off, or nothing (None). Raises ConfigError if it says something else."""
+    """Return whether TORCHLENS_PERF is on or off; None if it is not set. Raises ConfigError for another value.
+
+    It is off in the processes that this package starts.
+    """
+    if CHILD in environ:
+        return False
     text = environ.get(SWITCH)
     if text is None:
         return None

@@ -31,7 +31,7 @@ from torchlens_perf.recorder.folder_request import MADE, FolderRequest
 from torchlens_perf.recorder.recorder import refusal
 from torchlens_perf.results import last_report, report_page
 from torchlens_perf.results.methods import ShowsResults
-from torchlens_perf.run import directory, identity, make_folders
+from torchlens_perf.run import children, directory, identity, make_folders
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag
@@ -232,6 +232,8 @@ class Watch(ShowsResults):
         _watches_so_far += 1
         with ExitStack() as leaving:
             leaving.push(functools.partial(_decline, config))
+            if config.sidecar:
+                children.check()
             who.append(identity.detect(os.environ, directory.claim_run_id, earlier))
             run = RunDirectory(_absolute(config.dir) / who[0].run_id, shared=config.is_shared)
             undo.callback(run.leave_local)
@@ -245,6 +247,8 @@ class Watch(ShowsResults):
             )
             undo.callback(run.remove_ring, ring.path)
             undo.callback(ring.let_go)
+            if not config.sidecar and not ring.path.is_relative_to(run.path):
+                children.interpreter()  # a child copies the ring into the run directory at the end
             session = Session(config, who[0], ring)
             undo.callback(session.close, {})
             session.publish()

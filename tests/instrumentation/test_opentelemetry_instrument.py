@@ -190,10 +190,12 @@ def test_sidecar_is_not_instrumented(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """The folder that instruments every Python is not handed on to the sidecar; the user's other folders are."""
     from opentelemetry.instrumentation import auto_instrumentation
 
-    from torchlens_perf.recorder import sidecar
+    from torchlens_perf.run import children
 
     (folder,) = auto_instrumentation.__path__
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((folder, str(tmp_path), folder + os.sep)))
-    entries = sidecar.environment()["PYTHONPATH"].split(os.pathsep)
+    monkeypatch.setattr(sys, "path", [folder, *sys.path])
+    environment = children.environment()
+    entries = environment["PYTHONPATH"].split(os.pathsep)
     assert str(tmp_path) in entries
-    assert not [entry for entry in entries if entry.startswith(folder)]
+    assert not [entry for entry in entries + children.search_path() if entry.startswith(folder)]

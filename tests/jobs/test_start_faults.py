@@ -255,8 +255,8 @@ def no_local_place(how: str) -> Callable[..., dict[str, Any]]:
 
 REFUSALS = {
     "working directory": (no_working_directory, "the working directory cannot be found: No such file"),
-    "no executable": (no_program(""), "no process can be started: Python does not know its own program"),
-    "executable is None": (no_program(None), "no process can be started: Python does not know its own program"),
+    "no executable": (no_program(""), "no other process can be started: Python does not know its own program"),
+    "executable is None": (no_program(None), "no other process can be started: Python does not know its own program"),
     "missing executable": (no_program("/nonexistent/python"), "no process can be started: No such file"),
     "executable is no program": (no_program("/etc/passwd"), "no process can be started: Permission denied"),
     "open files": (limit(resource.RLIMIT_NOFILE, -1), "Too many open files"),

@@ -258,7 +258,8 @@ def test_cannot_start(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_pa
         shell.write_text("#!/bin/sh\nexit 2\n")
         shell.chmod(0o755)
         monkeypatch.setattr(sidecar, "_SHELL", str(shell))
-    with pytest.raises(RunStoreError, match="the sidecar cannot start"):
+    said = "gone .sys.executable. cannot be run" if wrong == "python" else "the sidecar cannot start"
+    with pytest.raises(RunStoreError, match=said):
         ensure(run, rank.identity)
     assert find_sidecar_lock(run.run_id) is None
     rank.close()

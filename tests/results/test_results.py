@@ -25,6 +25,7 @@ from tests.support.processes import run as run_command
 from tests.support.processes import wait_for_sidecar
 from torchlens_perf.errors import RAISE, ConfigError, RunStoreError
 from torchlens_perf.results import ask, child
+from torchlens_perf.run import children
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import KINDS
 from torchlens_perf.run.records import PARTS
@@ -240,7 +241,7 @@ class TestChild:
         """It is not a rank, has no GPU, and does not record itself."""
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv("TORCHLENS_PERF", "1")
-        made = child.environment()
+        made = children.environment()
 
         assert not {"RANK", "TORCHLENS_PERF"} & set(made)
         assert made["CUDA_VISIBLE_DEVICES"] == ""

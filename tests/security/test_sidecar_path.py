@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import ROOT, run, runs, wait_for_sidecar
-from torchlens_perf.recorder import sidecar
+from torchlens_perf.run import children
 
 _JOB = """
 import os, sys
@@ -42,12 +42,22 @@ def test_relative_python_path(path: str, tmp_path: Path) -> None:
     assert "20 steps" in done.stderr
 
 
-def test_python_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Absolute, in the user's order; nothing of Python's own is moved to the front."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["/started/in/src", *sys.path])
+def test_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of this process, in their order. Of those that are not absolute, and of the script's, none."""
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/script/train.py")
+    monkeypatch.setattr(sys, "path", ["/script", "", "src", "/x", *sys.path, "/x"])
+    found = children.search_path()
 
-    assert sidecar.python_path("src:/x") == ["/started/in/src", "/x", str(ROOT)]
-    assert sidecar.python_path(f"lib:{ROOT}") == [str(tmp_path / "lib"), str(ROOT)]
-    monkeypatch.setattr(sidecar, "_ROOT", "/usr/lib/python3/site-packages")
-    assert sidecar.python_path("lib") == [str(tmp_path / "lib")]
+    assert found[0] == "/x"
+    assert not {"/script", "", "src"} & set(found)
+    assert str(ROOT) in found
+    assert len(set(found)) == len(found)
+
+
+def test_python_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absolute, as Python has made it when it started, in the user's order."""
+    monkeypatch.setattr(sys, "path", ["/started/in/src", *sys.path])
+    monkeypatch.setenv("PYTHONPATH", "src:/x")
+
+    assert children.environment()["PYTHONPATH"] == "/started/in/src:/x"

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from torchlens_perf import config
 from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
 from torchlens_perf.errors import ConfigError, printable
+from torchlens_perf.run import children
 from torchlens_perf.startup import sitecustomize
 
 # One argument with short options: letters, then perhaps one that takes all that follows, or else the next argument.
@@ -31,7 +32,7 @@ _NO_SITECUSTOMIZE = re.compile(r"-[^-WX]*[EIS]")
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
-    """Becomes `python ARGUMENTS`, recorded. Raises ConfigError if nothing is to be run or Python cannot be started."""
+    """Becomes `python ARGUMENTS`, recorded. Raises ConfigError or RunStoreError if that is not possible."""
     quiet = list(arguments[:1]) == [_QUIET]
     arguments = arguments[quiet:]
     if not arguments or list(arguments) == ["-m"]:
@@ -39,10 +40,11 @@ def run(arguments: Sequence[str]) -> NoReturn:
     typed = typed_options(sys.orig_argv)
     environment = environment_at_start()
     _switch_on(environment, [*typed, *split_options(arguments)[0]], quiet=quiet)
+    program = children.interpreter()
     try:
-        os.execve(sys.executable, [sys.orig_argv[0], *typed, *arguments], environment)
+        os.execve(program, [sys.orig_argv[0], *typed, *arguments], environment)
     except OSError as error:
-        raise ConfigError(f"cannot start {sys.executable or 'Python'}: {error.strerror}") from error
+        raise ConfigError(f"cannot start {program}: {error.strerror}") from error
 
 
 def describe(commands: Any) -> None:
@@ -119,7 +121,8 @@ def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bo
     if wanted is False:
         if quiet:
             return
-        _say_off(environment, f"{config.SWITCH}={environment[config.SWITCH]}")
+        off = config.CHILD if config.CHILD in environment else config.SWITCH
+        _say_off(environment, f"{off}={environment[off]}")
         return
     environment.setdefault(config.SWITCH, "1")
     path = environment.get("PYTHONPATH")

@@ -10,13 +10,12 @@ import contextlib
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.run import make_folders
+from torchlens_perf.run import children, make_folders
 
 MADE = "made"
 _END_TIMEOUT_S = 0.1  # of a child that has answered
@@ -78,15 +77,14 @@ class FolderRequest:
 
 
 def _child(arguments: list[str]) -> subprocess.Popen[bytes]:
-    if not sys.executable:
-        raise RunStoreError("no process can be started: Python does not know its own program (sys.executable is empty)")
     try:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", make_folders.__file__, *arguments],
+            children.script(make_folders.__file__, *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
+            env=children.environment(),
             start_new_session=True,
             cwd="/",
         )

@@ -6,10 +6,10 @@ import contextlib
 import os
 import select
 import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
+from torchlens_perf.run import children
 from torchlens_perf.run.rings import copy_out, memory
 
 if TYPE_CHECKING:
@@ -29,14 +29,15 @@ def keep(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
     descriptor = memory.open_to_read(str(ring.path))
     try:
         process = subprocess.Popen(
-            [
-                sys.executable, "-I", "-S", copy_out.__file__, str(descriptor), str(run.rings / ring.path.name),
-                str(run.node_rings(host)), *map(str, run.ring_files(ring.path)),
-            ],
+            children.script(
+                copy_out.__file__, str(descriptor), str(run.rings / ring.path.name), str(run.node_rings(host)),
+                *map(str, run.ring_files(ring.path)),
+            ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
+            env=children.environment(),
             pass_fds=[descriptor],
             start_new_session=True,
             cwd="/",

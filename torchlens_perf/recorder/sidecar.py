@@ -7,13 +7,12 @@ import errno
 import fcntl
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.run import ownership, sidecar_status
+from torchlens_perf.run import children, ownership, sidecar_status
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log
 from torchlens_perf.run.processes import process_cpu_time_s, process_stat, threads
 from torchlens_perf.run.sidecar_lock import SidecarLock
@@ -22,14 +21,6 @@ from torchlens_perf.run.sidecar_status import SEVERAL_NODES, SHARED
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
-# Where the user's Python finds us, but not what would make the sidecar a training process.
-_DROPPED = ("TORCHLENS_PERF", "RANK", "LOCAL_RANK", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
-# NumPy's libraries start a thread for each processor when they are imported, which takes half of that import's time.
-_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
-_ROOT = str(Path(__file__).absolute().parents[2])
-# opentelemetry-instrument's folder in PYTHONPATH, which instruments every Python that finds it there: its spans on our
-# own requests would be the user's bill.
-_INSTRUMENTS = os.sep + os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
 # The shell ends at once, so that the sidecar is nobody's child: Ray's workers kill their children as they end,
 # DeepSpeed's launcher what a failed rank has started, and a sidecar that ends before its rank would stay as a zombie.
 _SHELL, _DETACHED = "/bin/sh", '"$@" &'
@@ -45,8 +36,6 @@ def ensure(run: RunDirectory, who: Identity) -> bool:
     no terminal, no GPU, nobody's child. It is not waited for, and the run directory is not touched: its disk may not
     answer. Raises RunStoreError where no process can be started.
     """
-    if not sys.executable:
-        raise RunStoreError("the sidecar cannot start: Python does not know its own program (sys.executable is empty)")
     try:
         return _start(run, who)
     except OSError as error:
@@ -58,14 +47,12 @@ def _start(run: RunDirectory, who: Identity) -> bool:
     if not lock.acquire():
         return False
     try:
-        command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", who.node]
+        command = children.command("sidecar", str(run.path), "--host", who.node)
         command += ["--lock-descriptor", str(lock.descriptor)]
         if not who.on_one_node:
             command.append(SEVERAL_NODES)
         if run.shared:
             command.append(SHARED)
-        if not os.access(command[0], os.X_OK):  # of which a shell would tell the log alone
-            raise PermissionError(errno.EACCES, f"{command[0]} cannot be run")
         if os.access(_SHELL, os.X_OK):
             command = [_SHELL, "-c", _DETACHED, _SHELL, *command]
         with open(sidecar_log(lock.path), "ab", opener=ownership.open_to_append) as log:
@@ -74,7 +61,7 @@ def _start(run: RunDirectory, who: Identity) -> bool:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(),
+                env=children.environment(),
                 pass_fds=[lock.descriptor],
                 start_new_session=True,
                 cwd="/",
@@ -89,36 +76,6 @@ def _start(run: RunDirectory, who: Identity) -> bool:
         raise
     lock.close()
     return True
-
-
-def environment() -> dict[str, str]:
-    """For a command of ours: no training process, no GPU, and with another working directory."""
-    found = {name: value for name, value in os.environ.items() if name not in _DROPPED}
-    found["CUDA_VISIBLE_DEVICES"] = ""
-    found.update(dict.fromkeys(_THREADS, "1"))
-    if "PYTHONPATH" in found or not _is_installed(_ROOT):
-        found["PYTHONPATH"] = os.pathsep.join(python_path(found.get("PYTHONPATH", "")))
-    return found
-
-
-def python_path(text: str) -> list[str]:
-    """PYTHONPATH for a process with another working directory: the same folders, and the one that we lie in."""
-    entries = [_as_at_start(each) for each in text.split(os.pathsep)] if text else []
-    entries = [each for each in entries if not each.rstrip(os.sep).endswith(_INSTRUMENTS)]
-    return entries if _is_installed(_ROOT) else [*entries, *({_ROOT} - set(entries))]
-
-
-def _as_at_start(entry: str) -> str:
-    """Absolute. Python has made it so when it started; the working directory may be another one by now."""
-    if os.path.isabs(entry):
-        return entry
-    end = os.sep + os.path.normpath(entry)
-    return next((each for each in sys.path if os.path.isabs(each) and each.endswith(end)), os.path.abspath(entry))
-
-
-def _is_installed(folder: str) -> bool:
-    """Whether every Python finds it by itself. Named in PYTHONPATH, what lies in there would come before Python's."""
-    return os.path.basename(folder) in ("site-packages", "dist-packages")
 
 
 class LateReport:

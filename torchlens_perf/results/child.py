@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
-from torchlens_perf.errors import RunStoreError
-from torchlens_perf.recorder.sidecar import environment
+from torchlens_perf.errors import RunStoreError, printable
+from torchlens_perf.run import children
 
 TIMEOUT_S = 60.0  # of a report on 4096 ranks, three times
 
@@ -16,15 +15,13 @@ def output(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
 
     Its working directory is /: paths are absolute. Raises RunStoreError with the command's own line where it fails.
     """
-    if not sys.executable:
-        raise RunStoreError("no process can be started: Python does not know its own program (sys.executable is empty)")
-    command = [sys.executable, "-m", "torchlens_perf", *arguments]
+    command = children.command(*arguments)
     try:
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            env=environment(),
+            env=children.environment(),
             cwd="/",
             timeout=timeout_s,
             check=False,
@@ -35,5 +32,7 @@ def output(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
         raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RunStoreError(said.removeprefix("torchlens-perf: ") or f"torchlens-perf ended with {done.returncode}")
+        raise RunStoreError(
+            printable(said).removeprefix("torchlens-perf: ") or f"torchlens-perf ended with {done.returncode}"
+        )
     return done.stdout

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from torchlens_perf.errors import RunStoreError, printable
+from torchlens_perf.errors import RunStoreError
 
 TIMEOUT_S = 120.0
 _NAME = "report.html"  # in the run directory
@@ -26,29 +26,12 @@ def report_html(watch: Recorded, path: str | os.PathLike[str] | None = None) -> 
     Raises RunStoreError, with what to do, where nothing is recorded, nothing is saved yet, or the file cannot be
     written.
     """
-    import subprocess
-    import sys
-
-    from torchlens_perf.recorder.sidecar import environment
+    from torchlens_perf.results import child
 
     if watch.run_dir is None:
         raise RunStoreError(
             "there is no run to show: enter the watch first; where it is switched off, the log says why"
         )
-    if not sys.executable:
-        raise RunStoreError("no page: Python does not know its own program (sys.executable is empty)")
     page = Path(path).absolute() if path is not None else watch.run_dir / _NAME
-    command = [sys.executable, "-m", "torchlens_perf", "report", str(watch.run_dir), "--html", str(page)]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment(), cwd="/", timeout=TIMEOUT_S,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise RunStoreError(f"the page was not written within {TIMEOUT_S:.0f} s") from None
-    except OSError as error:
-        raise RunStoreError(f"no page: no process can be started: {error.strerror or error}") from None
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].removeprefix("torchlens-perf: ")
-        raise RunStoreError(printable(said) or f"no page: torchlens-perf ended with {done.returncode}")
+    child.output("report", str(watch.run_dir), "--html", str(page), timeout_s=TIMEOUT_S)
     return page

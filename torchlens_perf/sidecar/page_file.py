@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import resource
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import printable
+from torchlens_perf.run import children
 from torchlens_perf.sidecar import termination
 
 if TYPE_CHECKING:
@@ -49,8 +48,8 @@ def write_page(sidecar: Sidecar) -> None:
 def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> str:
     """Writes it, or returns why not. gives_up: asked meanwhile; True ends it without a reason."""
     page = run.report.with_suffix(".html")
-    command = [sys.executable, "-m", "torchlens_perf", "report", str(run.path), "--html", str(page)]
-    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve more than they use
+    command = children.command("report", str(run.path), "--html", str(page))
+    environment = {**children.environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve more than they use
     began_s = time.monotonic()
     with tempfile.TemporaryFile() as said:
         child = subprocess.Popen(

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from torchlens_perf.run import tap_requirements
+from torchlens_perf.run import children, tap_requirements
 from torchlens_perf.sidecar import priority
 
 logger = logging.getLogger("torchlens_perf.sidecar")
@@ -95,7 +95,8 @@ class TapForNextRun:
         self._to_be_built = False
         logger.info("building the native tap on collectives: %s", self._name)
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "torchlens_perf", "build-tap", "--in-background", self._name],
+            children.command("build-tap", "--in-background", self._name),
+            env=children.environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

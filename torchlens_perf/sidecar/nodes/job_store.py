@@ -42,7 +42,8 @@ def ask(host: str, port: int, key: str, lives_s: float, known: str, publish: str
         look_s = min(2 * look_s, _LAST_LOOK_S)
 
 
-def main() -> None:
+def main() -> int:
+    """Answer the order on stdin. Return the exit code."""
     order = json.load(sys.stdin)
     signal.alarm(int(order["lives_s"]) + _GRACE_S)
     try:
@@ -52,7 +53,4 @@ def main() -> None:
         answer = "error " + str(error).partition("\n")[0]
     sys.stdout.write(answer)
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

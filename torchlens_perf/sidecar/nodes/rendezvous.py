@@ -18,11 +18,11 @@ import re
 import secrets
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from torchlens_perf.run import children
 from torchlens_perf.sidecar.nodes.places import Places, split_address
 from torchlens_perf.sidecar.nodes.timing import Timing
 
@@ -181,10 +181,9 @@ class Rendezvous:
             "publish": publish.encode().decode() if publish else "",
         }  # fmt: skip
         # Neither ourselves nor a device's plugin; and no device is looked for.
-        environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = {**children.environment(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "torchlens_perf.sidecar.nodes.job_store"],
+            children.command("job-store"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from torchlens_perf.errors import RingError
+from torchlens_perf.run import children
 from torchlens_perf.run.directory import runs_on_this_node, writer_lives
 from torchlens_perf.run.ring import Reader
 from torchlens_perf.run.rings import memory
 
-_PROGRAM = "torchlens_perf.sidecar.start.drain"
 OLD_S = 600.0  # since something last came or went beside the rings
 
 
@@ -71,5 +70,9 @@ def begin() -> None:
         return
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     subprocess.Popen(
-        [sys.executable, "-m", _PROGRAM], stdin=subprocess.DEVNULL, env=environment, start_new_session=True, cwd="/"
+        children.command("drain"),
+        stdin=subprocess.DEVNULL,
+        env=children.environment(environment),
+        start_new_session=True,
+        cwd="/",
     )

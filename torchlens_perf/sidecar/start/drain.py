@@ -47,7 +47,7 @@ def _holds_records(path: Path) -> bool:
         reader.close()
 
 
-def main(old_s: float = OLD_S) -> None:
+def main(old_s: float = OLD_S) -> int:
     """Drains them, one after the other. A disk that does not answer is waited for."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     priority.lower()
@@ -57,7 +57,4 @@ def main(old_s: float = OLD_S) -> None:
                 logger.info("%s", drain(dead))
             except (OSError, TorchlensPerfError) as error:
                 logger.warning("the rings in %s stay: %s", dead.rings[0].parent, error)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,0 +1,268 @@
+"""Which programs a watch starts: a Python interpreter that is shown to be one, and never the user's program again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchlens_perf as perf
+from tests.support.leftovers import left_behind
+from tests.support.processes import ROOT, clean_environ, run, runs, wait_for_sidecar
+from torchlens_perf import autoload
+from torchlens_perf.config import CHILD
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.hooks.loop import first_step
+from torchlens_perf.run import children
+
+APP = '#!/bin/sh\necho "$@" >> {log}\n'
+LIBRARIES = sysconfig.get_path("purelib")
+TRAIN = """
+import sys
+import torch
+import torchlens_perf as perf
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with perf.watch(model, optimizer, dir=sys.argv[-1], exit_timeout_s=30) as watch:
+    for _ in range(20):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+print("trained", watch.run_dir, flush=True)
+"""
+
+
+def programs(folder: Path) -> dict[str, object]:
+    """Values of sys.executable, none of which is this Python's interpreter."""
+    app = folder / "app"
+    app.write_text(APP.format(log=folder / "started"))
+    app.chmod(0o755)
+    named = folder / "bin"
+    named.mkdir()
+    for name in ("python", "python3.9"):
+        shutil.copy(app, named / name)
+    (folder / "link").symlink_to(app)
+    (folder / "text").write_text("")
+    return {
+        "app": str(app), "link": str(folder / "link"), "named python": str(named / "python"),
+        "of another version": str(named / "python3.9"), "none": None, "empty": "", "missing": str(folder / "gone"),
+        "folder": str(folder), "no program": str(folder / "text"), "bytes": os.fsencode(app),
+    }  # fmt: skip
+
+
+KINDS = (
+    "app", "link", "named python", "of another version", "none", "empty", "missing", "folder", "no program", "bytes",
+    "frozen",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sidecar", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_program_that_is_no_interpreter_is_not_started(
+    kind: str, sidecar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Recording is off with one line, before a ring is made. Without a sidecar, nothing is started at all."""
+    if kind == "frozen":  # also where sys.executable is an interpreter
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+        programs(tmp_path)
+    else:
+        monkeypatch.setattr(sys, "executable", programs(tmp_path)[kind])
+    model, folder = torch.nn.Linear(4, 4), tmp_path / "runs"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with perf.watch(model, optimizer, dir=str(folder), sidecar=sidecar, report=False) as watch:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+    assert not (tmp_path / "started").exists()
+    if sidecar:
+        assert watch.run_dir is None
+        assert len(said) == 1
+        assert "torchlens_perf is off: no other process can be started: " in said[0]
+        assert left_behind(folder) == []
+
+
+@pytest.mark.parametrize("function", [children.command, lambda: children.script("x.py"), children.check])
+def test_every_command_line_is_checked(function: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No way leads around interpreter()."""
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(RunStoreError, match="is frozen"):
+        function()  # type: ignore[operator]
+
+
+def test_no_file_trusts_sys_executable() -> None:
+    """Command lines of our processes are made in one place."""
+    allowed = {
+        "run/children.py",
+        "sidecar/host/stacks.py",  # py-spy lies next to it
+        "sidecar/start/wait.py",  # replaces itself by itself
+    }
+    package = Path(perf.__file__).parent
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if "sys.executable" in path.read_text()}
+
+    assert found == allowed
+
+
+def test_nothing_is_recorded_in_a_process_that_we_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it turns out to be: watch(), TORCHLENS_PERF=1 and `run` begin nothing in it."""
+    monkeypatch.setenv(CHILD, "1")
+    monkeypatch.setenv("TORCHLENS_PERF", "1")
+    with perf.watch(dir=str(tmp_path / "runs")) as watch:
+        pass
+    autoload.autoload()
+    done = run([sys.executable, "-m", "torchlens_perf", "run", "-c", "import torch; print('ran')"], tmp_path)
+
+    assert watch.run_dir is None
+    assert not (tmp_path / "runs").exists()
+    assert first_step._waiting is None
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert f"torchlens_perf is off: {CHILD}=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "passed_on"),
+    [
+        (["-I"], ["-I"]),
+        (["-E", "-s"], ["-E", "-s"]),
+        (["-B", "-X", "utf8"], ["-B", "-X", "utf8"]),
+        (["-X", "pycache_prefix=/nowhere", "-X", "dev"], ["-X", "pycache_prefix=/nowhere"]),
+        (["-W", "error", "-O", "-X", "importtime"], []),
+    ],
+)
+def test_options_of_the_interpreter(typed: list[str], passed_on: list[str]) -> None:
+    """Those that say where modules come from are passed on; those that examine the user's program are not."""
+    code = "from torchlens_perf.run import children; import json; print(json.dumps(children.command('x')))"
+    command = [sys.executable, *typed, "-c", code]
+    environ = {name: value for name, value in clean_environ().items() if not name.startswith("PYTHON")}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    program, *options = json.loads(done.stdout)
+
+    assert program == sys.executable
+    assert options == [*passed_on, str(Path(perf.__file__).parent), "x"]
+
+
+def test_isolated_program_has_isolated_children(tmp_path: Path) -> None:
+    """A sitecustomize on PYTHONPATH runs in none of them, as it does not run in the job."""
+    mark, folder = tmp_path / "mark", tmp_path / "path"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"import sys; open({str(mark)!r}, 'a').write(repr(sys.argv))")
+    done = run([sys.executable, "-I", "-c", TRAIN, str(tmp_path / "torchlens-perf")], tmp_path, PYTHONPATH=str(folder))
+    (made,) = runs(tmp_path)
+    wait_for_sidecar(made)
+
+    assert "20 steps" in done.stderr
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "first"),
+    [
+        ("lib/site-packages", "import sys; sys.path.insert(0, {folder!r})"),  # pip install --target
+        ("lib", "import sys; sys.path.append({folder!r})"),  # as PEX and shiv do
+        (".", ""),  # a copy beside the script
+    ],
+)
+def test_package_that_only_sys_path_finds(folder: str, first: str, tmp_path: Path) -> None:
+    """The sidecar is of the same package as the job, wherever the job found it."""
+    target, script = tmp_path / folder, tmp_path / "train.py"
+    copied = shutil.copytree(ROOT / "torchlens_perf", target / "torchlens_perf", dirs_exist_ok=True)
+    main = copied / "__main__.py"
+    main.write_text(f"open({str(tmp_path / 'mark')!r}, 'w').write(__file__)\n{main.read_text()}")
+    # In front of the finder that the installation of the tests has left.
+    finders = "import sys; sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
+    script.write_text(finders + first.format(folder=str(target)) + TRAIN)
+    done = run([sys.executable, str(script), str(tmp_path / "torchlens-perf")], tmp_path)
+    (made,) = runs(tmp_path)
+    wait_for_sidecar(made)
+
+    assert "20 steps" in done.stderr
+    assert (tmp_path / "mark").read_text() == str(main)
+
+
+def test_library_that_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording would have no sidecar: it is off before a ring is made, and the line names what is missing."""
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != LIBRARIES])
+    with pytest.raises(RunStoreError, match="numpy, pyarrow, msgspec, rich not found"):
+        children.check()
+
+
+def test_package_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other process can run it there."""
+    monkeypatch.setattr(children, "_PACKAGE", str(tmp_path / "app.pyz" / "torchlens_perf"))
+    with pytest.raises(RunStoreError, match="is not in a folder"):
+        children.check()
+
+
+EMBEDDING = r"""
+#include <Python.h>
+int main(int argc, char **argv) {
+    PyConfig config;
+    PyConfig_InitPythonConfig(&config);
+    config.parse_argv = 0;
+    PyConfig_SetBytesString(&config, &config.program_name, argv[0]);
+    PyConfig_SetBytesString(&config, &config.executable, argv[0]);
+    PyConfig_SetBytesArgv(&config, argc, argv);
+    if (PyStatus_Exception(Py_InitializeFromConfig(&config))) return 3;
+    int failed = PyRun_SimpleString(CODE);
+    return Py_FinalizeEx() < 0 || failed ? 4 : 0;
+}
+"""
+
+
+def test_program_that_embeds_python(tmp_path: Path) -> None:
+    """A C program whose sys.executable is itself. It trains once, and no process of it is started again."""
+    get = sysconfig.get_config_var
+    count = f"open({str(tmp_path / 'started')!r}, 'a').write('started\\n')\n"
+    (tmp_path / "code.h").write_text("#define CODE " + json.dumps(count + TRAIN) + "\n")
+    (tmp_path / "app.c").write_text('#include "code.h"\n' + EMBEDDING)
+    library = [f"-L{get('LIBDIR')}", f"-Wl,-rpath,{get('LIBDIR')}", f"-lpython{get('LDVERSION')}"]
+    if not get("Py_ENABLE_SHARED"):
+        library = [f"{get('LIBPL')}/{get('LIBRARY')}", *get("LINKFORSHARED").split()]
+    command = ["gcc", "app.c", f"-I{get('INCLUDEPY')}", "-o", "app", *library, *get("LIBS").split(), "-ldl", "-lm"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    path = os.pathsep.join([LIBRARIES, str(ROOT)])
+    where = {"PYTHONHOME": sys.base_prefix, "PYTHONPATH": path}
+    done = run([str(tmp_path / "app"), str(tmp_path / "torchlens-perf")], tmp_path, **where)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trained None\n"
+    assert (tmp_path / "started").read_text() == "started\n"
+    assert f"torchlens_perf is off: no other process can be started: {tmp_path / 'app'} (sys.executable)" in done.stderr
+    assert not (tmp_path / "torchlens-perf").exists()
+
+
+# Torch and we are imported from where they are installed: to pack them takes minutes, and shows no more.
+FROZEN = """
+import sys
+sys.path[:0] = {path!r}
+with open({started!r}, "a") as file:
+    file.write(f"{{sys.frozen}} {{sys.executable}}\\n")
+exec({code!r})
+"""
+
+
+@pytest.mark.slow
+def test_program_of_pyinstaller(tmp_path: Path) -> None:
+    """A real one: sys.executable is the program, which ignores its arguments. It trains once, and records nothing."""
+    stdlib = [sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib")) / "lib-dynload")]
+    path, started = [*stdlib, LIBRARIES, str(ROOT)], tmp_path / "started"
+    (tmp_path / "app.py").write_text(FROZEN.format(path=path, started=str(started), code=TRAIN))
+    build = [sys.executable, "-m", "PyInstaller", "--onedir", "--noconfirm", "--log-level", "ERROR", "app.py"]
+    subprocess.run(build, cwd=tmp_path, env=dict(os.environ), check=True)
+    app = tmp_path / "dist" / "app" / "app"
+    done = run([str(app), str(tmp_path / "torchlens-perf")], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trained None\n"
+    assert started.read_text() == f"True {app}\n"
+    assert done.stderr.count("torchlens_perf is off: no other process can be started: this program is frozen") == 1
+    assert not (tmp_path / "torchlens-perf").exists()

@@ -1,0 +1,176 @@
+"""Command line and environment of every process that this package starts.
+
+Three rules hold for all of them:
+
+- The program is a Python interpreter that is shown to be one. In a frozen or embedding program, `sys.executable` is
+  that program: started with our arguments, it would train a second time.
+- The child runs this very package, and finds its libraries where this process found them.
+- A variable in the environment marks the child. watch() and autoload() record nothing where it is set, so no chain of
+  processes can arise.
+
+Any thread. Imports next to nothing until it is called.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.machinery import PathFinder
+
+from torchlens_perf.config import CHILD
+from torchlens_perf.errors import RunStoreError
+
+SEARCH_PATH = "_TORCHLENS_PERF_SEARCH_PATH"
+"""Folders for the child's sys.path, one a line, see __main__.py."""
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOT = os.path.dirname(_PACKAGE)
+_SIDECAR_LIBRARIES = ("numpy", "pyarrow", "msgspec", "rich")
+_INTERPRETER_NAME = re.compile(r"python(?:\d(?:\.(\d+))?)?[tdmu]{0,2}(?:-dbg)?")
+# A child is no rank, and profilers that are loaded by these variables are not meant for it.
+_NOT_A_RANK = ("TORCHLENS_PERF", "RANK", "LOCAL_RANK", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
+# The user examines their own program. PYTHONWARNINGS=error would end a sidecar at a library's DeprecationWarning.
+_OF_THE_PROGRAM = ("PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONINSPECT", "PYTHONTRACEMALLOC", "PYTHONVERBOSE")
+_OPTIONS_OF_THE_PROGRAM = ("dev", "importtime", "perf", "perf_jit", "showrefcount", "tracemalloc")
+# The folder by which opentelemetry-instrument instruments every Python. Spans of our own requests are of no use.
+_INSTRUMENTS = os.sep + os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
+# NumPy's libraries start a thread for each processor when they are imported. That takes half of the import's time.
+_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+def interpreter() -> str:
+    """Return the path of this Python's interpreter. Raise RunStoreError if `sys.executable` is not shown to be one."""
+    reason = _why_no_interpreter(sys.executable)
+    if reason:
+        raise RunStoreError(f"no other process can be started: {reason}")
+    return sys.executable
+
+
+def check() -> None:
+    """Raise RunStoreError, with the reason, if a sidecar could not run."""
+    interpreter()
+    if not os.path.isfile(os.path.join(_PACKAGE, "__main__.py")):
+        raise RunStoreError(f"no other process can be started: torchlens_perf is not in a folder, but in {_ROOT}")
+    missing = [name for name in _SIDECAR_LIBRARIES if not _is_found(name, search_path())]
+    if missing:
+        raise RunStoreError(
+            f"the sidecar cannot start: {', '.join(missing)} not found. "
+            f"Install {'them' if len(missing) > 1 else 'it'} for {sys.executable}"
+        )
+
+
+def command(*arguments: str) -> list[str]:
+    """Return the command line for `torchlens-perf ARGUMENTS`. Raise RunStoreError as interpreter() does."""
+    return [interpreter(), *_options(), _PACKAGE, *arguments]
+
+
+def script(path: str, *arguments: str) -> list[str]:
+    """Return the command line for a file that imports only the standard library. Raise as interpreter() does."""
+    return [interpreter(), "-I", "-S", path, *arguments]
+
+
+def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return a child's environment: marked, no rank, no GPU. base: os.environ by default."""
+    dropped = (*_NOT_A_RANK, *_OF_THE_PROGRAM)
+    found = {name: value for name, value in (os.environ if base is None else base).items() if name not in dropped}
+    if "PYTHONPATH" in found:
+        found["PYTHONPATH"] = _python_path(found["PYTHONPATH"])
+    found.update(dict.fromkeys(_THREADS, "1"))
+    return {**found, CHILD: "1", "CUDA_VISIBLE_DEVICES": "", SEARCH_PATH: "\n".join(search_path())}
+
+
+def search_path() -> list[str]:
+    """Return the folders in which a child looks for modules: those of this process, without the script's own.
+
+    A file rich.py beside the user's script must not stand in for a library. The script's folder is in the list if a
+    library is found nowhere else.
+    """
+    entries = [entry for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry) and "\n" not in entry]
+    entries = [entry for entry in dict.fromkeys(entries) if not entry.rstrip(os.sep).endswith(_INSTRUMENTS)]
+    rest = [entry for entry in entries if entry != _scripts_folder()]
+    if not all(_is_found(name, rest) for name in _SIDECAR_LIBRARIES):
+        rest = entries
+    return rest if _ROOT in rest else [*rest, _ROOT]
+
+
+def _python_path(text: str) -> str:
+    """Return PYTHONPATH for a process with another working directory.
+
+    Python has made its entries absolute when it started. The working directory may be another one by now.
+    """
+    entries = []
+    for entry in text.split(os.pathsep):
+        end = os.sep + os.path.normpath(entry)
+        known = (each for each in sys.path if isinstance(each, str) and os.path.isabs(each) and each.endswith(end))
+        if os.path.isabs(entry) or not entry:
+            entries.append(entry)
+        else:
+            entries += [next(known, "")]
+    entries = [entry for entry in entries if entry and not entry.rstrip(os.sep).endswith(_INSTRUMENTS)]
+    return os.pathsep.join(entries)
+
+
+def _why_no_interpreter(path: object) -> str:
+    if getattr(sys, "frozen", False):
+        return f"this program is frozen (sys.frozen is set), and {path} is the program itself"
+    if not path or not isinstance(path, str):
+        return "Python does not know its own program (sys.executable is empty)"
+    if not (os.path.isfile(path) and os.access(path, os.X_OK)):
+        return f"{path} (sys.executable) cannot be run"
+    if not _is_interpreter(path):
+        return f"{path} (sys.executable) is not the interpreter of the Python in {sys.base_prefix}"
+    return ""
+
+
+def _is_interpreter(path: str) -> bool:
+    """Whether a file, or what it is a link to, is named like an interpreter and lies where this Python has its own."""
+    installed = False
+    for each in (path, os.path.realpath(path)):
+        named = _INTERPRETER_NAME.fullmatch(os.path.basename(each))
+        if named is not None:
+            if named[1] and int(named[1]) != sys.version_info.minor:
+                return False
+            installed = installed or os.path.realpath(os.path.dirname(each)) in _interpreter_folders()
+    return installed
+
+
+def _interpreter_folders() -> set[str]:
+    import sysconfig
+
+    prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
+    folders = [os.path.join(prefix, "bin") for prefix in prefixes]
+    folders.append(str(sysconfig.get_config_var("BINDIR") or ""))  # with PYTHONHOME, the prefixes are another place
+    return {os.path.realpath(folder) for folder in folders if folder}
+
+
+def _options() -> list[str]:
+    """Options of this interpreter that say where modules come from and how text is read. -W and -O do not."""
+    flags = sys.flags
+    options = ["-I"] if flags.isolated else ["-E"] * flags.ignore_environment + ["-s"] * flags.no_user_site
+    if not flags.isolated and getattr(flags, "safe_path", False):
+        options.append("-P")
+    options += ["-S"] * flags.no_site + ["-B"] * bool(flags.dont_write_bytecode)
+    for name, value in getattr(sys, "_xoptions", {}).items():
+        if name not in _OPTIONS_OF_THE_PROGRAM:
+            options += ["-X", name if value is True else f"{name}={value}"]
+    return options
+
+
+def _is_found(name: str, folders: Iterable[str]) -> bool:
+    """Whether a child that looks in these folders finds a library; also by a finder that an installer has left."""
+    if PathFinder.find_spec(name, list(folders)) is not None:
+        return True
+    others = [finder for finder in sys.meta_path if finder is not PathFinder]
+    return any(hasattr(finder, "find_spec") and finder.find_spec(name, None) is not None for finder in others)
+
+
+def _scripts_folder() -> str:
+    """Return the folder that Python put first into sys.path for the script; "" if there is none."""
+    if sys.flags.isolated or getattr(sys.flags, "safe_path", False) or not sys.path:
+        return ""
+    first, main = sys.path[0], sys.modules.get("__main__")
+    if getattr(main, "__spec__", None) is not None:  # with -m, it is the working directory
+        return first if isinstance(first, str) else ""
+    return first if first == os.path.dirname(getattr(main, "__file__", None) or "") else ""
