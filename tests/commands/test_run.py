@@ -119,7 +119,9 @@ def test_python_that_has_gone(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", program], tmp_path)
 
     assert done.returncode == 2
-    assert done.stderr == "torchlens-perf: cannot start /nowhere/python: No such file or directory\n"
+    assert done.stderr == (
+        "torchlens-perf: no other process can be started: /nowhere/python (sys.executable) cannot be run\n"
+    )
 
 
 @pytest.mark.parametrize(

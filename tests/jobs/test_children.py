@@ -242,8 +242,11 @@ def test_program_that_embeds_python(tmp_path: Path) -> None:
 
 # Torch and we are imported from where they are installed: to pack them takes minutes, and shows no more.
 FROZEN = """
-import sys
+import os, sys
 sys.path[:0] = {path!r}
+for name, module in list(sys.modules.items()):  # the program has parts of the standard library's packages
+    if hasattr(module, "__path__"):
+        module.__path__ = [*module.__path__, os.path.join({path!r}[0], *name.split("."))]
 with open({started!r}, "a") as file:
     file.write(f"{{sys.frozen}} {{sys.executable}}\\n")
 exec({code!r})

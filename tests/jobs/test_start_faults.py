@@ -257,7 +257,7 @@ REFUSALS = {
     "working directory": (no_working_directory, "the working directory cannot be found: No such file"),
     "no executable": (no_program(""), "no other process can be started: Python does not know its own program"),
     "executable is None": (no_program(None), "no other process can be started: Python does not know its own program"),
-    "missing executable": (no_program("/nonexistent/python"), "no process can be started: No such file"),
+    "missing executable": (no_program("/nonexistent/python"), "/nonexistent/python (sys.executable) cannot be run"),
     "executable is no program": (no_program("/etc/passwd"), "no process can be started: Permission denied"),
     "open files": (limit(resource.RLIMIT_NOFILE, -1), "Too many open files"),
     "file size": (limit(resource.RLIMIT_FSIZE, 4096), "no place for a ring file of 339968 bytes"),

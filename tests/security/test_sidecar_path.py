@@ -45,7 +45,7 @@ def test_relative_python_path(path: str, tmp_path: Path) -> None:
 def test_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folders of this process, in their order. Of those that are not absolute, and of the script's, none."""
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/script/train.py")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/script/train.py", raising=False)
     monkeypatch.setattr(sys, "path", ["/script", "", "src", "/x", *sys.path, "/x"])
     found = children.search_path()
 

@@ -119,6 +119,23 @@ def test_who_says_nothing(arguments: list[str], environment: dict[str, str], tmp
     assert NOTHING not in done.stderr
 
 
+PROBES = {
+    "a version": "print(torch.__version__)",
+    "a device": "print(torch.accelerator.is_available(), torch.get_num_threads())",
+    "a tensor": "print(torch.ones(2, 2) @ torch.ones(2, 2))",
+    "a file": "torch.save({'a': torch.ones(2)}, 'x.pt'); torch.load('x.pt')",
+    "a class": "from torch import nn\nclass Net(nn.Module): pass",
+}
+
+
+def test_programs_without_a_model_write_what_they_write_without_us(tmp_path: Path) -> None:
+    """A build script may read the output of `python -c "import torch; ..."`, with stderr in it."""
+    for name, script in PROBES.items():
+        done = run_warm([sys.executable, "-c", f"import torch\n{script}"], tmp_path, TORCHLENS_PERF="1")
+
+        assert (done.returncode, done.stderr) == (0, ""), name
+
+
 @pytest.mark.long
 def test_children_say_nothing(tmp_path: Path) -> None:
     """Processes of multiprocessing, forked and spawned; what they inherit is not theirs to say."""

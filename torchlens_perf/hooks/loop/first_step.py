@@ -1,7 +1,7 @@
 """Waiting, in a process that does not know of us, for the first step of its loop: see autoload.py.
 
 Data loader workers, compile workers, launchers and tools import torch too, and are not ranks: until something trains,
-nothing is made. Where nothing has trained when the process ends, one line says so.
+nothing is made. Where a program with a model has trained nothing when it ends, one line says so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.loop.optimizer import relay
-from torchlens_perf.hooks.loop.trained_models import living_optimizers
+from torchlens_perf.hooks.loop.trained_models import living, living_optimizers
 from torchlens_perf.recorder import torch_private
 
 Start = Callable[[Any], None]
@@ -90,8 +90,17 @@ class FirstStep:
 
     def _process_ends(self) -> None:
         with guard("saying that nothing was recorded"):
-            if os.getpid() == self._pid and is_users_program():
+            if os.getpid() == self._pid and is_users_program() and self._looks_like_training():
                 print(f"torchlens_perf recorded nothing: {self._seen()}", file=sys.stderr)
+
+    def _looks_like_training(self) -> bool:
+        """Whether there was a backward pass, or a model or an optimizer is left. A program may import torch for less.
+
+        Such a program (`python -c "import torch; print(torch.__version__)"`) must write what it writes without us.
+        """
+        from torch.nn import Module
+
+        return self._passes > 0 or bool(living(Module)) or bool(living_optimizers())
 
     def _seen(self) -> str:
         following = "Next: for inference, or to say yourself where a step ends, use perf.watch(model) in the script."
