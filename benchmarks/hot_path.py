@@ -68,9 +68,8 @@ def module_variants(folder: Path) -> dict[str, Callable[[], float]]:
     ring = RingFile(folder / "modules", 65536)
     recorder = _native.Recorder(ring.buffer, ring.intern)
     plain, marked, hooked = nn.Identity(), nn.Identity(), nn.Identity()
-    marked.__dict__["_compiled_call_impl"] = _native.ModuleCall(
-        recorder, ring.intern("m"), nn.Module._call_impl, marked
-    )
+    assert _native.route_calls(nn.Module.__call__)
+    _native.set_module_call(id(marked), _native.ModuleCall(recorder, ring.intern("m"), nn.Module.__call__))
     hooked.register_forward_pre_hook(lambda module, args: None)
     hooked.register_forward_hook(lambda module, args, result: None)
     recorder.begin(3, ring.intern("forward"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,12 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.recording import EVERYTHING, Record, recorded
 from torchlens_perf import watch
 from torchlens_perf.config import Config
+from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.hooks.loop.selection import NamedModel, select
 from torchlens_perf.hooks.loop.trained_models import TrainedModels
-from torchlens_perf.recorder import torch_private
+from torchlens_perf.recorder import python, session
 from torchlens_perf.run.ring import Flag, Kind
-
-SLOT = "_compiled_call_impl"
 
 
 class Block(nn.Module):
@@ -60,13 +60,18 @@ class Raises(nn.Module):
         raise self.error
 
 
-@pytest.fixture(params=["slot", "hooks"])
+@pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Modules timed through their slot, and through public hooks as where torch has no such slot."""
-    if request.param == "hooks":
-        works = torch_private.works
-        monkeypatch.setattr(torch_private, "works", lambda name: "compiled_call_impl" not in name and works(name))
+    """Calls routed by the native recorder, and by a replaced nn.Module.__call__ as without a C compiler."""
+    if request.param == "python":
+        time_in_python(monkeypatch)
     return request.param
+
+
+def time_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks_module, "route_calls", lambda function: False)
+    monkeypatch.setattr(hooks_module, "ModuleCall", python.ModuleCall)
+    monkeypatch.setattr(session, "Recorder", python.Recorder)
 
 
 def inside(inner: Record, outer: Record) -> bool:
@@ -112,7 +117,7 @@ def _no_collection() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_collection")
 def test_fallback_records_the_same_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through public hooks, and through the slot: the same kinds, names, depths and flags, in the same order."""
+    """The Python recorder and the native one: the same kinds, names, depths and flags, in the same order."""
 
     def shape() -> list[tuple[Any, ...]]:
         torch.manual_seed(0)
@@ -131,13 +136,11 @@ def test_fallback_records_the_same_spans(tmp_path: Path, monkeypatch: pytest.Mon
             if each.kind is not Kind.THREAD_TIME  # of long steps only, and those are the machine's
         ]
 
-    by_slot = shape()
-    works = torch_private.works
-    monkeypatch.setattr(torch_private, "works", lambda name: "compiled_call_impl" not in name and works(name))
-    by_hooks = shape()
+    native = shape()
+    time_in_python(monkeypatch)
 
-    assert len(by_slot) > 40
-    assert by_slot == by_hooks
+    assert len(native) > 40
+    assert native == shape()
 
 
 def test_recursion_and_shared_modules(tmp_path: Path, way: str) -> None:
@@ -199,24 +202,8 @@ def test_exception_is_the_users_own(error: BaseException, tmp_path: Path) -> Non
     assert (recording.records[-1].name, recording.records[-1].depth) == ("0", 1)
 
 
-def test_exception_through_public_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch calls no hook for a KeyboardInterrupt: its spans are dropped and counted, and the next ones are right."""
-    monkeypatch.setattr(
-        torch_private, "works", lambda name, works=torch_private.works: "call_impl" not in name and works(name)
-    )
-    model = nn.Sequential(Block(), Raises(KeyboardInterrupt()))
-    with recorded(tmp_path, model, **EVERYTHING) as recording:
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.randn(2, 4))
-        model[1].error = ValueError("bad batch")
-        with pytest.raises(ValueError, match="bad batch"):
-            model(torch.randn(2, 4))
-
-    assert [each.name for each in recording.records if each.flags & Flag.EXCEPTION] == ["1", "forward Sequential"]
-
-
 def test_result_of_none_is_no_exception(tmp_path: Path, way: str) -> None:
-    """A module may return nothing, also in an exception handler's place; through hooks that looks much like raising."""
+    """A module may return nothing."""
 
     class Silent(nn.Module):
         def forward(self, x: Tensor) -> None:
@@ -257,7 +244,6 @@ def test_watch_ends_inside_a_call(tmp_path: Path, way: str) -> None:
         inside_result = model(batch)
 
     assert torch.equal(model(batch), inside_result)
-    assert not any(SLOT in vars(module) for module in model.modules())
 
 
 class Acts(dict):
@@ -416,10 +402,15 @@ def test_later_model_at_the_same_address(tmp_path: Path) -> None:
 # -- modules stay the user's
 
 
-def test_nothing_is_left_in_modules(tmp_path: Path, way: str) -> None:
-    """Afterwards the modules' dictionaries hold what they held before, hooks included."""
+def test_modules_and_classes_are_not_changed(tmp_path: Path, way: str) -> None:
+    """Inside the watch too, the dictionaries of modules and of their classes hold what they held before."""
     model = Model()
     model.blocks[0].compile(backend="eager")
+    run(model)  # Dynamo leaves its own marks in classes
+    model.zero_grad()
+    untouched = {kind: dict(vars(kind)) for module in model.modules() for kind in type(module).__mro__}
+    if way == "python":
+        del untouched[nn.Module]
 
     def contents() -> list[Any]:
         return [
@@ -430,26 +421,73 @@ def test_nothing_is_left_in_modules(tmp_path: Path, way: str) -> None:
     before = contents()
     with recorded(tmp_path, model, **EVERYTHING):
         run(model)
-        if way == "slot":
-            assert all(SLOT in vars(module) for module in model.modules() if not isinstance(module, nn.ModuleList))
-    model.zero_grad()
+        model.zero_grad()
+        assert str(before) == str(contents())
+        assert [list(one) for _, one in before] == [list(one) for _, one in contents()]
+        assert {kind: dict(vars(kind)) for kind in untouched} == untouched
 
     assert str(before) == str(contents())
-    assert [list(one) for _, one in before] == [list(one) for _, one in contents()]
+    assert dict(vars(nn.Module))["__call__"] is nn.Module._wrapped_call_impl
 
 
-def test_module_compiled_inside_the_watch_keeps_its_slot(tmp_path: Path) -> None:
-    """module.compile() takes the slot that we had, and has it after the watch too."""
+def test_module_compiled_inside_the_watch_is_timed_at_its_boundary(tmp_path: Path, way: str) -> None:
     model = Model()
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
         model.blocks[0].compile(backend="eager")
-        compiled = vars(model.blocks[0])[SLOT]
         run(model)
 
-    assert vars(model.blocks[0])[SLOT] is compiled
-    assert recording.names(Kind.MODULE).count("blocks.0") == 1
-    assert "blocks.0: compiled inside the watch: no times since then" in recording.notes
+    assert recording.names(Kind.MODULE).count("blocks.0") == 2
+    assert recording.names(Kind.MODULE).count("blocks.0.linear") == 1
+    assert "blocks.0: compiled inside the watch: no inner times since then" in recording.notes
+
+
+class OwnCall(nn.Module):
+    """Its class has a __call__ of its own, as OptimizedModule and fx.GraphModule have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(OwnCall, id="class with __call__"),
+        pytest.param(lambda: torch.fx.symbolic_trace(Block()), id="GraphModule"),
+        pytest.param(lambda: torch.compile(Block(), backend="eager"), id="OptimizedModule"),
+        pytest.param(lambda: torch.jit.script(Block()), id="ScriptModule"),
+        pytest.param(lambda: nn.LSTM(4, 4), id="LSTM"),
+        pytest.param(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), id="parametrization"),
+    ],
+)
+def test_each_call_counts_once(make: Callable[[], nn.Module], tmp_path: Path, way: str) -> None:
+    """Also where a class's own __call__ calls the one of nn.Module."""
+    model = nn.Sequential(make())
+    with recorded(tmp_path, model, modules=("0",)) as recording:
+        for _ in range(3):
+            model(torch.randn(2, 4))
+
+    assert recording.names(Kind.FORWARD) == ["forward Sequential"] * 3
+    assert recording.names(Kind.MODULE) == ["0"] * 3
+
+
+def test_another_tool_that_patches_calls_meanwhile(tmp_path: Path, way: str) -> None:
+    """torch.fx replaces nn.Module.__call__ while it traces, and puts back what it found."""
+    model = Block()
+    with recorded(tmp_path, model, **EVERYTHING) as recording:
+        run(model)
+        torch.fx.symbolic_trace(Block())
+        run(model)
+
+    assert recording.names(Kind.FORWARD) == ["forward Block"] * 2
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl
 
 
 @pytest.mark.parametrize(
@@ -483,57 +521,18 @@ def test_deep_copy_is_not_watched(tmp_path: Path, way: str) -> None:
     model = Model()
     batch = torch.randn(2, 4)
     with recorded(tmp_path, model, **EVERYTHING) as recording:
-        copies = [copy.deepcopy(model), copy.copy(model)]
-        for copied in copies:
-            assert not any(
-                vars(module).get(SLOT)
-                for module in copied.modules()
-                if module is not model.stem and copied is copies[0]
-            )
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         nn.init.zeros_(copies[0].stem.weight)
         nn.init.zeros_(copies[0].stem.bias)
         changed = copies[0](batch)
+        copies[1](batch)
         unchanged = run(model, batch)
 
     assert not torch.equal(changed, unchanged)
     assert recording.names(Kind.FORWARD) == ["forward Model"]
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: nn.LSTM(4, 4), lambda: nn.GRU(4, 4), lambda: nn.TransformerEncoderLayer(4, 2, 4)]
-)
-def test_every_watched_module_can_be_copied(make: Any, tmp_path: Path, way: str) -> None:
-    """Also those that say themselves what is copied."""
-    model = nn.Sequential(make())
-    with recorded(tmp_path, model, **EVERYTHING):
-        copied = copy.deepcopy(model)
-
-    assert str(model) == str(copied)
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), copied.parameters(), strict=True))
-
-
-def test_saved_fallback_hooks_load_without_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where public hooks are in use, a saved model holds hooks; they are the standard library's and do nothing."""
-    import pickle
-    import pickletools
-
-    monkeypatch.setattr(
-        torch_private, "works", lambda name, works=torch_private.works: "call_impl" not in name and works(name)
-    )
-    model = nn.Sequential(nn.Linear(4, 4))
-    with recorded(tmp_path, model, **EVERYTHING):
-        data = pickle.dumps(model)
-    loaded = pickle.loads(data)
-    batch = torch.randn(2, 4)
-
-    assert torch.equal(model(batch), loaded(batch))
-    used = {argument for _, argument, _ in pickletools.genops(data) if isinstance(argument, str)}
-    assert not any("torchlens" in each for each in used)
-
-
-def test_dataparallel_replicas_are_restored(tmp_path: Path) -> None:
-    """Replicas compute with their own parameters, and torch's way of making them is put back."""
-    replicate = nn.Module._replicate_for_data_parallel
+def test_dataparallel_replicas_compute_with_their_own_parameters(tmp_path: Path, way: str) -> None:
     model = nn.Linear(4, 4)
     with recorded(tmp_path, model, **EVERYTHING):
         replica = model._replicate_for_data_parallel()
@@ -541,4 +540,3 @@ def test_dataparallel_replicas_are_restored(tmp_path: Path) -> None:
         result = replica(torch.randn(2, 4))
 
     assert torch.equal(result, torch.ones(2, 4))
-    assert nn.Module._replicate_for_data_parallel is replicate

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchlens_perf as perf
 from tests.support.recording import EVERYTHING, Recording, recorded
 from torchlens_perf.hooks import module as hooks_module
-from torchlens_perf.recorder import python, session, torch_private
+from torchlens_perf.recorder import python, session
 from torchlens_perf.run.ring import Kind
 
 STEPS = 4
@@ -32,16 +32,13 @@ def _forget_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=["slot", "hooks"])
+@pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Modules timed through their slot, by the recorder in Python too, and through public hooks as where torch has no
-    such slot."""
+    """Calls routed by the native recorder, and by a replaced nn.Module.__call__ as without a C compiler."""
     if request.param == "python":
         monkeypatch.setattr(session, "Recorder", python.Recorder)
         monkeypatch.setattr(hooks_module, "ModuleCall", python.ModuleCall)
-    if request.param == "hooks":
-        works = torch_private.works
-        monkeypatch.setattr(torch_private, "works", lambda name: "compiled_call_impl" not in name and works(name))
+        monkeypatch.setattr(hooks_module, "route_calls", lambda function: False)
     return request.param
 
 
@@ -126,7 +123,7 @@ def whole_model(model: Model, optimizer: torch.optim.Optimizer, backend: Any) ->
 
 
 def with_hooks(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
-    """Modules inside the graph have hooks, as DTensor's have: Dynamo goes through their calls, and meets the slot."""
+    """Modules inside the graph have hooks, as DTensor's have: Dynamo goes through their calls."""
     model.blocks[0].register_forward_pre_hook(lambda module, arguments: (arguments[0] * 2,))
     model.head.register_forward_hook(lambda module, arguments, result: result + 1)
     whole_model(model, optimizer, backend)
@@ -259,7 +256,7 @@ USUAL = (
     whole_model, with_hooks, function_with_break, regional, new_shapes, training_step, traced_autograd,
     compiled_autograd,
 )  # fmt: skip
-BY_HOOKS_TOO = (whole_model, with_hooks, new_shapes)
+IN_PYTHON_TOO = (whole_model, with_hooks, new_shapes)
 """The others are left to make test-long."""
 
 
@@ -267,8 +264,8 @@ BY_HOOKS_TOO = (whole_model, with_hooks, new_shapes)
     ("run", "way"),
     [
         pytest.param(run, way, id=f"{way}-{run.__name__}", marks=[] if run in usual else [pytest.mark.long])
-        for way, usual, runs in (("slot", USUAL, WAYS), ("hooks", BY_HOOKS_TOO, WAYS), ("python", (), (with_hooks,)))
-        for run in runs
+        for way, usual in (("native", USUAL), ("python", IN_PYTHON_TOO))
+        for run in WAYS
     ],
     indirect=["way"],
 )
@@ -287,11 +284,7 @@ def test_same_graphs(run: Run, tmp_path: Path, way: str) -> None:
 
 
 def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
-    """A graph made before the watch is used inside it, one made inside it afterwards, and both are timed there.
-
-    With the public hooks in place of the slot, a graph that was made inside is made again afterwards: Dynamo guards on
-    the number of hooks that it saw.
-    """
+    """A graph made before the watch is used inside it, one made inside it afterwards, and both are timed there."""
     counter = CompileCounter()
     before, inside = Model(), Other()
     compiled_before = torch.compile(before, backend=counter, fullgraph=True)
@@ -316,9 +309,8 @@ def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
     assert recording.of(Kind.MODULE) + again.of(Kind.MODULE) == []
 
 
-def test_watch_of_modules_with_hooks_compiles_once_more(tmp_path: Path) -> None:
-    """Where a module inside the graph has hooks, Dynamo guards on its slot: one graph with a watch, and one without,
-    whichever comes first and however many watches there are."""
+def test_watch_of_modules_with_hooks_does_not_compile_again(tmp_path: Path) -> None:
+    """Where a module inside the graph has hooks, Dynamo traces and guards its whole call."""
     counter = CompileCounter()
     model = Model()
     model.blocks[0].register_forward_pre_hook(lambda module, arguments: (arguments[0] * 2,))
@@ -331,7 +323,7 @@ def test_watch_of_modules_with_hooks_compiles_once_more(tmp_path: Path) -> None:
         assert recording.names(Kind.FORWARD) == ["forward Model"]
     compiled(batch)
 
-    assert counter.frame_count == 2
+    assert counter.frame_count == 1
 
 
 def test_compiled_module_is_timed_at_its_boundary(tmp_path: Path, way: str) -> None:

@@ -134,8 +134,7 @@ class Fuzz:
     def _module(self, recorder: Any) -> None:
         if len(self._modules) < 50:
             observers = {key: self.function() for key in ("before", "after", "forward") if self.random.random() < 0.3}
-            module = self.random.choice([None, Hostile(self), 3])
-            self._modules.append(_native.ModuleCall(recorder, self.argument(), self.function(), module, **observers))
+            self._modules.append(_native.ModuleCall(recorder, self.argument(), self.function(), **observers))
         else:
             self._modules.pop(self.random.randrange(50))
         if self._modules:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -160,12 +158,12 @@ def test_deep_nesting_is_cut_and_counted(rig: Rig) -> None:
     assert records[-1]["duration_ns"] == 100
     assert rig.reader.counter(ring.TOO_DEEP) == 100 - 63
 
-    def recurse(left: int) -> None:
+    def recurse(module: None, left: int) -> None:
         if left:
-            call(left - 1)
+            call(None, left - 1)
 
     call = rig.implementation.ModuleCall(recorder, name, recurse)
-    call(99)
+    call(None, 99)
 
     assert len(rig.records()) == 63
     assert rig.reader.counter(ring.TOO_DEEP) == 2 * (100 - 63)
@@ -469,20 +467,14 @@ class TestModuleCall:
     def test_passes_arguments_and_result(self, rig: Rig) -> None:
         """The function gets the module and all arguments, and its result comes back as it is."""
         module = Module()
-        call = rig.implementation.ModuleCall(rig.recorder, 0, Module.forward, module)
+        call = rig.implementation.ModuleCall(rig.recorder, 0, Module.forward)
 
-        assert call() == (module, (), {})
-        assert call(1, 2, key=3) == (module, (1, 2), {"key": 3})
-        assert call(*range(20), **{f"k{i}": i for i in range(20)})[1:] == (
+        assert call(module) == (module, (), {})
+        assert call(module, 1, 2, key=3) == (module, (1, 2), {"key": 3})
+        assert call(module, *range(20), **{f"k{i}": i for i in range(20)})[1:] == (
             tuple(range(20)),
             {f"k{i}": i for i in range(20)},
         )
-
-    def test_works_without_a_module(self, rig: Rig) -> None:
-        """Over an earlier callable (module.compile()), nothing is put before the arguments."""
-        call = rig.implementation.ModuleCall(rig.recorder, 0, lambda *args, **kwargs: (args, kwargs))
-
-        assert call(1, key=2) == ((1,), {"key": 2})
 
     def test_outermost_call_is_the_forward_phase(self, rig: Rig) -> None:
         """The outermost watched module is FORWARD, the ones inside are modules, of recomputation RECOMPUTE."""
@@ -545,11 +537,11 @@ class TestModuleCall:
             seen.append(result)
 
         call = rig.implementation.ModuleCall(
-            rig.recorder, 0, lambda *args, **kwargs: "result", None, before=before, after=after
+            rig.recorder, 0, lambda *args, **kwargs: "result", before=before, after=after
         )
-        call(1)
+        call(None, 1)
         rig.recorder.sampled = 1
-        call(2, key=3)
+        call(None, 2, key=3)
 
         assert seen == [((2,), {"key": 3}), "result"]
         assert [record["duration_ns"] for record in rig.records()] == [0, 0]
@@ -559,8 +551,8 @@ class TestModuleCall:
         """Calls that no other watched module has made, in every step; not those inside, nor in a backward pass."""
         seen: list[object] = []
         module_call, recorder = rig.implementation.ModuleCall, rig.recorder
-        inner = module_call(recorder, 0, lambda: "inner", None, forward=seen.append)
-        outer = module_call(recorder, 1, lambda: inner() and "outer", None, forward=seen.append)
+        inner = module_call(recorder, 0, lambda: "inner", forward=seen.append)
+        outer = module_call(recorder, 1, lambda: inner() and "outer", forward=seen.append)
         outer()
         inner()
         recorder.begin(Kind.BACKWARD, 0)
@@ -595,20 +587,6 @@ class TestModuleCall:
         assert call() == "result"
         assert call() == "result"
 
-    def test_holds_the_module_weakly(self, rig: Rig) -> None:
-        """The module dies with its last reference, without the garbage collector."""
-        module = Module()
-        module.slot = rig.implementation.ModuleCall(rig.recorder, 0, Module.forward, module)
-        reference, call = weakref.ref(module), module.slot
-        gc.disable()
-        try:
-            del module
-            assert reference() is None
-        finally:
-            gc.enable()
-        with pytest.raises(ReferenceError):
-            call()
-
     def test_fallback_marks_choose_the_same_kinds(self, rig: Rig) -> None:
         """begin_module and end_module, for hooks, record what ModuleCall would."""
         recorder, outer, inner = rig.recorder, rig.ring.intern("outer"), rig.ring.intern("inner")
@@ -622,6 +600,95 @@ class TestModuleCall:
             (Kind.MODULE, "inner", Flag.EXCEPTION),
             (Kind.FORWARD, "outer", 0),
         ]
+
+
+class Called(Module):
+    def __call__(self, *args: object) -> object:
+        return self.forward(*args)
+
+
+class CallsThrough(Called):
+    def __call__(self, argument: object) -> object:
+        return super().__call__(argument)
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Iterator[Rig]:
+    """Calls of Called.__call__ are routed by the native recorder."""
+    if len(IMPLEMENTATIONS) < 2:
+        pytest.skip("the package was installed without a C compiler")
+    from torchlens_perf import _native
+
+    rig = Rig(_native, tmp_path)
+    assert _native.route_calls(Called.__call__)
+    yield rig
+    _native.unroute_calls(Called.__call__)
+    rig.close()
+
+
+class TestRoutedCalls:
+    def test_only_modules_of_the_table_are_timed(self, native: Rig) -> None:
+        """Thousands come and go, and each call is timed while its module is in the table."""
+        modules = [Called() for _ in range(3000)]
+        timed = set(range(0, 3000, 3))
+        for index in timed:
+            call = native.implementation.ModuleCall(native.recorder, 0, Called.__call__)
+            native.implementation.set_module_call(id(modules[index]), call)
+        for index in sorted(timed)[::2]:
+            native.implementation.set_module_call(id(modules[index]), None)
+            native.implementation.set_module_call(id(modules[index]), None)
+            timed.remove(index)
+        for index, module in enumerate(modules):
+            written = native.recorder.written
+            assert module(index) == (module, (index,), {})
+            assert native.recorder.written - written == (index in timed)
+        for index in timed:
+            native.implementation.set_module_call(id(modules[index]), None)
+        assert modules[0](1) == (modules[0], (1,), {})
+
+    def test_call_through_super_is_one(self, native: Rig) -> None:
+        """Also where Python runs the inner call inline, and after a call that never reached it."""
+        module = CallsThrough()
+        native.implementation.set_module_call(
+            id(module), native.implementation.ModuleCall(native.recorder, 0, Called.__call__)
+        )
+        assert native.implementation.route_calls(CallsThrough.__call__)
+        try:
+            for _ in range(100):
+                module(1)
+            with pytest.raises(TypeError):
+                module()
+            list(map(Called.__call__, [module], [1]))
+        finally:
+            native.implementation.unroute_calls(CallsThrough.__call__)
+            native.implementation.set_module_call(id(module), None)
+
+        flags = [record["flags"] for record in native.records()]
+        assert flags == [0] * 100 + [Flag.EXCEPTION] + [0]
+
+    def test_routes_once_and_restores(self, native: Rig) -> None:
+        function, attributes = Called.__call__, dict(vars(Called))
+        module = Called()
+        assert not native.implementation.route_calls(function)
+        assert not native.implementation.route_calls(len)
+        native.implementation.set_module_call(
+            id(module), native.implementation.ModuleCall(native.recorder, 0, function)
+        )
+        native.implementation.unroute_calls(function)
+        native.implementation.unroute_calls(len)
+        module(1)
+        assert native.recorder.written == 0
+        assert native.implementation.route_calls(function)
+        module(1)
+        assert native.recorder.written == 1
+        assert dict(vars(Called)) == attributes
+        native.implementation.set_module_call(id(module), None)
+
+    def test_wrong_arguments_are_refused(self, native: Rig) -> None:
+        unfinished = native.implementation.ModuleCall.__new__(native.implementation.ModuleCall)
+        for arguments in ((), (1,), (1, 2), (0, None), ("x", None), (1, unfinished), (1, None, 2)):
+            with pytest.raises((TypeError, ValueError)):
+                native.implementation.set_module_call(*arguments)
 
 
 def test_nvtx_ranges_balance(rig: Rig) -> None:

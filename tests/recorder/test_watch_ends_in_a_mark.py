@@ -119,8 +119,8 @@ def end_on_the_device(rig: EndingRig) -> None:
 def called_module(rig: EndingRig, **observers: Any) -> None:
     rig.recorder.sampled = 1
     call = rig.implementation.ModuleCall(rig.recorder, 1, lambda *args: args, **observers)
-    assert call(1, 2) == (1, 2)
-    assert call(3) == (3,)
+    assert call(None, 1, 2) == (None, 1, 2)
+    assert call(None, 3) == (None, 3)
 
 
 def device_in_a_module(rig: EndingRig) -> None:

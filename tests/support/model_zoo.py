@@ -919,7 +919,7 @@ def compiled_in_place(watching: Watching) -> Outcome:
 
 @case
 def compiled_in_place_inside(watching: Watching) -> Outcome:
-    """module.compile(), inside the watch: it takes the slot that our timer was in."""
+    """module.compile(), inside the watch."""
     model = nn.Sequential(nn.Linear(8, 8), Residual())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

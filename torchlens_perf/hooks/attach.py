@@ -14,7 +14,7 @@ from torchlens_perf.hooks.loop.optimizer import OptimizerHook
 from torchlens_perf.hooks.loop.passed_optimizers import PassedOptimizers
 from torchlens_perf.hooks.loop.selection import MAX_MODULES, device_of, select
 from torchlens_perf.hooks.loop.training_loop import TrainingLoop
-from torchlens_perf.hooks.module import ModuleHook
+from torchlens_perf.hooks.module import ModuleCalls, ModuleHook
 from torchlens_perf.hooks.nvtx import NvtxHook
 from torchlens_perf.hooks.on_device.choice import device_hooks
 from torchlens_perf.hooks.on_device.memory import MemoryHook
@@ -49,8 +49,9 @@ def start(
     loop = TrainingLoop(session, PassedOptimizers(optimizers), lambda found: watched.watch(found))
     recompute = RecomputeHook()
     backward = BackwardHook(loop, recompute)
-    watched = _WatchedModels(session, backward)
-    hooks = default_hooks(session.config, loop, backward, recompute)
+    calls = ModuleCalls()
+    watched = _WatchedModels(session, backward, calls)
+    hooks = default_hooks(session.config, loop, backward, recompute, calls)
     session.prepare()  # when all modules of ours with hooks in them have been imported
     session.attach(hooks)
     if models is not None:
@@ -65,13 +66,16 @@ def start(
     return loop
 
 
-def default_hooks(config: Config, loop: TrainingLoop, backward: BackwardHook, recompute: RecomputeHook) -> list[Hook]:
+def default_hooks(
+    config: Config, loop: TrainingLoop, backward: BackwardHook, recompute: RecomputeHook, calls: ModuleCalls
+) -> list[Hook]:
     """The hooks of a watch, in the order of attaching. A new hook is a line here."""
     wanted: list[tuple[bool, Hook]] = [
         (config.nvtx, NvtxHook()),
         (True, SectionHook()),
         (True, OptimizerHook(loop)),
         (True, DataHook()),
+        (True, calls),
         (True, backward),
         (True, recompute),
         (config.collectives, CollectiveHook()),
@@ -87,9 +91,10 @@ def default_hooks(config: Config, loop: TrainingLoop, backward: BackwardHook, re
 class _WatchedModels:
     """The models whose modules are timed. Holds none of them."""
 
-    def __init__(self, session: Session, backward: BackwardHook) -> None:
+    def __init__(self, session: Session, backward: BackwardHook, calls: ModuleCalls) -> None:
         self._session = session
         self._backward = backward
+        self._calls = calls
         self._known: dict[int, weakref.ref[Module]] = {}  # modules by id, which a later one may have again
 
     def watch(self, models: Sequence[NamedModel]) -> None:
@@ -101,7 +106,7 @@ class _WatchedModels:
             if device == "cpu" and accelerator():
                 device = ""  # it may be moved yet, or FSDP keeps its parameters there: the device's clock will tell
             self._session.modules_timed((each.name for each in modules), device=device, all_levels=selection.all_levels)
-            self._session.attach([ModuleHook(modules, self._backward)])
+            self._session.attach([ModuleHook(modules, self._backward, self._calls)])
 
     def _watches(self, module: Module) -> bool:
         known = self._known.get(id(module))

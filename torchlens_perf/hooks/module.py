@@ -2,199 +2,137 @@
 
 from __future__ import annotations
 
-import copyreg
-import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
-from torchlens_perf.recorder.recorder import ModuleCall
-from torchlens_perf.run.ring import Flag
+from torchlens_perf.recorder.recorder import NATIVE, ModuleCall, route_calls, set_module_call, unroute_calls
 
 if TYPE_CHECKING:
-    import torch
     from torch.nn import Module
 
     from torchlens_perf.hooks.backward import BackwardHook
     from torchlens_perf.hooks.loop.selection import WatchedModule
     from torchlens_perf.recorder.session import Session
 
-_SLOT = "_compiled_call_impl"
-_SLOT_NEEDS = ("torch.nn.Module._compiled_call_impl", "torch.nn.Module._replicate_for_data_parallel")
-_NONE: tuple[Callable[..., Any], tuple[()]] = (type(None), ())
-# In pickles and deep copies our call is None, which is what the slot holds without us. nn.Module leaves the slot out
-# itself; its subclasses that say on their own what is copied do not: nn.LSTM, DistributedDataParallel, fx.GraphModule.
-copyreg.pickle(ModuleCall, lambda call: _NONE)
+
+class ModuleCalls:
+    """Passes the calls of watched modules to their ModuleCall.
+
+    Modules and their classes stay as they are: pickles, copies, state dicts, torch.export and torch.jit see no
+    difference. With the native recorder, the function behind nn.Module.__call__ keeps its identity and its code, so
+    torch.compile sees no difference either (native/module_call.c). Without it, nn.Module.__call__ is replaced.
+
+    Nothing here holds a module. A module that the user deletes inside the watch is freed at once.
+    """
+
+    name = "module calls"
+
+    def __init__(self) -> None:
+        self._calls: dict[int, ModuleCall] = {}  # by the module's id; empty while calls are routed natively
+        self._references: dict[int, weakref.ref[Module]] = {}
+        self._own: list[weakref.ref[types.FunctionType]] = []  # classes' own __call__, routed too
+        self._function: Any = None
+        self._routed = False
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        from torch.nn import Module
+
+        self._function = torch_private.module_call_function()
+        self._routed = route_calls(self._function)
+        try:
+            if self._routed:
+                yield
+            else:
+                if NATIVE:
+                    session.note("modules are timed in Python, at about ten times the usual cost")
+                self._function = Module.__call__
+                with patched(Module, "__call__", _timed(self._function, self._calls)):
+                    yield
+        finally:
+            for function in (self._function, *(reference() for reference in self._own)):
+                unroute_calls(function)
+            for address in list(self._references):
+                self._remove(address)
+
+    def add(self, module: Module, make: Callable[[Any], ModuleCall]) -> None:
+        """Times the module's calls from now on. `make` gets the function that the ModuleCall calls."""
+        address, call = id(module), make(self._function)
+        self._references[address] = weakref.ref(module, lambda _: self._remove(address))
+        if not self._routed:
+            self._calls[address] = call
+            return
+        set_module_call(address, call)
+        own = next(vars(kind)["__call__"] for kind in type(module).__mro__ if "__call__" in vars(kind))
+        if isinstance(own, types.FunctionType) and route_calls(own):
+            self._own.append(weakref.ref(own))
+
+    def _remove(self, address: int) -> None:
+        self._references.pop(address, None)
+        self._calls.pop(address, None)
+        if self._routed:
+            set_module_call(address, None)
+
+
+def _timed(function: Callable[..., Any], calls: dict[int, ModuleCall]) -> Callable[..., Any]:
+    """nn.Module.__call__ without the native recorder."""
+    from torch.compiler import is_compiling
+
+    def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+        timed = None if is_compiling() else calls.get(id(self))
+        return function(self, *args, **kwargs) if timed is None else timed(self, *args, **kwargs)
+
+    return call
 
 
 class ModuleHook:
-    """Times each selected module's calls through its `_compiled_call_impl` slot.
+    """Times each selected module's calls.
 
-    Compiled code keeps its graphs: a compiled module is timed where eager code calls it, and the modules inside its
-    graph are not timed. Dynamo does not look at that slot, unless the module has hooks, as DTensor's have: then it sees
-    the call that ours stands for, and guards on the slot, so that a graph made before the watch is made once more.
-    Pickles and copies of a module leave the slot out.
-
-    Nothing here holds a module: one that the user deletes inside the watch is freed at once.
+    A compiled module is timed where eager code calls it. The modules inside its graph are not timed.
     """
 
     name = "module"
 
-    def __init__(self, modules: Sequence[WatchedModule], observers: BackwardHook) -> None:
+    def __init__(self, modules: Sequence[WatchedModule], observers: BackwardHook, calls: ModuleCalls) -> None:
         self._modules = list(modules)
-        self._observers = observers  # hangs its tensor hooks on arguments and results
+        self._observers = observers  # puts its tensor hooks on arguments and results
+        self._calls = calls
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        by_slot = all(torch_private.works(name) for name in _SLOT_NEEDS)
-        if not by_slot:
-            torch_private.require("torch._C._dynamo.eval_frame.set_code_exec_strategy")
-            session.note("modules are timed by public hooks, at 20 times the usual cost: see torchlens-perf doctor")
-        compiled = [each.name for each in self._modules if _is_compiled(each.module)]
+        compiled = [each.name for each in self._modules if torch_private.is_compiled(each.module)]
         if compiled:
             others = f" and {len(compiled) - 4} more" if len(compiled) > 4 else ""
             session.note(f"{', '.join(compiled[:4])}{others}: compiled: no inner times")
-        with ExitStack() as attached:
-            if by_slot:
-                attached.enter_context(_replicas_without_call())
-            while self._modules:
-                put = self._in_slot if by_slot else self._by_hooks
-                attached.callback(put(self._modules.pop(0), session))
-            yield
+        eager = [(each.name, weakref.ref(each.module)) for each in self._modules if each.name not in compiled]
+        while self._modules:
+            self._time(self._modules.pop(0), session)
+        yield
+        for name, reference in eager:
+            module = reference()
+            if module is not None and torch_private.is_compiled(module):
+                session.note(f"{name}: compiled inside the watch: no inner times since then")
 
-    def _in_slot(self, watched: WatchedModule, session: Session) -> Callable[[], None]:
-        """Returns what takes it out again."""
-        slots, module = watched.module.__dict__, weakref.ref(watched.module)
-        earlier = slots.get(_SLOT)  # module.compile() puts its compiled call here
-        call = ModuleCall(
-            session.recorder,
-            session.intern(_recorded_name(watched)),
-            type(watched.module)._call_impl if earlier is None else earlier,
-            watched.module if earlier is None else None,
-            *self._observing(watched, session),
+    def _time(self, watched: WatchedModule, session: Session) -> None:
+        name_id = session.intern(f"forward {watched.name}" if watched.is_root else watched.name)
+        before, after, forward = self._observing(watched, session)
+        self._calls.add(
+            watched.module,
+            lambda function: ModuleCall(session.recorder, name_id, function, before, after, forward),
         )
-        slots[_SLOT] = call
-        watched_name = watched.name
-        in_slot = weakref.ref(call)
-
-        def take_out() -> None:
-            owner = module()
-            if owner is None:
-                return  # it was deleted
-            if owner.__dict__.get(_SLOT) is in_slot():
-                _empty_slot(owner)
-            elif _is_compiled(owner):
-                session.note(f"{watched_name}: compiled inside the watch: no times since then")
-
-        return take_out
-
-    def _by_hooks(self, watched: WatchedModule, session: Session) -> Callable[[], None]:
-        """Returns what removes them again."""
-        pre, post = _hook_pair(session, watched, *self._observing(watched, session))
-        handles = (
-            watched.module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True),
-            watched.module.register_forward_hook(post, always_call=True),
-        )
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return remove
 
     def _observing(
         self, watched: WatchedModule, session: Session
     ) -> tuple[Callable[..., None] | None, Callable[[Any], None] | None, Callable[[Any], None]]:
-        """What sees its arguments in sampled steps, its results in sampled steps, and those of its forward passes."""
+        """Observers of its arguments and of its results in sampled steps, and of the results of forward passes."""
         forward = guard("forward hook of a model")(self._observers.of_forward(watched, session))
         pair = None if watched.is_root else self._observers.of_module(watched, session)
         if pair is None:
             return None, None, forward
         return guard("backward hook of a module")(pair[0]), guard("backward hook of a module")(pair[1]), forward
-
-
-def _is_compiled(module: Module) -> bool:
-    """Whether torch.compile(module) made this one, or module.compile() was called on it."""
-    return type(module).__name__ == "OptimizedModule" or module.__dict__.get(_SLOT) is not None
-
-
-def _empty_slot(module: Module) -> None:
-    """Takes our call out of the module's slot, and puts back what was there before."""
-    call = module.__dict__.pop(_SLOT, None)
-    if isinstance(call, ModuleCall):
-        call = None if call.function is type(module)._call_impl else call.function
-    if call is not None:
-        module.__dict__[_SLOT] = call
-
-
-@contextmanager
-def _replicas_without_call() -> Iterator[None]:
-    """nn.DataParallel copies a module's dictionary, and our call in it would compute with the original's weights."""
-    from torch.nn import Module
-
-    replicate = Module._replicate_for_data_parallel
-
-    def replicate_and_empty_slot(self: Module) -> Module:
-        replica = replicate(self)
-        _empty_slot(replica)
-        return replica
-
-    with patched(Module, "_replicate_for_data_parallel", replicate_and_empty_slot):
-        yield
-
-
-def _recorded_name(watched: WatchedModule) -> str:
-    return f"forward {watched.name}" if watched.is_root else watched.name
-
-
-# Of the standard library, so that a saved model loads where this package is not installed. Takes any arguments.
-_DO_NOTHING = nullcontext().__exit__
-
-
-class _Hook:
-    """A forward hook that copies of the module leave behind: in them it is a function that does nothing."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any) -> None:
-        import torch
-
-        if not torch.compiler.is_compiling():
-            self.call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _DO_NOTHING.__reduce__()  # type: ignore[return-value]
-
-
-def _hook_pair(
-    session: Session,
-    watched: WatchedModule,
-    before: Callable[..., None] | None,
-    after: Callable[[Any], None] | None,
-    forward: Callable[[Any], None],
-) -> tuple[_Hook, _Hook]:
-    """The fallback without the slot: public hooks that Dynamo passes over."""
-    recorder, name_id = session.recorder, session.intern(_recorded_name(watched))
-
-    def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if before is not None and recorder.sampled:
-            before(*args, **kwargs)
-        recorder.begin_module(name_id)
-
-    def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
-        # Without a result, torch is handling an exception of the module's, or the module has returned None.
-        raised = result is None and sys.exc_info()[1] is not None
-        was_forward = recorder.end_module(name_id, int(Flag.EXCEPTION) if raised else 0)
-        if raised:
-            return
-        if after is not None and recorder.sampled:
-            after(result)
-        if was_forward:
-            forward(result)
-
-    return _Hook(enter), _Hook(leave)

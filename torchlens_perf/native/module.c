@@ -65,7 +65,9 @@ static PyObject *layout(PyObject *module, PyObject *unused)
 static PyMethodDef methods[] = {
     {"section", section_lookup, METH_O, "section(name) -> Section\n\nThe section of that name; made at its first use."},
     {"set_section_decorator", section_set_decorator, METH_O, NULL},
-    {"set_traced_module_call", module_call_set_traced, METH_O, NULL},
+    {"set_module_call", FASTCALL(module_call_set), METH_FASTCALL, NULL},
+    {"route_calls", module_call_route, METH_O, NULL},
+    {"unroute_calls", module_call_unroute, METH_O, NULL},
     {"timed_wait", collective_timed_wait, METH_O, NULL},
     {"collective_marks", collective_capsule, METH_NOARGS, NULL},
     {"floor_ns", floor_ns, METH_O, NULL},

@@ -1,24 +1,148 @@
-/* ModuleCall: stands in an nn.Module's `_compiled_call_impl` slot and times each call of the module.
+/* ModuleCall: times the calls of one nn.Module.
  *
- * It holds the module weakly: the module's own dictionary holds this object, and a strong reference back would keep a
- * deleted model, and its device memory, until the garbage collector runs.
+ * Nothing is stored in the module or in its class, so that pickles, copies and torch.compile see no difference. Every call
+ * of a module runs the function nn.Module.__call__. route_calls() replaces that function's vectorcall pointer, as
+ * PyFunction_SetVectorcall() allows. The replacement looks the module up in a table of addresses.
  */
 #include "recorder.h"
 
-#include <structmember.h>
+#include <stddef.h>
 
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     Recorder *recorder;
-    PyObject *function; /* called with the module first, or alone where there is no module */
-    PyObject *module;   /* weak reference, or NULL */
+    PyObject *function; /* called with the module first */
     PyObject *before;   /* observer of the arguments in sampled steps, or NULL */
     PyObject *after;    /* observer of the result in sampled steps, or NULL */
     PyObject *forward;  /* observer of the result of each call that is a forward pass, or NULL */
     uint32_t name_id;
-    PyObject *weak_references;
+    uintptr_t entered; /* the thread that is in the class's own __call__ and has not reached nn.Module's yet; or 0 */
 } ModuleCall;
+
+/* The modules whose calls are timed, by address: open addressing, at most half full. The caller removes a module's entry
+ * before the module's memory is freed, by the callback of a weak reference. */
+typedef struct {
+    PyObject *module; /* borrowed */
+    ModuleCall *call;
+} Entry;
+
+static struct {
+    Entry *entries;
+    size_t mask, used;
+} table;
+
+static vectorcallfunc plain_call; /* the vectorcall of an ordinary Python function */
+
+static PyObject *routed_call(PyObject *function, PyObject *const *args, size_t nargsf, PyObject *kwnames);
+
+static inline size_t place_of(const PyObject *module)
+{
+    return (size_t)(((uint64_t)(uintptr_t)module >> 4) * 0x9e3779b97f4a7c15u >> 20) & table.mask;
+}
+
+static inline Entry *entry_of(const PyObject *module)
+{
+    if (table.used == 0) {
+        return NULL;
+    }
+    for (size_t i = place_of(module);; i = (i + 1) & table.mask) {
+        if (table.entries[i].module == module) {
+            return &table.entries[i];
+        }
+        if (table.entries[i].module == NULL) {
+            return NULL;
+        }
+    }
+}
+
+static void put(Entry entry)
+{
+    size_t i = place_of(entry.module);
+    while (table.entries[i].module != NULL) {
+        i = (i + 1) & table.mask;
+    }
+    table.entries[i] = entry;
+    table.used++;
+}
+
+static int make_room(void)
+{
+    if (table.entries != NULL && 2 * (table.used + 1) <= table.mask + 1) {
+        return 0;
+    }
+    size_t size = table.entries == NULL ? 64 : 2 * (table.mask + 1);
+    Entry *entries = PyMem_Calloc(size, sizeof(Entry)), *old = table.entries;
+    if (entries == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    size_t old_size = old == NULL ? 0 : table.mask + 1;
+    table.entries = entries;
+    table.mask = size - 1;
+    table.used = 0;
+    for (size_t i = 0; i < old_size; i++) {
+        if (old[i].module != NULL) {
+            put(old[i]);
+        }
+    }
+    PyMem_Free(old);
+    return 0;
+}
+
+static void take_out(Entry *entry)
+{
+    size_t hole = (size_t)(entry - table.entries);
+    table.entries[hole].module = NULL;
+    table.used--;
+    /* The entries behind it move up, so that a search from their place still finds them. */
+    for (size_t i = (hole + 1) & table.mask; table.entries[i].module != NULL; i = (i + 1) & table.mask) {
+        Entry moved = table.entries[i];
+        table.entries[i].module = NULL;
+        table.used--;
+        put(moved);
+    }
+}
+
+/* set_module_call(address, call or None) */
+PyObject *module_call_set(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2 || !(args[1] == Py_None || (Py_IS_TYPE(args[1], &ModuleCallType) &&
+                                               ((ModuleCall *)args[1])->recorder != NULL))) {
+        PyErr_SetString(PyExc_TypeError, "set_module_call() takes an address, and a ModuleCall or None");
+        return NULL;
+    }
+    PyObject *key = PyLong_AsVoidPtr(args[0]);
+    if (key == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_ValueError, "invalid address 0");
+        }
+        return NULL;
+    }
+    ModuleCall *call = args[1] == Py_None ? NULL : (ModuleCall *)args[1];
+    Entry *entry = entry_of(key);
+    if (call == NULL) {
+        if (entry != NULL) {
+            ModuleCall *removed = entry->call;
+            take_out(entry);
+            Py_DECREF(removed);
+        }
+        Py_RETURN_NONE;
+    }
+    Py_INCREF(call);
+    if (entry != NULL) {
+        ModuleCall *replaced = entry->call;
+        entry->call = call;
+        Py_DECREF(replaced);
+        Py_RETURN_NONE;
+    }
+    if (make_room() < 0) {
+        Py_DECREF(call);
+        return NULL;
+    }
+    put((Entry){key, call});
+    Py_RETURN_NONE;
+}
 
 /* Observers run outside the module's span, and their time is kept out of the spans around it. They guard themselves
  * (hooks/module.py): what still comes out of one is a KeyboardInterrupt, which is for the user's loop. */
@@ -34,81 +158,35 @@ static int observe(ModuleCall *self, PyObject *observer, PyObject *const *args, 
     return ignored == NULL ? -1 : 0;
 }
 
-/* What a weak reference is of; NULL, without an error: it is gone. PyWeakref_GetObject() leaves Python with 3.15. */
-static PyObject *referent(PyObject *reference)
+static inline PyObject *call_untimed(PyObject *function, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
-    PyObject *object = NULL;
-#if PY_VERSION_HEX >= 0x030d0000
-    PyWeakref_GetRef(reference, &object);
-#else
-    object = PyWeakref_GetObject(reference);
-    if (object == Py_None) {
-        return NULL;
+    if (PyFunction_Check(function) && ((PyFunctionObject *)function)->vectorcall == routed_call) {
+        return plain_call(function, args, nargsf, kwnames);
     }
-    Py_XINCREF(object);
-#endif
-    return object;
+    return PyObject_Vectorcall(function, args, nargsf, kwnames);
 }
 
-static PyObject *call_with_module(ModuleCall *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
-{
-    PyObject *module = referent(self->module);
-    if (module == NULL) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_ReferenceError, "the watched module no longer exists");
-        }
-        return NULL;
-    }
-    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-    Py_ssize_t total = count + (kwnames != NULL ? PyTuple_GET_SIZE(kwnames) : 0);
-    PyObject *few[8];
-    PyObject **with_module = few;
-    if (total + 1 > 8) {
-        with_module = PyMem_Malloc((size_t)(total + 1) * sizeof(PyObject *));
-        if (with_module == NULL) {
-            Py_DECREF(module);
-            return PyErr_NoMemory();
-        }
-    }
-    with_module[0] = module;
-    for (Py_ssize_t i = 0; i < total; i++) {
-        with_module[i + 1] = args[i];
-    }
-    PyObject *result = PyObject_Vectorcall(self->function, with_module, (size_t)count + 1, kwnames);
-    if (with_module != few) {
-        PyMem_Free(with_module);
-    }
-    Py_DECREF(module);
-    return result;
-}
-
-static inline PyObject *call_target(ModuleCall *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
-{
-    if (self->module != NULL) {
-        return call_with_module(self, args, nargsf, kwnames);
-    }
-    return PyObject_Vectorcall(self->function, args, nargsf, kwnames);
-}
-
-static PyObject *module_call(ModuleCall *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+static PyObject *timed_call(ModuleCall *self, PyObject *function, PyObject *const *args, size_t nargsf,
+                            PyObject *kwnames)
 {
     Recorder *recorder = self->recorder;
     if (recorder->header == NULL) {
-        return call_target(self, args, nargsf, kwnames);
+        return call_untimed(function, args, nargsf, kwnames);
     }
     int observed = recorder->sampled;
     if (observed && self->before != NULL) {
-        if (observe(self, self->before, args, (size_t)PyVectorcall_NARGS(nargsf), kwnames) < 0) {
+        size_t count = (size_t)PyVectorcall_NARGS(nargsf), module = count > 0; /* observers do not get the module */
+        if (observe(self, self->before, args + module, count - module, kwnames) < 0) {
             return NULL;
         }
         if (recorder->header == NULL) { /* another thread ended the watch while the observer ran */
-            return call_target(self, args, nargsf, kwnames);
+            return call_untimed(function, args, nargsf, kwnames);
         }
     }
     Stack *stack = open_spans(recorder);
     uint32_t kind = kind_of_call(recorder, stack);
     uint64_t depth = span_open(recorder, stack, kind, self->name_id);
-    PyObject *result = call_target(self, args, nargsf, kwnames);
+    PyObject *result = call_untimed(function, args, nargsf, kwnames);
     if (recorder->header == NULL) { /* the watch ended inside this call */
         return result;
     }
@@ -124,24 +202,81 @@ static PyObject *module_call(ModuleCall *self, PyObject *const *args, size_t nar
     return result;
 }
 
+static PyObject *module_call(ModuleCall *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    return timed_call(self, self->function, args, nargsf, kwnames);
+}
+
+/* Stands in for the vectorcall of nn.Module.__call__, and of a class's own __call__. The own one mostly calls nn.Module's
+ * through super(): the outer of the two calls is timed. Python 3.11 runs such an inner call without its vectorcall. */
+static PyObject *routed_call(PyObject *function, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    Entry *entry = PyVectorcall_NARGS(nargsf) > 0 ? entry_of(args[0]) : NULL;
+    if (entry == NULL || entry->call->recorder->header == NULL) {
+        return plain_call(function, args, nargsf, kwnames);
+    }
+    ModuleCall *call = entry->call;
+    int is_own = function != call->function;
+    if (!is_own && call->entered == this_thread()) {
+        call->entered = 0;
+        return plain_call(function, args, nargsf, kwnames);
+    }
+    if (is_own) {
+        call->entered = this_thread();
+    }
+    Py_INCREF(call);
+    PyObject *result = timed_call(call, function, args, nargsf, kwnames);
+    if (is_own && call->entered == this_thread()) {
+        call->entered = 0;
+    }
+    Py_DECREF(call);
+    return result;
+}
+
+static void set_vectorcall(PyObject *function, vectorcallfunc vectorcall)
+{
+#if PY_VERSION_HEX >= 0x030c0000
+    PyFunction_SetVectorcall((PyFunctionObject *)function, vectorcall);
+#else
+    ((PyFunctionObject *)function)->vectorcall = vectorcall;
+#endif
+}
+
+/* route_calls(function): returns False where that is not possible, or has been done. */
+PyObject *module_call_route(PyObject *module, PyObject *function)
+{
+    if (!PyFunction_Check(function)) {
+        Py_RETURN_FALSE;
+    }
+    vectorcallfunc current = ((PyFunctionObject *)function)->vectorcall;
+    if (current == NULL || current == routed_call || (plain_call != NULL && current != plain_call)) {
+        Py_RETURN_FALSE;
+    }
+    plain_call = current;
+    set_vectorcall(function, routed_call);
+    Py_RETURN_TRUE;
+}
+
+PyObject *module_call_unroute(PyObject *module, PyObject *function)
+{
+    if (PyFunction_Check(function) && ((PyFunctionObject *)function)->vectorcall == routed_call) {
+        set_vectorcall(function, plain_call);
+    }
+    Py_RETURN_NONE;
+}
+
 static int module_call_init(ModuleCall *self, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"recorder", "name_id", "function", "module", "before", "after", "forward", NULL};
-    PyObject *recorder, *function, *module = Py_None, *before = Py_None, *after = Py_None, *forward = Py_None;
+    static char *keywords[] = {"recorder", "name_id", "function", "before", "after", "forward", NULL};
+    PyObject *recorder, *function, *before = Py_None, *after = Py_None, *forward = Py_None;
     unsigned int name_id;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!IO|OOOO", keywords, &RecorderType, &recorder, &name_id, &function,
-                                     &module, &before, &after, &forward)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!IO|OOO", keywords, &RecorderType, &recorder, &name_id, &function,
+                                     &before, &after, &forward)) {
         return -1;
     }
     if (self->recorder != NULL) {
         PyErr_SetString(PyExc_TypeError, "a ModuleCall is initialised once");
         return -1;
-    }
-    if (module != Py_None) {
-        self->module = PyWeakref_NewRef(module, NULL);
-        if (self->module == NULL) {
-            return -1;
-        }
     }
     Py_INCREF(recorder);
     self->recorder = (Recorder *)recorder;
@@ -168,7 +303,6 @@ static int module_call_traverse(ModuleCall *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->recorder);
     Py_VISIT(self->function);
-    Py_VISIT(self->module);
     Py_VISIT(self->before);
     Py_VISIT(self->after);
     Py_VISIT(self->forward);
@@ -179,7 +313,6 @@ static int module_call_clear(ModuleCall *self)
 {
     Py_CLEAR(self->recorder);
     Py_CLEAR(self->function);
-    Py_CLEAR(self->module);
     Py_CLEAR(self->before);
     Py_CLEAR(self->after);
     Py_CLEAR(self->forward);
@@ -189,18 +322,9 @@ static int module_call_clear(ModuleCall *self)
 static void module_call_dealloc(ModuleCall *self)
 {
     PyObject_GC_UnTrack(self);
-    if (self->weak_references != NULL) {
-        PyObject_ClearWeakRefs((PyObject *)self);
-    }
     module_call_clear(self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
-
-static PyMemberDef module_call_members[] = {
-    {"function", T_OBJECT, offsetof(ModuleCall, function), READONLY, NULL},
-    {"module", T_OBJECT, offsetof(ModuleCall, module), READONLY, NULL},
-    {NULL},
-};
 
 PyTypeObject ModuleCallType = {
     PyVarObject_HEAD_INIT(NULL, 0)
@@ -212,18 +336,6 @@ PyTypeObject ModuleCallType = {
     .tp_dealloc = (destructor)module_call_dealloc,
     .tp_traverse = (traverseproc)module_call_traverse,
     .tp_clear = (inquiry)module_call_clear,
-    .tp_members = module_call_members,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(ModuleCall, vectorcall),
-    .tp_weaklistoffset = offsetof(ModuleCall, weak_references),
 };
-
-/* Dynamo inlines a type's `__call__` where it is a function in Python. Who calls a ModuleCall gets its vectorcall. */
-PyObject *module_call_set_traced(PyObject *module, PyObject *function)
-{
-    if (PyDict_SetItemString(ModuleCallType.tp_dict, "__call__", function) < 0) {
-        return NULL;
-    }
-    PyType_Modified(&ModuleCallType);
-    Py_RETURN_NONE;
-}

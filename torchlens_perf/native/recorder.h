@@ -113,7 +113,9 @@ void collective_calls_python(Recorder *self, int calls);
 void collective_release(Recorder *self, int forked);
 PyObject *section_lookup(PyObject *module, PyObject *name);
 PyObject *section_set_decorator(PyObject *module, PyObject *function);
-PyObject *module_call_set_traced(PyObject *module, PyObject *function);
+PyObject *module_call_set(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *module_call_route(PyObject *module, PyObject *function);
+PyObject *module_call_unroute(PyObject *module, PyObject *function);
 int section_setup(PyObject *module);
 
 static inline int64_t recorder_now(Recorder *self)

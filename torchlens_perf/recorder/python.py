@@ -15,7 +15,6 @@ import os
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -609,40 +608,25 @@ def _resolve(section: Section, recorder: Recorder) -> None:
 
 
 class ModuleCall:
-    """Stands in an nn.Module's `_compiled_call_impl` slot and times each call of the module."""
+    """Times the calls of one nn.Module. `function` gets the module first, as nn.Module.__call__ does."""
 
-    __slots__ = (
-        "__weakref__", "_after", "_before", "_forward", "_is_traced", "_name_id", "_recorder", "function", "module",
-    )  # fmt: skip
+    __slots__ = ("_after", "_before", "_forward", "_function", "_name_id", "_recorder")
 
     def __init__(
         self,
         recorder: Recorder,
         name_id: int,
         function: Callable[..., Any],
-        module: object | None = None,
         before: Callable[..., None] | None = None,
         after: Callable[[Any], None] | None = None,
         forward: Callable[[Any], None] | None = None,
     ) -> None:
         self._recorder = recorder
         self._name_id = name_id
-        self.function = function
-        self.module = None if module is None else weakref.ref(module)
+        self._function = function
         self._before = before
         self._after = after
         self._forward = forward
-        from torch.compiler import is_compiling
-
-        self._is_traced = is_compiling
-
-    def _target(self, *args: Any, **kwargs: Any) -> Any:
-        if self.module is None:
-            return self.function(*args, **kwargs)
-        module = self.module()
-        if module is None:
-            raise ReferenceError("the watched module no longer exists")
-        return self.function(module, *args, **kwargs)
 
     def _observe(self, observer: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         recorder = self._recorder
@@ -652,18 +636,18 @@ class ModuleCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
-        if self._is_traced() or recorder.closed:
-            return self._target(*args, **kwargs)
+        if recorder.closed:
+            return self._function(*args, **kwargs)
         observed = recorder.sampled
         if observed and self._before is not None:
-            self._observe(self._before, *args, **kwargs)
+            self._observe(self._before, *args[1:], **kwargs)
             if recorder.closed:  # another thread ended the watch while the observer ran
-                return self._target(*args, **kwargs)
+                return self._function(*args, **kwargs)
         frames = recorder._open_spans()
         kind = _kind_of_call(recorder, frames)
         depth = recorder._open(frames, kind, self._name_id)
         try:
-            result = self._target(*args, **kwargs)
+            result = self._function(*args, **kwargs)
         except BaseException:
             end_ns = recorder.now_ns()
             if not recorder.closed:
@@ -741,5 +725,14 @@ def set_section_decorator(decorator: Callable[[Section, Callable[..., Any]], Cal
     _decorator = decorator
 
 
-def set_traced_module_call(function: Callable[..., Any]) -> None:
-    """The native ModuleCall's: Dynamo sees the one above."""
+def set_module_call(address: int, call: ModuleCall | None) -> None:
+    """The native recorder's table of modules. Without it, hooks/module.py has its own."""
+
+
+def route_calls(function: Callable[..., Any]) -> bool:
+    """Only native code can replace what a call of `function` runs."""
+    return False
+
+
+def unroute_calls(function: Callable[..., Any]) -> None:
+    """Nothing was routed."""

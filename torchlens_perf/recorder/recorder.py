@@ -32,6 +32,9 @@ else:
 NATIVE: bool = _implementation.__name__.endswith("._native")
 
 ModuleCall = _implementation.ModuleCall
+route_calls = _implementation.route_calls
+set_module_call = _implementation.set_module_call
+unroute_calls = _implementation.unroute_calls
 Recorder = _implementation.Recorder
 Section = _implementation.Section
 timed_wait = _implementation.timed_wait
@@ -82,12 +85,3 @@ def _timed(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _implementation.set_section_decorator(_timed)
-
-
-def _traced(self: ModuleCall, *args: Any, **kwargs: Any) -> Any:
-    """What Dynamo sees of a ModuleCall's call, where a module inside a graph has hooks: there are no times inside."""
-    module = self.module
-    return self.function(*args, **kwargs) if module is None else self.function(module(), *args, **kwargs)
-
-
-_implementation.set_traced_module_call(_traced)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torchlens_perf.errors import HookUnavailable
 
 OLDEST_TORCH = (2, 11)
+MODULE_CALL = "torch.nn.Module._wrapped_call_impl"
 PROFILER = "torch.autograd.profiler._enable_profiler"
 FLIGHT_RECORDER = "torch._C._distributed_c10d._dump_fr_trace_json"
 SNAPSHOT = "torch._C._cuda_memorySnapshot"
@@ -59,17 +60,11 @@ def require(name: str) -> None:
         raise HookUnavailable(f"torch lacks {name}: {_by_name[name].without}")
 
 
-def _module_slot() -> bool:
-    from torch import nn
+def _module_call() -> bool:
+    from torch.nn import Module
 
-    probe, calls = nn.Identity(), list[int]()
-
-    def slot(value: int) -> int:
-        calls.append(value)
-        return int(nn.Identity._call_impl(probe, value))
-
-    probe.__dict__["_compiled_call_impl"] = slot
-    return bool(probe(5) == 5 and calls == [5] and "_compiled_call_impl" not in probe.__getstate__())
+    function = Module._wrapped_call_impl
+    return isinstance(function, types.FunctionType) and "_call_impl" in function.__code__.co_names
 
 
 def _engine() -> bool:
@@ -145,12 +140,6 @@ def _skip_code() -> bool:
     return True
 
 
-def _replicas() -> bool:
-    from torch import nn
-
-    return "_compiled_call_impl" not in nn.Identity()._replicate_for_data_parallel().__dict__
-
-
 def _in_cuda_build(*names: str) -> Callable[[], bool]:
     """Whether torch has these functions; a build without CUDA lacks nothing by lacking them."""
 
@@ -220,14 +209,9 @@ def _flight_recorder() -> bool:
 
 PRIVATE_NAMES = (
     PrivateName(
-        "torch.nn.Module._compiled_call_impl",
-        _module_slot,
-        "modules are timed by public hooks, at 20 times the cost",
-    ),
-    PrivateName(
-        "torch.nn.Module._replicate_for_data_parallel",
-        _replicas,
-        "modules are timed by public hooks, at 20 times the cost",
+        MODULE_CALL,
+        _module_call,
+        "modules have no times once another tool has replaced torch.nn.Module.__call__ and put it back",
     ),
     PrivateName("torch.autograd._engine_run_backward", _engine, "the backward pass is not timed"),
     PrivateName(
@@ -258,7 +242,7 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         _skip_code,
-        "torch.compile compiles our hooks where it meets them, and modules are not timed where hooks are needed",
+        "torch.compile compiles our hooks where it meets them",
     ),
     PrivateName(FSDP2, _fsdp2, "what a device waits for in FSDP2 counts as its own work"),
     PrivateName(DDP_BUFFERS, _ddp_buffers, "a device's waiting for DDP's buffers counts as its own work"),
@@ -287,6 +271,19 @@ PRIVATE_NAMES = (
     PrivateName(FLIGHT_RECORDER, _flight_recorder, "captures have no flight recorder's entries"),
 )
 _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
+
+
+def module_call_function() -> Callable[..., Any]:
+    """The function that each call of a module runs."""
+    from torch.nn import Module
+
+    function: Callable[..., Any] = Module._wrapped_call_impl if works(MODULE_CALL) else Module.__call__
+    return function
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether torch.compile(module) made this module, or module.compile() was called on it."""
+    return type(module).__name__ == "OptimizedModule" or module.__dict__.get("_compiled_call_impl") is not None
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
