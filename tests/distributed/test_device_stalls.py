@@ -231,7 +231,7 @@ def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
 def exchanging_ranks_in_python(folder: Path) -> dict[str, Both]:
     """With the recorder and the taps in Python."""
     for module in (session, hooks_module):
-        for name in ("Recorder", "ModuleCall"):
+        for name in ("Recorder", "ModuleCall", "route_calls", "set_module_call", "unroute_calls"):
             if hasattr(module, name):
                 setattr(module, name, getattr(python, name))
     hooks_collective.timed_wait = python.timed_wait

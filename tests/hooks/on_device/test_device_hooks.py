@@ -113,7 +113,8 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     import torchlens_perf.hooks.module as module
 
     monkeypatch.setattr(session, "Recorder", request.param.Recorder)
-    monkeypatch.setattr(module, "ModuleCall", request.param.ModuleCall)
+    for name in ("ModuleCall", "route_calls", "set_module_call", "unroute_calls"):
+        monkeypatch.setattr(module, name, getattr(request.param, name))
     return request.param
 
 
