@@ -61,6 +61,8 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
         device = merged(process.statistics.device.sections.get(name, Sketch()) for process in processes.values())
         steps = {rank: max(1, process.statistics.step.count) for rank, process in processes.items()}
         by_rank = {str(rank): sketch.sum_ns / 1e9 / steps[rank] for rank, sketch in calls.items()}
+        counted = [each.statistics for each in processes.values() if each.statistics.usual_steps]
+        host_s = [each.section_host_ns(name) / 1e9 for each in counted]
         rows.append(
             {
                 "name": name,
@@ -68,6 +70,7 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
                 "total_s": distribution(whole),
                 "s_per_step": sum(by_rank.values()) / len(by_rank),
                 "by_rank": by_rank,
+                "host_s_per_typical_step": sum(host_s) / len(host_s) if host_s else None,
                 "device_s": distribution(device) if device.count else None,
             }
         )

@@ -186,6 +186,9 @@ def _section_table(sections: Sequence[Section]) -> FittingTable:
         Column("p50", [duration_or_dash(each["total_s"]["p50_s"]) for each in shown]),
         Column("a step", [duration(each["s_per_step"]) for each in shown]),
     ]
+    if any(each["host_s_per_typical_step"] for each in sections):
+        in_host = [duration_or_dash(each["host_s_per_typical_step"]) for each in shown]
+        columns.append(Column("host code, typical step", in_host))
     if any(each["device_s"] for each in sections):
         columns.append(Column("device p50", [_median(each["device_s"]) for each in shown]))
     return FittingTable("sections", columns)

@@ -30,6 +30,7 @@ _UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
 _OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED)
 _LITTLE_LACK = 0.02  # of a window's step: what lacks a CPU for less is not kept
 _NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
+_PHASES = tuple(map(int, (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT)))
 _CALLS, _FORWARD_PHASES = (int(Kind.MODULE), int(Kind.FORWARD)), (int(Kind.FORWARD), int(Kind.RECOMPUTE))
 
 
@@ -269,6 +270,8 @@ class RankStatistics:
     modules: dict[str, Sketch] = field(default_factory=dict)
     module_backwards: dict[str, Sketch] = field(default_factory=dict)
     sections: dict[str, Sketch] = field(default_factory=dict)
+    section_hosts: dict[str, Sketch] = field(default_factory=dict)
+    """By section, the host code in it, outside of all phases: of each usual step in which there is some."""
     collectives: dict[str, CollectiveCount] = field(default_factory=dict)
     memory_bytes: int = 0
     memory_max_bytes: int = 0
@@ -294,6 +297,7 @@ class RankStatistics:
             warm = records if is_warm.all() else records[is_warm]  # most are, and a copy takes long
         self._add_named(warm, names)
         self._add_modules(records, steps, names)
+        self._add_section_hosts(records, steps, names)
         self.device.add(warm, names)
         self.memory.add(records, names)
 
@@ -319,11 +323,49 @@ class RankStatistics:
         self.flags_seen |= int(np.bitwise_or.reduce(table.flags))
         self.history.add(table)
 
-    def _add_modules(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
-        """Own times of the modules that forward passes of usual steps call: what the forward phase is made of."""
+    def _usual(self, steps: StepTable) -> npt.NDArray[np.bool_]:
         usual = (steps.flags & _UNUSUAL) == 0
         if self.first_step is not None:
             usual &= steps.step >= self.first_step + WARM_UP_STEPS
+        return np.asarray(usual)
+
+    def _add_section_hosts(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
+        """Add the time of sections that lies in host code: without the phases in them, and not of those in a phase."""
+        kinds = np.ascontiguousarray(records["kind"])
+        here = (records["flags"] & Flag.OTHER_THREAD) == 0
+        rows = np.flatnonzero((kinds == Kind.SECTION) & here)
+        usual = self._usual(steps)
+        rows = rows[np.isin(records["step"][rows], steps.step[usual])]
+        if not len(rows):
+            return
+        # A phase around a section is recorded after it, and began before it.
+        phases = np.flatnonzero(np.isin(kinds, _PHASES) & here)
+        began_ns = np.minimum.accumulate(records["start_ns"][phases][::-1])[::-1]
+        began_ns = np.append(began_ns, np.iinfo(np.int64).max)[np.searchsorted(phases, rows)]
+        rows = rows[began_ns > records["start_ns"][rows]]
+        host_ns = (records["duration_ns"][rows] - records["phase_ns"][rows]).clip(min=0)
+        places = np.searchsorted(steps.step, records["step"][rows])
+        keys, inverse = np.unique(
+            records["name_id"][rows].astype(np.int64) << 32 | places.astype(np.int64), return_inverse=True
+        )
+        of_step = np.bincount(inverse, weights=host_ns, minlength=len(keys)).astype(np.int64)
+        # A section that is open over a step's end, or inside itself, has no more than the step.
+        of_step = np.minimum(of_step, steps.parts_ns[keys & 0xFFFFFFFF, PARTS.index("host")])
+        for name_id in np.unique(keys >> 32).tolist():
+            sketch = self.section_hosts.setdefault(name_of(names, name_id), Sketch())
+            sketch.add(of_step[keys >> 32 == name_id])
+
+    def section_host_ns(self, name: str) -> float:
+        """Return the median over all usual steps of the host code in a section, also of steps without it."""
+        found = self.section_hosts.get(name)
+        if found is None or not self.usual_steps or 2 * found.count <= self.usual_steps:
+            return 0.0
+        without = max(0, self.usual_steps - found.count)
+        return found.quantile_ns((0.5 * self.usual_steps - without) / found.count)
+
+    def _add_modules(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
+        """Own times of the modules that forward passes of usual steps call: what the forward phase is made of."""
+        usual = self._usual(steps)
         self.usual_steps += int(usual.sum())
         # Columns are taken out once: in the records, each value is 64 bytes from the next.
         kinds = np.ascontiguousarray(records["kind"])

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 # Shares of a typical step, or of all steps' time, from which something is worth naming.
 _WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
 _LONG_WORTH_NAMING = 0.05
-_NEARLY = 0.8  # of the longest wait
+_NEARLY = 0.8  # of the longest wait, or of the section around another one
+_MOST, _SOME = 0.5, 0.25  # of the host code in a step, that is in a section
 _SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
 _MAX_LONG = 2
 _MAX_NUMBERS = 4  # of steps that come irregularly
@@ -168,6 +169,11 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
         )
         return Verdict("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, SampledEvidence(sampled))
     worth = [each for each in worth if each is not first]
+    if first.kind == "host_bound":
+        first, *rest = _in_sections(report, first, step_s)
+        worth = [*worth, *rest]
+    else:
+        worth = [new for old in worth for new in _in_sections(report, old, step_s)]
     beside = [*worth, computing] if first is not computing and computing.seconds else worth
     also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in beside)
     following = worth[0] if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s else first
@@ -220,6 +226,40 @@ _WAITS = (
     Use("communication_bound", "communication", 0.0, "Waiting in communication", _COMMUNICATION_ACTION),
     Use("host_bound", "host", 0.0, "Host code outside of the phases", _HOST_ACTION),
 )
+
+
+def _in_sections(report: Facts, use: Use, step_s: float) -> list[Use]:
+    """Host code, by the section that it is mostly in, and the rest of it if that is worth naming; other uses as given.
+
+    Of nested sections, the innermost one that has most of the time of those around it.
+    """
+    whole_s = sum(step["parts"].get("host", 0.0) for step in _typical_steps(report)) / len(_typical_steps(report))
+    sections = [(row["host_s_per_typical_step"] or 0.0, row["name"]) for row in report["sections"]]
+    largest_s = max((seconds for seconds, _ in sections), default=0.0)
+    if use.kind != "host_bound" or largest_s < _SOME * whole_s:
+        return [use]
+    most = [each for each in sections if each[0] > _MOST * whole_s and each[0] >= _NEARLY * largest_s]
+    if not most:
+        some = [f'"{name}" ({duration(seconds)})' for seconds, name in sections if seconds >= _SOME * whole_s]
+        what = f"{use.what}, with the section{'s' * (len(some) > 1)} {' and '.join(some[:2])},"
+        return [dataclasses.replace(use, what=what, action=_section_action(max(sections)[1]))]
+    seconds, name = min(most)
+    action = _section_action(name)
+    if use.seconds < whole_s:  # it is without the time in which there was no CPU, as no section is
+        return [dataclasses.replace(use, what=f'{use.what}, most of it in section "{name}",', action=action)]
+    seconds = min(seconds, use.seconds)
+    found = [dataclasses.replace(use, seconds=seconds, what=f'Section "{name}"', action=action)]
+    rest_s = use.seconds - seconds
+    if rest_s >= _WORTH_NAMING * step_s:
+        found.append(dataclasses.replace(use, seconds=rest_s, what="Other host code outside of the phases"))
+    return found
+
+
+def _section_action(name: str) -> str:
+    return (
+        f'make section "{name}" cheaper: move its work into DataLoader workers, cache its results, or do it in fewer '
+        "steps."
+    )
 
 
 def _look_at(report: Facts) -> str:

@@ -229,6 +229,9 @@ class Section(TypedDict):
     total_s: Distribution
     s_per_step: float
     by_rank: dict[str, float]
+    host_s_per_typical_step: float | None
+    """Its time outside of all phases: the median over the usual steps, and the mean over the ranks. None without any
+    such step."""
     device_s: Distribution | None
 
 

@@ -1,0 +1,180 @@
+"""The verdict names the user's own section where the step's time is in it, with the figure of the sections' table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import HOST, Rank
+from tests.support.reports import checked
+from tests.support.tables import MS
+from torchlens_perf.report.build import build
+from torchlens_perf.report.terminal import render
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.ring import Kind
+from torchlens_perf.sidecar.node import Sidecar
+
+STEPS = 60
+
+
+class Loop:
+    """A rank whose steps a test makes by hand."""
+
+    def __init__(self, run: RunDirectory, rank: int = 0, ranks: int = 1) -> None:
+        self.rank = Rank(run, rank, ranks)
+
+    def inside(self, kind: Kind, name: str, body: Callable[[], None] | float) -> None:
+        recorder, name_id = self.rank.session.recorder, self.rank.session.intern(name)
+        recorder.begin(kind, name_id)
+        body() if callable(body) else self.wait(body)
+        recorder.end(kind, name_id)
+
+    def section(self, name: str, body: Callable[[], None] | float) -> None:
+        self.inside(Kind.SECTION, name, body)
+
+    def wait(self, milliseconds: float) -> None:
+        self.rank.clock.advance(round(milliseconds * MS))
+
+    def compute(self, milliseconds: float = 1.0) -> None:
+        self.inside(Kind.FORWARD, "forward", milliseconds)
+
+    def end_step(self) -> None:
+        self.rank.session.recorder.next_step(0, 0, 1)
+
+
+def report_on(run: RunDirectory, *ranks: Loop) -> dict[str, Any]:
+    for each in ranks:
+        each.rank.close()
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    state = sidecar.state
+    sidecar.close()
+    return checked(build(run.run_id, [state]))
+
+
+def first(report: dict[str, Any]) -> str:
+    """The first verdict, whose figure on a section is held against the table's."""
+    text = report["verdicts"][0]["text"]
+    named = re.match(r'Section "([^"]+)" takes \d+(?:\.\d+)?% \(([^)]+)\)', text)
+    if named is not None:
+        lines = render(report, "r", columns=250, color=False).partition("host code, typical step")[2].split("\n")
+        (row,) = [line for line in lines if line.strip().startswith(f"{named[1]} ")]
+        assert row.rstrip().endswith(named[2]), (row, text)
+    return str(text)
+
+
+def test_the_section_that_takes_the_step_is_the_verdict(run: RunDirectory) -> None:
+    loop = Loop(run)
+    for _ in range(STEPS):
+        loop.section("tokenize", 43.4)
+        loop.compute()
+        loop.wait(0.6)
+        loop.end_step()
+    report = report_on(run, loop)
+    (verdict,) = report["verdicts"]
+    text = first(report)
+
+    assert text.startswith('Section "tokenize" takes 96% (43.')
+    assert " of a typical step of 45.0 ms; computing (the forward pass 1.00 ms) 2.2% (1.00 ms)." in text
+    assert ' Next: make section "tokenize" cheaper' in text
+    assert "wrap parts" not in text
+    assert (verdict["kind"], verdict["phase"]) == ("host_bound", "host")
+    assert verdict["cost_s_per_step"] == pytest.approx(0.0434, rel=0.02)
+
+
+@pytest.mark.parametrize(("inner", "named"), [(41.0, "tokenize"), (22.0, "prepare")])
+def test_nested_sections(run: RunDirectory, inner: float, named: str) -> None:
+    """The inner one where it has most of the outer one's time; else the outer one. Neither counts twice."""
+    loop = Loop(run)
+    for _ in range(STEPS):
+        loop.section("prepare", lambda: (loop.wait(43.0 - inner), loop.section("tokenize", inner))[-1])
+        loop.compute()
+        loop.end_step()
+
+    assert first(report_on(run, loop)).startswith(f'Section "{named}" takes ')
+
+
+def test_several_sections_share_the_step(run: RunDirectory) -> None:
+    """None of them has most of it: both are named, and the figure is that of all host code."""
+    loop = Loop(run)
+    for _ in range(STEPS):
+        loop.section("load", 18.0)
+        loop.section("log", 14.0)
+        loop.wait(8.0)
+        loop.compute()
+        loop.end_step()
+    text = first(report_on(run, loop))
+
+    with_sections = r'with the sections "load" \(1[78]\.\d ms\) and "log" \(1[34]\.\d ms\),'
+    assert re.match(rf"Host code outside of the phases, {with_sections} takes 98% ", text)
+    assert 'Next: make section "load" cheaper' in text
+
+
+def test_a_section_around_phases_has_only_its_host_code(run: RunDirectory) -> None:
+    """One around the whole step, which waits for data and computes: what limits the step is still the loader."""
+    loop = Loop(run)
+
+    def step() -> None:
+        loop.inside(Kind.DATA, "data", 30.0)
+        loop.compute(10.0)
+        loop.wait(2.0)
+
+    for _ in range(STEPS):
+        loop.section("step", step)
+        loop.end_step()
+    report = report_on(run, loop)
+
+    assert first(report).startswith("Waiting for data takes 71% (30.0 ms)")
+    assert report["sections"][0]["host_s_per_typical_step"] == pytest.approx(0.002, rel=0.05)
+
+
+def test_a_section_inside_a_phase_is_no_host_code(run: RunDirectory) -> None:
+    loop = Loop(run)
+    for _ in range(STEPS):
+        loop.inside(Kind.FORWARD, "forward", lambda: loop.section("attention", 8.0))
+        loop.wait(12.0)
+        loop.end_step()
+    text = first(report_on(run, loop))
+
+    assert text.startswith("Host code outside of the phases takes 60% (12.0 ms)")
+    assert "attention" not in text
+
+
+def test_a_section_of_few_steps_is_not_named(run: RunDirectory) -> None:
+    """Nor one whose mean a single call decides."""
+    loop = Loop(run)
+    for number in range(STEPS):
+        if number == 30:
+            loop.section("validate", 4_000.0)
+        loop.wait(20.0)
+        loop.compute()
+        loop.end_step()
+
+    assert "validate" not in first(report_on(run, loop)).partition("of a typical step")[0]
+
+
+def test_a_section_that_is_open_over_the_end_of_the_step(run: RunDirectory) -> None:
+    """Its time is not more than the step has."""
+    loop = Loop(run)
+    for _ in range(STEPS):
+        loop.section("all", lambda: (loop.wait(20.0), loop.compute(5.0), loop.end_step())[-1])
+    report = report_on(run, loop)
+
+    assert report["sections"][0]["host_s_per_typical_step"] <= report["ranks"][0]["typical"]["parts"]["host"] * 1.02
+
+
+def test_the_rest_of_the_host_code_is_named_too(run: RunDirectory) -> None:
+    loop = Loop(run)
+    for _ in range(STEPS):
+        loop.section("tokenize", 24.0)
+        loop.wait(15.0)
+        loop.compute()
+        loop.end_step()
+    text = first(report_on(run, loop))
+
+    assert re.match(r'Section "tokenize" takes 6\d% ', text)
+    assert re.search(r"; other host code outside of the phases 3\d% \(1\d\.\d ms\)", text)
