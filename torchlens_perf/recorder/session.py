@@ -56,7 +56,7 @@ class StepContent(NamedTuple):
 class Loop(Protocol):
     """What the user's loop does, as hooks see it."""
 
-    def manual_step(self) -> None:
+    def manual_step(self) -> bool:
         """The user has called w.step()."""
 
     def step_ended(self, *, inference: bool) -> StepContent:
@@ -293,10 +293,10 @@ class Session:
 
     @guard("step boundary")
     def manual_step(self, tokens: int | None = None) -> None:
+        if self._loop is not None and not self._loop.manual_step():
+            return
         if tokens is not None:
             self._workload = tokens
-        if self._loop is not None:
-            self._loop.manual_step()
         self.end_step(_MANUAL)
 
     def end_step(self, flags: int = 0) -> None:

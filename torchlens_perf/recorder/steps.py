@@ -10,6 +10,7 @@ _GONE_AFTER = 32
 # The same where none was passed, so that the one that ends the step is the first that was seen. Sooner, as steps are
 # missing until then; but an actor may step twice for each step of its critics.
 _GONE_AFTER_UNPASSED = 4
+NEVER = 1 << 62
 # What was passed to watch() never steps when other optimizers have stepped so often without it.
 _UNUSED_AFTER = 3
 # Turns of several optimizers, after which it is known which of them step once in each.
@@ -53,9 +54,11 @@ class StepRule:
     A step ends with the optimizer's step, also if GradScaler skips it. Several optimizers that take turns make one
     step: it ends with the last of those passed to watch() that steps once in each turn, else with the first one seen,
     which is as good in a loop.
-    If none of those passed ever steps and another one does, that one counts. Until an optimizer has stepped, forward
-    passes without gradients are the steps (inference); in a loop without any optimizer, backward passes are. Once the
-    user calls w.step(), nothing else ends one.
+    If none of those passed ever steps and another one does, that one counts. An optimizer that takes the place of the
+    one that ends the step, as in a second phase of training, ends it from then on.
+    Until an optimizer has stepped, forward passes without gradients are the steps (inference); in a loop without any
+    optimizer, backward passes are. Once the user calls w.step(), nothing else ends one. The first such call ends none
+    where the turn of the loop that it belongs to has ended one already.
     """
 
     def __init__(self, passed: int = 0) -> None:
@@ -72,6 +75,8 @@ class StepRule:
         self._unused: int | None = None  # the module called first, with gradients, since the last backward pass
         self._learns = False  # there was a backward pass since the last boundary
         self._called: int | None = None  # the module whose calls are the steps of inference
+        self._ended = 0  # steps, before the first w.step()
+        self._learned = False  # there was a backward pass since the last of them
         self.trains = passed > 0
         self.manual = False
         self.ignores_passed = False
@@ -80,24 +85,39 @@ class StepRule:
         """No optimizer is there: each backward pass ends a step."""
 
     def manual_step(self) -> bool:
+        """Whether the user's call ends a step."""
+        # In its first turn, a loop of several optimizers has had a boundary in the middle.
+        ended_already = not self.manual and (self._ended == 1 or (self._ended > 1 and not self._learned))
         self.manual = self.trains = True
         self._others.clear()
-        return True
+        return not ended_already
 
-    def optimizer_stepped(self, optimizer: int, passed: int | None = None, *, ending_lives: bool = True) -> bool:
+    def _ends(self) -> bool:
+        """Whether what has just happened ends a step, as the user ends none himself."""
+        if not self.manual:
+            self._ended, self._learned = self._ended + 1, False
+        return not self.manual
+
+    def optimizer_stepped(
+        self, optimizer: int, passed: int | None = None, *, ending_lives: bool = True, patience: int | None = None
+    ) -> bool:
         """An optimizer, by its id, has stepped, or would have but for a gradient that is not finite.
 
         passed: which of the optimizers passed to watch() it is, by position; None: none of them. ending_lives: False
-        where the one that ends the steps has been deleted.
+        where the one that ends the steps has been deleted. patience: how many steps it makes without the one that ends
+        the steps before it takes that one's place; None: as many as are usual.
         """
         self._stepped, self.counts_backwards = True, False
-        if self._passed:
+        replaces = patience is not None and self.ending is not None
+        if self._passed and not replaces:
             if passed is not None:
                 if self.ignores_passed:
                     self.ignores_passed, self.ending = False, None
                 self._strangers = -1  # what was passed steps: others never count
                 if self._turns.stepped(passed) and self._turns.last != self._last:
                     self._last, self.ending = self._turns.last, None
+            elif optimizer == self.ending:
+                pass  # it has taken the place of one that was passed
             elif self._strangers < 0:
                 return False
             else:
@@ -106,25 +126,27 @@ class StepRule:
                     return False
                 self.ignores_passed = True
         self.trains = True
-        if not ending_lives:
+        if not ending_lives and not replaces:
             self.ending = None
-        if optimizer != self.ending and not self._takes_over(optimizer, passed):
+        if optimizer != self.ending and not self._takes_over(optimizer, passed, patience):
             self._others[optimizer] += 1
             return False
         self.ending = optimizer
         if self._others:
             self._others.clear()
-        return not self.manual
+        return self._ends()
 
-    def _takes_over(self, optimizer: int, passed: int | None) -> bool:
+    def _takes_over(self, optimizer: int, passed: int | None, patience: int | None) -> bool:
         """Whether this one ends the steps from now on: it is the first one, or the one that ended them has gone."""
+        if patience is not None and self.ending is not None:
+            return self._others[optimizer] >= patience
         if self._passed and not self.ignores_passed:
             may_end = self.ending is None and passed == self._last
             return may_end or self._others[optimizer] >= _GONE_AFTER
         return self.ending is None or self._others[optimizer] >= _GONE_AFTER_UNPASSED
 
     def backward_ended(self) -> None:
-        self._learns = True
+        self._learns = self._learned = True
         self._unused = None
         if not self._stepped:
             self._backwards += 1
@@ -143,7 +165,7 @@ class StepRule:
 
     def backward_is_step(self) -> bool:
         """Whether the backward pass that has just ended was a step."""
-        return self.counts_backwards and not self.manual
+        return self.counts_backwards and self._ends()
 
     def forward_ended(self, *, with_gradient: bool, module: int = 0, is_root: bool = True) -> bool:
         """A watched module that no other one called has returned. In inference, that may be a step.
@@ -160,10 +182,10 @@ class StepRule:
         self._learns, self._unused = False, module if with_gradient else None
         if is_root:
             self._called = 0
-            return True
+            return self._ends()
         if self._called is None:
             self._called = module
-        return module == self._called
+        return module == self._called and self._ends()
 
 
 class EvaluationRule:

@@ -251,6 +251,143 @@ def test_manual_steps(tmp_path: Path) -> None:
     assert [each.step for each in recording.of(Kind.OPTIMIZER)] == [1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("before", [False, True], ids=["after the optimizer", "before the optimizer"])
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_each_manual_step_counts_once(micro_steps: int, before: bool, is_passed: bool, tmp_path: Path) -> None:
+    """The first turn of the loop is not counted by its optimizer and by w.step()."""
+    model, optimizer = model_and_optimizer()
+    with recorded(tmp_path, model, optimizer if is_passed else None) as recording:
+        for _ in range(20):
+            for _ in range(micro_steps):
+                backward(model)
+            if before:
+                recording.watch.step(tokens=512)
+            optimizer.step()
+            if not before:
+                recording.watch.step(tokens=512)
+
+    assert len(recording.steps) == 20
+
+
+def test_manual_step_of_two_optimizers_counts_once(tmp_path: Path) -> None:
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    with recorded(tmp_path, models) as recording:
+        for _ in range(20):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                backward(model)
+                optimizer.step()
+            recording.watch.step()
+
+    assert len(recording.steps) == 20
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def swap_head(model: TwoParts, old: Any) -> torch.optim.Optimizer:
+    model.head = nn.Linear(4, 4)
+    return torch.optim.Adam(model.head.parameters())
+
+
+def with_scheduler(model: TwoParts, old: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return optimizer
+
+
+SECOND_PHASES = {
+    "the same parameters": lambda model, old: torch.optim.Adam(model.parameters()),
+    "a subset": lambda model, old: torch.optim.Adam(model.body.parameters()),
+    "a new head": swap_head,
+    "of the same class": lambda model, old: torch.optim.SGD(model.parameters(), lr=0.01),
+    "with a scheduler": with_scheduler,
+    "LBFGS": lambda model, old: torch.optim.LBFGS(model.parameters(), max_iter=2),
+}
+
+
+def phase(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        backward(model)
+        optimizer.step(*[lambda: backward(model)] * isinstance(optimizer, torch.optim.LBFGS))
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["old kept", "old deleted"])
+@pytest.mark.parametrize("is_passed", [True, False], ids=["passed", "not passed"])
+@pytest.mark.parametrize("first", ["all", "head"])
+@pytest.mark.parametrize("name", SECOND_PHASES)
+def test_second_phase_counts_each_step(name: str, first: str, is_passed: bool, is_kept: bool, tmp_path: Path) -> None:
+    """Another optimizer goes on: a head is swapped, layers are unfrozen, Adam follows SGD."""
+    model = TwoParts()
+    parameters = (model if first == "all" else model.head).parameters()
+    optimizers = [torch.optim.SGD(parameters, lr=0.1)]
+    with recorded(tmp_path, model, optimizers[0] if is_passed else None) as recording:
+        phase(model, optimizers[0], 20)
+        optimizers.append(SECOND_PHASES[name](model, optimizers[0]))
+        if not is_kept:
+            optimizers.pop(0)
+        phase(model, optimizers[-1], 20)
+
+    assert len(recording.steps) == 40
+    if is_passed:
+        new = type(optimizers[-1]).__name__
+        assert f"{new} has taken the place of SGD: steps end with it from then on" in recording.notes
+
+
+def test_optimizer_made_before_the_watch_takes_over(tmp_path: Path) -> None:
+    """Both are made at first; and the first one comes back."""
+    model = TwoParts()
+    first, second = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.body.parameters())
+    with recorded(tmp_path, model, first) as recording:
+        phase(model, first, 10)
+        phase(model, second, 10)
+        phase(model, first, 10)
+
+    assert len(recording.steps) in (29, 30)  # the first step of the one that comes back may be of a turn of both
+
+
+@pytest.mark.parametrize("is_passed", [True, False])
+def test_optimizer_of_another_model_ends_no_step(is_passed: bool, tmp_path: Path) -> None:
+    """A probe that is trained now and then, with an optimizer of its own each time."""
+    model, optimizer = model_and_optimizer()
+    with recorded(tmp_path, model, optimizer if is_passed else None) as recording:
+        for turn in range(10):
+            backward(model)
+            optimizer.step()
+            if turn % 3 == 2:
+                probe = nn.Linear(4, 4)
+                phase(probe, torch.optim.Adam(probe.parameters()), 7)
+
+    assert len(recording.steps) == 10
+    assert "Adam steps the parameters of no watched model: its steps end no step of the loop" in recording.notes
+
+
+@pytest.mark.parametrize("is_passed", [True, False])
+def test_both_optimizers_of_a_gan_are_replaced(is_passed: bool, tmp_path: Path) -> None:
+    """Turns stay steps before and after both are made anew, as when a GAN grows."""
+    models = [TwoParts(), TwoParts()]
+
+    def made() -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(each.parameters()) for each in models]
+
+    optimizers = made()
+    with recorded(tmp_path, models, optimizers if is_passed else None) as recording:
+        for turn in range(20):
+            if turn == 10:
+                optimizers = made()
+            for model, optimizer in zip(models, optimizers, strict=True):
+                phase(model, optimizer, 1)
+
+    assert len(recording.steps) in (20, 21)
+
+
 def test_inference_steps(tmp_path: Path) -> None:
     """Without an optimizer each call of the model is a step, under no_grad, in inference mode, or with gradients on."""
     model = nn.Linear(4, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -157,6 +158,14 @@ class OptimizerHook:
             if not opened:
                 self._loop.optimizer_stepped(optimizer)
 
+        construct = torch.optim.Optimizer.__init__
+
+        @functools.wraps(construct)
+        def noticed_construct(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            construct(optimizer, *args, **kwargs)
+            made(optimizer)
+
+        made = guard("an optimizer was made")(self._loop.optimizer_made)
         scaled_step = torch.amp.GradScaler.step
 
         def noticed_step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,6 +188,7 @@ class OptimizerHook:
         try:
             with ExitStack() as attached:
                 attached.enter_context(patched(torch.amp.GradScaler, "step", noticed_step))
+                attached.enter_context(patched(torch.optim.Optimizer, "__init__", noticed_construct))
                 for owner in {type(each) for each in self._loop.passed.without_hooks()}:
                     attached.enter_context(_stepping(owner, self._loop.passed, session))
                 yield

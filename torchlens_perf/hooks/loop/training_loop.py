@@ -15,7 +15,7 @@ from torchlens_perf.hooks.loop.selection import NamedModel
 from torchlens_perf.hooks.loop.trained_models import TrainedModels, living_optimizers, models_with_gradients
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.session import StepContent
-from torchlens_perf.recorder.steps import EvaluationRule, StepRule
+from torchlens_perf.recorder.steps import NEVER, EvaluationRule, StepRule
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
@@ -109,6 +109,13 @@ class _Stepped(NamedTuple):
     reference: Callable[[], Any]
     position: int | None
     """Among those passed to watch()."""
+    class_name: str
+    first_at: int
+    """Steps of all optimizers, when it had made its first one."""
+
+
+def _ids_of(optimizer: Any) -> set[int]:
+    return {id(each) for each in parameters_of(optimizer)}
 
 
 class TrainingLoop:
@@ -128,6 +135,10 @@ class TrainingLoop:
         self._accumulation = Accumulation()
         self._trained = TrainedModels()
         self._optimizers: dict[int, _Stepped] = {}  # that have stepped, by id, which a later one may have again
+        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}  # optimizers made meanwhile, and self._count then
+        self._count = 0  # steps of optimizers
+        self._patience: dict[tuple[int, int], int | None] = {}  # of an optimizer with another one that ends the steps
+        self._said: set[str] = set()
         self._models_given = False
         self._roots: list[weakref.ref[Module]] = []  # models that are watched
         self._inside: list[Optimizer] = []  # that have stepped in the backward pass in progress
@@ -145,6 +156,7 @@ class TrainingLoop:
 
     def begins_after_step_of(self, optimizer: Optimizer) -> None:
         """The loop goes on: this optimizer has just stepped."""
+        self._count += 1
         self._rule.optimizer_stepped(id(optimizer), self._add(optimizer).position)
         self._watch_models_of(optimizer)
 
@@ -155,6 +167,12 @@ class TrainingLoop:
 
     # -- what hooks see
 
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """The constructor of an optimizer has returned."""
+        if not self._session.recorder.closed:
+            address = id(optimizer)
+            self._made[address] = weakref.ref(optimizer, lambda _: self._made.pop(address, None)), self._count
+
     def optimizer_stepped(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """An optimizer's step has returned, or GradScaler has skipped it."""
         session = self._session
@@ -164,12 +182,13 @@ class TrainingLoop:
         if session.recorder.backwards:
             self._inside.append(optimizer)
             return
+        self._count += 1
         known = self._optimizers.get(id(optimizer))
         is_new = known is None or known.reference() is not optimizer
         if known is None or is_new:
             known = self._add(optimizer)
         self._accumulation.optimizer_stepped(optimizer)
-        self._stepped(id(optimizer), known.position)
+        self._stepped(id(optimizer), known.position, optimizer, is_new=is_new)
         if is_new:
             self._watch_models_of(optimizer)
 
@@ -206,8 +225,9 @@ class TrainingLoop:
         if self._rule.forward_ended(with_gradient=with_gradient, module=module, is_root=is_root):
             self._session.end_step(_INFERENCE)
 
-    def manual_step(self) -> None:
-        self._rule.manual_step()
+    def manual_step(self) -> bool:
+        """Whether the user's call ends a step."""
+        return self._rule.manual_step()
 
     # -- for the session
 
@@ -223,14 +243,22 @@ class TrainingLoop:
 
     # -- parts
 
-    def _stepped(self, optimizer: int, position: int | None) -> None:
+    def _stepped(
+        self, optimizer: int, position: int | None, stepping: Optimizer | None = None, *, is_new: bool = False
+    ) -> None:
         ignored = self._rule.ignores_passed
         before = self._rule.ending
         ending = self._optimizers.get(before or 0)
         lives = ending is None or ending.reference() is not None
-        ends = self._rule.optimizer_stepped(optimizer, position, ending_lives=lives)
+        patience = None
+        if stepping is not None and ending is not None and (before != optimizer or is_new):
+            patience = self._patience_of(stepping, ending, is_new=is_new)
+        ends = self._rule.optimizer_stepped(optimizer, position, ending_lives=lives, patience=patience)
         if before not in (None, self._rule.ending):
             self._evaluations.steps_end_elsewhere()
+            if ending is not None and len(self.passed) and patience is not None:
+                name = type(stepping).__name__
+                self._say_once(f"{name} has taken the place of {ending.class_name}: steps end with it from then on")
         if ends:
             self._session.end_step()
         if self._rule.ignores_passed and not ignored:
@@ -241,6 +269,7 @@ class TrainingLoop:
 
     def _stepped_inside(self) -> None:
         optimizers, self._inside = self._inside, []
+        self._count += 1
         new = [each for each in optimizers if id(each) not in self._optimizers]
         known = [self._optimizers.get(id(each)) or self._add(each) for each in optimizers]
         self._stepped(
@@ -250,9 +279,51 @@ class TrainingLoop:
             self._watch_models_of(optimizer)
 
     def _add(self, optimizer: Optimizer) -> _Stepped:
-        added = _Stepped(reference_to(optimizer), self.passed.position(optimizer))
+        added = _Stepped(
+            reference_to(optimizer), self.passed.position(optimizer), type(optimizer).__name__, self._count
+        )
         self._optimizers[id(optimizer)] = added
+        self._patience.clear()
         return added
+
+    def _patience_of(self, optimizer: Optimizer, ending: _Stepped, *, is_new: bool) -> int | None:
+        """How many steps this one makes without `ending`, which ends the steps, before it takes its place.
+
+        None: as many as are usual. One that steps the same parameters, or that was made since then and steps those of
+        a watched model, takes it at once: training goes on in another phase.
+        """
+        ended = ending.reference()
+        key = id(optimizer), 0 if ended is None else id(ended)
+        if is_new or key not in self._patience:
+            known = self._patience[key] = self._compute_patience(optimizer, ended, ending.first_at)
+            if is_new and known == 0:
+                self._patience[key] = 1  # from its second step on, it may be one of two that take turns
+            return known
+        return self._patience[key]
+
+    def _compute_patience(self, optimizer: Optimizer, ended: Any, since: int) -> int | None:
+        stepped, watched = _ids_of(optimizer), self._watched_parameters()
+        is_watched, replaced = bool(stepped & watched), _ids_of(ended)
+        if stepped & replaced:
+            return 0
+        if ended is None:
+            return 0 if is_watched or not watched else None
+        if is_watched and replaced and not replaced & watched:
+            return 0
+        if not is_watched and self._models_given and watched:
+            name = type(optimizer).__name__
+            self._say_once(f"{name} steps the parameters of no watched model: its steps end no step of the loop")
+            return NEVER if replaced & watched else None
+        made = self._made.get(id(optimizer))
+        if not is_watched or made is None or made[0]() is not optimizer or made[1] < since:
+            return None
+        others = [each.reference() for each in self._optimizers.values()]
+        return None if any(stepped & _ids_of(each) for each in others if each is not optimizer) else 0
+
+    def _say_once(self, note: str) -> None:
+        if note not in self._said:
+            self._said.add(note)
+            self._session.note(note)
 
     @guard("finding the trained models")
     def _backwards_are_steps(self) -> None:
