@@ -79,7 +79,7 @@ def test_captured_run_is_the_same(tmp_path: Path) -> None:
         # The shortest: what else the thread does makes any other one longer.
         before, after = (min(captured["seconds"][part]) for part in (slice(2, 19), slice(23, None)))
         assert after < 1.5 * before
-    assert (code, error) == (2, f"torchlens-perf: {run.run_id} does not run any more\n")
+    assert (code, error) == (2, f"torchlens-perf: {run.run_id} has ended: a capture needs a live run\n")
 
 
 @pytest.mark.long

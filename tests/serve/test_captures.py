@@ -82,7 +82,7 @@ def test_a_capture_by_the_button(training: tuple[Path, Path]) -> None:
         assert 'id="capture"' not in page  # nobody is there to be asked
         assert trace["address"] in links(page, "captures/")
         late = viewer.post(f"{api}/captures", ranks="0", steps="2")
-        assert (late.status, "does not run any more" in late.json["problem"]) == (400, True)
+        assert (late.status, "a capture needs a live run" in late.json["problem"]) == (400, True)
     assert [each.asked_by for each in capture_files.read_requests(run / "captures")[0]] == [BY_USER]
 
 
@@ -96,7 +96,7 @@ def test_a_capture_by_the_button(training: tuple[Path, Path]) -> None:
         ({"ranks": "0", "steps": "21"}, 400, "from 1 to 20"),
         ({"ranks": "x", "steps": "3"}, 400, "must be ranks"),
         ({"ranks": "0-99999999999999999999", "steps": "3"}, 400, "must be ranks"),
-        ({"ranks": "0", "steps": "3"}, 400, "does not run any more"),
+        ({"ranks": "0", "steps": "3"}, 400, "a capture needs a live run"),
         ({"ranks": "0" * 20_000, "steps": "3"}, 413, "too long"),
     ],
 )

@@ -236,7 +236,7 @@ def test_command_judges_rows_of_many_ranks(capsys: pytest.CaptureFixture[str]) -
     assert "rank 300 is slow in compute since step 6" in named
     assert named.count("as planted") == 1
     assert "nothing was planted" not in named
-    assert "planted and not named: rank 3" in missed
+    assert "planted and not found: constant:rank=3,share=0.01" in missed
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,13 @@ class Rank:
     """One rank of a run, driven by hand."""
 
     def __init__(self, run: RunDirectory, rank: int, world_size: int = 2, **settings: Any) -> None:
-        """registered: whether this node's sidecar is to read it. identity: what is not as in identity_of()."""
+        """registered: whether this node's sidecar is to read it. identity: what is not as in identity_of().
+        first_step: the step that recording begins with."""
         changed, registered = settings.pop("identity", {}), settings.pop("registered", True)
+        first_step = settings.pop("first_step", 0)
         config = Config(**{"ring_records": 4096, "html": False, **settings})
         self.identity = identity_of(run, rank, world_size, **changed)
-        ring = create_ring(run, self.identity, config.ring_capacity)
+        ring = create_ring(run, self.identity, config.ring_capacity, first_step=first_step)
         self.ring = ring
         self.clock = FakeClock(1_000_000)
         self.session = Session(config, self.identity, ring, self.clock)

@@ -80,8 +80,9 @@ def test_live_and_ended(view: View, tmp_path: Path) -> None:
     ranks: Any = [{**rank, "state": "closed"} for rank in report_of(view)["ranks"]]
     at = overview.clock_time(overview.seconds_of("2026-11-23T09:00:00+00:00"))
     assert overview.run_state(with_report(view, **run, ranks=ranks)) == (f"ENDED {at}", "bold")
-    ranks[2]["state"] = "died"
-    assert overview.run_state(with_report(view, **run, ranks=ranks))[0] == f"ENDED {at}, 1 of 4 died"
+    dead = {**run, "died": [2], "ranks_seen": 4}
+    assert overview.run_state(with_report(view, **dead, ranks=ranks))[0] == f"ENDED {at}, rank 2 died"
+    assert overview.run_state(with_report(view, died=[2]))[0].endswith(", rank 2 died")
 
 
 def test_hang_shows_no_pace(view: View) -> None:

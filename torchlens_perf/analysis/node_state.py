@@ -85,6 +85,14 @@ class ProcessState:
     names_lost: int = 0
     internal_errors: int = 0
     tool_ns: int = 0
+    made_steps: int = 0
+    """How many steps have ended, those that were not recorded or were lost included."""
+    process_began_ns: int = 0
+    """When the process began, by its clock of marks; 0 where that is not known or tells nothing: see Startup."""
+    compile_s: float | None = None
+    """How long torch.compile took in this process so far; None where it was not measured."""
+    interactive: bool = False
+    """Whether a person types into the process, as in a notebook."""
     open_spans: list[str] = dataclasses.field(default_factory=list)
     """What a process that died was inside of."""
     now: Whereabouts | None = None

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
 
 _POLL_S = 0.1
+_ASK_AGAIN_S = 0.5
 
 
 def add_command(commands: Any) -> None:
@@ -37,7 +38,13 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--steps", type=int, default=3, help=f"how many, at most {MAX_STEPS}; default 3")
     parser.add_argument("--python", action="store_true", help="Python frames and modules in the trace; costs more")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="longest wait; default 120 s")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="longest wait for steps, then for files; default 120",
+    )
     parser.add_argument(
         "--force", action="store_true",
         help=f"also more than {MAX_RANKS} ranks, and where there are {MAX_KEPT_BYTES >> 30} GiB of captures already",
@@ -49,13 +56,28 @@ def add_command(commands: Any) -> None:
 def capture(options: argparse.Namespace) -> int:
     """Runs the command: 0 if every rank has a trace. Raises ConfigError or RunStoreError for what cannot be asked."""
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.serve.ask_capture import ask_capture
 
     run = RunDirectory(options.run_dir.absolute())
-    request = ask_capture(run, options.rank, options.steps, python=options.python, force=options.force)
+    request = _ask(run, options)
     if not options.quiet:
         print(f"asked: ranks {ranges(request.ranks)}, {request.steps} steps from step {request.from_step} on")
+        print("meanwhile torch.profiler may write lines of its own into the job's stderr (USDT, Kineto)")
     return 0 if options.no_wait else _wait(run, request, options.timeout, quiet=options.quiet)
+
+
+def _ask(run: RunDirectory, options: argparse.Namespace) -> Request:
+    """Ask, and again while the sidecar has not read the first steps. Raises ConfigError or RunStoreError."""
+    from torchlens_perf.serve.ask_capture import NotReadYetError, ask_capture
+
+    deadline_s = time.monotonic() + (0.0 if options.no_wait else options.timeout)
+    with Progress("waiting for the sidecar to read the first steps", quiet=options.quiet):
+        while True:
+            try:
+                return ask_capture(run, options.rank, options.steps, python=options.python, force=options.force)
+            except NotReadYetError:
+                if time.monotonic() >= deadline_s:
+                    raise
+            time.sleep(_ASK_AGAIN_S)
 
 
 def _wait(run: RunDirectory, request: Request, timeout_s: float, *, quiet: bool) -> int:

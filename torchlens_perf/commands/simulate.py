@@ -60,8 +60,12 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--device", action="store_true", help="the work is on a device, and judged by its clock")
     parser.add_argument("--late-steps", type=int, default=1, help="after how many steps a device tells its times")
     parser.add_argument("--missing", type=float, default=0.0, help="share of steps of which a device tells nothing")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the run directory to make")
-    parser.add_argument("--rows", action="store_true", help="judge only: any number of ranks, no files")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the run directory to make; not with --rows")
+    parser.add_argument(
+        "--rows",
+        action="store_true",
+        help="judge only: any number of ranks, no files; has no transfer times, and so finds no link",
+    )
     parser.set_defaults(command=simulate)
 
 
@@ -84,9 +88,11 @@ def simulate(options: argparse.Namespace) -> int:
         raise ConfigError("--late-steps must be 0 or more, --missing 0 or more and below 1")
     if options.rows and options.device:
         raise ConfigError("--rows has no devices: leave out --rows or --device")
+    if options.rows and options.out is not None:
+        raise ConfigError("--rows writes no files: leave out --rows or --out")
     if options.rows:
         with Progress("simulating", quiet=options.quiet) as progress:
-            lines = _rows(simulation, options.steps, progress)
+            lines = _rows(simulation, options, progress)
         sys.stdout.write("\n".join(lines) + "\n")
         return 0
     return _rings(simulation, options)
@@ -110,9 +116,10 @@ def _topology(options: argparse.Namespace) -> Topology:
 
 
 def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
-    from torchlens_perf.report.run_report import run_report
+    from torchlens_perf.report.run_report import report_and_states
     from torchlens_perf.report.terminal import show
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.simulate.missed import missed_faults
     from torchlens_perf.simulate.rings import MAX_RANKS, SimulatedDevice
 
     if simulation.topology.ranks > MAX_RANKS:
@@ -127,7 +134,11 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
     device = SimulatedDevice(options.late_steps, options.missing) if options.device else None
     with Progress("simulating", quiet=options.quiet) as progress, ownership.as_private_as(run.nodes):
         record(simulation, options.steps, run, note, device, progress)
-    show(run_report(run), sys.stdout, str(run.path))
+    report, states = report_and_states(run)
+    show(report, sys.stdout, str(run.path))
+    findings = max((state.findings for state in states), key=lambda each: each.compared)
+    lines = missed_faults(options.fault, simulation, options.steps, findings.episodes, report["slow_links"])
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0
 
 
@@ -199,11 +210,12 @@ def _read_as_it_is_written(
     run_sidecar(sidecar, lock, exporter)
 
 
-def _rows(simulation: Simulation, steps: int, advanced: Advanced) -> list[str]:
+def _rows(simulation: Simulation, options: argparse.Namespace, advanced: Advanced) -> list[str]:
     from torchlens_perf.analysis.statistics.step_bins import row_width
     from torchlens_perf.analysis.stragglers.detector import StragglerDetector
+    from torchlens_perf.simulate.missed import missed_faults
 
-    topology, judge, judged_s = simulation.topology, StragglerDetector(), 0.0
+    topology, judge, judged_s, steps = simulation.topology, StragglerDetector(), 0.0, options.steps
     for rank in range(topology.ranks):
         judge.set_place(rank, topology.place(rank))
     width = min(row_width(simulation.work_ns), 32)
@@ -221,6 +233,7 @@ def _rows(simulation: Simulation, steps: int, advanced: Advanced) -> list[str]:
     judged_s += time.perf_counter() - begun_s
     each_ms, step_ms = 1e3 * judged_s / steps, findings.step_ns / 1e6
     lines = _lines(simulation, findings, steps)
+    lines += missed_faults(options.fault, simulation, steps, findings.episodes, None)
     lasting = f"{steps} steps of {step_ms:.1f} ms" if findings.step_ns else f"{steps} steps"
     lines.append(f"{topology.ranks} ranks, {lasting}; judged in {each_ms:.1f} ms a step")
     return lines
@@ -252,11 +265,6 @@ def _lines(simulation: Simulation, findings: Findings, steps: int) -> list[str]:
         lines.append(f"no rank is slow; {detectable_ms:.1f} ms a step would have been named")
     if len(lines) > _MAX_LINES:
         lines[_MAX_LINES:] = [f"and {len(lines) - _MAX_LINES} more"]
-    planted = set().union(*(simulation.slow_ranks(step) for step in range(steps)))
-    missed = sorted(planted - {episode.rank for episode in findings.episodes})
-    if missed:
-        shown = ", ".join(map(str, missed[:8])) + (" ..." if len(missed) > 8 else "")
-        lines.append(f"planted and not named: rank {shown}")
     return lines
 
 

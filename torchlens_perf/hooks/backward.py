@@ -39,11 +39,11 @@ class _Tail:
     """What lies behind the last computed gradient of one call of the engine: DDP and FSDP wait there for their
     communication."""
 
-    def __init__(self, session: Session, name_id: int, *, is_outermost: bool) -> None:
-        """is_outermost: not the engine's call inside of a backward pass, as reentrant checkpointing has it."""
+    def __init__(self, session: Session, name_id: int, *, ends_modules: bool) -> None:
+        """ends_modules: whether passes of modules may end with this one."""
         self._session = session
         self._name_id = name_id
-        self._is_outermost = is_outermost
+        self._ends_modules = ends_modules
         self._queued = 0
         self.is_hung = False  # on all roots
         self.start_ns = 0
@@ -86,7 +86,7 @@ class _Tail:
         self.start_ns, self.waited_before_ns = recorder.now_ns(), recorder.waited_ns
         if session.stalls is not None and session.communicates():
             self.mark = session.stalls.begin_tail(self._name_id)
-        if self.mark is None and recorder.sampled and self._is_outermost:
+        if self.mark is None and self._ends_modules:
             self.mark = session.clock.mark()
 
     @guard("backward callback")
@@ -194,8 +194,8 @@ class BackwardHook:
         communicates = session.communicates()
 
         @guard("tail of a backward pass")
-        def begin_tail(roots: Sequence[Any], handles: list[RemovableHandle], outermost: bool) -> _Tail:
-            tail = self._tail = _Tail(session, tail_id, is_outermost=outermost)
+        def begin_tail(roots: Sequence[Any], handles: list[RemovableHandle], ends_modules: bool) -> _Tail:
+            tail = self._tail = _Tail(session, tail_id, ends_modules=ends_modules)
             with out_of_sight():
                 tail.is_hung = bool(tail.hang_on(roots, handles))
             return tail
@@ -219,9 +219,10 @@ class BackwardHook:
             recorder.begin(_BACKWARD, name_id)
             try:
                 # The end of the computation: without other ranks to wait for, only the modules' passes need it.
-                wanted = communicates or (recorder.sampled and outermost)
-                if wanted and can_queue and not torch_private.compiled_autograd():
-                    tail = begin_tail(args[0], handles, outermost)
+                # Those of an earlier step's forward pass too: of a GAN's generator, the loss comes a step later.
+                ends_modules = outermost and bool(recorder.sampled or self._passes)
+                if (communicates or ends_modules) and can_queue and not torch_private.compiled_autograd():
+                    tail = begin_tail(args[0], handles, ends_modules)
                 result = run_backward(*args, **kwargs)
                 flags = 0
                 return result
@@ -261,9 +262,11 @@ class BackwardHook:
         recorder, later = session.recorder, self._passes
         for each in passes:
             if each.start is None or each.end is None:
-                if recorder.backwards and each.step == recorder.step:
-                    later.append(each)  # the optimizer steps inside the backward pass
-                continue  # else not reached by the backward pass of its step
+                # The optimizer steps inside the backward pass, or another model's does before this one's backward pass.
+                waits = recorder.backwards or each.start is None
+                if waits and each.step == recorder.step:
+                    later.append(each)
+                continue  # else not reached by the backward passes of its step and the next
             times = each.span()
             if times is None:
                 if recorder.step - each.step < _UNREAD_STEPS:

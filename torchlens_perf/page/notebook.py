@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
+from torchlens_perf.analysis.words.run_state import ranks_words, state_words
 from torchlens_perf.errors import printable
 from torchlens_perf.page.small_charts import image, parts_chart, step_chart
 from torchlens_perf.report.run_report import run_report
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 64 << 10
 """Of the HTML, whatever is in a run: a notebook keeps each output, and a live one gets it once a second."""
 _MAX_VERDICTS, _MAX_NOTES, _MAX_CHARACTERS = 6, 8, 600
-_EDGES = {"hang": "#cf222e", "out_of_memory": "#cf222e", "straggler": "#cf222e", "none": "#1a7f37"}
+_EDGES = {"hang": "#cf222e", "out_of_memory": "#cf222e", "straggler": "#cf222e", "died": "#cf222e", "none": "#1a7f37"}
 _OTHER_EDGE = "#9a6700"
 
 
@@ -50,10 +51,8 @@ def results(report: Report, run_dir: str, text: str) -> str:
 def cell(report: Report, run_dir: str) -> str:
     """The HTML of a cell; less than MAX_BYTES."""
     run, steps, quality = report["run"], report["steps"], report["quality"]
-    state = "running" if run["live"] else "ended"
-    ranks = f"{run['world_size']} rank{'s' if run['world_size'] != 1 else ''}"
     program = f"{run['program']}, " if run["program"] else ""
-    title = f"{program}run {run['id']}: {ranks}, {state}"
+    title = f"{program}run {run['id']}: {ranks_words(run)}, {state_words(run)}"
     parts = [f"<p><b>torchlens_perf</b>&ensp;{_escaped(title)}</p>"]
     parts += map(_verdict, report["verdicts"][:_MAX_VERDICTS])
     named = [verdict["rank"] for verdict in report["verdicts"] if verdict["rank"] is not None]

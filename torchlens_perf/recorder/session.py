@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -17,6 +19,7 @@ from torchlens_perf.recorder.recorder import LOADING_PROBLEM, NATIVE, Recorder
 from torchlens_perf.recorder.sampling import Boundary, SamplingSchedule
 from torchlens_perf.run.clock import Clock, HostClock
 from torchlens_perf.run.identity import job_store, model_digest
+from torchlens_perf.run.processes import age_s
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.ring import MAX_GROUPS, MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, RingFile
 
@@ -30,7 +33,12 @@ logger = logging.getLogger("torchlens_perf")
 _AT_STEP = guard("work at a step's end")
 _THROTTLE_NS = 50_000_000
 _MAX_NOTES = 24  # they share 8 KB with all else that the sidecar must know
+_COMPILED = int(Flag.COMPILED)
 _SAMPLED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.SAMPLED, Flag.MANUAL, Flag.INFERENCE))
+
+
+_start_reported_by = 0
+"""The process whose first watch has reported when the process began."""
 
 
 class Hook(Protocol):
@@ -94,6 +102,8 @@ class Session:
         self._published: dict[str, Any] = {
             "memory_source": "", "device": {}, "gpus": [], "stack_file": "", "missing_tap": ""
         }  # fmt: skip
+        is_real = now_ns is None and simulated_from is None
+        self._process_began_ns = _process_began_ns(identity) if is_real else 0
         self._compute_device = ""  # that the watched models are on: "cuda", "cpu", ...; "": not known yet
         self._deeper_modules = False  # there are others below those that are timed
         self._group_slots: dict[str, int] = {}
@@ -317,6 +327,8 @@ class Session:
         sampled = recorder.sampled
         packed = min(content.micro_steps, MICRO_STEPS_MASK) | (self._workload + 1) << WORKLOAD_SHIFT
         step = recorder.next_step(flags | self._flags | content.flags, self._memory_bytes, packed)
+        if (self._flags | content.flags) & _COMPILED:
+            self.publish()  # how long it took: the process may be killed before the watch ends
         self._workload = -1
         self._flags = 0
         recorder.sampled = int(self._sampling.wants(step))
@@ -393,8 +405,29 @@ class Session:
                 "compute_device": self._compute_device,
                 "deeper_modules": self._deeper_modules,
                 "job_store": job_store(os.environ) if self.config.exchange else None,
+                "process_began_ns": self._process_began_ns,
+                "compile_s": self._compile_s(),
+                "interactive": hasattr(sys, "ps1") or bool(sys.flags.interactive),
                 **self._published,
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
                 "settings": {name: getattr(self.config, name) for name in SIDECAR_SETTINGS} | self._report,
             }
         )
+
+    @staticmethod
+    def _compile_s() -> float | None:
+        with guard("asking torch how long it compiled"):
+            return torch_private.compile_s()
+        return None
+
+
+def _process_began_ns(identity: Identity) -> int:
+    """Return when this process began, by CLOCK_MONOTONIC.
+
+    0 for a later watch of the process: the earlier one's training is no part of the start.
+    """
+    global _start_reported_by
+    if not identity.process_started or _start_reported_by == os.getpid():
+        return 0
+    _start_reported_by = os.getpid()
+    return max(1, time.monotonic_ns() - int(age_s(identity.process_started) * 1e9))

@@ -28,6 +28,7 @@ FSDP2_BEFORE_WAIT = "FSDP::post_backward_reshard"  # the profiler's range after 
 DDP_BUFFERS = "torch.nn.parallel.DistributedDataParallel._sync_buffers"
 LOCAL_TENSOR = "torch.distributed.tensor.DTensor._local_tensor"
 STREAM_HANDLE = "torch._C._cuda_getCurrentRawStream"
+COMPILE_TIMES = "torch._dynamo.utils.calculate_time_spent"
 RECOMPUTATION = "torch.utils.checkpoint._recomputation_hook"
 
 
@@ -105,6 +106,12 @@ def _no_torch_function() -> bool:
 
     with torch._C.DisableTorchFunction():
         return True
+
+
+def _compile_times() -> bool:
+    from torch._dynamo import utils
+
+    return isinstance(utils.calculate_time_spent()["total_wall_time"], (int, float))
 
 
 def _data_iterator() -> bool:
@@ -267,6 +274,7 @@ PRIVATE_NAMES = (
         _in_cuda_build("_cuda_isHistoryEnabled", "_cuda_record_memory_history"),
         "memory_history is off, and tables of device memory have no stacks",
     ),
+    PrivateName(COMPILE_TIMES, _compile_times, "the report does not tell how long torch.compile took"),
     PrivateName(PROFILER, _profiler, "nothing is captured"),
     PrivateName(FLIGHT_RECORDER, _flight_recorder, "captures have no flight recorder's entries"),
 )
@@ -338,6 +346,17 @@ def current_stream_handle() -> Callable[[int], int] | None:
 
     handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return handle
+
+
+def compile_s() -> float | None:
+    """Return how long torch.compile took in this process so far; None where torch does not tell.
+
+    Dynamo is not imported for this: a process without it has compiled nothing.
+    """
+    module = sys.modules.get("torch._dynamo.utils")
+    if module is None:
+        return 0.0
+    return float(module.calculate_time_spent()["total_wall_time"]) if works(COMPILE_TIMES) else None
 
 
 def compiled_autograd() -> bool:

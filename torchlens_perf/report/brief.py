@@ -15,7 +15,7 @@ from rich.text import Text
 from torchlens_perf.analysis.statistics.quantities import printable
 from torchlens_perf.report.captures import capture_lines
 from torchlens_perf.report.rank_table import rank_table
-from torchlens_perf.report.terminal import as_text, quality_line, safe, step_line, title
+from torchlens_perf.report.terminal import as_text, quality_line, safe, start_line, step_line, title
 from torchlens_perf.report.verdict_text import earlier_line, is_finding, is_over, verdict_parts
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def brief_layout(report: Report, run_dir: str, *, columns: int, page: str = "") 
 def _figures(report: Report, *, ranks: bool) -> Iterator[RenderableType]:
     if report["steps"]["count"]:
         yield step_line(report)
+        yield from start_line(report)
         if ranks:
             yield rank_table(report, _MAX_RANKS)
 

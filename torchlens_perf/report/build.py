@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -20,7 +21,7 @@ from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import run_windows
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.words import verdict
+from torchlens_perf.analysis.words import run_state, verdict
 from torchlens_perf.analysis.words.evidence import Verdict
 from torchlens_perf.analysis.words.oom import out_of_memory_note
 from torchlens_perf.analysis.words.stragglers import SlowRankContext, came_last
@@ -35,7 +36,7 @@ from torchlens_perf.report.module_rows import module_rows, section_rows
 from torchlens_perf.report.step_classes import phases, sampled_lack_of_cpu, step_classes, typical_step
 from torchlens_perf.report.step_history import step_history
 from torchlens_perf.run.place.node import host_of
-from torchlens_perf.run.ring import Flag
+from torchlens_perf.run.ring import MAX_FRAMES, Flag
 from torchlens_perf.run.sketch import merged
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         RankNow,
         Report,
         Run,
+        Startup,
         Steps,
         Trend,
         VerdictRow,
@@ -190,6 +192,7 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
     started = [_unix_ns(p, p.statistics.started_ns) for p in processes.values() if p.statistics.started_ns is not None]
     ended = [_unix_ns(p, p.statistics.ended_ns) for p in processes.values() if p.statistics.ended_ns is not None]
     live = any(not process.ended for process in processes.values())
+    died = sorted(rank for rank, process in processes.items() if process.ended == run_state.DIED)
     who = next((process.identity for process in processes.values()), None)
     return {
         "id": run_id,
@@ -203,10 +206,32 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
         "as_of": _time(max(saved)) if (saved := [node.saved_unix_ns for node in nodes if node.saved_unix_ns]) else None,
         "total_steps": _total_steps(processes),
         "live": live,
+        "state": run_state.run_state(live, died),
+        "died": died,
+        "ranks_seen": len(processes),
+        "startup": _startup(processes),
         "device": _device(processes),
         "judged_by": _judged_by(processes),
         "deeper_modules": any(process.deeper_modules for process in processes.values()),
     }
+
+
+def _startup(processes: dict[int, ProcessState]) -> Startup | None:
+    """Return the start of the rank that took longest until its first recorded step."""
+    found: list[Startup] = []
+    for rank, process in processes.items():
+        began_ns, first_ns = process.process_began_ns, process.statistics.started_ns
+        if began_ns and first_ns is not None:
+            found.append(
+                {
+                    "rank": rank,
+                    "before_first_step_s": max(0, first_ns - began_ns) / 1e9,
+                    "warm_up_s": process.statistics.warm_up.sum_ns / 1e9,
+                    "compile_s": process.compile_s,
+                    "interactive": process.interactive,
+                }
+            )
+    return max(found, key=lambda each: (each["before_first_step_s"], -each["rank"]), default=None)
 
 
 def _total_steps(processes: dict[int, ProcessState]) -> int | None:
@@ -256,12 +281,23 @@ def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows]) -> S
         "by": DEVICE if by_device else HOST,
         **distribution(merged(of_each)),
         "warm_up_max_s": warm_up.max_ns / 1e9 if warm_up.count else None,
+        "warm_up_parts": _warm_up_parts(processes),
+        "made": max((process.made_steps for process in processes.values()), default=0),
         "trend": _trend(windows),
         "inference": any(_is_inference(p) for p in processes.values()),
         "micro_steps": max((p.statistics.micro_steps for p in processes.values()), default=0),
         **step_classes(processes.values(), by_device=by_device),
         "sampled_lack_of_cpu": sampled_lack_of_cpu(processes.values()),
     }
+
+
+def _warm_up_parts(processes: dict[int, ProcessState]) -> dict[str, float]:
+    """Return each part's share of all ranks' warm-up steps, the largest first."""
+    parts_ns = Counter[str]()
+    for process in processes.values():
+        parts_ns.update(process.statistics.warm_up_parts_ns)
+    total_ns = sum(parts_ns.values())
+    return {part: part_ns / total_ns for part, part_ns in parts_ns.most_common() if part_ns > 0}
 
 
 def _is_inference(process: ProcessState) -> bool:
@@ -351,6 +387,7 @@ def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Qual
     return {
         "records": sum(s.records for s in statistics),
         "lost": sum(s.lost for s in statistics) + unwritten,
+        "too_deep": sum(process.too_deep for process in processes.values()),
         "coverage": min((s.coverage for s in statistics), default=0.0),
         "overhead_share": _overhead_share(processes),
         "sidecar_cpu_s": sum(node.sidecar_cpu_s for node in nodes),
@@ -384,7 +421,7 @@ def _rank_notes(process: ProcessState) -> list[str]:
     if process.unbalanced:
         notes.append(f"rank {rank}: {process.unbalanced} spans never ended (an exception in the optimizer, or tasks)")
     if process.too_deep:
-        notes.append(f"rank {rank}: {process.too_deep} spans nested deeper than 64 levels were not recorded")
+        notes.append(f"rank {rank}: {process.too_deep} spans nested deeper than {MAX_FRAMES} levels were not recorded")
     if process.names_lost:
         notes.append(f"rank {rank}: more distinct names than fit; the surplus is shown as (other)")
     if process.internal_errors:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.channel import Counts
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import ArrivedLast, Collective
 
 _MAX_ROWS = 6
+_DEVIATIONS = 3.0
+"""Standard deviations beyond chance from which a rank comes last too often."""
 _TIMES = tuple(name for name in TOTALS if name.endswith("_ns"))
 _Place = tuple[GroupKey, tuple[int, int] | None]
 
@@ -90,6 +93,8 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
     slowest = max(by_rank, key=lambda rank: (lags_ns[rank], by_rank[rank]["last"]), default=None)
     if slowest is not None and not (whole and by_rank[slowest]["last"]):
         slowest = None
+    if slowest is not None and _is_chance(by_rank[slowest]["last"], statistics.joined, lags_ns, slowest):
+        slowest = None
     return {
         "operation": key.operation,
         "group": key.group.name,
@@ -129,6 +134,14 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
             )
         ),
     }
+
+
+def _is_chance(last: float, joined: int, lags_ns: Mapping[int, float], rank: int) -> bool:
+    """Whether a rank comes last about as often as any other would by chance, and has not most of the lag either."""
+    even = 1 / max(2, len(lags_ns))
+    often = last > joined * even + _DEVIATIONS * math.sqrt(joined * even * (1 - even))
+    most = lags_ns[rank] >= (1 + even) / 2 * sum(lags_ns.values())
+    return not (often or most)
 
 
 def _is_by_device(by_device: int, ended: int) -> bool:

@@ -9,8 +9,11 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, printable, steps_whole
+from torchlens_perf.analysis.statistics.quantities import counted, duration, duration_or_dash, printable, steps_whole
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
+from torchlens_perf.analysis.words.run_state import ranks_words, state_words
+from torchlens_perf.analysis.words.startup import startup_words
+from torchlens_perf.analysis.words.verdict import warm_up_words
 from torchlens_perf.report.captures import capture_lines
 from torchlens_perf.report.collective_table import collective_table
 from torchlens_perf.report.device_table import device_table, memory_table
@@ -83,7 +86,9 @@ def layout(report: Report, run_dir: str) -> RenderableType:
     if captured:
         parts.append(Padding(Text("\n".join(captured)), (0, 0, 1, 2)))
     if report["steps"]["count"]:
-        parts += [step_line(report), rank_table(report)]
+        parts += [step_line(report), *start_line(report)]
+        if any(rank["typical"] for rank in report["ranks"]):
+            parts.append(rank_table(report))
         if any(rank["device"] for rank in report["ranks"]):
             parts.append(device_table(report["ranks"]))
         if any(rank["memory"]["device"] for rank in report["ranks"]):
@@ -124,22 +129,28 @@ def _safe(value: Any) -> Any:
 def title(report: Report) -> Text:
     """Which run, and how it is."""
     run = report["run"]
-    nodes = f" on {len(run['nodes'])} nodes" if len(run["nodes"]) > 1 else ""
-    ranks = f"{run['world_size']} rank{'s' if run['world_size'] != 1 else ''}{nodes}"
-    state = "running" if run["live"] else "ended"
     attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
     program = f"{printable(run['program'])}, " if run["program"] else ""
-    return Text.assemble(("torchlens_perf  ", "bold"), f"{program}run {run['id']}: {ranks}{attempt}, {state}")
+    return Text.assemble(
+        ("torchlens_perf  ", "bold"), f"{program}run {run['id']}: {ranks_words(run)}{attempt}, {state_words(run)}"
+    )
+
+
+def start_line(report: Report) -> list[Text]:
+    """Return the line on the time before the first recorded step; empty where that is not known."""
+    words = startup_words(report["run"])
+    return [Text(words)] if words else []
 
 
 def step_line(report: Report) -> Text:
     """How many steps, and how long they take."""
     steps = report["steps"]
-    unit = "forward passes" if steps["inference"] else "steps"
+    unit = "forward pass" if steps["inference"] else "step"
     if steps["p50_s"] is None:
-        return Text(f"{steps['count']} {unit}, all of them warm-up (up to {duration_or_dash(steps['warm_up_max_s'])})")
+        all_of_them = ", all of them" * (steps["count"] > 1)
+        return Text(f"{counted(steps['count'], unit)}{all_of_them} warm-up{warm_up_words(steps)}")
     text = Text.assemble(
-        (f"{steps['count']} {unit}{_alike(steps)}  ", "bold"),
+        (f"{counted(steps['count'], unit)}{_alike(steps)}  ", "bold"),
         "  ".join(f"{name} {duration_or_dash(steps[field])}" for name, field in _QUANTILES),
     )
     if steps["by"] == DEVICE:

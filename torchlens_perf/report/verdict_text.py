@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _STYLES = {
     "hang": "bold red", "hang_ended": "bold red", "out_of_memory": "bold red", "straggler": "bold red",
-    "none": "bold green", "no_steps": "bold yellow",
+    "died": "bold red", "none": "bold green", "no_steps": "bold yellow",
 }  # fmt: skip
-_FINDINGS = frozenset({"hang", "out_of_memory", "straggler", "imbalance", "slow_link"})
+_FINDINGS = frozenset({"hang", "out_of_memory", "died", "straggler", "imbalance", "slow_link"})
 _MAX_OVER = 4
 
 

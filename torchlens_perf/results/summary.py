@@ -66,7 +66,9 @@ class Summary:
             if value is not None
         ]
         cost = "not measured" if self.overhead_share is None else f"{self.overhead_share:.2%} of the steps' time"
-        lines.append(f"{self.steps} steps{': ' * bool(times)}{', '.join(times)}; this tool cost {cost}")
+        lines.append(
+            f"{self.steps} step{'s' * (self.steps != 1)}{': ' * bool(times)}{', '.join(times)}; this tool cost {cost}"
+        )
         return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torchlens_perf.analysis.words.run_state import SILENT_S, ago
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run import captures as capture_files
@@ -17,7 +18,9 @@ from torchlens_perf.run.rank_ranges import parse_ranges, ranges
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
 
-_SILENT_S = 60.0  # a live run's sidecar writes its state every few seconds
+
+class NotReadYetError(ConfigError):
+    """The run may be captured soon: its sidecar has not read the first steps yet."""
 
 
 def ask_capture(
@@ -26,7 +29,8 @@ def ask_capture(
     """Leaves a request in the run directory, for the sidecars, and returns it.
 
     ranks: texts as 5, 0-3 or 0,5. python: Python frames in the trace too. force: also more ranks than MAX_RANKS, and
-    where there are MAX_KEPT_BYTES of captures. Raises ConfigError for what cannot be asked, RunStoreError.
+    where there are MAX_KEPT_BYTES of captures. Raises ConfigError for what cannot be asked, NotReadYetError of it
+    for what can be asked later, and RunStoreError.
     """
     request = _request(run, _ranks(ranks), steps, python=python, force=force)
     try:
@@ -57,11 +61,19 @@ def _request(run: RunDirectory, ranks: tuple[int, ...], steps: int, *, python: b
     if not ranks:
         raise ConfigError("--rank: at least one is needed")
     report = run_report(run) if list(run.nodes.glob("*.json")) else None
-    if report is None or report["run"]["last_step_at"] is None:
-        raise ConfigError(f"{run.run_id} has made no step yet")
+    not_yet = f"the sidecar of {run.run_id} has not read the first steps yet: ask again in some seconds"
+    if report is None:
+        raise NotReadYetError(not_yet)
+    if not report["run"]["live"]:
+        raise ConfigError(f"{run.run_id} has ended: a capture needs a live run")
     silent_s = time.time() - max(path.stat().st_mtime for path in run.nodes.glob("*.json"))
-    if not report["run"]["live"] or silent_s > _SILENT_S:
-        raise ConfigError(f"{run.run_id} does not run any more")
+    if silent_s > SILENT_S:
+        raise ConfigError(
+            f"{run.run_id} is silent for {ago(silent_s)}, and no sidecar would see the request: a capture needs a "
+            "live run"
+        )
+    if report["run"]["last_step_at"] is None:
+        raise NotReadYetError(not_yet)
     running = {row["rank"] for row in report["ranks"] if row["state"] == "running"}
     missing = [rank for rank in ranks if rank not in running]
     if missing:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from urllib.parse import urlencode
 
+from torchlens_perf.analysis.words.run_state import RUNNING, SILENT_S, ago
 from torchlens_perf.errors import printable
 from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
 from torchlens_perf.page.pictures.markup import Child, Element, html, name, tag
 from torchlens_perf.page.sections.section import table
 from torchlens_perf.serve.run_list import Listed
 from torchlens_perf.serve.run_names import address
-from torchlens_perf.serve.runs import BEGINS, RUNNING, UNREADABLE, Found, RunLine
+from torchlens_perf.serve.runs import BEGINS, UNREADABLE, Found, RunLine
 from torchlens_perf.serve.static_files import Addresses
 
 ROOT = "../../"  # the list, seen from a run's page
-SILENT_S = 60.0  # a live run's sidecars write their states every few seconds
 _HEADERS = ("run", "state", "program", "ranks", "started", "verdict")
 
 
@@ -72,8 +72,9 @@ def _row(line: RunLine | Found, now_s: float) -> list[Child]:
     if line.state == BEGINS:
         return [link, "begins", "", "", "", "no step is known yet"]
     nodes = f" on {line.nodes} nodes" if line.nodes > 1 else ""
+    seen = f"only {line.seen} of " if line.seen < line.ranks else ""
     started = _time(line.started)
-    return [link, _state(line, now_s), name(line.program), f"{line.ranks}{nodes}", started, _words(line.verdict)]
+    return [link, _state(line, now_s), name(line.program), f"{seen}{line.ranks}{nodes}", started, _words(line.verdict)]
 
 
 def _words(text: str) -> Element:
@@ -85,17 +86,8 @@ def _state(line: RunLine, now_s: float) -> Child:
     if line.state == RUNNING and silent_s > SILENT_S:
         return tag("span", f"silent for {ago(silent_s)}", title="no rank has ended, and its sidecars write nothing")
     if line.state == RUNNING:
-        return tag("b", "running")
-    return f"ended {_time(line.ended)}" if line.ended else "ended"
-
-
-def ago(seconds: float) -> str:
-    """A long time in words."""
-    for unit, size in (("day", 86_400), ("hour", 3600), ("minute", 60)):
-        if seconds >= size:
-            count = int(seconds // size)
-            return f"{count} {unit}{'s' if count > 1 else ''}"
-    return f"{int(seconds)} seconds"
+        return tag("b", line.words)
+    return f"{line.words} {_time(line.ended)}".rstrip()
 
 
 def _time(text: str) -> str:

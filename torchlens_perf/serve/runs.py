@@ -7,12 +7,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from torchlens_perf.analysis.words.run_state import state_of
 from torchlens_perf.errors import RunStoreError, TorchlensPerfError, printable
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.serve.readers import NoSuchError
 from torchlens_perf.serve.run_names import is_run, opened, run_directory
 
-RUNNING, ENDED, BEGINS, UNREADABLE = "running", "ended", "begins", "unreadable"
+BEGINS, UNREADABLE = "begins", "unreadable"
 _MAX_PROBLEM = 300
 
 
@@ -35,8 +36,13 @@ class RunLine:
     changed_ns: int
     """As it was when this was read: with another one, it is read anew."""
     state: str
+    """As in the report, or BEGINS, or UNREADABLE."""
+    words: str = ""
+    """The state in words."""
     program: str = ""
     ranks: int = 0
+    seen: int = 0
+    """How many of those ranks are in the report."""
     nodes: int = 0
     started: str = ""
     ended: str = ""
@@ -112,9 +118,11 @@ def _line(path: str, found: Found) -> RunLine:
     return RunLine(
         found.name,
         found.changed_ns,
-        RUNNING if about["live"] else ENDED,
+        about["state"],
+        words=state_of(about["live"], about["died"], about["ranks_seen"]),
         program=about["program"] or "",
         ranks=about["world_size"],
+        seen=about["ranks_seen"],
         nodes=len(about["nodes"]),
         started=about["started"] or "",
         ended=about["ended"] or about["last_step_at"] or "",

@@ -345,6 +345,7 @@ class Sidecar:
         state.names_lost = reader.counter(ring.NAMES_LOST)
         state.internal_errors = reader.counter(ring.INTERNAL_ERRORS)
         state.tool_ns = reader.counter(ring.TOOL_NS)
+        state.made_steps = reader.counter(ring.STEP)
         metadata = reader.metadata()
         if metadata:
             state.native, state.notes = metadata["native"], metadata["notes"]
@@ -354,6 +355,8 @@ class Sidecar:
             state.device, state.gpus = metadata["device"], metadata["gpus"]
             state.missing_tap = metadata.get("missing_tap", "")
             state.groups = metadata["groups"]
+            state.process_began_ns = metadata.get("process_began_ns", 0)
+            state.compile_s, state.interactive = metadata.get("compile_s"), metadata.get("interactive", False)
             source.stack_file = metadata["stack_file"]
             source.simulated = metadata.get("simulated", False)
             source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None

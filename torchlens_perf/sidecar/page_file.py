@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import resource
 import subprocess
 import tempfile
@@ -20,6 +21,8 @@ from torchlens_perf.run import children
 from torchlens_perf.sidecar import termination
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.sidecar.node import Sidecar
 
@@ -48,6 +51,7 @@ def write_page(sidecar: Sidecar) -> None:
 def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> str:
     """Writes it, or returns why not. gives_up: asked meanwhile; True ends it without a reason."""
     page = run.report.with_suffix(".html")
+    earlier = _file(page)
     command = children.command("report", str(run.path), "--html", str(page))
     environment = {**children.environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve more than they use
     began_s = time.monotonic()
@@ -70,9 +74,22 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
         words = said.read().decode(errors="replace").strip().rpartition("\n")[2]
     if child.returncode:
         reason = words.removeprefix("torchlens-perf: ") or f"its process ended with {child.returncode}"
-        return printable(reason)
+        # Libraries may abort a process at its exit, when the page has been renamed into its place.
+        if _file(page) in (None, earlier):
+            return printable(reason)
+        logger.warning("report.html is written; the process that wrote it then failed: %s", printable(reason))
+        return ""
     logger.info("%s", printable(words))
     return ""
+
+
+def _file(path: Path) -> tuple[int, int] | None:
+    """Which file is there: a new page replaces the old file. None: there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _limit(pid: int, what: int, most: int) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.words.run_state import DIED
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.directory import RunDirectory
 
@@ -30,6 +31,8 @@ class RunRow:
     program: str = ""
     ranks: int = 0
     steps: int | None = None
+    died: bool = False
+    """Whether the run has ended and a rank did not close its watch."""
     live: bool | None = None
     """None: not known; nothing is there yet, or nothing new for a quarter of an hour, and so it is not looked at."""
     problem: str = ""
@@ -87,6 +90,7 @@ def _looked_at(row: RunRow) -> RunRow:
         ranks=max((each.world_size for each in identities), default=0),
         steps=max((step + 1 for step in made if step is not None), default=None),
         live=any(not process.ended for process in processes),
+        died=any(process.ended == DIED for process in processes) and all(process.ended for process in processes),
     )
 
 
@@ -101,6 +105,8 @@ def run_lines(rows: list[RunRow], chosen: int, width: int, lettering: Lettering)
     lines = []
     for index, row in enumerate(rows):
         state, style = {True: ("live", "bold green"), False: ("ended", ""), None: ("old", "dim")}[row.live]
+        if row.died:
+            state, style = DIED, "bold magenta"
         if row.live is None and row.is_recent:
             state, style = "begins", "green"  # no sidecar has written yet
         if row.problem:

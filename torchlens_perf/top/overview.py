@@ -12,6 +12,7 @@ from rich.text import Text
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent, steps_whole
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.words.hang import HangEvidence
+from torchlens_perf.analysis.words.run_state import ranks_words, state_of
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.top.pace import curve, time_left
 
@@ -29,7 +30,7 @@ _PART_STYLES = {
     "data": "yellow", "forward": "green", "recompute": "magenta", "backward": "blue", "optimizer": "cyan",
     "communication": "dim", "host": "red", "tool": "dim",
 }  # fmt: skip
-_URGENT = ("hang", "out_of_memory", "straggler")
+_URGENT = ("hang", "out_of_memory", "died", "straggler")
 
 
 # -- the run and its pace
@@ -43,11 +44,9 @@ def title_line(view: View, width: int, lettering: Lettering) -> Text:
         left = f"torchlens-perf top  {view.run_id}"
     else:
         run = report["run"]
-        nodes = f" on {len(run['nodes'])} nodes" if len(run["nodes"]) > 1 else ""
-        ranks = f"{run['world_size']} rank{'s' if run['world_size'] != 1 else ''}{nodes}"
         attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
         program = f"{run['program']}  " if run["program"] else ""
-        left = f"{program}{view.run_id}  {ranks}{attempt}"
+        left = f"{program}{view.run_id}  {ranks_words(run)}{attempt}"
     room = max(0, width - cell_len(state) - 1)
     line = Text(lettering.fitted(left, room) + " ", style="bold")
     return line.append(lettering.inert(state), style=style)
@@ -61,14 +60,14 @@ def run_state(view: View) -> tuple[str, str]:
     run = report["run"]
     if not run["live"]:
         at = clock_time(seconds_of(run["ended"])) if run["ended"] else ""
-        died = sum(rank["state"] == "died" for rank in report["ranks"])
-        how = f", {died} of {len(report['ranks'])} died" if died else ""
-        return f"ENDED {at}".rstrip() + how, "bold magenta" if died else "bold"
+        state, comma, which = state_of(False, run["died"], run["ranks_seen"]).partition(",")
+        return f"{state.upper()} {at}".rstrip() + comma + which, "bold magenta" if run["died"] else "bold"
     hang = next((v["evidence"] for v in report["verdicts"] if isinstance(v["evidence"], HangEvidence)), None)
     as_of = f" {clock_time(seconds_of(run['as_of']))}" if run["as_of"] else ""
     if hang is not None:
         return f"HANG: no step for {duration(hang.since_s)} at{as_of}", "bold red"
-    return f"LIVE{as_of}", "bold green"
+    _, comma, which = state_of(True, run["died"], run["ranks_seen"]).partition(",")
+    return f"LIVE{as_of}{comma}{which}", "bold magenta" if which else "bold green"
 
 
 def pace_lines(view: View, width: int, lettering: Lettering) -> list[Text]:

@@ -33,5 +33,10 @@ def steps_whole(share: float, *, any_step: bool) -> str:
     return f"{share:.1%} of steps whole" if any_step else "no step was seen"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 step", "2 steps", "3 passes"."""
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def duration_or_dash(seconds: float | None) -> str:
     return "-" if seconds is None else duration(seconds)

@@ -257,6 +257,8 @@ class RankStatistics:
     started_ns: int | None = None
     ended_ns: int | None = None
     warm_up: Sketch = field(default_factory=Sketch)
+    warm_up_parts_ns: dict[str, int] = field(default_factory=dict)
+    """Each part's time in all warm-up steps."""
     step: Sketch = field(default_factory=Sketch)
     own: Sketch = field(default_factory=Sketch)
     work: Sketch = field(default_factory=Sketch)
@@ -310,6 +312,8 @@ class RankStatistics:
         self.counted_steps += len(table)
         warm = table.step >= self.first_step + WARM_UP_STEPS
         self.warm_up.add(table.duration_ns[~warm])
+        for part, part_ns in zip(PARTS, table.parts_ns[~warm].sum(axis=0).tolist(), strict=True):
+            self.warm_up_parts_ns[part] = self.warm_up_parts_ns.get(part, 0) + part_ns
         self.step.add(table.duration_ns[warm])
         self.own.add(table.own_ns[warm])
         measured = warm & (table.ready_ns[:, 0] >= 0)

@@ -149,6 +149,13 @@ class NotKnownEvidence(Struct, frozen=True):
     device: str
 
 
+class TooDeepEvidence(Struct, frozen=True):
+    """Of steps with spans that were nested too deep to be recorded: their time counts as host code."""
+
+    too_deep: int
+    """How many such spans there were."""
+
+
 class NobodySlowEvidence(Struct, frozen=True):
     """Of ranks of which none stands out."""
 
@@ -172,6 +179,28 @@ class NoStepsEvidence(Struct, frozen=True):
     records: int
 
 
+class DiedEvidence(Struct, frozen=True):
+    """Of ranks whose processes ended without closing their watch."""
+
+    ranks: tuple[int, ...]
+    last_step: int | None
+    """The last whole step of the rank that made the fewest; None: it made none."""
+    inside: tuple[str, ...]
+    """The spans that this rank was inside of."""
+
+
+class StartupEvidence(Struct, frozen=True):
+    """Of a run whose start takes much of it."""
+
+    before_first_step_s: float
+    warm_up_more_s: float
+    """How much longer the warm-up steps took than as many usual ones."""
+    compile_s: float | None
+    """How long torch.compile took in the process; None where it was not measured."""
+    whole_s: float
+    """From the start of the process to the end of its last step."""
+
+
 class WarmUpEvidence(Struct, frozen=True, forbid_unknown_fields=True):
     """Of a run whose steps were all warm-up: there is none."""
 
@@ -191,9 +220,12 @@ Evidence = (
     | CaughtUpEvidence
     | SampledEvidence
     | NotKnownEvidence
+    | TooDeepEvidence
     | NobodySlowEvidence
     | NotComparedEvidence
     | NoStepsEvidence
+    | DiedEvidence
+    | StartupEvidence
     | WarmUpEvidence
 )
 
@@ -212,13 +244,15 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "slow_link": (SlowLinkEvidence,),
     "hang": (HangEvidence,),
     "out_of_memory": (OutOfMemoryEvidence,),
+    "died": (DiedEvidence,),
+    "startup": (StartupEvidence,),
     "compute_bound": _BY_STEP,
     "data_bound": _BY_STEP,
     "communication_bound": _BY_STEP,
     "host_bound": (*_BY_STEP, CaughtUpEvidence),
     "lack_of_cpu": (*_BY_STEP, SampledEvidence),
     "long_steps": (LongSteps,),
-    "not_known": (NotKnownEvidence,),
+    "not_known": (NotKnownEvidence, TooDeepEvidence),
     "none": (NobodySlowEvidence, NotComparedEvidence, WarmUpEvidence),
     "not_compared": (NotComparedEvidence,),
     "no_steps": (NoStepsEvidence,),

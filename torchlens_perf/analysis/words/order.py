@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 WORTH_A_LINE = 0.05
 """Share of all steps' time from which on a loss that is over stays among the verdicts that hold."""
-_URGENT = ("out_of_memory", "hang")
+_URGENT = ("out_of_memory", "hang", "died")
 _OF_THE_RUN = (TypicalStepEvidence, DeviceStepEvidence, StretchEvidence)
 Key = tuple[int, float]
 Row = tuple[Verdict, "Held | None", "float | None"]

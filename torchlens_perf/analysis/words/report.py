@@ -26,6 +26,19 @@ class Distribution(TypedDict):
     mean_s: float | None
 
 
+class Startup(TypedDict):
+    """How long a process took until its first recorded step began, of the rank that took longest."""
+
+    rank: int
+    before_first_step_s: float
+    warm_up_s: float
+    """How long the warm-up steps took."""
+    compile_s: float | None
+    """How long torch.compile took in the process, in recorded steps too; None where it was not measured."""
+    interactive: bool
+    """Whether a person types into the process, as in a notebook: the time before the first step may be idle."""
+
+
 class Run(TypedDict):
     """The run as a whole."""
 
@@ -42,6 +55,14 @@ class Run(TypedDict):
     total_steps: int | None
     """How many steps it will make, where its ranks were told so, and the same."""
     live: bool
+    state: str
+    """running, ended, or died: ended, and a rank did not close its watch."""
+    died: list[int]
+    """Ranks whose process ended without closing its watch."""
+    ranks_seen: int
+    """How many of world_size ranks are in this report."""
+    startup: Startup | None
+    """None where no rank's is known: no step yet, a simulated run, or not the first watch of its process."""
     device: str | None
     judged_by: str | None
     """Whose clock the ranks are judged by: host, device, "host and device"; None while that is not decided."""
@@ -73,6 +94,10 @@ class Steps(Distribution, AlikeAndLong):
     by: str
     """Whose clock all but the warm-up is by: "host" or "device"."""
     warm_up_max_s: float | None
+    warm_up_parts: dict[str, float]
+    """Each part's share of the warm-up steps' time."""
+    made: int
+    """Most steps that a rank has ended, those that were not recorded or were lost included."""
     trend: Trend | None
     inference: bool
     micro_steps: int
@@ -345,6 +370,8 @@ class Quality(TypedDict):
 
     records: int
     lost: int
+    too_deep: int
+    """Spans that were nested too deep to be recorded."""
     coverage: float
     overhead_share: float | None
     sidecar_cpu_s: float

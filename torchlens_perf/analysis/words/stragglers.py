@@ -146,6 +146,8 @@ def phase_name(phase: str) -> str:
         "host": "host code between the phases",
         "compute": "computing, forward and backward alike",
         "cpu": "getting a CPU",
+        "communication": "waiting in communication",
+        "tool": "this tool",
         "gap": "the gaps between the phases, in which its device waits for its host",
     }[phase]
 
@@ -363,6 +365,13 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
     """Nobody is slow, and what would have been seen; or that it is not known."""
     count, not_compared = report["steps"]["count"], NotComparedEvidence(findings.rows)
     by_device = report["run"]["judged_by"] == DEVICE
+    run = report["run"]
+    if run["ranks_seen"] == 1 and not run["live"]:
+        text = (
+            f"Only 1 of {run['world_size']} ranks was seen, so none could be compared. Next: unset RANK and "
+            "WORLD_SIZE if the job has one process; else look for the logs of the other ranks."
+        )
+        return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
     if report["run"]["device"] is not None and not by_device:
         untimed = [rank["rank"] for rank in report["ranks"] if not (rank["device"] and rank["device"]["parts"])]
         some = len(untimed) < len(report["ranks"])

@@ -7,17 +7,36 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.causes.straggler_groups import StragglerSummary
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
-from torchlens_perf.analysis.statistics.quantities import amount, duration, printable
+from torchlens_perf.analysis.statistics.quantities import amount, counted, duration, percent, printable
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.words.bottleneck import bottlenecks
-from torchlens_perf.analysis.words.evidence import WASTE, NoStepsEvidence, SlowLinkEvidence, Verdict, WarmUpEvidence
+from torchlens_perf.analysis.words.evidence import (
+    WASTE,
+    NoStepsEvidence,
+    SlowLinkEvidence,
+    TooDeepEvidence,
+    Verdict,
+    WarmUpEvidence,
+)
 from torchlens_perf.analysis.words.hang import HangEvidence, OpenHang
 from torchlens_perf.analysis.words.oom import out_of_memory_verdicts
-from torchlens_perf.analysis.words.stragglers import SlowRankContext, came_last, no_straggler, straggler_verdicts
+from torchlens_perf.analysis.words.run_state import died_verdicts
+from torchlens_perf.analysis.words.startup import startup_verdicts
+from torchlens_perf.analysis.words.stragglers import (
+    SlowRankContext,
+    came_last,
+    no_straggler,
+    phase_name,
+    straggler_verdicts,
+)
 from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.ring import MAX_FRAMES
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Facts
+    from torchlens_perf.analysis.words.report import Facts, Steps
+
+_MAX_WARM_UP_PARTS = 3
 
 _MOST = 0.5  # of the steps
 
@@ -33,10 +52,12 @@ def verdicts(
     out_of_memory = out_of_memory_verdicts(report)
     if hang is not None:
         return [*out_of_memory, _hang(hang)]
+    out_of_memory += died_verdicts(report)
     if not report["steps"]["count"]:
         return out_of_memory or [_no_steps(report)]
+    start = startup_verdicts(report)
     if report["steps"]["p50_s"] is None:
-        return [*out_of_memory, _only_warm_up(report)]
+        return [*out_of_memory, *start, _only_warm_up(report)]
     run = report["run"]
     context = SlowRankContext(report["modules"], run["device"], run["judged_by"], came_last(report["collectives"]))
     now, before = straggler_verdicts(context, findings, named)
@@ -45,10 +66,11 @@ def verdicts(
     # While one rank holds up the others, their waiting is its doing, as in most of a run that was so for most of it.
     slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST
     typical, *long = bottlenecks(report, waits_explained=bool(now) or slow_before)
+    typical = _unless_too_deep(report, typical)
     if now:
-        return [*out_of_memory, *_one_of_each_cause(now, typical), *long, *before]
+        return [*out_of_memory, *start, *_one_of_each_cause(now, typical), *long, *before]
     found = [no_straggler(report, findings)] if run["world_size"] > 1 else []
-    return [*out_of_memory, *found, typical, *long, *before]
+    return [*out_of_memory, *start, *found, typical, *long, *before]
 
 
 def _share_slow_before(findings: Findings, steps: int) -> float:
@@ -78,6 +100,19 @@ def _one_of_each_cause(slow: list[Verdict], typical: Verdict) -> list[Verdict]:
     return [*(each for each in slow if each not in same), merged]
 
 
+def _unless_too_deep(report: Facts, verdict: Verdict) -> Verdict:
+    """Return the verdict; of host code, that nothing is known, where phases may be among the spans not recorded."""
+    too_deep = report["quality"]["too_deep"]
+    if verdict.kind != "host_bound" or not too_deep:
+        return verdict
+    text = (
+        f"It is not known where the step's time goes: {counted(too_deep, 'span')} nested deeper than {MAX_FRAMES} "
+        "levels were not recorded, phases of the step may be among them, and all of that counts as host code. "
+        "Next: end sections before others begin, and the loop's steps inside of fewer sections."
+    )
+    return Verdict("not_known", None, None, None, None, None, 0.5, text, TooDeepEvidence(too_deep))
+
+
 def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> Verdict:
     """The slow links, of which there are some. steps: how many there were; mean_s: what one took."""
     worst = links.links[0]
@@ -97,17 +132,57 @@ def _hang(hang: OpenHang) -> Verdict:
 
 
 def _no_steps(report: Facts) -> Verdict:
-    text = (
+    evidence = NoStepsEvidence(report["quality"]["records"])
+    return Verdict("no_steps", None, None, 0.0, 0.0, None, 1.0, _why_no_steps(report), evidence)
+
+
+def _why_no_steps(report: Facts) -> str:
+    """Say why no step is counted: none was made, none has ended yet, or none is left."""
+    made, lost = report["steps"]["made"], report["quality"]["lost"]
+    if lost:
+        steps = f"{counted(made, 'step')} ended, but the records of all of them" if made else "Records"
+        return (
+            f"{steps} were lost: {counted(lost, 'record')} came faster than the sidecar could read, and were "
+            "overwritten. Next: record fewer sections or modules, or raise ring_records."
+        )
+    if made:
+        which = "The only step that ended is" if made == 1 else f"The {made} steps that ended are"
+        return (
+            f"{which} not measured: recording began after the first optimizer step, as the script has no watch(). "
+            "Next: run more steps, or put `with perf.watch(model):` around the loop."
+        )
+    now = [rank["now"] for rank in report["ranks"] if rank["now"] is not None and rank["now"]["inside"]]
+    if report["run"]["live"] and now:
+        longest = max(now, key=lambda each: each["step_s"])
+        return (
+            f"No step has ended yet: the first one has taken {duration(longest['step_s'])} so far, and is in "
+            f"{' > '.join(longest['inside'])}. Next: wait for its end."
+        )
+    return (
         "No step was seen. A step ends with an optimizer's step, a forward pass without gradients of the watched "
         "model, or w.step(). Next: pass the model to watch(), or call w.step() at the end of your loop."
     )
-    evidence = NoStepsEvidence(report["quality"]["records"])
-    return Verdict("no_steps", None, None, 0.0, 0.0, None, 1.0, text, evidence)
 
 
 def _only_warm_up(report: Facts) -> Verdict:
-    text = f"Only {report['steps']['count']} steps so far, all of them warm-up. Next: run at least 40 steps."
+    steps = report["steps"]
+    far = " so far" if report["run"]["live"] else ""
+    which = "which is" if steps["count"] == 1 else "all of them"
+    text = (
+        f"Only {counted(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS} of each rank)"
+        f"{warm_up_words(steps)}. Next: run at least 40 steps."
+    )
     return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, WarmUpEvidence())
+
+
+def warm_up_words(steps: Steps) -> str:
+    """Return how long the warm-up steps took, and their largest parts; "" where that is not known."""
+    if steps["warm_up_max_s"] is None:
+        return ""
+    parts = list(steps["warm_up_parts"].items())[:_MAX_WARM_UP_PARTS]
+    shown = ", ".join(f"{phase_name(part)} {percent(share)}" for part, share in parts)
+    up_to = "" if steps["count"] == 1 else "up to "
+    return f": {up_to}{duration(steps['warm_up_max_s'])}{f', {shown}' if shown else ''}"
 
 
 def slow_link_text(findings: LinkFindings) -> str:

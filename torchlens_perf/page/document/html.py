@@ -8,6 +8,8 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import duration_or_dash
+from torchlens_perf.analysis.words.run_state import ranks_words, state_words
+from torchlens_perf.analysis.words.startup import startup_words
 from torchlens_perf.page.document.scripts import chart_library, page_script, static
 from torchlens_perf.page.pictures.markup import Element, html, raw, tag
 from torchlens_perf.page.sections.every import SECTIONS
@@ -102,21 +104,22 @@ def by_address(styles: Sequence[str]) -> list[Element]:
 
 def _header(contents: Contents) -> Element:
     run = contents["report"]["run"]
-    steps, nodes = contents["report"]["steps"], len(run["nodes"])
+    steps = contents["report"]["steps"]
     facts = [
-        ("ranks", f"{run['world_size']}" + (f" on {nodes} nodes" if nodes > 1 else "")),
+        ("", ranks_words(run)),
         ("steps", str(steps["count"])),
         ("median step", duration_or_dash(steps["p50_s"])),
         ("device", run["device"] or "CPU"),
         ("started", (run["started"] or "not yet").replace("T", " ")),
-        ("running" if run["live"] else "ended", (run["ended"] or run["last_step_at"] or "-").replace("T", " ")),
+        (state_words(run), (run["ended"] or run["last_step_at"] or "-").replace("T", " ")),
+        *([("", words)] if (words := startup_words(run)) else []),
         *([("attempt", str(run["attempt"]))] if run["attempt"] else []),
         ("cost of recording", overhead_words(contents["report"])),
     ]
     return tag(
         "header",
         tag("h1", run["program"] or "run", " ", tag("small", run["id"])),
-        tag("ul", [tag("li", label, " ", tag("b", value)) for label, value in facts], class_="facts"),
+        tag("ul", [tag("li", f"{label} " if label else "", tag("b", value)) for label, value in facts], class_="facts"),
     )
 
 

@@ -1,0 +1,253 @@
+"""Sentences on a run as a whole: how it ended, how many ranks were seen, its start, and steps that are few or lost."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import HOST, Rank, make_run
+from tests.support.reports import checked
+from torchlens_perf.analysis.node_state import NodeState
+from torchlens_perf.analysis.words.run_state import ranks_words, state_words
+from torchlens_perf.analysis.words.startup import startup_words
+from torchlens_perf.page import notebook
+from torchlens_perf.page.document.html import document
+from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.report.brief import brief
+from torchlens_perf.report.build import build
+from torchlens_perf.report.terminal import render
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.ring import Kind
+from torchlens_perf.serve.runs import find_runs, lines_of
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.top.live_runs import runs_in
+
+WORK = {"forward": 4, "backward": 6, "host": 1}
+_GONE: dict[str, Any] = {"pid": os.getpid(), "process_started": 1}  # this pid, of a process that began at boot
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return make_run(tmp_path)
+
+
+def state_of(run: RunDirectory, ranks: list[Rank], closed: tuple[int, ...] = ()) -> NodeState:
+    """What the sidecar saves of these ranks. closed: those that close their watch."""
+    for rank in ranks:
+        if rank.identity.rank in closed:
+            rank.close()
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.judge(1e6, final=True)
+    sidecar.keep()
+    sidecar.close()
+    return sidecar.state
+
+
+def report_of(run: RunDirectory, state: NodeState) -> dict[str, Any]:
+    return checked(build(run.run_id, [state]))
+
+
+@pytest.mark.parametrize(
+    ("size", "died", "words"),
+    [
+        (1, [], "1 rank, ended"),
+        (1, [0], "1 rank, died"),
+        (2, [1], "2 ranks, ended, rank 1 died"),
+        (4, [1, 2, 3], "4 ranks, ended, ranks 1-3 died"),
+        (3, [0, 1, 2], "3 ranks, all of them died"),
+    ],
+)
+def test_rank_that_died_is_in_the_title_of_every_surface(
+    size: int, died: list[int], words: str, run: RunDirectory
+) -> None:
+    """The report, its short form, the page, a notebook's cell, the list of runs, `top` and JSON agree."""
+    ranks = [Rank(run, rank, size, identity=_GONE if rank in died else {}) for rank in range(size)]
+    for rank in ranks:
+        rank.steps(12, **WORK)
+        rank.begin(Kind.FORWARD, "layer")
+    report = report_of(run, state_of(run, ranks, tuple({*range(size)} - {*died})))
+    (line,) = lines_of(str(run.path), find_runs(str(run.path)), 10.0)
+    (row,) = runs_in(run.path.parent)
+
+    assert words in render(report, "/r", columns=100, color=False).splitlines()[0]
+    assert words in brief(report, "/r", columns=100, color=False).splitlines()[0]
+    assert words in notebook.cell(report, "/r")
+    assert words.partition(", ")[2] in document(contents(run)).partition("</header>")[0]
+    assert line.words == words.partition(", ")[2]
+    assert (report["run"]["state"], report["run"]["died"]) == ("died" if died else "ended", died)
+    assert (row.live, row.died) == (False, bool(died))
+    kinds = [verdict["kind"] for verdict in report["verdicts"]]
+    assert ("died" in kinds) is bool(died)
+    if died:
+        assert kinds[0] == "died"
+        assert "after step 11, in layer" in report["verdicts"][0]["text"]
+        assert report["verdicts"][0]["evidence"].ranks == tuple(died)
+
+
+def test_rank_that_died_is_named_while_others_run(run: RunDirectory) -> None:
+    ranks = [Rank(run, 0), Rank(run, 1, identity=_GONE)]
+    for rank in ranks:
+        rank.steps(12, **WORK)
+    report = report_of(run, state_of(run, ranks))
+
+    assert "2 ranks, running, rank 1 died" in render(report, "/r", columns=100, color=False).splitlines()[0]
+    assert report["run"]["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("later_s", "words"), [(5, "running"), (200, "silent for 3 minutes"), (3 * 86_400, "silent for 3 days")]
+)
+def test_live_run_without_news_is_silent(later_s: int, words: str, run: RunDirectory) -> None:
+    """A node that lost its power ends no rank: nobody is left to write that it ended."""
+    rank = Rank(run, 0, 1)
+    rank.steps(12, **WORK)
+    report = report_of(run, state_of(run, [rank]))
+    written_s = datetime.datetime.fromisoformat(report["run"]["as_of"]).timestamp()
+
+    assert state_words(report["run"], written_s + later_s) == words
+
+
+def test_ranks_that_were_not_seen_are_not_in_the_title(run: RunDirectory) -> None:
+    """RANK and WORLD_SIZE may be left in the environment by another job."""
+    rank = Rank(run, 0, 8)
+    rank.steps(50, **WORK)
+    report = report_of(run, state_of(run, [rank], (0,)))
+    (line,) = lines_of(str(run.path), find_runs(str(run.path)), 10.0)
+
+    assert ranks_words(report["run"]) == "only 1 of 8 ranks seen"
+    assert "only 1 of 8 ranks seen, ended" in render(report, "/r", columns=100, color=False).splitlines()[0]
+    assert "only 1 of 8 ranks seen" in document(contents(run)).partition("</header>")[0]
+    assert (line.seen, line.ranks) == (1, 8)
+    text = " ".join(verdict["text"] for verdict in report["verdicts"])
+    assert "Only 1 of 8 ranks was seen" in text
+    assert "The ranks were not compared: each does other work" not in text
+    assert "No rank stands out" not in text
+
+
+# -- the start
+
+
+@pytest.mark.parametrize(
+    ("before_s", "compile_s", "interactive", "first", "words"),
+    [
+        (200.0, 138.0, False, "startup", "200 s since the process started; then"),
+        (200.0, 0.0, False, "startup", "200 s since the process started; then"),
+        (20.0, 15.0, False, "", "20.0 s since the process started"),
+        (9000.0, 0.0, True, "", "9000 s since the kernel or the interpreter started"),
+    ],
+)
+def test_long_start_is_a_verdict(
+    before_s: float, compile_s: float, interactive: bool, first: str, words: str, run: RunDirectory
+) -> None:
+    """Not a short one, and not the idle time of a notebook's kernel; the line is there in all of them."""
+    rank = Rank(run, 0, 1)
+    rank.steps(60, **WORK)
+    state = state_of(run, [rank], (0,))
+    (process,) = state.processes.values()
+    assert process.statistics.started_ns is not None
+    process.process_began_ns = process.statistics.started_ns - int(before_s * 1e9)
+    process.compile_s, process.interactive = compile_s, interactive
+    report = report_of(run, state)
+
+    kinds = [verdict["kind"] for verdict in report["verdicts"]]
+    assert ("startup" in kinds) is bool(first)
+    line = startup_words(report["run"])
+    assert line.startswith(f"before the first recorded step: {words}")
+    assert line in " ".join(render(report, "/r", columns=200, color=False).split())
+    assert ("torch.compile took" in line) is bool(compile_s)
+    if first:
+        assert kinds[0] == "startup"
+        text = report["verdicts"][0]["text"]
+        assert "The start takes 100% of the run (200 s of 201 s)" in text
+        assert ("TORCHINDUCTOR_CACHE_DIR" in text) is bool(compile_s)
+
+
+def test_start_is_unknown_of_simulated_clocks(run: RunDirectory) -> None:
+    """It is never shown as zero."""
+    rank = Rank(run, 0, 1)
+    rank.steps(12, **WORK)
+    report = report_of(run, state_of(run, [rank], (0,)))
+
+    assert report["run"]["startup"] is None
+    assert "before the first recorded step" not in render(report, "/r", columns=100, color=False)
+
+
+# -- few steps, and none
+
+
+@pytest.mark.parametrize(
+    ("steps", "live", "words"),
+    [
+        (1, False, "Only 1 step, which is warm-up (the first 3 of each rank): 11.0 ms, the backward pass 55%"),
+        (1, True, "Only 1 step so far, which is warm-up (the first 3 of each rank): 11.0 ms"),
+        (
+            3,
+            False,
+            "Only 3 steps, all of them warm-up (the first 3 of each rank): up to 11.0 ms, the backward pass 55%",
+        ),
+    ],
+)
+def test_few_steps_show_their_phases(steps: int, live: bool, words: str, run: RunDirectory) -> None:
+    rank = Rank(run, 0, 1)
+    rank.steps(steps, **WORK)
+    report = report_of(run, state_of(run, [rank], () if live else (0,)))
+    text = render(report, "/r", columns=200, color=False)
+
+    assert report["verdicts"][0]["text"].startswith(words)
+    assert "1 steps" not in text
+    assert "typical step of each rank" not in text  # a table of dashes
+
+
+def test_lost_records_are_why_no_step_is_counted(run: RunDirectory) -> None:
+    """60 steps, then more sections than the ring has room for: no advice on watch()."""
+    rank = Rank(run, 0, 1)
+    rank.steps(60, **WORK)
+    for _ in range(10_000):
+        rank.session.recorder.record_span(Kind.SECTION, 0, 0, 5)
+    report = report_of(run, state_of(run, [rank], (0,)))
+
+    (verdict,) = report["verdicts"]
+    assert verdict["kind"] == "no_steps"
+    assert verdict["text"].startswith("60 steps ended, but the records of all of them were lost: ")
+    assert "watch()" not in verdict["text"]
+
+
+def test_only_step_before_recording_began_is_said_so(run: RunDirectory) -> None:
+    """`TORCHLENS_PERF=1` with a script of one iteration."""
+    rank = Rank(run, 0, 1, first_step=1)
+    report = report_of(run, state_of(run, [rank], (0,)))
+
+    (verdict,) = report["verdicts"]
+    assert verdict["text"].startswith("The only step that ended is not measured: recording began after")
+
+
+def test_first_step_in_progress_is_no_missing_watch(run: RunDirectory) -> None:
+    rank = Rank(run, 0, 1)
+    rank.begin(Kind.OPTIMIZER, "LBFGS.step")
+    state = state_of(run, [rank])
+    report = report_of(run, state)
+
+    (verdict,) = report["verdicts"]
+    assert verdict["text"].startswith("No step has ended yet: the first one has taken ")
+    assert "LBFGS.step" in verdict["text"]
+
+
+@pytest.mark.parametrize("around", [70, 1000])
+def test_phases_that_were_nested_too_deep_are_no_host_code(around: int, run: RunDirectory) -> None:
+    rank = Rank(run, 0, 1)
+    section = Kind.SECTION
+    for level in range(around):
+        rank.begin(section, f"level {level}")
+    rank.steps(60, **WORK)
+    report = report_of(run, state_of(run, [rank], (0,)))
+
+    text = report["verdicts"][0]["text"]
+    assert "Host code" not in text
+    assert text.startswith("It is not known where the step's time goes: ")
+    assert "nested deeper than 64 levels were not recorded" in text
