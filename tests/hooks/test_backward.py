@@ -217,6 +217,31 @@ def test_first_module_ends_with_the_computation(tmp_path: Path) -> None:
     assert first.end_ns <= whole.end_ns
 
 
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("detached", [False, True])
+def test_generator_of_a_gan_has_backward_times(detached: bool, every: int, tmp_path: Path) -> None:
+    """Its loss is computed after the discriminator's optimizer has ended the step of its forward pass."""
+    first, second = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+    settings = {**EVERYTHING, "backward_every": every}
+    with recorded(tmp_path, {"generator": first, "discriminator": second}, **settings) as recording:
+        for _ in range(6):
+            made = first(torch.randn(2, 4))
+            second(made.detach() if detached else made).sum().backward(retain_graph=True)
+            optimizers[1].step()
+            if not detached:
+                made = first(torch.randn(2, 4))
+            second(made).sum().backward()
+            optimizers[0].step()
+            for each in optimizers:
+                each.zero_grad()
+    spans = recording.of(Kind.MODULE_BACKWARD)
+
+    assert {"generator.0", "generator.1", "generator.2", "discriminator.0"} <= {each.name for each in spans}
+    passes = recording.of(Kind.BACKWARD)
+    assert all(any(inside(each, whole) for whole in passes) for each in spans)
+
+
 @pytest.mark.parametrize(("every", "sampled"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (3, [1, 4]), (4, [2])])
 def test_only_some_steps_are_sampled(
     every: int, sampled: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,11 @@ from torchlens_perf.analysis.words.stragglers import (
 from torchlens_perf.run.records import OWN_PARTS
 
 MS = 1e6
-REPORT: dict[str, Any] = {"run": {"device": None, "judged_by": "host"}, "steps": {"count": 200}, "ranks": []}
+REPORT: dict[str, Any] = {
+    "run": {"device": None, "judged_by": "host", "ranks_seen": 2, "live": False},
+    "steps": {"count": 200},
+    "ranks": [],
+}
 CONTEXT = SlowRankContext(())
 AT = places(8, node_size=4)
 OTHERWISE = "The kernels of the collectives say otherwise"
