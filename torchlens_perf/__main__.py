@@ -26,10 +26,10 @@ def _run(arguments: list[str]) -> int:
         from torchlens_perf.sidecar.start import wait
 
         return wait.main(arguments)
-    if arguments == ["drain"]:
+    if arguments[:1] == ["drain"]:
         from torchlens_perf.sidecar.start import drain
 
-        return drain.main()
+        return drain.main(but=arguments[1])
     if arguments == ["job-store"]:
         from torchlens_perf.sidecar.nodes import job_store
 

@@ -31,7 +31,7 @@ from torchlens_perf.recorder.folder_request import MADE, FolderRequest
 from torchlens_perf.recorder.recorder import refusal
 from torchlens_perf.results import last_report, report_page
 from torchlens_perf.results.methods import ShowsResults
-from torchlens_perf.run import children, directory, identity, make_folders
+from torchlens_perf.run import children, dead_runs, directory, identity, make_folders
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag
@@ -260,6 +260,9 @@ class Watch(ShowsResults):
                 run.register_ring(who[0].node, ring.path)
                 sidecar.ensure(run, who[0])
                 folders.keep()
+                if not who[0].local_rank:
+                    with guard("looking for rings of jobs that were killed"):
+                        dead_runs.begin(but=run.run_id)
                 undo.pop_all()
                 undo.callback(_end_early, session, ring)
             leaving.pop_all()

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from tests.support import warm_python
 from tests.support.failing_calls import everything_ended, library
 from tests.support.leftovers import eventually, remove_local
 from tests.support.long import long
-from tests.support.processes import SCRIPTS, TRAIN, report, torchrun, wait_for_sidecar
+from tests.support.processes import SCRIPTS, TRAIN, clean_environ, report, torchrun, wait_for_sidecar
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest, problem_with
-from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock
 
 pytestmark = pytest.mark.slow
 WATCHED = str(SCRIPTS / "train_watched.py")
@@ -153,9 +154,16 @@ def test_ranks_of_a_job(runs: Path) -> None:
     assert done.stderr.count("torchlens_perf: the report ") == 1
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, *long(errno.ESTALE, errno.EIO, errno.EROFS)])
+def wait_until_unattended(run: RunDirectory) -> None:
+    """As wait_for_sidecar(), without making a folder."""
+    deadline_s = time.monotonic() + 60
+    while find_sidecar_lock(run.run_id) is not None and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, *long(errno.ENOSPC, errno.ESTALE, errno.EIO, errno.EACCES)])
 def test_a_disk_that_refuses_at_the_end(error: int, runs: Path, tmp_path: Path, expected: list[str]) -> None:
-    """Who waits for the report gets the reason."""
+    """The line says why there is no report, and where the records are. They are read once the disk takes them."""
     flag = tmp_path / "refuses"
     command = [sys.executable, WATCHED, str(runs), "20", str(flag)]
     environment = {"FAILING_WITH": str(error), "FAILING_WHILE": str(flag), "TORCHLENS_PERF_EXIT_TIMEOUT_S": "60"}
@@ -165,6 +173,17 @@ def test_a_disk_that_refuses_at_the_end(error: int, runs: Path, tmp_path: Path, 
     assert trained(done) == expected
     assert done.stderr.startswith("torchlens_perf: no report: ")
     assert os.strerror(error) in done.stderr
+    run = run_of(done)
+    wait_until_unattended(run)
+    (ring,) = run.local_rings()
+    assert f"The records stay in {ring.parent} until this node restarts." in done.stderr
+    flag.unlink()
+    by_hand = subprocess.run(
+        [sys.executable, "-m", "torchlens_perf", *done.stderr.split("torchlens-perf ")[-1].split()], env=clean_environ()
+    )
+    assert by_hand.returncode == 0
+    assert report(run)["ranks"][0]["steps"] == 20
+    assert not ring.exists()
 
 
 @pytest.mark.long

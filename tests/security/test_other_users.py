@@ -202,6 +202,20 @@ def test_report_of_a_run_of_fifos(run: RunDirectory) -> None:
     assert "is not a regular file" in done.stderr
 
 
+@as_root
+def test_sidecar_on_a_run_of_another_user(run: RunDirectory) -> None:
+    """Is refused, and leaves no lock on this node."""
+    for folder in [run.path, *run.path.iterdir()]:
+        os.chown(folder, SOMEBODY, SOMEBODY)
+    command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 2
+    assert "the folder of another user" in done.stderr
+    assert directory.find_sidecar_lock(run.run_id) is None
+    assert list(Path("/dev/shm").glob(f"torchlens-perf-*/{run.run_id}*")) == []
+
+
 def _ask(run: RunDirectory, ranks: tuple[int, ...] = (0,), *, forced: bool = False) -> Request:
     request = Request("one", captures.BY_USER, time.time(), 0, ranks, 12, 3, forced=forced)
     captures.ask(run.captures, request)

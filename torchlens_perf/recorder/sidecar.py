@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import children, ownership, sidecar_status
-from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log, where_kept
 from torchlens_perf.run.processes import process_cpu_time_s, process_stat, threads
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import SEVERAL_NODES, SHARED
@@ -99,6 +99,9 @@ class LateReport:
         if gone:
             log = self._log if lock is None or not sidecar_log(lock).exists() else sidecar_log(lock)
             return f"there is no report: {gone} (see {log}). Next: torchlens-perf sidecar {self._run.path}"
+        _, _, status = sidecar_status.read_status(str(lock))
+        if status == sidecar_status.CANNOT_WRITE:
+            return f"there is no report: the sidecar {status}{where_kept(self._run)}"
         return (
             f"the report is not ready after {waited_s:.1f} s (the sidecar {self._doing(lock, waited_s)}); it will be "
             f"in {self._run.report}; show it with: torchlens-perf report {self._run.path}"

@@ -260,11 +260,16 @@ def _forget_claims_of_the_dead(folder: Path) -> None:
 def local_folders(run_id: str) -> Iterator[Path]:
     """This user's folders for the run's ring files and lock: on this node, not on a network disk, the best first."""
     for parent in _local_parents():
-        try:
-            _private_folder(parent)
-            yield _private_folder(_local(parent, run_id) if run_id else parent)
-        except OSError:
-            continue
+        for _ in range(_MAX_TRIES):
+            try:
+                _private_folder(parent)
+                folder = _private_folder(_local(parent, run_id) if run_id else parent)
+            except FileNotFoundError:
+                continue  # the last process of another run has just removed it
+            except OSError:
+                break
+            yield folder
+            break
 
 
 def _local_parents() -> Iterator[Path]:
@@ -319,8 +324,21 @@ def _changed_ns(folder: Path) -> int:
 
 
 def _remove_if_empty(folder: Path) -> None:
+    """Remove a run's folder, and the one that all runs of this user share on this node, as far as they are empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()
+    if folder.parent in _local_parents():
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
+
+
+def leave_node() -> None:
+    """Remove the folders that this user's runs share on this node, unless another run is in them."""
+    for parent in _local_parents():
+        if _is_private(parent):
+            with contextlib.suppress(OSError):
+                _forget_claims_of_the_dead(parent)
+                parent.rmdir()
 
 
 def _private_folder(path: Path) -> Path:
@@ -329,6 +347,7 @@ def _private_folder(path: Path) -> Path:
         path.mkdir(mode=0o700)
     except FileExistsError:
         if not _is_private(path):
+            path.lstat()  # raises FileNotFoundError if it has just been removed
             raise PermissionError(f"{path} is not this user's own folder") from None
     return path
 
@@ -386,10 +405,24 @@ def _ring_places(run: RunDirectory, size: int, problems: list[str], *, keep: boo
         yield folder, True
 
 
+def where_kept(run: RunDirectory) -> str:
+    """Return the end of a sentence: where records are that could not be written, and how to show them later."""
+    folders = sorted({str(ring.parent) for ring in run.local_rings()})
+    if not folders:
+        return ""
+    return (
+        f". The records stay in {', '.join(folders)} until this node restarts. Once the run directory can be written: "
+        f"torchlens-perf sidecar {run.path}"
+    )
+
+
 def runs_on_this_node() -> Iterator[tuple[Path, float]]:
     """This user's folders for runs' rings and locks, with the time at which something last came or went in each."""
     for parent in _local_parents():
-        for folder in sorted(parent.iterdir()) if _is_private(parent) else []:
+        found: list[Path] = []
+        with contextlib.suppress(OSError):
+            found = sorted(parent.iterdir()) if _is_private(parent) else []
+        for folder in found:
             if _is_private(folder):
                 yield folder, _changed_ns(folder) / 1e9
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from torchlens_perf.run import sidecar_status
 
+_MAX_TRIES = 5
+
 
 class SidecarLock:
     """flock(2) on a file: a killed process loses it by itself, and a child can inherit it with the descriptor.
@@ -32,8 +34,7 @@ class SidecarLock:
         """Takes the lock if nobody holds it. Raises OSError if the file cannot be made."""
         while True:
             if self._descriptor is None:
-                os.makedirs(self.path.parent, 0o700, exist_ok=True)  # the last holder may just have removed it
-                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                self._descriptor = self._open()
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 current = self._is_current()
@@ -46,6 +47,19 @@ class SidecarLock:
             if current:
                 return True
             self.close()
+
+    def _open(self) -> int:
+        """Open the file. Make it and its folders again if the last holder has just removed them."""
+        for tries_left in reversed(range(_MAX_TRIES)):
+            for folder in (self.path.parent.parent, self.path.parent):
+                with contextlib.suppress(FileExistsError, FileNotFoundError):
+                    os.mkdir(folder, 0o700)
+            try:
+                return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:
+                if not tries_left:
+                    raise
+        raise AssertionError
 
     def restore(self) -> bool:
         """Makes the file anew where a cleaner of shared memory has removed it. False: somebody else has the lock now.
@@ -78,8 +92,11 @@ class SidecarLock:
             self._descriptor = None
 
     def remove(self) -> None:
-        """Removes the file, and its folder if it is empty then; only while holding the lock. Gives it back."""
-        self.path.unlink(missing_ok=True)
+        """Remove the file, and its folder if that is empty then, and give the lock back. Nothing if it is not held."""
+        if self._descriptor is None:
+            return
+        if self._is_current():  # else a cleaner has removed it, and another sidecar has made one
+            self.path.unlink(missing_ok=True)
         self.close()
         with contextlib.suppress(OSError):
             self.path.parent.rmdir()

@@ -17,6 +17,8 @@ SHARED = "--shared"
 """The run directory is for its group to read, too."""
 AT_ONCE = "--at-once"
 """Nothing is to be waited for."""
+CANNOT_WRITE = "cannot write to the run directory"
+"""The records stay in this node's memory meanwhile."""
 LOADS = "is loading its libraries"
 BYTES = 160  # written whole, so that what was there before is gone
 

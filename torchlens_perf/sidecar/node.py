@@ -20,12 +20,13 @@ from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.restarts import UNRELATED, Generations
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.errors import RunStoreError, guard
+from torchlens_perf.errors import RunStoreError, guard, printable
 from torchlens_perf.exporters import ExportBatch, Exporter, export_batch
 from torchlens_perf.run import ring
-from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.directory import RunDirectory, where_kept
 from torchlens_perf.run.mailbox import deliver
 from torchlens_perf.run.place.joined import join_run
+from torchlens_perf.run.sidecar_status import CANNOT_WRITE
 from torchlens_perf.sidecar.conclusions import Conclusions
 from torchlens_perf.sidecar.rings.oom_files import OomFiles
 from torchlens_perf.sidecar.rings.segments import Chunk, SegmentWriter
@@ -262,7 +263,13 @@ class Sidecar:
                     self.account()
                 # In a container that ends with rank 0, this is the last that we do.
                 write_status(f"is writing {self.unkept_records()} records into the run directory")
-                self.keep()
+                try:
+                    self.keep()
+                except OSError as error:
+                    write_status(CANNOT_WRITE)
+                    said = f"torchlens_perf: no report: {printable(str(error))}{where_kept(self.run)}\n"
+                    deliver(source.settings.get("mailbox", ""), said)
+                    raise
                 write_status("is writing the report")
                 self.write_report()
                 write_status("has written the report")

@@ -35,10 +35,18 @@ ring = done.stdout.strip()
 folder = os.path.dirname(ring)
 """
 DRAIN = """
-from torchlens_perf.sidecar.rings import dead_runs
+from torchlens_perf.run import dead_runs
 from torchlens_perf.sidecar.start import drain
 """
-LEFT = "print(sorted(os.listdir('/dev/shm/torchlens-perf-%d' % os.getuid())))"
+LEFT = "print(sorted(os.listdir('/dev/shm')))"
+GONE = (
+    """
+import time
+deadline_s = time.monotonic() + 100
+while os.listdir('/dev/shm') and time.monotonic() < deadline_s: time.sleep(.1)
+"""
+    + LEFT
+)
 
 
 def in_own_memory(program: str, folder: Path, *unshare: str, size: str = "1g") -> subprocess.CompletedProcess[str]:
@@ -57,13 +65,11 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def test_a_killed_job_is_read_to_its_end(tmp_path: Path) -> None:
-    """By the next sidecar of the node, once it is old enough: all steps are kept, and shared memory is free."""
-    young = "drain.main(); assert os.path.exists(ring); os.utime(folder, (0, 0)); "
-    done = in_own_memory(DEAD + DRAIN + young + "dead_runs.begin(); os.wait();" + LEFT, tmp_path)
+    """By the next start on the node: all steps are kept, and shared memory is free, without an empty folder."""
+    done = in_own_memory(DEAD + DRAIN + "assert dead_runs.begin();" + GONE, tmp_path)
 
     assert done.stdout == "[]\n"
     assert steps_of(tmp_path) == list(range(20))
-    assert "1 rings (0 MB) of a-run, whose processes are dead, were read into" in done.stderr
 
 
 def test_a_run_directory_that_is_gone(tmp_path: Path) -> None:
@@ -74,6 +80,63 @@ def test_a_run_directory_that_is_gone(tmp_path: Path) -> None:
     assert done.stdout == "[]\n"
     assert not (tmp_path / "runs").exists()
     assert "were removed: their run directory is gone" in done.stderr
+
+
+CRASHES = """
+import os, sys, time
+import torch, torchlens_perf as perf
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def rings(): return sum(name.endswith(".ring") for _, _, names in os.walk("/dev/shm") for name in names)
+for i in range(4):
+    pid = os.fork()
+    if not pid:
+        watch = perf.watch(model, optimizer, dir="runs", report=False).__enter__()
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        os.killpg(os.getpgid(watch_sidecar(watch)), 9)
+        os._exit(9)
+    os.waitpid(pid, 0)
+    deadline_s = time.monotonic() + 60
+    while rings() > 1 and time.monotonic() < deadline_s: time.sleep(.1)
+    print(rings())
+"""
+
+
+def test_runs_that_crash_one_after_another(tmp_path: Path) -> None:
+    """Each is killed with its sidecar. The next start takes away what it has left, so they do not add up."""
+    find = """
+def watch_sidecar(watch):
+    import time
+    from torchlens_perf.run import sidecar_status
+    from torchlens_perf.run.directory import find_sidecar_lock
+    while not (pid := sidecar_status.read_status(str(find_sidecar_lock(watch.run_dir.name)))[0]):
+        time.sleep(0.01)
+    while os.getpgid(pid) == os.getpgrp():
+        time.sleep(0.01)
+    return pid
+"""
+    done = in_own_memory(find + CRASHES + DRAIN + "dead_runs.begin()" + GONE, tmp_path)
+
+    assert done.stdout == "1\n" * 4 + "[]\n"
+
+
+def test_a_run_whose_sidecar_lives_is_left_to_it(tmp_path: Path) -> None:
+    """The lock says that one lives, in whichever container."""
+    locked = """
+from torchlens_perf.run.directory import sidecar_lock
+from torchlens_perf.run.sidecar_lock import SidecarLock
+lock = SidecarLock(sidecar_lock("a-run"))
+assert lock.acquire()
+assert not dead_runs.begin()
+lock.remove()
+assert not dead_runs.begin(but="a-run")
+assert dead_runs.begin()
+"""
+    done = in_own_memory(DEAD + DRAIN + locked + GONE, tmp_path)
+
+    assert done.stdout == "[]\n"
 
 
 def test_a_run_directory_that_refuses(tmp_path: Path) -> None:
@@ -108,6 +171,46 @@ print(os.path.exists(ring))
 
     assert done.stdout == "True\nFalse\n"
     assert steps_of(tmp_path) == list(range(20))
+
+
+BEGIN_AND_END = """
+import os, sys, time
+from pathlib import Path
+from torchlens_perf.run.directory import RunDirectory, leave_node, sidecar_lock
+from torchlens_perf.run.sidecar_lock import SidecarLock
+from tests.support.ranks import HOST, identity_of
+from torchlens_perf.run.directory import create_ring
+print("ready", flush=True)
+input()
+for i in range(300):
+    run = RunDirectory(Path("runs") .absolute() / f"{os.getpid()}-{i}")
+    ring = create_ring(run, identity_of(run, 0), 1024)
+    assert str(ring.path).startswith("/dev/shm/"), ring.path
+    run.register_ring(HOST, ring.path)
+    lock = SidecarLock(sidecar_lock(run.run_id))
+    assert lock.acquire()
+    run.remove_ring(ring.path)
+    ring.close()
+    ring.let_go()
+    lock.remove()
+    leave_node()
+"""
+
+
+def test_runs_that_begin_and_end_at_the_same_moment(tmp_path: Path) -> None:
+    """Each finds its folders in shared memory, whoever removes the empty ones meanwhile; at the end there are none."""
+    several = f"""
+import subprocess, sys
+command = [sys.executable, "-c", {BEGIN_AND_END!r}]
+runs = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+for run in runs: run.stdout.readline()
+for run in runs: run.stdin.write("\\n"); run.stdin.flush()
+for run in runs: assert run.wait() == 0
+import os
+"""
+    done = in_own_memory(several + LEFT, tmp_path)
+
+    assert done.stdout == "[]\n"
 
 
 KILLED = """

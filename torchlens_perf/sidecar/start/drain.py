@@ -1,4 +1,4 @@
-"""A program that reads the rings of killed jobs into their run directories, see sidecar/rings/dead_runs.py."""
+"""A program that reads the rings of killed jobs into their run directories, see run/dead_runs.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 
 from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError
-from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.dead_runs import OLD_S, DeadRun, find
+from torchlens_perf.run.directory import RunDirectory, leave_node
 from torchlens_perf.run.place.node import act_for
 from torchlens_perf.run.ring import HEAD, Reader
 from torchlens_perf.sidecar import priority
-from torchlens_perf.sidecar.rings.dead_runs import OLD_S, DeadRun, find
 from torchlens_perf.sidecar.start import process
 
 logger = logging.getLogger("torchlens_perf.sidecar")
@@ -19,7 +19,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 def drain(dead: DeadRun) -> str:
     """Reads its rings as a sidecar does, into its run directory if that is there still. Returns what was done."""
     act_for(dead.digest)
-    name, bytes_ = dead.rings[0].parent.name.rpartition(".")[0], sum(ring.stat().st_size for ring in dead.rings)
+    name, bytes_ = dead.run_id, sum(ring.stat().st_size for ring in dead.rings)
     what = f"{len(dead.rings)} rings ({bytes_ >> 20} MB) of {name}, whose processes are dead, were "
     run = RunDirectory(Path(name) if dead.path is None else dead.path)
     is_there = dead.path is not None and run.nodes.is_dir()
@@ -47,14 +47,17 @@ def _holds_records(path: Path) -> bool:
         reader.close()
 
 
-def main(old_s: float = OLD_S) -> int:
-    """Drains them, one after the other. A disk that does not answer is waited for."""
+def main(old_s: float = OLD_S, but: str = "") -> int:
+    """Drain them one after the other, and wait for disks that do not answer. but: a run that is left alone."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     priority.lower()
     for dead in list(find(old_s)):
-        if any(ring.exists() for ring in dead.rings):  # else another one was faster
+        if dead.rings[0].parent.name.rpartition(".")[0] != but and any(
+            ring.exists() for ring in dead.rings
+        ):  # else another one was faster
             try:
                 logger.info("%s", drain(dead))
             except (OSError, TorchlensPerfError) as error:
                 logger.warning("the rings in %s stay: %s", dead.rings[0].parent, error)
+    leave_node()
     return 0

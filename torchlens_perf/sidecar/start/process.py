@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, guard, printable
 from torchlens_perf.run import ownership, ring
-from torchlens_perf.run.directory import RunDirectory, sidecar_lock, sidecar_log, writer_lives
+from torchlens_perf.run.directory import RunDirectory, leave_node, sidecar_lock, sidecar_log, where_kept, writer_lives
 from torchlens_perf.run.mailbox import REPORT, deliver
 from torchlens_perf.run.place.node import host_of, node_name
 from torchlens_perf.run.ring import Reader, State
 from torchlens_perf.run.sidecar_lock import SidecarLock
-from torchlens_perf.run.sidecar_status import LOADS
+from torchlens_perf.run.sidecar_status import CANNOT_WRITE, LOADS
 from torchlens_perf.sidecar import priority, termination
-from torchlens_perf.sidecar.rings import dead_runs
 
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
@@ -49,22 +48,24 @@ def attend(
     """
     _log()
     sys.meta_path.insert(0, _WithoutPandas())
-    run = RunDirectory(Path(run_dir), shared=shared)
+    run, lock = RunDirectory(Path(run_dir), shared=shared), None
     try:
         lock = locked(run, lock_descriptor)
         lock.write_status(f"is making {run.path}")
-        if not settle(run, host):
+        if not settle(run, host, lock.write_status):
             run.clear_local()
             lock.remove()
             return 1
         lock.write_status(LOADS)
-        with guard("looking for the rings of jobs that were killed"):
-            dead_runs.begin()
         with ownership.as_private_as(run.nodes):
             _read(run, host, lock, rings, attends=True)
     except TorchlensPerfError as error:
         print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
         return 2
+    finally:
+        if lock is not None:
+            lock.remove()
+        leave_node()
     return 0
 
 
@@ -94,9 +95,9 @@ def by_hand(
     host = _known_node(run, name)
     lock = locked(run)
     priority.lower()
-    run.create()
-    keep_log(run, host)
     try:
+        run.create()
+        keep_log(run, host)
         with ownership.as_private_as(run.nodes):
             if not any(path.exists() for path in run.registered_rings(host)):
                 from torchlens_perf.sidecar.rings import segments
@@ -104,9 +105,9 @@ def by_hand(
                 if segments.hosts(run):
                     return _replay(run, lock, replaying, quiet=quiet)
             _read(run, host, lock, {})
-    except KeyboardInterrupt:
-        lock.remove()  # whoever reads on has one of his own
-        raise
+    finally:
+        lock.remove()
+        leave_node()
     return 0
 
 
@@ -251,11 +252,12 @@ def live_results(run: RunDirectory) -> str:
     return results_of(run)
 
 
-def settle(run: RunDirectory, host: str) -> bool:
-    """Makes the run directory. False: nobody records any more, and the rings are gone.
+def settle(run: RunDirectory, host: str, write_status: Callable[[str], None] = lambda doing: None) -> bool:
+    """Make the run directory. Return False once nobody records any more and it cannot be made.
 
-    The rank does not touch the run directory, as its disk may not answer; here that keeps nobody waiting. A disk that
-    refuses is asked again for as long as somebody records, and whoever waits for a report meanwhile gets the reason.
+    The rank does not touch the run directory, because its disk may not answer; here nobody waits for that. A disk that
+    refuses is asked again for as long as a rank records. A rank that waits for a report meanwhile gets the reason.
+    Where the run directory was there and has become read-only, the rings stay; where it never was there, they go.
     The sidecar's thread, with the lock. May block for as long as the disk does.
     """
     said = ""
@@ -268,14 +270,26 @@ def settle(run: RunDirectory, host: str) -> bool:
             if str(error) != said:
                 said = str(error)
                 logger.error("%s", said)
+        write_status(CANNOT_WRITE)
+        kept = where_kept(run) if _is_there(run.nodes) else ""
         for mailbox in run.local_mailboxes(REPORT):
             with contextlib.suppress(OSError):
-                deliver(str(mailbox), f"torchlens_perf: no report: {said}\n")
+                deliver(str(mailbox), f"torchlens_perf: no report: {printable(said)}{kept}\n")
         if not any(map(_is_written, run.local_rings())):
-            for path in run.local_rings():
+            for path in [] if kept else run.local_rings():
                 run.remove_ring(path)
             return False
         time.sleep(_AGAIN_S)
+
+
+def _is_there(folder: Path) -> bool:
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True  # its disk does not tell
+    return True
 
 
 def keep_log(run: RunDirectory, host: str) -> Path:

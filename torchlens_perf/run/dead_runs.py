@@ -1,11 +1,12 @@
 """Rings of jobs that were killed together with their sidecars: read into their run directories, or removed.
 
-Shared memory keeps them until the node restarts: 4.5 MB a rank. The next sidecar of the same user on the node starts
-a program for them (sidecar/start/drain.py), which waits for the disks of those run directories in its place.
+Shared memory keeps them until the node restarts: 4.5 MB a rank. The next start of a watch of the same user on the node
+starts a program for them (sidecar/start/drain.py), which waits for the disks of those run directories in its place.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import time
@@ -16,10 +17,14 @@ from typing import NamedTuple
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import children
 from torchlens_perf.run.directory import runs_on_this_node, writer_lives
+from torchlens_perf.run.place.node import namespace_digest
 from torchlens_perf.run.ring import Reader
 from torchlens_perf.run.rings import memory
 
-OLD_S = 600.0  # since something last came or went beside the rings
+OLD_S = 600.0
+"""Rings of another PID namespace, whose processes are not seen here, are left alone for so long after a change."""
+_SHELL = "/bin/sh"  # ends at once, so that the program is a child of no rank
+_SHELL_TIMEOUT_S = 1.0
 
 
 class DeadRun(NamedTuple):
@@ -33,12 +38,20 @@ class DeadRun(NamedTuple):
     """Of the boot and the PID namespace that its processes were in, see run/place/node.py."""
     rings: list[Path]
 
+    @property
+    def run_id(self) -> str:
+        return self.rings[0].parent.name.rpartition(".")[0]
+
 
 def find(old_s: float = OLD_S) -> Iterator[DeadRun]:
-    """Those of this user. A ring that any process has mapped is written, in whichever container that runs."""
+    """Yield this user's dead runs. A ring that a process of any container has mapped is written, see is_mapped().
+
+    A run whose sidecar lives is left to that.
+    """
     for folder, changed_s in runs_on_this_node():
         rings = [path for path in folder.glob("*.ring") if path.is_file() and not path.is_symlink()]
-        if not rings or time.time() - changed_s < old_s:
+        is_old = folder.name.endswith(f".{namespace_digest()}") or time.time() - changed_s >= old_s
+        if not rings or not is_old or _is_locked(folder / "sidecar.lock"):
             continue
         if not any(memory.is_mapped(str(path)) or writer_lives(path) for path in rings):
             known = next(filter(None, map(_place, rings)), None)
@@ -61,18 +74,38 @@ def _place(ring: Path) -> tuple[Path, str] | None:
     return (Path(run_dir), node) if run_dir and node else None  # else it is of another version
 
 
-def begin() -> None:
-    """Starts the program, if there is something to do for it. Waits for nothing. Raises OSError.
+def _is_locked(path: Path) -> bool:
+    """Whether a process of any container holds a sidecar's lock."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
-    It exports nothing, as the environment is that of another job.
+
+def begin(but: str = "") -> bool:
+    """Start the program if there are dead runs, and return whether there are. Raise OSError or RunStoreError.
+
+    The program exports nothing, because the environment is that of another job. but: a run that begins just now, whose
+    own sidecar reads what an earlier process of it has left.
     """
-    if next(find(), None) is None:
-        return
+    if all(run.run_id == but for run in find()):
+        return False
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    subprocess.Popen(
-        children.command("drain"),
+    process = subprocess.Popen(
+        [_SHELL, "-c", '"$@" &', _SHELL, *children.command("drain", but)],
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env=children.environment(environment),
         start_new_session=True,
         cwd="/",
     )
+    process.wait(_SHELL_TIMEOUT_S)
+    return True
