@@ -188,7 +188,12 @@ def job_attributes(environ: Mapping[str, str]) -> dict[str, str]:
         namespace = text_of(_KUBERNETES_NAMESPACE)
         if namespace:  # else the pod runs without a service account
             found.setdefault("k8s.namespace.name", namespace)
-    return found
+    return {name: _as_text(value) for name, value in found.items()}
+
+
+def _as_text(value: str) -> str:
+    """A value of the environment, whose bytes may be no text, as text that can be exported."""
+    return value.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def known_run_id(environ: Mapping[str, str], place: Place) -> str:

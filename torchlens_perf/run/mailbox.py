@@ -41,7 +41,7 @@ class Mailbox:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if question:
             try:
-                os.write(self._descriptor, question.encode())
+                os.write(self._descriptor, question.encode(errors="surrogateescape"))
             except BaseException:
                 self.close()
                 raise

@@ -26,7 +26,7 @@ BYTES = 160  # written whole, so that what was there before is gone
 def write_status(descriptor: int, doing: str) -> None:
     """Replaces the status. descriptor: of the lock file. doing: what would follow "the sidecar", in one line."""
     pid = os.getpid()
-    line = f"{pid} {process_started(pid)} {doing}".encode()[: BYTES - 1]
+    line = f"{pid} {process_started(pid)} {doing}".encode(errors="surrogateescape")[: BYTES - 1]
     with contextlib.suppress(OSError):  # there may be no room in shared memory
         os.pwrite(descriptor, line.ljust(BYTES - 1) + b"\n", 0)
 
