@@ -53,7 +53,7 @@ logger = logging.getLogger("torchlens_perf")
 _FOLDERS_TIMEOUT_S = 1.8  # that a watch waits for its run directory when it begins
 _MIN_WAIT_S = 0.3  # at the end, after the report, for the sidecar to take over a ring in this process's memory
 
-TAGS = {"evaluation": Flag.EVALUATION, "checkpoint": Flag.CHECKPOINT}
+TAGS = {"evaluation": Flag.EVALUATION | Flag.EVALUATED, "checkpoint": Flag.CHECKPOINT}
 """What a step may be tagged as, see Watch.tag()."""
 
 _running: Watch | None = None

@@ -42,7 +42,7 @@ def with_all(state: NodeState) -> NodeState:
         of = process.statistics
         of._add_named(records([(Kind.SECTION, 1, 20, 5)]), ["", "augment"])
         of.modules.update(dict.fromkeys(names, of.step))
-        of.usual_steps, of.usual_forward_ns, of.lost = 60, 10**9, 20
+        of.usual_steps, of.lost = 60, 20
         process.notes += [f"note {place} that is as long as notes on what was not recorded are" for place in range(9)]
     return state
 

@@ -215,7 +215,7 @@ def test_tags_stand_below_their_window() -> None:
     lines = picture(of([windows(512, tags=tags), windows(512)]))
 
     assert lines[3] == " " * len("rank 0 │") + "  S     *"
-    assert "S saved a checkpoint, E evaluated, * several of these" in words(lines)
+    assert "S saved a checkpoint, E ran without gradients or evaluated, * several of these" in words(lines)
     assert "several" not in words(picture(of([windows(512, tags={16: Flag.COMPILED}), windows(512)])))
 
 

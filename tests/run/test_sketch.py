@@ -108,3 +108,18 @@ def test_buckets_that_there_are_not(first: int) -> None:
     """A damaged file's numbers are refused."""
     with pytest.raises(ValueError, match=f"there are {BUCKETS}"):
         Sketch.of_numbers([1, 1, 1, 1, first, 1])
+
+
+@pytest.mark.parametrize("outliers", [[], [10**9], [10**9, 5 * 10**9]])
+def test_usual_mean_is_not_decided_by_outliers(outliers: list[int]) -> None:
+    """Up to a tenth of the values; modes that are more frequent count."""
+    sketch = Sketch()
+    sketch.add(np.array([1000, 1000, 10_000] * 20 + outliers, np.int64))
+    assert sketch.usual_mean_ns() == pytest.approx(4000, rel=0.011)
+
+
+def test_usual_mean_without_outliers_is_the_mean() -> None:
+    sketch = Sketch()
+    sketch.add(np.array([90, 100, 113], np.int64))
+    assert sketch.usual_mean_ns() == sketch.mean_ns() == 101
+    assert math.isnan(Sketch().usual_mean_ns())

@@ -286,7 +286,7 @@ def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows]) -> S
         "trend": _trend(windows),
         "inference": any(_is_inference(p) for p in processes.values()),
         "micro_steps": max((p.statistics.micro_steps for p in processes.values()), default=0),
-        **step_classes(processes.values(), by_device=by_device),
+        **step_classes(list(processes.values()), by_device=by_device),
         "sampled_lack_of_cpu": sampled_lack_of_cpu(processes.values()),
     }
 

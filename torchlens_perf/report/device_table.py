@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
 from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, percent, printable
+from torchlens_perf.analysis.statistics.step_mix import classify
 from torchlens_perf.analysis.words.oom import place
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.tables import Column, FittingTable, in_bytes, note_on_rest, or_dash
@@ -49,23 +50,26 @@ _NOT_TIMED = {
 
 
 def device_times(process: ProcessState) -> DeviceTimes | None:
-    """What the device's clock tells: device time a step of each phase; None where it tells nothing."""
+    """Return a rank's times by the device's clock; None if there are none. `parts` are of a typical step."""
     device = process.statistics.device
     if not device.steps:
         return None
-    error_ns = process.device.get("error_ns")
+    error_ns, typical = process.device.get("error_ns"), classify([process.statistics.device_mix]).typical
     return {
         "clock": process.device.get("clock"),
         "error_s": None if error_ns is None else error_ns / 1e9,
         "steps": device.steps,
         "step_s": distribution(device.phases["step"]),
         "phases": {
-            phase: {"p50_s": sketch.quantile_ns(0.5) / 1e9, "s_per_step": sketch.sum_ns / 1e9 / device.steps}
+            phase: {
+                "p50_s": sketch.quantile_ns(0.5) / 1e9,
+                "s_per_step": sketch.usual_mean_ns() / 1e9 * sketch.count / device.steps,
+            }
             for phase, sketch in device.phases.items()
             if phase != "step"
         },
         "work_s": distribution(device.work) if device.judged.count else None,
-        "parts": {part: sketch.sum_ns / 1e9 / device.judged.count for part, sketch in device.parts.items()},
+        "parts": {} if typical is None else {part: typical.parts_ns[part] / 1e9 for part in device.parts},
         "behind_s": distribution(device.behind),
         "caught_up": device.caught_up_share,
     }
@@ -83,7 +87,7 @@ def own_device_times(processes: dict[int, ProcessState], names: Sequence[str]) -
         if not statistics.usual_steps:
             continue
         whole_s = {
-            name: sketch.mean_ns() / 1e9 * statistics.modules[name].count / statistics.usual_steps
+            name: sketch.usual_mean_ns() / 1e9 * statistics.modules[name].count / statistics.usual_steps
             for name, sketch in statistics.device.modules.items()
             if sketch.count and name in statistics.modules
         }
@@ -156,9 +160,8 @@ def device_table(ranks: Sequence[Rank]) -> FittingTable:
 
     def notes(headers: Sequence[str]) -> list[str]:
         lines = note_on_rest(shown, timed, "ranks whose devices take longest")
-        lines.append(
-            f"by {' and '.join(sorted({str(device['clock']) for device in devices}))}; step, work: median; parts: mean"
-        )
+        clocks = " and ".join(sorted({str(device["clock"]) for device in devices}))
+        lines.append(f"by {clocks}; step, work: median; parts: of a typical step")
         if _WORK in headers:
             lines.append(f"{_WORK}: without {_WAIT}, in which the device waited for other ranks, or for transfers")
         if {"data", "host"} & set(headers):

@@ -65,7 +65,12 @@ BOUNDS = (0.03, 0.06, 0.12, 0.25)
 _SHADES, ASCII_SHADES = "·░▒▓█", ".:+%#"
 SHADE_STYLES = ("dim", "", "yellow", "red", "bold red")
 _TAG_LETTERS = {"checkpoint": "S", "evaluation": "E", "compile": "C", "capture": "P"}
-_TAG_WORDS = {"S": "saved a checkpoint", "E": "evaluated", "C": "compiled", "P": "was captured"}
+_TAG_WORDS = {
+    "S": "saved a checkpoint",
+    "E": "ran without gradients or evaluated",
+    "C": "compiled",
+    "P": "was captured",
+}
 
 
 class HeatMap:

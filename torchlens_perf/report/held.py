@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.analysis.words import order, over
 from torchlens_perf.analysis.words.bottleneck import named_uses, without_use
 from torchlens_perf.analysis.words.evidence import (
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 _MIN_WINDOWS = 4  # that something must last for to be named beside the run as a whole
 _CLEARLY = 1.5  # times what it takes in the rest of the run
 _TAGS = {
-    "capture": Flag.CAPTURED, "compilation": Flag.COMPILED, "evaluation": Flag.EVALUATION, "saving": Flag.CHECKPOINT,
+    "capture": Flag.CAPTURED, "compilation": Flag.COMPILED, "evaluation": Flag.EVALUATION,
+    WITHOUT_GRADIENTS: Flag.EVALUATION, "saving": Flag.CHECKPOINT,
 }  # fmt: skip
 _Found = tuple[Verdict, "Held | None"]
 

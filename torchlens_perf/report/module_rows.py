@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
-    """All timed modules by own forward time, most first.
+    """Return all timed modules, those with the most own forward time first.
 
-    `by_rank` holds each rank's own time in a typical step: its share of the forward phase there; `backward_by_rank` its
-    median backward time, from the steps in which that was taken, with the modules inside it.
+    `by_rank`: each rank's own time in a typical step. `backward_by_rank`: each rank's median backward time in the
+    sampled steps, with the modules inside it.
     """
     rows: list[Module] = []
     own_s = {rank: _own_s_of_modules(process) for rank, process in processes.items()}
@@ -27,7 +27,7 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
         backwards = _by_rank(name, {rank: process.statistics.module_backwards for rank, process in processes.items()})
         whole, backward = merged(calls.values()), merged(backwards.values())
         device = merged(process.statistics.device.modules.get(name, Sketch()) for process in processes.values())
-        by_rank = {str(rank): own_s[rank][name] for rank in calls}
+        by_rank = {str(rank): own_s[rank].get(name, 0.0) for rank in calls}
         rows.append(
             {
                 "name": name,
@@ -50,17 +50,23 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
 def _own_s_of_modules(process: ProcessState) -> dict[str, float]:
     typical = typical_step(process.statistics)
     forward_s = typical["parts"].get("forward", 0.0) if typical is not None else 0.0
-    return {name: share * forward_s for name, share in process.statistics.module_shares().items()}
+    alike = process.statistics.typical_length()
+    if not alike.forward_ns:
+        return {}
+    return {name: sum_ns / alike.forward_ns * forward_s for name, sum_ns in alike.modules.items()}
 
 
 def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
+    """Return all sections, those that take the most of a typical step first, then the others by their whole time."""
     rows: list[Section] = []
+    alike = {rank: process.statistics.typical_length() for rank, process in processes.items()}
+    whole_ns: dict[str, int] = {}
     for name in _all_names(processes, "sections"):
         calls = _by_rank(name, {rank: process.statistics.sections for rank, process in processes.items()})
         whole = merged(calls.values())
+        whole_ns[name] = whole.sum_ns
         device = merged(process.statistics.device.sections.get(name, Sketch()) for process in processes.values())
-        steps = {rank: max(1, process.statistics.step.count) for rank, process in processes.items()}
-        by_rank = {str(rank): sketch.sum_ns / 1e9 / steps[rank] for rank, sketch in calls.items()}
+        by_rank = {str(rank): alike[rank].sections.get(name, 0) / 1e9 / max(1, alike[rank].steps) for rank in calls}
         counted = [each.statistics for each in processes.values() if each.statistics.usual_steps]
         host_s = [each.section_host_ns(name) / 1e9 for each in counted]
         rows.append(
@@ -74,7 +80,7 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
                 "device_s": distribution(device) if device.count else None,
             }
         )
-    return sorted(rows, key=lambda row: -row["s_per_step"])
+    return sorted(rows, key=lambda row: (-row["s_per_step"], -whole_ns[row["name"]]))
 
 
 def _by_rank(name: str, tables: dict[int, dict[str, Sketch]]) -> dict[int, Sketch]:

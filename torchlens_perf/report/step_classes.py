@@ -1,13 +1,13 @@
-"""What the report says of steps: the typical one of each rank, and those that take longer (statistics/step_mix.py)."""
+"""The report's classes of steps and each rank's typical step (statistics/step_mix.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.node_state import ProcessState
-from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.analysis.statistics.step_mix import classify
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
+from torchlens_perf.analysis.statistics.step_mix import StepClass, classify
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 
 if TYPE_CHECKING:
@@ -15,36 +15,45 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import AlikeAndLong, Phase, TypicalStep
 
 
-def step_classes(processes: Iterable[ProcessState], *, by_device: bool) -> AlikeAndLong:
-    """Of all ranks: how many steps are alike, and the classes of longer ones. by_device: by the devices' clocks.
+def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> AlikeAndLong:
+    """Return the classes of all ranks' steps. by_device: by the devices' clocks.
 
-    total_s is the time of all steps of a rank; share is of that.
+    Counts and times are of a rank: the mean over the ranks.
     """
     found = classify([each.statistics.device_mix if by_device else each.statistics.mix for each in processes])
-    long: list[LongSteps] = [
-        {
-            "kinds": list(each.kinds),
-            "part": each.part,
-            "count": each.count,
-            "steps": list(each.steps),
-            "period": each.period,
-            "more_s": each.more_ns / 1e9,
-            "total_s": each.total_ns / 1e9,
-            "share": each.total_ns / found.total_ns,
-        }
-        for each in found.long
-    ]
+    warm_up = [min(WARM_UP_STEPS, each.statistics.counted_steps) for each in processes]
+
+    def rows(classes: Iterable[StepClass]) -> list[LongSteps]:
+        return [
+            {
+                "kinds": list(each.kinds),
+                "part": each.part,
+                "count": each.count,
+                "steps": list(each.steps),
+                "period": each.period,
+                "mean_s": each.duration_ns / 1e9,
+                "more_s": each.more_ns / 1e9,
+                "total_s": each.total_ns / 1e9,
+                "share": each.total_ns / found.total_ns,
+            }
+            for each in classes
+        ]
+
+    alike = 0 if found.typical is None else found.typical.count
     return {
         "total_s": found.total_ns / 1e9,
-        "alike": found.count - sum(each.count for each in found.long),
-        "long": long,
+        "warm_up": max(warm_up, default=0),
+        "alike": alike,
+        "alike_mean_s": found.alike_mean_ns / 1e9 if alike else None,
+        "long": rows(found.long),
+        "short": rows(found.short),
     }
 
 
 def typical_step(statistics: RankStatistics) -> TypicalStep | None:
-    """A rank's typical step in seconds, and its lack of a CPU in each part. The parts, those that ever occur, add up.
+    """Return a rank's typical step in seconds, and its lack of a CPU in each part that ever occurs. The parts add up.
 
-    None until there is a step that is no warm-up.
+    None until there is a step after the warm-up.
     """
     typical = classify([statistics.mix]).typical
     if typical is None:
@@ -63,7 +72,7 @@ def typical_step(statistics: RankStatistics) -> TypicalStep | None:
 
 
 def phases(statistics: RankStatistics, typical: TypicalStep) -> dict[str, Phase]:
-    """By part: typical_s and share are of the typical step, p50_s and mean_s of all steps."""
+    """Return each part of the step: typical_s and share of the typical step, p50_s and mean_s of all steps."""
     return {
         part: {
             "typical_s": typical_s,

@@ -150,7 +150,7 @@ def step_line(report: Report) -> Text:
         all_of_them = ", all of them" * (steps["count"] > 1)
         return Text(f"{counted(steps['count'], unit)}{all_of_them} warm-up{warm_up_words(steps)}")
     text = Text.assemble(
-        (f"{counted(steps['count'], unit)}{_alike(steps)}  ", "bold"),
+        (f"{counted(steps['count'], unit)}{_classes(steps)}  ", "bold"),
         "  ".join(f"{name} {duration_or_dash(steps[field])}" for name, field in _QUANTILES),
     )
     if steps["by"] == DEVICE:
@@ -165,9 +165,17 @@ def step_line(report: Report) -> Text:
     return text
 
 
-def _alike(steps: Steps) -> str:
-    """How many steps are like the typical one, where some are not."""
-    return f", {steps['alike']} of them alike" if steps["long"] else ""
+def _classes(steps: Steps) -> str:
+    """Return how many steps are in which class, where some are not like the typical one."""
+    if not (steps["long"] or steps["short"]):
+        return ""
+    counts = {"typical": steps["alike"]}
+    for each in steps["long"]:
+        name = " and ".join(each["kinds"]) or "long"
+        counts[name] = counts.get(name, 0) + each["count"]
+    counts["short"] = sum(each["count"] for each in steps["short"])
+    counts["warm-up"] = steps["warm_up"]
+    return f" ({', '.join(f'{count} {name}' for name, count in counts.items() if count)})"
 
 
 def _module_table(modules: Sequence[Module]) -> FittingTable:

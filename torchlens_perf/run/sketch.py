@@ -128,6 +128,15 @@ class Sketch:
         count = self.count
         return self.sum_ns / count if count else math.nan
 
+    def usual_mean_ns(self) -> float:
+        """Return the mean without outliers: the few durations above twice the 90th percentile. NaN if empty."""
+        bounds = bucket_bounds()[self._first : self._first + len(self._used)]
+        usual = bounds <= 2 * self.quantile_ns(0.9) if len(bounds) else np.zeros(0, np.bool_)
+        if usual.all() or not (self._used * usual).sum():
+            return self.mean_ns()
+        middles = bounds / 2 ** (0.5 / _PER_OCTAVE)
+        return float((self._used * middles)[usual].sum() / self._used[usual].sum())
+
     def numbers(self) -> list[int]:
         """All of it, for of_numbers(): sum, squares, smallest, largest, the first used bucket, counts from there."""
         return [self.sum_ns, self.sum_squares, self.min_ns, self.max_ns, self._first, *self._used.tolist()]

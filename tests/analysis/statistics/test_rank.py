@@ -119,7 +119,39 @@ def test_modules_are_those_of_usual_forward_passes() -> None:
 
     assert (statistics.modules["block"].count, statistics.modules["block"].sum_ns) == (2, 77)
     assert statistics.usual_steps == 5
-    assert statistics.module_shares()["block"] == pytest.approx(77 / 209)
+    alike = statistics.typical_length()
+    assert (alike.steps, alike.modules["block"], alike.forward_ns) == (5, 77, 209)
+
+
+@pytest.mark.parametrize("kind", [Kind.MODULE, Kind.SECTION])
+@pytest.mark.parametrize("in_steps", [(20,), (20, 21, 22, 23)], ids=["one outlier", "some outliers"])
+def test_outliers_do_not_decide_what_a_typical_step_is_made_of(kind: Kind, in_steps: tuple[int, ...]) -> None:
+    """Steps that are much longer, by one module or section."""
+    statistics, ms = RankStatistics(), 1_000_000
+    for first in (0, 30):
+        rows: list[tuple[int, int, int, int]] = []
+        steps = []
+        for step in range(first, first + 30):
+            more_ms = 1000 if step in in_steps else 0
+            rows += [(kind, 1, step, 6 * ms), (kind, 2, step, (2 + more_ms) * ms), (Kind.FORWARD, 0, step, ms)]
+            steps.append({"forward": (10 + more_ms)})
+        made = records(rows)
+        statistics.add(made, step_table(steps, first_step=first), ["forward Net", "large", "small"], lost=0)
+
+    alike = saved(statistics).typical_length()
+    found = alike.modules if kind == Kind.MODULE else alike.sections
+    assert alike.steps == 57 - len(in_steps)
+    assert (found["large"], found["small"]) == (6 * ms * alike.steps, 2 * ms * alike.steps)
+
+
+def test_lengths_are_bounded() -> None:
+    """Steps of all durations; the typical step's stay."""
+    statistics, rng = RankStatistics(), np.random.default_rng(0)
+    for first in range(0, 2000, 100):
+        durations = [{"forward": 10.0 if step % 2 else float(np.exp(rng.uniform(0, 14)))} for step in range(100)]
+        statistics.add(NO_RECORDS, step_table(durations, first_step=first), [], lost=0)
+    assert len(statistics.by_length) <= 24
+    assert statistics.typical_length().steps >= 900
 
 
 def test_names_go_to_their_tables() -> None:

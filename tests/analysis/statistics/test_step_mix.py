@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from tests.support.saved import saved
 from tests.support.tables import mixed_table
 from torchlens_perf.analysis.node_state import encode
-from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, StepClasses, StepMix, classify
+from torchlens_perf.analysis.statistics.step_mix import (
+    LACK_OF_CPU,
+    MEASURED,
+    WITHOUT_GRADIENTS,
+    StepClasses,
+    StepMix,
+    classify,
+)
 from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Flag
 
@@ -72,12 +79,12 @@ def test_one_odd_step_changes_nothing(noise: float) -> None:
 @pytest.mark.parametrize(
     ("flag", "kind"),
     [
-        (Flag.EVALUATION, "evaluation"),
+        (Flag.EVALUATION | Flag.EVALUATED, "evaluation"),
+        (Flag.EVALUATION, WITHOUT_GRADIENTS),
         (Flag.CHECKPOINT, "saving"),
         (Flag.COMPILED, "compilation"),
         (Flag.CAPTURED, "capture"),
         (Flag.COLLECTED, "garbage collection"),
-        (Flag.SAMPLED, "sampled backward pass"),
     ],
 )
 def test_what_long_steps_do(flag: Flag, kind: str) -> None:
@@ -94,7 +101,7 @@ def test_what_long_steps_do(flag: Flag, kind: str) -> None:
 
 def test_several_flags_are_one_class() -> None:
     """As where an evaluation is followed by saving; what matters little is not named beside them."""
-    flags = Flag.EVALUATION | Flag.CHECKPOINT
+    flags = Flag.EVALUATION | Flag.EVALUATED | Flag.CHECKPOINT
     found = classes(
         [*loop(40), {**NORMAL, "host": 90.0, "flags": flags}, {**NORMAL, "host": 90.0, "flags": flags | Flag.SAMPLED}]
     )
@@ -158,6 +165,151 @@ def test_inference_is_typical_where_it_is_all_there_is() -> None:
     assert [each.kinds for each in before.long] == [("inference",)]
 
 
+class TestKindsOfSteps:
+    """Every step is in a class, whichever class is the largest."""
+
+    @pytest.mark.parametrize("short", range(42, 61))
+    def test_two_kinds_are_found_whatever_their_numbers(self, short: int) -> None:
+        """One step more of the one or the other does not change what is typical."""
+        found = classes([*[{"forward": 20.0}] * short, *[{"forward": 60.0}] * (100 - short)])
+        assert found.typical is not None
+        assert (found.typical.count, round(found.typical.duration_ns / MS)) == (short, 20)
+        assert [(each.count, round(each.more_ns / MS)) for each in found.long] == [(100 - short, 40)]
+        assert found.short == ()
+
+    @pytest.mark.parametrize("steps", [126, 127, 128])
+    def test_alternating_steps_do_not_depend_on_where_the_run_ends(self, steps: int) -> None:
+        """As with an actor that is trained in every second step."""
+        found = classes([{"forward": 9.0, "optimizer": 18.0 * (number % 2)} for number in range(steps)])
+        (long,) = found.long
+        assert (long.period, long.part, round(long.more_ns / MS)) == (2, "optimizer", 18)
+
+    def test_fewer_shorter_steps_are_a_class(self) -> None:
+        """As the steps of a warm cache, or of short sequences."""
+        found = classes([*[{"forward": 60.0}] * 80, *[{"forward": 20.0}] * 20])
+        (short,) = found.short
+        assert (short.count, short.part, round(short.more_ns / MS), round(short.duration_ns / MS)) == (
+            20,
+            "forward",
+            -40,
+            20,
+        )
+        assert (found.typical and found.typical.count, found.long) == (80, ())
+
+    def test_three_kinds(self) -> None:
+        """As buckets of sequence lengths."""
+        found = classes([{"forward": 10.0 * 3 ** (number % 3)} for number in range(90)])
+        assert found.typical is not None
+        assert (found.typical.count, round(found.typical.duration_ns / MS)) == (30, 10)
+        assert sorted((each.count, round(each.duration_ns / MS)) for each in found.long) == [(30, 30), (30, 90)]
+
+    def test_steps_with_flags_that_take_no_longer_are_counted(self) -> None:
+        """They are of the typical step's class."""
+        found = classes(loop(100, every10={"flags": Flag.EVALUATION}))
+        assert (found.typical and found.typical.count, found.long, found.short) == (100, (), ())
+
+    def test_ranks_of_different_speed_are_not_kinds_of_steps(self) -> None:
+        """Each rank's steps are compared with its own typical step."""
+        fast, slow = ([{"forward": each}] * 60 for each in (20.0, 60.0))
+        found = classify([mix_of(mixed_table(steps)) for steps in (fast, slow)])
+        assert (found.typical and found.typical.count, found.long, found.short) == (60, (), ())
+
+
+class TestSizes:
+    """A class's mean describes its members."""
+
+    @pytest.mark.parametrize("flags", [0, Flag.EVALUATION, Flag.CHECKPOINT, Flag.EVALUATION | Flag.COMPILED])
+    def test_one_huge_step_is_not_averaged_with_others(self, flags: int) -> None:
+        """A step of 45 s, and one of 100 ms, of the same kind."""
+        steps = loop(300)
+        steps[130] = {**NORMAL, "host": 100.0, "flags": flags}
+        steps[250] = {**NORMAL, "host": 45_000.0, "flags": flags}
+        found = classes(steps)
+        assert [(each.count, each.steps) for each in found.long] == [(1, (250,)), (1, (130,))]
+        assert found.long[0].more_ns == pytest.approx(45_000 * MS, rel=0.01)
+
+    def test_one_huge_step_among_those_that_take_no_longer(self) -> None:
+        """The others with the same flag are like any step."""
+        steps = loop(300, every50={"flags": Flag.EVALUATION})
+        steps[149] = {**NORMAL, "host": 45_000.0, "flags": Flag.EVALUATION}
+        (long,) = classes(steps).long
+        assert (long.count, long.steps) == (1, (149,))
+
+    def test_long_waits_are_not_averaged_with_short_ones(self) -> None:
+        """On all ranks: they wait 45 s once, and 60 ms now and then."""
+        waits = loop(200, every40={"communication": 60.0})
+        waits[120] = {**NORMAL, "communication": 45_000.0}
+        found = classify([mix_of(mixed_table(waits)) for _ in range(2)])
+        assert [(each.count, each.steps[0]) for each in found.long] == [(1, 120), (5, 39)]
+
+    def test_similar_steps_stay_together(self) -> None:
+        """Evaluations of 0.5 to 1.2 s are one class."""
+        steps = loop(400)
+        for number, ms in zip(range(20, 400, 40), np.linspace(500, 1200, 10), strict=True):
+            steps[number] = {**NORMAL, "host": float(ms), "flags": Flag.EVALUATION}
+        (long,) = classes(steps).long
+        assert long.count == 10
+
+
+class TestCauses:
+    """A cause is named only where the extra time is where the cause works, and of a size that it may have."""
+
+    @pytest.mark.parametrize("part", ["data", "host", "optimizer", "communication"])
+    def test_stall_elsewhere_is_not_the_sampled_backward_pass(self, part: str) -> None:
+        """The same stall every 16 steps, of which one is sampled, is one class."""
+        steps = loop(64)
+        for number in (8, 24, 40, 56):
+            steps[number] = {**NORMAL, part: 100.0, "flags": Flag.SAMPLED if number == 8 else 0}
+        (long,) = classes(steps).long
+        assert (long.kinds, long.part, long.steps) == ((), part, (8, 24, 40, 56))
+
+    def test_sampled_backward_pass(self) -> None:
+        """All sampled steps take longer in the backward pass."""
+        (long,) = classes(loop(128, every16={"backward": 16.0, "flags": Flag.SAMPLED})).long
+        assert (long.kinds, long.count) == (("sampled backward pass",), 8)
+
+    @pytest.mark.parametrize("more", [16.0, 500.0])
+    def test_stall_in_one_sampled_backward_pass(self, more: float) -> None:
+        """Not what sampling costs: the other sampled steps take no longer, or it is too much."""
+        steps = loop(128, every16={"flags": Flag.SAMPLED})
+        steps[31] = {**NORMAL, "backward": 8.0 + more, "flags": Flag.SAMPLED}
+        (long,) = classes(steps).long
+        assert (long.kinds, long.part) == ((), "backward")
+
+    @pytest.mark.parametrize(
+        ("flag", "part"),
+        [
+            (Flag.CHECKPOINT, "data"), (Flag.CHECKPOINT, "forward"), (Flag.COMPILED, "data"),
+            (Flag.COMPILED, "communication"), (Flag.EVALUATION, "backward"), (Flag.EVALUATION, "optimizer"),
+            (Flag.COLLECTED, "communication"), (Flag.SKIPPED, "host"), (Flag.COLLECTED, "tool"),
+        ],
+    )  # fmt: skip
+    def test_extra_time_elsewhere_has_no_cause(self, flag: Flag, part: str) -> None:
+        """Long in a part in which what the flag tells does not work."""
+        (long,) = classes(loop(120, every30={part: 100.0, "flags": flag})).long
+        assert (long.kinds, long.part) == ((), part)
+
+    @pytest.mark.parametrize(
+        ("flag", "measured_ms", "kinds"),
+        [
+            (Flag.COLLECTED, 1.0, ()), (Flag.COLLECTED, 80.0, ("garbage collection",)),
+            (Flag.CHECKPOINT, 2.0, ()), (Flag.CHECKPOINT, 80.0, ("saving",)),
+            (Flag.CHECKPOINT, 0.0, ("saving",)),
+        ],
+    )  # fmt: skip
+    def test_measured_time_explains_the_extra_time(
+        self, flag: Flag, measured_ms: float, kinds: tuple[str, ...]
+    ) -> None:
+        """Saving without torch.save() is not measured."""
+        table = mixed_table(loop(120, every30={"host": 101.0, "flags": flag}))
+        explained = np.zeros((len(table), len(MEASURED)), np.int64)
+        explained[(table.flags & flag) != 0, list(MEASURED).index(flag)] = int(measured_ms * MS)
+        mix = StepMix()
+        mix.add(table, explained)
+        (long,) = classify([saved(mix)]).long
+        assert long.kinds == kinds
+
+
 class TestLackOfCpu:
     def test_is_told_apart(self) -> None:
         """In each part of the typical step."""
@@ -193,7 +345,7 @@ class TestSeveralRanks:
 
     def test_who_waits_for_an_evaluation(self) -> None:
         """One rank evaluates, and the others wait for it in communication: one class, with the reason."""
-        evaluates = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION})
+        evaluates = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION | Flag.EVALUATED})
         waits = loop(100, every25={"communication": 100.0})
         (long,) = classify([mix_of(mixed_table(steps)) for steps in (evaluates, waits, waits)]).long
         assert (long.kinds, long.count, long.period) == (("evaluation",), 4, 25)
@@ -207,7 +359,17 @@ class TestSeveralRanks:
 
 def test_nothing() -> None:
     """No step, no class."""
-    assert classify([]) == classify([StepMix()]) == StepClasses(0, 0.0, None, ())
+    assert classify([]) == classify([StepMix()]) == StepClasses(0, 0.0, None, 0.0, (), ())
+
+
+def spread_of(found: StepClasses, table: StepTable) -> float:
+    """What steps of the typical class differ by, at most: smaller differences are not told apart."""
+    assert found.typical is not None
+    apart = {step for each in (*found.long, *found.short) for step in each.steps}
+    alike = [
+        each for step, each in zip(table.step.tolist(), table.duration_ns.tolist(), strict=True) if step not in apart
+    ]
+    return max(0.25 * found.typical.duration_ns, max(alike) - found.typical.duration_ns)
 
 
 steps_of_any_kind = st.lists(
@@ -238,7 +400,7 @@ def test_merging_is_adding(steps: list[dict[str, Any]], cut: int) -> None:
 
 @given(steps_of_any_kind)
 def test_every_mix_is_described_truthfully(steps: list[dict[str, Any]]) -> None:
-    """The typical step adds up; classes are disjoint and longer, and what they cost is a part of the time."""
+    """The typical step adds up, and the classes are a partition: their counts and times add up to all steps."""
     given_table = mixed_table(steps)
     found = classes(steps)
     typical = found.typical
@@ -246,10 +408,18 @@ def test_every_mix_is_described_truthfully(steps: list[dict[str, Any]]) -> None:
     assert sum(typical.parts_ns.values()) == pytest.approx(typical.duration_ns, rel=1e-6, abs=100)
     assert given_table.duration_ns.min() - 1 <= typical.duration_ns <= given_table.duration_ns.max() + 1
     assert found.total_ns == pytest.approx(given_table.duration_ns.sum())
-    assert typical.count + sum(each.count for each in found.long) <= found.count == len(steps)
+    others = [*found.long, *found.short]
+    assert typical.count + sum(each.count for each in others) == found.count == len(steps)
+    time_ns = typical.count * found.alike_mean_ns + sum(each.count * each.duration_ns for each in others)
+    assert time_ns == pytest.approx(found.total_ns)
     assert sum(each.total_ns for each in found.long) <= found.total_ns * (1 + 1e-9)
-    for each in found.long:
-        assert each.more_ns > 0
+    assert all(each.more_ns < 0 for each in found.short)
+    assert all(each.more_ns > 0 for each in found.long)
+    for each in others:
+        assert each.more_ns == pytest.approx(each.duration_ns - typical.duration_ns, rel=1e-6, abs=100)
+        durations_ns = given_table.duration_ns[list(each.steps)] - typical.duration_ns
+        if len(each.steps) == each.count > 1:  # the mean describes its members
+            assert np.abs(durations_ns).max() <= 4.2 * max(np.abs(durations_ns).min(), spread_of(found, given_table))
         assert len(set(each.steps)) == len(each.steps) <= each.count
         longer = given_table.duration_ns[list(each.steps)].mean() - typical.duration_ns
         if len(each.steps) == each.count:

@@ -189,7 +189,7 @@ def test_one_evaluation_does_not_decide_the_headline() -> None:
     """The share of host code is that of the steps that are alike, and the evaluation is named apart."""
     loop = [dict(BASE) for _ in range(103)]
     for number in (50, 100):
-        loop[number] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION}
+        loop[number] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION | Flag.EVALUATED}
     long, typical = report_on(loop)["verdicts"]
 
     assert long["kind"] == "long_steps"
@@ -201,6 +201,85 @@ def test_one_evaluation_does_not_decide_the_headline() -> None:
         "Computing (the backward pass 8.00 ms, the forward pass 4.00 ms, the optimizer 2.00 ms) takes 88% (14.0 ms) of "
         "a typical step of 16.0 ms. Next: "
     )
+
+
+class TestKindsOfSteps:
+    """Where the typical step is not the only frequent kind of steps, that is said."""
+
+    def test_two_kinds(self) -> None:
+        """With their counts and times, in the sentence on the typical step and in the line above the tables."""
+        loop = [dict(BASE)] * 3 + [dict(BASE)] * 45 + [{**BASE, "optimizer": 46.0}] * 55
+        report = report_on(loop)
+        (long,) = report["steps"]["long"]
+
+        assert "Two kinds of steps: 55 take 60.0 ms, 45 take 16.0 ms." in " ".join(
+            each["text"] for each in report["verdicts"]
+        )
+
+        assert (long["count"], long["more_s"]) == (55, pytest.approx(0.044))
+        assert "103 steps (45 typical, 55 long, 3 warm-up)" in render(report, "r", columns=250, color=False)
+
+    def test_shorter_steps(self) -> None:
+        """They have no verdict, and are not left out."""
+        report = report_on([dict(BASE)] * 83 + [{**BASE, "backward": 1.0}] * 20)
+        (verdict,) = report["verdicts"]
+        assert "Two kinds of steps: 80 take 16.0 ms, 20 take 9.00 ms." in verdict["text"]
+        assert "103 steps (80 typical, 20 short, 3 warm-up)" in render(report, "r", columns=250, color=False)
+
+    def test_what_is_not_typical_is_named(self) -> None:
+        """Warm-up, evaluations, and steps that are long for another reason."""
+        loop = [dict(BASE) for _ in range(150)]
+        loop[40] = {**BASE, "host": 900.0, "flags": Flag.EVALUATION | Flag.EVALUATED}
+        loop[90] = {**BASE, "data": 500.0}
+        report = report_on(loop)
+        assert "150 steps (145 typical, 1 evaluation, 1 long, 3 warm-up)" in render(
+            report, "r", columns=250, color=False
+        )
+        assert "kinds of steps" not in " ".join(each["text"] for each in report["verdicts"])
+
+    @pytest.mark.parametrize("seed", range(30))
+    def test_classes_add_up_to_all_steps(self, seed: int) -> None:
+        """Counts and times, in the report."""
+        rng = np.random.default_rng(5000 + seed)
+        loops = random_steps(rng, int(rng.integers(40, 300)), 1)
+        steps = report_on(*loops)["steps"]
+        others = [*steps["long"], *steps["short"]]
+        assert steps["warm_up"] + steps["alike"] + sum(each["count"] for each in others) == steps["count"]
+        time_s = steps["alike"] * steps["alike_mean_s"] + sum(each["count"] * each["mean_s"] for each in others)
+        assert time_s == pytest.approx(steps["total_s"])
+
+
+def test_one_huge_step_has_a_sentence_of_its_own() -> None:
+    """It is not averaged with a step that is a little long in the same part."""
+    loop = [{**BASE, "communication": 1.0} for _ in range(319)]
+    loop[130] = {**BASE, "communication": 60.0}
+    loop[300] = {**BASE, "communication": 45_000.0}
+    sentences = [each["text"] for each in report_on(loop, [dict(step) for step in loop])["verdicts"]]
+    (long,) = [text for text in sentences if " longer" in text]
+    assert long.startswith("1 of 319 steps (step 300) takes 45.0 s longer (waiting in communication): 45.0 s in all")
+
+
+@pytest.mark.parametrize(
+    ("part", "where", "action"),
+    [
+        (
+            "host",
+            "most of it in host code between the phases",
+            "look at what the loop does between these passes (an environment, ",
+        ),
+        ("forward", "most of it in the forward pass", "use larger batches in these passes; if they evaluate, "),
+        ("data", "most of it in data loading", "look at how these passes get their data; if they evaluate, "),
+    ],
+)
+def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, where: str, action: str) -> None:
+    """They may be rollouts or sampling: the advice holds for all."""
+    loop = [{**BASE, part: 65.0, "flags": Flag.EVALUATION} if step % 8 == 7 else dict(BASE) for step in range(160)]
+    (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
+    assert (
+        f"(forward passes without gradients, such as evaluation, rollouts, sampling or export; {where})" in long["text"]
+    )
+    assert f"Next: {action}" in long["text"]
+    assert "evaluate less often" not in long["text"]
 
 
 def test_long_steps_of_some_ranks() -> None:

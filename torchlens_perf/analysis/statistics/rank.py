@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from torchlens_perf.analysis.statistics.device import DeviceStatistics
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
 from torchlens_perf.analysis.statistics.robust import median
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
-from torchlens_perf.analysis.statistics.step_mix import StepMix
+from torchlens_perf.analysis.statistics.step_mix import MEASURED, StepMix, classify
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind, name_of
 from torchlens_perf.run.sketch import Sketch, add_to_each
@@ -28,6 +28,10 @@ TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION | Flag.CAPTURED)
 _UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
 # Steps that are in no window: they do other work than training steps.
 _OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED)
+_LENGTHS_PER_DOUBLING = 2  # so step_mix's bins are whole in one
+_MAX_LENGTHS = 24
+_LENGTH_BITS = 8
+_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 _LITTLE_LACK = 0.02  # of a window's step: what lacks a CPU for less is not kept
 _NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
 _PHASES = tuple(map(int, (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT)))
@@ -237,12 +241,57 @@ def _by_kind_and_name(
     return [(key >> 32, key & 0xFFFFFFFF) for key in keys[starts].tolist()], order, starts.tolist()
 
 
+def _length(duration_ns: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    length: npt.NDArray[np.int64] = np.floor(np.log2(np.maximum(duration_ns, 1)) * _LENGTHS_PER_DOUBLING).astype(int)
+    return length
+
+
+def _sums(
+    places: npt.NDArray[np.int64], name_ids: npt.NDArray[np.integer[Any]], values_ns: npt.NDArray[np.int64]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield each place and name id that occurs, with the sum of its values."""
+    keys, index = np.unique(places.astype(np.int64) << 32 | name_ids.astype(np.int64), return_inverse=True)
+    sums = np.zeros(len(keys), np.int64)
+    np.add.at(sums, index, values_ns)
+    for key, sum_ns in zip(keys.tolist(), sums.tolist(), strict=True):
+        yield key >> 32, key & 0xFFFFFFFF, sum_ns
+
+
+def _measured_ns(records: npt.NDArray[np.void], table: StepTable, names: list[str]) -> npt.NDArray[np.int64]:
+    """Return each step's time in each section of step_mix.MEASURED, where its flag is set."""
+    found = np.zeros((len(table), len(MEASURED)), np.int64)
+    for column, (flag, name) in enumerate(MEASURED.items()):
+        if name in names and (table.flags & flag).any():
+            is_section = (records["kind"] == Kind.SECTION) & (records["name_id"] == names.index(name))
+            sections = records[is_section & np.isin(records["step"], table.step)]
+            np.add.at(found[:, column], np.searchsorted(table.step, sections["step"]), sections["duration_ns"])
+    return found
+
+
 @dataclasses.dataclass
 class CollectiveCount:
     """One operation on one group."""
 
     sketch: Sketch = field(default_factory=Sketch)
     bytes: int = 0
+
+
+@dataclasses.dataclass
+class StepsOfLength:
+    """Sums over steps of about one duration. Times in ns."""
+
+    steps: int = 0
+    forward_ns: int = 0
+    modules: dict[str, int] = field(default_factory=dict)
+    """Own forward time."""
+    sections: dict[str, int] = field(default_factory=dict)
+
+    def merge(self, other: StepsOfLength) -> None:
+        self.steps += other.steps
+        self.forward_ns += other.forward_ns
+        for mine, theirs in ((self.modules, other.modules), (self.sections, other.sections)):
+            for name, sum_ns in theirs.items():
+                mine[name] = mine.get(name, 0) + sum_ns
 
 
 @dataclasses.dataclass
@@ -265,10 +314,11 @@ class RankStatistics:
     """Own time without that in which the thread was ready and had no CPU, where that is known."""
     parts: dict[str, Sketch] = field(default_factory=lambda: {part: Sketch() for part in PARTS})
     mix: StepMix = field(default_factory=StepMix)
+    by_length: dict[int, StepsOfLength] = field(default_factory=dict)
+    """By duration, two for each doubling, and above 8 bits by the flags of _UNUSUAL. The typical step has some of them:
+    one very long step does not decide what modules and sections take in it."""
     usual_steps: int = 0
-    """That the modules' times are of."""
-    usual_forward_ns: int = 0
-    """The forward phase of those."""
+    """Number of steps that modules_ns() is averaged over."""
     modules: dict[str, Sketch] = field(default_factory=dict)
     module_backwards: dict[str, Sketch] = field(default_factory=dict)
     sections: dict[str, Sketch] = field(default_factory=dict)
@@ -292,18 +342,18 @@ class RankStatistics:
         self.records += len(records)
         self.lost += lost
         if len(steps):
-            self._add_steps(steps)
+            self._add_steps(steps, _measured_ns(records, steps, names))
         warm = records[:0]
         if self.first_step is not None:
             is_warm = records["step"] >= self.first_step + WARM_UP_STEPS
             warm = records if is_warm.all() else records[is_warm]  # most are, and a copy takes long
         self._add_named(warm, names)
-        self._add_modules(records, steps, names)
+        self._add_lengths(records, steps, names)
         self._add_section_hosts(records, steps, names)
         self.device.add(warm, names)
         self.memory.add(records, names)
 
-    def _add_steps(self, table: StepTable) -> None:
+    def _add_steps(self, table: StepTable, measured_ns: npt.NDArray[np.int64]) -> None:
         if self.first_step is None:
             self.first_step = int(table.step[0])
             self.started_ns = int(table.start_ns[0])
@@ -316,11 +366,11 @@ class RankStatistics:
             self.warm_up_parts_ns[part] = self.warm_up_parts_ns.get(part, 0) + part_ns
         self.step.add(table.duration_ns[warm])
         self.own.add(table.own_ns[warm])
-        measured = warm & (table.ready_ns[:, 0] >= 0)
-        self.work.add(_work_ns(table)[measured].astype(np.int64))
+        with_lack = warm & (table.ready_ns[:, 0] >= 0)
+        self.work.add(_work_ns(table)[with_lack].astype(np.int64))
         for index, part in enumerate(PARTS):
             self.parts[part].add(table.parts_ns[warm, index])
-        self.mix.add(table.where(warm))
+        self.mix.add(table.where(warm), measured_ns[warm])
         self.memory_bytes = int(table.memory_bytes[-1])
         self.memory_max_bytes = max(self.memory_max_bytes, int(table.memory_bytes.max()))
         self.micro_steps = int(np.median(table.micro_steps))
@@ -367,26 +417,61 @@ class RankStatistics:
         without = max(0, self.usual_steps - found.count)
         return found.quantile_ns((0.5 * self.usual_steps - without) / found.count)
 
-    def _add_modules(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
-        """Own times of the modules that forward passes of usual steps call: what the forward phase is made of."""
-        usual = self._usual(steps)
-        self.usual_steps += int(usual.sum())
+    def _add_lengths(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
+        """Count what modules and sections take in steps of each length, and the calls of modules in usual steps."""
+        if self.first_step is None or not len(steps):
+            return
+        steps = steps.where(steps.step >= self.first_step + WARM_UP_STEPS)
+        lengths = _length(steps.duration_ns) | (steps.flags & _UNUSUAL) << _LENGTH_BITS
+        found, of_step = np.unique(lengths, return_inverse=True)
+        new = [StepsOfLength(count) for count in np.bincount(of_step, minlength=len(found)).tolist()]
+        self.usual_steps += int(self._usual(steps).sum())
+        self._add_modules(records, steps, names, of_step, new)
+        rows = np.flatnonzero(records["kind"] == Kind.SECTION)
+        rows = rows[np.isin(records["step"][rows], steps.step)]
+        at = of_step[np.searchsorted(steps.step, records["step"][rows])]
+        for place, name_id, sum_ns in _sums(at, records["name_id"][rows], records["duration_ns"][rows]):
+            new[place].sections[name_of(names, name_id)] = sum_ns
+        for length, sums in zip(found.tolist(), new, strict=True):
+            self.by_length.setdefault(length, StepsOfLength()).merge(sums)
+        while len(self.by_length) > _MAX_LENGTHS:
+            del self.by_length[min(self.by_length, key=lambda each: self.by_length[each].steps)]
+
+    def _add_modules(
+        self,
+        records: npt.NDArray[np.void],
+        steps: StepTable,
+        names: list[str],
+        of_step: npt.NDArray[np.int64],
+        new: list[StepsOfLength],
+    ) -> None:
+        """Count own times of the modules that forward passes call: what the forward phase is made of.
+
+        of_step: by step, its place in `new`.
+        """
         # Columns are taken out once: in the records, each value is 64 bytes from the next.
         kinds = np.ascontiguousarray(records["kind"])
         here = (records["flags"] & Flag.OTHER_THREAD) == 0
         rows = np.flatnonzero(np.isin(kinds, _CALLS) & here)
-        rows = rows[np.isin(records["step"][rows], steps.step[usual])]
+        rows = rows[np.isin(records["step"][rows], steps.step)]
         # A call is recorded after those inside of it: the next phase of its kind is the one that it is in.
         phases = np.flatnonzero(np.isin(kinds, _FORWARD_PHASES) & here)
         of_phase = np.append(kinds[phases], Kind.FORWARD)[np.searchsorted(phases, rows)]
         rows = rows[of_phase == Kind.FORWARD]
-        kinds, duration_ns = kinds[rows], records["duration_ns"][rows]
+        at = np.searchsorted(steps.step, records["step"][rows])
+        places, kinds, name_ids = of_step[at], kinds[rows], records["name_id"][rows]
+        own_ns = records["duration_ns"][rows] - records["nested_ns"][rows]
         passes = kinds == Kind.FORWARD
-        self.usual_forward_ns += int((duration_ns[passes] - records["phase_ns"][rows[passes]]).sum())
-        found, order, starts = _by_kind_and_name(kinds, records["name_id"][rows])
-        modules = [name_of(names, name_id).removeprefix("forward ") for _, name_id in found]
-        own_ns = duration_ns - records["nested_ns"][rows]
-        add_to_each([self.modules.setdefault(name, Sketch()) for name in modules], own_ns[order], starts)
+        forward_ns = records["duration_ns"][rows[passes]] - records["phase_ns"][rows[passes]]
+        for place, _, sum_ns in _sums(places[passes], np.zeros(len(forward_ns), np.int64), forward_ns):
+            new[place].forward_ns = sum_ns
+        for place, name_id, sum_ns in _sums(places, name_ids, own_ns):
+            modules, name = new[place].modules, name_of(names, name_id).removeprefix("forward ")
+            modules[name] = modules.get(name, 0) + sum_ns
+        usual = (steps.flags[at] & _UNUSUAL) == 0
+        found, order, starts = _by_kind_and_name(kinds[usual], name_ids[usual])
+        called = [name_of(names, name_id).removeprefix("forward ") for _, name_id in found]
+        add_to_each([self.modules.setdefault(name, Sketch()) for name in called], own_ns[usual][order], starts)
 
     def _add_named(self, records: npt.NDArray[np.void], names: list[str]) -> None:
         rows = np.flatnonzero(np.isin(records["kind"], _NAMED))
@@ -406,11 +491,16 @@ class RankStatistics:
                 sketches.append(table.setdefault(name, Sketch()))
         add_to_each(sketches, records["duration_ns"][rows], starts)
 
-    def module_shares(self) -> dict[str, float]:
-        """Own forward time of each module, as a share of the forward phase, in usual steps."""
-        if not self.usual_forward_ns:
-            return {}
-        return {name: sketch.sum_ns / self.usual_forward_ns for name, sketch in self.modules.items()}
+    def typical_length(self) -> StepsOfLength:
+        """Return the sums over the steps that are as long as the typical one."""
+        typical, whole = classify([self.mix]).typical, StepsOfLength()
+        if typical is None:
+            return whole
+        first, last = _length(np.array(typical.range_ns)).tolist()
+        for length, sums in self.by_length.items():
+            if length >> _LENGTH_BITS == typical.flags & _UNUSUAL and first <= length & _LENGTH_MASK <= last:
+                whole.merge(sums)
+        return whole
 
     @property
     def coverage(self) -> float:
@@ -420,6 +510,6 @@ class RankStatistics:
         return self.counted_steps / (self.last_step - self.first_step + 1)
 
     def modules_ns(self) -> dict[str, float]:
-        """Mean own forward time of each module in a usual step; empty until a step counts."""
+        """Return each module's mean own forward time in a usual step; nothing until a step counts."""
         steps = self.usual_steps
         return {name: sketch.sum_ns / steps for name, sketch in self.modules.items()} if steps else {}

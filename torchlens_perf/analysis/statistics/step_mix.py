@@ -1,11 +1,15 @@
-"""What a run's steps are like: what a typical one takes, and which ones take longer, how often, where, at what cost.
+"""Classes of steps: the typical step, and the steps that take longer or shorter. Pure.
 
-Steps are counted by what else they did (evaluated, saved, compiled ...) and by how long they took, in bins of a few
-percent, each with its mean parts. That merges by addition, over time and over ranks, and does not grow with the run.
+Steps are counted by what else they did (evaluation, saving, compilation) and by duration, in bins of a few percent.
+Each bin has the sums of its steps' parts. Bins merge by addition, over time and over ranks, and do not grow with the
+run.
 
 A mean over all steps would be decided by one evaluation, and medians of the parts do not add up to the median step. So
-the typical step is the mean of the middle half, by duration, of those steps that are alike: as steady as a median, and
-its parts add up. Pure.
+the typical step is the mean of the middle half, by duration, of the largest class of similar steps. It is as steady as
+a median, and its parts add up.
+
+Every step is in exactly one class: in that of the typical step, or in one that takes longer or shorter. The counts of
+the classes add up to all steps, and so do their times.
 """
 
 from __future__ import annotations
@@ -18,31 +22,56 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchlens_perf.run.records import PARTS, StepTable
+from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.run.ring import Flag
 
 _BINS_PER_DOUBLING = 16  # 4.4 % wide
 _MAX_BINS = 400
-_MAX_STEPS = 8  # of a bin, whose numbers are kept
-_GAP = 1.25  # steps that are so much longer than all shorter ones are another class
-_LONG = 1.5  # and so are those beyond the others' spread that take so much longer than the typical one
-_SPREADS = 3.0  # between the quartiles
-_REGULAR = 0.75  # of the distances between long steps: what they share is their period
-# What else a step may do; several at once have all of their names. What matters little does not count beside others.
+_MAX_STEPS = 8  # step numbers that a bin keeps
+_GAP = 1.25  # a class begins where steps take so many times as long as all shorter ones
+_LONG = 1.5  # and where they take so many times as long as the typical step, outside of its class's spread
+_SPREADS = 3.0  # in distances between the quartiles
+# Of the classes that have this share of the largest one's steps, the shortest is the typical one. The ratios of regular
+# loops (1/2, 2/3, 3/4, 1) are not close to it, so one step more or less does not change the typical step.
+_COMPARABLE = 0.7
+# Steps of one class take a similar time more or less than the typical step: the largest and the smallest difference
+# have at most the ratio _SIMILAR, or _RANGE where no gap divides them.
+_SIMILAR, _RANGE, _SIZE_GAP = 2.0, 4.0, 1.5
+_REGULAR = 0.75  # share of the distances between steps that must be equal for a period
+LACK_OF_CPU = "cpu"
+"""The part that takes longer where the thread is ready and no CPU is free."""
+WITHOUT_GRADIENTS = "forward passes without gradients"
+# What else a step may do. A step with several flags has all their names.
 _KINDS = {
     Flag.CAPTURED: "capture",
     Flag.COMPILED: "compilation",
-    Flag.EVALUATION: "evaluation",
+    Flag.EVALUATED: "evaluation",
+    Flag.EVALUATION: WITHOUT_GRADIENTS,
     Flag.CHECKPOINT: "saving",
     Flag.SKIPPED: "skipped update",
     Flag.INFERENCE: "inference",
 }
+# These count only for steps without any of the flags above.
 _LITTLE_KINDS = {Flag.COLLECTED: "garbage collection", Flag.SAMPLED: "sampled backward pass"}
 _MASK, _LITTLE_MASK = (int(np.bitwise_or.reduce([int(flag) for flag in kinds])) for kinds in (_KINDS, _LITTLE_KINDS))
 _NAMES = {**_KINDS, **_LITTLE_KINDS}
-LACK_OF_CPU = "cpu"
-"""What takes longer where the thread is ready and no CPU is free, in whichever part."""
-_BASES = (0, int(Flag.INFERENCE))  # steps that do nothing else
+_BASES = (0, int(Flag.INFERENCE))  # flags of steps that do nothing else
+# A cause is named only where the extra time is in a part in which it works.
+_FORWARD_WORK = frozenset({"data", "forward", "host", "communication", LACK_OF_CPU})
+_WORKS_IN: Mapping[str, frozenset[str]] = {
+    "compilation": frozenset({"forward", "recompute", "backward", "optimizer", "host", LACK_OF_CPU}),
+    "evaluation": _FORWARD_WORK,
+    WITHOUT_GRADIENTS: _FORWARD_WORK,
+    "saving": frozenset({"host", "communication", LACK_OF_CPU}),
+    "skipped update": frozenset(),
+    "garbage collection": frozenset(OWN_PARTS),
+    "sampled backward pass": frozenset({"backward", "recompute"}),
+}
+_MAX_SAMPLING = 3.0  # what sampling may add to a backward pass, in typical backward passes
+MEASURED = {Flag.COLLECTED: "python gc", Flag.CHECKPOINT: "torch.save"}
+"""Sections that measure what a flag tells, by the flag."""
+# A cause that is measured is named only where it takes this share of the extra time. torch.save() is a part of saving.
+_EXPLAINS = {"garbage collection": (0, 0.5), "saving": (1, 0.25)}
 
 
 @dataclasses.dataclass
@@ -58,6 +87,10 @@ class Bin:
     """That time, in each part."""
     steps: list[int] = dataclasses.field(default_factory=list)
     """The numbers of the newest."""
+    explained: int = 0
+    """How many of them have explained_ns."""
+    explained_ns: npt.NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(len(MEASURED)))
+    """The time in each section of MEASURED."""
 
     def merge(self, other: Bin) -> None:
         self.count += other.count
@@ -66,6 +99,8 @@ class Bin:
         self.measured += other.measured
         self.ready_ns = self.ready_ns + other.ready_ns
         self.steps = sorted({*self.steps, *other.steps})[-_MAX_STEPS:]
+        self.explained += other.explained
+        self.explained_ns = self.explained_ns + other.explained_ns
 
 
 @dataclasses.dataclass
@@ -76,7 +111,8 @@ class StepMix:
     bins: dict[int, Bin] = dataclasses.field(default_factory=dict)
     """By flags in the upper and duration in the lower 32 bits."""
 
-    def add(self, table: StepTable) -> None:
+    def add(self, table: StepTable, explained_ns: npt.NDArray[np.int64] | None = None) -> None:
+        """Count steps. explained_ns: the time of each step in each section of MEASURED, if it is known."""
         if not len(table):
             return
         flags = np.where(table.flags & _MASK, table.flags & _MASK, table.flags & _LITTLE_MASK)
@@ -94,6 +130,8 @@ class StepMix:
                 np.minimum(table.ready_ns[measured], table.parts_ns[measured]).sum(axis=0).astype(np.float64),
                 table.step[rows[-_MAX_STEPS:]].tolist(),
             )
+            if explained_ns is not None:
+                new.explained, new.explained_ns = len(rows), explained_ns[rows].sum(axis=0).astype(np.float64)
             self.bins.setdefault(key, Bin()).merge(new)
         self._thin()
 
@@ -132,35 +170,41 @@ class StepMix:
 
 @dataclasses.dataclass(frozen=True)
 class TypicalStep:
-    """The mean of the middle half of the steps that are alike. Times in ns."""
+    """The mean of the middle half of the steps of its class. Times in ns."""
 
     count: int
-    """How many are alike."""
+    """Steps of the class."""
     duration_ns: float
     parts_ns: Mapping[str, float]
-    """They add up to the duration."""
+    """The parts add up to the duration."""
     ready_ns: Mapping[str, float] | None
-    """Of each part, in which its thread was ready and had no CPU; None where that was not measured."""
+    """Time in each part in which the thread was ready and had no CPU; None if it was not measured."""
+    flags: int
+    """What all steps of the class do besides training."""
+    range_ns: tuple[float, float]
+    """The shortest and the longest duration of the middle half."""
 
 
 @dataclasses.dataclass(frozen=True)
-class LongSteps:
-    """Steps of one class that take longer than the typical one. Times in ns."""
+class StepClass:
+    """Steps that take longer or shorter than the typical one, all by a similar time. Times in ns."""
 
     kinds: tuple[str, ...]
-    """What else they do; () where that is not recorded."""
+    """What else they do; for longer steps, as far as it may be why. () if it is not known."""
     part: str
-    """The part of the step that takes the most longer, or LACK_OF_CPU."""
+    """The part of the step that differs the most from the typical step, or LACK_OF_CPU."""
     count: int
-    """Of one rank."""
+    """Steps of one rank."""
+    duration_ns: float
+    """Mean duration."""
     more_ns: float
-    """How much longer one of them takes, on average."""
+    """How much longer one of them takes than the typical step, on average; negative for shorter steps."""
     total_ns: float
     """How much longer all of them take together, on a rank."""
     steps: tuple[int, ...]
     """The numbers of the newest."""
     period: int | None
-    """Every how many steps there is one; None where they come irregularly."""
+    """Every how many steps there is one; None for irregular steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,64 +214,174 @@ class StepClasses:
     count: int
     total_ns: float
     typical: TypicalStep | None
-    """None where there is no step."""
-    long: tuple[LongSteps, ...]
+    """None if there is no step."""
+    alike_mean_ns: float
+    """Mean duration of all steps of the typical step's class."""
+    long: tuple[StepClass, ...]
     """The costliest first."""
+    short: tuple[StepClass, ...]
+    """The most frequent first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Other:
+    """A bin of steps that are not in the typical step's class."""
+
+    bin: Bin
+    more_ns: float
+    """How much longer one of its steps takes than the typical step of its rank."""
+    size_ns: float
+    """The same without sign, and at least what steps of the typical class differ by."""
+
+
+_Groups = dict[tuple[tuple[str, ...], str, bool], list[_Other]]  # by kinds, part, and whether they take longer
 
 
 def classify(mixes: Sequence[StepMix]) -> StepClasses:
-    """The classes of all these ranks' steps together."""
-    merged, ranks = StepMix(), sum(bool(mix) for mix in mixes)
+    """Return the classes of all ranks' steps together. Each step is compared with the typical step of its rank."""
+    usual: list[Bin] = []
+    alike: list[Bin] = []  # those, and steps that do something else and take no longer
+    others: _Groups = {}
+    ranks, flags = 0, 0
     for mix in mixes:
-        merged.merge(mix)
-    kinds = merged.by_flags()
-    everything = [each for bins in kinds.values() for each in bins]
-    if not everything:
-        return StepClasses(0, 0.0, None, ())
-    counts = {flags: sum(each.count for each in bins) for flags, bins in kinds.items()}
-    base = max(counts, key=lambda flags: (flags in _BASES, counts[flags]))
-    alike, longer = _alike(kinds.pop(base))
-    typical = _typical(alike)
-    groups: dict[tuple[tuple[str, ...], str], list[Bin]] = {}
-    for flags, bins in kinds.items():
-        names = tuple(name for flag, name in _NAMES.items() if flags & ~base & flag)
-        groups.setdefault((names, _longest_part(bins, typical)), []).extend(bins)
-    for each in longer:
-        part = _longest_part([each], typical)
-        groups.setdefault(_cause(each, part, groups) or ((), part), []).append(each)
-    long = [_long_steps(*key, bins, typical, ranks) for key, bins in groups.items()]
-    long = [each for each in long if each.more_ns > (_GAP - 1) * typical.duration_ns]
+        if mix:
+            ranks += 1
+            flags = _add_rank(mix, usual, alike, others)
+    if not ranks:
+        return StepClasses(0, 0.0, None, 0.0, (), ())
+    usual.sort(key=_mean_ns)
+    groups: _Groups = {}
+    for (kinds, part, longer), found in others.items():
+        for each in found:
+            waits = longer and not kinds and part == "communication"
+            key = (waits and _cause(each.bin, others)) or (kinds, part, longer)
+            groups.setdefault(key, []).append(each)
+    classes = [
+        _step_class(kinds, part, similar, ranks)
+        for (kinds, part, _), found in groups.items()
+        for similar in _by_size(found)
+    ]
+    everything = [*alike, *(each.bin for found in others.values() for each in found)]
+    count = round(sum(each.count for each in everything) / ranks)
     return StepClasses(
-        count=round(sum(each.count for each in everything) / ranks),
+        count=count,
         total_ns=sum(each.duration_ns for each in everything) / ranks,
-        typical=dataclasses.replace(typical, count=round(typical.count / ranks)),
-        long=tuple(sorted(long, key=lambda each: -each.total_ns)),
+        typical=dataclasses.replace(
+            _typical(usual, flags),
+            count=max(0, count - sum(each.count for each in classes)),
+        ),
+        alike_mean_ns=sum(each.duration_ns for each in alike) / sum(each.count for each in alike),
+        long=tuple(sorted((each for each in classes if each.more_ns > 0), key=lambda each: -each.total_ns)),
+        short=tuple(sorted((each for each in classes if each.more_ns <= 0), key=lambda each: -each.count)),
     )
 
 
-def _cause(
-    waits: Bin, part: str, groups: Mapping[tuple[tuple[str, ...], str], list[Bin]]
-) -> tuple[tuple[str, ...], str] | None:
-    """Where ranks wait for one that does something else in the same steps, that group."""
-    if part != "communication":
-        return None
-    for key, bins in groups.items():
-        if key[0] and 2 * len({step for each in bins for step in each.steps} & set(waits.steps)) > len(waits.steps):
+def _add_rank(mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Groups) -> int:
+    """Add a rank's steps to the typical step's class and to the others. Return the flags of the typical step."""
+    by_flags = mix.by_flags()
+    counts = {flags: sum(each.count for each in bins) for flags, bins in by_flags.items()}
+    base = max(counts, key=lambda flags: (flags in _BASES, counts[flags]))
+    shorter, usual, longer = _divided(by_flags.pop(base))
+    typical = _typical(usual, base)
+    all_usual += usual
+    alike += usual
+    least_ns = (_GAP - 1) * typical.duration_ns
+    spread_ns = max(least_ns, _mean_ns(usual[-1]) - typical.duration_ns)
+
+    def other(each: Bin) -> _Other:
+        more_ns = _mean_ns(each) - typical.duration_ns
+        return _Other(each, more_ns, max(abs(more_ns), spread_ns, 1.0))
+
+    for each in (*shorter, *longer):
+        key = (), _longest_part([each], typical), _mean_ns(each) > typical.duration_ns
+        others.setdefault(key, []).append(other(each))
+    for flags, bins in by_flags.items():
+        found = [other(each) for each in bins]
+        below = [each for each in found if each.more_ns < -spread_ns]
+        for similar in (*_by_size(below), *_by_size([each for each in found if each.more_ns >= -spread_ns])):
+            count = sum(each.bin.count for each in similar)
+            more_ns = sum(each.bin.duration_ns for each in similar) / count - typical.duration_ns
+            if abs(more_ns) <= least_ns:  # what they do besides takes no time to speak of
+                alike += [each.bin for each in similar]
+                continue
+            part = _longest_part([each.bin for each in similar], typical)
+            kinds = _kinds(flags & ~base)
+            if more_ns > 0:
+                share = count / counts[flags]
+                kinds = tuple(
+                    kind
+                    for kind in kinds
+                    if _may_be_why(kind, part, more_ns, share, [each.bin for each in similar], typical)
+                )
+            others.setdefault((kinds, part, more_ns > 0), []).extend(similar)
+    return base
+
+
+def _kinds(flags: int) -> tuple[str, ...]:
+    names = tuple(name for flag, name in _NAMES.items() if flags & flag)
+    return tuple(name for name in names if name != WITHOUT_GRADIENTS) if "evaluation" in names else names
+
+
+def _may_be_why(kind: str, part: str, more_ns: float, share: float, bins: Sequence[Bin], typical: TypicalStep) -> bool:
+    """Return whether steps may take more_ns longer because they did this.
+
+    part: where the extra time is. share: how many of the steps that did the same take as long.
+    """
+    if kind in _WORKS_IN and part not in _WORKS_IN[kind]:
+        return False
+    if kind == "sampled backward pass":  # all sampled steps have about the same overhead
+        return share >= 0.5 and more_ns <= _MAX_SAMPLING * typical.parts_ns["backward"]
+    if kind not in _EXPLAINS or any(each.explained < each.count for each in bins):
+        return True
+    column, least = _EXPLAINS[kind]
+    measured_ns = float(sum(each.explained_ns[column] for each in bins)) / sum(each.count for each in bins)
+    if kind == "saving" and not measured_ns:  # saved by something else than torch.save()
+        return True
+    return measured_ns >= least * more_ns
+
+
+def _cause(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | None:
+    """Return the group of steps with known kinds that other ranks wait for in most of these steps."""
+    for key, found in groups.items():
+        steps = {step for each in found for step in each.bin.steps}
+        if key[0] and key[2] and 2 * len(steps & set(waits.steps)) > len(waits.steps):
             return key
     return None
 
 
-def _alike(bins: Sequence[Bin]) -> tuple[list[Bin], list[Bin]]:
-    """The bins of the largest class, and those of longer steps."""
-    means = [each.duration_ns / each.count for each in bins]
+def _by_size(found: Sequence[_Other]) -> list[list[_Other]]:
+    """Divide at the largest gaps, until each group's mean describes its members."""
+    done: list[list[_Other]] = []
+    pending = [sorted(found, key=lambda each: each.size_ns)] if found else []
+    while pending:
+        group = pending.pop()
+        ratios = [after.size_ns / before.size_ns for before, after in itertools.pairwise(group)]
+        whole = group[-1].size_ns / group[0].size_ns
+        if whole > _RANGE or (whole > _SIMILAR and max(ratios) >= _SIZE_GAP):
+            cut = ratios.index(max(ratios)) + 1
+            pending += [group[:cut], group[cut:]]
+        else:
+            done.append(group)
+    return done
+
+
+def _mean_ns(of: Bin) -> float:
+    return of.duration_ns / of.count
+
+
+def _divided(bins: Sequence[Bin]) -> tuple[list[Bin], list[Bin], list[Bin]]:
+    """Return the bins of shorter steps, of the typical step's class, and of longer ones."""
+    means = [_mean_ns(each) for each in bins]
     cuts = [place for place in range(1, len(bins)) if means[place] >= _GAP * means[place - 1]]
     classes = [list(bins[first:last]) for first, last in itertools.pairwise([0, *cuts, len(bins)])]
-    largest = max(range(len(classes)), key=lambda index: (sum(each.count for each in classes[index]), -index))
-    alike, longer = classes[largest], [each for above in classes[largest + 1 :] for each in above]
-    low, middle, high = (_quantile(alike, share) for share in (0.25, 0.5, 0.75))
+    counts = [sum(each.count for each in one) for one in classes]
+    chosen = next(index for index, count in enumerate(counts) if count >= _COMPARABLE * max(counts))
+    shorter = [each for below in classes[:chosen] for each in below]
+    usual, longer = classes[chosen], [each for above in classes[chosen + 1 :] for each in above]
+    low, middle, high = (_quantile(usual, share) for share in (0.25, 0.5, 0.75))
     fence = max(high + _SPREADS * (high - low), _LONG * middle)
-    longer += [each for each in alike if each.duration_ns / each.count > fence]
-    return [each for each in alike if each.duration_ns / each.count <= fence], longer
+    longer += [each for each in usual if _mean_ns(each) > fence]
+    return shorter, [each for each in usual if _mean_ns(each) <= fence], longer
 
 
 def _quantile(bins: Sequence[Bin], share: float) -> float:
@@ -239,7 +393,8 @@ def _quantile(bins: Sequence[Bin], share: float) -> float:
     return 0.0
 
 
-def _typical(bins: Sequence[Bin]) -> TypicalStep:
+def _typical(bins: Sequence[Bin], flags: int) -> TypicalStep:
+    """bins: of the class, the shortest first."""
     total = sum(each.count for each in bins)
     counts = np.array([each.count for each in bins], np.float64)
     ends = np.cumsum(counts)
@@ -259,27 +414,39 @@ def _typical(bins: Sequence[Bin]) -> TypicalStep:
         duration_ns=float(mean((each.duration_ns for each in bins), counts)),
         parts_ns=dict(zip(PARTS, parts_ns.tolist(), strict=True)),
         ready_ns=ready_ns,
+        flags=flags,
+        range_ns=(_mean_ns(bins[int(np.argmax(weights > 0))]), _mean_ns(bins[-1 - int(np.argmax(weights[::-1] > 0))])),
     )
 
 
 def _longest_part(bins: Sequence[Bin], typical: TypicalStep) -> str:
+    """Return the part that makes most of the difference from the typical step."""
     count = sum(each.count for each in bins)
-    more = sum(each.parts_ns for each in bins) / count - np.array([typical.parts_ns[part] for part in PARTS])
+    sign = 1 if sum(each.duration_ns for each in bins) >= count * typical.duration_ns else -1
+    more = sign * (sum(each.parts_ns for each in bins) / count - np.array([typical.parts_ns[part] for part in PARTS]))
     lack_ns = 0.0
     if typical.ready_ns is not None and all(each.measured == each.count for each in bins):
         lack = sum(each.ready_ns for each in bins) / count - np.array([typical.ready_ns[part] for part in PARTS])
-        more, lack_ns = more - lack, float(lack.sum())
+        more, lack_ns = more - sign * lack, sign * float(lack.sum())
     largest = int(np.argmax(more))
     return LACK_OF_CPU if lack_ns > more[largest] else PARTS[largest]
 
 
-def _long_steps(kinds: tuple[str, ...], part: str, bins: Sequence[Bin], typical: TypicalStep, ranks: int) -> LongSteps:
-    count = sum(each.count for each in bins)
-    total_ns = sum(each.duration_ns for each in bins) - count * typical.duration_ns
-    full = [each.steps[0] for each in bins if len(each.steps) >= _MAX_STEPS]  # which may have forgotten older ones
-    known = sorted({step for each in bins for step in each.steps if step >= max(full, default=0)})
-    return LongSteps(
-        kinds, part, max(1, round(count / ranks)), total_ns / count, total_ns / ranks, tuple(known), _period(known)
+def _step_class(kinds: tuple[str, ...], part: str, found: Sequence[_Other], ranks: int) -> StepClass:
+    count = sum(each.bin.count for each in found)
+    total_ns = sum(each.bin.count * each.more_ns for each in found)
+    # A bin with as many numbers as it keeps may have forgotten older ones.
+    full = [each.bin.steps[0] for each in found if len(each.bin.steps) >= _MAX_STEPS]
+    known = sorted({step for each in found for step in each.bin.steps if step >= max(full, default=0)})
+    return StepClass(
+        kinds=kinds,
+        part=part,
+        count=max(1, round(count / ranks)),
+        duration_ns=sum(each.bin.duration_ns for each in found) / count,
+        more_ns=total_ns / count,
+        total_ns=total_ns / ranks,
+        steps=tuple(known),
+        period=_period(known),
     )
 
 

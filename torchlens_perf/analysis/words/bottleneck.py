@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU
+from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, WITHOUT_GRADIENTS
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.words.evidence import (
     CaughtUpEvidence,
@@ -179,13 +179,28 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
     following = worth[0] if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s else first
     cost_s = 0.0 if following is computing else following.seconds
     text = f"{first.what} takes {_of(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
-    text += f" Next: {following.action}"
+    text += f"{_kinds_of_steps(report)} Next: {following.action}"
     evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *everything.waits)})
     return Verdict(first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence)
 
 
 def _of(seconds: float, step_s: float) -> str:
     return f"{percent(seconds / step_s)} ({duration(seconds)})"
+
+
+def _kinds_of_steps(report: Facts) -> str:
+    """Return a sentence where the typical step is not the only frequent kind of steps; else nothing."""
+    steps = report["steps"]
+    others = [*steps["long"], *steps["short"]]
+    total = steps["alike"] + sum(each["count"] for each in others)
+    found = [(steps["alike"], steps["alike_mean_s"] or 0.0)]
+    found += [(each["count"], each["mean_s"]) for each in others if each["count"] >= _WORTH_NAMING * total]
+    if len(found) < 2:
+        return ""
+    found.sort(key=lambda each: -each[0])
+    words = ", ".join(f"{count} take {duration(mean_s)}" for count, mean_s in found)
+    number = {2: "Two", 3: "Three"}.get(len(found), "Several")
+    return f" {number} kinds of steps: {words}."
 
 
 def _typical_steps(report: Facts) -> list[TypicalStep]:
@@ -346,7 +361,9 @@ def _long(report: Facts, long: LongSteps) -> Verdict:
         often += f" ({_numbers(long)})"
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
-    why = " and ".join(_kinds(long)) or _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
+    why = " and ".join(long["kinds"]) or _where(long)
+    if long["kinds"] == [WITHOUT_GRADIENTS]:
+        why += f", such as evaluation, rollouts, sampling or export; {_where(long)}"
     text = (
         f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
         f"{percent(long['share'])} of the time of all steps. Next: {_long_action(long)}"
@@ -363,9 +380,8 @@ def _numbers(long: LongSteps) -> str:
     return f"{which}step{'s' if len(steps) > 1 else ''} {numbers}"
 
 
-def _kinds(long: LongSteps) -> list[str]:
-    """What else the steps did, where that may be why: importing a library for w.steps(), say, collects garbage too."""
-    return [] if long["part"] == "tool" and "capture" not in long["kinds"] else long["kinds"]
+def _where(long: LongSteps) -> str:
+    return _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
 
 
 _WHERE = {
@@ -375,16 +391,26 @@ _WHERE = {
 }
 
 
+def _passes_action(part: str) -> str:
+    """Return advice that holds whatever the forward passes without gradients are for."""
+    first = {
+        "host": "look at what the loop does between these passes (an environment, metrics, logging)",
+        "data": "look at how these passes get their data",
+    }.get(part, "use larger batches in these passes")
+    return f"{first}; if they evaluate, do it less often or on fewer batches."
+
+
 def _long_action(long: LongSteps) -> str:
     actions = {
         "evaluation": "evaluate less often, or on fewer batches.",
+        WITHOUT_GRADIENTS: _passes_action(long["part"]),
         "saving": "save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
         "compilation": "find what recompiles: TORCH_LOGS=recompiles; mark what varies as dynamic.",
         "garbage collection": "freeze what lives long (gc.freeze()), or collect at a time of your own.",
         "capture": "nothing: a capture was asked for.",
         "sampled backward pass": "nothing, or sample more rarely: backward_every.",
     }
-    for kind in _kinds(long):
+    for kind in long["kinds"]:
         if kind in actions:
             return actions[kind]
     numbers = ", ".join(map(str, long["steps"][-_MAX_NUMBERS:]))

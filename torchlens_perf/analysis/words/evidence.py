@@ -77,14 +77,17 @@ class OutOfMemoryEvidence(OutOfMemory):
 
 @final
 class LongSteps(TypedDict):
-    """A class of steps that take longer than the others."""
+    """A class of steps that take longer than the typical step, or shorter."""
 
     kinds: list[str]
+    """What else they do; for longer steps, as far as it may be why."""
     part: str
-    """Which part of the step takes longer."""
+    """The part of the step that makes most of the difference."""
     count: int
     steps: list[int]
     period: int | None
+    mean_s: float
+    """Their mean duration."""
     more_s: float
     total_s: float
     share: float

@@ -80,11 +80,23 @@ class Trend(TypedDict):
 
 
 class AlikeAndLong(TypedDict):
-    """How many steps are alike, and the classes of longer ones; total_s is the time of all steps of a rank."""
+    """Classes of a rank's steps, on average over the ranks.
+
+    Each step after the warm-up is in one class: the counts of `alike`, `long` and `short` add up to all of them, and
+    their counts times their means to total_s.
+    """
 
     total_s: float
+    """Time of all steps after the warm-up."""
+    warm_up: int
+    """Steps of the warm-up, which are in no class."""
     alike: int
+    """Steps of the typical step's class."""
+    alike_mean_s: float | None
+    """Their mean duration; None if there is no such step."""
     long: list[LongSteps]
+    short: list[LongSteps]
+    """Classes of shorter steps: more_s, total_s and share are negative."""
 
 
 class Steps(Distribution, AlikeAndLong):

@@ -115,7 +115,12 @@ def flag_marks(columns: Columns, frame: Frame, y: float) -> list[Child]:
 
 def flag_legend(columns: Columns) -> str:
     """What the letters mean that occur; "" where none does."""
-    words = {"S": "saved a checkpoint", "E": "evaluated", "C": "compiled", "P": "was captured"}
+    words = {
+        "S": "saved a checkpoint",
+        "E": "ran without gradients or evaluated",
+        "C": "compiled",
+        "P": "was captured",
+    }
     found = {_FLAG_LETTERS[flag] for flags in columns["flags"] for flag in flags if flag in _FLAG_LETTERS}
     return ", ".join(f"{letter} {text}" for letter, text in words.items() if letter in found)
 

@@ -37,7 +37,7 @@ def steps(contents: Contents) -> Element | None:
     if letters := flag_legend(merged.columns):
         how += f" Below: {letters}."
     caption: Child = [tag("strong", words), " ", of_picture(how)]
-    return section("steps", "Step time", figure("steps", picture, caption), _quantiles(report), _long_steps(report))
+    return section("steps", "Step time", figure("steps", picture, caption), _quantiles(report), _step_classes(report))
 
 
 def merged_bands(bands: StepBands, together: int) -> StepBands:
@@ -81,22 +81,39 @@ def _quantiles(report: Report) -> Element:
     return table(caption, headers, [[str(found["count"]), *cells, duration_or_dash(found["warm_up_max_s"])]], texts=())
 
 
-def _long_steps(report: Report) -> Element | None:
-    found = report["steps"]["long"]
-    if not found:
+def _step_classes(report: Report) -> Element | None:
+    steps = report["steps"]
+    found = [*steps["long"], *steps["short"]]
+    if not found or steps["alike_mean_s"] is None:
         return None
-    rows = [
+    total = steps["alike"] + sum(each["count"] for each in found)
+    time_share = steps["alike"] * steps["alike_mean_s"] / steps["total_s"]
+    rows = [["typical", str(steps["alike"]), "-", duration(steps["alike_mean_s"]), "-", "-", percent(time_share), "-"]]
+    rows += [
         [
             ", ".join(each["kinds"]) or "not known what",
             str(each["count"]),
             f"every {each['period']}" if each["period"] is not None else "-",
-            duration(each["more_s"]),
+            duration(each["mean_s"]),
+            f"{'+' if each['more_s'] > 0 else '-'}{duration(abs(each['more_s']))}",
             WORDS.get(each["part"], each["part"]),
-            percent(each["share"]),
+            percent(each["count"] * each["mean_s"] / steps["total_s"]),
             ", ".join(map(str, each["steps"][:6])) + (", …" if len(each["steps"]) > 6 else ""),
         ]
         for each in found
     ]
-    headers = ["what they do", "a rank", "period", "longer by", "in", "share of all time", "on some rank, steps"]
-    caption = "Steps that take longer than the others: how many of a rank's, the mean over ranks, and which"
-    return table(caption, headers, rows, texts=(0, 4, 6))
+    headers = [
+        "what they do",
+        "steps",
+        "period",
+        "mean",
+        "more than typical",
+        "in",
+        "share of all time",
+        "step numbers",
+    ]
+    caption = (
+        f"Classes of steps: {total} steps of a rank after {steps['warm_up']} of warm-up, the mean over the ranks; step "
+        "numbers are those of any rank"
+    )
+    return table(caption, headers, rows, texts=(0, 5, 7))

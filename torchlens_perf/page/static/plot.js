@@ -367,7 +367,7 @@
   const FLAG_LETTERS = { checkpoint: "S", evaluation: "E", compile: "C", capture: "P" };
   const FLAG_WORDS = {
     checkpoint: "S saved a checkpoint",
-    evaluation: "E evaluated",
+    evaluation: "E ran without gradients or evaluated",
     compile: "C compiled",
     capture: "P was captured",
   };

@@ -32,7 +32,7 @@ class Kind(IntEnum):
 
 
 class Flag(IntFlag):
-    """Flags of a record. CAPTURED and the upper eight are for STEP records."""
+    """Flags of a record. EVALUATED, CAPTURED and the upper eight are for STEP records."""
 
     EXCEPTION = 1
     ASYNC = 2
@@ -40,8 +40,9 @@ class Flag(IntFlag):
     COMPLETED = 16  # COLLECTIVE: the duration goes until the operation's end; else it is the issuing call's
     DEVICE = 32  # by the device's clock: MODULE_BACKWARD; COLLECTIVE, from its kernel's start
     OTHER_THREAD = 8  # on a thread other than the training thread: no part of the step's time
+    EVALUATED = 64  # STEP: the user or a framework's callback has tagged it as an evaluation
     CAPTURED = 128  # the step is in a capture, or held up by its beginning or end
-    EVALUATION = 256  # the step held a forward pass without gradients
+    EVALUATION = 256  # the step held unusual forward passes without gradients, or has the flag EVALUATED
     INFERENCE = 512  # the step is a forward pass, no optimizer has stepped
     SKIPPED = 1024  # GradScaler skipped the optimizer
     SAMPLED = 2048  # observers were on: module backward times were taken
