@@ -22,7 +22,7 @@ from tests.support.findings import episode, findings
 from tests.support.ranks import HOST, Rank
 from tests.support.reports import as_json, checked, problem
 from tests.support.simulations import simulation
-from tests.support.tables import MS
+from tests.support.tables import MS, mixed_table
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.alerts.history import History, Noted
 from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
@@ -84,6 +84,7 @@ def node(parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, *
             sketch = state.statistics.device.parts[part] = Sketch()
             sketch.add(np.full(10, each_ms * MS, np.int64))
         if device_ms:
+            state.statistics.device_mix.add(mixed_table([device_ms] * 10))
             step_ns = np.full(10, sum(device_ms.values()) * MS, np.int64)
             for sketch in (state.statistics.device.judged, state.statistics.device.work):
                 sketch.add(step_ns)

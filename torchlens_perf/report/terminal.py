@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import counted, duration, duration_or_dash, printable, steps_whole
+from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.words.run_state import ranks_words, state_words
 from torchlens_perf.analysis.words.startup import startup_words
@@ -171,7 +172,8 @@ def _classes(steps: Steps) -> str:
         return ""
     counts = {"typical": steps["alike"]}
     for each in steps["long"]:
-        name = " and ".join(each["kinds"]) or "long"
+        kinds = ["no-grad" if kind == WITHOUT_GRADIENTS else kind for kind in each["kinds"]]
+        name = " and ".join(kinds) or "long"
         counts[name] = counts.get(name, 0) + each["count"]
     counts["short"] = sum(each["count"] for each in steps["short"])
     counts["warm-up"] = steps["warm_up"]

@@ -260,26 +260,20 @@ def test_one_huge_step_has_a_sentence_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "where", "action"),
+    ("part", "action"),
     [
-        (
-            "host",
-            "most of it in host code between the phases",
-            "look at what the loop does between these passes (an environment, ",
-        ),
-        ("forward", "most of it in the forward pass", "use larger batches in these passes; if they evaluate, "),
-        ("data", "most of it in data loading", "look at how these passes get their data; if they evaluate, "),
+        ("host", "look at what the loop does between these passes."),
+        ("forward", "make fewer of these passes, or use larger batches in them."),
+        ("data", "look at how these passes get their data."),
+        ("communication", "make fewer of these passes, or use larger batches in them."),
     ],
 )
-def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, where: str, action: str) -> None:
+def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, action: str) -> None:
     """They may be rollouts or sampling: the advice holds for all."""
     loop = [{**BASE, part: 65.0, "flags": Flag.EVALUATION} if step % 8 == 7 else dict(BASE) for step in range(160)]
     (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
-    assert (
-        f"(forward passes without gradients, such as evaluation, rollouts, sampling or export; {where})" in long["text"]
-    )
-    assert f"Next: {action}" in long["text"]
-    assert "evaluate less often" not in long["text"]
+    assert "(forward passes without gradients: evaluation, rollouts, sampling or export)" in long["text"]
+    assert long["text"].endswith(f"Next: {action}")
 
 
 def test_long_steps_of_some_ranks() -> None:

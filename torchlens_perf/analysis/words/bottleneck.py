@@ -363,7 +363,7 @@ def _long(report: Facts, long: LongSteps) -> Verdict:
     each = " on average" if count > 1 else ""
     why = " and ".join(long["kinds"]) or _where(long)
     if long["kinds"] == [WITHOUT_GRADIENTS]:
-        why += f", such as evaluation, rollouts, sampling or export; {_where(long)}"
+        why += ": evaluation, rollouts, sampling or export"
     text = (
         f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
         f"{percent(long['share'])} of the time of all steps. Next: {_long_action(long)}"
@@ -393,11 +393,10 @@ _WHERE = {
 
 def _passes_action(part: str) -> str:
     """Return advice that holds whatever the forward passes without gradients are for."""
-    first = {
-        "host": "look at what the loop does between these passes (an environment, metrics, logging)",
-        "data": "look at how these passes get their data",
-    }.get(part, "use larger batches in these passes")
-    return f"{first}; if they evaluate, do it less often or on fewer batches."
+    return {
+        "host": "look at what the loop does between these passes.",
+        "data": "look at how these passes get their data.",
+    }.get(part, "make fewer of these passes, or use larger batches in them.")
 
 
 def _long_action(long: LongSteps) -> str:
