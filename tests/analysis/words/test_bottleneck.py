@@ -272,7 +272,7 @@ def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, a
     """They may be rollouts or sampling: the advice holds for all."""
     loop = [{**BASE, part: 65.0, "flags": Flag.EVALUATION} if step % 8 == 7 else dict(BASE) for step in range(160)]
     (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
-    assert "(forward passes without gradients: evaluation, rollouts, sampling or export)" in long["text"]
+    assert "(forward passes without gradients: evaluation, rollouts or sampling)" in long["text"]
     assert long["text"].endswith(f"Next: {action}")
 
 

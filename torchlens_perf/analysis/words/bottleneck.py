@@ -363,7 +363,7 @@ def _long(report: Facts, long: LongSteps) -> Verdict:
     each = " on average" if count > 1 else ""
     why = " and ".join(long["kinds"]) or _where(long)
     if long["kinds"] == [WITHOUT_GRADIENTS]:
-        why += ": evaluation, rollouts, sampling or export"
+        why += ": evaluation, rollouts or sampling"
     text = (
         f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
         f"{percent(long['share'])} of the time of all steps. Next: {_long_action(long)}"
