@@ -56,6 +56,21 @@ class Whereabouts:
 
 
 @dataclasses.dataclass
+class CpuUsers:
+    """Who uses the CPUs of a process, as the sidecar sees it."""
+
+    cpus: int = 0
+    """How many it may use; 0: not known."""
+    workers: int = 0
+    """Its child processes, at most at once."""
+    others: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
+    """Of the samples in which it lacked a CPU: the sum of the shares of its CPUs that programs outside of the job kept
+    busy, and how many samples there are."""
+    busiest_other: str = ""
+    """The busiest of them, as "name (pid 7)"."""
+
+
+@dataclasses.dataclass
 class ProcessState:
     """One process of one rank."""
 
@@ -106,6 +121,9 @@ class ProcessState:
     cpu_wait: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     """Of the sidecar's samples: the sum of the shares of time in which its main thread was ready and had no CPU, and
     how many samples there are."""
+    threads: int = 0
+    """Of torch, for one operation; 0: not known."""
+    cpu_users: CpuUsers = dataclasses.field(default_factory=CpuUsers)
     missing_tap: str = ""
     """The file of the native tap on collectives that it has not found; "" if it had it, or had no other ranks."""
     out_of_memory: OutOfMemory | None = None

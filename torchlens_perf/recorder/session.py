@@ -404,6 +404,7 @@ class Session:
                 "not_measured": self._not_measured,
                 "compute_device": self._compute_device,
                 "deeper_modules": self._deeper_modules,
+                "threads": _threads(has_computed=self.training_steps > 0),
                 "job_store": job_store(os.environ) if self.config.exchange else None,
                 "process_began_ns": self._process_began_ns,
                 "compile_s": self._compile_s(),
@@ -431,3 +432,15 @@ def _process_began_ns(identity: Identity) -> int:
         return 0
     _start_reported_by = os.getpid()
     return max(1, time.monotonic_ns() - int(age_s(identity.process_started) * 1e9))
+
+
+def _threads(*, has_computed: bool) -> int:
+    """Return how many threads an operation of torch uses; 0 where that is not known.
+
+    Before the first operation, asking torch would fix the number that the program may still choose.
+    """
+    torch = sys.modules.get("torch")
+    if has_computed and torch is not None:
+        return int(torch.get_num_threads())
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    return int(chosen) if chosen.isdecimal() else 0

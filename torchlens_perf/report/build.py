@@ -22,6 +22,7 @@ from torchlens_perf.analysis.statistics.run_windows import run_windows
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words import run_state, verdict
+from torchlens_perf.analysis.words.cpu import with_cpu_action
 from torchlens_perf.analysis.words.evidence import Verdict
 from torchlens_perf.analysis.words.oom import out_of_memory_note
 from torchlens_perf.analysis.words.stragglers import SlowRankContext, came_last
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import (
         ArrivedLast,
         Capture,
+        CpuFacts,
         Facts,
         Quality,
         Rank,
@@ -106,7 +108,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     )
     found = verdict.verdicts(facts, judging.findings, judging.named, hang, links)
     rows = [
-        {**vars(each), "lost_s": lost_s, "where": _where(each, processes), "held": held}
+        {**vars(with_cpu_action(each, facts)), "lost_s": lost_s, "where": _where(each, processes), "held": held}
         for each, held, lost_s in so_far.rows(found)
     ]
     return {**facts, "verdicts": cast("list[VerdictRow]", rows)}
@@ -355,9 +357,22 @@ def _rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
         "device": device,
         "arrived_last": last,
         "wait_s_per_step": None if clock is None else clock["parts"].get("communication"),
+        "cpu": _cpu(process),
         "coverage": statistics.coverage,
         "lost": statistics.lost,
     }
+
+
+def _cpu(process: ProcessState) -> CpuFacts | None:
+    """What is known of a rank's CPUs and of those who use them; None where the sidecar has not looked."""
+    found = process.cpu_users
+    if not found.cpus:
+        return None
+    others_share = found.others[0] / found.others[1] if found.others[1] else None
+    return {
+        "cpus": found.cpus, "threads": process.threads or None, "workers": found.workers,
+        "others_share": others_share, "busiest_other": found.busiest_other,
+    }  # fmt: skip
 
 
 def _now(process: ProcessState) -> RankNow | None:

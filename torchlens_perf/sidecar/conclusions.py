@@ -146,7 +146,10 @@ class Conclusions:
             sampled = self.signals.sample(sources.newest(), now_s)
             self.job.add_signals(sampled, now_s)
             for source in sources.newest():
-                share = sampled.get(source.state.identity.rank, {}).get("cpu_wait_share")
+                signals = sampled.get(source.state.identity.rank, {})
+                if signals:
+                    self.signals.add_cpu_users(source, signals)
+                share = signals.get("cpu_wait_share")
                 if share is not None:
                     waited, samples = source.state.cpu_wait
                     source.state.cpu_wait = [waited + share, samples + 1]

@@ -360,7 +360,7 @@ class Sidecar:
             state.deeper_modules = metadata["deeper_modules"]
             state.model, state.memory_source = metadata["model"], metadata["memory_source"]
             state.device, state.gpus = metadata["device"], metadata["gpus"]
-            state.missing_tap = metadata.get("missing_tap", "")
+            state.missing_tap, state.threads = metadata.get("missing_tap", ""), metadata.get("threads", 0)
             state.groups = metadata["groups"]
             state.process_began_ns = metadata.get("process_began_ns", 0)
             state.compile_s, state.interactive = metadata.get("compile_s"), metadata.get("interactive", False)

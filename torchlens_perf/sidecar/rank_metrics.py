@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -128,6 +128,16 @@ class RankMetrics:
             if signals:
                 found[state.identity.rank] = signals
         return found
+
+    def add_cpu_users(self, source: RingSource, signals: Mapping[str, float]) -> None:
+        """Keep in a process's state who uses its CPUs. signals: its newest sample."""
+        pid, users = source.state.identity.pid, source.state.cpu_users
+        users.cpus = self._host.cpus(pid) or users.cpus
+        users.workers = max(users.workers, self._host.workers(pid))
+        share = signals.get("neighbour_share")
+        if share is not None:
+            users.others = [users.others[0] + share, users.others[1] + 1]
+            users.busiest_other = self._host.busiest_neighbour(pid) or users.busiest_other
 
     def details(self, source: RingSource) -> dict[str, str]:
         """Names for what was seen of this rank, for the sentences of a diagnosis."""

@@ -59,10 +59,11 @@ class Diagnosis:
     """Medians of the other ranks'."""
 
 
+WAITS_FOR_CPU = "waits for a CPU"
 # What the message lists as looked at, and the signal that shows whether it was measured.
 _SUBJECTS = (
     ("garbage collection", "gc_share"),
-    ("waits for a CPU", "cpu_wait_share"),
+    (WAITS_FOR_CPU, "cpu_wait_share"),
     ("waits for a disk", "disk_wait_share"),
     ("memory pressure", "major_faults_per_s"),
     ("CPU clocks", "cpu_clock_share"),

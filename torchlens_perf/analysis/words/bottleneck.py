@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, WITHOUT_GRADIENTS
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
+from torchlens_perf.analysis.words.cpu import CPU_ACTION
 from torchlens_perf.analysis.words.evidence import (
     CaughtUpEvidence,
     DeviceStepEvidence,
@@ -165,7 +166,7 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
     if sampled is not None and sampled >= _SAMPLED_LACK and not measured:
         text = (
             f"Waiting for a CPU takes {percent(sampled)} of the time, by samples of one second: "
-            f"steps are too short to say where. Next: {_CPU_ACTION}"
+            f"steps are too short to say where. Next: {CPU_ACTION}"
         )
         return Verdict("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, SampledEvidence(sampled))
     worth = [each for each in worth if each is not first]
@@ -224,10 +225,6 @@ def _on_the_host(report: Facts) -> Spent:
     )
 
 
-_CPU_ACTION = (
-    "see what else keeps the CPUs busy; then fewer threads (OMP_NUM_THREADS, num_workers), fewer ranks a node, or more "
-    "CPUs."
-)
 _DATA_ACTION = (
     "raise the DataLoader's num_workers, set persistent_workers and pin_memory, or move work out of the loader."
 )
@@ -235,7 +232,7 @@ _COMMUNICATION_ACTION = "overlap or shrink communication: larger buckets, gradie
 _HOST_ACTION = (
     "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in perf.section()."
 )
-_LACK = Use("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", _CPU_ACTION)
+_LACK = Use("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", CPU_ACTION)
 _WAITS = (
     Use("data_bound", "data", 0.0, "Waiting for data", _DATA_ACTION),
     Use("communication_bound", "communication", 0.0, "Waiting in communication", _COMMUNICATION_ACTION),
@@ -414,7 +411,7 @@ def _long_action(long: LongSteps) -> str:
             return actions[kind]
     numbers = ", ".join(map(str, long["steps"][-_MAX_NUMBERS:]))
     by_part = {
-        LACK_OF_CPU: _CPU_ACTION,
+        LACK_OF_CPU: CPU_ACTION,
         "data": f"see what the loader does at steps {numbers}: a new epoch starts workers (persistent_workers=True).",
         "communication": f"see which rank does something else at steps {numbers}.",
         "host": f"see what the loop does at steps {numbers} (logging, an epoch's end): wrap parts in perf.section().",

@@ -179,6 +179,21 @@ class RankNow(TypedDict):
     inside_s: float | None
 
 
+class CpuFacts(TypedDict):
+    """Who uses the CPUs of a rank."""
+
+    cpus: int
+    """How many it may use."""
+    threads: int | None
+    """Of torch, for one operation."""
+    workers: int
+    """Child processes, such as a loader's, at most at once."""
+    others_share: float | None
+    """Share of its CPUs that programs outside of the job kept busy. None: not looked for, as it did not wait."""
+    busiest_other: str
+    """The busiest of them that can be seen, as "name (pid 7)"; "" where none can."""
+
+
 class Rank(TypedDict):
     """One rank."""
 
@@ -212,6 +227,8 @@ class Rank(TypedDict):
     wait_s_per_step: float | None
     """How long a typical step is blocked in communication, by the clock that the rank is judged by; None where it is in
     none, or that is not measured."""
+    cpu: CpuFacts | None
+    """None where the sidecar has not looked."""
     coverage: float
     lost: int
 

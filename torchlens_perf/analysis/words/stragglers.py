@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from torchlens_perf.analysis.causes.rules import Diagnosis
+from torchlens_perf.analysis.causes.rules import WAITS_FOR_CPU, Diagnosis
 from torchlens_perf.analysis.causes.straggler_groups import (
     MAX_MODULES,
     MIN_IMBALANCE,
@@ -62,6 +62,8 @@ class SlowRankContext(NamedTuple):
     came_last: Mapping[int, float] = {}
     """By rank, in which share of the collectives that were joined by their kernels' times it came last; empty where
     too few were."""
+    lacks_cpu: bool = False
+    """Another verdict says that the ranks wait for CPUs: that is no subject of which nothing was found."""
 
 
 def straggler_verdicts(
@@ -183,7 +185,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     causes = [each for each in straggler.diagnosis.causes if each.explains is not None] if straggler.diagnosis else []
     text = (
         f"{who} in {phase_name(episode.phase)}: {_against(episode, findings.compared)}{where}{_pattern(episode)}. "
-        f"{cost}, {since}. {_because(straggler)}"
+        f"{cost}, {since}. {_because(straggler, lacks_cpu=context.lacks_cpu)}"
         f"Next: {causes[0].action if causes else _next_action(episode, modules, straggler)}"
     )
     evidence = StragglerEvidence(
@@ -207,15 +209,14 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     return Verdict("straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence)
 
 
-def _because(straggler: StragglerGroup) -> str:
-    """What is behind it, with its evidence; or what was looked at in vain."""
+def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> str:
+    """What is behind it, with its evidence; or what was looked at in vain. lacks_cpu: see SlowRankContext."""
     diagnosis = straggler.diagnosis
     if diagnosis is None:
         return ""
     if not diagnosis.causes:
-        if not diagnosis.looked_at:
-            return ""
-        return f"No cause found among {', '.join(diagnosis.looked_at)}. "
+        looked_at = [each for each in diagnosis.looked_at if not (lacks_cpu and each == WAITS_FOR_CPU)]
+        return f"No cause found among {', '.join(looked_at)}. " if looked_at else ""
     text = ""
     for cause in diagnosis.causes:
         if cause.explains is None:

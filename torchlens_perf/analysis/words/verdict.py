@@ -10,7 +10,7 @@ from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
 from torchlens_perf.analysis.statistics.quantities import amount, counted, duration, percent, printable
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.stragglers.detector import Findings
-from torchlens_perf.analysis.words.bottleneck import bottlenecks
+from torchlens_perf.analysis.words.bottleneck import bottlenecks, named_uses
 from torchlens_perf.analysis.words.evidence import (
     WASTE,
     NoStepsEvidence,
@@ -67,6 +67,9 @@ def verdicts(
     slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST
     typical, *long = bottlenecks(report, waits_explained=bool(now) or slow_before)
     typical = _unless_too_deep(report, typical)
+    if now and "lack_of_cpu" in named_uses(typical):
+        of_ranks, before = straggler_verdicts(context._replace(lacks_cpu=True), findings, named)
+        now = [*of_ranks, *now[len(of_ranks) :]]
     if now:
         return [*out_of_memory, *start, *_one_of_each_cause(now, typical), *long, *before]
     found = [no_straggler(report, findings)] if run["world_size"] > 1 else []

@@ -20,6 +20,7 @@ from torchlens_perf.sidecar.host.neighbours import TICKS_PER_S, Neighbours
 _WAITS = 0.02  # share of the time without a CPU from which on it is looked who has it
 _GROUP_EVERY_S = 10.0  # between two looks at which control group a process is in
 _MIN_S = 0.5
+_TRACKER = "resource_tracker"  # of multiprocessing: in its command line
 _LOOK_EVERY_S = 0.15  # between two looks at who waits for a disk
 _CPUS = Path("/sys/devices/system/cpu")
 
@@ -102,6 +103,17 @@ class HostMetrics:
         """The program, none of the job's, that used most of this process's CPUs lately; "" if none is known."""
         process = self._processes.get(pid)
         return self._neighbours.busiest(process.cpus, self._job()) if process is not None else ""
+
+    def cpus(self, pid: int) -> int:
+        """How many CPUs a process may use; 0 where that is not known."""
+        process = self._processes.get(pid)
+        return len(process.cpus) if process is not None else 0
+
+    def workers(self, pid: int) -> int:
+        """How many child processes it has, without those that only keep the books of multiprocessing."""
+        process = self._processes.get(pid)
+        children = process.children if process is not None else []
+        return sum(_TRACKER not in text_of(self._proc / str(child) / "cmdline") for child in children)
 
     def control_group(self, pid: int) -> str:
         process = self._processes.get(pid)

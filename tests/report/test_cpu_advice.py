@@ -1,0 +1,119 @@
+"""Where CPUs are short: who takes them is named, other costs keep their place, and the advice can be followed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from tests.analysis.words.test_bottleneck import BASE
+from tests.report.test_held import node
+from tests.support.findings import MS, episode, findings
+from tests.support.ranks import HOST, Rank
+from tests.support.reports import checked
+from torchlens_perf.analysis.causes.rules import Diagnosis
+from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup, StragglerSummary
+from torchlens_perf.analysis.node_state import CpuUsers
+from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.ring import Flag
+from torchlens_perf.sidecar.node import Sidecar
+
+STARVED = {**BASE, "forward": 24.0, "cpu": 20.0}
+
+
+def action(loops: list[list[dict[str, Any]]], users: CpuUsers, threads: int = 0) -> str:
+    report = checked(build("r", [node(loops, cpu_users=users, threads=threads)]))
+    row = next(row for row in report["verdicts"] if row["kind"] == "lack_of_cpu")
+    return str(row["text"].partition(" Next: ")[2])
+
+
+def test_the_process_that_takes_the_cpus_is_named() -> None:
+    said = action([[STARVED] * 60], CpuUsers(2, 0, [1.9, 2.0], "stress-ng (pid 7)"), 1)
+
+    assert said == (
+        "stop or move stress-ng (pid 7), the busiest of the programs outside of the job, which keep 95% of the job's "
+        "CPUs busy; then more CPUs (now 2)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("users", "threads", "ranks", "words", "never"),
+    [
+        (CpuUsers(2, 0, [0.0, 5.0], ""), 1, 1, ["more CPUs (now 2)."], ["threads", "workers", "ranks", "see what"]),
+        (CpuUsers(2, 0, [0.0, 5.0], ""), 8, 1, ["OMP_NUM_THREADS, now 8", "more CPUs"], ["workers", "ranks"]),
+        (CpuUsers(2, 4, [0.0, 5.0], ""), 1, 1, ["num_workers, now 4"], ["threads", "ranks"]),
+        (CpuUsers(2, 0, [0.0, 5.0], ""), 1, 2, ["fewer ranks a node"], ["threads", "workers"]),
+        (CpuUsers(2, 0, [5.0, 10.0], ""), 1, 1, ["see which programs outside of the job keep 50%"], ["threads"]),
+        (CpuUsers(), 0, 1, ["see what else keeps the CPUs busy", "OMP_NUM_THREADS)", "num_workers)"], ["ranks a node"]),
+    ],
+    ids=["one_of_each", "threads", "workers", "ranks", "nameless", "nothing_known"],
+)
+def test_advice_can_be_followed(users: CpuUsers, threads: int, ranks: int, words: list[str], never: list[str]) -> None:
+    said = action([[STARVED] * 60] * ranks, users, threads)
+
+    assert all(each in said for each in words), said
+    assert not any(each in said for each in never), said
+
+
+@pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.CHECKPOINT, Flag.COMPILED])
+def test_what_else_costs_time_keeps_its_place(flag: Flag) -> None:
+    """Its long steps lack a CPU as well: that is no reason to leave them out. Steps that only lack one longer are."""
+    loop = [dict(STARVED) for _ in range(200)]
+    for step in range(20, 200, 20):
+        loop[step] = {**STARVED, "forward": 224.0, "cpu": 150.0, "flags": int(flag)}
+    loop[55] = {**STARVED, "forward": 924.0, "cpu": 900.0}
+    kinds = [row["kind"] for row in checked(build("r", [node([loop])]))["verdicts"]]
+
+    assert kinds == ["lack_of_cpu", "long_steps"]
+
+
+def test_waiting_for_a_cpu_is_not_ruled_out_below_the_verdict_that_says_it() -> None:
+    """Of a slow rank, whose work is without such waits, the other subjects are listed."""
+    loops = [[{**STARVED, "backward": 8.0 + more} for _ in range(100)] for more in (0.0, 3.0)]
+    slow = episode(1, 0, from_start=True, last_step=99, excess_ns=3 * MS, cost_ns=3 * MS)
+    subjects = ("garbage collection", "waits for a CPU", "waits for a disk")
+    why = Diagnosis((), subjects, (), {}, {})
+    named = StragglerSummary((StragglerGroup("rank", "", (1,), slow, diagnosis=why),))
+    state = dataclasses.replace(node(loops, findings(slow, last_step=99, compared=2)), named=named)
+    texts = [row["text"] for row in checked(build("r", [state]))["verdicts"]]
+
+    assert texts[0].startswith("Waiting for a CPU takes ")
+    assert "No cause found among garbage collection, waits for a disk. " in texts[1]
+
+
+def test_the_sidecar_records_who_uses_the_cpus(run: RunDirectory) -> None:
+    """A rank that waits for a CPU beside a program that is none of the job's, as a real sidecar sees it."""
+    cpu = min(os.sched_getaffinity(0))
+    busy = [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"]
+    rank = Rank(run, 0, 1)
+    before = os.sched_getaffinity(0)
+    neighbour = subprocess.Popen(busy)
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    os.sched_setaffinity(0, {cpu})
+    try:
+        ends = time.monotonic() + 60
+        while not sidecar.state.processes or not next(iter(sidecar.state.processes.values())).cpu_users.others[1]:
+            assert time.monotonic() < ends
+            rank.steps(1, forward=5)
+            until = time.monotonic() + 0.3
+            while time.monotonic() < until:
+                pass
+            sidecar.poll()
+            sidecar.account()
+            sidecar.judge(time.monotonic())
+    finally:
+        os.sched_setaffinity(0, before)
+        neighbour.kill()
+        neighbour.wait()
+        sidecar.close()
+        rank.close()
+    users = next(iter(sidecar.state.processes.values())).cpu_users
+
+    assert users.cpus == 1
+    assert users.others[0] > 0
