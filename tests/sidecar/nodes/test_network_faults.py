@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -61,7 +62,9 @@ class Stranger:
             options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
             async with aio.insecure_channel(f"127.0.0.1:{self._address.port}", options=options) as channel:
                 nonce = b"n" * transport.NONCE_BYTES
-                hello = await channel.unary_unary(transport.HELLO)(nonce, timeout=10)
+                hello = await channel.unary_unary(transport.HELLO)(
+                    b"", metadata=((transport.NONCE, nonce),), timeout=10
+                )
                 said = {
                     transport.TOKEN: self._address.token, transport.SENDER: "feedbeef", transport.NODE: b"n9",
                     transport.INSTANCE: hello[: transport.INSTANCE_BYTES], **metadata,
@@ -97,7 +100,87 @@ def still_works(nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
     assert set(nodes.seen) == {1}
 
 
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """A frame of HTTP/2 (RFC 9113)."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def call_headers(method: str, stream: int = 1, **more: str) -> bytes:
+    """A frame that begins a call, by literal fields (RFC 7541)."""
+    fields = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "x", "te": "trailers"}
+    fields |= {"content-type": "application/grpc"} | {name.replace("_", "-"): value for name, value in more.items()}
+    block = b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in fields.items()
+    )
+    return frame(1, 4, stream, block)
+
+
+def connected(port: int, data: bytes) -> socket.socket:
+    """A connection that has sent the preface of HTTP/2, and this."""
+    made = socket.create_connection(("127.0.0.1", port))
+    made.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + data)
+    return made
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the other end has not closed it."""
+    connection.setblocking(False)
+    with contextlib.suppress(ConnectionError):
+        try:
+            while connection.recv(1 << 16):
+                pass
+        except BlockingIOError:
+            return True
+    return False
+
+
 class TestNode0:
+    @pytest.mark.parametrize("nonce", ["", "bm5ubm5ubm5ubm5ubm5ubg"])
+    def test_payload_of_hello_is_not_kept(
+        self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack, nonce: str
+    ) -> None:
+        """Two hundred greetings without a token send a megabyte each, but for its end."""
+        port, before_mb = nodes.address().port, resident_mb()
+        said = {"nonce_bin": nonce} if nonce else {}
+        message = b"\0" + struct.pack(">I", 1 << 20) + b"x" * ((1 << 20) - 100)
+        pieces = [message[at : at + 16_000] for at in range(0, len(message), 16_000)]
+        connections = [
+            open_at_end.enter_context(
+                connected(port, b"".join(call_headers(transport.HELLO, stream, **said) for stream in (1, 3, 5, 7)))
+            )
+            for _ in range(50)
+        ]
+        for piece in pieces:
+            for connection in connections:
+                connection.settimeout(0.01)
+                with contextlib.suppress(OSError):  # node 0 takes no more
+                    for stream in (1, 3, 5, 7):
+                        connection.sendall(frame(0, 0, stream, piece))
+        assert resident_mb() - before_mb < 60
+        still_works(nodes, pair)
+
+    @pytest.mark.slow
+    def test_connections_without_a_token_end_soon(
+        self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack
+    ) -> None:
+        """Whatever a caller begins and does not end; the node's own connection stays."""
+        port = nodes.address().port
+        hello = call_headers(transport.HELLO)
+        calls = {
+            "no call": b"",
+            "greeting without a body": call_headers(transport.HELLO, nonce_bin="bm5ubm5ubm5ubm5ubm5ubg"),
+            "greeting without a nonce": hello,
+            "post with a wrong token": call_headers(transport.POST, token="x" * 32),
+            "unknown method": call_headers("/nonsense"),
+            "unfinished headers": frame(1, 0, 1, hello[9:40]),
+            "half a frame": hello[:30],
+        }
+        connections = {name: open_at_end.enter_context(connected(port, data)) for name, data in calls.items()}
+        connections["no preface"] = open_at_end.enter_context(socket.create_connection(("127.0.0.1", port)))
+        wait_until(lambda: [name for name, each in connections.items() if is_open(each)] == [])
+        still_works(nodes, pair)
+
     def test_a_wrong_token_is_refused(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
         """Nothing of it is read, it becomes no node, and it is counted."""
         data = encode(Message(0.0, 1, True, False, [Post(1, 0.0, {9: b"theirs"})]))

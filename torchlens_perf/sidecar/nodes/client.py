@@ -167,7 +167,7 @@ class Sender:
         nonce = os.urandom(transport.NONCE_BYTES)
         try:
             hello = self._channel.unary_unary(transport.HELLO)
-            found = bytes(await hello(nonce, timeout=self._timing.connect_s))
+            found = bytes(await hello(b"", metadata=((transport.NONCE, nonce),), timeout=self._timing.connect_s))
         except transport.ERRORS as error:
             raise ConnectionError(f"{where}: {transport.said(error)}") from None
         instance, shown = found[: transport.INSTANCE_BYTES], found[transport.INSTANCE_BYTES :]

@@ -1,6 +1,7 @@
 """The part of node 0: serves one stream per node, and publishes where it does.
 
-A call without the job's token is refused before anything of its payload is read; so is one to an earlier node 0.
+A call is answered or refused by its metadata, which are limited to 8 KB, unless it has the job's token: nothing of its
+payload is read, and its stream ends at once. A call to an earlier node 0 is refused in the same way.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._instance = secrets.token_bytes(transport.INSTANCE_BYTES)
         self._server: aio.Server | None = None
         self._heard_s: dict[asyncio.Task[Any], float] = {}
-        self._hello = grpc.unary_unary_rpc_method_handler(self._say_hello)
+        # As a stream: grpc reads a unary call's message before it calls the handler, from whoever sends it.
+        self._hello = grpc.stream_unary_rpc_method_handler(self._say_hello)
         self._post = grpc.stream_stream_rpc_method_handler(self._receive)
         self._refuse = grpc.stream_stream_rpc_method_handler(self._say_no)
         self.address: Address | None = None
@@ -122,9 +124,11 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
         good = isinstance(shown, str) and transport.same(shown.encode(), self._token.encode())
         return self._post if good else self._refuse
 
-    async def _say_hello(self, nonce: bytes, context: Any) -> bytes:
-        if len(nonce) != transport.NONCE_BYTES:
+    async def _say_hello(self, requests: Any, context: Any) -> bytes:
+        nonce = dict(context.invocation_metadata()).get(transport.NONCE)
+        if not isinstance(nonce, bytes) or len(nonce) != transport.NONCE_BYTES:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a nonce")
+            return b""  # not reached: abort() raises
         return self._instance + transport.proof(self._token, nonce, self._instance)
 
     async def _say_no(self, requests: Any, context: Any) -> None:

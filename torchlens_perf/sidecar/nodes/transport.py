@@ -29,13 +29,14 @@ from torchlens_perf.sidecar.nodes.messages import MAX_MESSAGE_BYTES
 
 logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
-# The number is the version of all that is said: a node of another one gets UNIMPLEMENTED.
-HELLO = "/torchlens_perf.Exchange1/Hello"
-POST = "/torchlens_perf.Exchange1/Post"
+# The number is the protocol's version: node 0 answers UNIMPLEMENTED to a node of another version.
+HELLO = "/torchlens_perf.Exchange2/Hello"
+"""Its body is empty: the nonce is in the metadata, so node 0 answers without reading any payload."""
+POST = "/torchlens_perf.Exchange2/Post"
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 INSTANCE_BYTES = 8
-TOKEN, INSTANCE, SENDER, NODE = "token", "instance-bin", "sender", "node-bin"
+TOKEN, INSTANCE, SENDER, NODE, NONCE = "token", "instance-bin", "sender", "node-bin", "nonce-bin"
 MAX_CONNECTIONS = 8192
 IDLE_S = 10  # after which node 0 drops a connection without a call: sidecars have one all the time
 _KEEPALIVE_S = 60
