@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TorchlensPerfError as error:
         print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
         return 2
+    except MemoryError:
+        print("torchlens-perf: there is not enough memory for what its files hold", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("torchlens-perf: interrupted", file=sys.stderr)
         return _INTERRUPTED

@@ -15,13 +15,18 @@ if TYPE_CHECKING:
 _MAX_LINES = 8
 
 
-def captures(run: RunDirectory) -> list[Capture]:
+def captures(run: RunDirectory, unusable: list[str] | None = None) -> list[Capture]:
     """A row for each rank that was captured, or asked for that, oldest first. Files are paths inside the run directory.
+
+    unusable: gets a line for each request that cannot be read.
 
     `first_step` and `last_step` are null where no step was; `ended` tells why not all was that was asked.
     """
     rows: list[Capture] = []
-    for request in capture_files.read_requests(run.captures)[0]:
+    requests, unreadable = capture_files.read_requests(run.captures)
+    if unusable is not None:
+        unusable += [f"a request for a capture cannot be used: {why}" for why in unreadable]
+    for request in requests:
         for rank in request.ranks:
             outcome = capture_files.outcome(run.captures, request, rank)
             if outcome is None:

@@ -41,9 +41,10 @@ def report_of(run: RunDirectory, states: list[NodeState], unusable: Sequence[str
 
 
 def _of_states(run: RunDirectory, states: list[NodeState], unusable: Sequence[str]) -> tuple[Report, list[NodeState]]:
-    unusable = list(unusable)
+    unusable, requests = list(unusable), list[str]()
+    captured = captures(run, requests)
     try:
-        report = build(run.run_id, states, captures(run))
+        report = build(run.run_id, states, captured)
     except Exception:
         broken = {state.host: problem for state in states if (problem := _problem(run, state))}
         if not broken:
@@ -52,8 +53,10 @@ def _of_states(run: RunDirectory, states: list[NodeState], unusable: Sequence[st
             raise RunStoreError("; ".join(broken.values())) from None
         unusable += broken.values()
         states = [state for state in states if state.host not in broken]
-        report = build(run.run_id, states, captures(run))
-    report["quality"]["notes"] += [f"{each}: the ranks of that node are missing here" for each in unusable]
+        report = build(run.run_id, states, captured)
+    notes = report["quality"]["notes"]
+    notes += [each for each in requests if each not in notes]  # the sidecar notes those that it has seen
+    notes += [f"{each}: the ranks of that node are missing here" for each in unusable]
     return report, states
 
 

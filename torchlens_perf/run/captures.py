@@ -45,6 +45,7 @@ RAW_TRACE = "trace.json"  # as the rank writes it; the sidecar compresses it
 BY_USER, BY_VERDICT = "user", "verdict"
 
 _REQUEST = ".request.json"
+_MAX_BYTES = 1 << 20
 _NOTICE_S = 2.0  # sidecars look once a second, ranks at a step's end
 
 _FORM_OF_IDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # they are names of folders
@@ -128,7 +129,10 @@ def write(path: Path, value: Request | Outcome) -> None:
 
 def read(path: Path, kind: type[_T]) -> _T:
     """Raises OSError, or ValueError for what is not such a file: anybody may have put it there."""
-    value = json.loads(ownership.read_bytes(path))
+    try:
+        value = json.loads(ownership.read_bytes(path, _MAX_BYTES))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     if isinstance(value.get("ranks"), list):
@@ -222,7 +226,9 @@ def read_requests(captures: Path) -> tuple[list[Request], list[str]]:
             found.append(request)
         except FileNotFoundError:
             continue
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            unreadable.append(f"{path.name}: {error.strerror or error}")
+        except ValueError as error:
             unreadable.append(f"{path.name}: {error}")
     return sorted(found, key=lambda each: each.asked_unix_s), unreadable
 

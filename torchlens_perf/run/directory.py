@@ -58,6 +58,7 @@ _REGISTERED, _HELD = ".registered", ".held"
 _LOCK, _LOG = "sidecar.lock", "sidecar.log"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_OF_FREE = 16  # a ring takes at most one part in so many: containers often have 64 MB, which DataLoaders need
+_MAX_RINGS_BYTES = 1 << 24
 _MAX_TRIES = 5  # in a folder that a sidecar which ends may just then remove
 
 _T = TypeVar("_T")
@@ -129,8 +130,8 @@ class RunDirectory:
     def kept_rings(self, node: str) -> list[Path]:
         """Those in the run directory."""
         try:
-            text = ownership.read_bytes(self.node_rings(node)).decode(errors="surrogateescape")
-        except (FileNotFoundError, ownership.NotRegularFileError):
+            text = ownership.read_bytes(self.node_rings(node), _MAX_RINGS_BYTES).decode(errors="surrogateescape")
+        except (FileNotFoundError, ownership.NotRegularFileError, ownership.TooLargeError):
             return []
         lines = text.splitlines(keepends=True)
         return [Path(line.rstrip("\n")) for line in lines if line.endswith("\n")]

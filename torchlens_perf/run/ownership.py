@@ -74,10 +74,21 @@ def open_to_read(path: str | os.PathLike[str]) -> int:
     return descriptor
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """A regular file's content. Raises as open_to_read()."""
+class TooLargeError(OSError):
+    """A file that is larger than any that we write in its place."""
+
+
+def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
+    """Return a regular file's content. Raises as open_to_read(), and TooLargeError for more than `at_most` bytes.
+
+    A sparse file of any size takes no room on its disk, so a file's size is checked before it is read.
+    """
     with open(open_to_read(path), "rb") as file:
-        return file.read()
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > at_most else file.read(at_most + 1)
+        if max(size, len(content)) > at_most:
+            raise TooLargeError(errno.EFBIG, f"it has {size} bytes; at most {at_most} are read", os.fspath(path))
+        return content
 
 
 def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:

@@ -123,6 +123,9 @@ def _unfit(place: Path) -> str | None:
     return refused
 
 
+_MAX_FAILURE_BYTES = 1 << 20
+
+
 class Failure:
     """What is remembered of a build that the compiler has failed: in the tap's folder, by the tap's name."""
 
@@ -132,9 +135,9 @@ class Failure:
     def remembered(self, compiler: list[str]) -> str | None:
         """What went wrong with this compiler; None if nothing has."""
         try:
-            value = json.loads(self._path.read_text())
+            value = json.loads(ownership.read_bytes(self._path, _MAX_FAILURE_BYTES))
             return str(value["error"]) if value["compiler"] == _identity_of(compiler) else None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def remember(self, compiler: list[str], error: str) -> None:

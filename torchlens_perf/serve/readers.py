@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
+from torchlens_perf.report.memory_limit import limit_memory
 
 _LOWEST_PRIORITY = 19
 _T = TypeVar("_T")
@@ -114,6 +115,7 @@ class Readers:
 def _called(function: Callable[..., _T], arguments: tuple[object, ...]) -> _Answer[_T] | _Problem:
     """In the reader. Problems are values: not every exception can be unpickled."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's
+    limit_memory()
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
     try:
@@ -124,5 +126,8 @@ def _called(function: Callable[..., _T], arguments: tuple[object, ...]) -> _Answ
         return _Problem(400, printable(str(error)))
     except (TorchlensPerfError, OSError) as error:
         return _Problem(503, printable(str(error)))
+    except MemoryError:
+        gib = limit_memory() / (1 << 30)
+        return _Problem(503, f"it takes more than {gib:.1f} GiB of memory to read, the limit of a reader")
     except Exception as error:  # whatever damaged files make of our own code: this run cannot be shown, others can
         return _Problem(500, printable(f"this cannot be read: {type(error).__name__}: {error}"))

@@ -103,7 +103,7 @@ class Outbox:
         while self._files:
             path, items, size = self._files[0]
             try:
-                return Request(ownership.read_bytes(path), items, path)
+                return Request(ownership.read_bytes(path, self._room.disk_bytes), items, path)
             except OSError:
                 with self._arrived:
                     self._files.popleft()

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
 from torchlens_perf.page.contents import Columns, Series
-from torchlens_perf.page.gather.step_files import UNREADABLE, open_parquet
+from torchlens_perf.page.gather.parquet_file import UNREADABLE, open_parquet
 
 if TYPE_CHECKING:
     import numpy.typing as npt

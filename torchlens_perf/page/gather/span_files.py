@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from torchlens_perf.analysis.statistics.steps import kind_name
-from torchlens_perf.page.gather.step_files import UNREADABLE, by_text, open_parquet
+from torchlens_perf.page.gather.parquet_file import UNREADABLE, open_parquet
+from torchlens_perf.page.gather.step_files import by_text
 from torchlens_perf.run.ring import Kind, record_dtype
 
 if TYPE_CHECKING:

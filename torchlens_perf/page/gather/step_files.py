@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from torchlens_perf.page.gather.parquet_file import UNREADABLE, open_parquet
 from torchlens_perf.page.gather.step_grid import Batch
-from torchlens_perf.run import ownership
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
@@ -25,8 +22,6 @@ _PARTS = tuple(f"{part}_ns" for part in PARTS)
 _COLUMNS = ("process", "step", "start_ns", "duration_ns", "own_ns", "ready_ns", "memory_bytes", "flags", *_PARTS)
 _WORK = "work_ns"  # missing in run directories of earlier versions
 _NO_WORK = "Recorded by an earlier version: what is shown as work may hold lack of a CPU."
-UNREADABLE = (OSError, ValueError, KeyError, pa.ArrowException)
-"""What reading a file raises that somebody has damaged, or another version has written."""
 
 
 def step_batches(
@@ -46,11 +41,6 @@ def step_batches(
                         yield found
         except UNREADABLE as error:
             notes.append(f"{path.name} cannot be read, its steps are missing: {str(error).partition(chr(10))[0]}")
-
-
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """A regular file; never waits for another process. Raises one of UNREADABLE."""
-    return pq.ParquetFile(os.fdopen(ownership.open_to_read(path), "rb"), page_checksum_verification=True)
 
 
 def by_text(column: pa.Array, value_of: Mapping[str, int], missing: int) -> npt.NDArray[np.int64]:

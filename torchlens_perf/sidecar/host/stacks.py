@@ -22,6 +22,7 @@ from torchlens_perf.run.processes import is_in, process_stat, text_of
 from torchlens_perf.run.ring import STACK_SIGNAL
 
 MAX_LINES = 15
+_MAX_BYTES = 1 << 20
 _TRIES = 3  # a process that runs meanwhile may change its frames under the reader
 _KILLED_WITHIN_S = 0.5
 _MAX_WORDS = 200  # characters of py-spy's own explanation
@@ -141,7 +142,9 @@ def asked_stack(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> S
         while path.stat().st_size == before and time.monotonic() < deadline_s:
             time.sleep(0.01)
         time.sleep(0.02)  # it writes line by line
-        lines = path.read_bytes()[before:].decode("utf-8", "replace").splitlines()
+        with open(path, "rb") as file:
+            file.seek(before)
+            lines = file.read(_MAX_BYTES).decode("utf-8", "replace").splitlines()
     except OSError as error:
         return Stack((), f"it could not be asked: {error.strerror}")
     found = tuple(line.strip() for line in lines if line.startswith("  File"))

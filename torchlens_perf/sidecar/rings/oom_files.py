@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
 
 _LOOK_FOR_OOM_S = 10.0
+_MAX_BYTES = 1 << 26
 _KEPT_ROWS = 10  # of an out-of-memory table in the node's state; its file has all
 
 
@@ -41,8 +42,9 @@ class OomFiles:
                 written_ns = path.stat().st_mtime_ns
                 if self._known.get(path) == written_ns:
                     continue
-                value = decode(ownership.read_bytes(path), OutOfMemory)
-            except (FileNotFoundError, ownership.NotRegularFileError):  # its rank has a newer one, or it is none
+                value = decode(ownership.read_bytes(path, _MAX_BYTES), OutOfMemory)
+            # Its rank has a newer one, or another program's file has its name.
+            except (FileNotFoundError, ownership.NotRegularFileError, ownership.TooLargeError):
                 continue
             self._known[path] = written_ns
             process = processes.get(value["process"])

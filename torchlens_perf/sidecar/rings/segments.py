@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ import pyarrow.parquet as pq
 
 from torchlens_perf.analysis.statistics.steps import kind_name
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.run import ownership
+from torchlens_perf.page.gather.parquet_file import open_parquet
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Kind, record_dtype
@@ -130,8 +129,8 @@ def read_chunks(
     expected: dict[str, int] = {}
     for path in files_of(run.spans, host):
         try:
-            with _readable(path):
-                chunks = list(_chunks(path))
+            with _opened(path) as segment:
+                chunks = list(_chunks(segment))
         except DamagedSegmentError as error:
             if notes is None:
                 raise
@@ -153,8 +152,8 @@ def write_steps(run: RunDirectory, file: IO[bytes]) -> None:
     for host in hosts(run):
         for path in files_of(run.steps, host):
             try:
-                with _readable(path):
-                    tables.append(pq.read_table(path, page_checksum_verification=True).replace_schema_metadata())
+                with _opened(path) as segment:
+                    tables.append(segment.read().replace_schema_metadata())
             except DamagedSegmentError as error:
                 logger.warning("%s: its steps are missing", error)
     if not tables:
@@ -165,10 +164,10 @@ def write_steps(run: RunDirectory, file: IO[bytes]) -> None:
         writer.write_table(table)
 
 
-def _chunks(path: Path) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], npt.NDArray[np.int64]]]:
+def _chunks(segment: pq.ParquetFile) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], npt.NDArray[np.int64]]]:
     """A segment's, by process: origin, records, names, sequence numbers. Raises whatever damage leads to."""
-    table = pq.read_table(path, page_checksum_verification=True)
-    anchors = {key: Anchor(*kept["anchor"]) for key, kept in _footer(path).items()}
+    table = segment.read()
+    anchors = {key: Anchor(*kept["anchor"]) for key, kept in _footer_of(segment).items()}
     processes = table.column("process").cast(pa.string()).combine_chunks().dictionary_encode()
     indices = processes.indices.to_numpy()
     for number, key in enumerate(processes.dictionary.to_pylist()):  # as they come in the file
@@ -272,10 +271,14 @@ def _write(path: Path, table: pa.Table, kept: dict[str, Any]) -> None:
 
 
 def _footer(path: Path) -> dict[str, Any]:
-    with _readable(path):
-        kept: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_FOOTER])
-        if not all(isinstance(each["last_sequence"], int) and len(each["anchor"]) == 3 for each in kept.values()):
-            raise ValueError("its footer is another one's")
+    with _opened(path) as segment:
+        return _footer_of(segment)
+
+
+def _footer_of(segment: pq.ParquetFile) -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads((segment.schema_arrow.metadata or {})[_FOOTER])
+    if not all(isinstance(each["last_sequence"], int) and len(each["anchor"]) == 3 for each in kept.values()):
+        raise ValueError("its footer is another one's")
     return kept
 
 
@@ -284,10 +287,10 @@ class DamagedSegmentError(RunStoreError):
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
     try:
-        os.close(ownership.open_to_read(path))
-        yield
+        with open_parquet(path) as segment:
+            yield segment
     except RunStoreError:
         raise
     except Exception as error:  # whatever somebody has put there

@@ -34,6 +34,7 @@ Advanced: TypeAlias = Callable[[int, int], object]
 """Called as advanced(done, total)."""
 _UNHEARD: AbstractContextManager[Advanced] = contextlib.nullcontext(lambda done, total: None)
 
+_MAX_LOG_BYTES = 1 << 20
 _AGAIN_S = 1.0  # between two tries to make the run directory
 _MAX_FAILURES, _LONGEST_REST_S = 10, 60.0  # of a sidecar that begins anew, ever more rarely: ten minutes in all
 
@@ -296,11 +297,18 @@ def keep_log(run: RunDirectory, host: str) -> Path:
     """What sidecars have said on this node goes into the run directory. Returns its file. Raises OSError."""
     log, until_now = run.node_log(host), sidecar_log(sidecar_lock(run.run_id))
     with contextlib.suppress(FileNotFoundError):
-        said = ownership.read_bytes(until_now)
+        said = _end_of(until_now)
         with open(log, "ab", buffering=0, opener=ownership.open_to_append) as file:
             file.write(said)
         until_now.unlink()
     return log
+
+
+def _end_of(log: Path) -> bytes:
+    """The last _MAX_LOG_BYTES of a log. Raises OSError."""
+    with open(ownership.open_to_read(log), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_LOG_BYTES))
+        return file.read(_MAX_LOG_BYTES)
 
 
 def _speak_in(log: Path) -> None:
