@@ -36,7 +36,7 @@ PROTOBUF = {"Content_Type": "application/x-protobuf"}
 
 
 def over_http(address: str, **settings: Any) -> Answer:
-    transport = HttpTransport(Destination("traces", f"{address}/v1/traces", timeout_s=1.0, **settings))
+    transport = HttpTransport(Destination("traces", f"{address}/v1/traces", timeout_s=5.0, **settings))
     try:
         return transport.send(BODY)
     finally:

@@ -41,12 +41,15 @@ def later(reason: str, after_s: float | None = None) -> Answer:
 
 
 def wait_of(header: str, unix_s: float | None = None) -> float | None:
-    """The seconds that a Retry-After header asks for: a number, or a date. None for anything else. Never negative."""
+    """Return the seconds that a Retry-After header asks for, as a number or a date; None for anything else.
+
+    Never negative.
+    """
     text = header.strip()
     if text.isdecimal():
         return float(text)
     try:
-        until = email.utils.parsedate_to_datetime(text)
-    except (TypeError, ValueError):
+        until_s = email.utils.parsedate_to_datetime(text).timestamp()
+    except (TypeError, ValueError, OverflowError):  # also a date that no clock reaches
         return None
-    return max(0.0, until.timestamp() - (time.time() if unix_s is None else unix_s))
+    return max(0.0, until_s - (time.time() if unix_s is None else unix_s))

@@ -76,7 +76,8 @@ def _asked_wait_s(error: grpc.RpcError) -> float | None:
                 for detail in Status.FromString(value).details:
                     info = RetryInfo()
                     if detail.Unpack(info):
-                        return max(0.0, float(info.retry_delay.ToTimedelta().total_seconds()))
+                        asked_s: float = info.retry_delay.seconds + info.retry_delay.nanos / 1e9
+                        return max(0.0, asked_s)
             except DecodeError:
                 return None
     return None

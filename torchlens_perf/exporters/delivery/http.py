@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import importlib.metadata
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from requests.utils import get_auth_from_url
 
 from torchlens_perf.errors import printable
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome, later, wait_of
+from torchlens_perf.exporters.delivery.deadline import bounded, within
 from torchlens_perf.exporters.delivery.settings import Destination
 from torchlens_perf.version import VERSION
 
@@ -43,7 +43,7 @@ class HttpTransport:
     def __init__(self, to: Destination) -> None:
         """Raises RuntimeError for a credential provider that is not there."""
         self._to = to
-        self._http = _Session() if not to.credentials else _session_of(to.credentials)
+        self._http = bounded(_Session() if not to.credentials else _session_of(to.credentials))
         if not to.credentials:
             self._http.auth = _authorize
         if to.certificate:
@@ -55,33 +55,35 @@ class HttpTransport:
             self._headers["Content-Encoding"] = to.compression
 
     def send(self, body: bytes) -> Answer:
-        """One try. Takes up to the timeout for connecting, and as long again between two bytes of the answer's
-        head."""
+        """One try, within the timeout, whatever the server does."""
         packed = _COMPRESS[self._to.compression](body)
         try:
-            # Redirects are not followed: a POST with credentials must not go where a proxy points.
-            with self._http.post(
-                self._to.endpoint,
-                packed,
-                headers=self._headers,
-                timeout=self._to.timeout_s,
-                allow_redirects=False,
-                stream=True,
-            ) as response:
-                return _answer(response, _content(response, time.monotonic() + self._to.timeout_s))
+            return within(self._to.timeout_s, lambda: self._post(packed))
         except (requests.RequestException, OSError) as error:
             return later(f"{type(error).__name__}: {error}")
+
+    def _post(self, packed: bytes) -> Answer:
+        # Redirects are not followed: a POST with credentials must not go where a proxy points.
+        with self._http.post(
+            self._to.endpoint,
+            packed,
+            headers=self._headers,
+            timeout=self._to.timeout_s,
+            allow_redirects=False,
+            stream=True,
+        ) as response:
+            return _answer(response, _content(response))
 
     def close(self) -> None:
         self._http.close()
 
 
-def _content(response: requests.Response, until_s: float) -> bytes:
-    """The answer, or its begin where it is long or comes slowly: nobody knows what stands at a wrong address."""
+def _content(response: requests.Response) -> bytes:
+    """The answer, or its begin where it is long: anything may stand at a wrong address."""
     content = b""
     for piece in response.iter_content(_PIECE):
         content += piece
-        if len(content) >= _MAX_ANSWER or time.monotonic() >= until_s:
+        if len(content) >= _MAX_ANSWER:
             break
     return content
 

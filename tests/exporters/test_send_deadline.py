@@ -1,0 +1,252 @@
+"""One send ends within its timeout, however slowly the other end goes on; and what an endpoint may ask to wait."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+
+from tests.support.certificates import certificate
+from tests.support.endpoints import answering, serving
+from tests.support.leftovers import eventually
+from torchlens_perf.exporters.delivery.answer import Answer, Outcome, wait_of
+from torchlens_perf.exporters.delivery.grpc_channel import GrpcTransport
+from torchlens_perf.exporters.delivery.http import HttpTransport
+from torchlens_perf.exporters.delivery.settings import Destination
+
+pytestmark = pytest.mark.distributed
+
+TIMEOUT_S = 2.0
+LATE_S = 20.0
+"""Far beyond the timeout, on a busy machine too; the servers here go on for ever."""
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\n"
+_LARGE = 64 << 20
+
+
+def drip(connection: socket.socket, data: Iterator[bytes]) -> None:
+    for piece in data:
+        connection.sendall(piece)
+        time.sleep(0.05)
+
+
+def for_ever(piece: bytes) -> Iterator[bytes]:
+    while True:
+        yield piece
+
+
+def bytes_of(text: bytes) -> Iterator[bytes]:
+    for byte in text:
+        yield bytes([byte])
+    yield from for_ever(b"X")
+
+
+def head_byte_by_byte(connection: socket.socket) -> None:
+    drip(connection, bytes_of(_HEAD + b"X-Long: "))
+
+
+def continue_for_ever(connection: socket.socket) -> None:
+    drip(connection, for_ever(b"HTTP/1.1 100 Continue\r\n\r\n"))
+
+
+def headers_for_ever(connection: socket.socket) -> None:
+    connection.sendall(_HEAD)
+    drip(connection, for_ever(b"A: b\r\n"))
+
+
+def body_byte_by_byte(connection: socket.socket) -> None:
+    connection.sendall(_HEAD + b"Content-Length: 100000\r\n\r\n")
+    drip(connection, for_ever(b"x"))
+
+
+def chunks_byte_by_byte(connection: socket.socket) -> None:
+    connection.sendall(_HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+    drip(connection, for_ever(b"1\r\nx\r\n"))
+
+
+def chunk_size_byte_by_byte(connection: socket.socket) -> None:
+    connection.sendall(_HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+    drip(connection, for_ever(b"0"))
+
+
+def reads_slowly(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    while connection.recv(64):
+        time.sleep(0.05)
+
+
+def says_nothing(connection: socket.socket) -> None:
+    time.sleep(10 * LATE_S)
+
+
+@contextlib.contextmanager
+def server(behaves: Callable[[socket.socket], None], context: ssl.SSLContext | None = None) -> Iterator[int]:
+    """Its port. With a context it speaks TLS before."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    accepted: list[socket.socket] = []
+
+    def serve(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            behaves(connection if context is None else context.wrap_socket(connection, server_side=True))
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                accepted.append(connection)
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        listening.close()
+        for connection in accepted:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+
+def sent(address: str, body: bytes = b"", **settings: Any) -> tuple[Answer, float]:
+    """What became of one try, and how long it took. Its thread must not stay."""
+    transport = HttpTransport(Destination("traces", f"{address}/v1/traces", timeout_s=TIMEOUT_S, **settings))
+    began_s = time.monotonic()
+    try:
+        answer = transport.send(body)
+    finally:
+        took_s = time.monotonic() - began_s
+        transport.close()
+    assert eventually(lambda: not [each for each in threading.enumerate() if each.name == "otlp-request"])
+    return answer, took_s
+
+
+@pytest.mark.parametrize(
+    "behaves",
+    [head_byte_by_byte, continue_for_ever, headers_for_ever, body_byte_by_byte, chunks_byte_by_byte,
+     chunk_size_byte_by_byte, reads_slowly, says_nothing],
+)  # fmt: skip
+def test_send_ends_within_its_timeout(behaves: Callable[[socket.socket], None]) -> None:
+    body = os.urandom(_LARGE) if behaves is reads_slowly else b"x"
+    with server(behaves) as port:
+        answer, took_s = sent(f"http://127.0.0.1:{port}", body)
+    assert answer.outcome is Outcome.LATER
+    assert took_s < LATE_S
+    assert "within 2 s" in answer.reason or "timed out" in answer.reason.lower()
+
+
+@pytest.mark.parametrize("behaves", [head_byte_by_byte, chunks_byte_by_byte, reads_slowly])
+def test_send_over_tls_ends_within_its_timeout(behaves: Callable[[socket.socket], None], tmp_path: Path) -> None:
+    shown = certificate(tmp_path / "ca")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(shown.path, shown.key)
+    body = os.urandom(_LARGE) if behaves is reads_slowly else b"x"
+    with server(behaves, context) as port:
+        answer, took_s = sent(f"https://localhost:{port}", body, certificate=str(shown.path))
+    assert answer.outcome is Outcome.LATER
+    assert took_s < LATE_S
+
+
+def test_tls_handshake_that_does_not_end() -> None:
+    """The begin of a record, whose bytes come one at a time."""
+    with server(lambda connection: drip(connection, bytes_of(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb"))) as port:
+        answer, took_s = sent(f"https://127.0.0.1:{port}")
+    assert answer.outcome is Outcome.LATER
+    assert took_s < LATE_S
+
+
+def test_next_send_is_not_disturbed() -> None:
+    """After a try that was ended, the same transport delivers; connections are used again."""
+    slow = threading.Event()
+    slow.set()
+
+    def behaves(connection: socket.socket) -> None:
+        while connection.recv(1 << 16):
+            if slow.is_set():
+                head_byte_by_byte(connection)
+            connection.sendall(_HEAD + b"Content-Length: 0\r\n\r\n")
+
+    with server(behaves) as port:
+        transport = HttpTransport(Destination("traces", f"http://127.0.0.1:{port}/v1/traces", timeout_s=TIMEOUT_S))
+        assert transport.send(b"x").outcome is Outcome.LATER
+        slow.clear()
+        assert [transport.send(b"x").outcome for _ in range(3)] == [Outcome.DELIVERED] * 3
+        transport.close()
+
+
+# -- how long an endpoint asks to wait
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ("Mon, 01 Jan 2024 00:00:00 +99999999999999999", None),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", 253402300799.0 - 10.0),
+        ("Fri, 31 Dec 9999 23:59:59 -2359", None),
+        ("Mon, 01 Jan 0001 00:00:00 +2359", None),
+        ("9" * 400, float("inf")),
+        ("1e18", None), ("-7", None), ("nan", None), ("inf", None), ("0x10", None), ("\u0663", 3.0),
+    ],
+)  # fmt: skip
+def test_retry_after_of_any_size(header: str, expected: float | None) -> None:
+    found = wait_of(header, unix_s=10.0)
+    assert found == expected or (expected is None and found is not None and found >= 0.0)
+
+
+@pytest.mark.parametrize("header", ["Mon, 01 Jan 2024 00:00:00 +99999999999999999", "1e18", "-7", "NaN", "9" * 400])
+def test_reason_names_the_status_whatever_is_asked(header: str) -> None:
+    with serving(answering(429, Retry_After=header)) as address:
+        answer, _ = sent(address)
+    assert answer.outcome is Outcome.LATER
+    assert answer.reason.startswith("HTTP 429")
+
+
+@pytest.mark.parametrize(
+    ("delay", "expected"),
+    [
+        (Duration(seconds=10**18), 1e18),
+        (Duration(seconds=(1 << 63) - 1), float((1 << 63) - 1)),
+        (Duration(seconds=-5), 0.0),
+        (Duration(seconds=-(1 << 63)), 0.0),
+        (Duration(seconds=1, nanos=-(1 << 31)), 0.0),
+        (Duration(seconds=3, nanos=500_000_000), 3.5),
+    ],
+)
+def test_grpc_retry_info_of_any_size(delay: Duration, expected: float) -> None:
+    packed = AnyMessage()
+    packed.Pack(RetryInfo(retry_delay=delay))
+    asked = Status(code=8, details=[packed])
+
+    class Busy(TraceServiceServicer):
+        def Export(self, request: Any, context: grpc.ServicerContext) -> None:
+            context.set_trailing_metadata([("grpc-status-details-bin", asked.SerializeToString())])
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "later")
+
+    endpoint = grpc.server(ThreadPoolExecutor(1))
+    add_TraceServiceServicer_to_server(Busy(), endpoint)
+    port = endpoint.add_insecure_port("127.0.0.1:0")
+    endpoint.start()
+    try:
+        transport = GrpcTransport(Destination("traces", f"127.0.0.1:{port}", timeout_s=30.0, insecure=True))
+        answer = transport.send(b"")
+        transport.close()
+    finally:
+        endpoint.stop(None)
+    assert (answer.outcome, answer.after_s) == (Outcome.LATER, expected)
+    assert answer.reason.startswith("gRPC RESOURCE_EXHAUSTED")
