@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 
@@ -12,38 +14,43 @@ pytestmark = pytest.mark.distributed
 
 
 def test_without_the_token_nothing_is_shown(server: PageServer) -> None:
-    """No page, no JSON, no stream, no script; a wrong token and another cookie are as none. Said in plain words."""
+    """One page for all addresses, with nothing of any run, and one sentence for programs. A wrong token is as none."""
     stranger = server.stranger()
-    for path in ("/", "/runs/done/", "/runs/done/api/contents", "/runs/done/api/changes", "/api/counts", "/none",
-                 "/static/page.js", "/?token=", "/?token=wrong", "/?token=%ff%fe"):  # fmt: skip
-        answer = stranger.ask(path)
-        assert (answer.status, "done" in answer.text) == (403, False), path
-        assert "Open the address that `torchlens-perf serve` has printed" in answer.text
-    port = server.stranger().address.port
-    for cookie in ("x=y", f"torchlens_perf_{port}=", f"torchlens_perf_{port}=wrong", ";;=;", "\xff"):
-        assert stranger.ask("/", Cookie=cookie).status == 403
+    pages = ("/", "/runs/done/", "/runs/none/", "/none", "/runs/done/captures/x/0/trace.json.gz", "/?token=wrong",
+             "/?search=done", "/runs/%ff/")  # fmt: skip
+    for token in ("", "wrong", "\xff", stranger.address.fragment):
+        shown = {re.sub(r"(\.\./)+", "", stranger.ask(path, torchlens_perf_token=token).text) for path in pages}
+        (page,) = shown
+        assert "Open the address that `torchlens-perf serve` printed" in page
+        assert "done" not in page
+        for path in ("/runs/done/api/contents", "/runs/done/api/changes", "/runs/done/api/step/1", "/api/counts"):
+            answer = stranger.ask(path, torchlens_perf_token=token)
+            assert (answer.status, "done" in answer.text) == (403, False), path
+            assert "Open the address that `torchlens-perf serve` printed" in answer.text
 
 
-def test_the_token_becomes_a_cookie(server: PageServer, viewer: Viewer) -> None:
-    """That no script reads and no other site sends; the address loses the token, and keeps the rest."""
-    answer = server.stranger().ask(f"/runs/done/?a=b+c&{viewer.address.query}")
-    cookie = answer.headers["set-cookie"]
-    assert answer.status == 200
-    assert 'content="0;url=./?a=b+c"' in answer.text  # from where it is
-    assert {"HttpOnly", "SameSite=strict", "Path=/"} <= {part.strip() for part in cookie.split(";")}
-    # A redirect would be followed without the cookie where another site's page has led here.
-    assert "location" not in answer.headers
-    assert viewer.ask("/", Cookie=f"other=1; {cookie.partition(';')[0]}; more=2").status == 200
+@pytest.mark.parametrize("path", ["/", "/runs/done/", "//evil.example/", "/%2f%2fevil.example/", '/"><script>/x'])
+def test_page_without_the_token_asks_this_server_only(server: PageServer, path: str) -> None:
+    """Its script is this server's, whatever the address looks like."""
+    answer = server.stranger().ask(path)
+    (script,) = re.findall(r'<script src="([^"]*)"></script>', answer.text)
+    assert re.fullmatch(r"(\.\./)*static/open\.js\?v=[0-9a-f]+", script)
+    assert urljoin(f"http://{server.stranger().host}{path}", script).startswith(
+        f"http://{server.stranger().host}/static/open.js"
+    )
+    assert "<script>" not in answer.text
+    assert "connect-src 'self'" in answer.headers["content-security-policy"]
 
 
-def test_an_address_in_a_query_leads_nowhere_else(server: PageServer) -> None:
-    """What is before the token is a name here, whatever it looks like."""
+def test_no_cookie_is_set_or_accepted(server: PageServer, viewer: Viewer) -> None:
+    """A browser would send it to every port of the host."""
     stranger = server.stranger()
-    for path in ("//evil.example/", "/%2f%2fevil.example", "/http:evil.example", '/"><script>', "/%0aRefresh:x"):
-        answer = stranger.ask(f"{path}?{stranger.address.query}")
-        assert 'content="0;url=./' in answer.text
-        assert "<script>" not in answer.text
-        assert "\n" not in answer.text.partition("url=")[2].partition('"')[0]
+    for path in ("/", "/runs/done/", f"/?{viewer.address.fragment}", "/api/counts"):
+        assert "set-cookie" not in stranger.ask(path).headers
+        assert "set-cookie" not in viewer.ask(path).headers
+    for cookie in (f"torchlens_perf_{viewer.address.port}={viewer.token}", f"torchlens-perf-token={viewer.token}"):
+        assert stranger.ask("/api/counts", Cookie=cookie).status == 403
+    assert stranger.ask(f"/api/counts?{viewer.address.fragment}").status == 403
 
 
 @pytest.mark.parametrize(
@@ -73,13 +80,14 @@ def test_other_sites_cannot_ask_for_captures(viewer: Viewer, origin: str, runs: 
     assert not (runs / "done" / "captures").exists()
 
 
-def test_a_token_alone_changes_nothing(server: PageServer) -> None:
-    """An address that somebody is made to send as a form is no way in."""
+def test_a_form_of_another_site_changes_nothing(server: PageServer, viewer: Viewer, runs: Path) -> None:
+    """A form can have a token in its address or its fields, and no header of ours."""
     stranger = server.stranger()
-    answer = stranger.ask(
-        f"/runs/done/api/captures?{stranger.address.query}", "POST", "ranks=0&steps=3", Origin=f"http://{stranger.host}"
-    )
-    assert answer.status == 403
+    for path in ("/runs/done/api/captures", f"/runs/done/api/captures?token={viewer.token}"):
+        body = f"ranks=0&steps=3&token={viewer.token}"
+        assert stranger.ask(path, "POST", body, Origin=f"http://{stranger.host}").status == 403
+    assert stranger.ask("/runs/done/api/captures", "OPTIONS", Origin="http://evil.example").status == 403
+    assert not (runs / "done" / "captures").exists()
 
 
 def test_headers_of_every_answer(viewer: Viewer, server: PageServer) -> None:
@@ -87,6 +95,7 @@ def test_headers_of_every_answer(viewer: Viewer, server: PageServer) -> None:
     for path in ("/", "/runs/done/", "/runs/done/api/contents", "/runs/none/", "/nothing", "/static/page.js"):
         for answer in (viewer.ask(path), server.stranger().ask(path)):
             assert answer.headers["cache-control"] == "no-store"
+            assert "access-control-allow-origin" not in answer.headers
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert answer.headers["referrer-policy"] == "no-referrer"
             assert answer.headers["cross-origin-resource-policy"] == "same-origin"
@@ -101,3 +110,36 @@ def test_headers_of_every_answer(viewer: Viewer, server: PageServer) -> None:
 def test_other_methods(viewer: Viewer, method: str) -> None:
     answer = viewer.ask("/runs/done/", method, Origin=f"http://{viewer.host}")
     assert answer.status == 405
+
+
+# -- numbers and names
+
+
+_LONG = "9" * 5000
+_NUMBERS = ("9999999999999999999999", "18446744073709551616", "9223372036854775808", "-1", "1e3", "0x10", "1.5", "NaN",
+            "%D9%A2", "1%00", "%ff", "x" * 3000, _LONG, "+1", " 1", "1_000")  # fmt: skip
+
+
+@pytest.mark.parametrize("number", _NUMBERS)
+@pytest.mark.parametrize(
+    "path", ["/runs/done/api/step/{}", "/runs/done/api/captures/{}", "/runs/done/captures/x/{}/trace.json.gz",
+             "/runs/{}/", "/runs/{}/api/contents", "/runs/done/captures/{}/0/trace.json.gz", "/static/{}", "/{}"],
+)  # fmt: skip
+def test_number_that_is_none_is_the_viewers_error(viewer: Viewer, path: str, number: str) -> None:
+    answer = viewer.ask(path.format(number.replace(" ", "%20")))
+    assert answer.status in range(400, 500), answer.text
+
+
+@pytest.mark.parametrize("number", _NUMBERS)
+@pytest.mark.parametrize("query", ["page={}", "search={}", "page=0&search={}", "page={}&page={}", "{}={}"])
+def test_list_of_any_query(viewer: Viewer, query: str, number: str) -> None:
+    assert viewer.ask("/?" + query.replace("{}", number.replace(" ", "%20"))).status == 200
+
+
+@pytest.mark.parametrize("number", _NUMBERS)
+@pytest.mark.parametrize("fields", ["ranks={}&steps=3", "ranks=0&steps={}", "ranks=0-{}&steps=3", "ranks={}-0&steps=1"])
+def test_capture_of_any_numbers(viewer: Viewer, runs: Path, fields: str, number: str) -> None:
+    origin = f"http://{viewer.host}"
+    answer = viewer.ask("/runs/done/api/captures", "POST", fields.format(number), Origin=origin)
+    assert answer.status in range(400, 500), answer.text
+    assert not (runs / "done" / "captures").exists()

@@ -14,6 +14,7 @@ import pytest
 from tests.support.leftovers import eventually
 from tests.support.live_simulation import LiveSimulation
 from tests.support.page_server import News, PageServer, Viewer
+from torchlens_perf.serve.access import TOKEN_HEADER
 from torchlens_perf.serve.follow import LOOK_S
 
 pytestmark = pytest.mark.distributed
@@ -132,9 +133,10 @@ def test_a_viewer_who_does_not_read_holds_nobody_up(live: LiveSimulation, viewer
     """Neither one who takes no page nor one who sends half a request; what they are owed does not pile up."""
     host, port = viewer.host.split(":")
     with contextlib.ExitStack() as leaving:
+        head = f"Host: {viewer.host}\r\n{TOKEN_HEADER}: {viewer.token}\r\n\r\n"
         for text in (
-            f"GET /runs/{live.name}/ HTTP/1.1\r\nHost: {viewer.host}\r\nCookie: {viewer.cookie}\r\n\r\n",
-            f"GET /runs/{live.name}/api/changes HTTP/1.1\r\nHost: {viewer.host}\r\nCookie: {viewer.cookie}\r\n\r\n",
+            f"GET /runs/{live.name}/ HTTP/1.1\r\n{head}",
+            f"GET /runs/{live.name}/api/changes HTTP/1.1\r\n{head}",
             f"GET / HTTP/1.1\r\nHost: {viewer.host}\r\nX: ",
             f"POST /runs/{live.name}/api/captures HTTP/1.1\r\nContent-Length: 100\r\n",
         ):

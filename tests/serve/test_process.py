@@ -61,7 +61,7 @@ def test_one_that_is_killed_leaves_no_reader(runs: Path) -> None:
 def test_only_this_machine_is_let_in(runs: Path) -> None:
     """It listens on loopback, on a free port; the address has a token of its own with each start."""
     with PageServer(runs) as server, PageServer(runs) as other:
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", server.address)
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=[\w-]{43}", server.address)
         assert server.address.partition("token")[2] != other.address.partition("token")[2]
         port = server.stranger().address.port
         listening = f"{port:04X} 00000000:0000 0A"

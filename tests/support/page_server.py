@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from tests.support.processes import ROOT, clean_environ
+from torchlens_perf.serve.access import TOKEN_HEADER
 
 ENDS_WITHIN_S = 60  # what should take a moment, on a busy machine
 IS_READ = "This run is being read"
@@ -47,11 +48,11 @@ class Stranger:
     def __init__(self, address: str) -> None:
         self.address = urlsplit(address)
         self.host = self.address.netloc
-        self.cookie = ""
+        self.token = ""
 
     def ask(self, path: str, method: str = "GET", body: str = "", **headers: str) -> Answer:
         """The path is sent as it is. headers: underscores for hyphens; "" leaves out what would be sent."""
-        given = {"Host": self.host, "Cookie": self.cookie}
+        given = {"Host": self.host, TOKEN_HEADER: self.token}
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
         connection = http.client.HTTPConnection(self.host, timeout=ENDS_WITHIN_S)
         try:
@@ -69,13 +70,12 @@ class Stranger:
 
 
 class Viewer(Stranger):
-    """Has opened the address that was printed: it has the cookie."""
+    """Has the token of the address that was printed."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
-        welcome = self.ask(f"/?{self.address.query}")
-        assert welcome.status == 200, welcome.text
-        self.cookie = welcome.headers["set-cookie"].partition(";")[0]
+        self.token = self.address.fragment.removeprefix("token=")
+        assert self.ask("/api/counts").status == 200
 
     def json(self, path: str) -> Any:
         answer = self.ask(path)
@@ -120,7 +120,7 @@ class News:
 
     def __init__(self, viewer: Viewer, path: str) -> None:
         self._connection = http.client.HTTPConnection(viewer.host, timeout=ENDS_WITHIN_S)
-        self._connection.request("GET", path, headers={"Cookie": viewer.cookie})
+        self._connection.request("GET", path, headers={TOKEN_HEADER: viewer.token})
         answer = self._connection.getresponse()
         assert answer.status == 200
         assert answer.getheader("content-type", "").startswith("text/event-stream")

@@ -1,8 +1,13 @@
-"""Who may look: whoever has the token, at an address of this server's, from a page of its own.
+"""Who may look: a viewer that sends the token, to a name of this server's, from a page of its own.
 
-The token is in the address that is printed. Whoever opens that gets a cookie, which no script reads (HttpOnly) and no
-other site's page sends (SameSite=Strict). The Host header must name this server: a name that somebody else's name
-server has pointed here reaches nothing. What changes anything needs this server's own page as its origin besides.
+The token is in the fragment of the address that is printed, which a browser sends to no server. The script of the
+page that opens there (static/open.js) keeps the token for its origin, which is host and port, and sends it in a header
+with each request. A cookie would not do: browsers send cookies to every port of a host. The header is one of our own,
+so a proxy that wants Authorization for itself can stand in front.
+
+Without the token there are only pages that hold nothing but that script, and the scripts and styles themselves. The
+Host header must name this server: a foreign name that resolves to this machine is refused. A request that changes
+anything must come from this server's own page (Origin) as well.
 """
 
 from __future__ import annotations
@@ -12,18 +17,21 @@ import ipaddress
 import secrets
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl, quote, urlencode
 
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
 from torchlens_perf.page.pictures.markup import html, tag
+from torchlens_perf.serve.static_files import addresses
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+TOKEN_HEADER = "torchlens-perf-token"
+LET_IN = "torchlens_perf.let_in"
+"""In the state of a request that had the token."""
 HEADERS = {
-    "content-security-policy": POLICY,  # of what is no page; pages bring their own
+    "content-security-policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
@@ -31,12 +39,13 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-_NO_TOKEN = (
-    "This page is for who has started it.\n\nOpen the address that `torchlens-perf serve` has printed: it ends in a "
-    "token. Each start has another one.\n"
+PAGE_HEADERS = {"content-security-policy": f"{LIVE_POLICY}; frame-ancestors 'none'"}
+_NEEDS_TOKEN = (
+    "This page needs a token. Open the address that `torchlens-perf serve` printed: it ends in the token. "
+    "Each start of the server has another one."
 )
-_OTHER_NAME = "This server does not go by that name. Open it by the address that it has printed, or by an IP address.\n"
-_OTHER_ORIGIN = "Only this server's own page may ask for that.\n"
+_OTHER_NAME = "This server has another name. Open the address that it printed, or use an IP address.\n"
+_OTHER_ORIGIN = "Only a page of this server may send that.\n"
 _READS = ("GET", "HEAD")
 
 
@@ -47,9 +56,9 @@ def new_token() -> str:
 class Guard:
     """Lets requests through that may pass, and adds HEADERS to all answers that do not have them."""
 
-    def __init__(self, app: ASGIApp, token: str, cookie: str, names: Collection[str]) -> None:
-        """cookie: its name; servers on one machine share all cookies. names: this server's, besides IP addresses."""
-        self._app, self._token, self._cookie = app, token, cookie
+    def __init__(self, app: ASGIApp, token: str, names: Collection[str]) -> None:
+        """names: this server's, besides IP addresses."""
+        self._app, self._token = app, token
         self._names = frozenset(name.lower() for name in names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,47 +77,21 @@ class Guard:
         await (self._app if answer is None else answer)(scope, receive, with_headers)
 
     def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
-        """The answer instead of what was asked for; None where that may be had."""
-        host = headers.get("host", "").lower()
+        """The answer in place of the requested one; None where the request may pass."""
+        host, reads = headers.get("host", "").lower(), scope["method"] in _READS
         if not self._is_ours(host):
             return PlainTextResponse(_OTHER_NAME, 421)
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = next((value for name, value in query if name == "token"), "")
-        if self._is_token(given) and scope["method"] in _READS:
-            return self._welcome(scope["path"], [(name, value) for name, value in query if name != "token"])
-        if not self._is_token(self._of_cookie(headers.get("cookie", ""))):
-            return PlainTextResponse(_NO_TOKEN, 403)
-        if scope["method"] not in _READS and headers.get("origin", "").lower() not in (
-            f"http://{host}",
-            f"https://{host}",
-        ):
+        if not self._is_token(headers.get(TOKEN_HEADER, "")):
+            if reads and scope["path"].startswith("/static/"):
+                return None
+            return _opening_page(scope) if reads and "/api/" not in scope["path"] else _refused()
+        if not reads and headers.get("origin", "").lower() not in (f"http://{host}", f"https://{host}"):
             return PlainTextResponse(_OTHER_ORIGIN, 403)
+        scope.setdefault("state", {})[LET_IN] = True
         return None
 
-    def _welcome(self, path: str, query: list[tuple[str, str]]) -> Response:
-        """A page that leads to itself without the token, which so leaves the address and the history; with the cookie.
-
-        No redirect: where another site's page has led here, as a terminal in a browser does, the browser would not send
-        the cookie with that.
-        """
-        target = f"./{quote(path.rpartition('/')[2])}" + (f"?{urlencode(query)}" if query else "")
-        page = tag(
-            "html",
-            tag(
-                "head",
-                tag("meta", charset="utf-8"),
-                tag("title", "torchlens_perf"),
-                tag("meta", http_equiv="refresh", content=f"0;url={target}"),
-            ),
-            tag("body", tag("p", tag("a", "on to the runs", href=target))),
-            lang="en",
-        )
-        answer = HTMLResponse(f"<!DOCTYPE html>\n{html(page)}\n")
-        answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
-        return answer
-
     def _is_ours(self, host: str) -> bool:
-        """Whether a Host header may be ours. Its port is not looked at: a tunnel to here may begin at any."""
+        """Whether a Host header may be ours. Any port is accepted: a tunnel to here may begin at any."""
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         try:
             ipaddress.ip_address(name)
@@ -119,9 +102,17 @@ class Guard:
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode("utf-8", "surrogateescape"), self._token.encode())
 
-    def _of_cookie(self, header: str) -> str:
-        for part in header.split(";"):
-            name, _, value = part.strip().partition("=")
-            if name == self._cookie:
-                return value
-        return ""
+
+def _refused() -> Response:
+    return PlainTextResponse(f"{_NEEDS_TOKEN}\n", 403)
+
+
+def _opening_page(scope: Scope) -> Response:
+    """The same for every address, whether there is something or not: it asks for the page with the token."""
+    steps_up = scope["raw_path"].count(b"/") - 1
+    root = "../" * steps_up
+    files = addresses()
+    body = tag("body", tag("main", tag("p", _NEEDS_TOKEN, id="needs-token")))
+    script = tag("script", src=root + files.of_opening)
+    page = tag("html", head("torchlens_perf", LIVE_POLICY, by_address(files.styles(root))), [body, script], lang="en")
+    return HTMLResponse(f"<!DOCTYPE html>\n{html(page)}\n", headers=PAGE_HEADERS)

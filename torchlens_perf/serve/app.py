@@ -20,6 +20,7 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -31,7 +32,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from torchlens_perf.errors import printable
-from torchlens_perf.page.document.html import LIVE_POLICY
+from torchlens_perf.serve.access import PAGE_HEADERS
 from torchlens_perf.serve.capture_requests import ask, block, progress
 from torchlens_perf.serve.follow import Follower, News
 from torchlens_perf.serve.list_page import list_page, waiting_page
@@ -51,7 +52,8 @@ _PATIENCE_S = 3.0  # of who opens a run that takes long to read
 _MAX_FOLLOWED = 16  # runs of which the newest page is held ready, besides those that somebody looks at
 _MAX_BODY_BYTES = 10_000
 _STEP_WITHIN_S, _CAPTURE_WITHIN_S, _BLOCK_WITHIN_S = 60.0, 30.0, 30.0
-_PAGE = {"content-security-policy": f"{LIVE_POLICY}; frame-ancestors 'none'"}
+_BODY_WITHIN_S = 10.0
+_STEP = re.compile(r"[0-9]{1,18}")  # what fits into a column of the files
 _FOR_EVER = "private, max-age=31536000, immutable"
 
 
@@ -76,7 +78,7 @@ class Server:
                 Route(f"{run}/", self._page),
                 Route(f"{run}/api/contents", self._contents),
                 Route(f"{run}/api/changes", self._changes),
-                Route(f"{run}/api/step/{{step:int}}", self._step),
+                Route(f"{run}/api/step/{{step}}", self._step),
                 Route(f"{run}/api/captures", self._ask, methods=["POST"]),
                 Route(f"{run}/api/captures/{{capture}}", self._captured),
                 Route(f"{run}/captures/{{capture}}/{{rank}}/{{file}}", self._file),
@@ -97,13 +99,13 @@ class Server:
     async def _runs(self, request: Request) -> Response:
         page, search = request.query_params.get("page", "0"), request.query_params.get("search", "")
         listed = await self._list.page(int(page) if page.isdecimal() and len(page) < 9 else 0, search)
-        return HTMLResponse(list_page(self._folder, listed, search, addresses()), headers=_PAGE)
+        return HTMLResponse(list_page(self._folder, listed, search, addresses()), headers=PAGE_HEADERS)
 
     async def _page(self, request: Request) -> Response:
         now = await self._follower(request).page(_PATIENCE_S)
         if now is None:
-            return HTMLResponse(waiting_page(addresses()), headers=_PAGE)
-        return _packed(request, now.html, "text/html; charset=utf-8", _PAGE)
+            return HTMLResponse(waiting_page(addresses()), headers=PAGE_HEADERS)
+        return _packed(request, now.html, "text/html; charset=utf-8", PAGE_HEADERS)
 
     async def _contents(self, request: Request) -> Response:
         now = await self._follower(request).page()
@@ -134,7 +136,10 @@ class Server:
 
     async def _step(self, request: Request) -> Response:
         """Several who ask for the same step at a time cause one reading."""
-        key = self._run(request), request.path_params["step"]
+        run, step = self._run(request), request.path_params["step"]
+        if not _STEP.fullmatch(step):
+            raise ReadError(404, f"there is no step {printable(step)[:100]}")
+        key = run, int(step)
         reading = self._steps.get(key)
         if reading is None:
             call = self._slow.call(step_as_json, *key, within_s=_STEP_WITHIN_S, late="it was not read")
@@ -160,11 +165,12 @@ class Server:
     # -- captures
 
     async def _ask(self, request: Request) -> Response:
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > _MAX_BODY_BYTES:
-                return JSONResponse({"problem": "that is too long"}, 413)
+        try:
+            body = await asyncio.wait_for(_body(request), _BODY_WITHIN_S)
+        except asyncio.TimeoutError:
+            return JSONResponse({"problem": f"the request did not arrive within {_BODY_WITHIN_S:g} s"}, 408)
+        if len(body) > _MAX_BODY_BYTES:
+            return JSONResponse({"problem": "that is too long"}, 413)
         asked = {key: values[0] for key, values in parse_qs(body.decode(errors="replace")).items()}
         ranks, steps = asked.get("ranks", "").replace(" ", ""), asked.get("steps", "")
         if not ranks or not steps.isdecimal() or len(steps) > 9:
@@ -202,6 +208,16 @@ class Server:
             "content-disposition": f'attachment; filename="{parts[-1]}"',  # one of few known names
         }
         return StreamingResponse(blocks(), media_type="application/octet-stream", headers=headers)
+
+
+async def _body(request: Request) -> bytes:
+    """The request's body, or its begin where it is too long."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY_BYTES:
+            break
+    return body
 
 
 async def _events(news: AsyncGenerator[News | None, None]) -> AsyncIterator[str]:

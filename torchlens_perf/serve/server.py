@@ -18,27 +18,27 @@ import uvicorn
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.serve.access import Guard, new_token
 from torchlens_perf.serve.app import Server
+from torchlens_perf.serve.connections import Connection
 
 _EXIT_S = 1  # of answers that are under way when the server ends
 _LAST_S = 2.0
-_MAX_CONNECTIONS = 512
 
 
 def serve(server: Server, listening: socket.socket, host: str) -> None:
     """Prints the address with the token, and answers until it is ended. host: as it was asked for."""
     port, token = listening.getsockname()[1], new_token()
     names = {"localhost", host} if is_loopback(host) else {"localhost", host, socket.gethostname(), socket.getfqdn()}
-    guard = Guard(server.app(), token, f"torchlens_perf_{port}", names)
+    guard = Guard(server.app(), token, names)
     config = uvicorn.Config(
         guard, log_config=None, lifespan="off", access_log=False, proxy_headers=False, server_header=False,
-        date_header=False, timeout_graceful_shutdown=_EXIT_S, limit_concurrency=_MAX_CONNECTIONS, ws="none",
+        date_header=False, timeout_graceful_shutdown=_EXIT_S, http=Connection, ws="none",
     )  # fmt: skip
     logging.getLogger("uvicorn.error").addFilter(_said_by_us)
     shown = socket.gethostname() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
     # Readers are Python processes that look for modules where they are started: not in whatever folder this is.
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     os.chdir("/")
-    _Ended(config, server, f"http://{shown}:{port}/?token={token}").run(sockets=[listening])
+    _Ended(config, server, f"http://{shown}:{port}/#token={token}").run(sockets=[listening])
 
 
 class _Ended(uvicorn.Server):

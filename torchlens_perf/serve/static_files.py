@@ -11,7 +11,7 @@ from importlib import resources
 from torchlens_perf.page.document.html import STYLES
 from torchlens_perf.page.document.scripts import chart_library, page_script, static
 
-_STYLE, _LIBRARY, _PAGE, _LIVE, _LIST = "page.css", "charts.js", "page.js", "live.js", "list.js"
+_STYLE, _LIBRARY, _PAGE, _LIVE, _LIST, _OPENING = "page.css", "charts.js", "page.js", "live.js", "list.js", "open.js"
 _TYPES = {"css": "text/css", "js": "text/javascript"}
 
 
@@ -33,6 +33,8 @@ class Addresses:
     style: str
     of_page: tuple[str, ...]
     of_list: tuple[str, ...]
+    of_opening: str
+    """Of the page that is given out without the token."""
 
     def styles(self, root: str) -> list[str]:
         return [root + self.style]
@@ -51,6 +53,7 @@ def static_files() -> dict[str, StaticFile]:
         _PAGE: page_script(),
         _LIVE: _own(_LIVE),
         _LIST: _own(_LIST),
+        _OPENING: _own(_OPENING),
         **({_LIBRARY: library.text} if library is not None else {}),
     }
     return {name: _file(name, text.encode()) for name, text in texts.items()}
@@ -64,7 +67,7 @@ def addresses() -> Addresses:
         return f"static/{name}?v={files[name].digest}"
 
     scripts = [name for name in (_LIBRARY, _PAGE, _LIVE) if name in files]  # each needs those before it
-    return Addresses(at(_STYLE), tuple(map(at, scripts)), (at(_LIST),))
+    return Addresses(at(_STYLE), tuple(map(at, scripts)), (at(_LIST),), at(_OPENING))
 
 
 def _own(name: str) -> str:

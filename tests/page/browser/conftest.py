@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.page.browser.tab import ARGUMENTS, CHROMIUM, DESK, PHONE, Tab
+from tests.page.browser.tab import ARGUMENTS, CHROMIUM, DESK, LOADS_WITHIN_MS, PHONE, Tab
 from tests.support.page_contents import enlarged
 from torchlens_perf.page.contents import Contents
 from torchlens_perf.page.document.html import document
@@ -43,6 +43,7 @@ def tab_of(browser: Any) -> Iterator[TabOf]:
                 viewport=PHONE if phone else DESK, color_scheme="dark" if dark else "light", has_touch=phone,
                 java_script_enabled=scripts, bypass_csp=bypass,
             )  # fmt: skip
+            context.set_default_timeout(LOADS_WITHIN_MS)
             leaving.callback(context.close)
             return Tab(context.new_page(), path)
 

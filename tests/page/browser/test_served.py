@@ -178,7 +178,7 @@ def test_a_server_that_ends_is_said(tab: Tab, server: PageServer) -> None:
 
 def test_the_list_follows_its_folder(tab: Tab, live: LiveSimulation, server: PageServer) -> None:
     """A run that begins appears in it; it can be searched; nothing is asked of others."""
-    assert "Rank 2" in tab.page.inner_text("main")
+    tab.until("document.querySelector('main').textContent.includes('Rank 2')")
     with LiveSimulation(live.run.path.with_name("<b>other"), 2) as other:
         other.goes_on()
         tab.until("document.querySelectorAll('main tbody tr').length === 2")

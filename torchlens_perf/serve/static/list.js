@@ -4,7 +4,7 @@
 
   async function renew() {
     if (document.hidden) return;
-    const answer = await fetch(location.href);
+    const answer = await torchlensAsk(location.pathname + location.search);
     if (!answer.ok) throw new Error(await answer.text());
     const next = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
     const focused = document.activeElement?.getAttribute("href");

@@ -1,7 +1,7 @@
 // Follows a run: hears from the server that there is something newer, fetches the page when it can, and renews what differs.
 // Asks for captures, and shows what comes of them.
 {
-  const LEAST_GAP_MS = 1000, POLL_MS = 1000;
+  const LEAST_GAP_MS = 1000, POLL_MS = 1000, RETRY_MS = 3000;
   const root = document.documentElement, status = document.getElementById("live-status");
   let shown = root.dataset.version, news = null, isFetching = false, isHeld = false, source = null, problem = "";
   if (typeof Bokeh !== "undefined") Bokeh.set_log_level("off");
@@ -50,7 +50,7 @@
     isFetching = true;
     const began = performance.now();
     try {
-      const answer = await fetch(location.pathname);
+      const answer = await torchlensAsk(location.pathname);
       if (!answer.ok) throw new Error(await answer.text());
       await renew(await answer.text());
       problem = "";
@@ -80,28 +80,54 @@
     document.getElementById("capture")?.toggleAttribute("hidden", root.dataset.live !== "running");
   }
 
-  // -- what the server tells
+  // -- what the server sends
 
   // Not while the page is hidden: a browser has six connections to a server, for all of its tabs.
   function listen() {
     if (document.hidden === (source === null)) return;
     if (document.hidden) {
-      source.close();
+      source.abort();
       source = null;
       return;
     }
-    source = new EventSource("api/changes");
-    source.addEventListener("news", (event) => {
-      news = JSON.parse(event.data);
-      problem = "";
+    source = new AbortController();
+    follow(source.signal);
+  }
+
+  // Server-sent events. EventSource sends no header, so it cannot send the token.
+  async function follow(signal) {
+    while (!signal.aborted) {
+      problem = "the server does not answer; waiting for it";
+      try {
+        const answer = await torchlensAsk("api/changes", { signal });
+        if (answer.status === 403) {
+          problem = "the server refuses: was it started anew? Open its new address";
+          say();
+          return;
+        }
+        if (answer.ok) await receive(answer.body.pipeThrough(new TextDecoderStream()).getReader());
+      } catch { // the connection has ended
+      }
+      if (signal.aborted) return;
       say();
-      update();
-    });
-    source.onerror = () => {
-      problem = source.readyState === EventSource.CLOSED ? "the server refuses: was it started anew? Open its new address"
-        : "the server does not answer; waiting for it";
-      say();
-    };
+      await new Promise((done) => setTimeout(done, RETRY_MS));
+    }
+  }
+
+  async function receive(reader) {
+    for (let text = "", next = await reader.read(); !next.done; next = await reader.read()) {
+      const events = (text + next.value).split("\n\n");
+      text = events.pop();
+      for (const event of events) {
+        const data = event.split("\n").find((line) => line.startsWith("data: "));
+        if (!data) continue;
+        news = JSON.parse(data.slice("data: ".length));
+        problem = "";
+        say();
+        update();
+      }
+    }
+    problem = "the server does not answer; waiting for it";
   }
 
   document.addEventListener("visibilitychange", listen);
@@ -113,7 +139,7 @@
   const form = document.getElementById("capture"), said = document.getElementById("capture-status");
 
   async function json(address, options) {
-    const answer = await fetch(address, options), value = await answer.json().catch(() => ({}));
+    const answer = await torchlensAsk(address, options), value = await answer.json().catch(() => ({}));
     if (!answer.ok) throw new Error(value.problem ?? `the server says ${answer.status}`);
     return value;
   }
@@ -126,7 +152,7 @@
       said.replaceChildren("asking \u2026");
       const asked = await json("api/captures", { method: "POST", body: new URLSearchParams(new FormData(form)) });
       const which = `rank${asked.ranks.length > 1 ? "s" : ""} ${asked.ranks.join(", ")}`;
-      await follow(asked, `Asked: ${which}, ${asked.steps} step${asked.steps > 1 ? "s" : ""} from step ${asked.from_step} on.`);
+      await followCapture(asked, `Asked: ${which}, ${asked.steps} step${asked.steps > 1 ? "s" : ""} from step ${asked.from_step} on.`);
     } catch (error) {
       said.replaceChildren(element("p", { className: "problem", textContent: error.message }));
     } finally {
@@ -134,7 +160,7 @@
     }
   });
 
-  async function follow({ id }, words) {
+  async function followCapture({ id }, words) {
     for (;;) {
       const { outcomes, waiting, is_over: isOver } = await json(`api/captures/${encodeURIComponent(id)}`);
       const left = !waiting.length ? "All have answered." : isOver ? `No answer from ${waiting.join(", ")}: the run's sidecar may have ended.`

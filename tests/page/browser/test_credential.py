@@ -1,0 +1,165 @@
+"""What lets a browser look at the live page: it belongs to that server's origin, and to no other port of the host."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.page.browser.tab import LOADS_WITHIN_MS, need_browser
+from tests.support.page_server import PageServer
+from tests.support.processes import ROOT
+
+need_browser()
+
+STORED = "JSON.stringify([{ ...sessionStorage }, { ...localStorage }, document.cookie])"
+
+
+class Neighbour:
+    """Another user's server on another port of the host. It keeps what browsers send."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(handler) -> None:
+                self.requests.append(f"{handler.requestline}\n{handler.headers}")
+                body = b"<title>neighbour</title><p>tensorboard"
+                handler.send_response(200)
+                handler.send_header("content-type", "text/html")
+                handler.send_header("content-length", str(len(body)))
+                handler.end_headers()
+                handler.wfile.write(body)
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                return
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.origin = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def neighbour() -> Iterator[Neighbour]:
+    made = Neighbour()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    made = folder / f"made-{os.getpid()}"  # a run has one sidecar at a time
+    command = ["simulate", "--ranks", "2", "--steps", "96", "--out", str(made), "--quiet"]
+    subprocess.run([sys.executable, "-m", "torchlens_perf", *command], check=True, capture_output=True, cwd=ROOT)
+    shutil.move(made, folder / "done")
+    return folder
+
+
+@pytest.fixture
+def server(runs: Path) -> Iterator[PageServer]:
+    with PageServer(runs) as started:
+        yield started
+
+
+@pytest.fixture
+def context(browser: Any) -> Iterator[Any]:
+    made = browser.new_context()
+    made.set_default_timeout(LOADS_WITHIN_MS)
+    yield made
+    made.close()
+
+
+def opened(context: Any, address: str, selector: str = "main a") -> Any:
+    page = context.new_page()
+    page.goto(address)
+    page.wait_for_selector(selector)
+    return page
+
+
+def test_another_port_of_the_host_receives_no_credential(
+    context: Any, server: PageServer, neighbour: Neighbour
+) -> None:
+    """Neither by a request of the browser's nor from what is stored, whichever page is open before or beside it."""
+    token = server.address.partition("token=")[2]
+    page = opened(context, server.address)
+    page.click("main a")
+    page.wait_for_selector("#live-status")
+    assert context.cookies() == []
+    other = opened(context, f"{neighbour.origin}/tb", "p")
+    assert token not in other.evaluate(STORED)
+    page.goto(f"{neighbour.origin}/after")
+    assert token not in page.evaluate(STORED)
+    page.evaluate(f"fetch('{neighbour.origin}/again', {{ credentials: 'include' }})")
+    assert len(neighbour.requests) >= 3
+    for request in neighbour.requests:
+        assert token not in request
+        assert "cookie" not in request.lower()
+        assert "torchlens" not in request.lower()
+
+
+def test_page_of_another_port_cannot_read_this_one(context: Any, server: PageServer, neighbour: Neighbour) -> None:
+    """It asks by script, with all that the browser has: the answer is closed to it, and a capture is refused."""
+    opened(context, server.address)
+    other = opened(context, f"{neighbour.origin}/tb", "p")
+    host = server.stranger().host
+    asked = f"fetch('http://{host}/api/counts', {{ credentials: 'include' }}).then(each => each.status, () => 'closed')"
+    assert other.evaluate(asked) == "closed"
+    blind = f"fetch('http://{host}/runs/done/', {{ mode: 'no-cors' }}).then(each => each.type, () => 'closed')"
+    assert other.evaluate(blind) in ("opaque", "closed")
+    assert not (server.folder / "done" / "captures").exists()
+
+
+def test_address_loses_the_token_and_pages_go_on(context: Any, server: PageServer) -> None:
+    """Reload, links, back, a search, a deep link, and tabs that are opened by a link or by typing."""
+    page = opened(context, server.address)
+    assert "token" not in page.url
+    page.reload()
+    page.wait_for_selector("main a")
+    with context.expect_page() as new:
+        page.click("main a", modifiers=["Control"])
+    new.value.wait_for_selector("#live-status")
+    assert "/runs/done/" in new.value.url
+    typed = opened(context, f"http://{server.stranger().host}/runs/done/#heat;rank=1", "#live-status")
+    assert typed.url.endswith("#heat;rank=1")
+    page.click("main a")
+    page.wait_for_selector("#live-status")
+    page.reload()
+    page.wait_for_selector("#live-status")
+    page.go_back()
+    page.wait_for_selector("main a")
+    page.fill("input[name=search]", "none of these")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=No run has such a name.")
+    history = page.evaluate("history.length")
+    for _ in range(history):
+        page.go_back()
+        assert "token" not in page.url
+
+
+def test_browser_without_the_token_is_told_what_to_do(context: Any, server: PageServer) -> None:
+    """A bookmark alone opens nothing; the printed address then does, in the same tab. Then another start's."""
+    page = opened(context, f"http://{server.stranger().host}/runs/done/", "#needs-token")
+    page.wait_for_timeout(1000)
+    assert "Open the address that `torchlens-perf serve` printed" in page.inner_text("main")
+    assert page.locator("#live-status").count() == 0
+    page.goto(server.address)
+    page.wait_for_selector("main a")
+    page.evaluate("sessionStorage.setItem(Object.keys(sessionStorage)[0], 'of-another-start')")
+    page.reload()
+    page.wait_for_timeout(1000)
+    assert "Open the address that `torchlens-perf serve` printed" in page.inner_text("main")
+    page.goto(server.address)
+    page.wait_for_selector("main a")

@@ -1,0 +1,98 @@
+"""Connections that begin something and do not end it: they neither keep others out nor stay."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.support.leftovers import eventually
+from tests.support.page_server import PageServer, Viewer
+from torchlens_perf.serve.connections import MAX_STRANGERS
+
+pytestmark = pytest.mark.distributed
+Connect = Callable[..., socket.socket]
+
+
+@pytest.fixture
+def connect(viewer: Viewer) -> Iterator[Connect]:
+    """Opens a connection that sends this and no more."""
+    host, port = viewer.host.split(":")
+    with ExitStack() as leaving:
+
+        def make(text: str = "") -> socket.socket:
+            made = leaving.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            made.sendall(text.encode())
+            return made
+
+        yield make
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server has not closed it."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+    return False
+
+
+@pytest.mark.parametrize(
+    "begin", ["", "GET / HTTP/1.1\r\nHost: x\r\nX: ", "POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n"]
+)
+def test_hundreds_of_unfinished_requests_keep_nobody_out(connect: Connect, viewer: Viewer, begin: str) -> None:
+    """More than any limit of the server: a viewer is answered all the while, and so is a new one."""
+    held = [connect(begin) for _ in range(600)]
+    for _ in range(3):
+        assert viewer.ask("/").status == 200
+        assert viewer.ask("/api/counts").status == 200
+    assert sum(map(is_open, held)) <= MAX_STRANGERS
+    assert eventually(lambda: not any(map(is_open, held)))
+
+
+def test_viewers_are_not_closed_for_strangers(connect: Connect, server: PageServer, viewer: Viewer) -> None:
+    with viewer.news("done") as news:
+        news.next()
+        for _ in range(2 * MAX_STRANGERS):
+            connect()
+        assert viewer.json("/api/counts")["runs"]["done"]["viewers"] == 1
+
+
+@pytest.mark.parametrize(
+    "second",
+    ["", "G", "GET / HTTP/1.1\r\nHost: {host}\r\n", "POST /runs/done/api/captures HTTP/1.1\r\nHost: {host}\r\n"],
+)
+def test_second_request_that_does_not_end(connect: Connect, viewer: Viewer, second: str) -> None:
+    """On a connection that has had one answer, with the token."""
+    head = f"Host: {viewer.host}\r\nTorchlens-Perf-Token: {viewer.token}\r\n"
+    connection = connect(f"GET /api/counts HTTP/1.1\r\n{head}\r\n")
+    assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    connection.sendall(second.format(host=viewer.host).encode())
+    assert eventually(lambda: not is_open(connection))
+
+
+def test_body_that_does_not_end(connect: Connect, viewer: Viewer) -> None:
+    head = f"Host: {viewer.host}\r\nTorchlens-Perf-Token: {viewer.token}\r\nOrigin: http://{viewer.host}\r\n"
+    connection = connect(f"POST /runs/done/api/captures HTTP/1.1\r\n{head}Content-Length: 100\r\n\r\nranks=0")
+    assert connection.recv(12) == b"HTTP/1.1 408"
+    assert viewer.ask("/").status == 200
+
+
+def test_head_that_comes_byte_by_byte(connect: Connect, viewer: Viewer) -> None:
+    """Each byte is no new time."""
+    connection = connect("GET / HTTP/1.1\r\n")
+
+    def goes_on() -> bool:
+        try:
+            connection.sendall(b"X")
+        except OSError:
+            return False
+        return is_open(connection)
+
+    assert eventually(lambda: not goes_on())
