@@ -43,6 +43,7 @@ test: check $(TEST)/tap $(RECEIVER)/ready
 # What `make test` leaves out, to stay short. Figures go into docs/reliability.md. SHARE=0.1: a tenth of the longest.
 test-long: $(TEST)/tap $(RECEIVER)/ready
 	EXAMPLES=400 FIGURES=1 $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
+	mkdir -p .venv-lowest && $(PYTHON) scripts/lowest_versions.py .venv-lowest
 
 # Under real launchers, on two nodes of this machine: as root, with the packages that docs/launchers.md lists.
 test-launchers: $(TEST)/tap $(FRAMEWORKS)/ready $(INTEL_MPI)/ready
