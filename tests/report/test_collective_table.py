@@ -14,7 +14,14 @@ from tests.support.saved import saved
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.report.collective_table import arrived_last, collective_rows, collective_table, newest_joins
+from torchlens_perf.report.collective_table import (
+    arrived_last,
+    collective_rows,
+    collective_table,
+    is_chance,
+    newest_joins,
+    slowest_of,
+)
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
@@ -210,3 +217,38 @@ def test_table_of_many_rows() -> None:
 
     assert "6 of 9" in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "joined_times", "last", "lag_ms", "named"),
+    [
+        (2, 100, 48, {0: 9.0, 1: 10.0}, False),
+        (2, 100, 56, {0: 9.0, 1: 10.0}, False),
+        (8, 80, 14, dict.fromkeys(range(7), 5.0) | {7: 9.0}, False),
+        (4, 3, 1, dict.fromkeys(range(3), 1.0) | {3: 1.1}, False),
+        (2, 100, 80, {0: 9.0, 1: 10.0}, True),
+        (8, 80, 30, dict.fromkeys(range(7), 5.0) | {7: 9.0}, True),
+        (2, 100, 30, {0: 9.0, 1: 90.0}, True),  # rarely last, and then very late
+    ],
+)
+def test_rank_within_chance_is_not_the_slowest(
+    ranks: int, joined_times: int, last: int, lag_ms: dict[int, float], named: bool
+) -> None:
+    """One of two ranks is last in about half of all operations, whatever they do."""
+    assert len(lag_ms) == ranks
+    lags_ns = {rank: round(each * 1e6) for rank, each in lag_ms.items()}
+    assert is_chance(last, joined_times, lags_ns, ranks - 1) is not named
+
+
+@pytest.mark.parametrize(("late_share", "slowest"), [(0.5, "-"), (0.9, "1 (last in 90%)")])
+def test_slowest_rank_of_the_table(late_share: float, slowest: str) -> None:
+    late_in = [1 if number < 40 * late_share else 0 for number in range(40)]
+    issued = {
+        rank: [
+            Issued(NAME, number, 1000 * US if late == rank else 2000 * US, 3_000_000)
+            for number, late in enumerate(late_in)
+        ]
+        for rank in range(2)
+    }
+    (row,) = collective_rows([saved(joined(issued))])
+    assert slowest_of(row) == slowest

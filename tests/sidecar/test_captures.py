@@ -418,3 +418,67 @@ def test_choice(slow: tuple[int, ...], reached: Any, places: dict[int, Placement
     found = findings(*(episode(rank, excess_ns=2e7 + rank, cost_ns=2e7 + rank) for rank in slow))
 
     assert suspect_and_healthy(name(found, places), found, places, set(reached)) == chosen
+
+
+def _read(node: Node) -> None:
+    """What the node's sidecar does once."""
+    sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.keep()
+    sidecar.close()
+
+
+@pytest.mark.parametrize("before", ["nothing", "no step"])
+def test_command_waits_for_the_first_steps(node: Node, before: str) -> None:
+    """The sidecar of a busy machine reads the ring seconds after the steps; an immediate request waits for it."""
+    rank = Rank(node.run, 0)
+    if before == "no step":
+        _read(node)
+
+    def reads_later() -> None:
+        time.sleep(1.2)
+        rank.steps(40, forward=100)
+        _read(node)
+
+    reading = threading.Thread(target=reads_later, daemon=True)
+    reading.start()
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["capture", str(node.run.path), "--rank", "0", "--timeout", "6"]) == 1  # nobody answers
+    reading.join(5)
+    assert out.getvalue().startswith("asked: ranks 0, ")
+    rank.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "ends", "words"),
+    [
+        (["--timeout", "0.2"], False, "has not read the first steps yet: ask again in some seconds"),
+        (["--no-wait"], False, "has not read the first steps yet: ask again in some seconds"),
+        (["--timeout", "60"], True, "has ended: a capture needs a live run"),
+    ],
+)
+def test_command_says_why_it_cannot_ask(node: Node, options: list[str], ends: bool, words: str) -> None:
+    """Never that no step was made, which a sidecar that has not read the ring cannot know."""
+    rank = Rank(node.run, 0)
+    rank.steps(40 if ends else 0, forward=100)
+    if ends:
+        rank.close()
+    _read(node)
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        assert main(["capture", str(node.run.path), "--rank", "0", *options]) == 2
+    assert words in err.getvalue()
+    rank.close()
+
+
+def test_silent_run_is_not_called_ended(node: Node) -> None:
+    """Its node may have lost its power."""
+    rank = Rank(node.run, 0)
+    rank.steps(40, forward=100)
+    _read(node)
+    for path in node.run.nodes.glob("*.json"):
+        os.utime(path, (time.time() - 600, time.time() - 600))
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        assert main(["capture", str(node.run.path), "--rank", "0"]) == 2
+    assert "is silent for 10 minutes" in err.getvalue()
+    rank.close()

@@ -335,3 +335,51 @@ def test_same_time_on_all_hosts(tmp_path: Path) -> None:
 
     assert len({monotonic for monotonic, _ in times.values()}) == 1
     assert len({since for _, since in times.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("constant:rank=3,share=0.002", ""),
+        (
+            "link:rank=5,share=0.2,dimension=tp",
+            " (--rows holds no transfer times: simulate at most 64 ranks with --out)",
+        ),
+        ("constant:rank=1,share=0.3,since=500", " (it does not begin within the 64 steps)"),
+        ("link:rank=5,share=0.2,since=500", " (it does not begin within the 64 steps)"),
+        ("node:node=1,share=0.001", ""),
+        ("drifting:rank=2,share=0.001", ""),
+    ],
+)
+def test_each_fault_that_was_missed_is_listed(fault: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside one that was found, and with the reason where that is known."""
+    found = "constant:rank=0,share=0.3"
+    arguments = ["--rows", "--topology", "dp=8,tp=2", "--steps", "64"]
+    assert command(*arguments, "--fault", found, "--fault", fault) == 0
+    said = capsys.readouterr().out
+
+    assert f"planted and not found: {fault}{why}\n" in said
+    assert f"planted and not found: {found}" not in said
+
+
+@pytest.mark.parametrize("harmless", ["pauses:share=0.3", "variable_length:spread=0.1"])
+def test_what_is_no_ranks_fault_is_not_missed(harmless: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--rows", "--steps", "64", "--fault", harmless) == 0
+    assert "planted and not found" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("missed", [True, False])
+def test_faults_missed_in_a_run_directory_are_listed(
+    missed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slow link is found with two other groups to compare it with; with one, the reason says so."""
+    out = tmp_path / f"{tmp_path.name}-run"
+    topology, fault = ("dp=2,tp=2", "link:rank=1,share=0.2") if missed else ("dp=4,tp=4", "link:rank=3,share=0.2")
+    assert command("--topology", topology, "--steps", "96", "--fault", fault, "--out", str(out)) == 0
+    assert (f"planted and not found: {fault}" in capsys.readouterr().out) is missed
+
+
+def test_rows_refuse_a_run_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--rows writes no files: leave out --rows or --out"):
+        command("--rows", "--out", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

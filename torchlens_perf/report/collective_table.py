@@ -93,7 +93,7 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
     slowest = max(by_rank, key=lambda rank: (lags_ns[rank], by_rank[rank]["last"]), default=None)
     if slowest is not None and not (whole and by_rank[slowest]["last"]):
         slowest = None
-    if slowest is not None and _is_chance(by_rank[slowest]["last"], statistics.joined, lags_ns, slowest):
+    if slowest is not None and is_chance(by_rank[slowest]["last"], statistics.joined, lags_ns, slowest):
         slowest = None
     return {
         "operation": key.operation,
@@ -136,7 +136,7 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
     }
 
 
-def _is_chance(last: float, joined: int, lags_ns: Mapping[int, float], rank: int) -> bool:
+def is_chance(last: float, joined: int, lags_ns: Mapping[int, float], rank: int) -> bool:
     """Whether a rank comes last about as often as any other would by chance, and has not most of the lag either."""
     even = 1 / max(2, len(lags_ns))
     often = last > joined * even + _DEVIATIONS * math.sqrt(joined * even * (1 - even))
