@@ -125,7 +125,7 @@ def test_watches_one_after_another(tmp_path: Path) -> None:
 def test_watch_is_entered_once(tmp_path: Path) -> None:
     """Entering a watch again, inside or after itself, is the user's mistake and says so."""
     watch = perf.watch(dir=str(tmp_path), sidecar=False, report=False)
-    with watch, pytest.raises(perf.ConfigError, match="entered already"), watch:
+    with watch, pytest.raises(perf.ConfigError, match="entered once"), watch:
         pass
     assert running() is None
 

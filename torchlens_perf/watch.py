@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -56,7 +57,11 @@ _MIN_WAIT_S = 0.3  # at the end, after the report, for the sidecar to take over 
 TAGS = {"evaluation": Flag.EVALUATION | Flag.EVALUATED, "checkpoint": Flag.CHECKPOINT}
 """What a step may be tagged as, see Watch.tag()."""
 
+_changing = threading.RLock()
+"""Held while a watch starts or detaches."""
 _running: Watch | None = None
+_session: Session | None = None
+"""The session whose hooks are attached, or are being attached or detached."""
 _watches_so_far = 0
 _forked_while_recording = False
 
@@ -109,28 +114,34 @@ class Watch(ShowsResults):
         self._ring: RingFile | None = None
         self._loop: TrainingLoop | None = None
         self._joined: Watch | None = None
+        self._entered = False
         self.run_dir: Path | None = None
         """The run directory, once entered; None where nothing is recorded."""
 
     def __enter__(self) -> Watch:
-        if self._session is not None or self._joined is not None:
-            raise ConfigError("this watch is entered already; make a new one with watch()")
-        if not self._enabled:
-            self._models, self._optimizers = None, []
-            return self
-        if _running is not None:
-            self._joined = _running
-            models, self._models, self._optimizers = self._models, None, []
-            if models is not None:
-                with guard("watching further models"):
-                    if _running._session is not None and _running._loop is not None:
-                        _running._loop.models_given(models)
-            for callback in self._surfaces.callbacks if self._surfaces is not None else ():
-                _running.on_verdict(callback)
-            self.run_dir = _running.run_dir
-            return self
-        self.start()
+        with _changing:
+            if self._entered:
+                raise ConfigError("this watch was entered before; a watch is entered once: make a new one with watch()")
+            self._entered = True
+            if not self._enabled:
+                self._models, self._optimizers = None, []
+            elif _running is None:
+                self.start()
+            else:
+                self._join(_running)
         return self
+
+    def _join(self, running: Watch) -> None:
+        """Add the models and callbacks to the watch that records already."""
+        self._joined = running
+        models, self._models, self._optimizers = self._models, None, []
+        if models is not None:
+            with guard("watching further models"):
+                if running._session is not None and running._loop is not None:
+                    running._loop.models_given(models)
+        for callback in self._surfaces.callbacks if self._surfaces is not None else ():
+            running.on_verdict(callback)
+        self.run_dir = running.run_dir
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -193,9 +204,17 @@ class Watch(ShowsResults):
         Raises ConfigError for an argument that cannot be met, before anything is made. Whatever else goes wrong, also
         in the system, is one line in the log: nothing is attached then, and the job runs as without us.
         """
-        global _running
-        if not self._enabled:
-            return False
+        global _session
+        with _changing:
+            if self._enabled and _running is None:
+                try:
+                    self._start(in_the_middle=in_the_middle, after_step_of=after_step_of)
+                finally:
+                    _session = None if self._session is None else _session
+            return self._session is not None
+
+    def _start(self, *, in_the_middle: bool, after_step_of: Optimizer | None) -> None:
+        global _running, _session
         # The user may delete them inside the watch, to free their memory.
         models, self._models = self._models, None
         optimizers, self._optimizers = self._optimizers, []
@@ -210,6 +229,7 @@ class Watch(ShowsResults):
             first_step.stop_waiting()
             on_device.check(self._config)
             run, session, ring = self._begin(undo, who, first_step=int(in_the_middle))
+            _session = session
             self._loop = attach.start(
                 session, optimizers, models, in_the_middle=in_the_middle, after_step_of=after_step_of
             )
@@ -221,7 +241,6 @@ class Watch(ShowsResults):
             self._ring = ring
             if self._surfaces is not None:
                 self._surfaces.begin(session, has_sidecar=self._config.sidecar)
-        return self._session is not None
 
     def _begin(self, undo: ExitStack, who: list[Identity], first_step: int) -> tuple[RunDirectory, Session, RingFile]:
         """What the machine may refuse. undo: gets what takes it back. who: gets this rank, once it is known."""
@@ -274,12 +293,18 @@ class Watch(ShowsResults):
         Of what lies on a disk that may not answer, nothing is touched: the wait for the report is the only one.
         """
         global _running
-        session, self._session = self._session, None
-        if session is None or self.run_dir is None:
-            return
-        if _running is self:
-            _running = None
-        run = RunDirectory(self.run_dir, shared=self._config.is_shared)
+        with ExitStack() as changing:
+            changing.enter_context(_changing)
+            session, self._session = self._session, None
+            if session is None or self.run_dir is None:
+                return
+            if _running is self:
+                _running = None
+            self._close(session, RunDirectory(self.run_dir, shared=self._config.is_shared), changing)
+
+    def _close(self, session: Session, run: RunDirectory, changing: ExitStack) -> None:
+        """changing: closed when everything is detached, so that other watches may start while this one waits."""
+        global _session
         who, mailbox, began_s = session.identity, None, time.monotonic()
         cell, is_live = self._end_live()
         reports = (self._config.report and who.rank == 0) or is_live
@@ -288,6 +313,8 @@ class Watch(ShowsResults):
                 mailbox = Mailbox(session.ring_path, REPORT)
         try:
             session.close(last_report.wanted(mailbox, in_cell=cell is not None) if reports else {})
+            _session = None
+            changing.close()
             if self._config.sidecar:
                 with guard("starting the sidecar again"):
                     sidecar.ensure(run, who)  # if it was killed, another one finishes its work
@@ -379,13 +406,17 @@ def forked_while_recording() -> bool:
 
 
 def _forget_in_child() -> None:
-    global _forked_while_recording
-    _forked_while_recording = _running is not None
-    if _running is not None:
+    global _changing, _forked_while_recording, _session
+    _changing = threading.RLock()  # a thread that the child does not have may hold the other one
+    session, _session = _session, None
+    _forked_while_recording = session is not None
+    if session is not None:
         from torchlens_perf.hooks.loop import first_step
         from torchlens_perf.hooks.loop.optimizer import relay
 
-        _running.abandon()
+        if _running is not None:
+            _running.abandon()
+        session.abandon()
         first_step.stop_waiting()
         relay.before = relay.after = None
 

@@ -325,6 +325,77 @@ class TestThreads:
         assert (prefetch["flags"], prefetch["depth"], prefetch["duration_ns"]) == (Flag.OTHER_THREAD, 1, 30)
         assert (forward["flags"], forward["phase_ns"], forward["nested_ns"]) == (0, 0, 0)
 
+    def test_another_thread_takes_over(self, rig: Rig) -> None:
+        """With the sections that it is inside of; from then on the first thread's spans are another one's."""
+        recorder, taken = rig.recorder, []
+
+        def other() -> None:
+            recorder.activate()
+            with rig.implementation.section("epoch"):
+                taken.append(recorder.take_over(False))
+                rig.span(Kind.FORWARD, "forward", 30)
+            taken.append(recorder.take_over(False))
+
+        on_thread(other)
+        rig.span(Kind.DATA, "prefetch", 5)
+        recorder.deactivate()
+        forward, epoch, prefetch = rig.records()
+
+        assert taken == [True, True]
+        assert (forward["flags"], forward["depth"], forward["duration_ns"]) == (0, 2, 30)
+        assert (epoch["flags"], epoch["depth"], epoch["phase_ns"]) == (0, 1, 30)
+        assert (prefetch["flags"], prefetch["depth"]) == (Flag.OTHER_THREAD, 1)
+
+    def test_no_thread_takes_over_inside_a_span(self, rig: Rig) -> None:
+        """Neither the owner's, unless its thread has ended, nor one of the caller's that is no section."""
+        recorder, forward = rig.recorder, rig.ring.intern("forward")
+        taken = []
+
+        def other(owner_ended: bool, inside: bool) -> None:
+            if inside:
+                recorder.begin(Kind.FORWARD, forward)
+            taken.append(recorder.take_over(owner_ended))
+            if inside:
+                recorder.end(Kind.FORWARD, forward)
+
+        on_thread(other, False, True)
+        on_thread(other, True, True)
+        recorder.begin(Kind.BACKWARD, forward)
+        on_thread(other, False, False)
+        assert (taken, recorder.backwards) == ([False, False, False], 1)
+        on_thread(other, True, False)
+        assert (taken[-1], recorder.backwards) == (True, 0)
+
+    def test_backward_pass_of_another_thread(self, rig: Rig) -> None:
+        """Neither the owner's calls nor what autograd's thread computes again belong to it."""
+        recorder, backward, model = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("model")
+        begun, end = threading.Event(), threading.Event()
+
+        def other() -> None:
+            recorder.begin(Kind.BACKWARD, backward)
+            begun.set()
+            end.wait(30)
+            recorder.begin_module(model)
+            recorder.end_module(model)
+            recorder.end(Kind.BACKWARD, backward)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        begun.wait(30)
+        assert recorder.backwards == 0
+        recorder.begin_module(model)
+        recorder.end_module(model)
+        recorder.begin(Kind.BACKWARD, backward)
+        on_autograds_thread(rig.span, Kind.RECOMPUTE, "again", 30)
+        recorder.end(Kind.BACKWARD, backward)
+        end.set()
+        thread.join()
+
+        assert [(Kind(each["kind"]), each["flags"]) for each in rig.records()] == [
+            (Kind.FORWARD, 0), (Kind.RECOMPUTE, Flag.OTHER_THREAD), (Kind.BACKWARD, 0),
+            (Kind.RECOMPUTE, Flag.OTHER_THREAD), (Kind.BACKWARD, Flag.OTHER_THREAD),
+        ]  # fmt: skip
+
     def test_waiting_on_autograds_threads_counts(self, rig: Rig) -> None:
         """Waiting and recomputation on a device thread, inside the backward pass, are taken out of that phase."""
         recorder, intern = rig.recorder, rig.ring.intern

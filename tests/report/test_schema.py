@@ -77,9 +77,11 @@ def node(parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, *
     device_ms: by part, what its devices took for a step. caught_up: of 10 passes.
     """
     of_node = {each.name: changed.pop(each.name) for each in dataclasses.fields(NodeState) if each.name in changed}
+    other_threads_ns = changed.pop("other_threads_ns", {})
     device_ms, caught_up = changed.pop("device_ms", {}), changed.pop("caught_up", 0)
     states = [state_of(rank, ranks, [{**BASE, **(parts or {})} for _ in range(steps)]) for rank in range(ranks)]
     for state in states:
+        state.statistics.other_threads_ns = other_threads_ns
         for part, each_ms in device_ms.items():
             sketch = state.statistics.device.parts[part] = Sketch()
             sketch.add(np.full(10, each_ms * MS, np.int64))
@@ -155,6 +157,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("lack_of_cpu", evidence.SampledEvidence): lambda run: node(cpu_wait=[12.0, 20.0]),
     ("long_steps", evidence.LongSteps): lambda run: NodeState(HOST, {"0": state_of(0, 1, ONE_LONG)}),
     ("not_known", evidence.NotKnownEvidence): lambda run: node(compute_device="xpu"),
+    ("not_known", evidence.OtherThreadsEvidence): lambda run: node({"host": 30.0}, other_threads_ns={"forward": 10**9}),
     ("none", evidence.NobodySlowEvidence): lambda run: node(ranks=2, findings=findings()),
     ("none", evidence.NotComparedEvidence): lambda run: node(ranks=2, steps=12),
     ("none", evidence.WarmUpEvidence): lambda run: node(steps=2),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
+from torchlens_perf.recorder.training_thread import Work
 from torchlens_perf.run.ring import Flag, Kind
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ class BackwardHook:
         torch_private.require("torch.autograd._engine_run_backward")
         import torch.autograd
 
-        recorder = session.recorder
+        recorder, thread = session.recorder, session.thread
         name_id, tail_id = session.intern("backward"), session.intern(_TAIL_NAME)
         run_backward = torch.autograd._engine_run_backward
         tracing, out_of_sight = torch_private.tracing_context(), torch_private.out_of_sight()
@@ -206,9 +207,23 @@ class BackwardHook:
                 self._computed(tail.mark)
             tail.record()
 
+        def backward_elsewhere(*args: Any, **kwargs: Any) -> Any:
+            """Record that another thread runs a pass, and look at nothing that belongs to that pass."""
+            thread.backward_elsewhere()
+            recorder.begin(_BACKWARD, name_id)
+            flags = _EXCEPTION
+            try:
+                result = run_backward(*args, **kwargs)
+                flags = 0
+                return result
+            finally:
+                recorder.end(_BACKWARD, name_id, flags)
+
         def timed_backward(*args: Any, **kwargs: Any) -> Any:
             if recorder.closed or tracing() is not None:
                 return run_backward(*args, **kwargs)
+            if not thread.does(Work.BACKWARD):
+                return backward_elsewhere(*args, **kwargs)
             outermost, flags = not recorder.backwards, _EXCEPTION
             tail, outer = None, self._tail
             handles: list[RemovableHandle] = []
@@ -243,6 +258,7 @@ class BackwardHook:
         torch_private.break_in_compiled_code(timed_backward)
         self._record = functools.partial(self._record_passes, session)
         with patched(torch.autograd, "_engine_run_backward", timed_backward):
+            thread.look_for_passes(getattr(run_backward, "__code__", None))
             try:
                 yield
             finally:
@@ -296,15 +312,18 @@ class BackwardHook:
         import torch
 
         identity, is_root, out_of_sight = id(watched.module), watched.is_root, torch_private.out_of_sight()
+        thread = session.thread
         communicates, module, holds_fsdp2 = session.communicates(), weakref.ref(watched.module), None
 
         @_gradient_hook("gradient hook of the model")
         def first_gradient(_: Tensor) -> None:
-            if self._tail is not None:
+            if self._tail is not None and thread.is_current():
                 self._tail.queue()
 
         def seen(result: Any) -> None:
             nonlocal holds_fsdp2
+            if not thread.does(Work.FORWARD):
+                return
             with_gradient = torch.is_grad_enabled()
             self._loop.forward_ended(with_gradient, identity, is_root)
             if not with_gradient or not communicates:
@@ -331,13 +350,14 @@ class BackwardHook:
 
         if self._record is None:
             return None
-        recorder, out_of_sight = session.recorder, torch_private.out_of_sight()
+        recorder, thread, out_of_sight = session.recorder, session.thread, torch_private.out_of_sight()
         name_id = session.intern(watched.name)
         waiting: list[_ModulePass] = []  # entered and not yet returned; more than one where the module recurses
 
         def unobserved() -> bool:
             return (
                 not torch.is_grad_enabled()
+                or not thread.is_current()
                 or bool(recorder.backwards)
                 or self._record is None
                 or torch_private.compiled_autograd()

@@ -65,6 +65,9 @@ class DataHook:
 
         @guard("size of a batch")
         def weigh(batch: Any) -> None:
+            # A thread that prefetches loads the training thread's batches, one that trains its own.
+            if not (session.thread.is_current() or session.thread.reads_gradients):
+                return
             elements = batch_elements(batch)
             if elements is not None:
                 session.add_workload(elements)

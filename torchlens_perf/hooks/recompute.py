@@ -30,7 +30,7 @@ class RecomputeHook:
 
     def __init__(self) -> None:
         self.running = 0
-        """How many checkpoints of torch's own are being run again. Belongs to the threads that run backward passes."""
+        """How many checkpoints of torch's own are being run again. Counts the recorded thread's passes."""
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -41,7 +41,7 @@ class RecomputeHook:
             raise
         from torch.utils import checkpoint
 
-        recorder, name_id = session.recorder, session.intern("checkpoint")
+        recorder, thread, name_id = session.recorder, session.thread, session.intern("checkpoint")
         again = checkpoint._recomputation_hook  # the context around what is run again
         enter, leave = again.__enter__, again.__exit__
         backward = checkpoint.CheckpointFunction.backward  # with use_reentrant=True
@@ -61,11 +61,12 @@ class RecomputeHook:
             if recorder.closed or tracing() is not None:
                 return backward(ctx, *gradients)
             recorder.begin(_RECOMPUTE, name_id)
-            self.running += 1
+            here = thread.is_current()
+            self.running += here
             try:
                 return backward(ctx, *gradients)
             finally:
-                self.running -= 1
+                self.running -= here
                 recorder.end(_RECOMPUTE, name_id)
 
         with (

@@ -54,6 +54,16 @@ static int is_autograds(void)
     return thread_spans.whose == AUTOGRADS;
 }
 
+/* A pass counts where it was called. Autograd's threads only call one inside of a pass that counts already. */
+void count_backward(Recorder *self, const Stack *stack, int change)
+{
+    if (stack == &self->header->stack) {
+        self->backwards += change;
+    } else if (!is_autograds()) {
+        self->backwards_elsewhere += change;
+    }
+}
+
 /* A span of another thread is no part of the training thread's step, but for recomputation and waiting on autograd's
  * device threads while the training thread is blocked in the backward pass: that time is taken out of the backward
  * phase, which has no more than its own to give where several devices compute at once. What does not count is put down
@@ -62,6 +72,9 @@ uint32_t attribute_elsewhere(Recorder *self, Frame *frame, int64_t end_ns)
 {
     if (self->backwards == 0 || (frame->kind != KIND_RECOMPUTE && frame->kind != KIND_WAIT) || !is_autograds()) {
         return FLAG_OTHER_THREAD;
+    }
+    if (self->backwards_elsewhere > 0) {
+        return FLAG_OTHER_THREAD; /* autograd's thread may be computing for another thread's pass */
     }
     Stack *stack = &self->header->stack;
     uint64_t depth = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
@@ -93,7 +106,9 @@ void spans_drop(Recorder *self, Stack *stack, uint64_t depth)
             continue;
         }
         uint32_t kind = stack->frames[stack->depth].kind;
-        self->backwards -= kind == KIND_BACKWARD;
+        if (kind == KIND_BACKWARD) {
+            count_backward(self, stack, -1);
+        }
         if (self->nvtx_pop != NULL) {
             Py_XDECREF(call_kept(self->nvtx_pop, NULL, 0));
             if (self->header == NULL) {
@@ -114,10 +129,11 @@ uint32_t kind_of_call(Recorder *self, Stack *stack)
             return KIND_MODULE;
         }
         if (kind == KIND_BACKWARD) {
-            break;
+            return KIND_RECOMPUTE;
         }
     }
-    return self->backwards > 0 ? KIND_RECOMPUTE : KIND_FORWARD;
+    int inside_backward = self->backwards > 0 && (stack == &self->header->stack || is_autograds());
+    return inside_backward ? KIND_RECOMPUTE : KIND_FORWARD;
 }
 
 /* Closes the innermost open span of that kind and name. There may be none: it was dropped, and counted, when a span
@@ -433,6 +449,48 @@ static PyObject *recorder_start_thread_time(Recorder *self, PyObject *unused)
                            thread_time_start(&self->thread_time));
 }
 
+/* take_over(owner_ended): makes the calling thread the owner. Returns whether it is the owner afterwards. Refuses while
+ * the owner is inside a span, unless its thread has ended, and while the caller is inside a span that is no section. */
+static PyObject *recorder_take_over(Recorder *self, PyObject *owner_ended)
+{
+    if (self->header == NULL) {
+        Py_RETURN_FALSE;
+    }
+    if (this_thread() == self->owner) {
+        Py_RETURN_TRUE;
+    }
+    Stack *here = &self->header->stack, *there = other_thread_spans(self);
+    if (there->depth > MAX_FRAMES || (here->depth > 1 && owner_ended != Py_True)) {
+        Py_RETURN_FALSE;
+    }
+    for (uint64_t depth = 1; depth < there->depth; depth++) {
+        if (there->frames[depth].kind != KIND_SECTION) {
+            Py_RETURN_FALSE;
+        }
+    }
+    if (here->depth > 1) {
+        self->header->unbalanced += here->depth - 1;
+        spans_drop(self, here, 1);
+        if (self->header == NULL) {
+            Py_RETURN_FALSE;
+        }
+    }
+    for (uint64_t depth = 1; depth < there->depth; depth++) {
+        here->frames[depth] = there->frames[depth];
+        self->contexts[depth] = thread_spans.contexts[depth];
+        self->device_marks[depth] = NO_DEVICE_MARK;
+    }
+    here->depth = there->depth;
+    there->depth = 1;
+    self->owner = this_thread();
+    if (self->thread_time.on) {
+        thread_time_stop(&self->thread_time);
+        memset(&self->thread_time, 0, sizeof(self->thread_time));
+        thread_time_start(&self->thread_time);
+    }
+    Py_RETURN_TRUE;
+}
+
 /* Around a wait that is no span: the end of the backward pass. */
 static PyObject *recorder_own_work_paused(Recorder *self, PyObject *unused)
 {
@@ -562,6 +620,7 @@ static PyMethodDef recorder_methods[] = {
     {"begin_wait", (PyCFunction)recorder_begin_wait, METH_NOARGS, NULL},
     {"end_wait", FASTCALL(recorder_end_wait), METH_FASTCALL, NULL},
     {"start_thread_time", (PyCFunction)recorder_start_thread_time, METH_NOARGS, NULL},
+    {"take_over", (PyCFunction)recorder_take_over, METH_O, NULL},
     {"own_work_paused", (PyCFunction)recorder_own_work_paused, METH_NOARGS, NULL},
     {"own_work_resumed", (PyCFunction)recorder_own_work_resumed, METH_NOARGS, NULL},
     {"now_ns", (PyCFunction)recorder_now_ns, METH_NOARGS, NULL},

@@ -42,7 +42,7 @@ typedef struct {
     Record *records;
     uint64_t mask;
     uint64_t generation; /* tells this recorder's names and thread stacks from those of an earlier one */
-    uintptr_t owner;     /* the thread whose open spans are kept in the ring file */
+    uintptr_t owner;     /* the recorded thread: its open spans are kept in the ring file */
     PyObject *intern;
     PyObject *clock; /* NULL: CLOCK_MONOTONIC */
     PyObject *nvtx_push, *nvtx_pop, *nvtx_attributes;
@@ -54,7 +54,8 @@ typedef struct {
     ThreadTime thread_time;
     int64_t waited_ns; /* how long the owner was blocked in collectives, in total */
     int sampled;   /* not 0: module calls show their arguments and results to their observers */
-    int backwards; /* open BACKWARD spans, on any thread */
+    int backwards; /* open BACKWARD spans of the owner */
+    int backwards_elsewhere; /* the same of the user's other threads */
 } Recorder;
 
 extern Recorder *active_recorder; /* what sections write to; NULL: they do nothing */
@@ -71,6 +72,7 @@ void device_stall(PyObject *function);
 void device_close(Recorder *self, const Frame *frame, uint64_t depth);
 PyObject *recorder_set_device_clock(Recorder *self, PyObject *args);
 PyObject *recorder_record_completed(Recorder *self, PyObject *const *args, Py_ssize_t count);
+void count_backward(Recorder *self, const Stack *stack, int change);
 uint32_t attribute_elsewhere(Recorder *self, Frame *frame, int64_t end_ns);
 void spans_drop(Recorder *self, Stack *stack, uint64_t depth);
 void span_close_named(Recorder *self, uint32_t kind, uint32_t name_id, int64_t end_ns, uint32_t flags,
@@ -241,7 +243,9 @@ static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, ui
     frame->phase_ns = 0;
     frame->name_id = name_id;
     frame->kind = kind;
-    self->backwards += kind == KIND_BACKWARD;
+    if (kind == KIND_BACKWARD) {
+        count_backward(self, stack, 1);
+    }
     frame->start_ns = recorder_now(self);
     return depth;
 }

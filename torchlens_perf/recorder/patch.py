@@ -1,7 +1,8 @@
-"""Replacing an attribute of somebody else's class or module, and putting it back."""
+"""Replace an attribute of another package's class or module, and put it back."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,22 +11,52 @@ from typing import Any
 logger = logging.getLogger("torchlens_perf")
 
 
+@dataclasses.dataclass(eq=False)
+class _Patch:
+    owner: Any
+    name: str
+    replacement: Any
+    original: Any
+    inherited: bool
+    ended: bool = False
+
+    def is_in_place(self) -> bool:
+        return vars(self.owner).get(self.name) is self.replacement
+
+    def undo(self) -> None:
+        if self.inherited:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
+
+
+_patches: dict[tuple[int, str], list[_Patch]] = {}
+"""The patches of each attribute, by the owner's id, the first one first."""
+
+
 @contextmanager
 def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """`owner.name` is `replacement` inside, and what it was before afterwards.
+    """Set `owner.name` to `replacement` inside the context, and to the earlier value afterwards.
 
-    If another tool has wrapped ours meanwhile, its wrapper stays in place: taking it away would undo its work. Ours
-    then passes calls on, because its recorder is closed.
+    Patches of one attribute may end in any order: one that ends below another is undone together with that one. If
+    another tool has wrapped the replacement meanwhile, that wrapper stays, as removing it would undo the tool's work.
+    The replacement then only passes calls on, because its recorder is closed.
     """
     inherited = name not in vars(owner)
     original = getattr(owner, name) if inherited else vars(owner)[name]  # which may be a staticmethod
-    setattr(owner, name, replacement)
+    patch = _Patch(owner, name, replacement, original, inherited)
+    key = id(owner), name
+    stack = _patches.setdefault(key, [])
     try:
+        setattr(owner, name, replacement)
+        stack.append(patch)
         yield
     finally:
-        if vars(owner).get(name) is not replacement:
+        patch.ended = True
+        while stack and stack[-1].ended and stack[-1].is_in_place():
+            stack.pop().undo()
+        if stack and stack[-1] is patch:
             logger.debug("torchlens_perf: %s.%s was wrapped by another tool and is left as it is", owner, name)
-        elif inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
+            stack.pop()
+        if not stack:
+            _patches.pop(key, None)

@@ -74,7 +74,8 @@ class Recorder:
         self.intern = intern
         self.now_ns = clock if clock is not None else time.monotonic_ns
         self.sampled = 0
-        self.backwards = 0
+        self.backwards = 0  # open BACKWARD spans of the owner
+        self._backwards_elsewhere = 0  # the same of the user's other threads
         self.closed = False
         self.generation = next(_generations)
         self._buffer = buffer
@@ -214,6 +215,27 @@ class Recorder:
         if not self._thread_time.available:
             self._stop_thread_time()
         return self._thread_time is not None
+
+    def take_over(self, owner_ended: bool) -> bool:
+        if self.closed:
+            return False
+        here, there = self._frames, self._open_spans()
+        if here is there:
+            return True
+        if (len(here) > 1 and not owner_ended) or any(frame[_KIND] != _SECTION for frame in there[1:]):
+            return False
+        if len(here) > 1:
+            self._words[UNBALANCED] += len(here) - 1
+            self._drop(here, 1)
+            if self.closed:
+                return False
+        here += there[1:]
+        del there[1:]
+        self._owner = _get_ident()
+        if self._thread_time is not None:
+            self._stop_thread_time()
+            self.start_thread_time()
+        return True
 
     def own_work_paused(self) -> None:
         times = self._thread_time
@@ -404,7 +426,7 @@ class Recorder:
         frame = [0, 0, 0, name_id, kind]
         frames.append(frame)
         if kind == _BACKWARD:
-            self.backwards += 1
+            self._count_backward(frames, 1)
         frame[_START] = self.now_ns()
         if kind < _MODULE and frames is self._frames:
             self._show(depth, frame)
@@ -423,7 +445,7 @@ class Recorder:
             kind = frames.pop()[_KIND]
             if kind < _MODULE:
                 if kind == _BACKWARD:
-                    self.backwards -= 1
+                    self._count_backward(frames, -1)
                 if frames is self._frames:
                     self._words[DEPTH] -= 1
             if self._nvtx_push is not None and len(frames) < MAX_FRAMES:
@@ -462,9 +484,17 @@ class Recorder:
         if self._device_marks and frames is self._frames:
             self._close_on_device(kind, frame[_NAME], depth)
 
+    def _count_backward(self, frames: list[Frame], change: int) -> None:
+        if frames is self._frames:
+            self.backwards += change
+        elif not self._autograd_threads.runs_this():
+            self._backwards_elsewhere += change
+
     def _attribute_elsewhere(self, frame: Frame, end_ns: int) -> int:
         if self.backwards == 0 or frame[_KIND] not in (_RECOMPUTE, _WAIT) or not self._autograd_threads.runs_this():
             return _OTHER_THREAD
+        if self._backwards_elsewhere > 0:
+            return _OTHER_THREAD  # autograd's thread may be computing for another thread's pass
         phase = next((each for each in reversed(self._frames[1:]) if each[_KIND] < _MODULE), self._frames[0])
         if phase[_KIND] != _BACKWARD or frame[_START] < phase[_START]:
             return _OTHER_THREAD
@@ -669,8 +699,9 @@ def _kind_of_call(recorder: Recorder, frames: list[Frame]) -> int:
         if frame[_KIND] == _FORWARD or frame[_KIND] == _RECOMPUTE:
             return _MODULE
         if frame[_KIND] == _BACKWARD:
-            break
-    return _RECOMPUTE if recorder.backwards > 0 else _FORWARD
+            return _RECOMPUTE
+    inside_backward = recorder.backwards > 0 and (frames is recorder._frames or recorder._autograd_threads.runs_this())
+    return _RECOMPUTE if inside_backward else _FORWARD
 
 
 def _waits(frames: list[Frame]) -> bool:

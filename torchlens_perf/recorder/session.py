@@ -17,6 +17,7 @@ from torchlens_perf.errors import ConfigError, HookUnavailable, guard, swallowed
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.recorder import LOADING_PROBLEM, NATIVE, Recorder
 from torchlens_perf.recorder.sampling import Boundary, SamplingSchedule
+from torchlens_perf.recorder.training_thread import TrainingThread
 from torchlens_perf.run.clock import Clock, HostClock
 from torchlens_perf.run.identity import job_store, model_digest
 from torchlens_perf.run.processes import age_s
@@ -32,6 +33,7 @@ logger = logging.getLogger("torchlens_perf")
 
 _AT_STEP = guard("work at a step's end")
 _THROTTLE_NS = 50_000_000
+_CHANGE_TIMEOUT_S = 2.0
 _MAX_NOTES = 24  # they share 8 KB with all else that the sidecar must know
 _COMPILED = int(Flag.COMPILED)
 _SAMPLED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.SAMPLED, Flag.MANUAL, Flag.INFERENCE))
@@ -88,6 +90,7 @@ class Session:
         self.identity = identity
         self.ring_path = ring.path
         self.recorder = Recorder(ring.buffer, self.intern, now_ns)
+        self.thread = TrainingThread(self.recorder, self.note)
         self.host_clock = HostClock()
         self.clock: Clock = self.host_clock  # of marks that may be read later; a device's, once there is one
         self.stalls: Stalls | None = None  # while that is a device's
@@ -123,6 +126,9 @@ class Session:
         self._report: dict[str, Any] = {}
         self._module_names: set[str] = set()
         self._attached = ExitStack()
+        self._detached = False
+        # Held while hooks are attached, detached, or work at a step's end: each may be on another thread.
+        self._changing = threading.RLock()
 
     # -- for hooks
 
@@ -287,22 +293,30 @@ class Session:
         recorder.activate()
 
     def attach(self, hooks: Sequence[Hook]) -> None:
-        """Attaches the hooks in order. One that is unavailable is left out, and noted. Raises ConfigError."""
-        for hook in hooks:
-            attached = False
-            try:
-                with guard(f"attaching {hook.name}", passes=(HookUnavailable, ConfigError)):
-                    self._attached.enter_context(hook.attach(self))
-                    attached = True
-            except HookUnavailable as unavailable:
-                self.note(f"{hook.name}: {unavailable}")
-            else:
-                if not attached:
-                    self.note(f"{hook.name} could not be attached: see the job's log")
-        self.publish()
+        """Attach the hooks in order. An unavailable hook is left out, and noted. Raises ConfigError."""
+        with self._changing:
+            if self._detached:
+                return
+            for hook in hooks:
+                self._attach(hook)
+            self.publish()
+
+    def _attach(self, hook: Hook) -> None:
+        attached = False
+        try:
+            with guard(f"attaching {hook.name}", passes=(HookUnavailable, ConfigError)):
+                self._attached.enter_context(hook.attach(self))
+                attached = True
+        except HookUnavailable as unavailable:
+            self.note(f"{hook.name}: {unavailable}")
+        else:
+            if not attached:
+                self.note(f"{hook.name} could not be attached: see the job's log")
 
     @guard("step boundary")
     def manual_step(self, tokens: int | None = None) -> None:
+        if not self.thread.may_end_step():
+            return
         if self._loop is not None and not self._loop.manual_step():
             return
         if tokens is not None:
@@ -311,9 +325,13 @@ class Session:
 
     def end_step(self, flags: int = 0) -> None:
         """Closes the step in progress and decides whether the next one is sampled. Its callers are guarded."""
-        recorder, loop = self.recorder, self._loop
-        if recorder.closed or loop is None:
-            return
+        if self._loop is not None and not self.recorder.closed:
+            with self._changing:
+                if not self._detached:
+                    self._end_step(self._loop, flags)
+
+    def _end_step(self, loop: Loop, flags: int) -> None:
+        recorder = self.recorder
         start_ns, charged_ns = recorder.now_ns(), self._overhead_ns
         self.training_steps += not flags & _INFERENCE
         if self._at_step:
@@ -348,10 +366,10 @@ class Session:
         return Boundary(self.recorder.step, self.recorder.now_ns(), self.recorder.tool_ns - self._overhead_ns)
 
     def close(self, report: dict[str, Any]) -> None:
-        """Detaches everything, last first, and ends the ring file. report: how rank 0 wants the report."""
+        """Detach everything, last first, and end the ring file. report: how rank 0 wants the report."""
         try:
             with guard("detaching"):
-                self._attached.close()
+                self._detach()
             self._report = report
             with guard("telling the sidecar of the end"):
                 self.publish()
@@ -360,6 +378,16 @@ class Session:
             self.recorder.close()
             self._ring.close()
 
+    def _detach(self) -> None:
+        # With a limit: a callback of the user's may wait for this thread at the step's end.
+        waited = self._changing.acquire(timeout=_CHANGE_TIMEOUT_S)
+        try:
+            self._detached = True
+            self._attached.close()
+        finally:
+            if waited:
+                self._changing.release()
+
     def abandon(self) -> None:
         """In a forked child: records nothing more and detaches everything. The ring file stays the parent's.
 
@@ -367,6 +395,7 @@ class Session:
         """
         swallowed.on_error = None
         self.recorder.abandon()
+        self._detached = True
         with guard("detaching in a forked child"):
             self._attached.close()
 

@@ -42,6 +42,11 @@ class _Turns:
         self._counts[position] += 1
         return self._turns == _KNOWN_AFTER
 
+    def leave_out(self, position: int) -> None:
+        """Another loop steps this one. One at least is kept."""
+        if len(self._once) > 1:
+            self._once.discard(position)
+
     @property
     def last(self) -> int:
         """The last of those that do."""
@@ -135,6 +140,12 @@ class StepRule:
         if self._others:
             self._others.clear()
         return self._ends()
+
+    def stepped_elsewhere(self, passed: int) -> None:
+        """An optimizer passed to watch(), by its position, steps in another thread's loop: it ends no step here."""
+        self._turns.leave_out(passed)
+        if self._last == passed:
+            self._last, self.ending = self._turns.last, None
 
     def _takes_over(self, optimizer: int, passed: int | None, patience: int | None) -> bool:
         """Whether this one ends the steps from now on: it is the first one, or the one that ended them has gone."""

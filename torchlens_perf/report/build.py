@@ -34,7 +34,7 @@ from torchlens_perf.report.heat_map import heat
 from torchlens_perf.report.held import RunSoFar
 from torchlens_perf.report.judged_windows import JudgedWindows
 from torchlens_perf.report.module_rows import module_rows, section_rows
-from torchlens_perf.report.step_classes import phases, sampled_lack_of_cpu, step_classes, typical_step
+from torchlens_perf.report.step_classes import other_threads, phases, sampled_lack_of_cpu, step_classes, typical_step
 from torchlens_perf.report.step_history import step_history
 from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
@@ -351,6 +351,7 @@ def _rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
         "work_s": distribution(statistics.work) if statistics.work.count else None,
         "typical": typical,
         "phases": {} if typical is None else phases(statistics, typical),
+        "other_threads": other_threads(statistics),
         "not_measured": process.not_measured,
         "memory": memory_of(process),
         "out_of_memory": process.out_of_memory,

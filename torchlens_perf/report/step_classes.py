@@ -71,6 +71,12 @@ def typical_step(statistics: RankStatistics) -> TypicalStep | None:
     }
 
 
+def other_threads(statistics: RankStatistics) -> dict[str, float]:
+    """Seconds per step of the phases that ran on threads other than the recorded one."""
+    steps = max(1, statistics.step.count)
+    return {phase: total_ns / 1e9 / steps for phase, total_ns in statistics.other_threads_ns.items()}
+
+
 def phases(statistics: RankStatistics, typical: TypicalStep) -> dict[str, Phase]:
     """Return each part of the step: typical_s and share of the typical step, p50_s and mean_s of all steps."""
     return {

@@ -336,6 +336,39 @@ def test_what_to_do_first(parts: dict[str, float], kind: str, next_words: str) -
     assert next_words in verdict["text"].partition(" Next: ")[2]
 
 
+class TestOtherThreads:
+    @staticmethod
+    def verdict(parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any) -> dict[str, Any]:
+        """Of steps of these parts, while other threads spend so much on a phase in each of them."""
+        state = state_of(0, 1, [{**BASE, **parts} for _ in range(60)], **changed)
+        steps = state.statistics.step.count
+        state.statistics.other_threads_ns = {phase: int(ms * 1e6 * steps) for phase, ms in elsewhere_ms.items()}
+        return checked(build("r", [NodeState("h", {state.identity.key: state})]))["verdicts"][-1]
+
+    @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
+    def test_host_code_is_no_verdict_while_other_threads_work(self, phase: str) -> None:
+        """The step may wait for them there: that is no reason to look at logging."""
+        verdict = self.verdict({"host": 40.0}, {phase: 30.0})
+
+        assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
+        assert "30.0 ms a step" in verdict["text"]
+        assert "spends 73% (40.0 ms) of a step outside of its own phases" in verdict["text"]
+        assert "Host code" not in verdict["text"]
+        assert "logging" not in verdict["text"]
+        assert verdict["evidence"]["other_threads_s"] == {phase: pytest.approx(0.03)}
+
+    @pytest.mark.parametrize(
+        ("parts", "elsewhere_ms", "kind"),
+        [({"host": 40.0}, {}, "host_bound"), ({"host": 40.0}, {"forward": 1.0}, "host_bound"),
+         ({"host": 0.1}, {"forward": 30.0}, "compute_bound"), ({"data": 40.0}, {"forward": 30.0}, "data_bound")],
+    )  # fmt: skip
+    def test_what_limits_the_recorded_thread_otherwise_is_said(
+        self, parts: dict[str, float], elsewhere_ms: dict[str, float], kind: str
+    ) -> None:
+        """Work on other threads explains no more than time outside of the phases."""
+        assert self.verdict(parts, elsewhere_ms)["kind"] == kind
+
+
 class TestOnADevice:
     def test_without_device_times_it_is_not_known(self) -> None:
         """What the host did is no answer, and is not sold as one."""

@@ -17,6 +17,7 @@ from tests.support.recorders import IDS, IMPLEMENTATIONS
 from torchlens_perf.hooks.on_device import clock
 from torchlens_perf.hooks.on_device.clock import EventClock
 from torchlens_perf.hooks.on_device.stalls import Stalls
+from torchlens_perf.recorder.training_thread import TrainingThread
 from torchlens_perf.run.ring import Kind
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
@@ -34,6 +35,7 @@ class Loop(CollectiveRig):
         self.device_clock = EventClock(self.fake, self.fake.now_ns)
         self.session: Any = type("Session", (), {"intern": self.ring.intern, "collective_listener": None})()
         self.session.recorder = self.recorder
+        self.session.thread = TrainingThread(self.recorder, lambda note: None)
         self.spans: list[tuple[int, ...]] = []
         self.stalls = Stalls(self.session, self.device_clock, lambda *span: self.spans.append(span))
         self.recorder.set_device_clock(None, None, self.stalls.begin_wait, self.stalls.end)

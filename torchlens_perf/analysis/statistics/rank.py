@@ -35,6 +35,7 @@ _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 _LITTLE_LACK = 0.02  # of a window's step: what lacks a CPU for less is not kept
 _NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
 _PHASES = tuple(map(int, (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT)))
+_ON_OTHER_THREADS = {Kind.DATA: "data", Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
 _CALLS, _FORWARD_PHASES = (int(Kind.MODULE), int(Kind.FORWARD)), (int(Kind.FORWARD), int(Kind.RECOMPUTE))
 
 
@@ -325,6 +326,8 @@ class RankStatistics:
     section_hosts: dict[str, Sketch] = field(default_factory=dict)
     """By section, the host code in it, outside of all phases: of each usual step in which there is some."""
     collectives: dict[str, CollectiveCount] = field(default_factory=dict)
+    other_threads_ns: dict[str, int] = field(default_factory=dict)
+    """Time of the phases that threads other than the recorded one ran, in all steps but the warm-up."""
     memory_bytes: int = 0
     memory_max_bytes: int = 0
     micro_steps: int = 1
@@ -348,6 +351,7 @@ class RankStatistics:
             is_warm = records["step"] >= self.first_step + WARM_UP_STEPS
             warm = records if is_warm.all() else records[is_warm]  # most are, and a copy takes long
         self._add_named(warm, names)
+        self._add_other_threads(warm)
         self._add_lengths(records, steps, names)
         self._add_section_hosts(records, steps, names)
         self.device.add(warm, names)
@@ -472,6 +476,14 @@ class RankStatistics:
         found, order, starts = _by_kind_and_name(kinds[usual], name_ids[usual])
         called = [name_of(names, name_id).removeprefix("forward ") for _, name_id in found]
         add_to_each([self.modules.setdefault(name, Sketch()) for name in called], own_ns[usual][order], starts)
+
+    def _add_other_threads(self, records: npt.NDArray[np.void]) -> None:
+        there = records[(records["flags"] & Flag.OTHER_THREAD) != 0]
+        for kind, phase in _ON_OTHER_THREADS.items() if len(there) else ():
+            spans = there[there["kind"] == kind]
+            if len(spans):
+                own_ns = int((spans["duration_ns"] - spans["phase_ns"]).sum())
+                self.other_threads_ns[phase] = self.other_threads_ns.get(phase, 0) + own_ns
 
     def _add_named(self, records: npt.NDArray[np.void], names: list[str]) -> None:
         rows = np.flatnonzero(np.isin(records["kind"], _NAMED))

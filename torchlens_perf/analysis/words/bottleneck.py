@@ -21,6 +21,7 @@ from torchlens_perf.analysis.words.evidence import (
     DeviceStepEvidence,
     LongSteps,
     NotKnownEvidence,
+    OtherThreadsEvidence,
     SampledEvidence,
     TypicalStepEvidence,
     Verdict,
@@ -169,6 +170,9 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
             f"steps are too short to say where. Next: {CPU_ACTION}"
         )
         return Verdict("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, SampledEvidence(sampled))
+    unrecorded = _on_other_threads(report, found)
+    if unrecorded is not None:
+        return unrecorded
     worth = [each for each in worth if each is not first]
     if first.kind == "host_bound":
         first, *rest = _in_sections(report, first, step_s)
@@ -183,6 +187,25 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
     text += f"{_kinds_of_steps(report)} Next: {following.action}"
     evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *everything.waits)})
     return Verdict(first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence)
+
+
+def _on_other_threads(report: Facts, found: Spent) -> Verdict | None:
+    """The verdict where the recorded thread's host code is the limit, and other threads do a step's work meanwhile."""
+    ranks, outside = report["ranks"], found.limit
+    total_s: dict[str, float] = {}
+    for phase, seconds in (item for rank in ranks for item in rank["other_threads"].items()):
+        total_s[phase] = total_s.get(phase, 0.0) + seconds
+    others = {phase: seconds / len(ranks) for phase, seconds in sorted(total_s.items(), key=lambda item: -item[1])}
+    if outside.kind != "host_bound" or sum(others.values()) < _WASTE_FIRST * outside.seconds:
+        return None
+    shown = ", ".join(f"{phase_name(phase)} {duration(seconds)}" for phase, seconds in others.items())
+    text = (
+        f"What limits the step is not known: threads that are not recorded do part of the work ({shown} a step). "
+        f"The recorded thread spends {_of(outside.seconds, found.step_s)} of a step outside of its own phases, and may "
+        "be waiting for them there. Next: enter watch() on the thread that trains, or wrap the wait in perf.section()."
+    )
+    evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
+    return Verdict("not_known", None, None, None, None, None, 0.0, text, evidence)
 
 
 def _of(seconds: float, step_s: float) -> str:
@@ -299,6 +322,9 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
     lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
     found = spent(step_s, parts, lack, device=True, look_at=_look_at(report))
     found = found.without("communication_bound") if waits_explained else found
+    unrecorded = _on_other_threads(report, found)
+    if unrecorded is not None:
+        return unrecorded
     computing_s, worth, first = found.computing.seconds, found.worth_naming, found.limit
     caught_up = [each["caught_up"] for each in timed if each["caught_up"] is not None]
     share = sum(caught_up) / len(caught_up) if caught_up else 0.0

@@ -159,6 +159,16 @@ class TooDeepEvidence(Struct, frozen=True):
     """How many such spans there were."""
 
 
+class OtherThreadsEvidence(Struct, frozen=True):
+    """Of steps in which threads that are not recorded do the work. Seconds per step, the mean over ranks."""
+
+    step_s: float
+    outside_s: float
+    """What the recorded thread spends outside of its phases."""
+    other_threads_s: dict[str, float]
+    """By phase, what other threads spend meanwhile."""
+
+
 class NobodySlowEvidence(Struct, frozen=True):
     """Of ranks of which none stands out."""
 
@@ -224,6 +234,7 @@ Evidence = (
     | SampledEvidence
     | NotKnownEvidence
     | TooDeepEvidence
+    | OtherThreadsEvidence
     | NobodySlowEvidence
     | NotComparedEvidence
     | NoStepsEvidence
@@ -255,7 +266,7 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "host_bound": (*_BY_STEP, CaughtUpEvidence),
     "lack_of_cpu": (*_BY_STEP, SampledEvidence),
     "long_steps": (LongSteps,),
-    "not_known": (NotKnownEvidence, TooDeepEvidence),
+    "not_known": (NotKnownEvidence, TooDeepEvidence, OtherThreadsEvidence),
     "none": (NobodySlowEvidence, NotComparedEvidence, WarmUpEvidence),
     "not_compared": (NotComparedEvidence,),
     "no_steps": (NoStepsEvidence,),

@@ -217,6 +217,8 @@ class Rank(TypedDict):
     work_s: Distribution | None
     typical: TypicalStep | None
     phases: dict[str, Phase]
+    other_threads: dict[str, float]
+    """Seconds per step of phases that ran on threads other than the recorded one: no part of the step's time."""
     not_measured: list[str]
     """What is missing."""
     memory: Memory

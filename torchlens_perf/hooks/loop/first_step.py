@@ -11,13 +11,16 @@ import multiprocessing
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.loop.optimizer import relay
 from torchlens_perf.hooks.loop.trained_models import living, living_optimizers
 from torchlens_perf.recorder import torch_private
+from torchlens_perf.recorder.patch import patched
 
 Start = Callable[[Any], None]
 """Gets the optimizer that has just stepped; None where a loop without one has made a backward pass."""
@@ -31,11 +34,11 @@ class FirstStep:
 
     def __init__(self, start: Start) -> None:
         self._start = start
-        self._run_backward: Callable[..., Any] | None = None  # torch's own
-        self._counted: Callable[..., Any] | None = None  # ours in its place
-        self._open = 0  # backward passes in progress
+        self._patches = ExitStack()
+        self._thread = threading.local()  # open: its backward passes in progress
         self._passes = 0  # that have ended
         self._pid = os.getpid()
+        self._removed = False
 
     def install(self) -> None:
         """Not from inside of an optimizer's step."""
@@ -49,12 +52,8 @@ class FirstStep:
         if relay.after == self._optimizer_stepped:
             relay.after = None
         atexit.unregister(self._process_ends)
-        if self._counted is not None:
-            import torch.autograd
-
-            if torch.autograd._engine_run_backward is self._counted:
-                torch.autograd._engine_run_backward = self._run_backward
-            self._counted = None
+        self._removed = True
+        self._patches.close()
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         stop_waiting()
@@ -64,20 +63,23 @@ class FirstStep:
     def _count_backwards(self) -> None:
         import torch.autograd
 
-        self._run_backward = run_backward = torch.autograd._engine_run_backward
+        run_backward, thread = torch.autograd._engine_run_backward, self._thread
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self._open += 1
+            if self._removed:
+                return run_backward(*args, **kwargs)
+            outer = getattr(thread, "open", 0)
+            thread.open = outer + 1
             try:
                 result = run_backward(*args, **kwargs)
             finally:
-                self._open -= 1
-            if self._counted is counted and not self._open:
+                thread.open = outer
+            if not outer and not self._removed:
                 self._backward_ended()
             return result
 
-        self._counted = torch_private.break_in_compiled_code(counted)
-        torch.autograd._engine_run_backward = counted
+        torch_private.break_in_compiled_code(counted)
+        self._patches.enter_context(patched(torch.autograd, "_engine_run_backward", counted))
 
     @guard("starting at a backward pass")
     def _backward_ended(self) -> None:

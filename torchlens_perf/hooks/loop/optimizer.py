@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
+from torchlens_perf.recorder.training_thread import Work
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -106,11 +107,14 @@ class OptimizerHook:
     def attach(self, session: Session) -> Iterator[None]:
         import torch
 
-        recorder, opened = session.recorder, self._open
+        recorder, thread, opened = session.recorder, session.thread, self._open
         name_ids: dict[type, int] = {}
         closure_id = session.intern("optimizer closure")
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+            if not thread.does(Work.OPTIMIZER):
+                self._loop.optimizer_elsewhere(optimizer)
+                return None
             name_id = name_ids.get(type(optimizer))
             if name_id is None:
                 name_id = name_ids[type(optimizer)] = session.intern(f"optimizer {type(optimizer).__name__}")
@@ -148,6 +152,8 @@ class OptimizerHook:
                     return
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not thread.is_current():
+                return
             self._ended += 1
             while opened:
                 identity, name_id = opened.pop()
@@ -169,7 +175,7 @@ class OptimizerHook:
         scaled_step = torch.amp.GradScaler.step
 
         def noticed_step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder.closed or torch.compiler.is_compiling():
+            if recorder.closed or torch.compiler.is_compiling() or not thread.is_current():
                 return scaled_step(scaler, *args, **kwargs)
             ended = self._ended
             result = scaled_step(scaler, *args, **kwargs)

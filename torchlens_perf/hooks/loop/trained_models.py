@@ -40,7 +40,7 @@ class TrainedModels:
     def _trained_by(self, optimizer: Optimizer) -> list[NamedModel]:
         stepped = {id(parameter) for parameter in parameters_of(optimizer)}
         alive = [NamedModel(module, name) for reference, name in self._known if (module := reference()) is not None]
-        return [each for each in alive if any(id(parameter) in stepped for parameter in each.module.parameters())]
+        return [each for each in alive if any(id(parameter) in stepped for parameter in _parameters(each.module))]
 
     def _add_models(self, optimizer: Optimizer) -> None:
         """All models that any optimizer trains, so that each has a name of its own from the first one on."""
@@ -49,7 +49,7 @@ class TrainedModels:
         new = [
             module
             for module in top_modules()
-            if id(module) not in known and any(id(parameter) in trained for parameter in module.parameters())
+            if id(module) not in known and any(id(parameter) in trained for parameter in _parameters(module))
         ]
         several = len(new) + len(self._known) > 1
         names = names_of(new, taken=[name for _, name in self._known]) if several else [""] * len(new)
@@ -76,13 +76,24 @@ def top_modules() -> list[Module]:
 
     # A module whose constructor is still running, or has failed, has no children yet.
     modules = [each for each in living(Module) if "_modules" in each.__dict__]
-    children = {id(child) for module in modules for child in module.children()}
+    children = {id(child) for module in modules for child in list(module.__dict__["_modules"].values())}
     return [module for module in modules if id(module) not in children]
 
 
+def _parameters(module: Module) -> list[Any]:
+    """The module's parameters; none of a module that another thread is building."""
+    try:
+        return list(module.parameters())
+    except RuntimeError:  # a dictionary changed its size
+        return []
+
+
 def models_with_gradients() -> list[NamedModel]:
-    """The outermost modules that a backward pass has reached: where no optimizer says what is trained."""
+    """The outermost modules that a backward pass has reached: where no optimizer says what is trained.
+
+    Not while another thread may run a backward pass: it writes what is read here.
+    """
     with torch_private.out_of_sight()():
-        models = [each for each in top_modules() if any(p.grad is not None for p in each.parameters())]
+        models = [each for each in top_modules() if any(p.grad is not None for p in _parameters(each))]
     names = names_of(models) if len(models) > 1 else [""] * len(models)
     return [NamedModel(model, name) for model, name in zip(models, names, strict=True)]

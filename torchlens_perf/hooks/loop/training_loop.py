@@ -16,6 +16,7 @@ from torchlens_perf.hooks.loop.trained_models import TrainedModels, living_optim
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.session import StepContent
 from torchlens_perf.recorder.steps import NEVER, EvaluationRule, StepRule
+from torchlens_perf.recorder.training_thread import Work
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchlens_perf.recorder.session import Session
+    from torchlens_perf.recorder.training_thread import TrainingThread
 
 RECOMPUTE = "recompute"  # a part of the step, as the report names it
 _INSIDE_BACKWARD = 0  # stands for all optimizers that step there, often one for each parameter; no object has this id
@@ -66,10 +68,11 @@ class Accumulation:
 
     Counting forward or backward passes would take a GAN's two losses, or a gradient penalty, for accumulation. So one
     gradient of each optimizer that has stepped is looked at: a backward pass that finds one and changes it adds to it.
-    On the training thread.
+    On the training thread, and only until another thread runs a backward pass: that may write the same gradients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thread: TrainingThread) -> None:
+        self._thread = thread
         self._samples: dict[int, _Sample] = {}  # by the optimizer's id
         self._out_of_sight = torch_private.out_of_sight()
         self._most = 0  # in the step in progress
@@ -85,7 +88,12 @@ class Accumulation:
 
     def look(self, *, ended: bool) -> None:
         """When the outermost backward pass begins, and when it has ended."""
-        if self._samples:
+        if not self._samples:
+            return
+        with self._thread.gradients:
+            if not self._thread.reads_gradients:
+                self._samples.clear()
+                return
             with self._out_of_sight():
                 for sample in self._samples.values():
                     sample.look(ended=ended)
@@ -132,13 +140,14 @@ class TrainingLoop:
         self.passed = passed
         self._rule = StepRule(len(passed))
         self._evaluations = EvaluationRule()
-        self._accumulation = Accumulation()
+        self._accumulation = Accumulation(session.thread)
         self._trained = TrainedModels()
         self._optimizers: dict[int, _Stepped] = {}  # that have stepped, by id, which a later one may have again
         self._made: dict[int, tuple[weakref.ref[Any], int]] = {}  # optimizers made meanwhile, and self._count then
         self._count = 0  # steps of optimizers
         self._patience: dict[tuple[int, int], int | None] = {}  # of an optimizer with another one that ends the steps
         self._said: set[str] = set()
+        self._elsewhere: set[int] = set()  # optimizers that step on other threads, by id
         self._models_given = False
         self._roots: list[weakref.ref[Module]] = []  # models that are watched
         self._inside: list[Optimizer] = []  # that have stepped in the backward pass in progress
@@ -156,12 +165,14 @@ class TrainingLoop:
 
     def begins_after_step_of(self, optimizer: Optimizer) -> None:
         """The loop goes on: this optimizer has just stepped."""
+        self._session.thread.does(Work.OPTIMIZER)
         self._count += 1
         self._rule.optimizer_stepped(id(optimizer), self._add(optimizer).position)
         self._watch_models_of(optimizer)
 
     def begins_without_optimizer(self) -> None:
         """The loop goes on, after a backward pass, and there is no optimizer."""
+        self._session.thread.does(Work.BACKWARD)
         self._rule.no_optimizer(alive=False)
         self._backwards_are_steps()
 
@@ -191,6 +202,14 @@ class TrainingLoop:
         self._stepped(id(optimizer), known.position, optimizer, is_new=is_new)
         if is_new:
             self._watch_models_of(optimizer)
+
+    def optimizer_elsewhere(self, optimizer: Optimizer) -> None:
+        """An optimizer steps on a thread that is not recorded."""
+        if id(optimizer) not in self._elsewhere:
+            self._elsewhere.add(id(optimizer))
+            position = self.passed.position(optimizer)
+            if position is not None:
+                self._rule.stepped_elsewhere(position)
 
     @guard("begin of a backward pass")
     def backward_begins(self) -> None:
@@ -332,7 +351,14 @@ class TrainingLoop:
             "it better"
         )
         if not self._models_given:
-            self._watch([each for each in models_with_gradients() if not self._is_watched(each.module)])
+            self._watch(self._models_with_gradients())
+
+    def _models_with_gradients(self) -> list[NamedModel]:
+        with self._session.thread.gradients:
+            if self._session.thread.reads_gradients:
+                return [each for each in models_with_gradients() if not self._is_watched(each.module)]
+        self._session.note("models are not timed, as several threads train: pass them to watch(model)")
+        return []
 
     @guard("finding the trained models")
     def _watch_models_of(self, optimizer: Optimizer) -> None:

@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.recorder.autograd_threads import AutogradThreads
 from torchlens_perf.run.clock import LONGEST_MARK_NS
 from torchlens_perf.run.ring import Kind
 
@@ -37,8 +36,6 @@ class Stalls:
         self._session, self._recorder = session, session.recorder
         self._clock = clock
         self._span_marked = span_marked
-        self._training_thread = threading.get_ident()
-        self._autograd_threads = AutogradThreads()
         self._wait, self._collective = session.intern("wait"), session.intern("synchronous collective")
         self._open = threading.Lock()  # never waited for: who has it is inside of a stall
         self._holder = _NOBODY  # the thread that has it
@@ -56,7 +53,7 @@ class Stalls:
         if self._holder == thread:
             self._depth += 1
             return None
-        if not self._is_ours(thread):
+        if not self._session.thread.is_current():  # another thread of the user's may wait while the device computes
             return None
         mark = self._begin_stall(name_id, thread)
         self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
@@ -164,9 +161,3 @@ class Stalls:
             self._clock.open_ended += 1
         else:
             self._span_marked(_WAIT, name_id, begin, mark)
-
-    def _is_ours(self, thread: int) -> bool:
-        """Another thread of the user's may be blocked while the device computes: no stall."""
-        if thread == self._training_thread:
-            return True
-        return bool(self._recorder.backwards) and self._autograd_threads.runs_this()

@@ -1,0 +1,69 @@
+"""Two threads that train at once: the process neither crashes nor computes anything else than without us."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.long import long
+from tests.support.processes import SCRIPTS
+from tests.support.recorded_run import environment
+
+SCRIPT = SCRIPTS / "train_in_threads.py"
+LIKES = ["trials", "grad", "inputs", "accumulates", "federated"]
+WATCHED = ["all", "each", "autoload", "run"]
+RUNS = 50
+
+
+def train(folder: Path, like: str, watched: str, steps: int = 300) -> str:
+    """Returns what the script prints. Fails if it ends otherwise than by itself."""
+    told = {"TORCHLENS_PERF": "1" if watched == "autoload" else "0"} if watched in ("autoload", "") else {}
+    python = [sys.executable, *(["-m", "torchlens_perf", "run", "--quiet"] if watched == "run" else [])]
+    command = [*python, str(SCRIPT), like, watched if watched in ("all", "each") else "none", str(steps)]
+    done = subprocess.run(
+        command, env=environment(folder, told), cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout.splitlines()[0]
+
+
+@contextmanager
+def both_cores_busy() -> Iterator[None]:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores]
+    try:
+        yield
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+
+
+@pytest.mark.parametrize(
+    ("like", "watched"),
+    [
+        ("trials", "all"), ("trials", "each"), ("trials", "autoload"), ("trials", "run"), ("federated", "all"),
+        *long(*((like, watched) for like in LIKES[1:-1] for watched in WATCHED)),
+        *long(*(("federated", watched) for watched in WATCHED[1:])),
+    ],
+)  # fmt: skip
+def test_losses_are_those_of_a_run_without_us(tmp_path: Path, like: str, watched: str) -> None:
+    """Searches, ensembles and federated simulations train in threads."""
+    with both_cores_busy():
+        assert train(tmp_path, like, watched) == train(tmp_path, like, "")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("watched", WATCHED)
+def test_no_run_of_fifty_crashes(tmp_path: Path, watched: str) -> None:
+    """A thread of ours that looks at a gradient while it is written crashes most of these runs."""
+    with both_cores_busy():
+        losses = {train(tmp_path, "trials", watched) for _ in range(RUNS)}
+    assert len(losses) == 1

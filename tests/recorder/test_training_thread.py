@@ -1,0 +1,302 @@
+"""Which thread a watch records, and that nothing of another thread's gradients is read."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchlens_perf as perf
+from tests.support.collective_rig import on_thread
+from tests.support.recording import EVERYTHING, Recording, recorded, records_of
+from torchlens_perf.analysis.statistics.rank import RankStatistics
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.run.ring import Flag, Kind
+
+PHASES = [Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER]
+STEPS = 5
+
+
+class Trainer:
+    """A model and its optimizer, which train one step at a time."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(4, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self) -> None:
+        self.model(torch.ones(2, 4)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, count: int = STEPS) -> None:
+        for _ in range(count):
+            self.step()
+
+    def infer(self) -> None:
+        with torch.no_grad():
+            self.model(torch.ones(2, 4))
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def kinds(recording: Recording, *, elsewhere: bool = False) -> Counter[Kind]:
+    """How many spans the recorded thread has of each kind, or the other threads."""
+    return Counter(each.kind for each in recording.records if bool(each.flags & Flag.OTHER_THREAD) == elsewhere)
+
+
+def notes(recording: Recording) -> str:
+    return "; ".join(recording.metadata["notes"])
+
+
+def test_steps_on_another_thread_are_recorded(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    """With their phases; only the pass that shows where the work is done is missing."""
+    trainer = Trainer()
+    with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
+        pool.submit(trainer.steps).result()
+
+    found = kinds(recording)
+    assert (found[Kind.STEP], found[Kind.BACKWARD], found[Kind.OPTIMIZER]) == (STEPS, STEPS, STEPS)
+    assert found[Kind.FORWARD] == STEPS - 1
+    assert "on another thread than the one that entered watch()" in notes(recording)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_steps_of_a_coroutine_are_recorded(tmp_path: Path, by_hand: bool) -> None:
+    """asyncio.to_thread() trains, and the event loop's thread may say where a step ends."""
+    trainer = Trainer()
+
+    async def main(watch: perf.Watch) -> None:
+        for _ in range(STEPS):
+            await asyncio.to_thread(trainer.step)
+            if by_hand:
+                watch.step()
+
+    with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
+        assert recording.watch is not None
+        asyncio.run(main(recording.watch))
+
+    found = kinds(recording)
+    # The first call by hand comes after the optimizer has ended the first step.
+    assert found[Kind.STEP] == STEPS + by_hand
+    assert [found[kind] for kind in PHASES[1:]] == [STEPS, STEPS]
+    # The first forward pass on each thread of the pool comes before that is known to train.
+    assert found[Kind.FORWARD] + kinds(recording, elsewhere=True)[Kind.FORWARD] == STEPS
+
+
+def test_threads_of_a_pool_take_turns(tmp_path: Path) -> None:
+    """Each step runs on another one, while the others wait for work."""
+    trainer, together = Trainer(), threading.Barrier(3)
+    with ThreadPoolExecutor(3) as executor, recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
+        list(executor.map(lambda _: together.wait(60), range(3)))
+        for _ in range(3 * STEPS):
+            executor.submit(trainer.step).result()
+            time.sleep(0.001)
+
+    assert kinds(recording)[Kind.STEP] == 3 * STEPS
+    assert kinds(recording, elsewhere=True)[Kind.BACKWARD] == 0
+
+
+def test_inference_on_another_thread_is_recorded(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    trainer = Trainer()
+    with recorded(tmp_path, trainer.model) as recording:
+        for _ in range(STEPS):
+            pool.submit(trainer.infer).result()
+
+    assert kinds(recording)[Kind.STEP] == STEPS
+    assert kinds(recording)[Kind.FORWARD] == STEPS - 1
+
+
+def test_thread_that_trains_is_recorded_after_another_one_has_inferred(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    """An actor's thread runs the model first, the learner's thread trains it."""
+    trainer = Trainer()
+    with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
+        pool.submit(trainer.infer).result()
+        for _ in range(STEPS):
+            trainer.step()
+            pool.submit(trainer.infer).result()
+
+    here, there = kinds(recording), kinds(recording, elsewhere=True)
+    assert (here[Kind.BACKWARD], here[Kind.OPTIMIZER]) == (STEPS, STEPS)
+    assert there[Kind.FORWARD] >= STEPS
+    assert there[Kind.BACKWARD] == 0
+
+
+def test_second_training_thread_ends_no_step(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    """Its passes are shown as another thread's, and the report says so."""
+    first, second = Trainer(), Trainer()
+    with recorded(tmp_path, [first.model, second.model], [first.optimizer, second.optimizer]) as recording:
+        for _ in range(STEPS):
+            first.step()
+            pool.submit(second.step).result()
+            assert recording.watch is not None
+            pool.submit(recording.watch.step).result()
+
+    here, there = kinds(recording), kinds(recording, elsewhere=True)
+    # Until the second thread has stepped, its optimizer, which was passed last, is taken to end the first step.
+    assert [here[kind] for kind in (Kind.STEP, *PHASES)] == [STEPS - 1, STEPS, STEPS, STEPS]
+    assert (there[Kind.FORWARD], there[Kind.BACKWARD], there[Kind.STEP]) == (STEPS, STEPS, 0)
+    assert "their steps are not counted" in notes(recording)
+    assert recording.unbalanced == recording.internal_errors == 0
+
+
+def test_next_thread_is_recorded_when_the_first_one_has_ended(tmp_path: Path) -> None:
+    """Cross-validation with a thread for each fold."""
+    ended = threading.Event()
+    with recorded(tmp_path) as recording:
+        trainer = Trainer()
+        on_thread(trainer.steps)
+        keeps_its_id = threading.Thread(target=ended.wait)  # the next thread does not get the id of the ended one
+        keeps_its_id.start()
+        on_thread(trainer.steps)
+        ended.set()
+        keeps_its_id.join()
+
+    assert kinds(recording)[Kind.STEP] == 2 * STEPS
+
+
+def test_work_of_other_threads_is_counted_beside_the_steps(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    """The watch's thread is inside of a section, so that it stays the recorded one, and waits for the work."""
+    trainer = Trainer()
+    with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
+        for _ in range(20):
+            with perf.section("request"):
+                pool.submit(trainer.step).result()
+            assert recording.watch is not None
+            recording.watch.step()
+    records = records_of(recording)
+    table, statistics = assemble_steps(records), RankStatistics()
+    statistics.add(records, table, recording.interned, 0)
+
+    assert kinds(recording)[Kind.STEP] == 20
+    assert set(statistics.other_threads_ns) == {"forward", "backward"}
+    assert 0 < sum(statistics.other_threads_ns.values()) <= table.duration_ns.sum()
+    assert "their steps are not counted" in notes(recording)
+
+
+class Counted(nn.Parameter):
+    """Counts how often its gradient is read."""
+
+    reads = 0
+
+    @property
+    def grad(self) -> Any:
+        type(self).reads += 1
+        return super().grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        nn.Parameter.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+
+def compute_backward(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def compute_grad(model: nn.Module) -> None:
+    torch.autograd.grad(model(torch.ones(2, 4)).sum(), list(model.parameters()))
+
+
+def compute_inputs(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward(inputs=list(model.parameters()))
+
+
+@pytest.mark.parametrize("elsewhere", [None, compute_backward, compute_grad, compute_inputs])
+def test_no_gradient_is_read_once_another_thread_computes_some(
+    tmp_path: Path, pool: ThreadPoolExecutor, elsewhere: Callable[[nn.Module], None] | None
+) -> None:
+    """While it is alone, the training thread's gradients are looked at: they tell how often they were added to."""
+    trainer = Trainer()
+    trainer.model.weight = Counted(trainer.model.weight.detach())
+    trainer.optimizer = torch.optim.SGD([trainer.model.weight], lr=0.1)
+    with recorded(tmp_path, trainer.model, trainer.optimizer):
+        trainer.steps(2)
+        if elsewhere is not None:
+            pool.submit(elsewhere, nn.Linear(4, 4)).result()
+        Counted.reads = 0
+        compute_backward(trainer.model)
+        reads = Counted.reads
+
+    assert (reads > 0) == (elsewhere is None)
+
+
+def test_pass_that_began_before_the_watch_is_found(tmp_path: Path) -> None:
+    """It runs on another thread while the hooks are attached, and none of them has seen its begin."""
+    inside, finish = threading.Event(), threading.Event()
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+
+    def hold(_: Any) -> None:
+        inside.set()
+        finish.wait(60)
+
+    y.register_hook(hold)
+    thread = threading.Thread(target=y.backward)
+    thread.start()
+    inside.wait(60)
+    with perf.watch(dir=str(tmp_path), sidecar=False, report=False) as watch:
+        assert watch._session is not None
+        reads = watch._session.thread.reads_gradients
+        finish.set()
+        thread.join()
+    with perf.watch(dir=str(tmp_path), sidecar=False, report=False) as watch:
+        assert watch._session is not None
+        assert (reads, watch._session.thread.reads_gradients) == (False, True)
+
+
+def test_no_model_is_looked_for_by_its_gradient_while_another_thread_computes(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    """A loop without an optimizer, whose models are those that have gradients."""
+    model = nn.Linear(4, 4)
+    gc.collect()  # optimizers of other tests
+    with recorded(tmp_path) as recording:
+        compute_backward(model)
+        pool.submit(compute_backward, nn.Linear(4, 4)).result()
+        compute_backward(model)
+        compute_backward(model)
+
+    assert "pass them to watch(model)" in notes(recording)
+    assert not kinds(recording)[Kind.FORWARD]
+
+
+def test_modules_of_two_threads_keep_their_backward_times_apart(tmp_path: Path) -> None:
+    """Both call the same module at once, in sampled steps."""
+    model, together = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), threading.Barrier(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def infer() -> None:
+        for _ in range(STEPS):
+            together.wait(60)
+            model(torch.ones(2, 4))
+
+    with recorded(tmp_path, model, optimizer, **EVERYTHING) as recording:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        thread = threading.Thread(target=infer)
+        thread.start()
+        for _ in range(STEPS):
+            together.wait(60)
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        thread.join()
+
+    times = [each for each in recording.records if each.kind == Kind.MODULE_BACKWARD and each.name == "0"]
+    assert len(times) == STEPS + 1
+    assert recording.internal_errors == recording.unbalanced == 0

@@ -1,0 +1,138 @@
+"""The one thread that a watch records, and what the user's other threads do meanwhile.
+
+Autograd's state belongs to the thread that runs the backward pass: reading `parameter.grad` while another thread's pass
+writes it crashes the process. So hooks ask here before they look at a tensor, count a pass or end a step.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING
+
+from torchlens_perf.errors import guard
+from torchlens_perf.recorder.autograd_threads import AutogradThreads
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.recorder import Recorder
+
+_MOVED = (
+    "the steps run on another thread than the one that entered watch(): that thread is recorded after its first "
+    "forward pass"
+)
+_REPLACED = (
+    "the model runs on several threads, one after the other: the first forward pass on a new one is no part of its step"
+)
+_NOT_RECORDED = (
+    "other threads run models, train or call w.step() too: a watch records one thread, and their steps are not counted"
+)
+_BUSY_INTERVAL_S = 0.01
+# A thread with no other packages on its stack has no work: it waits in its pool, or hands a result over.
+_POOLS = frozenset({"threading", "queue", "concurrent", "multiprocessing", "asyncio", "selectors", "socket", "anyio"})
+
+
+class Work(enum.IntEnum):
+    """What a thread does. The thread that does the most is the training thread."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    OPTIMIZER = 3
+
+
+class TrainingThread:
+    """Decides which thread is recorded: the one that entered the watch, unless another one does more of a step's work.
+
+    A thread that only serves or waits for the training thread makes way for it, and one that has ended, or waits in its
+    pool for work, for any other. Of two threads that train at once the first one stays.
+    """
+
+    def __init__(self, recorder: Recorder, note: Callable[[str], None]) -> None:
+        self._recorder = recorder
+        self._note = note
+        self._ident = threading.get_ident()
+        self._autograd_threads = AutogradThreads()
+        self._most = 0  # the most that the recorded thread has done
+        self._elsewhere = threading.local()
+        self._busy_s = 0.0  # when the recorded thread was last seen at work
+        self.gradients = threading.RLock()
+        """Held while gradients are read, and while another thread announces its first backward pass."""
+        self.reads_gradients = True
+        """Whether no other thread has run a backward pass. Valid while `gradients` is held."""
+
+    def is_current(self) -> bool:
+        """Whether the calling thread is the recorded one, or computes a device's part of its backward pass."""
+        if threading.get_ident() == self._ident:
+            return True
+        return self._recorder.backwards > 0 and self._autograd_threads.runs_this()
+
+    def does(self, work: Work) -> bool:
+        """Note what the calling thread does. Returns whether it is recorded, which this may have changed."""
+        if threading.get_ident() == self._ident:
+            if work > self._most:
+                self._most = work
+            return True
+        if self._autograd_threads.runs_this():
+            return self._recorder.backwards > 0
+        return bool(self._take_over(work))
+
+    def may_end_step(self) -> bool:
+        """Whether w.step() on the calling thread ends a step: it does not on a thread whose work is not recorded."""
+        if threading.get_ident() == self._ident or not getattr(self._elsewhere, "works", False):
+            return True
+        self._note(_NOT_RECORDED)
+        return False
+
+    def backward_elsewhere(self) -> None:
+        """A backward pass that is not recorded begins on the calling thread."""
+        if self.reads_gradients:
+            with self.gradients:
+                self.reads_gradients = False
+
+    def look_for_passes(self, engine: CodeType | None) -> None:
+        """Find backward passes that other threads began before the hooks were attached.
+
+        engine: the code of torch's function; None where that is not written in Python.
+        """
+        own = threading.get_ident()
+        for ident, frame in sys._current_frames().items():
+            if ident != own and engine is not None and _is_inside(frame, engine):
+                self.backward_elsewhere()
+
+    @guard("finding the thread that trains")
+    def _take_over(self, work: Work) -> bool:
+        more = work > self._most
+        if more or self._has_no_work():
+            ended = self._ident not in sys._current_frames()
+            if self._recorder.take_over(ended):
+                self._ident, self._most = threading.get_ident(), max(int(work), self._most)
+                self._elsewhere.works = False
+                self._note(_MOVED if more else _REPLACED)
+                return True
+        self._elsewhere.works = True
+        self._note(_NOT_RECORDED)
+        return False
+
+    def _has_no_work(self) -> bool:
+        """Whether the recorded thread has ended, or waits in its pool. Does not look again soon after a no."""
+        now_s = time.monotonic()
+        if now_s - self._busy_s < _BUSY_INTERVAL_S:
+            return False
+        frame = sys._current_frames().get(self._ident)
+        while frame is not None:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] not in _POOLS:
+                self._busy_s = now_s
+                return False
+            frame = frame.f_back
+        return True
+
+
+def _is_inside(frame: FrameType | None, code: CodeType) -> bool:
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
