@@ -353,9 +353,10 @@ class TestOtherThreads:
         assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
         assert "30.0 ms a step" in verdict["text"]
         assert "spends 73% (40.0 ms) of a step outside of its own phases" in verdict["text"]
+        assert ("enter watch()" in verdict["text"], "batches" in verdict["text"]) == (phase != "data", phase == "data")
         assert "Host code" not in verdict["text"]
         assert "logging" not in verdict["text"]
-        assert verdict["evidence"]["other_threads_s"] == {phase: pytest.approx(0.03)}
+        assert verdict["evidence"].other_threads_s == {phase: pytest.approx(0.03)}
 
     @pytest.mark.parametrize(
         ("parts", "elsewhere_ms", "kind"),

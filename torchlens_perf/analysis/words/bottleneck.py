@@ -189,6 +189,10 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
     return Verdict(first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence)
 
 
+_ACTION_ON_THREADS = "enter watch() on the thread that trains."
+_ACTION_ON_DATA_THREAD = "see whether the loop waits for the batches that another thread loads."
+
+
 def _on_other_threads(report: Facts, found: Spent) -> Verdict | None:
     """The verdict where the recorded thread's host code is the limit, and other threads do a step's work meanwhile."""
     ranks, outside = report["ranks"], found.limit
@@ -199,10 +203,11 @@ def _on_other_threads(report: Facts, found: Spent) -> Verdict | None:
     if outside.kind != "host_bound" or sum(others.values()) < _WASTE_FIRST * outside.seconds:
         return None
     shown = ", ".join(f"{phase_name(phase)} {duration(seconds)}" for phase, seconds in others.items())
+    action = _ACTION_ON_DATA_THREAD if others.keys() == {"data"} else _ACTION_ON_THREADS
     text = (
         f"What limits the step is not known: threads that are not recorded do part of the work ({shown} a step). "
         f"The recorded thread spends {_of(outside.seconds, found.step_s)} of a step outside of its own phases, and may "
-        "be waiting for them there. Next: enter watch() on the thread that trains, or wrap the wait in perf.section()."
+        f"be waiting for them there. Next: {action}"
     )
     evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
     return Verdict("not_known", None, None, None, None, None, 0.0, text, evidence)
