@@ -117,7 +117,8 @@ class RunDirectory:
             return
         with open(self.node_rings(node), "ab", buffering=0, opener=ownership.open_to_append) as file:
             try:
-                file.write(os.fsencode(ring) + b"\n")  # one write(2) of a short line: whole, also beside other ranks' lines
+                # One write(2) of a short line: it stays whole beside other ranks' lines.
+                file.write(os.fsencode(ring) + b"\n")
             except OSError:
                 if not file.tell():
                     self.node_rings(node).unlink()
