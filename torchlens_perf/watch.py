@@ -97,7 +97,10 @@ def watch(
         # The environment is not the code's fault: it must not stop a job that runs without us.
         logger.warning("torchlens_perf is off: %s", error)
         enabled, environment = False, {}
-    return Watch(configuration.from_settings(settings, environment), models, optimizers, enabled=enabled)
+    config = configuration.from_settings(settings, environment)
+    if enabled and models is not None and "modules" in settings:
+        passed.check_patterns(models, config)
+    return Watch(config, models, optimizers, enabled=enabled)
 
 
 class Watch(ShowsResults):

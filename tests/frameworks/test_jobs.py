@@ -64,7 +64,7 @@ JOBS = {
     ),
     "accelerate_loop": Job(("accelerate",), SLOW_DATA, micro_steps=2),
     "fabric_loop": Job(("lightning",), SLOW_DATA, modules=frozenset({"0"})),
-    "trl_peft": Job(("trl", "peft"), SLOW_DATA, micro_steps=2, modules=frozenset({"base_model.model.transformer"})),
+    "trl_peft": Job(("trl", "peft"), SLOW_DATA, micro_steps=2, modules=frozenset({"transformer.h.0"})),
     "deepspeed_loop": Job(("deepspeed",), SLOW_DATA, micro_steps=2),
     "accelerate_deepspeed": Job(("accelerate", "deepspeed"), SLOW_DATA, micro_steps=2),
     "in_backward_loop": Job(("torch",), ("data_bound", None, "data"), ranks=1),

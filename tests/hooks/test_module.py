@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
+import sys
+import sysconfig
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.recording import EVERYTHING, Record, recorded
 from torchlens_perf import watch
 from torchlens_perf.config import Config
+from torchlens_perf.errors import ConfigError
 from torchlens_perf.hooks import module as hooks_module
-from torchlens_perf.hooks.loop.selection import NamedModel, select
+from torchlens_perf.hooks.loop.selection import NamedModel, class_name, select
 from torchlens_perf.hooks.loop.trained_models import TrainedModels
 from torchlens_perf.recorder import python, session
 from torchlens_perf.run.ring import Flag, Kind
@@ -310,6 +315,126 @@ def test_patterns() -> None:
     """Names are chosen by patterns; the root is always timed, for it is the forward phase."""
     assert names(Model(), ("blocks.*.linear", "st?m")) == ["Model", "stem", "blocks.0.linear", "blocks.1.linear"]
     assert names(Model(), ("nothing",)) == ["Model"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "problem"),
+    [
+        (["blocks.*", "Model.*"], 'modules="Model.*" matches no module'),
+        (["foo"], 'modules="foo" matches no module'),
+        (["stem", "blocks.2"], 'modules="blocks.2" matches no module'),
+        (["Blocks.*"], 'modules="Blocks.*" matches no module'),
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_pattern_that_matches_nothing(
+    pattern: list[str],
+    problem: str,
+    several: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In code it is an error, before anything is made. In the environment it never stops the job: a warning, a note."""
+    model = {"model": Model(), "other": nn.Linear(4, 4)} if several else Model()
+    with pytest.raises(ConfigError, match=re.escape(problem)) as raised:
+        watch(model, modules=pattern, dir=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    example = '"model.stem"' if several else '"stem"'
+    assert str(raised.value).endswith(f"Names are matched against model.named_modules(), for example {example}")
+
+    monkeypatch.setenv("TORCHLENS_PERF_MODULES", ",".join(pattern))
+    with recorded(tmp_path, model) as recording:
+        run(model["model"] if several else model)
+    assert [each for each in recording.notes if "matches" in each] == [str(raised.value)]
+    warnings = [each.getMessage() for each in caplog.records if "matches" in each.getMessage()]
+    assert warnings == [f"torchlens_perf: {raised.value}"]
+
+
+def test_pattern_that_matches_nothing_in_a_found_model(tmp_path: Path) -> None:
+    """The model is only known when its optimizer has stepped: too late for an error."""
+    gc.collect()  # models that other tests have trained
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, modules=("Model.*",)) as recording:
+        run(model)
+        optimizer.step()
+
+    assert [each for each in recording.notes if each.startswith('modules="Model.*" matches no module.')]
+
+
+class Holds(nn.Module):
+    """Holds a model, as classes of installed packages do in these tests."""
+
+    def __init__(self, **inside: nn.Module) -> None:
+        super().__init__()
+        for name, module in inside.items():
+            self.add_module(name, module)
+
+
+class PassesOn(Holds):
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            for inner in self.__dict__.get("_modules", {}).values():
+                return getattr(inner, name)
+            raise
+
+
+def installed(kind: type[nn.Module], name: str, monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+    """The class, as one of an installed package of another author."""
+    package = types.ModuleType("somebodys")
+    package.__file__ = f"{sysconfig.get_path('purelib')}/somebodys/__init__.py"
+    monkeypatch.setitem(sys.modules, "somebodys", package)
+    return type(name, (kind,), {"__module__": "somebodys.models"})
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        pytest.param(lambda: {"convs": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])}, id="list of layers"),
+        pytest.param(lambda: {"layers": nn.ModuleDict({"a": nn.Linear(4, 4)})}, id="dictionary of layers"),
+        pytest.param(lambda: {"act": nn.ReLU(), "lins": nn.ModuleList([nn.Linear(4, 4)])}, id="and an activation"),
+        pytest.param(lambda: {"net": nn.Sequential(nn.Linear(4, 4), nn.ReLU())}, id="layers in a row"),
+        pytest.param(lambda: {"rnn": nn.LSTM(4, 4)}, id="one layer"),
+        pytest.param(lambda: {"encoder": nn.TransformerEncoderLayer(4, 2, 4)}, id="a Transformer's layer"),
+    ],
+)
+def test_model_of_a_package_keeps_its_name(
+    inside: Callable[[], dict[str, nn.Module]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers are torch's, as those of torch_geometric's GCN are. It does not wrap a model."""
+    model = installed(Holds, "GCN", monkeypatch)(**inside())
+    first = next(iter(inside()))
+    assert class_name(model) == "GCN"
+    assert names(model, "all")[0] == "GCN"
+    assert all(name.startswith((first, "lins")) for name in names(model, "all")[1:])
+
+
+def test_wrappers_of_a_package_take_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PEFT's: PeftModel.base_model is a LoraModel, LoraModel.model is the user's. Each passes attributes on."""
+    wrapper = installed(PassesOn, "PeftModel", monkeypatch)
+    for model in (Model(), nn.Sequential(Block(), Block())):
+        wrapped = wrapper(base_model=wrapper(model=model))
+        assert class_name(wrapped) == class_name(model)
+        for modules in (1, 2, "auto", "all"):
+            assert names(wrapped, modules) == names(model, modules)
+
+
+def test_wrapper_of_a_users_model_is_seen_by_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert class_name(installed(Holds, "Engine", monkeypatch)(net=Model())) == "Model"
+    assert class_name(Holds(net=Model())) == "Holds"
+
+
+@pytest.mark.parametrize("modules", ["auto", "all", 1, ("blocks.0",)])
+def test_modules_with_untimed_ones_inside(modules: Any) -> None:
+    """What deeper patterns are advised for."""
+    selection = select(NamedModel(Model()), Config(modules=modules))
+    unopened = {"auto": [], "all": [], 1: ["blocks.0", "blocks.1"], ("blocks.0",): ["blocks.0"]}[modules]
+    assert selection.unopened == unopened
+    for name in unopened:
+        assert len(names(Model(), (f"{name}.*",))) > 1
 
 
 def test_auto_is_bounded() -> None:

@@ -93,6 +93,10 @@ class ProcessState:
     """What its models are on: "cpu", "cuda", ...; "" where that is not known."""
     deeper_modules: bool = False
     """Whether its models have modules below those that are timed."""
+    root_modules: list[str] = dataclasses.field(default_factory=list)
+    """The names of its whole models."""
+    unopened_modules: list[str] = dataclasses.field(default_factory=list)
+    """Timed modules with others inside that are not timed."""
     device: DeviceClock = dataclasses.field(default_factory=DeviceClock)
     judged_by: str = ""
     """Whose clock its steps are judged by, "host" or "device"; "" until that is decided, see judged_steps.py."""

@@ -6,13 +6,14 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torchlens_perf.errors import logger
 from torchlens_perf.hooks.backward import BackwardHook
 from torchlens_perf.hooks.capture import CaptureHook
 from torchlens_perf.hooks.collective import CollectiveHook
 from torchlens_perf.hooks.data import DataHook
 from torchlens_perf.hooks.loop.optimizer import OptimizerHook
 from torchlens_perf.hooks.loop.passed_optimizers import PassedOptimizers
-from torchlens_perf.hooks.loop.selection import MAX_MODULES, device_of, select
+from torchlens_perf.hooks.loop.selection import MAX_MODULES, device_of, select, unmatched_patterns
 from torchlens_perf.hooks.loop.training_loop import TrainingLoop
 from torchlens_perf.hooks.module import ModuleCalls, ModuleHook
 from torchlens_perf.hooks.nvtx import NvtxHook
@@ -98,14 +99,22 @@ class _WatchedModels:
         self._known: dict[int, weakref.ref[Module]] = {}  # modules by id, which a later one may have again
 
     def watch(self, models: Sequence[NamedModel]) -> None:
-        for model in models:
-            selection = select(model, self._session.config, MAX_MODULES // len(models))
+        selections = [select(model, self._session.config, MAX_MODULES // len(models)) for model in models]
+        for message in unmatched_patterns(selections):
+            logger.warning("torchlens_perf: %s", message)
+            self._session.note(message)
+        for model, selection in zip(models, selections, strict=True):
             modules = [each for each in selection.modules if not self._watches(each.module)]
             self._known.update((id(each.module), weakref.ref(each.module)) for each in modules)
             device = device_of(model.module)
             if device == "cpu" and accelerator():
                 device = ""  # it may be moved yet, or FSDP keeps its parameters there: the device's clock will tell
-            self._session.modules_timed((each.name for each in modules), device=device, all_levels=selection.all_levels)
+            self._session.modules_timed(
+                {each.name: each.is_root for each in modules},
+                device=device,
+                all_levels=selection.all_levels,
+                unopened=selection.unopened,
+            )
             self._session.attach([ModuleHook(modules, self._backward, self._calls)])
 
     def _watches(self, module: Module) -> bool:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -108,6 +108,8 @@ class Session:
         is_real = now_ns is None and simulated_from is None
         self._process_began_ns = _process_began_ns(identity) if is_real else 0
         self._compute_device = ""  # that the watched models are on: "cuda", "cpu", ...; "": not known yet
+        self._roots: list[str] = []  # the names of whole models
+        self._unopened: list[str] = []  # timed modules with others inside that are not timed
         self._deeper_modules = False  # there are others below those that are timed
         self._group_slots: dict[str, int] = {}
         self._simulated_from = simulated_from
@@ -214,9 +216,16 @@ class Session:
         """Whether a history of device memory is recorded that is ours. Any thread: the job may replace it."""
         self.own_memory_history = on
 
-    def modules_timed(self, names: Iterable[str], *, device: str, all_levels: bool) -> None:
-        """Modules of these names are timed. device: that their model is on. all_levels: there are none below them."""
-        self._module_names.update(names)
+    def modules_timed(
+        self, are_roots: Mapping[str, bool], *, device: str, all_levels: bool, unopened: Iterable[str]
+    ) -> None:
+        """Modules of these names are timed, and whether each is a whole model.
+
+        device: that their model is on. all_levels: there are none below them. unopened: those with untimed ones inside.
+        """
+        self._module_names.update(are_roots)
+        self._roots += [name for name, is_root in are_roots.items() if is_root]
+        self._unopened += unopened
         self._deeper_modules |= not all_levels
         self._compute_device = self._compute_device or device
 
@@ -434,6 +443,8 @@ class Session:
                 "compute_device": self._compute_device,
                 "deeper_modules": self._deeper_modules,
                 "threads": _threads(has_computed=self.training_steps > 0),
+                "root_modules": self._roots,
+                "unopened_modules": self._unopened,
                 "job_store": job_store(os.environ) if self.config.exchange else None,
                 "process_began_ns": self._process_began_ns,
                 "compile_s": self._compile_s(),

@@ -31,6 +31,8 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
         rows.append(
             {
                 "name": name,
+                "is_root": any(name in process.root_modules for process in processes.values()),
+                "has_untimed": any(name in process.unopened_modules for process in processes.values()),
                 "calls": whole.count,
                 "own_s": distribution(whole),
                 "own_s_per_step": sum(by_rank.values()) / len(by_rank),

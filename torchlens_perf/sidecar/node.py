@@ -358,6 +358,8 @@ class Sidecar:
             state.native, state.notes = metadata["native"], metadata["notes"]
             state.not_measured, state.compute_device = metadata["not_measured"], metadata["compute_device"]
             state.deeper_modules = metadata["deeper_modules"]
+            state.root_modules = metadata.get("root_modules", [])
+            state.unopened_modules = metadata.get("unopened_modules", [])
             state.model, state.memory_source = metadata["model"], metadata["memory_source"]
             state.device, state.gpus = metadata["device"], metadata["gpus"]
             state.missing_tap, state.threads = metadata.get("missing_tap", ""), metadata.get("threads", 0)

@@ -146,7 +146,9 @@ class SimulatedRank:
         self._group_of = {group.dimension: name for name, group in groups.items()}
         for name, group in groups.items():
             self._session.add_group(name, group.members, group.description)
-        self._session.modules_timed(modules, device="cpu" if device is None else "cuda", all_levels=True)
+        self._session.modules_timed(
+            dict.fromkeys(modules, False), device="cpu" if device is None else "cuda", all_levels=True, unopened=[]
+        )
         if device is not None:
             self._session.publish(device=_CLOCK)
         self._session.note(note)

@@ -12,6 +12,7 @@ from tests.support.reports import checked
 from tests.support.tables import mixed_table
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
+from torchlens_perf.analysis.words.bottleneck import _look_at
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
 from torchlens_perf.run.clock import Anchor
@@ -391,3 +392,33 @@ class TestOnADevice:
             "The ranks were not compared: their work is on a device (GPU), and only host time is known."
         )
         assert "stands out" not in verdict["text"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "deeper", "advice"),
+    [
+        ([("Net", True, False)], True, "start with Net, the largest by own time; modules=1 shows what is inside."),
+        ([("Net", True, False)], False, "start with Net, the largest by own time."),
+        (
+            [("Net", True, False), ("blocks.0", False, True)],
+            True,
+            "look at the code of Net's own forward(), outside of its modules: wrap parts in perf.section().",
+        ),
+        (
+            [("blocks.0", False, True), ("Net", True, False)],
+            True,
+            'start with blocks.0, the largest by own time; modules=["blocks.0.*"] shows what is inside.',
+        ),
+        ([("head", False, False), ("blocks.0", False, True)], True, "start with head, the largest by own time."),
+        ([("4", False, False), ("Net", True, False)], False, "start with module 4, the largest by own time."),
+    ],
+)
+def test_advised_pattern_matches_modules(rows: list[tuple[str, bool, bool]], deeper: bool, advice: str) -> None:
+    """No module's name begins with the class of the whole model, and a leaf has nothing inside."""
+    modules = [
+        {"name": name, "is_root": is_root, "has_untimed": has_untimed, "device_own_s_per_step": None}
+        for name, is_root, has_untimed in rows
+    ]
+    facts: Any = {"modules": modules, "run": {"deeper_modules": deeper}}
+
+    assert _look_at(facts) == advice

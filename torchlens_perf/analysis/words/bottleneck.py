@@ -309,7 +309,12 @@ def _look_at(report: Facts) -> str:
     row = report["modules"][0]
     name = f"module {row['name']}" if row["name"].replace(".", "").isdigit() else row["name"]
     by = "device time" if row["device_own_s_per_step"] is not None else "own time"
-    deeper = f'; modules="{row["name"]}.*" shows what is inside' if report["run"]["deeper_modules"] else ""
+    if row["is_root"] and len(report["modules"]) > 1:
+        return f"look at the code of {name}'s own forward(), outside of its modules: wrap parts in perf.section()."
+    if row["is_root"]:
+        deeper = "; modules=1 shows what is inside" if report["run"]["deeper_modules"] else ""
+    else:
+        deeper = f'; modules=["{row["name"]}.*"] shows what is inside' if row["has_untimed"] else ""
     return f"start with {name}, the largest by {by}{deeper}."
 
 

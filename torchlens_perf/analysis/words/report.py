@@ -267,6 +267,10 @@ class Module(TypedDict):
     """One timed module."""
 
     name: str
+    is_root: bool
+    """It is a whole model. Its own time is that of its forward() outside of the timed modules."""
+    has_untimed: bool
+    """There are modules inside that are not timed."""
     calls: int
     own_s: Distribution
     own_s_per_step: float

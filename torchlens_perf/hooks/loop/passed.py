@@ -11,6 +11,7 @@ from torchlens_perf.errors import ConfigError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from torchlens_perf.config import Config
     from torchlens_perf.hooks.loop.selection import NamedModel
 
 
@@ -42,6 +43,15 @@ def models(model: Any, caller: types.FrameType, function: str) -> list[NamedMode
         return [NamedModel(each) for each in found]
     given = given or names_in_call(caller, function)
     return [NamedModel(*each) for each in zip(found, names_of(found, given[: len(found)]), strict=True)]
+
+
+def check_patterns(models: Sequence[NamedModel], config: Config) -> None:
+    """Raises ConfigError for a name pattern that matches no module of any of the models."""
+    from torchlens_perf.hooks.loop.selection import select, unmatched_patterns
+
+    if isinstance(config.modules, tuple):
+        for message in unmatched_patterns(select(each, config) for each in models):
+            raise ConfigError(message)
 
 
 def optimizers(optimizer: Any) -> list[Optimizer]:

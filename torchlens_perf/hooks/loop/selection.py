@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import site
 import sys
 import sysconfig
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.recorder import torch_private
@@ -47,6 +49,10 @@ class Selection(NamedTuple):
     """The root first. Shared modules count once."""
     all_levels: bool
     """Whether there are no others below them."""
+    unopened: list[str]
+    """Timed modules with others inside that are not timed."""
+    unmatched: dict[str, str]
+    """Name patterns that match no module, each with an example of a name; "" where the model has no modules inside."""
 
 
 def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Selection:
@@ -57,6 +63,8 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
     levels = _levels(inner)
     candidates: dict[str, WatchedModule] = {}
     for name, module in root.named_modules():
+        if prefix.startswith(f"{name}."):
+            continue  # a wrapper around the model
         shown = _user_name(name.removeprefix(prefix).removeprefix("."))
         # A wrapper inside the model and what it wraps have the same name for the user: the wrapper is timed.
         if shown and not isinstance(module, _containers()) and shown not in candidates:
@@ -78,7 +86,38 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
     else:
         fitting = [down_to(level) for level in range(_AUTO_LEVELS, 0, -1) if len(down_to(level)) <= most]
         chosen = fitting[0] if fitting else []
-    return Selection([shown_root, *chosen], all_levels=len(chosen) == len(every))
+    timed = {each.name for each in chosen}
+    patterns = config.modules if isinstance(config.modules, tuple) else ()
+    names = {pattern: [(name, each.name) for name, each in every.items()] for pattern in patterns}
+    return Selection(
+        [shown_root, *chosen],
+        all_levels=len(chosen) == len(every),
+        unopened=sorted(timed & _enclosing(each.name for each in every.values() if each.name not in timed)),
+        unmatched={
+            pattern: next((full for _, full in found), "")
+            for pattern, found in names.items()
+            if not any(fnmatch.fnmatchcase(name, pattern) for both in found for name in both)
+        },
+    )
+
+
+def unmatched_patterns(selections: Iterable[Selection]) -> list[str]:
+    """What is wrong with each name pattern that matches no module in any of the models."""
+    each = [selection.unmatched for selection in selections]
+    messages = []
+    for pattern in each[0] if each else ():
+        if all(pattern in unmatched for unmatched in each):
+            example = next((unmatched[pattern] for unmatched in each if unmatched[pattern]), "")
+            names = f', for example "{example}"' if example else ", and the model has no modules inside"
+            messages.append(
+                f'modules="{pattern}" matches no module. Names are matched against model.named_modules(){names}'
+            )
+    return messages
+
+
+def _enclosing(names: Iterable[str]) -> set[str]:
+    """The names of all modules around those of these names."""
+    return {name[:place] for name in names for place, sign in enumerate(name) if sign == "."}
 
 
 def _containers() -> tuple[type[Module], ...]:
@@ -122,15 +161,22 @@ def _only_child(module: Module) -> tuple[str, Module] | None:
 
 
 def _is_frameworks(wrapper: Module, inner: Module) -> bool:
-    """Whether a framework has put its own module around the user's: both are of different packages, the outer one's is
-    installed, and nn.Sequential is no wrapper."""
+    """Whether a framework has put its own module around the user's.
+
+    The outer one's package is installed. The outer one stands in for the inner one (it passes attributes on, as PEFT's
+    and Fabric's do), or the inner one is of another package. A model of an installed package whose layers are torch's
+    is no wrapper: they are its own layers. Nor is what holds a list of layers, which nobody calls.
+    """
     from torch import nn
 
-    if isinstance(wrapper, nn.Sequential):
+    if isinstance(wrapper, nn.Sequential) or isinstance(inner, _containers()):
         return False
     outer, inside = (type(each).__module__.partition(".")[0] for each in (wrapper, inner))
     file = getattr(sys.modules.get(outer), "__file__", None) or ""
-    return outer != inside and outer != "__main__" and file.startswith(_installed_packages())
+    if outer == "__main__" or not file.startswith(_installed_packages()):
+        return False
+    passes_on = type(wrapper).__getattr__ is not nn.Module.__getattr__
+    return passes_on or inside not in (outer, "torch")
 
 
 @functools.cache
