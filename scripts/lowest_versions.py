@@ -103,7 +103,8 @@ def main(folder: Path) -> int:
     problems = []
     if report["steps"]["count"] != 60:
         problems.append(f"{report['steps']['count']} of 60 steps are in the report")
-    problems += [f"no {signal} arrived" for signal in ("traces", "metrics", "logs") if signal not in endpoint.requests]
+    # A run without alerts has no logs.
+    problems += [f"no {signal} arrived" for signal in ("traces", "metrics") if signal not in endpoint.requests]
     if not page.stat().st_size:
         problems.append("the page is empty")
     problems += [line for line in log.splitlines() if "Error" in line or "failed" in line]
