@@ -165,6 +165,24 @@ def test_a_loss_that_is_printed_now_and_then(told: bool, run: RunDirectory) -> N
     assert ("33.0 ms" in line, "on the device" in line) == (told, told)
 
 
+def test_two_kinds_of_steps_on_a_device(run: RunDirectory) -> None:
+    """The parts are of the typical step by the device's clock, and the other kind of steps is named."""
+    rank = Gpu(run, 0, 1)
+    rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
+    rank.session.modules_timed(["0"], device="cuda", all_levels=True)
+    for step in range(200):
+        rank.steps(1, **HOST)
+        rank.device_step(step, 30 * MS, 1.0 if step % 5 else 3.0)
+    report = report_on(run, [rank])
+    steps, (device,) = report["steps"], [each["device"] for each in report["ranks"]]
+    (long,) = steps["long"]
+
+    assert sum(device["parts"].values()) == pytest.approx(0.033, rel=0.02)
+    assert long["period"] == 5
+    text = " ".join(each["text"] for each in report["verdicts"])
+    assert f"Two kinds of steps: {steps['alike']} take 33.0 ms, {long['count']} take 99.0 ms." in text
+
+
 @pytest.mark.parametrize(
     ("behind_ns", "waits"), [(20_000, True), (CAUGHT_UP_NS - 1, True), (CAUGHT_UP_NS, False), (30 * MS, False)]
 )

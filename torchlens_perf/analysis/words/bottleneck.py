@@ -336,6 +336,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
     if unrecorded is not None:
         return unrecorded
     computing_s, worth, first = found.computing.seconds, found.worth_naming, found.limit
+    kinds = _kinds_of_steps(report) if report["steps"]["by"] == DEVICE else ""
     caught_up = [each["caught_up"] for each in timed if each["caught_up"] is not None]
     share = sum(caught_up) / len(caught_up) if caught_up else 0.0
     if first is not found.computing:
@@ -343,7 +344,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
         computes = f"; computing {_of(computing_s, step_s)}" if computing_s else ""
         text = (
             f"{first.what} takes {_of(first.seconds, step_s)} of a step on the {device} ({duration(step_s)}){also}"
-            f"{computes}. Next: {first.action}"
+            f"{computes}.{kinds} Next: {first.action}"
         )
         return Verdict(first.kind, None, first.phase, first.seconds, first.seconds / step_s, None, 0.8, text, evidence)
     if share >= _LAUNCH_BOUND:
@@ -362,7 +363,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
     cost_s = 0.0 if following is found.computing else following.seconds
     text = (
         f"Computing takes {percent(computing_s / step_s)} of a step on the {device} ({duration(step_s)}: {shown})"
-        f"{also}.{ahead} Next: {following.action}"
+        f"{also}.{ahead}{kinds} Next: {following.action}"
     )
     return Verdict("compute_bound", None, phases[0][1], cost_s, cost_s / step_s, None, 0.8, text, evidence)
 
