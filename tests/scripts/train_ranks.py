@@ -1,6 +1,6 @@
 """Trains under watch() with DDP over gloo. Rank SLOW_RANK computes more, from step SLOW_FROM on.
 
-STEPS: how many; 0 for until killed. HANG_RANK leaves the loop after HANG_AFTER steps and sleeps.
+STEPS: how many; 0 for until killed. HANG_RANK sleeps for HANG_S after HANG_AFTER steps.
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ with perf.watch(parallel, optimizer):
         step += 1
         if rank == hang_rank and step == hang_after:
             with perf.section("stuck here"):
-                time.sleep(3600)
+                time.sleep(float(os.environ.get("HANG_S", "3600")))
 dist.destroy_process_group()

@@ -1,0 +1,65 @@
+"""A rank that stood still for a while and went on: at the end of the job that is the first verdict, if it cost most."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import SCRIPTS, clean_environ
+from torchlens_perf.analysis.collectives.hang import MIN_S
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STEPS, STALL_STEP = 120, 60
+
+
+def first_verdicts(folder: Path, stall_s: float) -> tuple[dict[str, Any], str]:
+    """Runs two ranks, of which rank 1 sleeps once. Returns the report, and the report's text."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        str(SCRIPTS / "train_ranks.py"),
+    ]  # fmt: skip
+    environ = clean_environ() | {
+        "STEPS": str(STEPS), "HANG_RANK": "1", "HANG_AFTER": str(STALL_STEP), "HANG_S": str(stall_s),
+        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHLENS_PERF_DIR": str(folder),
+        "TORCHLENS_PERF_EXIT_TIMEOUT_S": "60",
+    }  # fmt: skip
+    subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True, timeout=300)
+    (run,) = [path for path in folder.iterdir() if (path / "nodes").is_dir()]
+    report = [sys.executable, "-m", "torchlens_perf", "report"]
+    text = subprocess.run([*report, str(run)], capture_output=True, text=True, check=True, env=os.environ).stdout
+    found = subprocess.run([*report, "--json", str(run)], capture_output=True, text=True, check=True).stdout
+    return json.loads(found), text
+
+
+def test_a_hang_that_ended_is_the_first_verdict(tmp_path: Path) -> None:
+    """With its rank, step, cost and stack, and with no second verdict on the same step."""
+    report, text = first_verdicts(tmp_path, MIN_S + 20)
+    verdict = report["verdicts"][0]
+
+    assert (verdict["kind"], verdict["rank"], verdict["since_step"]) == ("hang_ended", 1, STALL_STEP)
+    assert verdict["lost_s"] > MIN_S
+    assert verdict["text"].startswith(f"The job hung in step {STALL_STEP} for ")
+    assert ", and went on: " in verdict["text"]
+    assert "stuck here" in verdict["text"]
+    assert verdict["evidence"]["stacks"]
+    assert "earlier in this run" not in text
+    long = [row["evidence"]["steps"] for row in report["verdicts"] if row["kind"] == "long_steps"]
+    assert [STALL_STEP] not in long
+
+
+def test_a_stall_that_is_no_hang_names_the_rank_that_all_waited_for(tmp_path: Path) -> None:
+    report, _ = first_verdicts(tmp_path, 4.0)
+    verdict = report["verdicts"][0]
+
+    assert (verdict["kind"], verdict["rank"]) == ("long_steps", 1)
+    assert verdict["evidence"]["steps"] == [STALL_STEP]
+    assert f"Step {STALL_STEP}: " in verdict["text"]
+    assert "waited" in verdict["text"]
+    assert "for rank 1" in verdict["text"]
