@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.analysis.statistics.step_mix import StepClass, classify
+from torchlens_perf.report.waited_for import MAX_STEPS, Waits
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 
 if TYPE_CHECKING:
@@ -20,8 +21,14 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
 
     Counts and times are of a rank: the mean over the ranks.
     """
-    found = classify([each.statistics.device_mix if by_device else each.statistics.mix for each in processes])
+    mixes = {each.identity.rank: each.statistics.device_mix if by_device else each.statistics.mix for each in processes}
+    found, waits = classify(list(mixes.values())), Waits(mixes)
     warm_up = [min(WARM_UP_STEPS, each.statistics.counted_steps) for each in processes]
+
+    def blamed(each: StepClass) -> int | None:
+        known = not each.kinds and len(each.steps) <= MAX_STEPS and each.more_ns > 0
+        rank = waits.waited_for(each.steps, each.more_ns) if known else None
+        return None if rank is None else rank.rank
 
     def rows(classes: Iterable[StepClass]) -> list[LongSteps]:
         return [
@@ -30,6 +37,7 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
                 "part": each.part,
                 "count": each.count,
                 "steps": list(each.steps),
+                "waited_for": blamed(each),
                 "period": each.period,
                 "mean_s": each.duration_ns / 1e9,
                 "more_s": each.more_ns / 1e9,
@@ -45,9 +53,21 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
         "warm_up": max(warm_up, default=0),
         "alike": alike,
         "alike_mean_s": found.alike_mean_ns / 1e9 if alike else None,
-        "long": rows(found.long),
+        "long": _joined(rows(found.long)),
         "short": rows(found.short),
     }
+
+
+def _joined(rows: list[LongSteps]) -> list[LongSteps]:
+    """One row for the same steps of the ranks that waited and of the one that they waited for, the costliest first."""
+    found: dict[tuple[object, ...], LongSteps] = {}
+    for place, row in enumerate(rows):
+        key = (row["waited_for"], *row["steps"]) if row["waited_for"] is not None else (None, place)
+        known = found.setdefault(key, row)
+        if known is not row:
+            total_s, share = known["total_s"] + row["total_s"], known["share"] + row["share"]
+            found[key] = {**known, "count": len(row["steps"]), "total_s": total_s, "share": share}
+    return sorted(found.values(), key=lambda row: -row["total_s"])
 
 
 def typical_step(statistics: RankStatistics) -> TypicalStep | None:

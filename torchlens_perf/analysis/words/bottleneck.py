@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # Shares of a typical step, or of all steps' time, from which something is worth naming.
 _WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
 _LONG_WORTH_NAMING = 0.05
+_STALL_WORTH_NAMING = 0.01  # where it is known which rank all waited for
 _NEARLY = 0.8  # of the longest wait, or of the section around another one
 _MOST, _SOME = 0.5, 0.25  # of the host code in a step, that is in a section
 _SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
@@ -133,9 +134,12 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict
     if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
         # The host's step is long where it waits for the device, as in every tenth one for a loss to print.
         classes = [each for each in classes if each["kinds"]]
-    return [
-        typical, *[_long(report, each) for each in classes if each["share"] >= _LONG_WORTH_NAMING][:_MAX_LONG],
-    ]  # fmt: skip
+    worth = [
+        each
+        for each in classes
+        if each["share"] >= (_LONG_WORTH_NAMING if each["waited_for"] is None else _STALL_WORTH_NAMING)
+    ]
+    return [typical, *(_long(report, each) for each in worth[:_MAX_LONG])]
 
 
 def named_uses(verdict: Verdict) -> set[str]:
@@ -393,6 +397,8 @@ def _long(report: Facts, long: LongSteps) -> Verdict:
     often = f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
     if not long["period"] and count <= _MAX_NUMBERS:
         often += f" ({_numbers(long)})"
+    if long["waited_for"] is not None:
+        return _waited(report, long, long["waited_for"])
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
     why = " and ".join(long["kinds"]) or _where(long)
@@ -404,6 +410,21 @@ def _long(report: Facts, long: LongSteps) -> Verdict:
     )
     cost_s = long["total_s"] / max(1, steps["count"])
     return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
+
+
+def _waited(report: Facts, long: LongSteps, rank: int) -> Verdict:
+    """Long steps in which all other ranks waited for one."""
+    steps, several = long["steps"], len(long["steps"]) > 1
+    numbers = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}" if several else str(steps[0])
+    who = "all other ranks" if report["run"]["world_size"] > 2 else "the other rank"
+    in_all = f" ({duration(long['total_s'])} in all, {percent(long['share'])} of the time of all steps)"
+    text = (
+        f"Step{'s' * several} {numbers}: {who} waited {duration(long['more_s'])}{' each time' * several} for rank "
+        f"{rank}{in_all}. Next: see what rank {rank} does in {'these steps' if several else 'this step'}: wrap "
+        "parts in perf.section(), and look at its storage and its other programs."
+    )
+    cost_s = long["total_s"] / max(1, report["steps"]["count"])
+    return Verdict("long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, long)
 
 
 def _numbers(long: LongSteps) -> str:

@@ -85,6 +85,8 @@ class LongSteps(TypedDict):
     """The part of the step that makes most of the difference."""
     count: int
     steps: list[int]
+    waited_for: int | None
+    """The rank that all others waited for in each of them; None where that is not one and the same, or not known."""
     period: int | None
     mean_s: float
     """Their mean duration."""

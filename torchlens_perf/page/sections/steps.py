@@ -15,6 +15,7 @@ from torchlens_perf.page.pictures.step_times import MAX_COLUMNS, step_times_pict
 from torchlens_perf.page.sections.section import figure, of_picture, section, table
 
 if TYPE_CHECKING:
+    from torchlens_perf.analysis.words.evidence import LongSteps
     from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.page.contents import Contents, StepBands
 
@@ -91,7 +92,7 @@ def _step_classes(report: Report) -> Element | None:
     rows = [["typical", str(steps["alike"]), "-", duration(steps["alike_mean_s"]), "-", "-", percent(time_share), "-"]]
     rows += [
         [
-            ", ".join(each["kinds"]) or "not known what",
+            ", ".join(each["kinds"]) or _unknown(each),
             str(each["count"]),
             f"every {each['period']}" if each["period"] is not None else "-",
             duration(each["mean_s"]),
@@ -117,3 +118,9 @@ def _step_classes(report: Report) -> Element | None:
         "numbers are those of any rank"
     )
     return table(caption, headers, rows, texts=(0, 5, 7))
+
+
+def _unknown(long: LongSteps) -> str:
+    """What is known of long steps that do nothing else."""
+    rank = long["waited_for"]
+    return "not known what" if rank is None else f"all waited for rank {rank}"

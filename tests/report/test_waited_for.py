@@ -1,0 +1,75 @@
+"""Long steps in which all ranks waited for one name it, from what each rank did in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.analysis.words.test_bottleneck import BASE
+from tests.report.test_held import node
+from tests.support.findings import findings
+from tests.support.reports import checked
+from torchlens_perf.report.build import build
+from torchlens_perf.run.ring import Flag
+
+USUAL = {**BASE, "communication": 2.0}
+RANKS = 6
+
+
+def stalls(part: str, steps: tuple[int, ...], rank: int = 4, wait: str = "communication") -> list[list[dict[str, Any]]]:
+    """Loops in which a rank takes 372 ms longer in a part, while the others wait."""
+    loops = [[dict(USUAL) for _ in range(128)] for _ in range(RANKS)]
+    for number, loop in enumerate(loops):
+        for step in steps:
+            its = part if number == rank else wait
+            loop[step] = {**USUAL, its: USUAL[its] + 372.0}
+    return loops
+
+
+def report_on(loops: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    return checked(build("r", [node(loops, findings(last_step=127, compared=RANKS))]))
+
+
+def long(report: dict[str, Any]) -> list[str]:
+    return [row["text"] for row in report["verdicts"] if row["kind"] == "long_steps"]
+
+
+@pytest.mark.parametrize("wait", ["communication", "backward"])
+@pytest.mark.parametrize("part", ["data", "forward", "host", "optimizer"])
+def test_the_rank_and_the_steps_are_named(part: str, wait: str) -> None:
+    report = report_on(stalls(part, (24, 66), wait=wait))
+    (text,) = long(report)
+
+    assert text.startswith("Steps 24 and 66: all other ranks waited 372 ms each time for rank 4 (744 ms in all, ")
+    assert report["verdicts"][0]["rank"] == 4
+    assert report["steps"]["long"][0]["waited_for"] == 4
+
+
+def test_one_step() -> None:
+    (text,) = long(report_on(stalls("host", (90,))))
+    assert text.startswith("Step 90: all other ranks waited 372 ms for rank 4 (372 ms in all, ")
+
+
+def test_different_ranks_are_not_one() -> None:
+    loops = stalls("host", (24,), rank=4)
+    for number, loop in enumerate(stalls("host", (66,), rank=2)):
+        loops[number][66] = loop[66]
+    report = report_on(loops)
+
+    assert all(each["waited_for"] is None for each in report["steps"]["long"])
+
+
+@pytest.mark.parametrize("loops", [stalls("host", (24,), wait="host"), stalls("communication", (24,))])
+def test_nobody_is_named_where_all_do_the_same(loops: list[list[dict[str, Any]]]) -> None:
+    """All ranks are busy, or all wait: no rank is behind the others."""
+    assert all(each["waited_for"] is None for each in report_on(loops)["steps"]["long"])
+
+
+def test_steps_that_did_something_known_keep_their_name() -> None:
+    loops = stalls("host", (24, 66))
+    for loop in loops:
+        for step in (24, 66):
+            loop[step]["flags"] = int(Flag.CHECKPOINT)
+
+    assert all("saving" in text for text in long(report_on(loops)))
