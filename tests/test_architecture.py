@@ -293,6 +293,7 @@ def test_broad_excepts_are_few() -> None:
         "results.alerts": 1,  # whatever the user's callback raises
         "results.figures": 1,  # whatever the user's logger raises
         "exporters.delivery.sender": 1,  # whatever a transport or a user's credential provider raises
+        "exporters.delivery.deadline": 1,  # the same, handed from the thread of the request to the sender's
         "recorder.device_abilities": 1,  # as is what a device raises
         "recorder.torch_private": 1,  # a probe that fails is a no
         "commands.doctor": 1,  # a check that fails is a line
