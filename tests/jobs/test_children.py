@@ -22,6 +22,8 @@ from torchlens_perf.config import CHILD
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.hooks.loop import first_step
 from torchlens_perf.run import children
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar import page_file
 
 APP = '#!/bin/sh\necho "$@" >> {log}\n'
 LIBRARIES = sysconfig.get_path("purelib")
@@ -200,6 +202,29 @@ def test_package_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(children, "_PACKAGE", str(tmp_path / "app.pyz" / "torchlens_perf"))
     with pytest.raises(RunStoreError, match="is not in a folder"):
         children.check()
+
+
+def test_page_of_a_process_that_aborts_after_writing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is there: no note says that it could not be written. Without it, or with an old one, a note does."""
+    made = RunDirectory(tmp_path / "run")
+    made.path.mkdir()
+    page = made.report.with_suffix(".html")
+    writes = f"import os; open('{page}.partial', 'w').write('page'); os.replace('{page}.partial', '{page}'); os.abort()"
+    said = []
+    for code in ("import os; os.abort()", writes, "import os; os.abort()"):
+        monkeypatch.setattr(children, "command", lambda *arguments, code=code: [sys.executable, "-c", code])
+        said.append(page_file.written(made, lambda: False))
+
+    assert said == ["its process ended with -6", "", "its process ended with -6"]
+
+
+def test_child_ends_before_libraries_take_themselves_down(tmp_path: Path) -> None:
+    """Threads of C++ libraries may abort a process at its end. The exit code is the command's."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit, os; atexit.register(os.abort)")
+    command = [sys.executable, "-m", "torchlens_perf", "report", str(tmp_path / "missing")]
+    codes = [run(command, tmp_path, PYTHONPATH=str(tmp_path), **more).returncode for more in ({CHILD: "1"}, {})]
+
+    assert codes == [2, -6]
 
 
 EMBEDDING = r"""

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import printable
@@ -54,7 +55,7 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
     earlier = _file(page)
     command = children.command("report", str(run.path), "--html", str(page))
     environment = {**children.environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve more than they use
-    began_s = time.monotonic()
+    began_s, before = time.monotonic(), _version(page)
     with tempfile.TemporaryFile() as said:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, cwd="/", env=environment
@@ -72,7 +73,8 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
             time.sleep(_LOOK_S)
         said.seek(0)
         words = said.read().decode(errors="replace").strip().rpartition("\n")[2]
-    if child.returncode:
+    # The page is put in its place when it is whole. A process that fails after that has done its work.
+    if child.returncode and _version(page) == before:
         reason = words.removeprefix("torchlens-perf: ") or f"its process ended with {child.returncode}"
         # Libraries may abort a process at its exit, when the page has been renamed into its place.
         if _file(page) in (None, earlier):
@@ -89,6 +91,15 @@ def _file(path: Path) -> tuple[int, int] | None:
         found = os.stat(path)
     except OSError:
         return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _version(page: Path) -> tuple[int, int]:
+    """Which file lies there; zeros if there is none."""
+    try:
+        found = os.stat(page)
+    except OSError:
+        return 0, 0
     return found.st_ino, found.st_mtime_ns
 
 

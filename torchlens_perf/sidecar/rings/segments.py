@@ -264,10 +264,11 @@ def _write(path: Path, table: pa.Table, kept: dict[str, Any]) -> None:
     table = table.unify_dictionaries().replace_schema_metadata({_FOOTER: json.dumps(kept).encode()})
     # No two times are the same: dictionaries of them would make a file two thirds larger and take half as long again.
     texts = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
-    pq.write_table(
-        table, path, compression="zstd", compression_level=1, use_dictionary=texts, write_statistics=_SOUGHT_BY,
-        write_page_checksum=True,  # a changed bit would be another time
-    )  # fmt: skip
+    with open(path, "wb") as file:  # pyarrow opens no path whose bytes are not UTF-8
+        pq.write_table(
+            table, file, compression="zstd", compression_level=1, use_dictionary=texts, write_statistics=_SOUGHT_BY,
+            write_page_checksum=True,  # a changed bit would be another time
+        )  # fmt: skip
 
 
 def _footer(path: Path) -> dict[str, Any]:

@@ -210,7 +210,8 @@ class TelemetryWriter:
 
 
 def _write(table: pa.Table, path: Path) -> None:
-    pq.write_table(table, path, compression="zstd", compression_level=1)
+    with open(path, "wb") as file:  # pyarrow opens no path whose bytes are not UTF-8
+        pq.write_table(table, file, compression="zstd", compression_level=1)
 
 
 def _table(kind: str, host: str, samples: Sequence[Sample]) -> pa.Table:
