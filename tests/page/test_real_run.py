@@ -162,3 +162,19 @@ def test_at_the_end_of_a_run(run: RunDirectory, *, html: bool) -> None:
     assert [note for note in state.notes if "html" in note] == (
         [f"report.html could not be written: {page} cannot be written: Is a directory"] if html else []
     )
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_page_that_was_written_before_its_process_aborted_is_there(
+    writes: bool, trained: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library may end the process at its exit, when all is done."""
+    made = copied(trained[1], tmp_path)
+    page = made.report.with_suffix(".html")
+    ordinary = page_file.children.command("report", str(made.path), "--html", str(page))
+    aborts = f"import os, subprocess\nif {writes}: subprocess.run({ordinary!r}, check=True)\nos.abort()"
+    monkeypatch.setattr(page_file.children, "command", lambda *arguments: [sys.executable, "-c", aborts])
+
+    why_not = page_file.written(made, lambda: False)
+    assert (why_not == "") is writes
+    assert page.exists() is writes

@@ -55,10 +55,11 @@ def state_of(live: bool, died: Sequence[int], seen: int, silent_s: float = 0.0) 
 
 
 def _silent_s(run: Run, now_unix_s: float | None) -> float:
-    if run["as_of"] is None:
+    try:
+        written_s = datetime.datetime.fromisoformat(run["as_of"] or "").timestamp()
+    except ValueError:  # it is not known, or somebody else has written the report
         return 0.0
-    now_unix_s = time.time() if now_unix_s is None else now_unix_s
-    return now_unix_s - datetime.datetime.fromisoformat(run["as_of"]).timestamp()
+    return (time.time() if now_unix_s is None else now_unix_s) - written_s
 
 
 def ago(seconds: float) -> str:
