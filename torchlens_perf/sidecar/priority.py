@@ -1,5 +1,9 @@
 """How little the sidecar asks of the processors and of memory. What the kernel refuses is left as it is.
 
+A process without privileges cannot raise a nice value or leave SCHED_IDLE again, but both belong to a thread. So what
+is done beside the job runs in a thread of low priority, and the main thread keeps the priority that the job has: it
+does what a rank waits for when its training has ended.
+
 Where the kernel groups processes by session (sched(7), autogroup), nice and policy compare a thread only with others of
 its own session, and the sidecar has one of its own: among all others counts the group's nice value. A process without
 privileges may raise that again, but neither its own nor what make_thread_idle() did.
@@ -10,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import threading
 import time
 
 NICE = 5
@@ -20,13 +25,26 @@ _GROUP = "/proc/self/autogroup"  # not there where the kernel does not group by 
 _TRIES, _REST_S = 3, 0.05  # the kernel takes one change in a tenth of a second, of all users together
 _OOM_SCORE = "/proc/self/oom_score_adj"
 _OOM_SCORE_ADDED, _HIGHEST_OOM_SCORE = 500, 1000
+_thread = threading.local()
 MEMORY_BYTES = 4 << 30  # of its data; node 0's of 16384 ranks has a tenth of it
 
 
 def lower() -> None:
-    """Of this process and its children: less of the processors than the job; where memory runs out, gone before it."""
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
+    """Give this thread, and the threads and children that it starts, low priority, and call spare_memory()."""
+    lower_thread()
+    spare_memory()
+
+
+def lower_thread() -> None:
+    """Lower the calling thread's priority for good. Again does nothing."""
+    if not getattr(_thread, "is_low", False):
+        _thread.is_low = True
+        with contextlib.suppress(OSError):
+            os.nice(NICE)
+
+
+def spare_memory() -> None:
+    """Have the kernel end this process before the job where memory runs out, and bound what it takes."""
     with contextlib.suppress(OSError, ValueError):
         with open(_OOM_SCORE) as file:
             score = int(file.read())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -163,6 +165,10 @@ def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock
 def _read(
     run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing], *, attends: bool = False
 ) -> None:
+    # One thread for all of it: the kernel ends the child that builds the tap together with the thread that started it.
+    beside_the_job = ThreadPoolExecutor(1, initializer=priority.lower_thread) if attends else None
+    if beside_the_job is not None and not run.local_mailboxes(REPORT):
+        beside_the_job.submit(importlib.import_module, "torchlens_perf.sidecar.node").result()
     from torchlens_perf.exporters.otlp_environment import DeferredExporter, exporter_from_environment, wanted_signals
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.metrics_port import MetricsPort
@@ -177,7 +183,7 @@ def _read(
         sidecar, port = None, MetricsPort(exporter.spans_sent if exporter is not None else dict)
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
-            again = run_sidecar(sidecar, lock, exporter, live_results, port)
+            again = run_sidecar(sidecar, lock, exporter, live_results, port, beside_the_job)
         except Exception:
             failures += 1
             if not attends or failures > _MAX_FAILURES:  # by hand, somebody sees what is wrong

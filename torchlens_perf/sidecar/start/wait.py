@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
         rings = waiting.rings
     else:
         write_status(lock, "has not begun to read")
-        priority.lower()
+        priority.spare_memory()
         rings, preload = wait(folder, _preload, impatient=SEVERAL_NODES in more)
         write_status(lock, LOADS)
         if preload is not None and not preload.finish() and not termination.is_asked():
