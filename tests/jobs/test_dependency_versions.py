@@ -33,11 +33,11 @@ print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:
 
 
 def requirements(wheel: Path) -> list[Requirement]:
-    """What it needs, and what `torchlens-perf[prometheus,stacks,top]` adds."""
+    """What it needs, and what `torchlens-perf[prometheus,top]` adds."""
     with zipfile.ZipFile(wheel) as file:
         (name,) = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
         declared = email.message_from_bytes(file.read(name)).get_all("Requires-Dist", [])
-    extras = ("prometheus", "stacks", "top")
+    extras = ("prometheus", "top")
     return [
         each
         for each in map(Requirement, declared)

@@ -41,7 +41,7 @@ def examine() -> Iterator[Check]:
     """All checks, in order. Imports torch; starts nothing, writes nothing that stays."""
     checks = (
         _platform, _native, _torch, telemetry, _tap, _nccl, _autoload, _settings, _ring_place, _run_directory, _export,
-        _tools,
+        _stacks, _tools,
     )  # fmt: skip
     for check in checks:
         try:
@@ -295,6 +295,23 @@ def _export() -> Iterator[Check]:
     finding = "; ".join(f"{', '.join(sent)}{where}" for where, sent in ways.items())
     remedy = "port 4317 is gRPC by custom: set OTEL_EXPORTER_OTLP_PROTOCOL=grpc, or use port 4318"
     yield Check(WORSE if wrong_port else OK, "OpenTelemetry", finding, remedy)
+
+
+def _stacks() -> Iterator[Check]:
+    """Whether a sidecar can read the Python stack of a rank that hangs: as it does, with this process for a rank."""
+    from torchlens_perf.run import tracer
+    from torchlens_perf.sidecar.host.stacks import python_stack
+
+    needed = tracer.is_needed()
+    if needed:
+        tracer.name_tracer(os.getpid())
+    stack = python_stack(os.getpid())
+    if needed:
+        tracer.name_tracer(0)
+    if stack.lines:
+        yield Check(OK, "stacks of a hanging rank", "py-spy can read them")
+    else:
+        yield Check(WORSE, "stacks of a hanging rank", f"none: {stack.reason}")
 
 
 def _tools() -> Iterator[Check]:

@@ -21,7 +21,7 @@ from torchlens_perf.hooks.on_device.choice import device_hooks
 from torchlens_perf.hooks.on_device.memory import MemoryHook
 from torchlens_perf.hooks.recompute import RecomputeHook
 from torchlens_perf.hooks.section import SectionHook
-from torchlens_perf.hooks.stack import StackHook
+from torchlens_perf.hooks.stack import ReaderHook, StackHook
 from torchlens_perf.hooks.tags import TagHook
 from torchlens_perf.recorder.devices import accelerator
 
@@ -82,6 +82,7 @@ def default_hooks(
         (config.collectives, CollectiveHook()),
         (config.memory, MemoryHook(config.memory_history)),
         (True, TagHook()),
+        (config.sidecar, ReaderHook()),
         (config.faulthandler, StackHook()),
         (config.capture != "off", CaptureHook()),
     ]

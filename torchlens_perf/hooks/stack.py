@@ -1,7 +1,9 @@
-"""Opt-in: a signal upon which this process writes its Python stack into a file, where py-spy may not look.
+"""The Python stack of a rank that hangs: what this process does so that its sidecar can read it.
 
-Python's faulthandler does it in the signal handler itself, so that it also works in a process that is blocked, and
-while another thread holds the GIL. Not on a stopped process: it takes the signal when it goes on.
+By default the sidecar runs py-spy, and where Yama would refuse that, this process names the sidecar as its reader.
+Opt-in: upon a signal this process writes its Python stack into a file, where py-spy may not look. Python's
+faulthandler does it in the signal handler itself, so that it also works in a process that is blocked, and while
+another thread holds the GIL. Not on a stopped process: it takes the signal when it goes on.
 """
 
 from __future__ import annotations
@@ -13,12 +15,46 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import HookUnavailable
-from torchlens_perf.run import ownership
+from torchlens_perf.run import ownership, tracer
+from torchlens_perf.run.directory import find_sidecar_lock
 from torchlens_perf.run.processes import is_in
 from torchlens_perf.run.ring import STACK_SIGNAL as SIGNAL
+from torchlens_perf.run.sidecar_status import read_status
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
+
+
+class ReaderHook:
+    """Names the node's sidecar as the process that may read this one, once it is known, and takes that back at the end.
+
+    A sidecar that is started again later is not named.
+    """
+
+    name = "stacks by py-spy"
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        if not tracer.is_needed():
+            yield
+            return
+        run_id, named = session.identity.run_id, False
+
+        def name_sidecar() -> None:
+            nonlocal named
+            if not named:
+                pid, _, _ = read_status(str(find_sidecar_lock(run_id)))
+                named = pid > 0
+                if named:
+                    tracer.name_tracer(pid)
+
+        name_sidecar()
+        with session.throttled(self.name, name_sidecar):
+            try:
+                yield
+            finally:
+                if named and not session.recorder.closed:
+                    tracer.name_tracer(0)
 
 
 class StackHook:

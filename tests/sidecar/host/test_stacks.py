@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 from tests.support import warm_python
 from torchlens_perf import watch
+from torchlens_perf.run import tracer
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.sidecar.host.stacks import (
     MAX_LINES,
@@ -205,7 +207,74 @@ def test_forbidden_process_is_a_reason(start: Start, tmp_path: Path) -> None:
         stack = python_stack(1)
 
     assert stack.lines == ()
-    assert stack.reason.startswith("not permitted to read the process: ")
+    assert re.fullmatch(
+        r"not permitted to read the process: the process is user \d+'s, and its sidecar user \d+'s. "
+        r"Permit it: run both as one user; or use perf.watch\(faulthandler=True\)|"
+        r"not permitted to read the process: it has rights that its sidecar lacks, or is not dumpable \(prctl\(2\)\). "
+        r"Permit it: the capability CAP_SYS_PTRACE, .*|"
+        r"not permitted to read the process: kernel.yama.ptrace_scope is [123].*|"
+        r"not permitted to read the process: the container's .*",
+        stack.reason,
+    ), stack.reason
+
+
+@needs_py_spy
+def test_process_of_another_user(tmp_path: Path) -> None:
+    """A sidecar without privileges, and a process of root's: both users are named. Needs setpriv, and root's rights."""
+    setpriv = shutil.which("setpriv")
+    if os.getuid() != 0 or setpriv is None:
+        pytest.skip("needs root and setpriv to be two users")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        program = shutil.copy(find_py_spy() or "", folder / "py-spy")
+        code = (
+            "import os, sys; from pathlib import Path\n"
+            "from torchlens_perf.sidecar.host.stacks import python_stack\n"
+            "os.setuid(65534)\n"
+            f"print(python_stack(int(sys.argv[1]), program={str(program)!r}).reason)\n"
+        )
+        command = [sys.executable, "-c", code, str(os.getpid())]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert "the process is user 0's, and its sidecar user 65534's. Permit it: run both as one user" in done.stdout
+
+
+@needs_py_spy
+def test_process_that_is_not_dumpable(start: Start) -> None:
+    """Of the same user, it must not be read without CAP_SYS_PTRACE: the reason is one line, and says what would."""
+    process = start("import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + BLOCKED.format(levels=0))
+    ready(process)
+    if os.getuid() == 0:  # who has that capability reads it
+        assert python_stack(process.pid).lines
+        return
+    assert "is not dumpable" in python_stack(process.pid).reason
+
+
+@pytest.mark.parametrize(
+    ("scope", "error", "said"),
+    [
+        ("1", "Permission Denied: Try again with elevated permissions", "`sudo sysctl kernel.yama.ptrace_scope=0`"),
+        ("2", "Error: Permission denied (os error 13)", "`sudo sysctl kernel.yama.ptrace_scope=1`"),
+        ("3", "Permission denied", "kernel.yama.ptrace_scope = 1 in /etc/sysctl.d, and a reboot"),
+        ("0", "Error: Operation not permitted (os error 1)", "`docker run --cap-add=SYS_PTRACE`"),
+        ("", "Operation not permitted", "`docker run --cap-add=SYS_PTRACE`"),
+    ],
+)
+def test_how_to_permit_it(scope: str, error: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each setting of Yama, and for a container's filter, the command is in the line. py-spy is refused once."""
+    program, calls = tmp_path / "py-spy", tmp_path / "calls"
+    program.write_text(f"#!/bin/sh\necho call >> {calls}\necho '{error}' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(tracer, "YAMA", tmp_path / "ptrace_scope")
+    if scope:
+        tracer.YAMA.write_text(f"{scope}\n")
+    reason = python_stack(os.getpid(), program=str(program)).reason
+
+    assert said in reason
+    assert reason.endswith("; or use perf.watch(faulthandler=True)")
+    assert "\n" not in reason
+    assert calls.read_text() == "call\n"
 
 
 @needs_py_spy
@@ -232,7 +301,7 @@ def test_missing_py_spy_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
-    assert python_stack(os.getpid()) == Stack((), "py-spy is not installed: pip install 'torchlens-perf[stacks]'")
+    assert python_stack(os.getpid()) == Stack((), "py-spy is not installed: pip install py-spy")
 
 
 def test_py_spy_is_found_next_to_python_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

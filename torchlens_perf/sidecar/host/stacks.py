@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchlens_perf.run import tracer
 from torchlens_perf.run.processes import is_in, process_stat, text_of
 from torchlens_perf.run.ring import STACK_SIGNAL
 
@@ -27,7 +28,10 @@ _TRIES = 3  # a process that runs meanwhile may change its frames under the read
 _KILLED_WITHIN_S = 0.5
 _MAX_WORDS = 200  # characters of py-spy's own explanation
 _STATES = {"T": "stopped", "t": "traced", "D": "uninterruptible", "Z": "dead", "X": "dead", "x": "dead"}
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_REFUSALS = ("permission denied", "operation not permitted")  # of the kernel, and of a container's seccomp profile
+_OTHERWISE = "; or use perf.watch(faulthandler=True)"
+_IN_CONTAINER = "in a container `docker run --cap-add=SYS_PTRACE`"
+_FILTERED = "2"  # as in /proc/PID/status, of seccomp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +108,7 @@ def _dump(pid: int, timeout_s: float, program: str | None) -> tuple[bytes, str]:
     """py-spy's answer, or why there is none."""
     program = program or find_py_spy()
     if program is None:
-        return b"", "py-spy is not installed: pip install 'torchlens-perf[stacks]'"
+        return b"", "py-spy is not installed: pip install py-spy"
     if process_state(pid) == "dead":
         return b"", f"there is no process {pid}"
     command = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
@@ -119,8 +123,8 @@ def _dump(pid: int, timeout_s: float, program: str | None) -> tuple[bytes, str]:
             return b"", f"py-spy cannot be run: {error.strerror or error}"
         if succeeded:
             return answer, ""
-        if "permission denied" in errors.lower():
-            return b"", _not_permitted()
+        if any(refusal in errors.lower() for refusal in _REFUSALS):
+            return b"", _not_permitted(pid)
     return b"", f"py-spy: {_last_cause(errors)}"
 
 
@@ -195,15 +199,25 @@ def _line(frame: dict[str, Any]) -> str:
     return f"{frame['name']} ({frame['short_filename'] or frame['filename']}:{frame['line']})"
 
 
-def _not_permitted() -> str:
-    """The kernel's rules for reading another process's memory."""
-    scope = text_of(_YAMA) or "0"  # a kernel without Yama
-    if scope != "0":
-        return (
-            f"not permitted to read the process: kernel.yama.ptrace_scope is {scope}. Allow it with "
-            "`sysctl kernel.yama.ptrace_scope=0` on this node, or with CAP_SYS_PTRACE in this container"
-        )
-    return "not permitted to read the process: it is another user's, or has more rights than its sidecar"
+def _not_permitted(pid: int) -> str:
+    """Return which of the kernel's rules for reading another process's memory forbids it, and how to permit it."""
+    scope, us = text_of(tracer.YAMA), os.geteuid()
+    them = text_of(f"/proc/{pid}/status").partition("\nUid:\t")[2].split("\t")[0]
+    if us and them and them != str(us):
+        why, how = f"the process is user {them}'s, and its sidecar user {us}'s", "run both as one user"
+    elif scope == "1":
+        why, how = "kernel.yama.ptrace_scope is 1", f"`sudo sysctl kernel.yama.ptrace_scope=0`, {_IN_CONTAINER}"
+    elif scope == "2":
+        why, how = "kernel.yama.ptrace_scope is 2", f"`sudo sysctl kernel.yama.ptrace_scope=1`, {_IN_CONTAINER}"
+    elif scope == "3":
+        why = "kernel.yama.ptrace_scope is 3, which only a reboot ends"
+        how = "kernel.yama.ptrace_scope = 1 in /etc/sysctl.d, and a reboot"
+    elif text_of("/proc/self/status").partition("\nSeccomp:\t")[2][:1] == _FILTERED:
+        why, how = "the container's seccomp profile or its capabilities refuse it", _IN_CONTAINER
+    else:
+        why = "it has rights that its sidecar lacks, or is not dumpable (prctl(2))"
+        how = f"the capability CAP_SYS_PTRACE, {_IN_CONTAINER}"
+    return f"not permitted to read the process: {why}. Permit it: {how}{_OTHERWISE}"
 
 
 def _last_cause(errors: str) -> str:

@@ -1,0 +1,79 @@
+"""A rank names its sidecar as the process that may read its stack, where Yama asks for that, and only there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+import torchlens_perf as perf
+from tests.recorder.test_late_report import sidecar_of
+from tests.support.processes import ROOT, wait_for_sidecar
+from torchlens_perf.run import tracer
+from torchlens_perf.run.directory import RunDirectory
+
+
+def named_while_training(folder: Path, monkeypatch: pytest.MonkeyPatch, scope: str) -> tuple[list[int], int]:
+    """The pids that were named in a short run, and the sidecar's."""
+    named: list[int] = []
+    real = tracer.name_tracer
+    monkeypatch.setattr(tracer, "YAMA", folder / "ptrace_scope")
+    monkeypatch.setattr(tracer, "name_tracer", lambda pid: named.append(pid) or real(pid))
+    tracer.YAMA.write_text(scope)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with perf.watch(model, optimizer, dir=str(folder), exit_timeout_s=0) as watch:
+        sidecar = 0
+        for step in range(200):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if step == 100:
+                sidecar = sidecar_of(watch)
+                subprocess.run([sys.executable, "-c", "import time; time.sleep(0.1)"], check=True)
+    wait_for_sidecar(RunDirectory(watch.run_dir))
+    return named, sidecar
+
+
+def test_the_sidecar_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ptrace_scope 1: once, and taken back at the end. A kernel without Yama refuses, which harms nobody."""
+    named, sidecar = named_while_training(tmp_path, monkeypatch, "1")
+
+    assert named == [sidecar, 0]
+
+
+@pytest.mark.parametrize("scope", ["0", "2", "3", ""])
+def test_nobody_is_named(scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not needed, or of no use."""
+    assert named_while_training(tmp_path, monkeypatch, scope)[0] == []
+
+
+def test_the_kernel_takes_the_call_where_it_has_yama() -> None:
+    """A process names its parent; without Yama the kernel refuses, and the process goes on."""
+    program = "import os; from torchlens_perf.run import tracer; print(tracer.name_tracer(os.getppid()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout == f"{tracer.YAMA.exists()}\n"
+
+
+def test_py_spy_is_a_dependency() -> None:
+    """A plain installation has it, on the processors for which there is one."""
+    tomllib = pytest.importorskip("tomllib")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (found,) = [each for each in map(Requirement, declared) if each.name == "py-spy"]
+
+    assert found.marker is not None
+    assert [found.marker.evaluate({"platform_machine": machine}) for machine in ("x86_64", "aarch64")] == [True, True]
+
+
+def test_doctor_tries_it() -> None:
+    """The line says whether py-spy can read this process's stack."""
+    program = "from torchlens_perf.commands.doctor import _stacks; print(*_stacks())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout.startswith(
+        ("ok      stacks of a hanging rank: py-spy can", "worse   stacks of a hanging rank: none: not permitted")
+    )
