@@ -127,8 +127,9 @@ class Config:
     html: bool = True
     """Let the sidecar write report.html into the run directory when the run has ended; nobody waits for it."""
 
-    exit_timeout_s: float = 1.0
-    """Longest wait for the report when the run ends, in seconds."""
+    exit_timeout_s: float | None = None
+    """Longest wait for the report when the run ends, in seconds. None: 1 s, but up to 10 s in a job on one node, for as
+    long as the sidecar makes progress; Ctrl-C ends the wait."""
 
     capture: str = "ask"
     """Who may ask for a deep look at a few steps: "ask", `torchlens-perf capture` alone; "verdict", also the sidecar,
@@ -188,7 +189,8 @@ class Config:
         self._check_number("memory_history", int, least=0, most=100_000)
         self._check_number("ring_records", int, least=1024, most=1 << 24)
         self._check_number("disk_bytes", int, least=1 << 20)
-        self._check_number("exit_timeout_s", float, least=0, most=60)
+        if self.exit_timeout_s is not None:
+            self._check_number("exit_timeout_s", float, least=0, most=60)
         self._check_modules()
 
     def _check(self, field: str, good: bool, wanted: str) -> None:
@@ -261,7 +263,7 @@ def _modules(text: str) -> str | int | tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": _flag}
+_PARSERS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float | None": float, "bool": _flag}
 
 
 def is_on(environ: Mapping[str, str]) -> bool | None:

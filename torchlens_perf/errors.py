@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from torchlens_perf.output import logger
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-logger = logging.getLogger("torchlens_perf")
 LOGGED_PER_PLACE = 3
 _NOT_PRINTED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 RAISE = "TORCHLENS_PERF_RAISE"

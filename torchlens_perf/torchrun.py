@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 
 from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
 from torchlens_perf.config import SWITCH
+from torchlens_perf.output import say
 
 
 class LogsSpecs(DefaultLogsSpecs):  # type: ignore[misc] # torch is not followed
@@ -18,10 +18,9 @@ class LogsSpecs(DefaultLogsSpecs):  # type: ignore[misc] # torch is not followed
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if is_autoload_off(os.environ):
-            print(
+            say(
                 f"torchlens_perf is off: {AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} keeps it out of the workers; "
-                "unset it, or use `torchrun -m torchlens_perf run SCRIPT`",
-                file=sys.stderr,
+                "unset it, or use `torchrun -m torchlens_perf run SCRIPT`\n"
             )
         elif SWITCH not in os.environ:
             os.environ[SWITCH] = "1"

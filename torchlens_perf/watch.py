@@ -27,6 +27,7 @@ from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switches_off
 from torchlens_perf.hooks.loop import passed
 from torchlens_perf.hooks.on_device import choice as on_device
+from torchlens_perf.output import above_standard_streams, logger
 from torchlens_perf.recorder import keep_ring, sidecar
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest
 from torchlens_perf.recorder.recorder import refusal
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from torchlens_perf.results.ask import Recorded
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.ring import RingFile
-
-logger = logging.getLogger("torchlens_perf")
 
 # Start: 2 s at the longest, with the children's start and end. End: 1.5 s by default. tests/jobs/test_bounded_waits.py
 _FOLDERS_TIMEOUT_S = 1.8  # that a watch waits for its run directory when it begins
@@ -152,7 +151,7 @@ class Watch(ShowsResults):
         if self._joined is not None:
             self._joined = None
         else:
-            self.close()
+            self._close(None if kind is None or issubclass(kind, SystemExit) else kind)
 
     def step(self, tokens: int | None = None) -> None:
         """Ends a step here. From the first call on, nothing else ends one.
@@ -199,6 +198,7 @@ class Watch(ShowsResults):
         run = None if self.run_dir is None else RunDirectory(self.run_dir, shared=watch._config.is_shared)
         return Recorded(run, watch._session, watch._config.sidecar, why)
 
+    @above_standard_streams()
     def start(self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None) -> bool:
         """Makes the ring, the sidecar, the run directory and the hooks. Returns whether it records.
 
@@ -291,7 +291,11 @@ class Watch(ShowsResults):
         return run, session, ring
 
     def close(self) -> None:
-        """Detaches everything and, on rank 0, shows the report. Done by leaving the context; again is harmless.
+        """Detach everything and, on rank 0, show the report. Done by leaving the context; again is harmless."""
+        self._close(None)
+
+    def _close(self, ended_by: type[BaseException] | None) -> None:
+        """ended_by: the exception that leaves the context.
 
         Of what lies on a disk that may not answer, nothing is touched: the wait for the report is the only one.
         """
@@ -315,7 +319,12 @@ class Watch(ShowsResults):
             if reports and self._config.sidecar:
                 mailbox = Mailbox(session.ring_path, REPORT)
         try:
-            session.close(last_report.wanted(mailbox, in_cell=cell is not None) if reports else {})
+            look: dict[str, Any] = {}
+            try:
+                if reports:
+                    look = last_report.wanted(mailbox, in_cell=cell is not None)
+            finally:  # Ctrl-C in the user's own stderr loses no record
+                session.close(look)
             _session = None
             changing.close()
             if self._config.sidecar:
@@ -323,7 +332,7 @@ class Watch(ShowsResults):
                     sidecar.ensure(run, who)  # if it was killed, another one finishes its work
             if reports:
                 with guard("the report at the end"):
-                    shown = last_report.show(run, who.node, self._config, mailbox, cell)
+                    shown = last_report.show(run, who, self._config, mailbox, cell, ended_by)
                     if self._surfaces is not None:
                         self._surfaces.ended(shown)
         finally:
@@ -331,7 +340,9 @@ class Watch(ShowsResults):
                 with guard("asking for the report"):
                     mailbox.close()
             with guard("keeping the ring"):
-                left_s = max(_MIN_WAIT_S, self._config.exit_timeout_s - (time.monotonic() - began_s))
+                timeout_s = self._config.exit_timeout_s
+                timeout_s = last_report.SHORT_TIMEOUT_S if timeout_s is None else timeout_s
+                left_s = max(_MIN_WAIT_S, timeout_s - (time.monotonic() - began_s))
                 self._leave_ring(run, who, left_s)
 
     def _leave_ring(self, run: RunDirectory, who: Identity, timeout_s: float) -> None:

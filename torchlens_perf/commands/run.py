@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from torchlens_perf import config
 from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
 from torchlens_perf.errors import ConfigError, printable
+from torchlens_perf.output import say
 from torchlens_perf.run import children
 from torchlens_perf.startup import sitecustomize
 
@@ -139,4 +140,4 @@ def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bo
 
 def _say_off(environment: Mapping[str, str], reason: str) -> None:
     if environment.get("LOCAL_RANK", "0") == "0":  # one line a node, not one a rank
-        print(f"torchlens_perf is off: {printable(reason)}", file=sys.stderr, flush=True)
+        say(f"torchlens_perf is off: {printable(reason)}\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 from torchlens_perf import config as configuration
 from torchlens_perf.errors import ConfigError, guard
 from torchlens_perf.watch import Watch, watch
-
-logger = logging.getLogger("torchlens_perf")
 
 
 class FrameworkRun:

@@ -9,6 +9,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
+from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run import children
 from torchlens_perf.run.rings import copy_out, memory
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.ring import RingFile
 
 
+@above_standard_streams()
 def keep(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
     """Has a ring that was closed copied from this node's memory into the run directory, by a child process.
 

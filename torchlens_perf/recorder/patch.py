@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-logger = logging.getLogger("torchlens_perf")
+from torchlens_perf.output import logger
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.errors import logger
+from torchlens_perf.output import logger
 
 LOADING_PROBLEM = ""  # why the native recorder, which is there, is not the one in use
 

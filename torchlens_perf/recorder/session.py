@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torchlens_perf.config import SIDECAR_SETTINGS
 from torchlens_perf.errors import ConfigError, HookUnavailable, guard, swallowed
+from torchlens_perf.output import logger
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.recorder import LOADING_PROBLEM, NATIVE, Recorder
 from torchlens_perf.recorder.sampling import Boundary, SamplingSchedule
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torchlens_perf.config import Config
     from torchlens_perf.run.clock import Anchor, DeviceMark, Stalls
     from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
-
-logger = logging.getLogger("torchlens_perf")
 
 _AT_STEP = guard("work at a step's end")
 _THROTTLE_NS = 50_000_000

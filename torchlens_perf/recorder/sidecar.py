@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run import children, ownership, sidecar_status
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log, where_kept
 from torchlens_perf.run.processes import process_cpu_time_s, process_stat, threads
@@ -29,6 +30,7 @@ _STARVES = 0.5  # share of the wait in which it ran
 _MIN_S = 0.1  # of a wait, to say that
 
 
+@above_standard_streams()
 def ensure(run: RunDirectory, who: Identity) -> bool:
     """Starts the node's sidecar unless one lives. Returns whether it started one. who: the rank that starts it.
 
@@ -90,6 +92,15 @@ class LateReport:
         self._log = run.node_log(node)
         self._began_s = time.monotonic()
         self._cpu_time_s = self._sidecars_cpu_time_s()
+
+    def progress(self) -> object:
+        """A value that changes while the sidecar works, or would work if other programs left it a processor."""
+        with contextlib.suppress(OSError):
+            pid, _, doing = sidecar_status.read_status(str(find_sidecar_lock(self._run.run_id)))
+            if pid and any(process_stat(pid, thread)[0] == "R" for thread in threads(pid)):
+                return time.monotonic()
+            return doing, process_cpu_time_s(pid) if pid else 0.0
+        return None
 
     def line(self) -> str:
         """The message to show instead of the report. Raises OSError where a file cannot be read."""

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import Printable
+from torchlens_perf.output import logger
 from torchlens_perf.run.mailbox import ALERTS, Mailbox
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
-
-logger = logging.getLogger("torchlens_perf")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 
 from torchlens_perf.errors import RunStoreError, printable
+from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run import children
 
 TIMEOUT_S = 60.0  # of a report on 4096 ranks, three times
 
 
+@above_standard_streams()
 def output(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
     """What `torchlens-perf ARGUMENTS` writes to stdout. Waits for it, and ends it where it takes longer.
 

@@ -8,7 +8,6 @@ device is touched here; what the user's logger does is the user's.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +15,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.errors import ConfigError, Printable
+from torchlens_perf.output import logger
 from torchlens_perf.results.loggers import Logger, logger_for
 from torchlens_perf.run.mailbox import FIGURES, Mailbox
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.results.alerts import Alert
-
-logger = logging.getLogger("torchlens_perf")
 
 PREFIX = "torchlens_perf/"
 STEP, DATA, COMMUNICATION = (PREFIX + name for name in ("step_s", "data_wait_s", "communication_s"))

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import ConfigError, RunStoreError, printable
+from torchlens_perf.output import logger
 from torchlens_perf.results import child
 from torchlens_perf.results.ask import COMMAND, ask, own_work, settle
 from torchlens_perf.run.mailbox import STEPS
 
 if TYPE_CHECKING:
     from torchlens_perf.results.ask import Recorded
-
-logger = logging.getLogger("torchlens_perf")
 
 BACKENDS = ("pandas", "polars")
 

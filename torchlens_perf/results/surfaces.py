@@ -5,11 +5,11 @@ Made when the user first asks for one.
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
+from torchlens_perf.output import logger
 from torchlens_perf.results.alerts import Alerts
 from torchlens_perf.results.figures import Figures
 from torchlens_perf.results.notebook import Cell
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torchlens_perf.results.alerts import Callback
     from torchlens_perf.results.ask import Recorded
     from torchlens_perf.results.figures import Asked
-
-logger = logging.getLogger("torchlens_perf")
 
 
 class Surfaces:

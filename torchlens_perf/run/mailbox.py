@@ -12,6 +12,8 @@ import os
 import time
 from pathlib import Path
 
+from torchlens_perf.output import above_standard_streams
+
 REPORT = ".report"
 """Where rank 0 waits for its report at the end."""
 ANSWER = ".answer"
@@ -31,6 +33,7 @@ _LOOK_EVERY_S = 0.01
 class Mailbox:
     """The reader's side. One thread."""
 
+    @above_standard_streams()
     def __init__(self, ring: Path, kind: str, question: str = "") -> None:
         """ring: the rank's ring file. Raises OSError, also where this process has one of that kind already. With any
         error there is no file.

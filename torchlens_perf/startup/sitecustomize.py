@@ -65,8 +65,12 @@ def _arm() -> None:
     try:
         from torchlens_perf.autoload import autoload
     except Exception as error:  # a broken installation of ours is no reason to stop the script
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("torchlens_perf is off:", ascii(f"{type(error).__name__}: {error}")[1:-1], file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0" and sys.stderr is not None:
+            line = ascii(f"torchlens_perf is off: {type(error).__name__}: {error}")[1:-1]
+            try:
+                sys.stderr.write(line + "\n")
+            except Exception:  # torchlens_perf.output, which takes any stderr, may be what is broken
+                return
     else:
         autoload()
 

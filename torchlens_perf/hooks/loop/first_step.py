@@ -19,6 +19,7 @@ from typing import Any
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.loop.optimizer import relay
 from torchlens_perf.hooks.loop.trained_models import living, living_optimizers
+from torchlens_perf.output import say
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 
@@ -93,7 +94,7 @@ class FirstStep:
     def _process_ends(self) -> None:
         with guard("saying that nothing was recorded"):
             if os.getpid() == self._pid and is_users_program() and self._looks_like_training():
-                print(f"torchlens_perf recorded nothing: {self._seen()}", file=sys.stderr)
+                say(f"torchlens_perf recorded nothing: {self._seen()}\n")
 
     def _looks_like_training(self) -> bool:
         """Whether there was a backward pass, or a model or an optimizer is left. A program may import torch for less.

@@ -1,0 +1,191 @@
+"""Whatever a job's stderr and its logging handlers are: it ends as without us, and its record is whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import SCRIPTS, clean_environ, report, run, runs, wait_for_sidecar
+from torchlens_perf.run.directory import RunDirectory
+
+TRAINS = str(SCRIPTS / "train_with_stderr.py")
+KINDS = re.findall(r"^def (\w+)\(\):$", Path(TRAINS).read_text(), re.MULTILINE)
+SHELL = ["/bin/sh", "-c"]
+LIMIT_S = 240  # of a program that hangs
+SCRIPT = """
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(20):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def assert_whole(found: RunDirectory, steps: int = 20) -> None:
+    """The run directory has all steps, and its report too."""
+    wait_for_sidecar(found)
+    assert report(found)["ranks"][0]["steps"] == steps
+    assert f"{steps} steps" in found.report.read_text()
+
+
+def test_no_stderr_and_no_handler_ends_a_training(tmp_path: Path) -> None:
+    """Streams and handlers that raise all kinds of errors; nothing is printed on stdout instead."""
+    done = run([sys.executable, TRAINS, str(tmp_path), *KINDS], tmp_path, timeout_s=600, TORCHLENS_PERF_RAISE="0")
+    lines = [line.split() for line in done.stdout.splitlines()]
+
+    assert done.returncode == 0, done.stderr
+    assert [kind for kind, _ in lines] == KINDS
+    for _, path in lines:
+        assert_whole(RunDirectory(Path(path)))
+
+
+def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -> None:
+    """KeyboardInterrupt and SystemExit, raised by isatty() or write(), are the user's."""
+    program = (
+        f"import sys; sys.argv = ['', {str(tmp_path)!r}]; sys.path.insert(0, {str(SCRIPTS)!r})\n"
+        "import train_with_stderr as t\n"
+        "class Interrupted(t.WriteAndFlush):\n"
+        "    def {method}(self, *text): raise {error}\n"
+        "sys.stderr = Interrupted()\n"
+        "try: t.train(sys.argv[1])\n"
+        "except {error}: print('passed')\n"
+    )
+    for method, error in (("isatty", "KeyboardInterrupt"), ("write", "KeyboardInterrupt"), ("flush", "SystemExit")):
+        filled = program.replace("{method}", method).replace("{error}", error)
+        # The hook that fails logs, which would raise it before the training.
+        filled = filled.replace(
+            "import train_with_stderr as t\n", "import train_with_stderr as t; t.swallowed.add = print\n"
+        )
+        done = run([sys.executable, "-c", filled], tmp_path, LIMIT_S)
+        assert done.stdout.endswith("passed\n"), done.stderr
+    found = sorted(path.parent for path in tmp_path.glob("*/nodes"))
+    assert len(found) == 3
+    for each in found:
+        assert_whole(RunDirectory(each))
+
+
+@pytest.mark.parametrize(
+    "closed", ["2>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-"], ids=["stderr", "stdout_and_stderr", "all_three"]
+)
+@pytest.mark.parametrize("command", [[], ["-m", "torchlens_perf", "run"]], ids=["switch", "run"])
+def test_closed_standard_streams(command: list[str], closed: str, tmp_path: Path) -> None:
+    """Of a script that does not know of us, by the variable and by the command."""
+    line, script = f'exec "$@" {closed}', tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    switch = {} if command else {"TORCHLENS_PERF": "1"}
+    done = run([*SHELL, line, "sh", sys.executable, *command, str(script)], tmp_path, LIMIT_S, **switch)
+    (found,) = runs(tmp_path)
+
+    assert done.returncode == 0
+    assert report(found)["ranks"][0]["steps"] > 0
+    assert "steps" in found.report.read_text()
+
+
+DESCRIPTORS = """
+import os, subprocess, sys
+sys.path.insert(0, {scripts!r})
+sys.argv = ["", {folder!r}]
+import torch, torchlens_perf as perf
+
+def standard():
+    found = []
+    for each in (0, 1, 2):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{{each}}"))
+        except OSError:
+            found.append("closed")
+    return found
+
+def child(close_fds):
+    code = "import os; print(*[each if os.path.lexists(f'/proc/self/fd/{{each}}') else '-' for each in (0, 2)])"
+    read, write = os.pipe()
+    subprocess.run([sys.executable, "-S", "-c", code], stdout=write, close_fds=close_fds)
+    os.close(write)
+    return os.read(read, 100).decode()
+
+# A descriptor of the user's takes a closed number for good, as any program's would: here one is kept aside.
+before = standard(), child(True), child(False)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with perf.watch(model, optimizer, dir=sys.argv[1]) as watch:
+    watch.on_verdict(lambda verdict: None)
+    for _ in range(20):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    inside = standard(), child(True), child(False)
+    os.write(open(sys.argv[1] + "/answer", "w").fileno(), repr([before, inside]).encode())
+"""
+
+
+def test_a_closed_descriptor_is_not_taken_by_a_file_of_ours(tmp_path: Path) -> None:
+    """What native code or a child writes to it must not go into a ring: it stays closed, also for children."""
+    program = DESCRIPTORS.format(scripts=str(SCRIPTS), folder=str(tmp_path))
+    done = run([*SHELL, 'exec "$@" 0<&- 2>&-', "sh", sys.executable, "-c", program], tmp_path, LIMIT_S)
+    assert done.returncode == 0
+    before, inside = eval((tmp_path / "answer").read_text())
+
+    assert before[0][2] == "closed"
+    assert inside == before
+    (found,) = [RunDirectory(path.parent) for path in tmp_path.glob("*/nodes")]
+    assert_whole(found)
+
+
+@pytest.mark.parametrize("sigpipe", ["SIG_IGN", "SIG_DFL"])
+def test_reader_of_stderr_is_gone(sigpipe: str, tmp_path: Path) -> None:
+    """A pipe: exit code 0, not 120 for what could not be flushed, and no death by SIGPIPE."""
+    program = (
+        f"import signal, sys; sys.path.insert(0, {str(SCRIPTS)!r}); import train_with_stderr as t\n"
+        f"signal.signal(signal.SIGPIPE, signal.{sigpipe}); print(t.train({str(tmp_path)!r}))\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stderr:
+        environ = clean_environ({"TORCHLENS_PERF_RAISE": "0"})
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            timeout=LIMIT_S,
+        )
+
+    assert done.returncode == 0, signal.Signals(-done.returncode).name if done.returncode < 0 else done.returncode
+    assert_whole(RunDirectory(Path(done.stdout.strip())))
+
+
+def test_the_report_is_printed_in_the_encoding_of_stderr(tmp_path: Path) -> None:
+    """In the C locale without UTF-8 mode, and with strict errors."""
+    environ = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}
+    done = run(
+        [sys.executable, TRAINS, str(tmp_path), "ordinary"], tmp_path, LIMIT_S, TORCHLENS_PERF_RAISE="0", **environ
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "a hook that fails in a test \\u2603 failed and was skipped" in done.stderr
+    assert done.stderr.rstrip().isascii()
+
+
+@pytest.mark.parametrize("stderr", ["None", "io.BytesIO()", "io.StringIO()"])
+def test_what_is_said_without_a_watch(stderr: str, tmp_path: Path) -> None:
+    """A setting that cannot be used, nothing recorded, and torchrun's flag without its entry point."""
+    program = (
+        "import io, os, sys\n"
+        f"sys.stderr = {stderr}\n"
+        "import torch\n"
+        "from torchlens_perf.torchrun import LogsSpecs\n"
+        "os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
+        "LogsSpecs()\n"
+        "torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()\n"
+        "print('done')\n"
+    )
+    for settings in ({}, {"TORCHLENS_PERF_RING_RECORDS": "many"}):
+        done = run([sys.executable, "-c", program], tmp_path, LIMIT_S, TORCHLENS_PERF="1", **settings)
+        assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

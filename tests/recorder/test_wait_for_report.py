@@ -1,0 +1,149 @@
+"""How long a run's end waits for its report: for as long as the sidecar makes progress, and no longer than that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.recorder.test_late_report import SLOW, sidecar_of, watched
+from tests.support.processes import clean_environ, wait_for_sidecar
+from torchlens_perf.results import last_report
+from torchlens_perf.run.directory import RunDirectory
+
+WRITING = "torchlens_perf: writing the report ... (Ctrl-C skips it)\n"
+BUSY = """
+import sys, time
+
+class Busy:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchlens_perf.report.run_report":
+            ends_s = time.process_time() + {seconds}
+            while time.process_time() < ends_s: pass
+
+sys.meta_path.insert(0, Busy())
+"""
+
+
+def late_sidecar(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> None:
+    """Each sidecar that is started from here on begins with this."""
+    (folder / "sitecustomize.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_a_sidecar_that_works_is_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes for two seconds before it can write the report: one line says what is waited for."""
+    monkeypatch.setattr(last_report, "_LONGEST_S", 60.0)  # of this machine's load nothing is known
+    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=2))
+    with watched(tmp_path / "runs"):
+        pass
+    printed = capfd.readouterr().err
+
+    assert printed.startswith(WRITING)
+    assert printed.count("writing the report") == 1
+    assert "20 steps" in printed
+
+
+def test_a_sidecar_that_stands_still_is_waited_for_a_second(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sleeps, is stopped, or is dead: the wait ends one second after the last progress."""
+    monkeypatch.setattr(last_report, "_LONGEST_S", 600.0)
+    with watched(tmp_path / "runs") as watch:
+        pid = sidecar_of(watch)
+        os.kill(pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+    took_s = time.monotonic() - began_s
+    printed = capfd.readouterr().err
+    os.kill(pid, signal.SIGCONT)
+    wait_for_sidecar(RunDirectory(watch.run_dir))
+
+    assert took_s < 60
+    assert f"is stopped: kill -CONT {pid}" in printed
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.7])
+def test_a_timeout_of_the_users_is_the_longest_wait(
+    timeout_s: float, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a sidecar that makes progress."""
+    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=20))
+    with watched(tmp_path / "runs", exit_timeout_s=timeout_s) as watch:
+        sidecar_of(watch)
+    printed = capfd.readouterr().err
+    wait_for_sidecar(RunDirectory(watch.run_dir), 120)
+
+    assert WRITING not in printed
+    assert f"the report is not ready after {timeout_s:.1f}" in printed
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_after_an_exception_the_wait_is_short(
+    kind: type[BaseException], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its traceback comes after the wait. The line says that training has ended with it, and is not taken for it."""
+    late_sidecar(monkeypatch, tmp_path, SLOW.format(name="torchlens_perf.report.run_report", seconds=5))
+    monkeypatch.setattr(last_report, "_LONGEST_S", 600.0)
+    with pytest.raises(kind), watched(tmp_path / "runs") as watch:
+        raise kind
+    printed = capfd.readouterr().err
+    wait_for_sidecar(RunDirectory(watch.run_dir))
+
+    assert WRITING not in printed
+    assert printed.startswith(f"torchlens_perf: training ended with {kind.__name__}; the report is not ready after 1.")
+
+
+def test_jobs_of_several_nodes_wait_a_second(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other nodes would wait with it."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=10))
+    with watched(tmp_path / "runs", exchange=False) as watch:
+        pass
+    printed = capfd.readouterr().err
+    wait_for_sidecar(RunDirectory(watch.run_dir), 120)
+
+    assert WRITING not in printed
+    assert "the report is not ready after 1." in printed
+
+
+def test_ctrl_c_ends_the_wait_and_not_the_program(tmp_path: Path) -> None:
+    """Training has succeeded: what the program does next is done, and it ends with 0."""
+    (tmp_path / "sitecustomize.py").write_text(BUSY.format(seconds=30))
+    program = (
+        "import torch, torchlens_perf as perf\n"
+        "from torchlens_perf.results import last_report\n"
+        "last_report._LONGEST_S = 600.0\n"
+        "model = torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"with perf.watch(model, optimizer, dir={str(tmp_path / 'runs')!r}) as watch:\n"
+        "    for _ in range(20):\n"
+        "        model(torch.ones(1, 2)).sum().backward(); optimizer.step()\n"
+        "print('saved', watch.run_dir)\n"
+    )
+    environ = clean_environ({"PYTHONPATH": str(tmp_path)})
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        killer = threading.Timer(240, process.kill)
+        killer.start()
+        assert process.stderr is not None
+        assert process.stderr.readline() == WRITING
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate()
+        killer.cancel()
+
+    assert process.returncode == 0, stderr
+    assert stdout.startswith("saved ")
+    assert "the report is not ready after" in stderr
+    assert "KeyboardInterrupt" not in stderr
+    wait_for_sidecar(RunDirectory(Path(stdout.split()[1])), 240)
