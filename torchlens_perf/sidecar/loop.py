@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import ring
-from torchlens_perf.run.mailbox import STEPS
+from torchlens_perf.run.mailbox import REPORT, STEPS
 from torchlens_perf.sidecar import termination
 from torchlens_perf.sidecar.live_results import LiveResults
 from torchlens_perf.sidecar.metrics_port import MetricsPort
@@ -50,8 +50,9 @@ def run_sidecar(
     rounds = _Rounds(sidecar, lock, results, port)
     apart = _at_once if beside_the_job is None else lambda work: beside_the_job.submit(work).result()
     # A rank may wait for its report once it has ended: that round is this thread's, which has the job's priority.
-    while apart(rounds.until_a_rank_ends) and rounds.one():
-        pass
+    ended = bool(sidecar.run.local_mailboxes(REPORT))  # before the first round, in a short run
+    while (ended or apart(rounds.until_a_rank_ends)) and rounds.one():
+        ended = False
     if rounds.replaced:
         sidecar.close()
         return False

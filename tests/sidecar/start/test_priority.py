@@ -6,19 +6,28 @@ import os
 import resource
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from tests.support.leftovers import eventually
 from tests.support.processes import wait_for_sidecar
 from tests.support.ranks import Rank
 from torchlens_perf.recorder import sidecar
 from torchlens_perf.run import sidecar_status
-from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock
+from torchlens_perf.run.processes import threads
+from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar import priority
+from torchlens_perf.sidecar.loop import run_sidecar
+from torchlens_perf.sidecar.node import Sidecar
 
 
 def test_of_a_live_sidecar(run: RunDirectory) -> None:
-    """It is nicer, the kernel would end it before this process, and its data have a bound."""
+    """What it does beside the job has low priority, its main thread has the job's. The kernel would end it before this
+    process, and its data have a bound."""
     rank = Rank(run, 0, 1)
     sidecar.ensure(run, rank.identity)
     assert eventually(lambda: sidecar_status.read_status(str(find_sidecar_lock(run.run_id)))[0] > 0)
@@ -27,10 +36,36 @@ def test_of_a_live_sidecar(run: RunDirectory) -> None:
     ours = int(Path("/proc/self/oom_score_adj").read_text())
 
     assert eventually(lambda: int(score.read_text()) == min(1000, ours + 500))
-    assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0) or os.nice(0) >= 19
+    lower = min(19, os.getpriority(os.PRIO_PROCESS, 0) + priority.NICE)
+    assert eventually(lambda: lower in [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads(pid)])
+    assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
     assert eventually(lambda: resource.prlimit(pid, resource.RLIMIT_DATA)[0] == priority.MEMORY_BYTES)
     rank.close()
     wait_for_sidecar(run)
+
+
+def test_round_that_a_rank_waits_for(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made at the priority of the job, and every other one at the lower one, in one thread."""
+    rank = Rank(run, 0, 1)
+    lock = SidecarLock(sidecar_lock(run.run_id))
+    assert lock.acquire()
+    made = Sidecar(run, rank.identity.host, None, lambda *_: None)
+    rounds: list[int] = []
+    measure = made.measure
+
+    def measured() -> None:
+        rounds.append(threading.get_native_id())
+        if len(rounds) == 3:
+            rank.close()
+        measure()
+
+    monkeypatch.setattr(made, "measure", measured)
+    with ThreadPoolExecutor(1) as beside_the_job:
+        run_sidecar(made, lock, None, beside_the_job=beside_the_job)
+    main = threading.get_native_id()
+
+    assert [each == main for each in rounds] == [False, False, False, True]
+    assert len(set(rounds)) == 2
 
 
 def test_memory_that_is_bounded() -> None:
