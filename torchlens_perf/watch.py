@@ -151,7 +151,7 @@ class Watch(ShowsResults):
         if self._joined is not None:
             self._joined = None
         else:
-            self._close(None if kind is None or issubclass(kind, SystemExit) else kind)
+            self._end(None if kind is None or issubclass(kind, SystemExit) else kind)
 
     def step(self, tokens: int | None = None) -> None:
         """Ends a step here. From the first call on, nothing else ends one.
@@ -292,9 +292,9 @@ class Watch(ShowsResults):
 
     def close(self) -> None:
         """Detach everything and, on rank 0, show the report. Done by leaving the context; again is harmless."""
-        self._close(None)
+        self._end(None)
 
-    def _close(self, ended_by: type[BaseException] | None) -> None:
+    def _end(self, ended_by: type[BaseException] | None) -> None:
         """ended_by: the exception that leaves the context.
 
         Of what lies on a disk that may not answer, nothing is touched: the wait for the report is the only one.
@@ -307,9 +307,11 @@ class Watch(ShowsResults):
                 return
             if _running is self:
                 _running = None
-            self._close(session, RunDirectory(self.run_dir, shared=self._config.is_shared), changing)
+            self._close(session, RunDirectory(self.run_dir, shared=self._config.is_shared), changing, ended_by)
 
-    def _close(self, session: Session, run: RunDirectory, changing: ExitStack) -> None:
+    def _close(
+        self, session: Session, run: RunDirectory, changing: ExitStack, ended_by: type[BaseException] | None
+    ) -> None:
         """changing: closed when everything is detached, so that other watches may start while this one waits."""
         global _session
         who, mailbox, began_s = session.identity, None, time.monotonic()
@@ -325,7 +327,7 @@ class Watch(ShowsResults):
                     look = last_report.wanted(mailbox, in_cell=cell is not None)
             finally:  # Ctrl-C in the user's own stderr loses no record
                 session.close(look)
-            _session = None
+                _session = None
             changing.close()
             if self._config.sidecar:
                 with guard("starting the sidecar again"):

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.errors import logger
 from torchlens_perf.hooks.backward import BackwardHook
 from torchlens_perf.hooks.capture import CaptureHook
 from torchlens_perf.hooks.collective import CollectiveHook
@@ -23,6 +22,7 @@ from torchlens_perf.hooks.recompute import RecomputeHook
 from torchlens_perf.hooks.section import SectionHook
 from torchlens_perf.hooks.stack import ReaderHook, StackHook
 from torchlens_perf.hooks.tags import TagHook
+from torchlens_perf.output import logger
 from torchlens_perf.recorder.devices import accelerator
 
 if TYPE_CHECKING:
