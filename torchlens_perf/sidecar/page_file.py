@@ -52,7 +52,6 @@ def write_page(sidecar: Sidecar) -> None:
 def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> str:
     """Writes it, or returns why not. gives_up: asked meanwhile; True ends it without a reason."""
     page = run.report.with_suffix(".html")
-    earlier = _file(page)
     command = children.command("report", str(run.path), "--html", str(page))
     environment = {**children.environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve more than they use
     began_s, before = time.monotonic(), _version(page)
@@ -76,22 +75,9 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
     # The page is put in its place when it is whole. A process that fails after that has done its work.
     if child.returncode and _version(page) == before:
         reason = words.removeprefix("torchlens-perf: ") or f"its process ended with {child.returncode}"
-        # Libraries may abort a process at its exit, when the page has been renamed into its place.
-        if _file(page) in (None, earlier):
-            return printable(reason)
-        logger.warning("report.html is written; the process that wrote it then failed: %s", printable(reason))
-        return ""
+        return printable(reason)
     logger.info("%s", printable(words))
     return ""
-
-
-def _file(path: Path) -> tuple[int, int] | None:
-    """Which file is there: a new page replaces the old file. None: there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def _version(page: Path) -> tuple[int, int]:
