@@ -23,6 +23,7 @@ from torchlens_perf.analysis.words.evidence import (
     Evidence,
     LongSteps,
     NobodySlowEvidence,
+    PastEvidence,
     PastStragglerEvidence,
     StragglerEvidence,
     TypicalStepEvidence,
@@ -210,9 +211,8 @@ class RunSoFar:
         total_s = self.steps["total_s"]
         if noted.since_step < self.first_step + WARM_UP_STEPS:
             total_s += noted.duration_s or 0.0
-        return over.hang_over(
-            noted, noted.since_step, went_on=went_on, steps=self.steps["count"], total_s=total_s
-        )  # fmt: skip
+        found = PastEvidence(tuple(noted.ranks), noted.duration_s, went_on, noted.stacks)
+        return over.hang_over(noted.since_step, noted.text, found, steps=self.steps["count"], total_s=total_s)
 
     # -- as the report has it
 

@@ -10,7 +10,6 @@ from torchlens_perf.analysis.words.evidence import OVER, PastEvidence, StretchEv
 from torchlens_perf.analysis.words.order import WORTH_A_LINE
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.alerts.history import Noted
     from torchlens_perf.analysis.words.bottleneck import Use
 
 
@@ -44,23 +43,22 @@ def computing_now(computing: Use, step_s: float, before_s: float, since_step: in
     return Verdict(computing.kind, None, computing.phase, 0.0, 0.0, since_step, 0.8, text, evidence)
 
 
-def hang_over(noted: Noted, step: int, *, went_on: bool | None, steps: int, total_s: float) -> Verdict:
+def hang_over(step: int, last_text: str, found: PastEvidence, *, steps: int, total_s: float) -> Verdict:
     """A hang that is over, by its sentence as it stood last.
 
-    went_on: whether steps were made afterwards; None: that is not known. steps, total_s: of the whole run.
+    steps, total_s: of the whole run.
     """
-    lost_s = noted.duration_s or 0.0
+    lost_s, went_on = found.duration_s or 0.0, found.went_on
     lasted = f" for {duration(lost_s)}" if lost_s else ""
     then = {True: ", and went on", False: ", and ended in it", None: ""}[went_on]
-    finding, _, action = noted.text.partition(". ")[2].partition(" Next: ")
+    finding, _, action = last_text.partition(". ")[2].partition(" Next: ")
     share = lost_s / max(total_s, lost_s) if lost_s else 0.0
     cost = f": {percent(share)} of the time of all steps" if went_on and share >= WORTH_A_LINE else ""
     text = f"The job hung in step {step}{lasted}{then}{cost}. {finding}"
     if action and (went_on is False or cost):
         text += f" Next: {action}"
-    rank = noted.ranks[0] if noted.ranks else None
-    evidence = PastEvidence(tuple(noted.ranks), noted.duration_s, went_on, noted.stacks)
-    return Verdict(f"hang{OVER}", rank, None, lost_s / max(1, steps), share, step, 0.9, text, evidence)
+    rank = found.ranks[0] if found.ranks else None
+    return Verdict(f"hang{OVER}", rank, None, lost_s / max(1, steps), share, step, 0.9, text, found)
 
 
 def no_longer(kind: str, text: str, ranks: Sequence[int], since_step: int | None) -> Verdict:
