@@ -209,6 +209,17 @@ def test_steps_that_evaluated() -> None:
     assert held["until_step"] is None, "the next is due in step 180"
 
 
+def test_steps_that_are_named_hold_in_no_window() -> None:
+    """Windows count every step that evaluated, also one of the warm-up and those of another length."""
+    loop = usual(200)
+    for step, host in ((1, 901.0), (60, 901.0), (150, 9001.0)):
+        loop[step] = {**BASE, "host": host, "flags": Flag.EVALUATION}
+    found = [row for row in build("r", [node([loop])])["verdicts"] if row["kind"] == "long_steps"]
+
+    assert found
+    assert [row["held"] for row in found] == [None] * len(found)
+
+
 def test_what_cannot_be_known_is_null() -> None:
     """No window says it: too few steps, samples of the sidecar, long steps of which nobody knows what they did."""
     unknown = usual(200)

@@ -168,6 +168,22 @@ def test_long_start_is_a_verdict(
         assert ("TORCHINDUCTOR_CACHE_DIR" in text) is bool(compile_s)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_long_start_is_no_verdict_before_an_ordinary_step(steps: int, run: RunDirectory) -> None:
+    """One optimizer step may take a minute, as L-BFGS's do. What a usual step takes is not known then."""
+    rank = Rank(run, 0, 1)
+    rank.steps(steps, **{**WORK, "forward": 50_000.0})
+    state = state_of(run, [rank], (0,))
+    (process,) = state.processes.values()
+    assert process.statistics.started_ns is not None
+    process.process_began_ns = process.statistics.started_ns - int(200e9)
+    report = report_of(run, state)
+
+    assert "startup" not in [verdict["kind"] for verdict in report["verdicts"]]
+    assert "more than usual" not in render(report, "/r", columns=100, color=False)
+    assert startup_words(report["run"]).startswith("before the first recorded step: 200 s")
+
+
 def test_start_is_unknown_of_simulated_clocks(run: RunDirectory) -> None:
     """It is never shown as zero."""
     rank = Rank(run, 0, 1)

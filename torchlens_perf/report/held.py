@@ -133,8 +133,12 @@ class RunSoFar:
         return self._from_to(since, None, None, judged & later & ~self.windows.anybody_slow, judged)
 
     def _long_steps(self, long: LongSteps) -> Held | None:
-        """Of steps that did something which windows know of: in how many windows there were some."""
-        if self.windows is None or not long["kinds"] or long["kinds"][0] not in _TAGS:
+        """Return in how many windows there were steps of a class that comes regularly, if windows know what they did.
+
+        The sentence on other classes names their steps. Windows know what a step did, and not how long it took: they
+        would count the steps of other classes, and of the warm-up, too.
+        """
+        if self.windows is None or not long["period"] or not long["kinds"] or long["kinds"][0] not in _TAGS:
             return None
         tagged = self.windows.tagged(_TAGS[long["kinds"][0]])
         if not tagged.any():
@@ -142,7 +146,7 @@ class RunSoFar:
         windows = self.windows.windows
         since, last = windows.first_steps[np.flatnonzero(tagged)[[0, -1]]].tolist()
         until: int | None = last + windows.width
-        if tagged[-1] or (long["period"] and last + windows.width + 2 * long["period"] > windows.last_step):
+        if tagged[-1] or last + windows.width + 2 * long["period"] > windows.last_step:
             until = None
         return self._from_to(max(self.first_step, since), until, None, tagged, np.ones(len(windows), bool))
 

@@ -32,11 +32,14 @@ def startup_words(run: Run) -> str:
 
 
 def startup_verdicts(report: Facts) -> list[Verdict]:
-    """Return a verdict on the start of a run that has ended, where the start took long and much of the run."""
+    """Return a verdict on the start of a run that has ended, where the start took long and much of the run.
+
+    Nothing is said before a step has followed the warm-up: until then, no step is known to be an ordinary one.
+    """
     start, steps, run = report["run"]["startup"], report["steps"], report["run"]
-    if start is None or start["interactive"] or run["live"] or not steps["count"]:
+    if start is None or start["interactive"] or run["live"] or steps["p50_s"] is None:
         return []
-    usual_s = (steps["p50_s"] or 0.0) * min(steps["count"], WARM_UP_STEPS)
+    usual_s = steps["p50_s"] * min(steps["count"], WARM_UP_STEPS)
     warm_up_s = max(0.0, start["warm_up_s"] - usual_s)
     lost_s = start["before_first_step_s"] + warm_up_s
     whole_s = start["before_first_step_s"] + start["warm_up_s"] + steps["total_s"]
