@@ -284,13 +284,19 @@ def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows]) -> S
         **distribution(merged(of_each)),
         "warm_up_max_s": warm_up.max_ns / 1e9 if warm_up.count else None,
         "warm_up_parts": _warm_up_parts(processes),
-        "made": max((process.made_steps for process in processes.values()), default=0),
+        "made": max(map(_made_steps, processes.values()), default=0),
         "trend": _trend(windows),
         "inference": any(_is_inference(p) for p in processes.values()),
         "micro_steps": max((p.statistics.micro_steps for p in processes.values()), default=0),
         **step_classes(list(processes.values()), by_device=by_device),
         "sampled_lack_of_cpu": sampled_lack_of_cpu(processes.values()),
     }
+
+
+def _made_steps(process: ProcessState) -> int:
+    """Return how many steps a rank made, recorded or not: by its counter, or by its records after a replay."""
+    newest = process.statistics.last_step
+    return max(process.made_steps, 0 if newest is None else newest + 1)
 
 
 def _warm_up_parts(processes: dict[int, ProcessState]) -> dict[str, float]:
