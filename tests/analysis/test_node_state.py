@@ -54,6 +54,8 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
             collective = session.intern("allreduce group=0 dtype=float32")
             done = int(Flag.COMPLETED)
             recorder.record_completed(int(Kind.COLLECTIVE), collective, number, number * MS, 90, done, 64, number)
+            forward, elsewhere = session.intern("forward"), int(Flag.OTHER_THREAD)
+            recorder.record_completed(int(Kind.FORWARD), forward, number, number * MS, MS, elsewhere)
             memory.mark_memory(rank, allocated=(number << 20, 0), limit=1 << 40, alloc_retries=number)
             rank.timed_steps(1, 30 * MS)
         rank.stamped("decode", [MS] * 500)

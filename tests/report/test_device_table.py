@@ -169,7 +169,7 @@ def test_two_kinds_of_steps_on_a_device(run: RunDirectory) -> None:
     """The parts are of the typical step by the device's clock, and the other kind of steps is named."""
     rank = Gpu(run, 0, 1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
-    rank.session.modules_timed(["0"], device="cuda", all_levels=True)
+    rank.session.modules_timed({"0": False}, device="cuda", all_levels=True, unopened=[])
     for step in range(200):
         rank.steps(1, **HOST)
         rank.device_step(step, 30 * MS, 1.0 if step % 5 else 3.0)

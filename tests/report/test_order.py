@@ -13,6 +13,7 @@ from tests.report.test_held import node, slow_data, usual
 from tests.support.findings import MS, episode, findings
 from tests.support.reports import checked
 from torchlens_perf.analysis.node_state import NodeState
+from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.page.notebook import results
 from torchlens_perf.page.pictures.markup import html
 from torchlens_perf.page.sections.verdicts import verdicts as cards
@@ -77,7 +78,7 @@ def test_lost_time_orders_random_mixes(seed: int) -> None:
     loop = [{**BASE, "data": float(rng.choice([1.0, 10.0, 40.0]))} for _ in range(1)] * 300
     loop = [dict(step) for step in loop]
     planted = {}
-    for flag, kind, begin in ((Flag.EVALUATION, "evaluation", 7), (Flag.CHECKPOINT, "saving", 11)):
+    for flag, kind, begin in ((Flag.EVALUATION, WITHOUT_GRADIENTS, 7), (Flag.CHECKPOINT, "saving", 11)):
         every, more = int(rng.integers(15, 60)), float(rng.choice([100.0, 800.0, 3000.0]))
         where = range(begin, 300, every)
         planted[kind] = sum(more for step in where if "flags" not in loop[step]) / 1e3

@@ -158,7 +158,8 @@ def test_where_both_know_all_ranks() -> None:
     nobody = held_against(judged(ranks=8), seen(*[FORWARD] * 3), ALL)
     assert nobody.episodes == ()
     assert [each.rank for each in nobody.unconfirmed] == [3]
-    facts: Any = {"steps": {"count": 200}, "run": {"judged_by": "device", "device": "cuda"}}
+    run = {"judged_by": "device", "device": "cuda", "ranks_seen": 8, "live": False}
+    facts: Any = {"steps": {"count": 200}, "run": run}
     verdict, quiet = no_straggler(facts, nobody), no_straggler(facts, judged(ranks=8))
     assert verdict.confidence == quiet.confidence / 2
     assert "otherwise, but rank 3 (+9.00 ms a step, in the forward pass)" in verdict.text
