@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,21 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import torchlens_perf as perf
+from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING, recorded
 from torchlens_perf.errors import swallowed
 from torchlens_perf.hooks.collective import another_has_tapped, operators
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
+
+TYPE_VECTORCALL_OFFSET = 7 * ctypes.sizeof(ctypes.c_void_p)
+"""Where a type object has its tp_vectorcall_offset."""
 
 
 def state() -> dict[str, Any]:
     """Whatever a tool like ours could have changed."""
     return {
         "module class": dict(vars(nn.Module)),
+        "module calls": vectorcall(nn.Module.__call__),
         "optimizer class": dict(vars(torch.optim.Optimizer)),
         "scaler class": dict(vars(torch.amp.GradScaler)),
         "loader class": dict(vars(DataLoader)),
@@ -75,6 +82,12 @@ def state() -> dict[str, Any]:
     }
 
 
+def vectorcall(function: Callable[..., Any]) -> int | None:
+    """The address of the C function that runs a call of a Python function."""
+    offset = ctypes.c_ssize_t.from_address(id(type(function)) + TYPE_VECTORCALL_OFFSET).value
+    return ctypes.c_void_p.from_address(id(function) + offset).value
+
+
 def open_files() -> list[str]:
     """But for the listing's own."""
     found = []
@@ -108,8 +121,9 @@ def test_process_is_as_it_was(tmp_path: Path) -> None:
     after = state()
 
     assert sorted(name for name in before if before[name] != inside[name]) == [
-        "autograd", "collector", "errors", "files", "iterator class", "loader class", "module class", "scaler class",
-        "step hooks", "work class",
+        "autograd", "collector", "errors", "files", "iterator class", "loader class",
+        "module calls" if IDS[0] == "native" else "module class", "optimizer class", "scaler class", "step hooks",
+        "work class",
     ]  # fmt: skip
     assert {name for name in before if before[name] != after[name]} == set()
 

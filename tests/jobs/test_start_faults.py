@@ -82,6 +82,8 @@ def model() -> nn.Module:
 SIDECARS = (
     "recorder/folder_request.py",
     "recorder/sidecar.py",
+    "run/children.py",
+    "run/dead_runs.py",
     "run/sidecar_lock.py",
     "run/directory.py",
     "watch.py",
@@ -97,7 +99,7 @@ def functions_to_fail(begin: Callable[[], perf.Watch], sidecar: bool) -> list[Co
         begun: list[perf.Watch] = []
         functions = functions_called(lambda: begun.append(begin()), PACKAGE)  # noqa: B023
         begun[0].__exit__(None, None, None)
-    first = next(i for i, code in enumerate(functions) if code is perf.Watch.start.__code__) + 1
+    first = next(i for i, code in enumerate(functions) if code is perf.Watch._start.__code__) + 1
     files = {code: str(Path(code.co_filename).relative_to(PACKAGE)) for code in functions[first:]}
     return [
         code

@@ -22,6 +22,7 @@ from tests.support.interruptions import failing, functions_called
 from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING
 from torchlens_perf.errors import RAISE, swallowed
+from torchlens_perf.recorder import session
 
 PACKAGE = str(Path(perf.__file__).parent)
 # These call what they stand for: an error before their first line is the same as one in the call itself.
@@ -36,6 +37,7 @@ def _lenient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a user's process: our own mistakes are not raised."""
     monkeypatch.setenv(RAISE, "0")
     monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
+    monkeypatch.setattr(session, "_THROTTLE_NS", 0)  # at each step, on a fast machine too
     gc.disable()  # what it calls of ours would be among the functions, and not be called again
     yield
     gc.enable()
