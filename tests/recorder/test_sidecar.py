@@ -24,12 +24,13 @@ from torchlens_perf.recorder import sidecar
 from torchlens_perf.recorder.sidecar import ensure
 from torchlens_perf.run import sidecar_status
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log
-from torchlens_perf.run.processes import process_cpu_time_s, process_stat
+from torchlens_perf.run.processes import cpu_time_ns, process_cpu_time_s, process_stat, threads
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.start.preload import MODULES
 
 FIRST_SECOND_S = 0.4  # of processor time, where an interpreter starts in BARE_S
 BARE_S = 0.05
+WORK_NS = 20_000_000  # of rounds beside the job
 # Of the package, what is imported before anything is read; of all else, some of what must not be.
 WAITING = {
     "torchlens_perf", "torchlens_perf.run", "torchlens_perf.run.processes", "torchlens_perf.run.rings",
@@ -74,6 +75,11 @@ def started(run: RunDirectory, rank: Rank) -> int:
 def read_status(run: RunDirectory) -> tuple[int, int, str]:
     lock = find_sidecar_lock(run.run_id)
     return (0, 0, "") if lock is None else sidecar_status.read_status(str(lock))
+
+
+def used_ns(pid: int, of: list[int]) -> int:
+    """Processor time of these threads of a process."""
+    return sum(cpu_time_ns(pid, thread) or 0 for thread in of)
 
 
 def bare_start_s() -> float:
@@ -146,11 +152,10 @@ def counted(run: RunDirectory) -> int:
 
 
 def test_priorities(run: RunDirectory) -> None:
-    """Lower than the job's; what it imports while it waits, it imports in a thread that only gets idle processors."""
+    """The thread that hands the report over has the job's priority. The thread that works beside the job has a lower
+    one, and the thread that imports during the wait runs on idle processors only."""
     rank = Rank(run, 0, 1)
     pid = started(run, rank)
-    until(lambda: os.getpriority(os.PRIO_PROCESS, pid) != os.getpriority(os.PRIO_PROCESS, 0))
-    lower = os.getpriority(os.PRIO_PROCESS, pid) - os.getpriority(os.PRIO_PROCESS, 0)
     group = Path(f"/proc/{pid}/autogroup")
     policies, groups = set(), set()
     while "has not begun" in read_status(run)[2]:
@@ -162,10 +167,18 @@ def test_priorities(run: RunDirectory) -> None:
     until(lambda: "is reading" in read_status(run)[2])
     usual = group.read_text().split()[-1] if group.exists() else str(priority.USUAL_GROUP)
     policy = os.sched_getscheduler(pid)
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    lower = {thread: os.getpriority(os.PRIO_PROCESS, thread) - mine for thread in threads(pid)}
+    works = [thread for thread, nice in lower.items() if nice == priority.NICE]
+    idle_ns = cpu_time_ns(pid)
+    began_ns = used_ns(pid, works)
+    until(lambda: used_ns(pid, works) > began_ns + WORK_NS)
+    idle_ns = cpu_time_ns(pid) - idle_ns
     rank.close()
     wait_for_sidecar(run)
 
-    assert lower == priority.NICE
+    assert lower[pid] == 0
+    assert idle_ns < WORK_NS / 2  # it waits
     assert policies == {os.SCHED_OTHER, os.SCHED_IDLE}
     assert str(priority.IDLE_GROUP) in groups
     assert (policy, usual) == (os.SCHED_OTHER, str(priority.USUAL_GROUP))

@@ -39,9 +39,10 @@ def asleep_s() -> float:
 
 
 def program(name: str, text: str) -> str:
-    """An interpreter that does something else."""
-    folder.mkdir(exist_ok=True)
-    path = folder / name
+    """An interpreter of this Python that does something else, in an installation that is this program's."""
+    path = folder / name / "bin" / "python"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.exec_prefix = str(folder / name)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return str(path)

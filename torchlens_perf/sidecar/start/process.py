@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import socket
@@ -168,7 +167,7 @@ def _read(
     # One thread for all of it: the kernel ends the child that builds the tap together with the thread that started it.
     beside_the_job = ThreadPoolExecutor(1, initializer=priority.lower_thread) if attends else None
     if beside_the_job is not None and not run.local_mailboxes(REPORT):
-        beside_the_job.submit(importlib.import_module, "torchlens_perf.sidecar.node").result()
+        beside_the_job.submit(__import__, "torchlens_perf.sidecar.node").result()
     from torchlens_perf.exporters.otlp_environment import DeferredExporter, exporter_from_environment, wanted_signals
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.metrics_port import MetricsPort
