@@ -18,6 +18,7 @@ from torchlens_perf.hooks.on_device.clock import EventClock
 from torchlens_perf.hooks.on_device.nccl import CollectiveEvents
 from torchlens_perf.hooks.on_device.stalls import Stalls
 from torchlens_perf.recorder.recorder import End
+from torchlens_perf.recorder.training_thread import TrainingThread
 from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = [
@@ -37,6 +38,7 @@ class Loop(CollectiveRig):
         self.clock_of_device = EventClock(self.fake, self.fake.now_ns)
         self.session: Any = type("Session", (), {"clock": self.clock_of_device, "intern": self.ring.intern})()
         self.session.recorder = self.recorder
+        self.session.thread = TrainingThread(self.recorder, lambda note: None)
         self.events = CollectiveEvents(self.session)
         self.session.collective_listener = self.events.marked
         self.spans: list[tuple[int, ...]] = []

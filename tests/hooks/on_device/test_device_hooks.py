@@ -265,9 +265,10 @@ def test_a_step_that_lacks_a_mark_is_not_complete(device: FakeDevice, tmp_path: 
                 rig.events.stream = 0
             rig.step()
             device.advance(2 * STEP_NS)
-        recording.watch.step()
-        device.advance(STEP_NS)
-        recording.watch.step()
+        recording.watch.step()  # ends no step, as the optimizer has ended it
+        for _ in range(2):
+            recording.watch.step()
+            device.advance(STEP_NS)
     assert [span.step for span in device_spans(recording, Kind.STEP)] == [1, 2, 4, 5, 6, 7]
     assert [span.step for span in device_spans(recording, Kind.FORWARD)] == list(range(6))
 
@@ -285,6 +286,7 @@ def test_stalls_come_before_their_step(device: FakeDevice, tmp_path: Path) -> No
             device.spin(4 * MILLISECOND)
             session.stalls.end()
             device.advance(2 * STEP_NS)
+        recording.watch.step()  # ends no step, as the optimizer has ended it
         recording.watch.step()
     stalls = device_spans(recording, Kind.WAIT)
     assert {(each.name, each.kind) for each in stalls} == {("wait", Kind.DEVICE)}
