@@ -309,15 +309,17 @@ def test_a_short_hang_that_went_by_is_listed_as_earlier() -> None:
     assert "earlier in this run" in render(report, "x", columns=200, color=False)
 
 
+@pytest.mark.parametrize("ended", ["closed", "died"])
 @pytest.mark.parametrize("seen_to_end", [True, False])
-def test_a_run_that_ended_in_a_hang(seen_to_end: bool) -> None:
-    """Somebody has killed it: that comes first, also where nobody saw the end, and the next action with it."""
+def test_a_run_that_ended_in_a_hang(seen_to_end: bool, ended: str) -> None:
+    """The hang comes first with its next action, before the death of its ranks, also where nobody saw its end."""
     alerts = (HUNG, MOVED) if seen_to_end else (HUNG,)
     lasted = "60.0 s" if seen_to_end else "12.0 s"
-    report = build("r", [node([usual(57)] * 2, history=history(*alerts))])
+    report = build("r", [node([usual(57)] * 2, history=history(*alerts), ended=ended)])
     row = report["verdicts"][0]
 
     assert row["kind"] == "hang_ended"
+    assert ("died" in [each["kind"] for each in report["verdicts"]]) is (ended == "died")
     assert row["text"] == (
         f"The job hung in step 57 for {lasted}, and ended in it. Rank 2 did not enter it. Next: look at it."
     )

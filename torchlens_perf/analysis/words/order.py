@@ -48,7 +48,8 @@ def is_over(kind: str, evidence: Any, cost_share: float | None) -> bool:
 def key(kind: str, evidence: Any, held: Held | None, cost_share: float | None, lost_s: float | None) -> Key:
     """Sort key of a verdict: what stops the job, then what holds, then what is over; the costliest first."""
     if kind in _URGENT or ended_in_it(evidence):
-        return 0, 0.0
+        # Processes of a job that hangs are killed: the hang is the cause of their death, or names the rank that died.
+        return 0, 1.0 if kind == "died" else 0.0
     ended = isinstance(evidence, _OF_THE_RUN) and held is not None and held["until_step"] is not None
     return 2 if ended or is_over(kind, evidence, cost_share) else 1, -(lost_s or 0.0)
 
