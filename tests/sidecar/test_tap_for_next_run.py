@@ -64,6 +64,8 @@ def node(tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     cxx = copying(tmp_path / "cxx", tap)
     for name, value in with_torch(site, CXX=str(cxx)).items():
         monkeypatch.setenv(name, value)
+    # As Python does with PYTHONPATH, behind the script's folder: children look for modules where this process does.
+    monkeypatch.setattr(sys, "path", [*sys.path[:1], str(site), *sys.path[1:]])
     with hurried(tmp_path / "home"):
         yield Node(tmp_path / "home", cache, site, tap_name(site), cxx)
 
