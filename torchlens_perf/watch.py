@@ -114,6 +114,7 @@ class Watch(ShowsResults):
         self._enabled = enabled
         self._session: Session | None = None
         self._ring: RingFile | None = None
+        self._disk_answers = True
         self._loop: TrainingLoop | None = None
         self._joined: Watch | None = None
         self._entered = False
@@ -276,6 +277,7 @@ class Watch(ShowsResults):
             session.publish()
             if folders is not None:
                 answer = folders.answer(_FOLDERS_TIMEOUT_S)
+                self._disk_answers = bool(answer)
                 if answer not in (MADE, ""):  # where nothing is known, the sidecar goes on trying
                     raise RunStoreError(f"cannot write to {run.path}: {answer}. Choose another folder by dir=")
                 # Before the hooks are attached: that imports for seconds, and we may be killed meanwhile.
@@ -334,7 +336,9 @@ class Watch(ShowsResults):
                     sidecar.ensure(run, who)  # if it was killed, another one finishes its work
             if reports:
                 with guard("the report at the end"):
-                    shown = last_report.show(run, who, self._config, mailbox, cell, ended_by)
+                    shown = last_report.show(
+                        run, who, self._config, mailbox, cell, ended_by, disk_answers=self._disk_answers
+                    )
                     if self._surfaces is not None:
                         self._surfaces.ended(shown)
         finally:

@@ -24,6 +24,7 @@ from torchlens_perf.run.place.node import node_name
 from torchlens_perf.run.sidecar_status import read_status
 from torchlens_perf.watch import Watch
 
+WRITING = "torchlens_perf: writing the report ... (Ctrl-C skips it)\n"
 # At the sidecar's start: sleeps at once, or when something is imported.
 SLOW = """
 import sys, time
@@ -138,14 +139,15 @@ def test_it_died(signal_number: signal.Signals, tmp_path: Path, capfd: pytest.Ca
 def test_it_is_slow(
     import_of: str, doing: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Something takes it longer than is waited: the line says what it does."""
+    """Something takes it longer than is waited: a line says what is waited for, and the last one what it does."""
     (tmp_path / "sitecustomize.py").write_text(SLOW.format(name=import_of, seconds=14))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with watched(tmp_path / "runs", exit_timeout_s=10) as watch:
         pass
-    printed = line(capfd)
+    writing, printed = capfd.readouterr().err.splitlines()
     wait_for_sidecar(RunDirectory(watch.run_dir))
 
+    assert f"{writing}\n" == WRITING
     assert not_ready(watch, doing + "(; other programs .*)?").fullmatch(printed)
     assert "20 steps" in (watch.run_dir / "report.txt").read_text()
 

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.recorder.test_late_report import SLOW, sidecar_of, watched
+from tests.recorder.test_late_report import SLOW, WRITING, sidecar_of, watched
 from tests.support.processes import clean_environ, wait_for_sidecar
 from torchlens_perf.results import last_report
 from torchlens_perf.run.directory import RunDirectory
 
-WRITING = "torchlens_perf: writing the report ... (Ctrl-C skips it)\n"
 BUSY = """
 import sys, time
 
@@ -55,7 +54,7 @@ def test_a_sidecar_that_works_is_waited_for(
 def test_a_sidecar_that_stands_still_is_waited_for_a_second(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It sleeps, is stopped, or is dead: the wait ends one second after the last progress."""
+    """It is stopped: the wait ends after a second, or half a second after the last progress if that is later."""
     monkeypatch.setattr(last_report, "_LONGEST_S", 600.0)
     with watched(tmp_path / "runs") as watch:
         pid = sidecar_of(watch)

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from torchlens_perf.run.mailbox import Mailbox
 
 SHORT_TIMEOUT_S = 1.0
-"""Longest wait for the report of a sidecar that stands still, and in jobs of several nodes."""
+"""Longest wait for the report of a sidecar that stands still, where the disk hangs, and in jobs of several nodes."""
 _LONGEST_S = 10.0  # while it makes progress
+_STANDING_S = 0.5  # without progress, when the short timeout has passed
 _LOOK_S = 0.1
 
 CELL = "cell"
@@ -60,17 +61,20 @@ def show(
     mailbox: Mailbox | None,
     cell: Cell | None,
     ended_by: type[BaseException] | None = None,
+    *,
+    disk_answers: bool = True,
 ) -> str:
     """Wait for the sidecar's report and show it, or why it is not there. Return the text.
 
     mailbox: None where it could not be made. cell: the notebook's cell to show it in; None: on stderr. ended_by: the
-    exception that leaves the watch. Its traceback comes after this text, and nobody waits long before it.
+    exception that leaves the watch. Its traceback comes after this text, and nobody waits long before it. disk_answers:
+    False if the disk of the run directory did not answer when the watch began.
     """
     if not config.sidecar:
         text = f"torchlens_perf: recorded. Next: torchlens-perf sidecar {printable(str(run.path))}\n"
     else:
         late = sidecar.LateReport(run, who.node)
-        patient = bool(who.on_one_node) and ended_by is None
+        patient = bool(who.on_one_node) and ended_by is None and disk_answers
         timeout_s, quiet = config.exit_timeout_s, cell is not None
         found = None if mailbox is None else _wait(mailbox, late, timeout_s, patient, quiet=quiet)
         after = "" if ended_by is None else f"training ended with {ended_by.__name__}; "
@@ -93,7 +97,7 @@ def _wait(mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: 
     """
     began_s = moved_s = time.monotonic()
     longest_s = timeout_s if timeout_s is not None else _LONGEST_S if patient else SHORT_TIMEOUT_S
-    standing_s = timeout_s if timeout_s is not None else SHORT_TIMEOUT_S
+    least_s = longest_s if timeout_s is not None else SHORT_TIMEOUT_S
     progress, said = late.progress(), quiet
     try:
         while (text := mailbox.wait(min(_LOOK_S, max(0.0, began_s + longest_s - time.monotonic())))) is None:
@@ -101,7 +105,7 @@ def _wait(mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: 
             before, progress = progress, late.progress()
             if progress != before:
                 moved_s = now_s
-            if now_s >= began_s + longest_s or now_s >= moved_s + standing_s:
+            if now_s >= began_s + longest_s or now_s >= max(began_s + least_s, moved_s + _STANDING_S):
                 break
             if not said and now_s >= began_s + SHORT_TIMEOUT_S:
                 said = True
