@@ -36,7 +36,7 @@ def _run(arguments: list[str]) -> int:
         return job_store.main()
     from torchlens_perf.commands import cli
 
-    return cli.main(arguments)
+    return cli.main()
 
 
 def _main() -> None:

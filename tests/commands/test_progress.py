@@ -160,6 +160,19 @@ def test_ctrl_c_in_a_replay(run_dir: str) -> None:
     assert find_sidecar_lock(Path(run_dir).name) is None
 
 
+def test_replay_does_not_import_pandas(run_dir: str, tmp_path: Path) -> None:
+    """pyarrow would import it for its first array, and Ctrl-C inside that import is lost."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "pandas.py").write_text("import os; os._exit(7)")
+    done = subprocess.run(
+        [sys.executable, "-m", "torchlens_perf", "sidecar", run_dir, "--host", HOST], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path / 'modules'}{os.pathsep}{ROOT}"}, check=False,
+    )  # fmt: skip
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("replayed 50 steps")
+
+
 def test_how_far_a_replay_and_a_report_are(tmp_path: Path) -> None:
     """By segments, also a damaged one, and by nodes' files."""
     with run_without_traces(tmp_path) as run:

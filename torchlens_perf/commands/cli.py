@@ -20,12 +20,20 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code; with Ctrl-C that is 130, as a shell has it."""
+    """Runs one command and returns the exit code; with Ctrl-C that is 130, as a shell has it.
+
+    arguments: of a call inside another program. By default the process is the command, and its own are taken.
+    """
+    is_program = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if arguments[:1] == ["run"] and arguments[1:2] not in (["-h"], ["--help"]):
             run_command.run(arguments[1:])  # what follows is Python's command line, no part of it is ours
         options = _parser().parse_args(arguments)
+        if is_program and options.command is _sidecar:
+            from torchlens_perf.sidecar.start.process import hide_pandas
+
+            hide_pandas()
         result: int = options.command(options)
         return result
     except TorchlensPerfError as error:

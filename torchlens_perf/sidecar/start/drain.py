@@ -51,6 +51,7 @@ def main(old_s: float = OLD_S, but: str = "") -> int:
     """Drain them one after the other, and wait for disks that do not answer. but: a run that is left alone."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     priority.lower()
+    process.hide_pandas()
     for dead in list(find(old_s)):
         if dead.rings[0].parent.name.rpartition(".")[0] != but and any(
             ring.exists() for ring in dead.rings

@@ -49,7 +49,7 @@ def attend(
     last, by path, see wait.py. shared: the run directory is for its group to read, too.
     """
     _log()
-    sys.meta_path.insert(0, _WithoutPandas())
+    hide_pandas()
     run, lock = RunDirectory(Path(run_dir), shared=shared), None
     try:
         lock = locked(run, lock_descriptor)
@@ -71,10 +71,16 @@ def attend(
     return 0
 
 
-class _WithoutPandas(MetaPathFinder):
-    """Hides pandas: pyarrow imports it to make its first array, which takes longer than all else that a sidecar does
-    in a short run, and does without it where there is none."""
+def hide_pandas() -> None:
+    """Let no module of this process import pandas. Only for processes that are sidecars from start to end.
 
+    pyarrow imports pandas, if it is installed, to make its first array. That takes longer than all other work of a
+    sidecar in a short run. Ctrl-C inside that import becomes an AttributeError, so the process would go on.
+    """
+    sys.meta_path.insert(0, _WithoutPandas())
+
+
+class _WithoutPandas(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname == "pandas":
             raise ModuleNotFoundError("a sidecar has no use for pandas", name=fullname)
