@@ -55,6 +55,7 @@ class ReceivedPoint:
     unit: str
     form: str
     """histogram, exponential_histogram, sum or gauge"""
+    time_ns: int
     temporality: str
     attributes: dict[str, Any]
     resource: dict[str, Any]
@@ -113,7 +114,7 @@ class Receiver:
         return f"http://127.0.0.1:{self.grpc_port if protocol == 'grpc' else self.http_port}"
 
     def spans(self) -> list[ReceivedSpan]:
-        """All spans since the last clear(), in the order of arrival."""
+        """All spans since the last clear(), in no order: versions of the agent differ in that of requests."""
         return [span for request in self._get("traces") for span in spans_of(request)]
 
     def batches(self) -> list[int]:
@@ -121,8 +122,9 @@ class Receiver:
         return [sum(1 for _ in spans_of(request)) for request in self._get("traces")]
 
     def points(self) -> list[ReceivedPoint]:
-        """All metric points since the last clear(), in the order of arrival."""
-        return [point for request in self._get("metrics") for point in points_of(request)]
+        """All metric points since the last clear(), by time."""
+        points = (point for request in self._get("metrics") for point in points_of(request))
+        return sorted(points, key=lambda point: point.time_ns)
 
     def events(self) -> list[ReceivedEvent]:
         """All log records since the last clear(), by time."""
@@ -212,6 +214,7 @@ def points_of(request: dict[str, Any]) -> Iterator[ReceivedPoint]:
                             metric=metric["name"],
                             unit=metric["unit"],
                             form=form,
+                            time_ns=int(point["time_unix_nano"]),
                             temporality=data.get("aggregation_temporality", "").lower().rpartition("_")[2],
                             attributes=_attributes(point),
                             resource=resource,
