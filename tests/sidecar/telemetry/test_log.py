@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -176,8 +176,8 @@ def test_full_disk_keeps_samples_for_later(rig: Rig, run: RunDirectory, monkeypa
     """What could not be written is written with the next file; no torn file is left."""
     write = log.pq.write_table
 
-    def full(table: Any, path: Path, **kwargs: Any) -> None:
-        path.write_bytes(b"PAR1")
+    def full(table: Any, file: IO[bytes], **kwargs: Any) -> None:
+        file.write(b"PAR1")
         raise OSError(28, "No space left on device")
 
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
