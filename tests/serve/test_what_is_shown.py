@@ -121,7 +121,7 @@ def test_damaged_and_hostile_folders(tmp_path: Path, runs: Path) -> None:
         assert all(raw not in text for raw in ("<b>bold", "\x1b", "\u202e", "line\nline"))
         assert text.count("cannot be read") == 3  # the list's words for two, and the reason of one that has the same
         assert "no step is known yet" in text
-        shown = {address: viewer.ask(f"/{address}") for address in found}
+        shown = {address: viewer.answer_of_page(f"/{address}") for address in found}
         unreadable = {address: answer for address, answer in shown.items() if answer.status != 200}
         assert set(unreadable) == {"runs/bad/", "runs/fifo/", "runs/begins/"}
         for answer in unreadable.values():

@@ -91,16 +91,20 @@ class Viewer(Stranger):
         return text
 
     def page(self, run: str) -> str:
-        """The run's page. It may first say that the run is being read, and is then asked again, as it says itself."""
+        """The run's page."""
+        answer = self.answer_of_page(f"/runs/{run}/", accept_encoding="gzip")
+        assert answer.status == 200, answer.text
+        return gzip.decompress(answer.body).decode()
+
+    def answer_of_page(self, path: str, **headers: str) -> Answer:
+        """Return the answer once the run is read. Until then the page says that the run is being read."""
         deadline_s = time.monotonic() + ENDS_WITHIN_S
-        while True:
-            answer = self.ask(f"/runs/{run}/", accept_encoding="gzip")
-            assert answer.status == 200, answer.text
-            if answer.headers.get("content-encoding") == "gzip":
-                return gzip.decompress(answer.body).decode()
-            assert IS_READ in answer.text
+        while (answer := self.ask(path, **headers)).status == 200:
+            if answer.headers.get("content-encoding") == "gzip" or IS_READ not in answer.text:
+                break
             assert time.monotonic() < deadline_s, "it was not read"
             time.sleep(0.2)
+        return answer
 
     def post(self, path: str, **fields: str) -> Answer:
         return self.ask(path, "POST", urlencode(fields), Origin=f"http://{self.host}")
