@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import duckdb
 import numpy as np
@@ -188,10 +188,10 @@ def test_a_failed_segment_leaves_nothing(rig: Rig, tmp_path: Path, monkeypatch: 
     run = make_run(tmp_path)
     writer, write = SegmentWriter(run, HOST, 1 << 30), segments.pq.write_table
 
-    def full(table: Any, path: Path, **kwargs: Any) -> None:
-        if path.parent == run.steps:
+    def full(table: Any, file: IO[bytes], **kwargs: Any) -> None:
+        if Path(file.name).parent == run.steps:
             raise OSError(28, "No space left on device")
-        write(table, path, **kwargs)
+        write(table, file, **kwargs)
 
     monkeypatch.setattr(segments.pq, "write_table", full)
     made = chunk(rig, 1)
