@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import subprocess
 import time
@@ -16,7 +15,7 @@ from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run import children, ownership, sidecar_status
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log, where_kept
 from torchlens_perf.run.processes import process_cpu_time_s, process_stat, threads
-from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.run.sidecar_lock import SidecarLock, is_held
 from torchlens_perf.run.sidecar_status import SEVERAL_NODES, SHARED
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ class LateReport:
             return "the sidecar has ended without one"
         pid, started, _ = sidecar_status.read_status(str(lock))
         if not pid:
-            return "" if _is_held(lock) else "the sidecar could not be started"
+            return "" if is_held(lock) else "the sidecar could not be started"
         state, began = process_stat(pid)
         return "the sidecar died" if state in ("", "Z", "X") or began != started else ""
 
@@ -147,14 +146,3 @@ class LateReport:
     def _sidecars_cpu_time_s(self) -> float:
         pid, _, _ = sidecar_status.read_status(str(find_sidecar_lock(self._run.run_id)))
         return process_cpu_time_s(pid) if pid else 0.0
-
-
-def _is_held(lock: Path) -> bool:
-    descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

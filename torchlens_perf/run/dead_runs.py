@@ -6,7 +6,6 @@ starts a program for them (sidecar/start/drain.py), which waits for the disks of
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import time
@@ -20,6 +19,7 @@ from torchlens_perf.run.directory import runs_on_this_node, writer_lives
 from torchlens_perf.run.place.node import namespace_digest
 from torchlens_perf.run.ring import Reader
 from torchlens_perf.run.rings import memory
+from torchlens_perf.run.sidecar_lock import is_held
 
 OLD_S = 600.0
 """Rings of another PID namespace, whose processes are not seen here, are left alone for so long after a change."""
@@ -75,18 +75,10 @@ def _place(ring: Path) -> tuple[Path, str] | None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process of any container holds a sidecar's lock."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return is_held(path)
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def begin(but: str = "") -> bool:

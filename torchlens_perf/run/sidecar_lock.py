@@ -106,3 +106,15 @@ class SidecarLock:
             return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
         except FileNotFoundError:
             return False
+
+
+def is_held(path: Path) -> bool:
+    """Return whether a process, in whichever container, holds a sidecar's lock. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
