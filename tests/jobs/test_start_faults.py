@@ -20,12 +20,12 @@ from torch import nn
 import torchlens_perf as perf
 from tests.jobs.test_nothing_left_behind import state
 from tests.support.interruptions import failing, functions_called
-from tests.support.leftovers import end_sidecars, left_behind, places, remove
+from tests.support.leftovers import end_sidecars, is_of_this_process, left_behind, places, remove
 from tests.support.long import long_but
 from tests.support.processes import wait_for_sidecar
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.run import directory
-from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run import dead_runs, directory
+from torchlens_perf.run.directory import RunDirectory, runs_on_this_node
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.watch import running
 
@@ -118,7 +118,12 @@ def functions_to_fail(begin: Callable[[], perf.Watch], sidecar: bool) -> list[Co
     ],
 )
 def test_each_function_of_ours_fails(
-    sidecar: bool, every: int, tmp_path: Path, model: nn.Module, lines: Callable[[], list[str]]
+    sidecar: bool,
+    every: int,
+    tmp_path: Path,
+    model: nn.Module,
+    lines: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each function that runs between watch() and the first step raises, in turn: an error of its own, and Ctrl-C.
 
@@ -126,6 +131,8 @@ def test_each_function_of_ours_fails(
     next watch works.
     """
     runs, expected = tmp_path / "runs", trained(model)
+    # What another test has left on this node would have functions called once, and not again.
+    monkeypatch.setattr(dead_runs, "runs_on_this_node", lambda: (run for run in runs_on_this_node() if is_of_this_process(run[0])))
 
     def begin() -> perf.Watch:
         return perf.watch(model, dir=str(runs), sidecar=sidecar, report=False, ring_records=1024).__enter__()

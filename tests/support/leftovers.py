@@ -28,8 +28,13 @@ def places(runs: Path) -> list[Path]:
     """Other processes' runs lie beside them, and are none of ours; links stay until their launcher has ended."""
     parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     local = [path for parent in parents for path in parent.glob(f"torchlens-perf-{os.getuid()}/*")]
-    ours = [path for path in local if any(each in path.name for each in _DIGESTS) and not path.is_symlink()]
+    ours = [path for path in local if is_of_this_process(path) and not path.is_symlink()]
     return sorted(ours + list(runs.glob("*")))
+
+
+def is_of_this_process(path: Path) -> bool:
+    """Whether the name is that of a run which this process has begun."""
+    return any(digest in path.name for digest in _DIGESTS)
 
 
 def left_behind(runs: Path, timeout_s: float = 60) -> list[str]:

@@ -367,7 +367,7 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
     count, not_compared = report["steps"]["count"], NotComparedEvidence(findings.rows)
     by_device = report["run"]["judged_by"] == DEVICE
     run = report["run"]
-    if run["ranks_seen"] == 1 and not run["live"]:
+    if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
         text = (
             f"Only 1 of {run['world_size']} ranks was seen, so none could be compared. Next: unset RANK and "
             "WORLD_SIZE if the job has one process; else look for the logs of the other ranks."
