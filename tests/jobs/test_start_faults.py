@@ -132,7 +132,9 @@ def test_each_function_of_ours_fails(
     """
     runs, expected = tmp_path / "runs", trained(model)
     # What another test has left on this node would have functions called once, and not again.
-    monkeypatch.setattr(dead_runs, "runs_on_this_node", lambda: (run for run in runs_on_this_node() if is_of_this_process(run[0])))
+    monkeypatch.setattr(
+        dead_runs, "runs_on_this_node", lambda: (run for run in runs_on_this_node() if is_of_this_process(run[0]))
+    )
 
     def begin() -> perf.Watch:
         return perf.watch(model, dir=str(runs), sidecar=sidecar, report=False, ring_records=1024).__enter__()
