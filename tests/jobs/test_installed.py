@@ -29,7 +29,7 @@ from tests.support.processes import only_report, report, runs
 from tests.support.taps import compiler, hurried
 from torchlens_perf.recorder import native_tap
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 SCRIPTS = ROOT / "tests" / "scripts"
 # New files of each kind, as a change may bring them.

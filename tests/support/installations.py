@@ -71,7 +71,7 @@ class Environment(NamedTuple):
         return {**kept, "HOME": str(self.home), "PATH": path, "OMP_NUM_THREADS": "1", **changed}
 
     def run(
-        self, *command: str | Path, folder: Path | None = None, timeout_s: float = 110, **changed: str
+        self, *command: str | Path, folder: Path | None = None, timeout_s: float = 300, **changed: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs a program of the environment in the empty folder, or in another one."""
         program = [str(self.folder / "bin" / command[0]), *map(str, command[1:])]
