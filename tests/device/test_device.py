@@ -7,8 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.device import device
 from tests.support import warm_python
+from tests.support.busy_machine import busy_machine
 from tests.support.gloo import run_ranks
 from tests.support.processes import clean_environ
 
@@ -169,17 +169,6 @@ def held(work: Callable[[], Any], until_s: float) -> tuple[bool, dict[str, int]]
     return was_held, counted
 
 
-@contextmanager
-def two_busy_processes() -> Iterator[None]:
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    try:
-        yield
-    finally:
-        for each in busy:
-            each.kill()
-            each.wait()
-
-
 def alone(folder: Path) -> dict[str, Any]:
     """One process with the device."""
     device.load()
@@ -196,7 +185,7 @@ def alone(folder: Path) -> dict[str, Any]:
     told["free"] = timed_ms(lambda: model(batch))[1]
     device.set_kernel_time(20e-6)
 
-    with two_busy_processes():
+    with busy_machine(2):
         told["spins"] = [timed_ms(lambda: device.spin(7 * MS))[1] for _ in range(5)]
         device.set_slowness(1.2)
         told["slow spin"] = timed_ms(lambda: device.spin(7 * MS))[1]

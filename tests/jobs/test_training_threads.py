@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.support.busy_machine import busy_machine
 from tests.support.long import long
 from tests.support.processes import SCRIPTS
 from tests.support.recorded_run import environment
@@ -33,18 +31,6 @@ def train(folder: Path, like: str, watched: str, steps: int = 300) -> str:
     return done.stdout.splitlines()[0]
 
 
-@contextmanager
-def both_cores_busy() -> Iterator[None]:
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores]
-    try:
-        yield
-    finally:
-        for each in busy:
-            each.kill()
-            each.wait()
-
-
 @pytest.mark.parametrize(
     ("like", "watched"),
     [
@@ -55,7 +41,7 @@ def both_cores_busy() -> Iterator[None]:
 )  # fmt: skip
 def test_losses_are_those_of_a_run_without_us(tmp_path: Path, like: str, watched: str) -> None:
     """Searches, ensembles and federated simulations train in threads."""
-    with both_cores_busy():
+    with busy_machine(2):
         assert train(tmp_path, like, watched) == train(tmp_path, like, "")
 
 
@@ -64,6 +50,6 @@ def test_losses_are_those_of_a_run_without_us(tmp_path: Path, like: str, watched
 @pytest.mark.parametrize("watched", WATCHED)
 def test_no_run_of_fifty_crashes(tmp_path: Path, watched: str) -> None:
     """A thread of ours that looks at a gradient while it is written crashes most of these runs."""
-    with both_cores_busy():
+    with busy_machine(2):
         losses = {train(tmp_path, "trials", watched) for _ in range(RUNS)}
     assert len(losses) == 1

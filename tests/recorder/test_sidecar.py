@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 
 from tests.sidecar.test_node import WORK
+from tests.support.busy_machine import PROCESSORS, busy_machine
 from tests.support.processes import report, wait_for_sidecar
 from tests.support.ranks import HOST, Rank
 from torchlens_perf.errors import RunStoreError
@@ -49,12 +50,8 @@ NEVER = {"argparse", "asyncio", "grpc", "opentelemetry", "pandas", "pynvml", "re
 @pytest.fixture
 def busy() -> Iterator[None]:
     """Each processor has four programs that want all of it, each in a scheduling group of its own."""
-    spin = [sys.executable, "-S", "-c", "while True: pass"]
-    spins = [subprocess.Popen(spin, start_new_session=True) for _ in range(4 * (os.cpu_count() or 1))]
-    yield
-    for each in spins:
-        each.kill()
-        each.wait()
+    with busy_machine(4 * PROCESSORS):
+        yield
 
 
 def until(seen: Callable[[], object], timeout_s: float = 60) -> object:

@@ -1,0 +1,42 @@
+"""What must never harm a program holds on a busy machine too, again and again: its tests run beside busy programs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support.busy_machine import PROCESSORS, busy_machine
+from tests.support.figures import note, share
+from tests.support.processes import ROOT
+
+RUNS = 10
+PARTS = {
+    "training threads": ["tests/recorder/test_training_thread.py", "tests/jobs/test_training_threads.py"],
+    "pickles": ["tests/hooks/test_pickles.py"],
+    "closed stderr": ["tests/jobs/test_stderr.py"],
+    "frozen programs": ["tests/jobs/test_children.py"],
+    "concurrent watches": ["tests/test_concurrent_watches.py"],
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", PARTS)
+def test_holds_beside_busy_programs(part: str) -> None:
+    runs, began_s = share(RUNS), time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *PARTS[part]]
+    with busy_machine(2 * PROCESSORS):
+        done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(runs)]
+    passed = sum(not each.returncode for each in done)
+    note(
+        f"{part} on a busy machine, jobs/test_busy_machine.py",
+        runs,
+        RUNS,
+        f"{passed} passed",
+        time.monotonic() - began_s,
+    )
+
+    assert passed == runs, next(each.stdout[-4000:] for each in done if each.returncode)
