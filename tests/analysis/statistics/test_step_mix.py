@@ -250,6 +250,26 @@ class TestSizes:
         (long,) = classes(steps).long
         assert long.count == 10
 
+    @pytest.mark.parametrize("flags", [Flag.EVALUATION, Flag.EVALUATION | Flag.CHECKPOINT])
+    def test_slow_evaluations_at_irregular_steps_are_no_class(self, flags: int) -> None:
+        steps = loop(400, every20={"host": 500.0, "flags": flags})
+        for number in (59, 259, 299):
+            steps[number]["host"] = 1_400.0
+        (long,) = classes(steps).long
+        assert (long.count, long.period) == (20, 20)
+
+    def test_longer_evaluations_at_regular_steps_are_a_class(self) -> None:
+        steps = loop(800, every20={"host": 500.0, "flags": Flag.EVALUATION})
+        for number in range(159, 800, 160):
+            steps[number]["host"] = 1_400.0
+        assert sorted((each.count, each.period) for each in classes(steps).long) == [(5, 160), (35, 20)]
+
+    def test_slow_steps_of_unknown_kind_keep_their_size(self) -> None:
+        steps = loop(400, every20={"host": 500.0})
+        for number in (59, 259, 299):
+            steps[number]["host"] = 1_400.0
+        assert sorted(each.count for each in classes(steps).long) == [3, 17]
+
 
 class TestCauses:
     """A cause is named only where the extra time is where the cause works, and of a size that it may have."""

@@ -37,6 +37,7 @@ _COMPARABLE = 0.7
 # Steps of one class take a similar time more or less than the typical step: the largest and the smallest difference
 # have at most the ratio _SIMILAR, or _RANGE where no gap divides them.
 _SIMILAR, _RANGE, _SIZE_GAP = 2.0, 4.0, 1.5
+_FEW = 4  # times as many steps has the class that strays are joined to
 _REGULAR = 0.75  # share of the distances between steps that must be equal for a period
 LACK_OF_CPU = "cpu"
 """The part that takes longer where the thread is ready and no CPU is free."""
@@ -259,7 +260,7 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
     classes = [
         _step_class(kinds, part, similar, ranks)
         for (kinds, part, _), found in groups.items()
-        for similar in _by_size(found)
+        for similar in (_with_strays(_by_size(found)) if kinds else _by_size(found))
     ]
     everything = [*alike, *(each.bin for found in others.values() for each in found)]
     count = round(sum(each.count for each in everything) / ranks)
@@ -365,6 +366,35 @@ def _by_size(found: Sequence[_Other]) -> list[list[_Other]]:
     return done
 
 
+def _with_strays(groups: list[list[_Other]]) -> list[list[_Other]]:
+    """Join steps of known kinds to the largest group: the few that come irregularly and are of a similar size.
+
+    An evaluation that a busy machine slows down is one of the evaluations. What comes regularly is of a class of its
+    own, as a longer evaluation in each hundredth step.
+    """
+    largest = max(groups, key=_count)
+    joined, rest = list(largest), []
+    for group in groups:
+        sizes = [each.size_ns for each in (*joined, *group)]
+        few = _FEW * _count(group) <= _count(largest) and _period(_known_steps(group)) is None
+        if group is not largest and few and max(sizes) <= _RANGE * min(sizes):
+            joined += group
+        elif group is not largest:
+            rest.append(group)
+    return [joined, *rest]
+
+
+def _count(found: Sequence[_Other]) -> int:
+    return sum(each.bin.count for each in found)
+
+
+def _known_steps(found: Sequence[_Other]) -> list[int]:
+    """Return the numbers of the newest steps, without gaps."""
+    # A bin with as many numbers as it keeps may have forgotten older ones.
+    full = [each.bin.steps[0] for each in found if len(each.bin.steps) >= _MAX_STEPS]
+    return sorted({step for each in found for step in each.bin.steps if step >= max(full, default=0)})
+
+
 def _mean_ns(of: Bin) -> float:
     return of.duration_ns / of.count
 
@@ -433,11 +463,9 @@ def _longest_part(bins: Sequence[Bin], typical: TypicalStep) -> str:
 
 
 def _step_class(kinds: tuple[str, ...], part: str, found: Sequence[_Other], ranks: int) -> StepClass:
-    count = sum(each.bin.count for each in found)
+    count = _count(found)
     total_ns = sum(each.bin.count * each.more_ns for each in found)
-    # A bin with as many numbers as it keeps may have forgotten older ones.
-    full = [each.bin.steps[0] for each in found if len(each.bin.steps) >= _MAX_STEPS]
-    known = sorted({step for each in found for step in each.bin.steps if step >= max(full, default=0)})
+    known = _known_steps(found)
     return StepClass(
         kinds=kinds,
         part=part,
