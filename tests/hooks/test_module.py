@@ -437,6 +437,20 @@ def test_modules_with_untimed_ones_inside(modules: Any) -> None:
         assert len(names(Model(), (f"{name}.*",))) > 1
 
 
+def test_modules_of_a_compiled_one_cannot_be_timed() -> None:
+    """No deeper pattern is advised for them."""
+    blocks = Model()
+    blocks.blocks[0].compile(backend="eager")
+    within = select(NamedModel(blocks), Config(modules=1))
+    assert (within.unopened, within.all_levels) == (["blocks.1"], False)
+
+    for compiled in (torch.compile(Model(), backend="eager"), Model()):
+        if isinstance(compiled, Model):
+            compiled.compile(backend="eager")
+        whole = select(NamedModel(compiled), Config(modules=1))
+        assert (whole.unopened, whole.all_levels) == ([], True)
+
+
 def test_auto_is_bounded() -> None:
     """Of a large model fewer levels are timed, and of a broad one none but the root."""
     assert names(Model(), "auto", most=4) == ["Model", "stem", "blocks.0", "blocks.1"]

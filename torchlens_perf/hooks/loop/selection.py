@@ -48,9 +48,9 @@ class Selection(NamedTuple):
     modules: list[WatchedModule]
     """The root first. Shared modules count once."""
     all_levels: bool
-    """Whether there are no others below them."""
+    """Whether no other module can be timed. Modules inside a compiled one cannot."""
     unopened: list[str]
-    """Timed modules with others inside that are not timed."""
+    """Timed modules with others inside that can be timed and are not."""
     unmatched: dict[str, str]
     """Name patterns that match no module, each with an example of a name; "" where the model has no modules inside."""
 
@@ -71,6 +71,7 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
             full = f"{model.name}.{shown}" if model.name else shown
             candidates[shown] = WatchedModule(full, module, is_root=False)
     every = {name: each for name, each in candidates.items() if each.module is not root}
+    compiled = _inside_compiled(root)
 
     def down_to(level: int) -> list[WatchedModule]:
         return [each for each in every.values() if levels.get(id(each.module), 1) <= level]
@@ -87,12 +88,13 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
         fitting = [down_to(level) for level in range(_AUTO_LEVELS, 0, -1) if len(down_to(level)) <= most]
         chosen = fitting[0] if fitting else []
     timed = {each.name for each in chosen}
+    untimed = [each for each in every.values() if each.name not in timed and id(each.module) not in compiled]
     patterns = config.modules if isinstance(config.modules, tuple) else ()
     names = {pattern: [(name, each.name) for name, each in every.items()] for pattern in patterns}
     return Selection(
         [shown_root, *chosen],
-        all_levels=len(chosen) == len(every),
-        unopened=sorted(timed & _enclosing(each.name for each in every.values() if each.name not in timed)),
+        all_levels=not untimed,
+        unopened=sorted(timed & _enclosing(each.name for each in untimed)),
         unmatched={
             pattern: next((full for _, full in found), "")
             for pattern, found in names.items()
@@ -118,6 +120,12 @@ def unmatched_patterns(selections: Iterable[Selection]) -> list[str]:
 def _enclosing(names: Iterable[str]) -> set[str]:
     """The names of all modules around those of these names."""
     return {name[:place] for name in names for place, sign in enumerate(name) if sign == "."}
+
+
+def _inside_compiled(root: Module) -> set[int]:
+    """Return the ids of the modules that are parts of a compiled module's graph."""
+    compiled = [each for each in root.modules() if torch_private.is_compiled(each)]
+    return {id(inner) for each in compiled for inner in each.modules() if inner is not each}
 
 
 def _containers() -> tuple[type[Module], ...]:
