@@ -227,6 +227,23 @@ class TestKindsOfSteps:
         assert "Two kinds of steps: 80 take 16.0 ms, 20 take 9.00 ms." in verdict["text"]
         assert "103 steps (80 typical, 20 short, 3 warm-up)" in render(report, "r", columns=250, color=False)
 
+    @pytest.mark.parametrize(
+        ("part", "advice"),
+        [
+            (
+                "backward",
+                "see what only one step in 2 does (steps 95, 97, 99, 101): another backward pass, another optimizer, a "
+                "larger batch, longer sequences.",
+            ),
+            ("host", "see what the loop does at steps 95, 97, 99, 101"),
+        ],
+    )
+    def test_longer_steps_with_a_period(self, part: str, advice: str) -> None:
+        """The loop does something else in them, as training a second model."""
+        loop = [{**BASE, part: 60.0 if number % 2 else BASE[part]} for number in range(103)]
+        texts = [each["text"] for each in report_on(loop)["verdicts"]]
+        assert any(f"Next: {advice}" in text for text in texts), texts
+
     def test_what_is_not_typical_is_named(self) -> None:
         """Warm-up, evaluations, and steps that are long for another reason."""
         loop = [dict(BASE) for _ in range(150)]
@@ -398,7 +415,11 @@ class TestOnADevice:
     ("rows", "deeper", "advice"),
     [
         ([("Net", True, False)], True, "start with Net, the largest by own time; modules=1 shows what is inside."),
-        ([("Net", True, False)], False, "start with Net, the largest by own time."),
+        (
+            [("Net", True, False)],
+            False,
+            "look at a trace of Net: torchlens-perf capture, while the job runs. No module inside can be timed.",
+        ),
         (
             [("Net", True, False), ("blocks.0", False, True)],
             True,

@@ -315,8 +315,10 @@ def _look_at(report: Facts) -> str:
     by = "device time" if row["device_own_s_per_step"] is not None else "own time"
     if row["is_root"] and len(report["modules"]) > 1:
         return f"look at the code of {name}'s own forward(), outside of its modules: wrap parts in perf.section()."
+    if row["is_root"] and not report["run"]["deeper_modules"]:
+        return f"look at a trace of {name}: torchlens-perf capture, while the job runs. No module inside can be timed."
     if row["is_root"]:
-        deeper = "; modules=1 shows what is inside" if report["run"]["deeper_modules"] else ""
+        deeper = "; modules=1 shows what is inside"
     else:
         deeper = f'; modules=["{row["name"]}.*"] shows what is inside' if row["has_untimed"] else ""
     return f"start with {name}, the largest by {by}{deeper}."
@@ -475,4 +477,7 @@ def _long_action(long: LongSteps) -> str:
         "host": f"see what the loop does at steps {numbers} (logging, an epoch's end): wrap parts in perf.section().",
         "tool": "ask for results less often (w.summary(), w.steps(), a display), if the loop does.",
     }
+    if long["period"] and long["part"] not in by_part:
+        others = f"only one step in {long['period']} does (steps {numbers})"
+        return f"see what {others}: another backward pass, another optimizer, a larger batch, longer sequences."
     return by_part.get(long["part"], f"see what is different at steps {numbers}: batch size, sequence length.")
