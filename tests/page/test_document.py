@@ -210,7 +210,7 @@ def test_a_run_without_steps(shown: Contents) -> None:
         "quality",
     ]
     words = " ".join(page.all_text().split())
-    assert "no step was seen" in words
+    assert "no step was recorded" in words
     assert "of steps whole" not in words
 
 

@@ -86,6 +86,22 @@ def test_the_section_that_takes_the_step_is_the_verdict(run: RunDirectory) -> No
     assert verdict["cost_s_per_step"] == pytest.approx(0.0434, rel=0.02)
 
 
+def test_section_of_other_steps_takes_none_of_a_typical_step(run: RunDirectory) -> None:
+    loop = Loop(run)
+    for step in range(STEPS):
+        loop.section("tokenize", 2.0)
+        if step in (30, 50):
+            loop.section("dump", 400.0)
+        loop.compute(10.0)
+        loop.end_step()
+    table = render(report_on(run, loop), "r", columns=250, color=False).partition("sections")[2]
+    header, *lines = [re.split(r"\s{2,}", line.strip()) for line in table.split("\n") if line.strip()]
+    rows = {line[0]: dict(zip(header, line, strict=False)) for line in lines}
+
+    assert (rows["dump"]["calls"], rows["dump"]["typical step"]) == ("2", "none")
+    assert rows["tokenize"]["typical step"] == "2.00 ms"
+
+
 @pytest.mark.parametrize(("inner", "named"), [(41.0, "tokenize"), (22.0, "prepare")])
 def test_nested_sections(run: RunDirectory, inner: float, named: str) -> None:
     """The inner one where it has most of the outer one's time; else the outer one. Neither counts twice."""

@@ -134,7 +134,7 @@ def test_before_the_first_step(view: View) -> None:
     assert lines[1:3] == ["no step yet", "step time: no curve before two windows of steps"]
     assert "no step yet that is no warm-up" in lines
     for said in ("\n".join(lines), "\n".join(of_rank(none, 0))):
-        assert "records lost, no step was seen" in said
+        assert "records lost, no step was recorded" in said
         assert "0.0% of" not in said
 
 

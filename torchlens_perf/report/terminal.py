@@ -205,7 +205,7 @@ def _section_table(sections: Sequence[Section]) -> FittingTable:
         Column("section", [printable(each["name"]) for each in shown], left=True),
         Column("calls", [str(each["calls"]) for each in shown]),
         Column("p50", [duration_or_dash(each["total_s"]["p50_s"]) for each in shown]),
-        Column("a step", [duration(each["s_per_step"]) for each in shown]),
+        Column("typical step", [duration(each["s_per_step"]) if each["s_per_step"] else "none" for each in shown]),
     ]
     if any(each["host_s_per_typical_step"] for each in sections):
         in_host = [duration_or_dash(each["host_s_per_typical_step"]) for each in shown]

@@ -347,8 +347,8 @@ class TrainingLoop:
     @guard("finding the trained models")
     def _backwards_are_steps(self) -> None:
         self._session.note(
-            "no optimizer's step was seen: each backward pass counts as a step; w.step() at the end of your loop says "
-            "it better"
+            "no optimizer's step was seen: each backward pass counts as a step. To say where a step ends, call "
+            "w.step() at the end of your loop"
         )
         if not self._models_given:
             self._watch(self._models_with_gradients())

@@ -108,12 +108,12 @@ def _sections(report: Report) -> Element | None:
     body: list[list[Child]] = [
         [
             name(row["name"]), str(row["calls"]), duration_or_dash(row["total_s"]["p50_s"]),
-            duration(row["s_per_step"]), duration_or_dash(row["host_s_per_typical_step"]), _slowest(row["by_rank"]),
-            _median(row["device_s"]),
+            duration(row["s_per_step"]) if row["s_per_step"] else "none",
+            duration_or_dash(row["host_s_per_typical_step"]), _slowest(row["by_rank"]), _median(row["device_s"]),
         ]
         for row in rows
     ]  # fmt: skip
-    headers = ["section", "calls", "p50", "a step", "host code, typical step", "slowest rank", "device p50"]
+    headers = ["section", "calls", "p50", "typical step", "host code, typical step", "slowest rank", "device p50"]
     return table("Sections of the program's own", headers, body)
 
 
