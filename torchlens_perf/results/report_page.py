@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.results import child
 
 TIMEOUT_S = 120.0
 _NAME = "report.html"  # in the run directory
@@ -27,6 +26,8 @@ def report_html(watch: Recorded, path: str | os.PathLike[str] | None = None) -> 
     Raises RunStoreError, with what to do, where nothing is recorded, nothing is saved yet, or the file cannot be
     written.
     """
+    from torchlens_perf.results import child
+
     if watch.run_dir is None:
         raise RunStoreError(
             "there is no run to show: enter the watch first; where it is switched off, the log says why"

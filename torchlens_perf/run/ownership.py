@@ -85,7 +85,9 @@ def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
     """
     with open(open_to_read(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        content = b"" if size > at_most else file.read(at_most + 1)
+        content = b"" if size > at_most else file.read(size + 1)  # Python allocates what is asked for
+        if len(content) > size:  # it has grown
+            content += file.read(at_most + 1 - len(content))
         if max(size, len(content)) > at_most:
             raise TooLargeError(errno.EFBIG, f"it has {size} bytes; at most {at_most} are read", os.fspath(path))
         return content
