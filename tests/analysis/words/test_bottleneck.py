@@ -227,6 +227,17 @@ class TestKindsOfSteps:
         assert "Two kinds of steps: 80 take 16.0 ms, 20 take 9.00 ms." in verdict["text"]
         assert "103 steps (80 typical, 20 short, 3 warm-up)" in render(report, "r", columns=250, color=False)
 
+    def test_steps_that_wait_for_a_cpu_are_of_no_other_kind(self) -> None:
+        loop = [{**BASE, "cpu": 0.0} for _ in range(100)]
+        for number in (20, 33, 34, 41, 50, 58, 59, 60, 77, 80, 81, 93):
+            loop[number] = {**BASE, "forward": 24.0, "cpu": 20.0}
+        report = report_on(loop)
+        texts = [each["text"] for each in report["verdicts"]]
+
+        assert [(each["count"], each["part"]) for each in report["steps"]["long"]] == [(12, "cpu")]
+        assert any("(waiting for a CPU)" in text for text in texts)
+        assert "kinds of steps" not in " ".join(texts)
+
     @pytest.mark.parametrize(
         ("part", "advice"),
         [

@@ -227,7 +227,9 @@ def _kinds_of_steps(report: Facts) -> str:
     others = [*steps["long"], *steps["short"]]
     total = steps["alike"] + sum(each["count"] for each in others)
     found = [(steps["alike"], steps["alike_mean_s"] or 0.0)]
-    found += [(each["count"], each["mean_s"]) for each in others if each["count"] >= _WORTH_NAMING * total]
+    # A step that waits for a CPU does the same as the others.
+    of_other_kinds = [each for each in others if each["kinds"] or each["part"] != LACK_OF_CPU]
+    found += [(each["count"], each["mean_s"]) for each in of_other_kinds if each["count"] >= _WORTH_NAMING * total]
     if len(found) < 2:
         return ""
     found.sort(key=lambda each: -each[0])
