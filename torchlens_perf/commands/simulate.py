@@ -12,12 +12,14 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.commands.progress import Advanced, Progress, nothing
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import ownership
+from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.stragglers.detector import Findings
@@ -249,7 +251,7 @@ def _lines(simulation: Simulation, findings: Findings, steps: int) -> list[str]:
     lines = []
     for found in straggler_groups(now, places):
         name = found.name if found.kind != "rank" else f"rank {found.ranks[0]}"
-        details = _when_and_what(found.lead, found.cost_ns, simulation)
+        details = _when_and_what(found.lead, found.cost_ns, simulation, found.slow_too)
         lines.append(f"{name} is slow in {found.lead.phase} {details}")
     for episode in findings.episodes:
         if episode.until_step is not None:
@@ -268,9 +270,13 @@ def _lines(simulation: Simulation, findings: Findings, steps: int) -> list[str]:
     return lines
 
 
-def _when_and_what(episode: Episode, cost_ns: float | None, simulation: Simulation) -> str:
+def _when_and_what(
+    episode: Episode, cost_ns: float | None, simulation: Simulation, slow_too: Sequence[int] = ()
+) -> str:
     planted = episode.rank in simulation.slow_ranks(episode.named_step)
     since = "from the start" if episode.from_start else f"since step {episode.since_step}"
     truth = "as planted" if planted else "nothing was planted there then"
     cost = "costs what is not known" if cost_ns is None else f"costs {cost_ns / 1e6:.1f} ms"
+    if slow_too:
+        cost += f" together with rank{'s' * (len(slow_too) > 1)} {ranges(slow_too)}"
     return f"{since}, +{episode.excess_ns / 1e6:.1f} ms a step, {cost}; named after step {episode.named_step}: {truth}"

@@ -112,6 +112,8 @@ def test_of_two_slow_ranks_the_job_gains_by_the_slower_one() -> None:
     found = {each.rank: each for each in seen(*[both] * 3).episodes()}
     assert {rank: each.excess_ns / MS for rank, each in found.items()} == pytest.approx({3: 9, 6: 14})
     assert {rank: each.cost_ns / MS for rank, each in found.items()} == pytest.approx({3: 0, 6: 5})
+    assert [each.shared_cost_ns for each in found.values()] == pytest.approx([14 * MS] * 2), "together"
+    assert [each.shared_cost_ns for each in seen(*[FORWARD] * 3).episodes()] == [None]
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,30 @@ def test_what_a_node_costs() -> None:
     assert (was.cost_s_per_step, was.cost_share) == pytest.approx((0.019, 0.19))
 
 
+def test_what_several_slow_ranks_cost() -> None:
+    """Each sentence has the cost of all slow ranks together, and names the others; its own cost is not said."""
+    slow = [episode(rank, cost_ns=0.0, excess_ns=(20 + rank) * MS, shared_cost_ns=12 * MS) for rank in (1, 4, 6)]
+    found = findings(*slow)
+    now, _ = straggler_verdicts(CONTEXT, found, name(found, AT))
+    pair, _ = straggler_verdicts(CONTEXT, findings(*slow[:2]), name(findings(*slow[:2]), AT))
+
+    assert [verdict.rank for verdict in now] == [6, 4, 1]
+    assert "Together with ranks 1,4 it costs the job 12.0 ms a step (12%), since step 100." in now[0].text
+    assert "Together with rank 4 it costs the job 12.0 ms a step (12%)" in pair[1].text
+    assert [verdict.evidence.slow_too for verdict in now] == [(1, 4), (1, 6), (4, 6)]
+    assert [(each.cost_s_per_step, each.cost_share) for each in now] == [pytest.approx((0.012, 0.12))] * 3
+
+
+def test_a_slow_rank_that_does_other_work_has_its_own_cost() -> None:
+    """Ranks of other populations do not hide its cost."""
+    at = {rank: dataclasses.replace(place, population=str(rank % 2)) for rank, place in AT.items()}
+    found = findings(episode(1), episode(4, cost_ns=5 * MS))
+    now, _ = straggler_verdicts(CONTEXT, found, name(found, at))
+
+    assert ["It costs the job" in verdict.text for verdict in now] == [True, True]
+    assert [verdict.cost_s_per_step for verdict in now] == pytest.approx([0.015, 0.005])
+
+
 def test_modules_of_a_rank_of_another_node() -> None:
     """A rank that the report does not hold has its modules by what the judging node was told, and what it holds counts
     first; only where they explain the excess."""

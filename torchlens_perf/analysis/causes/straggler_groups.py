@@ -38,14 +38,16 @@ class StragglerGroup:
     how much; empty if not known."""
     diagnosis: Diagnosis | None = None
     """Why the slowest rank is slow; None where it was not asked."""
+    slow_too: tuple[int, ...] = ()
+    """Other slow ranks that do the same work, where it is known what all of them cost together."""
 
     @property
     def cost_ns(self) -> float | None:
-        """What the job would gain a step without all of its ranks; None where that is not known.
+        """What the job would gain a step without all of its ranks and those of `slow_too`; None: not known.
 
         Not the sum of theirs, nor that of one: without one of eight slow ranks, the job waits for the other seven.
         """
-        return self.lead.cost_ns if self.kind == "rank" else self.lead.shared_cost_ns
+        return self.lead.cost_ns if self.kind == "rank" and not self.slow_too else self.lead.shared_cost_ns
 
     @property
     def cost_share(self) -> float | None:
@@ -133,9 +135,14 @@ def straggler_groups(episodes: Sequence[Episode], places: Mapping[int, Placement
         for kind, name, ranks in groups_of(left.keys(), places)
     ]
     found += [StragglerGroup("rank", "", (rank,), episode) for rank, episode in left.items()]
+    of: dict[str, set[int]] = defaultdict(set)
+    for episode in episodes:
+        of[places.get(episode.rank, Placement()).population].add(episode.rank)
     for index, each in enumerate(found):
         place = places.get(each.lead.rank, Placement())
-        found[index] = dataclasses.replace(each, host=place.host, location=place.location)
+        same = set().union(*(of[places.get(rank, Placement()).population] for rank in each.ranks))
+        slow_too = tuple(sorted(same.difference(each.ranks))) if each.lead.shared_cost_ns is not None else ()
+        found[index] = dataclasses.replace(each, host=place.host, location=place.location, slow_too=slow_too)
     return sorted(found, key=lambda each: (-(each.cost_ns or each.lead.cost_ns), -each.lead.excess_ns))
 
 

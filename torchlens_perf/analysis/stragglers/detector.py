@@ -120,16 +120,14 @@ class StragglerDetector:
         )
 
     def _share_costs(self, populations: Sequence[Population]) -> None:
-        """Ranks that are slow together cost the job much where each alone costs it nothing: the others are as slow."""
-        episodes = (episode for population in populations for episode in population.episodes)
-        slow = {episode.rank: episode for episode in episodes if episode.until_step is None}
-        shared_ns: dict[int, float | None] = {}
-        for group in groups_of(slow.keys(), self._place) if len(slow) > 1 else ():
-            costs = [population.shared_cost_ns(group.ranks) for population in populations]
-            cost_ns = max((cost for cost in costs if cost is not None), default=None)
-            largest_ns = max(slow[rank].excess_ns for rank in group.ranks)
-            # As in described(): what they lack of a CPU is not their work.
-            shared_ns.update(dict.fromkeys(group.ranks, None if cost_ns is None else min(cost_ns, largest_ns)))
+        """Set what slow ranks cost together: each alone may cost nothing, as the job then waits for another one."""
+        of_each = [population.shared_costs_ns() for population in populations]
+        costs_ns = {rank: cost_ns for costs in of_each for rank, cost_ns in costs.items()}
+        shared_ns = {rank: cost_ns for costs in of_each if len(costs) > 1 for rank, cost_ns in costs.items()}
+        # A node or a position may have ranks of several populations, whose steps wait for one another.
+        for group in groups_of(costs_ns.keys(), self._place) if len(costs_ns) > 1 else ():
+            known = [cost_ns for rank in group.ranks if (cost_ns := costs_ns[rank]) is not None]
+            shared_ns.update(dict.fromkeys(group.ranks, max(known, default=None)))
         for population in populations:
             population.share_costs(shared_ns)
 

@@ -52,8 +52,8 @@ class Episode:
     more_workload: float
     """How much more workload it had than the others, as a share; 0 if not known."""
     shared_cost_ns: float | None = None
-    """How much sooner the step would have ended without all ranks that are slow together with it, see placement.py: of
-    the newest time when they were; None: they never were, or it is not known."""
+    """How much sooner the step would have ended without all slow ranks that do the same work: of the newest time when
+    there were any. None: it is not known."""
     by_windows: bool = False
     """Known from windows that the devices merged, and not from the rank's own rows, see merged_windows.py."""
     disputed: bool = False

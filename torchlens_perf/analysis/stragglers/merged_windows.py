@@ -81,10 +81,11 @@ class _Window:
             return False
         return bool(self.excess_ns[rank][Row.WORK] >= MIN_SHARE * self.step_ns)
 
-    def gain_ns(self, rank: int) -> float:
-        """How much more its work takes than that of any other rank."""
-        others = [excess[Row.WORK] for other, excess in self.excess_ns.items() if other != rank]
-        return max(0.0, float(self.excess_ns[rank][Row.WORK] - max(others, default=0.0)))
+    def gain_ns(self, *ranks: int) -> float:
+        """How much more the work of the slowest of these ranks takes than that of any other rank."""
+        work = {rank: float(excess[Row.WORK]) for rank, excess in self.excess_ns.items()}
+        others = [excess for rank, excess in work.items() if rank not in ranks]
+        return max(0.0, max((work.get(rank, 0.0) for rank in ranks), default=0.0) - max(others, default=0.0))
 
 
 @dataclasses.dataclass
@@ -133,8 +134,13 @@ class MergedWindows:
 
     def episodes(self) -> list[Episode]:
         """Of ranks that are slow, or were."""
-        named = [each for each in (*self._slow.values(), *self._over) if each.named_step is not None]
-        return [_episode(each) for each in named]
+        now = [each for each in self._slow.values() if each.named_step is not None]
+        newest = list(self.windows)[-MIN_WINDOWS:]
+        shared_ns = None
+        if len(now) > 1:
+            shared_ns = float(np.mean([window.gain_ns(*(each.rank for each in now)) for window in newest]))
+        before = [_episode(each) for each in self._over if each.named_step is not None]
+        return [*(dataclasses.replace(_episode(each), shared_cost_ns=shared_ns) for each in now), *before]
 
     def detectable_ns(self) -> float:
         """What would stand out, and be worth naming, in the newest windows."""

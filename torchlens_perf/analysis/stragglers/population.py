@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -200,14 +200,16 @@ class Population:
             for each in self.episodes
         ]
 
-    def shared_cost_ns(self, ranks: Collection[int]) -> float | None:
-        """What the job would gain without all of these at once, since all are slow; None where that is not known."""
-        together = [each for each in self.episodes if each.until_step is None and each.rank in ranks]
-        window = self._window
+    def shared_costs_ns(self) -> dict[int, float | None]:
+        """By slow rank, what the job would gain without all of them at once, since all are slow; None: not known."""
+        together, window = [each for each in self.episodes if each.until_step is None], self._window
+        ranks = [each.rank for each in together]
         if window is None or not together:
-            return None
+            return {}
         keys, present = window.comparable(max(each.since_step for each in together) // window.width, self._judged + 1)
-        slow = np.isin(window.ranks[present], [each.rank for each in together])
+        slow = np.isin(window.ranks[present], ranks)
         if not len(keys) or not slow.any() or slow.all():
-            return None
-        return shared_cost_ns(window, present[slow], present[~slow], keys)
+            return dict.fromkeys(ranks)
+        cost_ns = shared_cost_ns(window, present[slow], present[~slow], keys)
+        # As in described(): what they lack of a CPU is not their work.
+        return dict.fromkeys(ranks, min(cost_ns, max(each.excess_ns for each in together)))

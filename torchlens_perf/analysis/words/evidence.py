@@ -28,6 +28,8 @@ class StragglerEvidence(Struct, frozen=True):
     scope: str
     """rank, node or position."""
     ranks: tuple[int, ...]
+    slow_too: tuple[int, ...]
+    """Other slow ranks that do the same work. The verdict's cost is that of all of them together."""
     work_s: float
     others_work_s: float
     excess_s: float
@@ -287,7 +289,8 @@ class Verdict:
     rank: int | None
     phase: str | None
     cost_s_per_step: float | None
-    """Seconds that each step of the job would be shorter without it; None where that is not known."""
+    """Seconds that each step of the job would be shorter without it, or for a slow rank without it and all of
+    `evidence.slow_too`; None where that is not known."""
     cost_share: float | None
     since_step: int | None
     confidence: float

@@ -41,6 +41,7 @@ _LAST_IN_MOST = 0.6  # of the collectives
 _MIN_JOINED = 20
 _WAITS_FOR_IT = 0.5  # of what one part does more, the others wait so much at least
 _MAX_NAMES = 40  # characters
+_SHARED = 2.0  # times its own cost, that an ended rank has cost together with other slow ranks
 _BY_DEVICES = ", by the devices' clocks"
 # Modules' times are those of typical steps of the run, with lack of a CPU. The excess is that of the time when the rank
 # was slow, without lack of a CPU: where they differ, only the modules' names are said.
@@ -181,7 +182,9 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     since = "since the start" if episode.from_start else f"since step {episode.since_step}"
     cost = "What it costs the job is not known"
     if cost_s is not None and share is not None:
-        cost = f"It costs the job {duration(cost_s)} a step ({percent(share)})"
+        too = straggler.slow_too
+        it = f"Together with rank{'s' * (len(too) > 1)} {ranges(too)} it" if too else "It"
+        cost = f"{it} costs the job {duration(cost_s)} a step ({percent(share)})"
     causes = [each for each in straggler.diagnosis.causes if each.explains is not None] if straggler.diagnosis else []
     text = (
         f"{who} in {phase_name(episode.phase)}: {_against(episode, findings.compared)}{where}{_pattern(episode)}. "
@@ -192,6 +195,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         cause=cause_class(episode) if straggler.kind != "position" else "imbalance",
         scope=straggler.kind,
         ranks=straggler.ranks,
+        slow_too=straggler.slow_too,
         work_s=episode.work_ns / 1e9,
         others_work_s=episode.others_work_ns / 1e9,
         excess_s=episode.excess_ns / 1e9,
@@ -308,8 +312,9 @@ def _modules_of(context: SlowRankContext, straggler: StragglerGroup) -> tuple[li
 def _was_slow(episode: Episode, diagnosis: Diagnosis | None) -> Verdict:
     assert episode.until_step is not None
     kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
-    together = episode.shared_cost_ns is not None and episode.shared_cost_ns > episode.cost_ns
-    cost_ns = max(episode.cost_ns, episode.shared_cost_ns or 0.0)
+    shared_ns = episode.shared_cost_ns or 0.0
+    together = shared_ns >= _SHARED * episode.cost_ns and shared_ns > 0
+    cost_ns = shared_ns if together else episode.cost_ns
     cost_s, share = cost_ns / 1e9, cost_ns / episode.step_ns if episode.step_ns else 0.0
     since = "from the start" if episode.from_start else f"from step {episode.since_step}"
     text = (

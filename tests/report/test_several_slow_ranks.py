@@ -1,0 +1,76 @@
+"""Ranks that are slow at the same time: what they cost together is said wherever a cost is shown."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.exporters.test_exporters import Metrics
+from tests.support.reports import as_json
+from tests.support.simulations import simulation
+from torchlens_perf.analysis.causes.straggler_groups import straggler_groups
+from torchlens_perf.analysis.node_state import NodeState, load_all
+from torchlens_perf.commands.simulate import record
+from torchlens_perf.exporters import Assessment, semantics
+from torchlens_perf.page.document.html import document
+from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.report.build import build
+from torchlens_perf.report.terminal import render
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.simulate.rings import SimulatedDevice
+from torchlens_perf.simulate.simulation import Topology
+
+SLOW = (0, 3)
+NO_COST = re.compile(r"costs the job 0 |costs the job \d+(\.\d+)? [nu]s a step")
+
+
+@pytest.fixture(scope="module", params=[None, SimulatedDevice()], ids=["host", "device"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Four ranks of one node; two of them have 20 % more work from the start."""
+    run = RunDirectory(tmp_path_factory.mktemp("runs") / "run")
+    run.create()
+    faults = [f"constant:rank={rank},share=0.2" for rank in SLOW]
+    record(simulation(*faults, topology=Topology(4, node_size=4)), 150, run, "simulated", request.param)
+    return run
+
+
+@pytest.fixture(scope="module")
+def state(run: RunDirectory) -> NodeState:
+    (state,) = load_all(run)
+    return state
+
+
+def test_each_alone_costs_next_to_nothing(state: NodeState) -> None:
+    """The job waits for the other slow rank, so what one of them costs alone is no headline."""
+    now = {each.rank: each for each in state.findings.episodes if each.until_step is None}
+
+    assert set(now) == set(SLOW)
+    assert all(each.cost_ns < 0.25 * each.excess_ns for each in now.values())
+    assert len({each.shared_cost_ns for each in now.values()}) == 1
+    assert all((each.shared_cost_ns or 0.0) > 0.7 * each.excess_ns for each in now.values())
+
+
+def test_every_surface_says_what_they_cost_together(run: RunDirectory, state: NodeState) -> None:
+    """Terminal, page, JSON and gauge give the joint cost, and none gives a single cost beside it."""
+    report = build(run.run_id, [state])
+    (joint_ns,) = {each.shared_cost_ns for each in state.findings.episodes}
+    assert joint_ns is not None
+    rows = [row for row in as_json(report)["verdicts"] if row["kind"] == "straggler"]
+    terminal = " ".join(render(report, str(run.path), columns=120, color=False).split())
+    page = document(contents(run))
+    metrics = Metrics()
+    identity = next(iter(state.processes.values())).identity
+    places = {process.identity.rank: process.place for process in state.processes.values()}
+    groups = straggler_groups(state.findings.episodes, places)
+    metrics.on_assessment(Assessment(identity, state.findings, None, (), True, groups))
+    costs_s = {point.attributes[semantics.RANK]: point.value for point in metrics.sent()[semantics.STRAGGLER_COST]}
+
+    assert {row["rank"]: row["evidence"]["slow_too"] for row in rows} == {0: [3], 3: [0]}
+    assert [row["cost_s_per_step"] for row in rows] == pytest.approx([joint_ns / 1e9] * 2)
+    assert all(row["cost_share"] > 0.1 for row in rows)
+    for text in (terminal, page):
+        assert "Together with rank 3 it costs the job" in text
+        assert "Together with rank 0 it costs the job" in text
+        assert not NO_COST.search(text)
+    assert costs_s == pytest.approx(dict.fromkeys(SLOW, joint_ns / 1e9))
