@@ -160,6 +160,25 @@ def test_straggler_with_its_module(run: RunDirectory) -> None:
     assert "Next: compare block on rank 1" in verdict["text"]
 
 
+def test_sixty_short_steps_are_too_few(run: RunDirectory) -> None:
+    """Ranks that do the same work in steps of 1.4 ms are not said to do other work; as many steps as it asks for do."""
+    ranks = [Rank(run, 0), Rank(run, 1)]
+    short = {part: value / 10 for part, value in WORK.items()}
+    for rank in ranks:
+        rank.steps(60, **short)
+    text = report_on(run, ranks)["verdicts"][0]["text"]
+
+    assert text.startswith("Too few steps to compare the ranks (60): ")
+    assert "each does other work" not in text
+    needed = int(text.partition("run at least ")[2].split()[0])
+    assert needed > 60
+    again = make_run(run.path.parent / "again")
+    ranks = [Rank(again, 0), Rank(again, 1)]
+    for rank in ranks:
+        rank.steps(needed, **short)
+    assert report_on(again, ranks)["verdicts"][0]["text"].startswith(f"No rank stands out over {needed} steps")
+
+
 def test_no_straggler_says_what_would_have_been_seen(run: RunDirectory) -> None:
     """Equal ranks: a verdict too, with the smallest slowness that would have been named."""
     ranks = [Rank(run, 0), Rank(run, 1)]
@@ -169,7 +188,8 @@ def test_no_straggler_says_what_would_have_been_seen(run: RunDirectory) -> None:
 
     assert verdict["kind"] == "none"
     assert verdict["text"] == (
-        "No rank stands out over 80 steps. One with 1.74 ms more work a step (12%) would have been named."
+        "No rank stands out over 80 steps. A rank with 1.74 ms more work (12%) in every step from the start of the "
+        "run would have been named; one that begins later, or is slow in some steps only, must be slower than that."
     )
     assert verdict["evidence"].detectable_s == pytest.approx(0.1 / 57.6)
 

@@ -40,7 +40,12 @@ class Standing:
                 self._cost,
             ),
             (semantics.STRAGGLERS, "{rank}", "Ranks that are slow now", self._count),
-            (semantics.DETECTABLE, "s", "The smallest excess a step that would be named by now", self._detectable),
+            (
+                semantics.DETECTABLE,
+                "s",
+                "The smallest excess in every step from the start that would be named by now",
+                self._detectable,
+            ),
             (semantics.HANG_DURATION, "s", "How long no rank has made a step, while that is too long", self._duration),
         ):
             meter.create_observable_gauge(name, [callback], unit, description)

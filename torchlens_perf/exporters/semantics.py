@@ -196,7 +196,14 @@ METRICS = (
     Metric(OUT_OF_MEMORY, "counter", "{error}", _EACH_RANK, "out-of-memory errors", when=_DEVICE),
     Metric(STRAGGLER_COST, "gauge", "s", (RANK, PHASE), "how much sooner a step would end", when="a slow rank"),
     Metric(STRAGGLERS, "gauge", "{rank}", (STRAGGLER_CLASS,), "ranks that are slow now", when="ranks compared"),
-    Metric(DETECTABLE, "gauge", "s", (), "the smallest excess that would be named by now", when="ranks compared"),
+    Metric(
+        DETECTABLE,
+        "gauge",
+        "s",
+        (),
+        "the smallest excess in every step from the start that would be named by now",
+        when="ranks compared",
+    ),
     Metric(RANKS_WORK, "gauge", "s", (OVER_RANKS,), "a step without waiting for others, over all ranks", when=_LARGE),
     Metric(
         RANKS_WAIT, "gauge", "s", (OVER_RANKS,), "a step's time blocked in communication, over all ranks", when=_LARGE

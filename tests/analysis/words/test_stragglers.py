@@ -352,7 +352,9 @@ def test_confidence() -> None:
 def test_a_step_of_no_length() -> None:
     """Nothing is divided by a step that is not known."""
     assert verdict_on(episode(step_ns=0.0)).cost_share == 0.0
-    assert no_straggler(REPORT, findings(step_ns=0.0)).text.endswith("(0.0%) would have been named.")
+    assert no_straggler(REPORT, findings(step_ns=0.0)).text.startswith(
+        "No rank stands out over 200 steps. A rank with 3.00 ms more work (0.0%)"
+    )
 
 
 class TestNobody:
@@ -361,7 +363,9 @@ class TestNobody:
         verdict = no_straggler(REPORT, findings())
 
         assert verdict.text == (
-            "No rank stands out over 200 steps. One with 3.00 ms more work a step (3.0%) would have been named."
+            "No rank stands out over 200 steps. A rank with 3.00 ms more work (3.0%) in every step from the start of "
+            "the run would have been named; one that begins later, or is slow in some steps only, must be slower than "
+            "that."
         )
         assert verdict.evidence == NobodySlowEvidence(rows=64, detectable_s=0.003, compared=8)
         assert verdict.kind == "none"
@@ -373,6 +377,15 @@ class TestNobody:
             assert verdict.text.startswith("Too few steps to compare the ranks (12): ")
             assert "Next: run at least 40 steps." in verdict.text
             assert verdict.confidence == 0.0
+
+    def test_too_few_short_steps(self) -> None:
+        """Of short steps, several make a row: sixty may be too few, and it says how many it takes."""
+        text = no_straggler({**REPORT, "steps": {"count": 60}}, dataclasses.replace(NOTHING, steps_needed=160)).text
+
+        assert text.startswith("Too few steps to compare the ranks (60): ")
+        assert "Next: run at least 160 steps." in text
+        enough = no_straggler(REPORT, dataclasses.replace(NOTHING, steps_needed=160)).text
+        assert enough.startswith("The ranks were not compared")
 
     def test_never_compared(self) -> None:
         """Many steps and no comparison: that is said, not that more steps are needed."""

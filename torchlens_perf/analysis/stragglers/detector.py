@@ -59,6 +59,8 @@ class Findings:
     compared: int
     """Ranks that were compared."""
     last_step: int
+    steps_needed: int = 0
+    """How many steps ranks that do the same work must make until they are compared; 0: no two ranks do."""
     usual: tuple[Usual, ...] = ()
     """By population."""
     unconfirmed: tuple[Episode, ...] = ()
@@ -107,6 +109,7 @@ class StragglerDetector:
             episodes=tuple(sorted(episodes, key=lambda episode: (episode.until_step is not None, -episode.cost_ns))),
             step_ns=max((population.step_ns for population in populations), default=0.0),
             last_step=max((population.last_step for population in populations), default=-1),
+            steps_needed=min((each.steps_needed for each in populations if each.steps_needed), default=0),
             usual=tuple(usual),
         )
         if not compared:

@@ -45,6 +45,12 @@ class Population:
     def ranks(self) -> list[int]:
         return [] if self._window is None else self._window.ranks.tolist()
 
+    @property
+    def steps_needed(self) -> int:
+        """How many steps its ranks must make until they are compared; 0: it has no two ranks."""
+        window = self._window
+        return (WARM_UP_ROWS + MIN_ROWS + EVERY) * window.width if window and len(window.ranks) > 1 else 0
+
     def add(self, block: BinBatch) -> None:
         """Takes rows over; they are judged by judge()."""
         if (block.key >= 0).any():

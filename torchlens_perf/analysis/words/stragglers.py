@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Collective, Facts, Module
 
 _MAX_NAMED = 4
+_MIN_STEPS = 40  # that are asked for; of short steps more, as several of them are compared at a time
 MAX_PAST = 64  # the newest of those that are over
 _SHORT_STEPS = 30  # an episode that was over so soon is transient
 _NOW_AND_THEN = 0.6  # share of slow steps below which the slowness comes and goes
@@ -389,11 +390,12 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
         )
         return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
     if not findings.compared or findings.detectable_ns is None:
+        needed = max(_MIN_STEPS, findings.steps_needed)
         text = (
             f"Too few steps to compare the ranks ({count}): a slow rank cannot be distinguished from noise yet. "
-            "Next: run at least 40 steps."
+            f"Next: run at least {needed} steps."
         )
-        if not findings.compared and count >= 40:
+        if not findings.compared and count >= needed:
             text = "The ranks were not compared: each does other work than the others, or they were not seen together."
             text = _parts(findings) or text
             return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
@@ -401,8 +403,9 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
     seen_s = findings.detectable_ns / 1e9
     share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
     text = (
-        f"No rank stands out over {count} steps{_BY_DEVICES if by_device else ''}. One with {duration(seen_s)} more "
-        f"work a step ({percent(share)}) would have been named."
+        f"No rank stands out over {count} steps{_BY_DEVICES if by_device else ''}. A rank with {duration(seen_s)} "
+        f"more work ({percent(share)}) in every step from the start of the run would have been named; one that "
+        "begins later, or is slow in some steps only, must be slower than that."
     )
     confidence, rather = 0.9, _rather(findings)
     if rather:
