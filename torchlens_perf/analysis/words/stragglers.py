@@ -403,9 +403,8 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
     seen_s = findings.detectable_ns / 1e9
     share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
     text = (
-        f"No rank stands out over {count} steps{_BY_DEVICES if by_device else ''}. A rank with {duration(seen_s)} "
-        f"more work ({percent(share)}) in every step from the start of the run would have been named; one that "
-        "begins later, or is slow in some steps only, must be slower than that."
+        f"No rank stands out over {count} steps{_BY_DEVICES if by_device else ''}. One with {duration(seen_s)} more "
+        f"work ({percent(share)}) in every step from the start of the run would have been named."
     )
     confidence, rather = 0.9, _rather(findings)
     if rather:
