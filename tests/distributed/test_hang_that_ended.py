@@ -49,7 +49,10 @@ def test_a_hang_that_ended_is_the_first_verdict(tmp_path: Path) -> None:
     assert ", and went on: " in verdict["text"]
     assert "stuck here" in verdict["text"]
     assert verdict["evidence"]["stacks"]
-    assert "earlier in this run" not in text
+    # On a busy machine a rank may have been slow for a while; the hang is not told a second time.
+    earlier = text.partition("earlier in this run")[2]
+    assert "hung" not in earlier
+    assert "did not enter" not in earlier
     long = [row["evidence"]["steps"] for row in report["verdicts"] if row["kind"] == "long_steps"]
     assert [STALL_STEP] not in long
 
