@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -88,12 +89,14 @@ def test_waiting_for_a_cpu_is_not_ruled_out_below_the_verdict_that_says_it() -> 
 
 
 def test_the_sidecar_records_who_uses_the_cpus(run: RunDirectory) -> None:
-    """A rank that waits for a CPU beside a program that is none of the job's, as a real sidecar sees it."""
+    """A real sidecar sees a rank that waits for a CPU, and a busy program that is not part of the job."""
     cpu = min(os.sched_getaffinity(0))
     busy = [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"]
     rank = Rank(run, 0, 1)
     before = os.sched_getaffinity(0)
-    neighbour = subprocess.Popen(busy)
+    # A shell that ends at once starts it: a child of the rank would be one of the rank's workers.
+    shell = ["/bin/sh", "-c", '"$@" >/dev/null 2>&1 & echo $!', "sh", *busy]
+    neighbour = int(subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     os.sched_setaffinity(0, {cpu})
     try:
@@ -109,8 +112,7 @@ def test_the_sidecar_records_who_uses_the_cpus(run: RunDirectory) -> None:
             sidecar.judge(time.monotonic())
     finally:
         os.sched_setaffinity(0, before)
-        neighbour.kill()
-        neighbour.wait()
+        os.kill(neighbour, signal.SIGKILL)
         sidecar.close()
         rank.close()
     users = next(iter(sidecar.state.processes.values())).cpu_users
