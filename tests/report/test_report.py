@@ -117,7 +117,7 @@ def test_where_the_time_goes(run: RunDirectory, parts: dict[str, float], kind: s
 
 
 def test_straggler_in_words(run: RunDirectory) -> None:
-    """The sentence names rank, host, phase, cost, share, since when, and the next action; it is the only verdict."""
+    """The only verdict names the rank, host, phase, cost, share, first step and next action."""
     ranks = [Rank(run, 0), Rank(run, 1)]
     ranks[0].steps(80, **{**WORK, "communication": 12})
     ranks[1].steps(80, **{**WORK, "backward": 16})
@@ -314,7 +314,7 @@ class TestTerminal:
         assert "\x1b[1;31m" in text
 
     def test_bar_shows_the_shares(self, run: RunDirectory) -> None:
-        """The bar of a rank has a letter for each sixteenth of its step."""
+        """Each letter of a rank's bar stands for a sixteenth of its step."""
         words = render(self.value(run), "/runs/1", columns=130, color=False).split()
         bars = [word for word in words if len(word) > 8 and set(word) <= set("dfrbowh")]
 
@@ -373,7 +373,7 @@ class TestTerminal:
         assert "[bold red]train.py" in text
 
     def test_many_ranks_are_cut(self, run: RunDirectory) -> None:
-        """Of many ranks the table shows the slowest, and says how many there are."""
+        """With many ranks, the table shows the slowest and the total number."""
         ranks = [Rank(run, rank, 20, ring_records=1024) for rank in range(20)]
         for rank in ranks:
             rank.steps(10, **{**WORK, "forward": 4 + (rank.identity.rank == 13)})

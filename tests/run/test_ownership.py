@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.run.ownership import others_can_change
+from torchlens_perf.run.ownership import TooLargeError, others_can_change, read_bytes
 
 SOMEBODY = 54321
 
@@ -161,3 +161,13 @@ def test_relative_paths(path: str, monkeypatch: pytest.MonkeyPatch, file: Path) 
 
     assert refused is not None
     assert "not an absolute path" in refused
+
+
+def test_file_that_has_more_than_its_size() -> None:
+    """The kernel reports a size of 0 for files in /proc, as for a file that grows while it is read."""
+    content = read_bytes("/proc/self/cmdline", 1 << 20)
+
+    assert content == Path("/proc/self/cmdline").read_bytes()
+    with pytest.raises(TooLargeError):
+        read_bytes("/proc/self/cmdline", len(content) - 1)
+    assert read_bytes("/proc/self/cmdline", len(content)) == content

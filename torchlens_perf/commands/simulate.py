@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.commands.progress import Advanced, Progress, nothing
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import ownership
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import rank_list
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.stragglers.detector import Findings
@@ -278,5 +278,5 @@ def _when_and_what(
     truth = "as planted" if planted else "nothing was planted there then"
     cost = "costs what is not known" if cost_ns is None else f"costs {cost_ns / 1e6:.1f} ms"
     if slow_too:
-        cost += f" together with rank{'s' * (len(slow_too) > 1)} {ranges(slow_too)}"
+        cost += f" together with {rank_list(slow_too)}"
     return f"{since}, +{episode.excess_ns / 1e6:.1f} ms a step, {cost}; named after step {episode.named_step}: {truth}"

@@ -9,7 +9,14 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import counted, duration, duration_or_dash, printable, steps_whole
+from torchlens_perf.analysis.statistics.quantities import (
+    counted,
+    duration,
+    duration_or_dash,
+    of_typical_step,
+    printable,
+    steps_whole,
+)
 from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.words.run_state import ranks_words, state_words
@@ -205,7 +212,7 @@ def _section_table(sections: Sequence[Section]) -> FittingTable:
         Column("section", [printable(each["name"]) for each in shown], left=True),
         Column("calls", [str(each["calls"]) for each in shown]),
         Column("p50", [duration_or_dash(each["total_s"]["p50_s"]) for each in shown]),
-        Column("typical step", [duration(each["s_per_step"]) if each["s_per_step"] else "none" for each in shown]),
+        Column("typical step", [of_typical_step(each["s_per_step"]) for each in shown]),
     ]
     if any(each["host_s_per_typical_step"] for each in sections):
         in_host = [duration_or_dash(each["host_s_per_typical_step"]) for each in shown]

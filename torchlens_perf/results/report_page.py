@@ -26,6 +26,7 @@ def report_html(watch: Recorded, path: str | os.PathLike[str] | None = None) -> 
     Raises RunStoreError, with what to do, where nothing is recorded, nothing is saved yet, or the file cannot be
     written.
     """
+    # A watch that nobody asks for a page does not load it.
     from torchlens_perf.results import child
 
     if watch.run_dir is None:

@@ -178,7 +178,7 @@ def may_ask(path: Path, run: Path) -> bool:
 
 
 def _ours(folder: str | os.PathLike[str]) -> set[int]:
-    """Who owns what this process makes in a folder of ours: on some network disks, that is not who it runs as."""
+    """Return the owners of files that this process creates in a folder. Some network disks map them to another user."""
     return {os.geteuid(), os.stat(folder or ".").st_uid}
 
 

@@ -24,6 +24,11 @@ def ranges(ranks: Sequence[int]) -> str:
     return ",".join(parts)
 
 
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return ascending ranks for a sentence: "rank 3", "ranks 1,4-7"."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+
+
 def parse_ranges(text: str) -> tuple[int, ...]:
     """The ranks that ranges() wrote, MAX_RANKS at most. Raises ValueError for other text."""
     ranks: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import rank_list
 from torchlens_perf.simulate.faults import Link
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _why_not_ranks(fault: Fault, topology: Topology, steps: int, found: list[Epi
     missed = sorted(planted - named)
     if not missed:
         return None
-    return f" (on rank{'s' * (len(missed) > 1)} {ranges(missed)})" if len(missed) < len(planted) else ""
+    return f" (on {rank_list(missed)})" if len(missed) < len(planted) else ""
 
 
 _NEVER = "it does not begin within the"

@@ -64,7 +64,7 @@ def test_typical_step_adds_up() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.03, 0.1])
 def test_one_odd_step_changes_nothing(noise: float) -> None:
-    """Where a mean over all steps would be decided by it."""
+    """A single long step would change a mean over all steps."""
     usual = classes(loop(60), noise=noise).typical
     odd = classes([*loop(59), {**NORMAL, "host": 5000.0}], noise=noise)
 
@@ -88,7 +88,7 @@ def test_one_odd_step_changes_nothing(noise: float) -> None:
     ],
 )
 def test_what_long_steps_do(flag: Flag, kind: str) -> None:
-    """By their flags: how often, how much longer, where, and what they cost in all."""
+    """Flagged steps have a count, a typical excess, a part and a total cost."""
     found = classes(loop(200, every50={"host": 201.0, "flags": flag}), noise=0.02)
     (long,) = found.long
 
@@ -100,7 +100,7 @@ def test_what_long_steps_do(flag: Flag, kind: str) -> None:
 
 
 def test_several_flags_are_one_class() -> None:
-    """As where an evaluation is followed by saving; what matters little is not named beside them."""
+    """An evaluation that is followed by saving is one class. A flag with little effect is not named."""
     flags = Flag.EVALUATION | Flag.EVALUATED | Flag.CHECKPOINT
     found = classes(
         [*loop(40), {**NORMAL, "host": 90.0, "flags": flags}, {**NORMAL, "host": 90.0, "flags": flags | Flag.SAMPLED}]
@@ -111,7 +111,7 @@ def test_several_flags_are_one_class() -> None:
 
 
 def test_flagged_steps_that_take_no_longer_are_no_class() -> None:
-    """A sampled step that is as long as the others."""
+    """Sampled steps that take no longer than the others are typical steps."""
     assert classes(loop(100, every16={"flags": Flag.SAMPLED})).long == ()
 
 
@@ -179,13 +179,13 @@ class TestKindsOfSteps:
 
     @pytest.mark.parametrize("steps", [126, 127, 128])
     def test_alternating_steps_do_not_depend_on_where_the_run_ends(self, steps: int) -> None:
-        """As with an actor that is trained in every second step."""
+        """An actor is trained in every second step."""
         found = classes([{"forward": 9.0, "optimizer": 18.0 * (number % 2)} for number in range(steps)])
         (long,) = found.long
         assert (long.period, long.part, round(long.more_ns / MS)) == (2, "optimizer", 18)
 
     def test_fewer_shorter_steps_are_a_class(self) -> None:
-        """As the steps of a warm cache, or of short sequences."""
+        """A warm cache or short sequences make some steps shorter."""
         found = classes([*[{"forward": 60.0}] * 80, *[{"forward": 20.0}] * 20])
         (short,) = found.short
         assert (short.count, short.part, round(short.more_ns / MS), round(short.duration_ns / MS)) == (
@@ -197,7 +197,7 @@ class TestKindsOfSteps:
         assert (found.typical and found.typical.count, found.long) == (80, ())
 
     def test_three_kinds(self) -> None:
-        """As buckets of sequence lengths."""
+        """Buckets of sequence lengths make three durations."""
         found = classes([{"forward": 10.0 * 3 ** (number % 3)} for number in range(90)])
         assert found.typical is not None
         assert (found.typical.count, round(found.typical.duration_ns / MS)) == (30, 10)
@@ -272,7 +272,7 @@ class TestSizes:
 
 
 class TestCauses:
-    """A cause is named only where the extra time is where the cause works, and of a size that it may have."""
+    """A cause is named only if the extra time is in the part that the cause affects, and of a plausible size."""
 
     @pytest.mark.parametrize("part", ["data", "host", "optimizer", "communication"])
     def test_stall_elsewhere_is_not_the_sampled_backward_pass(self, part: str) -> None:
@@ -340,7 +340,7 @@ class TestLackOfCpu:
         assert found.typical.parts_ns["forward"] == pytest.approx(24 * MS)
 
     def test_not_measured_is_not_none(self) -> None:
-        """Where fewer than half of the steps tell."""
+        """Lack of a CPU is not known if fewer than half of the steps measured it."""
         found = classes([*[{**NORMAL, "cpu": 1.0}] * 10, *loop(30)])
         assert found.typical is not None
         assert found.typical.ready_ns is None
@@ -383,7 +383,7 @@ def test_nothing() -> None:
 
 
 def spread_of(found: StepClasses, table: StepTable) -> float:
-    """What steps of the typical class differ by, at most: smaller differences are not told apart."""
+    """Return the largest difference in duration between steps of the typical class."""
     assert found.typical is not None
     apart = {step for each in (*found.long, *found.short) for step in each.steps}
     alike = [

@@ -134,13 +134,13 @@ def test_who_is_not_named(windows: MergedWindows) -> None:
 
 
 def judged(*episodes: Any, ranks: int, **changed: Any) -> Findings:
-    """Of a judge that compares so many ranks."""
+    """Return the findings of a judge that compares this many ranks."""
     usual = (Usual("model", f"0-{ranks - 1}", 66 * MS, 4 * MS),)
     return findings(*episodes, usual=usual, compared=ranks, **changed)
 
 
 def test_where_the_judge_lacks_ranks() -> None:
-    """What only the windows have is taken over; what it has itself stays its own."""
+    """Slow ranks that only the windows show are added. The judge's own findings stay unchanged."""
     own = episode(rank=1)
     found = held_against(judged(own, ranks=2), seen(*[{3: {Row.FORWARD: 9}, 1: {Row.BACKWARD: 20}}] * 3), NODE)
     assert [(each.rank, each.by_windows) for each in found.episodes] == [(1, False), (3, True)]

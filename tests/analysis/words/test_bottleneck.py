@@ -279,7 +279,7 @@ class TestKindsOfSteps:
 
 
 def test_one_huge_step_has_a_sentence_of_its_own() -> None:
-    """It is not averaged with a step that is a little long in the same part."""
+    """A very long step is not averaged with a slightly long step of the same part."""
     loop = [{**BASE, "communication": 1.0} for _ in range(319)]
     loop[130] = {**BASE, "communication": 60.0}
     loop[300] = {**BASE, "communication": 45_000.0}

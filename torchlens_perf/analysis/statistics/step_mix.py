@@ -342,7 +342,7 @@ def _may_be_why(kind: str, part: str, more_ns: float, share: float, bins: Sequen
 
 
 def _cause(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | None:
-    """Return the group of steps with known kinds that other ranks wait for in most of these steps."""
+    """Return the group of steps that explains most of these waits: of a known kind, on a rank that others wait for."""
     for key, found in groups.items():
         steps = {step for each in found for step in each.bin.steps}
         if key[0] and key[2] and 2 * len(steps & set(waits.steps)) > len(waits.steps):

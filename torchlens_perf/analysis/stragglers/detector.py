@@ -174,7 +174,7 @@ class JobDetector:
     def add_steps(
         self, attempt: int, rank: int, place: Placement, table: StepTable, min_row_ns: float = MIN_ROW_NS
     ) -> StepBins | None:
-        """Finished steps of a rank of this node. Returns the rows that they complete, for the other nodes."""
+        """Add finished steps of a rank of this node. Return the rows that they complete, to be sent to other nodes."""
         if not self.set_place(attempt, rank, place):
             return None
         rows = self._makers.setdefault(rank, StepBinMaker(min_row_ns=min_row_ns)).add(table)

@@ -106,7 +106,7 @@ class TypicalStepEvidence(Struct, frozen=True):
 
 
 class DeviceStepEvidence(Struct, frozen=True):
-    """What a step is spent on, by the devices' clocks: the mean over the ranks."""
+    """Shares of a step by the devices' clocks, as means over the ranks."""
 
     device_parts_s: dict[str, float]
     """They add up to the step: phases; communication, that the compute stream waited for; data and host, that the

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.words.evidence import DiedEvidence, Verdict
 from torchlens_perf.analysis.words.oom import ended_by_it
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import ranges, rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def state_of(live: bool, died: Sequence[int], seen: int, silent_s: float = 0.0) 
         return state
     if not live and len(died) == seen:
         return "died" if seen == 1 else "all of them died"
-    return f"{state}, rank{'s' if len(died) > 1 else ''} {ranges(died)} died"
+    return f"{state}, {rank_list(died)} died"
 
 
 def _silent_s(run: Run, now_unix_s: float | None) -> float:

@@ -27,7 +27,7 @@ from torchlens_perf.analysis.words.evidence import (
     StragglerEvidence,
     Verdict,
 )
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import ranges, rank_list
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Collective, Facts, Module
@@ -184,7 +184,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     cost = "What it costs the job is not known"
     if cost_s is not None and share is not None:
         too = straggler.slow_too
-        it = f"Together with rank{'s' * (len(too) > 1)} {ranges(too)} it" if too else "It"
+        it = f"Together with {rank_list(too)} it" if too else "It"
         cost = f"{it} costs the job {duration(cost_s)} a step ({percent(share)})"
     causes = [each for each in straggler.diagnosis.causes if each.explains is not None] if straggler.diagnosis else []
     text = (
@@ -382,7 +382,7 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
     if report["run"]["device"] is not None and not by_device:
         untimed = [rank["rank"] for rank in report["ranks"] if not (rank["device"] and rank["device"]["parts"])]
         some = len(untimed) < len(report["ranks"])
-        missing = f"device times are missing of rank{'s' * (len(untimed) > 1)} {ranges(untimed)}"
+        missing = f"device times are missing of {rank_list(untimed)}"
         recorded = missing if some else "only host time is known"
         text = (
             f"The ranks were not compared: their work is on a device ({report['run']['device']}), and {recorded}. "

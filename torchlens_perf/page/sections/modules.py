@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, printable
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, of_typical_step, printable
 from torchlens_perf.page.pictures.markup import Child, Element, name, tag
 from torchlens_perf.page.pictures.phases import Bar, phases_picture
 from torchlens_perf.page.sections.ranks import named_ranks
@@ -108,8 +108,8 @@ def _sections(report: Report) -> Element | None:
     body: list[list[Child]] = [
         [
             name(row["name"]), str(row["calls"]), duration_or_dash(row["total_s"]["p50_s"]),
-            duration(row["s_per_step"]) if row["s_per_step"] else "none",
-            duration_or_dash(row["host_s_per_typical_step"]), _slowest(row["by_rank"]), _median(row["device_s"]),
+            of_typical_step(row["s_per_step"]), duration_or_dash(row["host_s_per_typical_step"]),
+            _slowest(row["by_rank"]), _median(row["device_s"]),
         ]
         for row in rows
     ]  # fmt: skip
