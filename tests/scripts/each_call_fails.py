@@ -1,7 +1,10 @@
-"""each_call_fails.py FOLDER SIDECAR PHASE ERRNO...: each call to the system fails in turn, in one phase of a watch.
+"""each_call_fails.py FOLDER SIDECAR PHASE ERRNO...: calls to the system fail in turn, in one phase of a watch.
 
-Started with failing_calls.c. PHASE: start or end. Prints a line of JSON for each case: which call failed, and what was
-different afterwards from a process without us. The last line has how many calls there were.
+Started with failing_calls.c. PHASE: start or end. The first call of each line of the package fails. With CASES=all each
+call fails, and with CASES=NUMBER that many calls fail, each call several times with different errors.
+
+Prints a line of JSON for each case: the call that failed, and the differences from a process without the package. The
+last line has the number of calls.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,11 +30,32 @@ from torchlens_perf.watch import running
 
 folder, with_sidecar, phase, *errors = sys.argv[1:]
 lines: list[str] = []
+PACKAGE = os.path.dirname(perf.__file__)
 
 
 class Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         lines.append(record.getMessage())
+
+
+class Places:
+    """A profile function that finds the first call to the system of each line of the package."""
+
+    def __init__(self, calls: FailingCalls) -> None:
+        self._calls, self._before = calls, 0
+        self.first: dict[tuple[str, int], int] = {}
+
+    def __call__(self, frame: FrameType | None, event: str, _: object) -> None:
+        if event not in ("c_return", "c_exception", "return"):
+            return
+        counted, before = self._calls.counted(), self._before
+        self._before = counted
+        if counted <= before:
+            return
+        while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+            frame = frame.f_back
+        if frame is not None:
+            self.first.setdefault((frame.f_code.co_filename, frame.f_lineno), before + 1)
 
 
 def trained(model: nn.Module) -> str:
@@ -98,12 +123,16 @@ def main() -> None:
     for _ in range(2):  # what is imported at a first use
         case(calls, model, expected, 0, 0)
     gc.freeze()  # to collect among all that torch has made would take half of the test's time
+    wanted = os.environ.get("CASES", "")
+    places = Places(calls)
+    sys.setprofile(None if wanted else places)
     count = case(calls, model, expected, 0, 0)["count"]
-    for each in range(
-        int(os.environ.get("CASES", count))
-    ):  # beyond the calls there are: each again, with another error
-        nth = each % count + 1
-        error = int(errors[(nth + each // count) % len(errors)])
+    sys.setprofile(None)
+    turns = list(places.first.values()) if not wanted else range(1, (count if wanted == "all" else int(wanted)) + 1)
+    for number, turn in enumerate(turns):
+        nth, rounds = (turn - 1) % count + 1, (turn - 1) // count
+        # Each round gives a call another error. So does each place where the calls are few.
+        error = int(errors[((nth if wanted else number) + rounds) % len(errors)])
         print(json.dumps({"nth": nth, "errno": error, **case(calls, model, expected, nth, error)}), flush=True)
     print(json.dumps({"calls": count, "afterwards": case(calls, model, expected, 0, 0)}))
 

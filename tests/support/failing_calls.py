@@ -34,12 +34,17 @@ class FailingCalls:
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
         self._library.arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int]
+        self._library.counted.restype = ctypes.c_long
         self._library.disarm.restype = ctypes.c_long
         self._library.failed_call.restype = ctypes.c_char_p
 
     def arm(self, paths: Sequence[str], nth: int, error: int) -> None:
         """paths: prefixes, or "*", or "fork", "getcwd", "gethostname". nth: from 1; 0 for none; EACH."""
         self._library.arm(":".join(paths).encode(), nth, error)
+
+    def counted(self) -> int:
+        """Return the number of calls since arm()."""
+        return self._library.counted()
 
     def disarm(self) -> tuple[int, str]:
         """How many calls there were, and which one failed."""

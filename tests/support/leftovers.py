@@ -72,7 +72,9 @@ def remove_local(said: str) -> None:
 
 def end_sidecars() -> None:
     """Those of this process's runs, by SIGKILL: a sidecar's beginning takes a second. They are nobody's children."""
-    for pid in (pids := _sidecars()):
+    if not (pids := _sidecars()):
+        return
+    for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not set(pids) & set(_sidecars()))
