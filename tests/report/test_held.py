@@ -361,6 +361,9 @@ def test_in_words() -> None:
     assert held_words(over, started) == (
         "Held in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 to 2026-11-24 01:02:03 UTC)."
     )
+    assert held_words({**whole, "windows_held": 1, "windows_judged": 1, "window_steps": 8}, started).startswith(
+        "Held in 1 of 1 window of 8 steps, "
+    )
     assert held_words(at_step, started) == "Held since step 64."
     assert held_words(None, started) == ""
 

@@ -101,6 +101,7 @@ def test_what_is_over_is_not_on_top() -> None:
     assert [row["kind"] for row in report["verdicts"]] == ["compute_bound", "data_bound"]
     assert heads(report)[0].startswith("Since step 320, computing takes 8")
     assert heads(report)[0].endswith("% (14.0 ms) of a step of 16.0 ms; before, a step took 35.0 ms.")
+    assert report["verdicts"][0]["text"].endswith(" Next: time modules: watch(model).")
 
 
 def test_two_waits_that_take_the_same_time_both_hold_to_the_end() -> None:

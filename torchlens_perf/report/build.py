@@ -22,6 +22,7 @@ from torchlens_perf.analysis.statistics.run_windows import run_windows
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words import run_state, verdict
+from torchlens_perf.analysis.words.bottleneck import computing_action
 from torchlens_perf.analysis.words.cpu import with_cpu_action
 from torchlens_perf.analysis.words.evidence import Verdict
 from torchlens_perf.analysis.words.oom import out_of_memory_note
@@ -105,6 +106,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         last_step=max((s.last_step for s in statistics if s.last_step is not None), default=None),
         steps=facts["steps"],
         live=facts["run"]["live"],
+        computing_action=computing_action(facts),
     )
     found = verdict.verdicts(facts, judging.findings, judging.named, hang, links)
     rows = [

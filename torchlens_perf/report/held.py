@@ -63,6 +63,8 @@ class RunSoFar:
     last_step: int | None
     steps: Steps
     live: bool
+    computing_action: str
+    """What to do where computing limits the step."""
 
     def rows(self, verdicts: Sequence[Verdict]) -> list[order.Row]:
         """The report's verdicts in their order, each with since when it has held and the time that it has cost.
@@ -179,7 +181,7 @@ class RunSoFar:
         rest = [each for each, in_it in columns if each is not None and not in_it]
         held, step_s = self._stretch(found), _mean([each.step_s for each in inside])
         computing_s = _mean([each.computing.seconds for each in inside])
-        computing = dataclasses.replace(inside[0].computing, seconds=computing_s)
+        computing = dataclasses.replace(inside[0].computing, seconds=computing_s, action=self.computing_action)
         assert held["since_step"] is not None
         before_s = _mean([each.step_s for each in rest])
         return [(over.computing_now(computing, step_s, before_s, held["since_step"]), held)]

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import printable
+from torchlens_perf.analysis.statistics.quantities import counted, printable
 from torchlens_perf.analysis.words import order
 from torchlens_perf.analysis.words.evidence import PastEvidence
 from torchlens_perf.analysis.words.hang import HangEvidence
@@ -91,7 +91,7 @@ def held_words(held: Held | None, started: str | None) -> str:
     at = f" ({' to '.join(times)} UTC)" if times and (until is None or len(times) == 2) else ""
     if not windows:
         return f"Held {steps}{at}."
-    some = f"{held['windows_held']} of {windows} windows of {held['window_steps']} steps"
+    some = f"{held['windows_held']} of {counted(windows, 'window')} of {held['window_steps']} steps"
     return f"Held in {some}, {steps}{at}."
 
 

@@ -12,7 +12,7 @@ from tests.support.reports import checked
 from tests.support.tables import mixed_table
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
-from torchlens_perf.analysis.words.bottleneck import _look_at
+from torchlens_perf.analysis.words.bottleneck import computing_action
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
 from torchlens_perf.run.clock import Anchor
@@ -266,6 +266,16 @@ class TestKindsOfSteps:
         )
         assert "kinds of steps" not in " ".join(each["text"] for each in report["verdicts"])
 
+    def test_one_or_two_steps_are_no_kind(self) -> None:
+        loop = [*[dict(BASE)] * 17, *[{**BASE, "backward": 40.0}] * 3]
+        assert "kinds of steps" not in " ".join(each["text"] for each in report_on(loop)["verdicts"])
+
+    @pytest.mark.parametrize(("typical", "named"), [(1, False), (4, False), (5, True)])
+    def test_few_steps_do_not_show_what_is_usual(self, typical: int, named: bool) -> None:
+        loop = [*[dict(BASE)] * (WARM_UP_STEPS + typical), {**BASE, "backward": 60.0}]
+        texts = [each["text"] for each in report_on(loop)["verdicts"]]
+        assert any(" longer" in text for text in texts) == named, texts
+
     @pytest.mark.parametrize("seed", range(30))
     def test_classes_add_up_to_all_steps(self, seed: int) -> None:
         """Counts and times, in the report."""
@@ -276,6 +286,84 @@ class TestKindsOfSteps:
         assert steps["warm_up"] + steps["alike"] + sum(each["count"] for each in others) == steps["count"]
         time_s = steps["alike"] * steps["alike_mean_s"] + sum(each["count"] * each["mean_s"] for each in others)
         assert time_s == pytest.approx(steps["total_s"])
+
+
+class TestLongStepsAndCpus:
+    """Steps that come irregularly and may only have waited for a CPU are not explained by their batch."""
+
+    @staticmethod
+    def text(usual: dict[str, float], longer: dict[str, float], steps: list[int], **changed: Any) -> str:
+        loop = [{**usual, **longer} if step in steps else dict(usual) for step in range(200)]
+        texts = [each["text"] for each in report_on(loop, **changed)["verdicts"]]
+        return next(text for text in texts if "longer on" in text or "longer (" in text)
+
+    @pytest.mark.parametrize(("part", "where"), [("backward", "the backward pass"), ("host", "host code")])
+    def test_wait_that_is_not_measured(self, part: str, where: str) -> None:
+        text = self.text(BASE, {part: 60.0}, [20, 53, 60, 97, 131])
+        assert f"(most of it in {where}" in text
+        assert "; whether they waited for a CPU is not measured)" in text
+        assert "batch size" not in text
+        assert text.endswith("Next: see what the loop does at steps 53, 60, 97, 131, and what else kept the CPUs busy.")
+
+    def test_wait_of_one_step_that_is_not_measured(self) -> None:
+        text = self.text(BASE, {"backward": 600.0}, [53])
+        assert "(most of it in the backward pass; whether it waited for a CPU is not measured)" in text
+        assert text.endswith("Next: see what the loop does at step 53, and what else kept the CPUs busy.")
+
+    def test_lack_by_samples(self) -> None:
+        """The sidecar saw that CPUs are short, and no step says where."""
+        text = self.text(BASE, {"backward": 60.0}, [20, 53, 60, 97, 131], cpu_wait=[12.0, 20.0])
+        assert "(most of it in the backward pass, while CPUs are short)" in text
+        assert text.endswith("Next: see whether steps 53, 60, 97, 131 still take longer with enough CPUs.")
+
+    def test_lack_in_every_step(self) -> None:
+        """It is measured, and the longer steps lack a CPU for no longer than the others."""
+        text = self.text({**BASE, "forward": 24.0, "cpu": 20.0}, {"backward": 600.0}, [53])
+        assert "(most of it in the backward pass, while CPUs are short)" in text
+        assert text.endswith("Next: see whether step 53 still takes longer with enough CPUs.")
+
+    def test_no_lack(self) -> None:
+        text = self.text({**BASE, "cpu": 0.0}, {"backward": 600.0}, [53])
+        assert text.endswith("Next: see what is different at step 53: batch size, sequence length.")
+
+
+class TestGrowingSteps:
+    """Steps that grow with the run are not explained by what the last of them do."""
+
+    @staticmethod
+    def texts(host_ms: list[float]) -> list[str]:
+        loop = [{**BASE, "host": host, "cpu": 0.0} for host in host_ms]
+        return [each["text"] for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
+
+    def test_growth_is_told(self) -> None:
+        """As by episodes that take more steps the longer the training goes on."""
+        rng = np.random.default_rng(2)
+        grown = 1.04 ** np.arange(200) * np.exp(0.2 * rng.standard_normal(200))
+        (text,) = self.texts([float(each) for each in grown])
+
+        assert re.search(
+            rf"\(steps take longer and longer: {DURATION} in the first third of the run, {DURATION} in the last\)", text
+        )
+        assert text.endswith(
+            "Next: see what grows with the step: an episode, a sequence, or a list that is never emptied."
+        )
+
+    @pytest.mark.parametrize("begin", [60, 100, 140])
+    def test_change_at_once_is_no_growth(self, begin: int) -> None:
+        rng = np.random.default_rng(begin)
+        noise = np.exp(0.1 * rng.standard_normal(200))
+        texts = self.texts([float(1 if step < begin else 80) * noise[step] for step in range(200)])
+        assert not any("longer and longer" in text for text in texts)
+
+
+def test_ranks_that_communicate_in_some_steps_only() -> None:
+    """As of local SGD: no rank does something else."""
+    loop = [{**BASE, "communication": 60.0 if step % 4 == 0 else 0.01} for step in range(100)]
+    (text,) = [each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"]
+    assert text.endswith(
+        "Next: see what only one step in 4 does (steps 84, 88, 92, 96): all ranks exchange data, or one rank does "
+        "something else."
+    )
 
 
 def test_one_huge_step_has_a_sentence_of_its_own() -> None:
@@ -453,4 +541,4 @@ def test_advised_pattern_matches_modules(rows: list[tuple[str, bool, bool]], dee
     ]
     facts: Any = {"modules": modules, "run": {"deeper_modules": deeper}}
 
-    assert _look_at(facts) == advice
+    assert computing_action(facts) == advice

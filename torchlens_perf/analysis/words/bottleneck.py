@@ -8,6 +8,7 @@ says what limits the step; without that, only what the host did is said.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -41,6 +42,10 @@ _MOST, _SOME = 0.5, 0.25  # of the host code in a step, that is in a section
 _SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
 _MAX_LONG = 2
 _MAX_NUMBERS = 4  # of steps that come irregularly
+_FEWEST = 5  # steps that make a kind of steps
+# Steps take longer and longer where their windows' medians grow by this share from the first to the last third, and of
+# this share of all pairs of windows, the later one is slower. A single change halfway has 0.75 of the pairs.
+_GROWTH, _STEADILY = 0.5, 0.8
 _NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
 """What a long step also did, which does not explain it while a rank is slow."""
 _GAP = ("data", "host")
@@ -127,6 +132,8 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict
     """
     typical = _typical(report, waits_explained=waits_explained)
     classes = report["steps"]["long"]
+    if report["steps"]["alike"] < _FEWEST:  # too few to tell what is usual
+        classes = [each for each in classes if each["kinds"] or each["waited_for"] is not None]
     if typical.kind == "lack_of_cpu":  # it explains steps that only lack a CPU for longer than the others
         classes = [each for each in classes if each["kinds"] or each["part"] != LACK_OF_CPU]
     if waits_explained:
@@ -139,7 +146,10 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict
         for each in classes
         if each["share"] >= (_LONG_WORTH_NAMING if each["waited_for"] is None else _STALL_WORTH_NAMING)
     ]
-    return [typical, *(_long(report, each) for each in worth[:_MAX_LONG])]
+    growing = [each for each in worth if _grows_to(report, each)]
+    worth = [each for each in worth if each not in growing[1:]]  # one sentence for all of them
+    short_of_cpus = "lack_of_cpu" in named_uses(typical)
+    return [typical, *(_long(report, each, short_of_cpus=short_of_cpus) for each in worth[:_MAX_LONG])]
 
 
 def named_uses(verdict: Verdict) -> set[str]:
@@ -167,8 +177,7 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
     everything = _on_the_host(report)
     found = everything.without("communication_bound") if waits_explained else everything
     step_s, computing, first, worth = found.step_s, found.computing, found.limit, found.worth_naming
-    measured = any(typical["lack_of_cpu"] is not None for typical in _typical_steps(report))
-    if sampled is not None and sampled >= _SAMPLED_LACK and not measured:
+    if sampled is not None and sampled >= _SAMPLED_LACK and not _lack_is_measured(report):
         text = (
             f"Waiting for a CPU takes {percent(sampled)} of the time, by samples of one second: "
             f"steps are too short to say where. Next: {CPU_ACTION}"
@@ -230,12 +239,18 @@ def _kinds_of_steps(report: Facts) -> str:
     # A step that waits for a CPU does the same as the others.
     of_other_kinds = [each for each in others if each["kinds"] or each["part"] != LACK_OF_CPU]
     found += [(each["count"], each["mean_s"]) for each in of_other_kinds if each["count"] >= _WORTH_NAMING * total]
+    found = [each for each in found if each[0] >= _FEWEST]
     if len(found) < 2:
         return ""
     found.sort(key=lambda each: -each[0])
     words = ", ".join(f"{count} take {duration(mean_s)}" for count, mean_s in found)
     number = {2: "Two", 3: "Three"}.get(len(found), "Several")
     return f" {number} kinds of steps: {words}."
+
+
+def _lack_is_measured(report: Facts) -> bool:
+    """Return whether the typical step of any rank is long enough for its waits for a CPU to be recorded."""
+    return any(typical["lack_of_cpu"] is not None for typical in _typical_steps(report))
 
 
 def _typical_steps(report: Facts) -> list[TypicalStep]:
@@ -255,7 +270,7 @@ def _on_the_host(report: Facts) -> Spent:
         {part: mean_s((step["parts"] for step in steps), part) for part in PARTS},
         {part: mean_s((step["lack_of_cpu"] or {} for step in steps), part) for part in PARTS},
         device=False,
-        look_at=_look_at(report),
+        look_at=computing_action(report),
     )
 
 
@@ -308,8 +323,8 @@ def _section_action(name: str) -> str:
     )
 
 
-def _look_at(report: Facts) -> str:
-    """Which module to begin with, and how to look deeper."""
+def computing_action(report: Facts) -> str:
+    """Return which module to begin with, and how to look deeper."""
     if not report["modules"]:
         return "time modules: watch(model)."
     row = report["modules"][0]
@@ -338,7 +353,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
     step_s, evidence = sum(parts.values()), DeviceStepEvidence({part: s for part, s in parts.items() if s})
     lacks = [typical["lack_of_cpu"] or {} for typical in _typical_steps(report)]
     lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
-    found = spent(step_s, parts, lack, device=True, look_at=_look_at(report))
+    found = spent(step_s, parts, lack, device=True, look_at=computing_action(report))
     found = found.without("communication_bound") if waits_explained else found
     unrecorded = _on_other_threads(report, found)
     if unrecorded is not None:
@@ -395,25 +410,64 @@ def _lower(text: str) -> str:
 # -- long steps
 
 
-def _long(report: Facts, long: LongSteps) -> Verdict:
-    """A class of long steps: how often, how much longer, why, and what they cost in all."""
+def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
+    """A class of long steps: how often, how much longer, why, and what they cost in all.
+
+    short_of_cpus: the verdict on the typical step says that it waits for a CPU.
+    """
     steps, count = report["steps"], long["count"]
     often = f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
     if not long["period"] and count <= _MAX_NUMBERS:
         often += f" ({_numbers(long)})"
     if long["waited_for"] is not None:
         return _waited(report, long, long["waited_for"])
+    several = len(long["steps"]) > 1
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
     why = " and ".join(long["kinds"]) or _where(long)
+    action = _long_action(long)
     if long["kinds"] == [WITHOUT_GRADIENTS]:
         why += ": evaluation, rollouts or sampling"
+    if _grows_to(report, long):
+        trend = steps["trend"]
+        assert trend is not None
+        first, last = duration(trend["first_third_p50_s"]), duration(trend["last_third_p50_s"])
+        why = f"steps take longer and longer: {first} in the first third of the run, {last} in the last"
+        action = "see what grows with the step: an episode, a sequence, or a list that is never emptied."
+    elif _is_unexplained(report, long):
+        these, it = _at(long), "they" if several else "it"
+        if short_of_cpus:
+            why += ", while CPUs are short"
+            action = f"see whether {these} still take{'s' * (not several)} longer with enough CPUs."
+        elif not _lack_is_measured(report):
+            why += f"; whether {it} waited for a CPU is not measured"
+            action = f"see what the loop does at {these}, and what else kept the CPUs busy."
     text = (
         f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
-        f"{percent(long['share'])} of the time of all steps. Next: {_long_action(long)}"
+        f"{percent(long['share'])} of the time of all steps. Next: {action}"
     )
     cost_s = long["total_s"] / max(1, steps["count"])
     return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
+
+
+def _is_unexplained(report: Facts, long: LongSteps) -> bool:
+    """Return whether these steps may be longer only because they waited for a CPU.
+
+    Other work comes regularly or is of a known kind. A device's own time contains no wait for a CPU.
+    """
+    parts = _GAP if report["steps"]["by"] == DEVICE else OWN_PARTS
+    return not long["kinds"] and not long["period"] and long["part"] in parts
+
+
+def _grows_to(report: Facts, long: LongSteps) -> bool:
+    """Return whether these are the last steps of a run whose steps take longer and longer."""
+    trend, history = report["steps"]["trend"], report["history"]
+    if long["kinds"] or long["period"] or trend is None or history is None or trend["change"] < _GROWTH:
+        return False
+    later = [after > before for before, after in itertools.combinations(history["median_s"], 2)]
+    first, last = history["first_steps"][0], history["first_steps"][-1] + history["width"]
+    in_last_third = [step >= last - (last - first) / 3 for step in long["steps"]]
+    return sum(later) >= _STEADILY * len(later) and sum(in_last_third) > _MOST * len(in_last_third)
 
 
 def _waited(report: Facts, long: LongSteps, rank: int) -> Verdict:
@@ -471,15 +525,22 @@ def _long_action(long: LongSteps) -> str:
     for kind in long["kinds"]:
         if kind in actions:
             return actions[kind]
-    numbers = ", ".join(map(str, long["steps"][-_MAX_NUMBERS:]))
+    at = _at(long)
     by_part = {
         LACK_OF_CPU: CPU_ACTION,
-        "data": f"see what the loader does at steps {numbers}: a new epoch starts workers (persistent_workers=True).",
-        "communication": f"see which rank does something else at steps {numbers}.",
-        "host": f"see what the loop does at steps {numbers} (logging, an epoch's end): wrap parts in perf.section().",
+        "data": f"see what the loader does at {at}: a new epoch starts workers (persistent_workers=True).",
+        "communication": f"see which rank does something else at {at}.",
+        "host": f"see what the loop does at {at} (logging, an epoch's end): wrap parts in perf.section().",
         "tool": "ask for results less often (w.summary(), w.steps(), a display), if the loop does.",
     }
-    if long["period"] and long["part"] not in by_part:
-        others = f"only one step in {long['period']} does (steps {numbers})"
-        return f"see what {others}: another backward pass, another optimizer, a larger batch, longer sequences."
-    return by_part.get(long["part"], f"see what is different at steps {numbers}: batch size, sequence length.")
+    if long["period"] and long["part"] not in ("data", "host", "tool"):
+        other_work = "another backward pass, another optimizer, a larger batch, longer sequences"
+        if long["part"] == "communication":
+            other_work = "all ranks exchange data, or one rank does something else"
+        return f"see what only one step in {long['period']} does ({at}): {other_work}."
+    return by_part.get(long["part"], f"see what is different at {at}: batch size, sequence length.")
+
+
+def _at(long: LongSteps) -> str:
+    """Return which steps they are, of many the last."""
+    return f"step{'s' * (len(long['steps']) > 1)} {', '.join(map(str, long['steps'][-_MAX_NUMBERS:]))}"

@@ -37,7 +37,7 @@ def computing_now(computing: Use, step_s: float, before_s: float, since_step: in
     share = computing.seconds / step_s
     text = (
         f"Since step {since_step}, computing takes {percent(share)} ({duration(computing.seconds)}) of a step of "
-        f"{duration(step_s)}; before, a step took {duration(before_s)}."
+        f"{duration(step_s)}; before, a step took {duration(before_s)}. Next: {computing.action}"
     )
     evidence = StretchEvidence(step_s, computing.seconds, 0.0)
     return Verdict(computing.kind, None, computing.phase, 0.0, 0.0, since_step, 0.8, text, evidence)
