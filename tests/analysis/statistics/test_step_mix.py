@@ -368,7 +368,20 @@ class TestSeveralRanks:
         evaluates = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION | Flag.EVALUATED})
         waits = loop(100, every25={"communication": 100.0})
         (long,) = classify([mix_of(mixed_table(steps)) for steps in (evaluates, waits, waits)]).long
-        assert (long.kinds, long.count, long.period) == (("evaluation",), 4, 25)
+        assert (long.kinds, long.part, long.count, long.period) == (("evaluation",), "host", 4, 25)
+
+    def test_one_evaluation_is_one_class_whatever_part_is_longer_on_each_rank(self) -> None:
+        """On a busy machine it is the forward pass of one rank, and host code or the lack of a CPU of another one."""
+        flags, ranks = int(Flag.EVALUATION), []
+        for longer in ({"forward": 900.0}, {"host": 950.0}, {"forward": 800.0, "cpu": 780.0}):
+            steps = [{**NORMAL, "cpu": 0.0} for _ in range(60)]
+            for step in (20, 40):
+                steps[step] = {**steps[step], **longer, "flags": flags}
+            ranks.append(mix_of(mixed_table(steps)))
+        (long,) = classify(ranks).long
+
+        assert (long.kinds, long.count, long.steps) == ((WITHOUT_GRADIENTS,), 2, (20, 40))
+        assert long.part == "host"
 
     def test_waiting_for_nobody_that_is_known(self) -> None:
         """Stays what it is."""

@@ -295,7 +295,7 @@ class TestLongStepsAndCpus:
     def text(usual: dict[str, float], longer: dict[str, float], steps: list[int], **changed: Any) -> str:
         loop = [{**usual, **longer} if step in steps else dict(usual) for step in range(200)]
         texts = [each["text"] for each in report_on(loop, **changed)["verdicts"]]
-        return next(text for text in texts if "longer on" in text or "longer (" in text)
+        return next(str(text) for text in texts if "longer on" in text or "longer (" in text)
 
     @pytest.mark.parametrize(("part", "where"), [("backward", "the backward pass"), ("host", "host code")])
     def test_wait_that_is_not_measured(self, part: str, where: str) -> None:

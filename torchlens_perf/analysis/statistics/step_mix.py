@@ -229,13 +229,17 @@ class _Other:
     """A bin of steps that are not in the typical step's class."""
 
     bin: Bin
+    part: str
+    """The part that differs the most, or LACK_OF_CPU."""
     more_ns: float
     """How much longer one of its steps takes than the typical step of its rank."""
     size_ns: float
     """The same without sign, and at least what steps of the typical class differ by."""
 
 
-_Groups = dict[tuple[tuple[str, ...], str, bool], list[_Other]]  # by kinds, part, and whether they take longer
+# By kinds, part, and whether they take longer. Of known kinds, the part is "": an evaluation takes longer in the
+# forward pass, and on a busy machine also in other parts.
+_Groups = dict[tuple[tuple[str, ...], str, bool], list[_Other]]
 
 
 def classify(mixes: Sequence[StepMix]) -> StepClasses:
@@ -258,8 +262,8 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
             key = (waits and _cause(each.bin, others)) or (kinds, part, longer)
             groups.setdefault(key, []).append(each)
     classes = [
-        _step_class(kinds, part, similar, ranks)
-        for (kinds, part, _), found in groups.items()
+        _step_class(kinds, similar, ranks)
+        for (kinds, _, _), found in groups.items()
         for similar in (_with_strays(_by_size(found)) if kinds else _by_size(found))
     ]
     everything = [*alike, *(each.bin for found in others.values() for each in found)]
@@ -291,11 +295,11 @@ def _add_rank(mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Gro
 
     def other(each: Bin) -> _Other:
         more_ns = _mean_ns(each) - typical.duration_ns
-        return _Other(each, more_ns, max(abs(more_ns), spread_ns, 1.0))
+        return _Other(each, _longest_part([each], typical), more_ns, max(abs(more_ns), spread_ns, 1.0))
 
-    for each in (*shorter, *longer):
-        key = (), _longest_part([each], typical), _mean_ns(each) > typical.duration_ns
-        others.setdefault(key, []).append(other(each))
+    for found_bin in (*shorter, *longer):
+        each = other(found_bin)
+        others.setdefault(((), each.part, each.more_ns > 0), []).append(each)
     for flags, bins in by_flags.items():
         found = [other(each) for each in bins]
         below = [each for each in found if each.more_ns < -spread_ns]
@@ -314,7 +318,8 @@ def _add_rank(mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Gro
                     for kind in kinds
                     if _may_be_why(kind, part, more_ns, share, [each.bin for each in similar], typical)
                 )
-            others.setdefault((kinds, part, more_ns > 0), []).extend(similar)
+            similar = [dataclasses.replace(each, part=part) for each in similar]
+            others.setdefault((kinds, "" if kinds else part, more_ns > 0), []).extend(similar)
     return base
 
 
@@ -462,13 +467,17 @@ def _longest_part(bins: Sequence[Bin], typical: TypicalStep) -> str:
     return LACK_OF_CPU if lack_ns > more[largest] else PARTS[largest]
 
 
-def _step_class(kinds: tuple[str, ...], part: str, found: Sequence[_Other], ranks: int) -> StepClass:
+def _step_class(kinds: tuple[str, ...], found: Sequence[_Other], ranks: int) -> StepClass:
     count = _count(found)
+    # A rank that waits in communication does so for the work of another one.
+    parts = sorted({each.part for each in found} - {"communication"}) or ["communication"]
     total_ns = sum(each.bin.count * each.more_ns for each in found)
     known = _known_steps(found)
     return StepClass(
         kinds=kinds,
-        part=part,
+        part=max(
+            parts, key=lambda part: sum(each.bin.count * abs(each.more_ns) for each in found if each.part == part)
+        ),
         count=max(1, round(count / ranks)),
         duration_ns=sum(each.bin.duration_ns for each in found) / count,
         more_ns=total_ns / count,
