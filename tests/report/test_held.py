@@ -162,6 +162,20 @@ def test_lack_of_a_cpu_for_a_while() -> None:
     assert row["text"].startswith("Waiting for a CPU took 56% (20.0 ms) of a step of 36.0 ms from step 80 to 159; ")
 
 
+def test_lack_of_a_cpu_that_strikes_any_part_of_a_step() -> None:
+    """In each part it is missing in few steps, and in every step it is missing: the windows show what the run shows."""
+    rng = np.random.default_rng(4)
+    parts = ("data", "forward", "backward", "optimizer", "host")
+    loop = []
+    for _ in range(400):
+        part = str(rng.choice(parts))
+        loop.append({**BASE, part: BASE[part] + 12.0, "cpu": 12.0, "cpu_in": part})
+    row = rows(node([loop]))["lack_of_cpu"]
+
+    assert row["held"]["until_step"] is None
+    assert row["held"]["windows_held"] >= 0.9 * row["held"]["windows_judged"]
+
+
 @pytest.mark.parametrize(
     "loop",
     [

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
-from torchlens_perf.analysis.statistics.robust import median
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.analysis.statistics.step_mix import MEASURED, StepMix, classify
 from torchlens_perf.run.records import PARTS, StepTable
@@ -41,7 +40,8 @@ _CALLS, _FORWARD_PHASES = (int(Kind.MODULE), int(Kind.FORWARD)), (int(Kind.FORWA
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Medians over consecutive steps, and their work: row i is about steps [first_step[i], first_step[i] + width)."""
+    """Consecutive steps and their work: row i is about steps [first_step[i], first_step[i] + width). Times are means
+    over the middle half of them, by duration."""
 
     width: int
     first_step: npt.NDArray[np.int64]
@@ -56,8 +56,8 @@ class Windows:
     start_ns: npt.NDArray[np.int64]
     """When the first of its steps began, by its node's CLOCK_MONOTONIC."""
     lack_ns: Mapping[int, Sequence[float]]
-    """By a window's first step, how long in each part its thread was ready and had no CPU: medians over the steps. Of
-    windows in which that was worth keeping."""
+    """By a window's first step, how long in each part its thread was ready and had no CPU. Of windows in which that
+    was measured, and worth keeping."""
     tags: Mapping[int, int]
     """By a window's first step, what else its steps did, as flags of TAGS; also of windows that have no row."""
     warm_from: int | None
@@ -90,7 +90,7 @@ class _Steps(NamedTuple):
     start_ns: npt.NDArray[np.int64]
     ready_ns: npt.NDArray[np.int64]
 
-    def where(self, chosen: npt.NDArray[np.bool_] | slice) -> _Steps:
+    def where(self, chosen: npt.NDArray[np.bool_ | np.int64] | slice) -> _Steps:
         return _Steps(
             self.step[chosen], self.duration_ns[chosen], self.parts_ns[chosen], self.work_ns[chosen],
             self.start_ns[chosen], self.ready_ns[chosen],
@@ -181,11 +181,14 @@ class WindowHistory:
     def _row(self) -> _Row:
         several = len(self._steps) > 1
         steps = _Steps(*map(np.concatenate, zip(*self._steps, strict=True))) if several else self._steps[0]
-        duration_ns, parts_ns = float(median(steps.duration_ns, 0)), median(steps.parts_ns, 0)
-        work_ns = steps.work_ns[~np.isnan(steps.work_ns)]
-        # Of short steps it is not measured, and none is kept.
-        lack_ns = np.minimum(median(np.maximum(steps.ready_ns, 0), 0), parts_ns)
-        kept = lack_ns if lack_ns.sum() >= max(1.0, _LITTLE_LACK * duration_ns) else None
+        count, work_ns = len(steps.step), steps.work_ns[~np.isnan(steps.work_ns)]
+        # As of the typical step. Waits for a CPU strike one phase or another: the median of each would be none.
+        middle = steps.where(np.argsort(steps.duration_ns, kind="stable")[count // 4 : count - count // 4])
+        duration_ns, parts_ns = float(middle.duration_ns.mean()), middle.parts_ns.mean(axis=0)
+        kept, measured = None, middle.ready_ns[:, 0] >= 0
+        if 2 * measured.sum() >= len(measured):
+            lack_ns = np.minimum(middle.ready_ns[measured].mean(axis=0), parts_ns)
+            kept = lack_ns if lack_ns.sum() >= max(1.0, _LITTLE_LACK * duration_ns) else None
         first_step = self._first_step // self.width * self.width
         work_sum_ns, start_ns = float(work_ns.sum()), int(steps.start_ns[0])
         return _Row(first_step, duration_ns, parts_ns, work_sum_ns, len(work_ns), start_ns, kept)
