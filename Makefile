@@ -33,12 +33,8 @@ $(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -
 JOBS ?= 4
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# A test that fails beside three others is run once more, alone: of 5000, many on real processes, one in two runs met a
-# busy moment. Its first failure stays in the output; what fails twice, fails.
 test: check $(TEST)/tap $(RECEIVER)/ready
-	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) || { test $$? -eq 1 && \
-		echo "=== once more, alone: what has failed above ===" && \
-		$(TEST)/bin/python -m pytest -v --last-failed --last-failed-no-failures none --maxfail 3; }
+	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 # What `make test` leaves out, to stay short. Figures go into docs/reliability.md. SHARE=0.1: a tenth of the longest.
 test-long: $(TEST)/tap $(RECEIVER)/ready

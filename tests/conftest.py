@@ -25,7 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 settings.register_profile(
     "busy",
     deadline=None,
-    max_examples=int(os.environ.get("EXAMPLES", "50")),
+    max_examples=int(os.environ.get("EXAMPLES", "25")),
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("busy")

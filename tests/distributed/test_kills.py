@@ -15,11 +15,13 @@ import pytest
 
 from tests.sidecar.test_node import finish
 from tests.support.figures import note, share
+from tests.support.leftovers import eventually
 from tests.support.long import long
 from tests.support.processes import SCRIPTS, TRAIN, report, run, run_warm, runs, torchrun, wait_for_sidecar
 from tests.support.warm_python import WarmPython
-from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock
 from torchlens_perf.run.place.node import node_name
+from torchlens_perf.run.sidecar_status import read_status
 
 pytestmark = pytest.mark.distributed
 
@@ -82,6 +84,18 @@ def test_killed_process_keeps_its_finished_steps(kills: int, tmp_path: Path) -> 
         assert all({"forward", "backward", "optimizer", "section", "step"} <= set(kinds) for kinds in per_step)
 
 
+def sidecar_of(folder: Path) -> int:
+    """Return the process id that the sidecar of the folder's run has written; 0 before that.
+
+    A search by command line would also find the shell that starts the sidecar.
+    """
+    for path in folder.glob("*"):
+        lock = find_sidecar_lock(path.name)
+        if lock is not None:
+            return read_status(str(lock))[0]
+    return 0
+
+
 def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
     """Rank and sidecar killed together: `torchlens-perf sidecar` finds the rest in the ring, and loses nothing."""
     script = str(SCRIPTS / "train_until_killed.py")
@@ -89,21 +103,14 @@ def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
     trainer = WarmPython(
         [sys.executable, script, str(tmp_path), "1", "3"], stdout=subprocess.PIPE, text=True, env=environ
     )
-    deadline = time.monotonic() + 60
-    sidecars: list[int] = []
-    while not sidecars and time.monotonic() < deadline:
-        found = subprocess.run(["pgrep", "-f", f"torchlens_perf sidecar {tmp_path}/0/"], capture_output=True, text=True)
-        sidecars = [int(pid) for pid in found.stdout.split()]
-        time.sleep(0.01)
-    for pid in sidecars:
-        os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: sidecar_of(tmp_path / "0") != 0, 200)
+    os.kill(sidecar_of(tmp_path / "0"), signal.SIGKILL)
     steps = int(trainer.communicate(timeout=60)[0].split()[1])
     (path,) = [path.parent for path in (tmp_path / "0").glob("*/nodes")]
     by_hand = run([sys.executable, "-m", "torchlens_perf", "sidecar", str(path)], tmp_path)
+    assert by_hand.returncode == 0, by_hand.stderr
     value = report(RunDirectory(path))
 
-    assert len(sidecars) == 1
-    assert by_hand.returncode == 0, by_hand.stderr
     assert value["ranks"][0]["steps"] - steps in (0, 1)
     assert value["quality"]["lost"] == 0
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import only_report, run
+from tests.support.processes import only_report, run_warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # What may be the most important thing to say on these scripts, on a machine that is shared.
@@ -83,7 +83,7 @@ def unwatched(name: str, folder: Path) -> dict[str, Any]:
 
 def facts(name: str, folder: Path, **environment: str) -> dict[str, Any]:
     """Runs a script, and reads its last line. Its own warnings and progress go to stderr."""
-    done = run([sys.executable, "-W", "ignore", str(SCRIPTS / f"{name}.py")], folder, timeout_s=200, **environment)
+    done = run_warm([sys.executable, str(SCRIPTS / f"{name}.py")], folder, timeout_s=200, **environment)
     assert done.returncode == 0, done.stderr[-2000:]
     value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return value

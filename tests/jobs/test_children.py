@@ -16,7 +16,7 @@ import torch
 
 import torchlens_perf as perf
 from tests.support.leftovers import left_behind
-from tests.support.processes import ROOT, clean_environ, run, runs, wait_for_sidecar
+from tests.support.processes import ROOT, clean_environ, run, run_warm, runs, wait_for_sidecar
 from torchlens_perf import autoload
 from torchlens_perf.config import CHILD
 from torchlens_perf.errors import RunStoreError
@@ -182,7 +182,8 @@ def test_package_that_only_sys_path_finds(folder: str, first: str, tmp_path: Pat
     # In front of the finder that the installation of the tests has left.
     finders = "import sys; sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
     script.write_text(finders + first.format(folder=str(target)) + TRAIN)
-    done = run([sys.executable, str(script), str(tmp_path / "torchlens-perf")], tmp_path)
+    command = [sys.executable, str(script), str(tmp_path / "torchlens-perf")]
+    done = run_warm(command, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")  # which imports the tests' package
     (made,) = runs(tmp_path)
     wait_for_sidecar(made)
 
@@ -278,7 +279,7 @@ exec({code!r})
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_program_of_pyinstaller(tmp_path: Path) -> None:
     """A real one: sys.executable is the program, which ignores its arguments. It trains once, and records nothing."""
     stdlib = [sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib")) / "lib-dynload")]

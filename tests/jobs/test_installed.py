@@ -318,7 +318,8 @@ def test_one_process_is_recorded(way: str, installed: Environment, tmp_path: Pat
     elif way == "variable":
         environment = {"TORCHLENS_PERF": "1"}
     command = ["torchlens-perf", "run", script] if way == "run" else ["python", script]
-    done = installed.run(*command, folder=tmp_path, **environment)
+    start = installed.run if way == "run" else lambda *each, **more: installed.run_warm(*each[1:], **more)
+    done = start(*command, folder=tmp_path, **environment)
     value = only_report(tmp_path)
 
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm_python
 from torchlens_perf.analysis import node_state
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
@@ -51,7 +51,7 @@ def report_of(folder: Path, how: str) -> tuple[dict[str, Any], float, int]:
     script.write_text(_SCRIPT)
     environment = {**os.environ, "TORCHLENS_PERF_DIR": str(folder / "runs"), "OMP_NUM_THREADS": "1"}
     began_s = time.monotonic()
-    code = subprocess.run([sys.executable, str(script), how], env=environment, timeout=300, check=False).returncode
+    code = warm_python.run([sys.executable, str(script), how], 300, env=environment).returncode
     took_s = time.monotonic() - began_s
     deadline_s = time.monotonic() + 180
     while time.monotonic() < deadline_s:

@@ -1,21 +1,26 @@
-"""Whatever a job's stderr and its logging handlers are: it ends as without us, and its record is whole."""
+"""Any kind of stderr and logging handlers: a job ends as without the package, and its record is complete."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import SCRIPTS, clean_environ, report, run, runs, wait_for_sidecar
+from tests.support import warm_python
+from tests.support.long import long
+from tests.support.processes import SCRIPTS, clean_environ, report, run, run_warm, runs, wait_for_sidecar
 from torchlens_perf.run.directory import RunDirectory
 
 TRAINS = str(SCRIPTS / "train_with_stderr.py")
 KINDS = re.findall(r"^def (\w+)\(\):$", Path(TRAINS).read_text(), re.MULTILINE)
+FEW = [
+    "none", "write_only", "closed_file", "strict_ascii", "full_pipe_that_does_not_block", "raises_value_error",
+    "no_stream_at_all", "broken_handler", "handler_on_closed_file",
+]  # fmt: skip
 SHELL = ["/bin/sh", "-c"]
 LIMIT_S = 240  # of a program that hangs
 SCRIPT = """
@@ -35,13 +40,14 @@ def assert_whole(found: RunDirectory, steps: int = 20) -> None:
     assert f"{steps} steps" in found.report.read_text()
 
 
-def test_no_stderr_and_no_handler_ends_a_training(tmp_path: Path) -> None:
-    """Streams and handlers that raise all kinds of errors; nothing is printed on stdout instead."""
-    done = run([sys.executable, TRAINS, str(tmp_path), *KINDS], tmp_path, timeout_s=600, TORCHLENS_PERF_RAISE="0")
+@pytest.mark.parametrize("kinds", [FEW, *long(KINDS)], ids=["few", "all"])
+def test_no_stderr_and_no_handler_ends_a_training(kinds: list[str], tmp_path: Path) -> None:
+    """Streams and handlers raise all kinds of errors. Nothing is printed on stdout instead."""
+    done = run_warm([sys.executable, TRAINS, str(tmp_path), *kinds], tmp_path, 600, TORCHLENS_PERF_RAISE="0")
     lines = [line.split() for line in done.stdout.splitlines()]
 
     assert done.returncode == 0, done.stderr
-    assert [kind for kind, _ in lines] == KINDS
+    assert [kind for kind, _ in lines] == kinds
     for _, path in lines:
         assert_whole(RunDirectory(Path(path)))
 
@@ -63,7 +69,7 @@ def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -
         filled = filled.replace(
             "import train_with_stderr as t\n", "import train_with_stderr as t; t.swallowed.add = print\n"
         )
-        done = run([sys.executable, "-c", filled], tmp_path, LIMIT_S)
+        done = run_warm([sys.executable, "-c", filled], tmp_path, LIMIT_S)
         assert done.stdout.endswith("passed\n"), done.stderr
     found = sorted(path.parent for path in tmp_path.glob("*/nodes"))
     assert len(found) == 3
@@ -72,14 +78,19 @@ def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "closed", ["2>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-"], ids=["stderr", "stdout_and_stderr", "all_three"]
+    ("way", "closed"),
+    [
+        ("switch", "2>&-"),
+        ("run", "0<&- 1>&- 2>&-"),
+        *long(("switch", "1>&- 2>&-"), ("switch", "0<&- 1>&- 2>&-"), ("run", "2>&-"), ("run", "1>&- 2>&-")),
+    ],
 )
-@pytest.mark.parametrize("command", [[], ["-m", "torchlens_perf", "run"]], ids=["switch", "run"])
-def test_closed_standard_streams(command: list[str], closed: str, tmp_path: Path) -> None:
-    """Of a script that does not know of us, by the variable and by the command."""
+def test_closed_standard_streams(way: str, closed: str, tmp_path: Path) -> None:
+    """A script without the package's name is recorded, by the variable and by the command."""
     line, script = f'exec "$@" {closed}', tmp_path / "script.py"
     script.write_text(SCRIPT)
-    switch = {} if command else {"TORCHLENS_PERF": "1"}
+    command = ["-m", "torchlens_perf", "run"] if way == "run" else []
+    switch = {"TORCHLENS_PERF_EXIT_TIMEOUT_S": "0"} | ({} if command else {"TORCHLENS_PERF": "1"})
     done = run([*SHELL, line, "sh", sys.executable, *command, str(script)], tmp_path, LIMIT_S, **switch)
     (found,) = runs(tmp_path)
 
@@ -110,7 +121,7 @@ def child(close_fds):
 before = standard(), child(True), child(False)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with perf.watch(model, optimizer, dir=sys.argv[1]) as watch:
+with perf.watch(model, optimizer, dir=sys.argv[1], exit_timeout_s=0) as watch:
     watch.on_verdict(lambda verdict: None)
     for _ in range(20):
         model(torch.ones(2, 4)).sum().backward()
@@ -145,14 +156,7 @@ def test_reader_of_stderr_is_gone(sigpipe: str, tmp_path: Path) -> None:
     os.close(read)
     with open(write, "w") as stderr:
         environ = clean_environ({"TORCHLENS_PERF_RAISE": "0"})
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        done = warm_python.run([sys.executable, "-c", program], LIMIT_S, env=environ, stderr=stderr)
 
     assert done.returncode == 0, signal.Signals(-done.returncode).name if done.returncode < 0 else done.returncode
     assert_whole(RunDirectory(Path(done.stdout.strip())))
@@ -177,6 +181,8 @@ def test_what_is_said_without_a_watch(stderr: str, tmp_path: Path) -> None:
         "import io, os, sys\n"
         f"sys.stderr = {stderr}\n"
         "import torch\n"
+        "del os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD']\n"
+        "torch._import_device_backends()\n"  # as the end of `import torch` does
         "from torchlens_perf.torchrun import LogsSpecs\n"
         "os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
         "LogsSpecs()\n"
@@ -184,5 +190,6 @@ def test_what_is_said_without_a_watch(stderr: str, tmp_path: Path) -> None:
         "print('done')\n"
     )
     for settings in ({}, {"TORCHLENS_PERF_RING_RECORDS": "many"}):
-        done = run([sys.executable, "-c", program], tmp_path, LIMIT_S, TORCHLENS_PERF="1", **settings)
+        switches = {"TORCHLENS_PERF": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        done = run_warm([sys.executable, "-c", program], tmp_path, LIMIT_S, **switches, **settings)
         assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

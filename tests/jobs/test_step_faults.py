@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchlens_perf as perf
 from tests.jobs.test_nothing_left_behind import state
 from tests.support.interruptions import failing, functions_called
+from tests.support.long import long
 from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING
 from torchlens_perf.errors import RAISE, swallowed
@@ -89,9 +90,10 @@ def functions_in_steps(folder: Path) -> list[CodeType]:
     ]
 
 
-def test_each_function_fails(tmp_path: Path) -> None:
-    """With an error of its own it is logged and counted, and training is the same; with Ctrl-C that goes through. In
-    either case nothing stays attached."""
+@pytest.mark.parametrize("every", [4, *long(1)])
+def test_each_function_fails(every: int, tmp_path: Path) -> None:
+    """An error of a function is logged and counted, and training is the same. Ctrl-C goes through. In either case
+    nothing stays attached. every: Ctrl-C comes in each function, or in one of this many."""
     plain = Job()
     expected = [plain.steps(), plain.steps()]
     functions = functions_in_steps(tmp_path)
@@ -99,8 +101,8 @@ def test_each_function_fails(tmp_path: Path) -> None:
     gc.freeze()
     torch.manual_seed(0)
     before, problems = state(), []
-    for code in functions:
-        for error in (RuntimeError("planted"), KeyboardInterrupt()):
+    for number, code in enumerate(functions):
+        for error in (RuntimeError("planted"), KeyboardInterrupt())[: 1 + (number % every == 0)]:
             name = f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name} {type(error).__name__}"
             swallowed.by_place.clear()
             job, found, interrupted, other = Job(), [], False, None

@@ -14,34 +14,42 @@ import pytest
 
 from tests.recorder.test_late_report import SLOW, WRITING, sidecar_of, watched
 from tests.support.processes import clean_environ, wait_for_sidecar
+from tests.support.warm_python import WarmPython
 from torchlens_perf.results import last_report
 from torchlens_perf.run.directory import RunDirectory
 
+# Computes until the test needs no more of it.
 BUSY = """
-import sys, time
+import os, sys, time
 
 class Busy:
     def find_spec(self, name, path=None, target=None):
         if name == "torchlens_perf.report.run_report":
             ends_s = time.process_time() + {seconds}
-            while time.process_time() < ends_s: pass
+            while time.process_time() < ends_s and not os.path.exists({enough!r}): pass
 
 sys.meta_path.insert(0, Busy())
 """
 
 
+@pytest.fixture
+def enough(tmp_path: Path) -> Path:
+    """A file whose existence ends the computing of a busy sidecar."""
+    return tmp_path / "enough"
+
+
 def late_sidecar(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> None:
-    """Each sidecar that is started from here on begins with this."""
+    """Run this source at the start of each sidecar."""
     (folder / "sitecustomize.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
 def test_a_sidecar_that_works_is_waited_for(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It computes for two seconds before it can write the report: one line says what is waited for."""
     monkeypatch.setattr(last_report, "_LONGEST_S", 60.0)  # of this machine's load nothing is known
-    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=2))
+    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=2, enough=str(enough)))
     with watched(tmp_path / "runs"):
         pass
     printed = capfd.readouterr().err
@@ -71,12 +79,13 @@ def test_a_sidecar_that_stands_still_is_waited_for_a_second(
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.7])
 def test_a_timeout_of_the_users_is_the_longest_wait(
-    timeout_s: float, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    timeout_s: float, enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a sidecar that makes progress."""
-    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=20))
+    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=20, enough=str(enough)))
     with watched(tmp_path / "runs", exit_timeout_s=timeout_s) as watch:
         sidecar_of(watch)
+    enough.touch()
     printed = capfd.readouterr().err
     wait_for_sidecar(RunDirectory(watch.run_dir), 120)
 
@@ -101,14 +110,15 @@ def test_after_an_exception_the_wait_is_short(
 
 
 def test_jobs_of_several_nodes_wait_a_second(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other nodes would wait with it."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=10))
+    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=10, enough=str(enough)))
     with watched(tmp_path / "runs", exchange=False) as watch:
         pass
+    enough.touch()
     printed = capfd.readouterr().err
     wait_for_sidecar(RunDirectory(watch.run_dir), 120)
 
@@ -116,9 +126,9 @@ def test_jobs_of_several_nodes_wait_a_second(
     assert "the report is not ready after 1." in printed
 
 
-def test_ctrl_c_ends_the_wait_and_not_the_program(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_wait_and_not_the_program(enough: Path, tmp_path: Path) -> None:
     """Training has succeeded: what the program does next is done, and it ends with 0."""
-    (tmp_path / "sitecustomize.py").write_text(BUSY.format(seconds=30))
+    (tmp_path / "sitecustomize.py").write_text(BUSY.format(seconds=30, enough=str(enough)))
     program = (
         "import torch, torchlens_perf as perf\n"
         "from torchlens_perf.results import last_report\n"
@@ -130,7 +140,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_program(tmp_path: Path) -> None:
         "print('saved', watch.run_dir)\n"
     )
     environ = clean_environ({"PYTHONPATH": str(tmp_path)})
-    with subprocess.Popen(
+    with WarmPython(
         [sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         killer = threading.Timer(240, process.kill)
@@ -140,6 +150,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_program(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate()
         killer.cancel()
+    enough.touch()
 
     assert process.returncode == 0, stderr
     assert stdout.startswith("saved ")

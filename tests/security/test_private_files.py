@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import stat
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import run, runs, wait_for_sidecar
+from tests.support.processes import run_warm, runs, wait_for_sidecar
 from tests.support.ranks import make_run
 from torchlens_perf.run import captures, ownership
 from torchlens_perf.run.captures import Request
@@ -22,6 +21,7 @@ from torchlens_perf.run.mailbox import KINDS, Mailbox
 # Trains, and prints the modes of what lies in shared memory meanwhile, and of an out-of-memory table.
 _JOB = """
 import json, os, sys, time
+os.umask(int(sys.argv[3], 8))
 from pathlib import Path
 import torch
 from torch import nn
@@ -49,8 +49,7 @@ print("local", json.dumps(found), umask)
 
 def _train(folder: Path, umask: str, share: str) -> tuple[dict[str, int], int]:
     """A run in `folder`; the modes in shared memory while it ran, and the job's umask at its end."""
-    command = shlex.join([sys.executable, "-c", _JOB, str(folder / "torchlens-perf"), share])
-    done = run(["/bin/sh", "-c", f"umask {umask}; exec {command}"], folder)
+    done = run_warm([sys.executable, "-c", _JOB, str(folder / "torchlens-perf"), share, umask], folder)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("local "))
     modes, _, after = line.removeprefix("local ").rpartition(" ")

@@ -102,9 +102,9 @@ def _children(argument: str) -> list[int]:
     return found
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether it becomes true within a minute."""
-    deadline_s = time.monotonic() + 60
+def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
+    """Wait for the condition, and return whether it is true."""
+    deadline_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.02)
     return condition()
