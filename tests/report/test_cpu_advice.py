@@ -52,8 +52,9 @@ def test_the_process_that_takes_the_cpus_is_named() -> None:
         (CpuUsers(2, 0, [0.0, 5.0], ""), 1, 2, ["fewer ranks a node"], ["threads", "workers"]),
         (CpuUsers(2, 0, [5.0, 10.0], ""), 1, 1, ["see which programs outside of the job keep 50%"], ["threads"]),
         (CpuUsers(), 0, 1, ["see what else keeps the CPUs busy", "OMP_NUM_THREADS)", "num_workers)"], ["ranks a node"]),
+        (CpuUsers(), 1, 1, ["see what else keeps the CPUs busy", "num_workers)", "more CPUs."], ["threads", "now"]),
     ],
-    ids=["one_of_each", "threads", "workers", "ranks", "nameless", "nothing_known"],
+    ids=["one_of_each", "threads", "workers", "ranks", "nameless", "nothing_known", "threads_known"],
 )
 def test_advice_can_be_followed(users: CpuUsers, threads: int, ranks: int, words: list[str], never: list[str]) -> None:
     said = action([[STARVED] * 60] * ranks, users, threads)

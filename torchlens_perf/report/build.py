@@ -373,15 +373,18 @@ def _rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
 
 
 def _cpu(process: ProcessState) -> CpuFacts | None:
-    """What is known of a rank's CPUs and of those who use them; None where the sidecar has not looked."""
+    """Return what is known of a rank's CPUs and of those who use them, from the sidecar's samples and from the rank."""
     found = process.cpu_users
-    if not found.cpus:
+    if not found.cpus and not process.threads:
         return None
     others_share = found.others[0] / found.others[1] if found.others[1] else None
     return {
-        "cpus": found.cpus, "threads": process.threads or None, "workers": found.workers,
-        "others_share": others_share, "busiest_other": found.busiest_other,
-    }  # fmt: skip
+        "cpus": found.cpus or None,
+        "threads": process.threads or None,
+        "workers": found.workers if found.cpus else None,
+        "others_share": others_share,
+        "busiest_other": found.busiest_other,
+    }
 
 
 def _now(process: ProcessState) -> RankNow | None:

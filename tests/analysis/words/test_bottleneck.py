@@ -266,6 +266,16 @@ class TestKindsOfSteps:
         )
         assert "kinds of steps" not in " ".join(each["text"] for each in report["verdicts"])
 
+    def test_longer_steps_that_may_have_waited_for_a_cpu_are_of_no_other_kind(self) -> None:
+        """Waits for a CPU are not measured in steps this short."""
+        rng = np.random.default_rng(7)
+        longer = set(rng.choice(np.arange(5, 200), 40, replace=False).tolist())
+        loop = [{**BASE, "host": 30.0} if step in longer else dict(BASE) for step in range(200)]
+        texts = [each["text"] for each in report_on(loop)["verdicts"]]
+
+        assert any("whether they waited for a CPU is not measured" in text for text in texts)
+        assert "kinds of steps" not in " ".join(texts)
+
     def test_one_or_two_steps_are_no_kind(self) -> None:
         loop = [*[dict(BASE)] * 17, *[{**BASE, "backward": 40.0}] * 3]
         assert "kinds of steps" not in " ".join(each["text"] for each in report_on(loop)["verdicts"])

@@ -236,9 +236,12 @@ def _kinds_of_steps(report: Facts) -> str:
     others = [*steps["long"], *steps["short"]]
     total = steps["alike"] + sum(each["count"] for each in others)
     found = [(steps["alike"], steps["alike_mean_s"] or 0.0)]
-    # A step that waits for a CPU does the same as the others.
+    # A step that waits for a CPU does the same as the others. Where that is not measured, some may be longer only for it.
     of_other_kinds = [each for each in others if each["kinds"] or each["part"] != LACK_OF_CPU]
-    found += [(each["count"], each["mean_s"]) for each in of_other_kinds if each["count"] >= _WORTH_NAMING * total]
+    doubtful = [] if _lack_is_measured(report) else [each for each in steps["long"] if _is_unexplained(report, each)]
+    for each in of_other_kinds:
+        if each["count"] >= (_MOST if each in doubtful else _WORTH_NAMING) * total:
+            found.append((each["count"], each["mean_s"]))
     found = [each for each in found if each[0] >= _FEWEST]
     if len(found) < 2:
         return ""

@@ -182,12 +182,12 @@ class RankNow(TypedDict):
 class CpuFacts(TypedDict):
     """Who uses the CPUs of a rank."""
 
-    cpus: int
-    """How many it may use."""
+    cpus: int | None
+    """How many it may use; None: the sidecar has not sampled the rank."""
     threads: int | None
     """Of torch, for one operation."""
-    workers: int
-    """Child processes, such as a loader's, at most at once."""
+    workers: int | None
+    """Child processes, such as a loader's, at most at once; None as of `cpus`."""
     others_share: float | None
     """Share of its CPUs that programs outside of the job kept busy. None: not looked for, as it did not wait."""
     busiest_other: str
@@ -230,7 +230,7 @@ class Rank(TypedDict):
     """How long a typical step is blocked in communication, by the clock that the rank is judged by; None where it is in
     none, or that is not measured."""
     cpu: CpuFacts | None
-    """None where the sidecar has not looked."""
+    """None where nothing is known of them."""
     coverage: float
     lost: int
 
