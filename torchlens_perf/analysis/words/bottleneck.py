@@ -236,7 +236,7 @@ def _kinds_of_steps(report: Facts) -> str:
     others = [*steps["long"], *steps["short"]]
     total = steps["alike"] + sum(each["count"] for each in others)
     found = [(steps["alike"], steps["alike_mean_s"] or 0.0)]
-    # A step that waits for a CPU does the same as the others. Where that is not measured, some may be longer only for it.
+    # Steps that wait for a CPU do the same as the others. Where that is not measured, it may be why some take longer.
     of_other_kinds = [each for each in others if each["kinds"] or each["part"] != LACK_OF_CPU]
     doubtful = [] if _lack_is_measured(report) else [each for each in steps["long"] if _is_unexplained(report, each)]
     for each in of_other_kinds:
