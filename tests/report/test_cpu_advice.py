@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -65,14 +66,33 @@ def test_advice_can_be_followed(users: CpuUsers, threads: int, ranks: int, words
 
 @pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.CHECKPOINT, Flag.COMPILED])
 def test_what_else_costs_time_keeps_its_place(flag: Flag) -> None:
-    """Its long steps lack a CPU as well: that is no reason to leave them out. Steps that only lack one longer are."""
+    """Its long steps lack a CPU as well: that is no reason to drop them. Steps that only lack one get no verdict."""
     loop = [dict(STARVED) for _ in range(200)]
     for step in range(20, 200, 20):
         loop[step] = {**STARVED, "forward": 224.0, "cpu": 150.0, "flags": int(flag)}
     loop[55] = {**STARVED, "forward": 924.0, "cpu": 900.0}
-    kinds = [row["kind"] for row in checked(build("r", [node([loop])]))["verdicts"]]
+    rows = checked(build("r", [node([loop])]))["verdicts"]
 
-    assert kinds == ["lack_of_cpu", "long_steps"]
+    assert [row["kind"] for row in rows] == ["lack_of_cpu", "long_steps"]
+    assert "1 other step waits 900 ms longer: 900 ms in all." in rows[0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (range(40, 60), " 20 other steps wait 60.0 ms longer on average: 1.20 s in all. Next: "),
+        ([55], " 1 other step waits 900 ms longer: 900 ms in all. Next: "),
+    ],
+)
+def test_steps_that_lack_a_cpu_for_longer_are_counted(steps: Sequence[int], words: str) -> None:
+    """They have no verdict of their own, and the typical step is none of them."""
+    more = 60.0 if len(steps) > 1 else 900.0
+    loop = [dict(STARVED) for _ in range(100)]
+    for step in steps:
+        loop[step] = {**STARVED, "forward": 24.0 + more, "cpu": 20.0 + more}
+    (row,) = checked(build("r", [node([loop])]))["verdicts"]
+
+    assert words in row["text"]
 
 
 def test_waiting_for_a_cpu_is_not_ruled_out_below_the_verdict_that_says_it() -> None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, WITHOUT_GRADIENTS
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.words.cpu import CPU_ACTION
@@ -135,7 +135,10 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict
     if report["steps"]["alike"] < _FEWEST:  # too few to tell what is usual
         classes = [each for each in classes if each["kinds"] or each["waited_for"] is not None]
     if typical.kind == "lack_of_cpu":  # it explains steps that only lack a CPU for longer than the others
-        classes = [each for each in classes if each["kinds"] or each["part"] != LACK_OF_CPU]
+        lacking = [each for each in classes if not each["kinds"] and each["part"] == LACK_OF_CPU]
+        classes = [each for each in classes if each not in lacking]
+        found, _, action = typical.text.partition(" Next: ")
+        typical = dataclasses.replace(typical, text=f"{found}{_lack_longer(lacking)} Next: {action}")
     if waits_explained:
         classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
     if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
@@ -150,6 +153,16 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict
     worth = [each for each in worth if each not in growing[1:]]  # one sentence for all of them
     short_of_cpus = "lack_of_cpu" in named_uses(typical)
     return [typical, *(_long(report, each, short_of_cpus=short_of_cpus) for each in worth[:_MAX_LONG])]
+
+
+def _lack_longer(lacking: list[LongSteps]) -> str:
+    """Return a sentence on steps that lack a CPU for longer than the typical step, where they cost much."""
+    count, total_s = sum(each["count"] for each in lacking), sum(each["total_s"] for each in lacking)
+    if sum(each["share"] for each in lacking) < _LONG_WORTH_NAMING:
+        return ""
+    average = " on average" * (count > 1)
+    more = f"{duration(total_s / count)} longer{average}: {duration(total_s)} in all."
+    return f" {counted(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}"
 
 
 def named_uses(verdict: Verdict) -> set[str]:
