@@ -215,6 +215,7 @@ def test_ddp_in_several_graphs(tmp_path: Path) -> None:
     assert stalls == [{"backward tail": 1, "ddp buffers": 1}] * 2
 
 
+@pytest.mark.long
 @host_is_ahead
 def test_fsdp2_with_compiled_blocks(tmp_path: Path) -> None:
     """FSDP2's waits stay outside of the graphs."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes import SCRIPTS, clean_environ
+from tests.support.processes import SCRIPTS, run_warm
 from torchlens_perf.analysis.collectives.hang import MIN_S
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -25,16 +23,16 @@ def first_verdicts(folder: Path, stall_s: float) -> tuple[dict[str, Any], str]:
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         str(SCRIPTS / "train_ranks.py"),
     ]  # fmt: skip
-    environ = clean_environ() | {
+    told = {
         "STEPS": str(STEPS), "HANG_RANK": "1", "HANG_AFTER": str(STALL_STEP), "HANG_S": str(stall_s),
-        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHLENS_PERF_DIR": str(folder),
+        "GLOO_SOCKET_IFNAME": "lo", "TORCHLENS_PERF_DIR": str(folder),
         "TORCHLENS_PERF_EXIT_TIMEOUT_S": "60",
     }  # fmt: skip
-    subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True, timeout=300)
+    done = run_warm(command, folder, 300, **told)
+    assert done.returncode == 0, done.stderr
     (run,) = [path for path in folder.iterdir() if (path / "nodes").is_dir()]
     report = [sys.executable, "-m", "torchlens_perf", "report"]
-    text = subprocess.run([*report, str(run)], capture_output=True, text=True, check=True, env=os.environ).stdout
-    found = subprocess.run([*report, "--json", str(run)], capture_output=True, text=True, check=True).stdout
+    text, found = (run_warm([*report, *more, str(run)], folder).stdout for more in ([], ["--json"]))
     return json.loads(found), text
 
 

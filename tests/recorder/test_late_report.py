@@ -18,7 +18,7 @@ import torch
 
 import torchlens_perf as perf
 from tests.support.long import long
-from tests.support.processes import report, run, wait_for_sidecar
+from tests.support.processes import read_by_hand, report, run, wait_for_sidecar
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_log
 from torchlens_perf.run.place.node import node_name
 from torchlens_perf.run.sidecar_status import read_status
@@ -121,7 +121,7 @@ def test_it_died(signal_number: signal.Signals, tmp_path: Path, capfd: pytest.Ca
         log = RunDirectory(watch.run_dir).node_log(node_name())
     printed = line(capfd)
     begin, _, command = printed.partition(" Next: ")
-    by_hand = run([sys.executable, "-m", "torchlens_perf", *command.split()[1:]], tmp_path)
+    by_hand = read_by_hand(watch.run_dir, tmp_path)
 
     assert begin == f"torchlens_perf: there is no report: the sidecar died (see {log})."
     assert command == f"torchlens-perf sidecar {watch.run_dir}"

@@ -59,6 +59,9 @@ def main() -> None:
     data = io.BytesIO()
     torch.save(result, data)
     (folder / f"result-{rank}").write_bytes(data.getvalue())
+    # To take down an interpreter with torch costs half a second of processor time. Other tests look at how jobs end.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
