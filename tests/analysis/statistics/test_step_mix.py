@@ -258,6 +258,16 @@ class TestSizes:
         (long,) = classes(steps).long
         assert (long.count, long.period) == (20, 20)
 
+    def test_evaluations_of_very_different_size_are_one_class(self) -> None:
+        """As on a machine that other programs keep busy for a while."""
+        sizes = np.linspace(600, 1_700, 14)
+        steps = loop(260)
+        for place, number in enumerate(range(19, 260, 16)):
+            host = float(sizes[place - 2]) if place >= 2 else 3_000.0
+            steps[number] = {**NORMAL, "host": host, "flags": Flag.EVALUATION}
+        (long,) = classes(steps).long
+        assert (long.count, long.period) == (len(range(19, 260, 16)), 16)
+
     def test_longer_evaluations_at_regular_steps_are_a_class(self) -> None:
         steps = loop(800, every20={"host": 500.0, "flags": Flag.EVALUATION})
         for number in range(159, 800, 160):

@@ -380,9 +380,9 @@ def _with_strays(groups: list[list[_Other]]) -> list[list[_Other]]:
     largest = max(groups, key=_count)
     joined, rest = list(largest), []
     for group in groups:
-        sizes = [each.size_ns for each in (*joined, *group)]
+        small, large = sorted((_mean_size_ns(group), _mean_size_ns(largest)))
         few = _FEW * _count(group) <= _count(largest) and _period(_known_steps(group)) is None
-        if group is not largest and few and max(sizes) <= _RANGE * min(sizes):
+        if group is not largest and few and large <= _RANGE * small:
             joined += group
         elif group is not largest:
             rest.append(group)
@@ -391,6 +391,10 @@ def _with_strays(groups: list[list[_Other]]) -> list[list[_Other]]:
 
 def _count(found: Sequence[_Other]) -> int:
     return sum(each.bin.count for each in found)
+
+
+def _mean_size_ns(found: Sequence[_Other]) -> float:
+    return sum(each.bin.count * each.size_ns for each in found) / _count(found)
 
 
 def _known_steps(found: Sequence[_Other]) -> list[int]:
