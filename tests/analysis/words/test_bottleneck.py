@@ -341,8 +341,8 @@ class TestGrowingSteps:
     """Steps that grow with the run are not explained by what the last of them do."""
 
     @staticmethod
-    def texts(host_ms: list[float]) -> list[str]:
-        loop = [{**BASE, "host": host, "cpu": 0.0} for host in host_ms]
+    def texts(host_ms: list[float], **changed: Any) -> list[str]:
+        loop = [{**BASE, "host": host, "cpu": 0.0, **changed} for host in host_ms]
         return [each["text"] for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
 
     def test_growth_is_told(self) -> None:
@@ -354,9 +354,19 @@ class TestGrowingSteps:
         assert re.search(
             rf"\(steps take longer and longer: {DURATION} in the first third of the run, {DURATION} in the last\)", text
         )
+        assert "CPU" not in text
         assert text.endswith(
-            "Next: see what grows with the step: an episode, a sequence, or a list that is never emptied."
+            "Next: see what grows with the step (an episode, a sequence, a list that is never emptied)."
         )
+
+    def test_growth_while_cpus_are_short(self) -> None:
+        """It may be the load of the machine that grows."""
+        rng = np.random.default_rng(2)
+        grown = 1.04 ** np.arange(200) * np.exp(0.2 * rng.standard_normal(200))
+        (text,) = self.texts([float(each) for each in grown], forward=64.0, cpu=60.0)
+
+        assert ", while CPUs are short)" in text
+        assert text.endswith(" still take longer with enough CPUs.")
 
     @pytest.mark.parametrize("begin", [60, 100, 140])
     def test_change_at_once_is_no_growth(self, begin: int) -> None:

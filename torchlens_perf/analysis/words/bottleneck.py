@@ -444,20 +444,21 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
     action = _long_action(long)
     if long["kinds"] == [WITHOUT_GRADIENTS]:
         why += ": evaluation, rollouts or sampling"
+    what_loop_does = f"what the loop does at {_at(long)}"
     if _grows_to(report, long):
         trend = steps["trend"]
         assert trend is not None
         first, last = duration(trend["first_third_p50_s"]), duration(trend["last_third_p50_s"])
         why = f"steps take longer and longer: {first} in the first third of the run, {last} in the last"
-        action = "see what grows with the step: an episode, a sequence, or a list that is never emptied."
-    elif _is_unexplained(report, long):
-        these, it = _at(long), "they" if several else "it"
+        what_loop_does = "what grows with the step (an episode, a sequence, a list that is never emptied)"
+        action = f"see {what_loop_does}."
+    if _is_unexplained(report, long):
         if short_of_cpus:
             why += ", while CPUs are short"
-            action = f"see whether {these} still take{'s' * (not several)} longer with enough CPUs."
+            action = f"see whether {_at(long)} still take{'s' * (not several)} longer with enough CPUs."
         elif not _lack_is_measured(report):
-            why += f"; whether {it} waited for a CPU is not measured"
-            action = f"see what the loop does at {these}, and what else kept the CPUs busy."
+            why += f"; whether {'they' if several else 'it'} waited for a CPU is not measured"
+            action = f"see {what_loop_does}, and what else kept the CPUs busy."
     text = (
         f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
         f"{percent(long['share'])} of the time of all steps. Next: {action}"
@@ -478,7 +479,8 @@ def _is_unexplained(report: Facts, long: LongSteps) -> bool:
 def _grows_to(report: Facts, long: LongSteps) -> bool:
     """Return whether these are the last steps of a run whose steps take longer and longer."""
     trend, history = report["steps"]["trend"], report["history"]
-    if long["kinds"] or long["period"] or trend is None or history is None or trend["change"] < _GROWTH:
+    unknown = not long["kinds"] and not long["period"] and long["part"] != LACK_OF_CPU
+    if not unknown or trend is None or history is None or trend["change"] < _GROWTH:
         return False
     later = [after > before for before, after in itertools.combinations(history["median_s"], 2)]
     first, last = history["first_steps"][0], history["first_steps"][-1] + history["width"]
