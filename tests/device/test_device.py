@@ -540,6 +540,7 @@ def test_ddp_of_two_ranks_is_gloos(two: list[dict[str, Any]]) -> None:
         assert all(torch.equal(*each) for each in zip(*rank["pairs"]["ddp"], strict=True))
 
 
+@pytest.mark.long
 def test_ddp_of_four_ranks_is_gloos(built: None, tmp_path: Path) -> None:
     for on_host, on_device in run_ranks(four, tmp_path, 4):
         for one, other in zip(on_host, on_device, strict=True):

@@ -224,6 +224,7 @@ def test_fsdp2_with_compiled_blocks(tmp_path: Path) -> None:
     assert stalls == [waits] * 2
 
 
+@pytest.mark.long
 @host_is_ahead
 def test_tensor_parallel_in_one_graph(tmp_path: Path) -> None:
     """DTensor's collectives become a part of the graph."""

@@ -21,6 +21,7 @@ from tests.device import device
 from tests.support.device.async_device import AsyncDevice, driver
 from tests.support.device_ranks import DEVICE, begin, parameter_of
 from tests.support.gloo import run_ranks
+from tests.support.long import long
 from tests.support.ranks import run_without_traces
 from tests.support.recording import recorded, records_of, ring_of_this_process
 from tests.support.reports import as_json, checked
@@ -127,7 +128,7 @@ def ranks_train(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, *long(4)])
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """By rank and run."""
     os.environ.pop("LOCAL_WORLD_SIZE", None)
