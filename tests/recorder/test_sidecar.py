@@ -49,8 +49,8 @@ NEVER = {"argparse", "asyncio", "grpc", "opentelemetry", "pandas", "pynvml", "re
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Each processor has four programs that want all of it, each in a scheduling group of its own."""
-    with busy_machine(4 * PROCESSORS):
+    """Each processor has a program that wants all of it, in a scheduling group of its own."""
+    with busy_machine(PROCESSORS):
         yield
 
 
