@@ -9,14 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PROCESSORS = len(os.sched_getaffinity(0))
+# Ends with its parent, so that an interrupted test run leaves no busy program.
+_SPIN = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
 
 
 @contextmanager
 def busy_machine(programs: int = PROCESSORS) -> Iterator[None]:
     """Run that many programs, each of which wants a whole processor. They are killed at the end."""
     # A session of its own is a scheduling group of its own, as another user's program has.
-    spin = [sys.executable, "-S", "-c", "while True: pass"]
-    running = [subprocess.Popen(spin, start_new_session=True) for _ in range(programs)]
+    running = [subprocess.Popen([sys.executable, "-S", "-c", _SPIN], start_new_session=True) for _ in range(programs)]
     try:
         yield
     finally:
