@@ -162,6 +162,16 @@ def test_lack_of_a_cpu_for_a_while() -> None:
     assert row["text"].startswith("Waiting for a CPU took 56% (20.0 ms) of a step of 36.0 ms from step 80 to 159; ")
 
 
+def test_lack_of_a_cpu_that_is_not_measured_later_is_not_none() -> None:
+    """As in steps with very many phases: nothing is said of the rest of the run."""
+    lacking = {**BASE, "forward": 24.0, "host": 20.0}
+    loop = [{**lacking, "cpu": 20.0} if step < 80 else dict(lacking) for step in range(400)]
+    report = checked(build("r", [node([loop])]))
+
+    assert "0 ns" not in " ".join(row["text"] for row in report["verdicts"])
+    assert not [row for row in report["verdicts"] if row["kind"].startswith("lack_of_cpu")]
+
+
 def test_lack_of_a_cpu_that_strikes_any_part_of_a_step() -> None:
     """In each part it is missing in few steps, and in every step it is missing: the windows show what the run shows."""
     rng = np.random.default_rng(4)

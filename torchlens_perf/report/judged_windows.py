@@ -86,7 +86,9 @@ class JudgedWindows:
         While one rank holds up the others, their waiting is its doing: then only lack of a CPU is judged.
         """
         judged = np.array([each is not None for each in self.spent])
-        if kind != "lack_of_cpu":
+        if kind == "lack_of_cpu":
+            judged &= np.isfinite(self.windows.lack_ns).any(axis=(0, 2))
+        else:
             judged &= ~self.anybody_slow
         return self._stretch(judged, np.array([each is not None and each.limits(kind) for each in self.spent]))
 
@@ -100,9 +102,10 @@ class JudgedWindows:
             if not there.any():
                 found.append(None)
                 continue
+            measured = np.isfinite(windows.lack_ns[:, column, 0])
             parts, lack = (
-                dict(zip(PARTS, (values[there, column].mean(axis=0) / 1e9).tolist(), strict=True))
-                for values in (windows.parts_ns, windows.lack_ns)
+                dict(zip(PARTS, (values[some, column].mean(axis=0) / 1e9).tolist(), strict=True)) if some.any() else {}
+                for values, some in ((windows.parts_ns, there), (windows.lack_ns, measured))
             )
             step_s = float(windows.duration_ns[there, column].mean()) / 1e9
             found.append(spent(step_s, parts, lack, device=self.on_device))

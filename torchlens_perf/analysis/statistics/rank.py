@@ -56,8 +56,8 @@ class Windows:
     start_ns: npt.NDArray[np.int64]
     """When the first of its steps began, by its node's CLOCK_MONOTONIC."""
     lack_ns: Mapping[int, Sequence[float]]
-    """By a window's first step, how long in each part its thread was ready and had no CPU. Of windows in which that
-    was measured, and worth keeping."""
+    """By a window's first step, how long in each part its thread was ready and had no CPU; [] for so little that it
+    is not kept. Without windows in which that was not measured."""
     tags: Mapping[int, int]
     """By a window's first step, what else its steps did, as flags of TAGS; also of windows that have no row."""
     warm_from: int | None
@@ -107,7 +107,7 @@ class WindowHistory:
         """earlier: to go on after. Of these, what was in progress is a window, or was too short for one."""
         self.width = earlier.width
         self._rows = [
-            _Row._make((*row, np.array(earlier.lack_ns[row[0]]) if row[0] in earlier.lack_ns else None))
+            _Row._make((*row, all_parts(earlier.lack_ns.get(row[0]))))
             for row in zip(
                 earlier.first_step.tolist(), earlier.duration_ns.tolist(), earlier.parts_ns,
                 earlier.work_sum_ns.tolist(), earlier.work_steps.tolist(), earlier.start_ns.tolist(), strict=True,
@@ -156,7 +156,11 @@ class WindowHistory:
             work_sum_ns=np.array([row.work_sum_ns for row in rows], np.float64),
             work_steps=np.array([row.work_steps for row in rows], np.int64),
             start_ns=np.array([row.start_ns for row in rows], np.int64),
-            lack_ns={row.first_step: row.lack_ns.tolist() for row in rows if row.lack_ns is not None},
+            lack_ns={
+                row.first_step: row.lack_ns.tolist() if row.lack_ns.any() else []
+                for row in rows
+                if row.lack_ns is not None
+            },
             tags=dict(self._tags),
             warm_from=self._warm_from,
         )
@@ -188,7 +192,7 @@ class WindowHistory:
         kept, measured = None, middle.ready_ns[:, 0] >= 0
         if 2 * measured.sum() >= len(measured):
             lack_ns = np.minimum(middle.ready_ns[measured].mean(axis=0), parts_ns)
-            kept = lack_ns if lack_ns.sum() >= max(1.0, _LITTLE_LACK * duration_ns) else None
+            kept = all_parts(lack_ns if lack_ns.sum() >= max(1.0, _LITTLE_LACK * duration_ns) else [])
         first_step = self._first_step // self.width * self.width
         work_sum_ns, start_ns = float(work_ns.sum()), int(steps.start_ns[0])
         return _Row(first_step, duration_ns, parts_ns, work_sum_ns, len(work_ns), start_ns, kept)
@@ -225,8 +229,15 @@ def _append(rows: list[_Row], row: _Row) -> None:
 
 def _mean_lack(*rows: _Row) -> npt.NDArray[np.float64] | None:
     known = [row.lack_ns for row in rows if row.lack_ns is not None]
-    total: npt.NDArray[np.float64] | None = np.sum(known, axis=0) / len(rows) if known else None
-    return total
+    mean: npt.NDArray[np.float64] | None = np.mean(known, axis=0) if known else None
+    return mean
+
+
+def all_parts(lack_ns: Sequence[float] | npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64] | None:
+    """Return a value of Windows.lack_ns with a number for each part; None where it was not measured."""
+    if lack_ns is None:
+        return None
+    return np.asarray(lack_ns, np.float64) if len(lack_ns) else np.zeros(len(PARTS))
 
 
 def _work_ns(table: StepTable) -> npt.NDArray[np.float64]:

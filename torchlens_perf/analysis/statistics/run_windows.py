@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from torchlens_perf.analysis.statistics.rank import Windows
+from torchlens_perf.analysis.statistics.rank import Windows, all_parts
 from torchlens_perf.run.records import PARTS
 
 MAX_COLUMNS = 64
@@ -33,7 +33,7 @@ class RunWindows:
     parts_ns: Floats
     """Shape [ranks, columns, parts]: of a usual step; the mean over the windows in the column."""
     lack_ns: Floats
-    """The same shape: time in which the thread was ready and had no CPU."""
+    """The same shape: time in which the thread was ready and had no CPU. NaN where that was not measured."""
     duration_ns: Floats
     """Shape [ranks, columns]: a usual step's."""
     tags: tuple[int, ...]
@@ -69,7 +69,7 @@ def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | 
         first_steps=first + width * np.arange(columns),
         work_ns=np.stack([_mean_work(of, width, first, columns) for of in each]),
         parts_ns=np.stack([_means(of.parts_ns, of, width, first, columns) for of in each]),
-        lack_ns=np.stack([_means(_lack(of), of, width, first, columns) for of in each]),
+        lack_ns=np.stack([_mean_lack(of, width, first, columns) for of in each]),
         duration_ns=np.stack([_means(of.duration_ns[:, None], of, width, first, columns)[:, 0] for of in each]),
         tags=_tags(each, width, first, columns),
         last_step=last_step,
@@ -96,7 +96,10 @@ def _mean_work(windows: Windows, width: int, first: int, columns: int) -> Floats
 
 def _means(values: Floats, windows: Windows, width: int, first: int, columns: int) -> Floats:
     """[columns, values]: of each column's windows; NaN where there is none."""
-    at = (windows.first_step - first) // width
+    return _column_means(values, (windows.first_step - first) // width, columns)
+
+
+def _column_means(values: Floats, at: npt.NDArray[np.int64], columns: int) -> Floats:
     count = np.bincount(at, minlength=columns)[:, None]
     sums = np.zeros((columns, values.shape[1]))
     np.add.at(sums, at, values)
@@ -104,12 +107,10 @@ def _means(values: Floats, windows: Windows, width: int, first: int, columns: in
     return means
 
 
-def _lack(windows: Windows) -> Floats:
-    lack_ns = np.zeros((len(windows.first_step), len(PARTS)))
-    if windows.lack_ns:
-        rows = np.searchsorted(windows.first_step, list(windows.lack_ns))
-        lack_ns[rows] = list(windows.lack_ns.values())
-    return lack_ns
+def _mean_lack(windows: Windows, width: int, first: int, columns: int) -> Floats:
+    measured = [(step, parts) for step, lack in windows.lack_ns.items() if (parts := all_parts(lack)) is not None]
+    at = (np.array([step for step, _ in measured], np.int64) - first) // width
+    return _column_means(np.array([parts for _, parts in measured]).reshape(-1, len(PARTS)), at, columns)
 
 
 def _tags(windows: list[Windows], width: int, first: int, columns: int) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ _MOST, _SOME = 0.5, 0.25  # of the host code in a step, that is in a section
 _SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
 _MAX_LONG = 2
 _MAX_NUMBERS = 4  # of steps that come irregularly
+_RARELY = 0.01  # of a typical step that has next to no communication
 _FEWEST = 5  # steps that make a kind of steps
 # Steps take longer and longer where their windows' medians grow by this share from the first to the last third, and of
 # this share of all pairs of windows, the later one is slower. A single change halfway has 0.75 of the pairs.
@@ -442,6 +443,8 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
     each = " on average" if count > 1 else ""
     why = " and ".join(long["kinds"]) or _where(long)
     action = _long_action(long)
+    if long["part"] == "communication" and not long["kinds"] and not long["period"] and _rarely_communicates(report):
+        action = f"see what is different at {_at(long)}: all ranks exchange data, or one rank does something else."
     if long["kinds"] == [WITHOUT_GRADIENTS]:
         why += ": evaluation, rollouts or sampling"
     what_loop_does = f"what the loop does at {_at(long)}"
@@ -465,6 +468,13 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
     )
     cost_s = long["total_s"] / max(1, steps["count"])
     return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
+
+
+def _rarely_communicates(report: Facts) -> bool:
+    """Return whether the ranks' typical step has next to no communication, as of local SGD."""
+    steps = _typical_steps(report)
+    communication_s = sum(step["parts"].get("communication", 0.0) for step in steps)
+    return communication_s < _RARELY * sum(step["s"] for step in steps)
 
 
 def _is_unexplained(report: Facts, long: LongSteps) -> bool:
