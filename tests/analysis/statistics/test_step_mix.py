@@ -268,6 +268,13 @@ class TestSizes:
         (long,) = classes(steps).long
         assert (long.count, long.period) == (len(range(19, 260, 16)), 16)
 
+    def test_few_evaluations_that_come_regularly_together_are_one_class(self) -> None:
+        steps = loop(80)
+        for number, host in ((19, 4_900.0), (39, 1_600.0), (59, 1_650.0)):
+            steps[number] = {**NORMAL, "host": host, "flags": Flag.EVALUATION}
+        (long,) = classes(steps).long
+        assert (long.count, long.period) == (3, 20)
+
     def test_longer_evaluations_at_regular_steps_are_a_class(self) -> None:
         steps = loop(800, every20={"host": 500.0, "flags": Flag.EVALUATION})
         for number in range(159, 800, 160):

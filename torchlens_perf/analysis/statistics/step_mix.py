@@ -372,7 +372,8 @@ def _by_size(found: Sequence[_Other]) -> list[list[_Other]]:
 
 
 def _with_strays(groups: list[list[_Other]]) -> list[list[_Other]]:
-    """Join steps of known kinds to the largest group: the few that come irregularly and are of a similar size.
+    """Join steps of known kinds to the largest group: those of a similar size that come irregularly, if they are few or
+    come regularly together with the group.
 
     An evaluation that a busy machine slows down is one of the evaluations. What comes regularly is of a class of its
     own, as a longer evaluation in each hundredth step.
@@ -381,8 +382,9 @@ def _with_strays(groups: list[list[_Other]]) -> list[list[_Other]]:
     joined, rest = list(largest), []
     for group in groups:
         small, large = sorted((_mean_size_ns(group), _mean_size_ns(largest)))
-        few = _FEW * _count(group) <= _count(largest) and _period(_known_steps(group)) is None
-        if group is not largest and few and large <= _RANGE * small:
+        few = _FEW * _count(group) <= _count(largest) or _period(_known_steps([*joined, *group])) is not None
+        stray = few and _period(_known_steps(group)) is None
+        if group is not largest and stray and large <= _RANGE * small:
             joined += group
         elif group is not largest:
             rest.append(group)
