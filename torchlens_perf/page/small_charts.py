@@ -52,8 +52,8 @@ def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
     last = steps[-1] + history["width"] - 1
     several = any(high > low for high, low in zip(slowest_s, fastest_s, strict=True))
     says = (
-        f"Step time{where} over steps {steps[0]} to {last}, in windows of {history['width']}: the median is between "
-        f"{duration(min(median_s))} and {duration(max(median_s))}"
+        f"Step time{where} over steps {steps[0]} to {last}, in windows of {history['width']}: a usual step takes "
+        f"{duration(min(median_s))} to {duration(max(median_s))}"
     )
     says += f"; ranks are between {duration(min(fastest_s))} and {duration(max(slowest_s))}." if several else "."
     top_s = max(slowest_s) * 1.08

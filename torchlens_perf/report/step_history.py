@@ -41,7 +41,7 @@ def _warm(windows: Windows) -> npt.NDArray[np.bool_]:
 
 
 def _means_s(windows: Windows, width: int, first: int, columns: int) -> npt.NDArray[np.float64]:
-    """By column, the mean of the windows' median steps; NaN where there is none."""
+    """By column, the mean of the windows' usual steps; NaN where there is none."""
     warm = _warm(windows)
     at = (windows.first_step[warm] - first) // width
     rows, sums_ns = np.bincount(at, minlength=columns), np.bincount(at, windows.duration_ns[warm], columns)

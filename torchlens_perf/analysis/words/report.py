@@ -254,7 +254,7 @@ class Heat(TypedDict):
 
 class StepHistory(TypedDict):
     """How long steps took, in windows of `width` steps, without the warm-up and steps with other work: of the ranks'
-    medians in each window, the median and the extremes."""
+    usual steps in each window, the median and the extremes."""
 
     width: int
     first_steps: list[int]
