@@ -114,7 +114,7 @@ def noted(kind: str) -> History:
 
 def for_a_while(parts: dict[str, Any], since: int = 40, steps: int = 40) -> NodeState:
     """A node whose steps have these parts in some of its windows."""
-    made = [{**BASE, **(parts if since <= step < since + steps else {})} for step in range(160)]
+    made = [{**BASE, "cpu": 0.0, **(parts if since <= step < since + steps else {})} for step in range(160)]
     return NodeState(HOST, {"0": state_of(0, 1, made)})
 
 
