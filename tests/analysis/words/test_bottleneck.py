@@ -388,7 +388,7 @@ def test_ranks_that_communicate_in_some_steps_only() -> None:
 
 def test_ranks_that_communicate_in_irregular_steps_only() -> None:
     """The same, where some of these steps are of another class on a busy machine."""
-    loop = [{**BASE, "communication": 60.0 if step in (20, 24, 32, 36, 52, 56) else 0.01} for step in range(100)]
+    loop = [{**BASE, "communication": 60.0 if step in (20, 24, 32, 36, 52, 56) else 0.4} for step in range(100)]
     (text,) = [each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"]
     assert text.endswith(
         "Next: see what is different at steps 32, 36, 52, 56: all ranks exchange data, or one rank does something else."

@@ -42,7 +42,7 @@ _MOST, _SOME = 0.5, 0.25  # of the host code in a step, that is in a section
 _SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
 _MAX_LONG = 2
 _MAX_NUMBERS = 4  # of steps that come irregularly
-_RARELY = 0.01  # of a typical step that has next to no communication
+_RARELY = 0.05  # of a typical step, that communication takes where ranks mostly communicate in other steps
 _FEWEST = 5  # steps that make a kind of steps
 # Steps take longer and longer where their windows' medians grow by this share from the first to the last third, and of
 # this share of all pairs of windows, the later one is slower. A single change halfway has 0.75 of the pairs.
@@ -471,7 +471,7 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
 
 
 def _rarely_communicates(report: Facts) -> bool:
-    """Return whether the ranks' typical step has next to no communication, as of local SGD."""
+    """Return whether the typical step of the ranks has little communication, as of local SGD."""
     steps = _typical_steps(report)
     communication_s = sum(step["parts"].get("communication", 0.0) for step in steps)
     return communication_s < _RARELY * sum(step["s"] for step in steps)
