@@ -34,7 +34,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import torchlens_perf as perf
-from benchmarks.planted_device_truth import HOST_DELAYS_MS, KERNEL_MS, STEPS, plant
+from benchmarks.planted_device_truth import (
+    HOST_DELAYS_MS,
+    KERNEL_MS,
+    LOOP_BLOCKS,
+    LOOP_KERNEL_MS,
+    STEPS,
+    Pace,
+    pace,
+    plant,
+)
 from benchmarks.planted_on import DEVICES, PlantedDevice, Spins
 from benchmarks.planted_training import Planted, wait_for_sidecar
 from benchmarks.planted_truth import Truth
@@ -76,11 +85,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks; what is planted in forward and backward lies in the middle. On two streams, the head runs on another."""
 
-    def __init__(self, planted: Planted, device: PlantedDevice, two_streams: bool) -> None:
+    def __init__(self, planted: Planted, device: PlantedDevice, pace: Pace | None, two_streams: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(device) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(device) for _ in range(LOOP_BLOCKS if pace else BLOCKS))
         self.side, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self._planted, self._device = planted, device
+        self._planted, self._device, self._pace = planted, device, pace
         self._stream = torch.Stream(device.name) if two_streams else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +101,7 @@ class Model(nn.Module):
             with self._stream:
                 side = self.side(x)
         for index, block in enumerate(self.blocks):
-            if index == BLOCKS // 2:
+            if index == len(self.blocks) // 2:
                 x = self._pause(x)
             x = block(x)
         if side is not None and self._stream is not None:
@@ -102,12 +111,15 @@ class Model(nn.Module):
         return self._device.work(self.head(x)) + side
 
     def _pause(self, x: Tensor) -> Tensor:
-        fault = self._planted.now("forward")
-        if fault is not None and fault.ms is not None:
-            self._device.spin(fault.ms / 1e3)
-        fault = self._planted.now("backward")
-        if fault is not None and fault.ms is not None:
-            x = Spins.apply(x, self._device.spin, 0.0, fault.ms / 1e3)
+        for way, take, by_phase in (
+            ("spin", self._device.spin, self._pace.device_ms if self._pace else {}),
+            ("sleep", time.sleep, self._pace.host_ms if self._pace else {}),
+        ):
+            forward_s, backward_s = (
+                (by_phase.get(phase, 0.0) + self._planted.ms(phase, way)) / 1e3 for phase in ("forward", "backward")
+            )
+            if forward_s or backward_s:
+                x = Spins.apply(x, take, forward_s, backward_s)
         return x
 
 
@@ -120,9 +132,10 @@ class Loop:
         self.way, _, self.what = truth.kind.partition("-")
         self.micro_steps = 2 if "accumulation" in self.what else 1
         self.planted = Planted(truth, rank)
-        model = Model(self.planted, device, self.what == "two_streams").to(device.name)
+        self.pace = pace(truth.kind, truth.seed)
+        model = Model(self.planted, device, self.pace, self.what == "two_streams").to(device.name)
         self.model: Any = model
-        if self.way == "ddp":
+        if self.way == "ddp" or self.pace:
             self.model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB)
         elif self.way == "fsdp":
             mesh = init_device_mesh(device.name, (dist.get_world_size(),))
@@ -148,22 +161,23 @@ class Loop:
         """The user's loop. Returns each step's seconds on the host."""
         seconds, begin_s = [], time.perf_counter()
         slow = self.planted.now("device")
+        host_s = self.pace.host_ms.get("host", 0.0) / 1e3 if self.pace else 0.0
         for index, (x, y) in enumerate(self.loader):
             last = (index + 1) % self.micro_steps == 0
             with self._syncs(last):
                 name = self._device.name
-                loss = (self.model(x.to(name)) - y.to(name)).square().mean()
+                x, y = (each.to(name, non_blocking=self.pace is not None) for each in (x, y))
+                loss = (self.model(x) - y).square().mean()
                 loss.backward()
             if not last:
                 continue
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if "item" in self.what:
+            if "item" in self.what or (self.pace and self.pace.item):
                 loss.item()
             self.planted.step += 1
-            fault = self.planted.now("host")
-            if fault is not None and fault.ms is not None:
-                time.sleep(fault.ms / 1e3)
+            if slow_s := host_s + self.planted.ms("host") / 1e3:
+                time.sleep(slow_s)
             if slow is None:
                 slow = self.planted.now("device")
                 if slow is not None and slow.share is not None:
@@ -183,9 +197,9 @@ class Loop:
         return contextlib.nullcontext()
 
     def _spin(self, phase: str) -> None:
-        fault = self.planted.now(phase)
-        if fault is not None and fault.ms is not None:
-            self._device.spin(fault.ms / 1e3)
+        device_ms = self.pace.device_ms.get(phase, 0.0) if self.pace else 0.0
+        if slow_ms := device_ms + self.planted.ms(phase):
+            self._device.spin(slow_ms / 1e3)
 
 
 def record(truth: Truth, out: Path, rank: int, device: PlantedDevice) -> str:
@@ -195,8 +209,9 @@ def record(truth: Truth, out: Path, rank: int, device: PlantedDevice) -> str:
         shutil.rmtree(folder)  # broken off
     loop = Loop(truth, rank, device)
     dist.barrier()
-    with perf.watch(loop.model, loop.optimizer, dir=str(folder)) as watch:
-        seconds = loop.train()
+    with device.paced(None if loop.pace is None else LOOP_KERNEL_MS / 1e3):
+        with perf.watch(loop.model, loop.optimizer, dir=str(folder)) as watch:
+            seconds = loop.train()
     if rank == 0 and watch.run_dir is not None:
         wait_for_sidecar(watch.run_dir)
         partial = folder / "truth.partial"

@@ -2,10 +2,14 @@
 
 A kind is a way to train and a fault: "ddp-backward". What is slow is the device (a kernel that takes longer, or all of
 them), or the host in a way that the device has to wait for.
+
+In the ways `ddp`, `fsdp` and `tensor` the host waits for its device once a step, in a blocking copy. In the others,
+the loops, a host runs ahead of its device (Pace).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from benchmarks.planted_truth import Fault, Truth
@@ -32,7 +36,61 @@ FAULTS = {
     "two_streams": ("forward", "backward"),
 }
 CLEAN = ("clean", "clean_item", "clean_accumulation")
-KINDS = tuple(f"{way}-{fault}" for way in WAYS for fault in (*FAULTS, *CLEAN))
+LOOP_BLOCKS, LOOP_KERNEL_MS, LOOP_S, LOOP_STEPS = 2, 0.01, 8.0, (150, 1200)
+LOOP_ISSUE_MS = 3.0  # what the host needs to issue such a step, on 2 shared cores
+STEPS_MS = (3, 5, 8, 15, 30, 60)
+LOOP_SHARE = 0.1  # of a step, that a fault adds
+# By loop, its faults: the phase, and whether the host or the device is slow.
+LOOPS = {
+    "launch": {"forward": "sleep", "backward": "sleep", "host": "sleep"},
+    "mixed": {"forward": "sleep", "backward": "spin"},
+    "ahead": {"forward": "spin", "backward": "spin", "optimizer": "spin"},
+}
+# Slow where nobody waits for it: the host of a loop that its device holds up.
+HIDDEN = "hidden_host"
+KINDS = (
+    *(f"{way}-{fault}" for way in WAYS for fault in (*FAULTS, *CLEAN)),
+    *(f"{loop}-{fault}" for loop, faults in LOOPS.items() for fault in (*faults, "clean")), f"ahead-{HIDDEN}",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """What a step of a loop takes, by phase and in ms. Its kernels are of 10 us, and copies do not block."""
+
+    host_ms: dict[str, float]
+    device_ms: dict[str, float]
+    item: bool
+    """Whether the host waits for its device at the end of each step. In other loops it never does."""
+
+    @property
+    def step_ms(self) -> float:
+        """What a step takes: where the host does not wait, the longer of both."""
+        host_ms, device_ms = LOOP_ISSUE_MS + sum(self.host_ms.values()), sum(self.device_ms.values())
+        return host_ms + device_ms if self.item else max(host_ms, device_ms)
+
+
+def pace(kind: str, seed: int) -> Pace | None:
+    """Draw how long the phases of a loop take. None for the other ways to train.
+
+    launch: the host's code takes all of the step. mixed: the device waits for the host's code in the forward pass, and
+    the host for the device at the step's end. ahead: the device's work takes all of the step, and the host runs ahead
+    until the queue is full.
+    """
+    way = kind.partition("-")[0]
+    if way not in LOOPS:
+        return None
+    step_ms = random.Random(f"{kind}/{seed}/pace").choice(STEPS_MS)
+    if way == "launch":
+        return Pace({"forward": 0.5 * step_ms, "backward": 0.3 * step_ms, "host": 0.2 * step_ms}, {}, False)
+    if way == "mixed":
+        return Pace({"forward": 0.5 * step_ms}, {"backward": 0.5 * step_ms}, True)
+    device_ms = step_ms + 2 * LOOP_ISSUE_MS  # more than the host needs
+    return Pace(
+        {"forward": 0.2 * step_ms},
+        {"forward": 0.5 * device_ms, "backward": 0.3 * device_ms, "optimizer": 0.2 * device_ms},
+        False,
+    )
 
 
 def plant(
@@ -48,9 +106,11 @@ def plant(
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; there are {', '.join(KINDS)}")
     what = kind.partition("-")[2]
+    draw = random.Random(f"{kind}/{seed}")
+    if paced := pace(kind, seed):
+        return _plant_in_loop(kind, seed, ranks, paced, draw)
     if what in CLEAN:
         return Truth(kind, seed, ranks, steps, ())
-    draw = random.Random(f"{kind}/{seed}")
     rank, first, phase = draw.randrange(ranks), draw.randint(*FIRST_STEPS), draw.choice(FAULTS[what])
     delays_ms = host_delays_ms if phase in ("data", "host") else DELAYS_MS
     fault = Fault(rank, phase, first, None, draw.randint(*delays_ms), "spin")
@@ -60,3 +120,14 @@ def plant(
         slots = tuple(sorted(draw.sample(range(OF_STEPS), SLOW_STEPS)))
         fault = Fault(rank, phase, first, None, INTERMITTENT_MS, "spin", slow_of=(OF_STEPS, slots))
     return Truth(kind, seed, ranks, steps, (fault,))
+
+
+def _plant_in_loop(kind: str, seed: int, ranks: int, paced: Pace, draw: random.Random) -> Truth:
+    loop, _, what = kind.partition("-")
+    least, most = LOOP_STEPS
+    steps = min(max(round(LOOP_S * 1e3 / paced.step_ms), least), most)
+    if what == "clean":
+        return Truth(kind, seed, ranks, steps, ())
+    rank, first = draw.randrange(ranks), draw.randint(FIRST_STEPS[0], steps // 4)
+    phase, way = ("forward", "sleep") if what == HIDDEN else (what, LOOPS[loop][what])
+    return Truth(kind, seed, ranks, steps, (Fault(rank, phase, first, None, LOOP_SHARE * paced.step_ms, way),))

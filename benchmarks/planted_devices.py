@@ -18,7 +18,18 @@ import time
 from pathlib import Path
 
 from benchmarks.measure import Table
-from benchmarks.planted_device_truth import CLEAN, FAULTS, HOST_DELAYS_MS, KINDS, RANKS, WAYS, plant
+from benchmarks.planted_device_truth import (
+    CLEAN,
+    FAULTS,
+    HIDDEN,
+    HOST_DELAYS_MS,
+    KINDS,
+    LOOPS,
+    RANKS,
+    WAYS,
+    pace,
+    plant,
+)
 from benchmarks.planted_faults import RUN_TIMEOUT_S, seeds, started, wait
 from benchmarks.planted_nodes import started_on_nodes
 from benchmarks.planted_truth import Truth
@@ -50,7 +61,8 @@ def training(
     """The command of each rank of a group that does these runs, equally long ones. store: a new file, or the job's."""
     command = [sys.executable, "-m", "benchmarks.planted_device_training", "--out", str(out)]
     command += [] if store is None else ["--store", str(store)]
-    command += ["--device", device, "--steps", str(truths[0].steps)]
+    steps = next((truth.steps for truth in truths if pace(truth.kind, truth.seed) is None), 0)  # loops have their own
+    command += ["--device", device, "--steps", str(steps)]
     command += ["--host-ms", *map(str, host_ms)]
     return [*command, *(f"{truth.kind}:{truth.seed}" for truth in truths)]
 
@@ -84,10 +96,11 @@ def print_judgement(out: Path, truths: list[Truth], each: bool) -> int:
     for folder, truth in there:
         answers = {name: judge(folder) for name, judge in JUDGES.items()}
         way, _, what = truth.kind.partition("-")
+        innocent = not truth.faults or what == HIDDEN
         for name, answer in answers.items():
-            for group in (what, f"all of {way}", "all" if truth.faults else "all clean"):
-                if not group.startswith("all of") or truth.faults:
-                    found.setdefault((group, name), []).append(score(truth, answer))
+            groups = (what, f"all of {way}", "all") if not innocent else (what, f"nobody in {way}", "nobody")
+            for group in groups:
+                found.setdefault((group, name), []).append(score(truth, answer))
         if each:
             planted = ", ".join(f"rank {fault.rank} {fault.phase} {fault.ms or ''}" for fault in truth.faults)
             said = (f"{name}: {f'{one.rank} {one.phase}' if one else 'none'}" for name, one in answers.items())
@@ -108,8 +121,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("record", "judge"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--faults", nargs="+", choices=(*FAULTS, *CLEAN), default=[*FAULTS, *CLEAN])
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *LOOPS), default=list(WAYS))
+    parser.add_argument("--faults", nargs="+", choices=(*FAULTS, *CLEAN, HIDDEN), default=[*FAULTS, *CLEAN, HIDDEN])
     parser.add_argument("--seeds", type=seeds, default=seeds("0-1"), help="like 0-19 or 3,5")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--nodes", type=int, default=1, help="for record; 2 takes namespaces, and so root")

@@ -8,8 +8,10 @@ one's kernels and then the other's, spin at the same time nevertheless.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, autograd
@@ -37,6 +39,9 @@ class PlantedDevice(Protocol):
 
     def set_slowness(self, factor: float) -> None:
         """Makes kernels that are enqueued from now on take so many times as long."""
+
+    def paced(self, kernel_s: float | None) -> AbstractContextManager[None]:
+        """For a loop in which the host's code takes the time: with kernels so short. None: no such loop."""
 
     def work(self, x: Tensor) -> Tensor:
         """After a module: x, once the module has taken its time, forwards and backwards."""
@@ -72,7 +77,17 @@ class AsyncDevice:
 
     def load(self, kernel_s: float, rank: int) -> None:
         self._device.load()
+        self._kernel_s = kernel_s
         self._device.set_kernel_time(kernel_s)
+
+    @contextlib.contextmanager
+    def paced(self, kernel_s: float | None) -> Iterator[None]:
+        # Kernels that compute would take the processors from the hosts, which those of a GPU do not.
+        self._device.set_kernel_time(self._kernel_s if kernel_s is None else kernel_s)
+        self._device.set_computing(kernel_s is None)
+        yield
+        self._device.set_kernel_time(self._kernel_s)
+        self._device.set_computing(True)
 
     def work(self, x: Tensor) -> Tensor:
         return x
@@ -115,6 +130,9 @@ class CudaDevice:
 
     def set_slowness(self, factor: float) -> None:
         self._factor = factor
+
+    def paced(self, kernel_s: float | None) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def work(self, x: Tensor) -> Tensor:
         made: Tensor = Spins.apply(x, self.spin, self._module_s, self._module_s)

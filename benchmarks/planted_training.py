@@ -92,6 +92,11 @@ class Planted:
         """The fault of this phase in this step."""
         return next((fault for fault in self._faults if fault.phase == phase and fault.slows(self.step)), None)
 
+    def ms(self, phase: str, way: str | None = None) -> float:
+        """What this phase's fault adds in this step, if it does so in that way. None: in whichever."""
+        fault = self.now(phase)
+        return fault.ms if fault is not None and fault.ms is not None and way in (None, fault.way) else 0.0
+
     def pause(self, phase: str) -> None:
         """Spends what this phase's fault asks for."""
         fault = self.now(phase)

@@ -42,7 +42,7 @@ class Fault:
     first_step: int
     last_step: int | None
     """None: until the run ends."""
-    ms: int | None
+    ms: float | None
     """Wall time that it adds to a slow step; None for compute, which does `share` more work instead."""
     way: str
     share: float | None = None

@@ -25,6 +25,7 @@ PYBIND11_MODULE(MODULE_NAME, m)
         }, 0);
     });
     m.def("set_kernel_ns", [](device::Ns takes) { device::kernel_ns = takes; });
+    m.def("set_computing", [](bool computes) { device::computing = computes; });
     m.def("set_slowness", [](double factor) { device::slowness = factor; });
     m.def("set_collective", [](device::Ns latency_ns, double bytes_per_second) {
         device::latency_ns = latency_ns;

@@ -192,6 +192,11 @@ def set_kernel_time(seconds: float) -> None:
     load().set_kernel_ns(round(seconds * 1e9))
 
 
+def set_computing(computes: bool) -> None:
+    """Whether kernels compute. Without it they take no CPU time, as on a GPU, and their results are undefined."""
+    load().set_computing(computes)
+
+
 def set_slowness(factor: float) -> None:
     """Makes the kernels that are issued from now on take so many times as long; collectives are not kernels."""
     load().set_slowness(factor)

@@ -14,6 +14,8 @@ namespace device {
 namespace {
 
 constexpr auto LOOK_EVERY = std::chrono::milliseconds(100); // for the process's end
+constexpr auto POLL_EVERY = std::chrono::microseconds(100); // for new tasks
+constexpr int POLLS = 200;                                  // without a task, before a stream sleeps
 constexpr auto LAST_PATIENCE = std::chrono::seconds(2);     // for a task that computes as the process ends
 
 const pid_t loaded_in = getpid(); // a forked child has none of the threads
@@ -42,6 +44,7 @@ Ns monotonic()
 Counters counters;
 std::atomic<Ns> kernel_ns{20'000};
 std::atomic<double> slowness{1.0};
+std::atomic<bool> computing{true};
 
 Ns clock_offset()
 {
@@ -126,8 +129,11 @@ void Stream::push(Task task)
     start();
     tasks_.push_back(std::move(task));
     ++issued_;
+    // A kernel costs its host as much where the device has nothing to do as where it is busy: no thread is woken up.
+    const bool asleep = std::exchange(asleep_, false);
     lock.unlock();
-    changed_.notify_all();
+    if (asleep)
+        changed_.notify_all();
 }
 
 // The task has been computed. Its caller has the lock.
@@ -156,11 +162,16 @@ void Stream::wait(std::shared_ptr<Moment> moment) { push({.awaited = std::move(m
 void Stream::run()
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (!stopping) {
+    for (int polls = 0; !stopping;) {
         if (tasks_.empty()) {
-            changed_.wait_for(lock, LOOK_EVERY);
+            asleep_ = ++polls > POLLS;
+            if (asleep_)
+                changed_.wait_for(lock, LOOK_EVERY);
+            else
+                changed_.wait_for(lock, POLL_EVERY);
             continue;
         }
+        polls = 0;
         Task task = std::move(tasks_.front());
         tasks_.pop_front();
         lock.unlock();
@@ -194,6 +205,8 @@ void Stream::synchronize()
     {
         std::unique_lock<std::mutex> lock(mutex_);
         const size_t last = issued_;
+        if (done_ < last)
+            changed_.notify_all(); // it may look for tasks only later
         while (done_ < last && !stopping)
             changed_.wait_for(lock, LOOK_EVERY);
         if (last == 0 || stopping)

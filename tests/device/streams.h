@@ -34,6 +34,7 @@ struct Counters {
 extern Counters counters;
 extern std::atomic<Ns> kernel_ns;
 extern std::atomic<double> slowness;
+extern std::atomic<bool> computing; // else kernels take their time and leave their results as they are
 
 Ns clock_offset(); // of the device's clock to CLOCK_MONOTONIC; another one in each process
 Ns now();          // on the device's clock
@@ -83,7 +84,7 @@ private:
     std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<Task> tasks_;
-    bool started_ = false, ended_ = false;
+    bool started_ = false, ended_ = false, asleep_ = false;
     size_t issued_ = 0, done_ = 0;
     std::array<Ns, QUEUE_DEPTH> ends_{};
     friend void shut_down();
