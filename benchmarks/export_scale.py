@@ -283,6 +283,9 @@ def table_of(steps: Steps, rank: int, start_ns: int) -> StepTable:
         workload=steps.workload[rank],
         cpu_ns=np.full((count, len(PARTS)), -1),
         ready_ns=np.full((count, len(PARTS)), -1),
+        issue_ns=np.zeros((count, len(PARTS)), np.int64),
+        issue_ready_ns=np.full((count, len(PARTS)), -1),
+        lag_ns=np.zeros((count, len(PARTS)), np.int64),
     )
 
 

@@ -1,6 +1,6 @@
 """What node 0's sidecar pays for a window of a large job: 16384 ranks of 64 modules, unpacked, merged, judged.
 
-Windows of 11 rows, with signals, from 2048 nodes of 8 ranks, as the exchange hands them over (getting them:
+Windows of 8 rows, with signals, from 2048 nodes of 8 ranks, as the exchange hands them over (getting them:
 exchange_scale.py), go through the sidecar's own JobView: places, progress, module times, signals, rows, judgement, a
 look for a hang, and why a rank is slow. One rank is 8 % slower from the sixth window on. Processor time of the one
 thread that does it all.
@@ -61,11 +61,12 @@ def window(number: int, draw: np.random.Generator) -> Collected:
     values = np.repeat(np.frombuffer(packed, summary.LAYOUT), RANKS)
     values["rank"], values["width"] = np.arange(RANKS), 1
     values["row"] = number * summary.ROWS + np.arange(summary.ROWS)
-    values["work"] = WORK_NS * (1 + 0.02 * draw.standard_normal((RANKS, summary.ROWS, 1)))
+    work = WORK_NS * (1 + 0.02 * draw.standard_normal((RANKS, summary.ROWS, 1)))
     if number >= SLOW_FROM:
-        values["work"][SLOW] *= 1.08
-    own = values["work"].sum(axis=2)
+        work[SLOW] *= 1.08
+    own = work.sum(axis=2)
     duration = 1.01 * own.max(axis=0)
+    values["work_ns"] = summary.shares(work, duration[:, None])
     values["times"][..., 0], values["times"][..., 1], values["times"][..., 2:] = duration, duration - own, np.nan
     nodes = [f"node-{rank // NODE_SIZE}/{rank // NODE_SIZE * NODE_SIZE}" for rank in range(RANKS)]
     payloads = {rank: values[rank].tobytes() for rank in range(RANKS)}

@@ -34,6 +34,7 @@ RANKS, STEPS = 2, 120
 FAULTS = {"ddp-forward": 1, "fsdp-backward": 2, "tensor-forward": 0}  # with a seed
 # Beside other tests the smallest detectable slowdown is larger than in the campaign, up to 16 ms.
 FAULT_MS = 30
+LOOPS = {"launch-clean": 24, "launch-forward": 20, "ahead-optimizer": 22}  # of 60 ms a step; hosts run ahead
 
 
 def truths() -> list[Truth]:
@@ -43,6 +44,10 @@ def truths() -> list[Truth]:
         dataclasses.replace(truth, faults=tuple(dataclasses.replace(fault, ms=FAULT_MS) for fault in truth.faults))
         for truth in drawn
     ]
+
+
+def loops() -> list[Truth]:
+    return [plant(kind, seed, RANKS) for kind, seed in LOOPS.items()]
 
 
 def train(folder: Path) -> None:
@@ -57,7 +62,7 @@ def train(folder: Path) -> None:
     on_device.load(KERNEL_MS / 1e3, rank)
     store = dist.FileStore(str(folder / "device-store"), RANKS)
     dist.init_process_group(device.NAME, store=store, rank=rank, world_size=RANKS)
-    for truth in truths():
+    for truth in [*truths(), *loops()]:
         record(truth, folder, rank, on_device)
         gc.collect()
 
@@ -88,6 +93,20 @@ def test_what_is_slow_on_the_device_is_named(truth: Truth, runs: Path) -> None:
     assert fault.ms is not None  # in the steps from the fault's first on, two thirds of all; beside other tests
     assert slow[fault.phase] - others[fault.phase] > 0.3e-3 * fault.ms
     assert others["communication"] - slow["communication"] > 0.2e-3 * fault.ms, "the other one waits for it"
+
+
+@pytest.mark.parametrize("truth", loops(), ids=lambda truth: truth.kind)
+def test_a_host_that_runs_ahead(truth: Truth, runs: Path) -> None:
+    """By its device's times, a clean rank that is last would be slow by all of its launch gaps."""
+    (state,) = node_state.load_all(run_directory(runs / truth.name))
+    named = [each for each in state.findings.episodes if each.phase != "cpu"]
+
+    assert {process.judged_by for process in state.processes.values()} == {DEVICE}
+    assert [each.rank for each in named[:1]] == [fault.rank for fault in truth.faults]
+    for each, fault in zip(named[:1], truth.faults, strict=True):
+        assert (each.phase, each.by_host) == (fault.phase, fault.way == "sleep")
+        assert fault.ms is not None
+        assert each.cost_ns < 2e6 * fault.ms
 
 
 def test_the_hosts_times_show_it_to_nobody(runs: Path) -> None:

@@ -43,7 +43,7 @@ def rows(work_ms: Sequence[float], wait_ms: Sequence[float], key: int = 0, width
     zeros = np.zeros((count, 1))
     return BinBatch(
         width, np.arange(count), np.full((count, 1), key), zeros.astype(np.int64), zeros,
-        np.array(wait_ms)[:, None] * MS, zeros, zeros, parts,
+        np.array(wait_ms)[:, None] * MS, zeros, zeros, parts, parts * 0, zeros, parts * 0,
     )  # fmt: skip
 
 

@@ -79,5 +79,5 @@ def _one_step(step: int) -> StepTable:
     unknown = np.full_like(parts, -1)
     return StepTable(
         column(step), column(0), column(200_000_000), parts, column(GB), column(1), column(0), column(-1), unknown,
-        unknown,
+        unknown, np.zeros_like(parts), unknown, np.zeros_like(parts),
     )  # fmt: skip

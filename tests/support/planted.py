@@ -80,6 +80,9 @@ class Job:
             ready_ns=self.ready_ns[chosen, rows],
             workload=self.workload[chosen, rows],
             parts_ns=self.parts_ns[chosen, rows],
+            issue_ns=np.zeros_like(self.parts_ns[chosen, rows]),
+            issue_ready_ns=self.ready_ns[chosen, rows],
+            lag_ns=np.zeros_like(self.parts_ns[chosen, rows]),
         )
 
     def rows_of(self, rank: int, rows: slice = slice(None)) -> StepBins:
@@ -94,6 +97,9 @@ class Job:
             ready_ns=block.ready_ns[0],
             workload=block.workload[0],
             flags=block.flags[0],
+            issue_ns=block.issue_ns[0],
+            issue_ready_ns=block.issue_ready_ns[0],
+            lag_ns=block.lag_ns[0],
         )
 
     def judged(self) -> Findings:
@@ -108,7 +114,16 @@ def wider(rows: StepBins, width: int) -> StepBins:
     count = len(rows) // width
     values = {
         name: getattr(rows, name)[: count * width].reshape(count, width, *getattr(rows, name).shape[1:]).mean(axis=1)
-        for name in ("duration_ns", "work_ns", "wait_ns", "ready_ns", "workload")
+        for name in (
+            "duration_ns",
+            "work_ns",
+            "wait_ns",
+            "ready_ns",
+            "workload",
+            "issue_ns",
+            "issue_ready_ns",
+            "lag_ns",
+        )
     }
     flags = np.bitwise_or.reduce(rows.flags[: count * width].reshape(count, width), axis=1)
     return StepBins(width=width, step=rows.step[: count * width : width], flags=flags, **values)

@@ -53,4 +53,7 @@ def table_of(steps: Steps, rank: int, start_ns: int = 0) -> StepTable:
         workload=steps.workload[rank],
         cpu_ns=np.full((count, len(PARTS)), -1),
         ready_ns=np.full((count, len(PARTS)), -1),
+        issue_ns=np.zeros((count, len(PARTS)), np.int64),
+        issue_ready_ns=np.full((count, len(PARTS)), -1),
+        lag_ns=np.zeros((count, len(PARTS)), np.int64),
     )

@@ -31,6 +31,9 @@ def step_table(parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags:
         workload=np.full(count, -1),
         cpu_ns=np.full((count, len(PARTS)), -1),
         ready_ns=np.full((count, len(PARTS)), -1),
+        issue_ns=np.zeros((count, len(PARTS)), np.int64),
+        issue_ready_ns=np.full((count, len(PARTS)), -1),
+        lag_ns=np.zeros((count, len(PARTS)), np.int64),
     )
 
 

@@ -75,27 +75,27 @@ def device_times(process: ProcessState) -> DeviceTimes | None:
     }
 
 
-def own_device_times(processes: dict[int, ProcessState], names: Sequence[str]) -> dict[str, float]:
-    """By module, seconds of the device a typical step without those of the modules inside of it; the mean over the
-    ranks. Only of modules that the device has timed.
+def own_device_times(process: ProcessState) -> dict[str, float]:
+    """By module, seconds of a rank's device in a typical step without those of the modules inside of it.
 
-    What it times is a whole call, in sampled steps: the calls are those of all usual steps.
+    Modules that the device has not timed are left out. What it times is a whole call, in sampled steps. The calls are
+    those of all usual steps.
     """
-    found: dict[str, list[float]] = {}
-    for process in processes.values():
-        statistics = process.statistics
-        if not statistics.usual_steps:
-            continue
-        whole_s = {
-            name: sketch.usual_mean_ns() / 1e9 * statistics.modules[name].count / statistics.usual_steps
-            for name, sketch in statistics.device.modules.items()
-            if sketch.count and name in statistics.modules
-        }
-        for name, seconds in whole_s.items():
-            inside = [other for other in whole_s if other.startswith(f"{name}.")]
-            nearest = [each for each in inside if not any(each.startswith(f"{other}.") for other in inside)]
-            found.setdefault(name, []).append(max(0.0, seconds - sum(whole_s[each] for each in nearest)))
-    return {name: sum(found[name]) / len(found[name]) for name in names if name in found}
+    statistics = process.statistics
+    if not statistics.usual_steps:
+        return {}
+    whole_s = {
+        name: sketch.usual_mean_ns() / 1e9 * statistics.modules[name].count / statistics.usual_steps
+        for name, sketch in statistics.device.modules.items()
+        if sketch.count and name in statistics.modules
+    }
+    only_root = process.root_modules[0] if len(process.root_modules) == 1 else None  # all others are inside of it
+    own_s = {}
+    for name, seconds in whole_s.items():
+        inside = [each for each in whole_s if each != name and (name == only_root or each.startswith(f"{name}."))]
+        nearest = [each for each in inside if not any(each.startswith(f"{other}.") for other in inside)]
+        own_s[name] = max(0.0, seconds - sum(whole_s[each] for each in nearest))
+    return own_s
 
 
 def device_sections(processes: dict[int, ProcessState]) -> list[DeviceSection]:

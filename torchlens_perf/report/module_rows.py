@@ -18,16 +18,18 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
     """Return all timed modules, those with the most own forward time first.
 
     `by_rank`: each rank's own time in a typical step. `backward_by_rank`: each rank's median backward time in the
-    sampled steps, with the modules inside it.
+    sampled steps, with the modules inside it. `device_own_by_rank`: each rank's own device time in a typical step.
     """
     rows: list[Module] = []
     own_s = {rank: _own_s_of_modules(process) for rank, process in processes.items()}
+    on_device_s = {rank: own_device_times(process) for rank, process in processes.items()}
     for name in _all_names(processes, "modules"):
         calls = _by_rank(name, {rank: process.statistics.modules for rank, process in processes.items()})
         backwards = _by_rank(name, {rank: process.statistics.module_backwards for rank, process in processes.items()})
         whole, backward = merged(calls.values()), merged(backwards.values())
         device = merged(process.statistics.device.modules.get(name, Sketch()) for process in processes.values())
         by_rank = {str(rank): own_s[rank].get(name, 0.0) for rank in calls}
+        own_on_device = {str(rank): own[name] for rank, own in on_device_s.items() if name in own}
         rows.append(
             {
                 "name": name,
@@ -40,12 +42,10 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
                 "backward_s": distribution(backward) if backward.count else None,
                 "backward_by_rank": {str(rank): each.quantile_ns(0.5) / 1e9 for rank, each in backwards.items()},
                 "device_s": distribution(device) if device.count else None,
-                "device_own_s_per_step": None,
+                "device_own_s_per_step": sum(own_on_device.values()) / len(own_on_device) if own_on_device else None,
+                "device_own_by_rank": own_on_device,
             }
         )
-    own_on_device = own_device_times(processes, [row["name"] for row in rows])
-    for row in rows:
-        row["device_own_s_per_step"] = own_on_device.get(row["name"])
     return sorted(rows, key=lambda row: (-(row["device_own_s_per_step"] or 0.0), -row["own_s_per_step"]))
 
 

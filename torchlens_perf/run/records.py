@@ -49,6 +49,12 @@ class StepTable:
     """Shape [steps, len(PARTS)]: CPU time of the training thread; -1 where it was not measured."""
     ready_ns: npt.NDArray[np.int64]
     """Shape [steps, len(PARTS)]: time that the training thread was ready and had no CPU; -1 where not measured."""
+    issue_ns: npt.NDArray[np.int64]
+    """Shape [steps, len(PARTS)]: the host's own time to issue the device's work; 0 in steps by the host's clock."""
+    issue_ready_ns: npt.NDArray[np.int64]
+    """`ready_ns` of the host. In steps by the device's clock, `ready_ns` has only what held up the device."""
+    lag_ns: npt.NDArray[np.int64]
+    """Shape [steps, len(PARTS)]: the device's lag behind the host at the begin of each part; 0 there too."""
 
     def __len__(self) -> int:
         return len(self.step)

@@ -162,6 +162,9 @@ class Steps:
                     ready_ns=np.full(shape, np.nan),
                     workload=_means(workload[ranks], width),
                     parts_ns=_means(self.parts_ns[ranks], width),
+                    issue_ns=np.zeros((*shape, len(OWN_PARTS))),
+                    issue_ready_ns=np.full(shape, np.nan),
+                    lag_ns=np.zeros((*shape, len(OWN_PARTS))),
                 ),
             )
 

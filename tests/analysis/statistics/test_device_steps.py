@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tables import MS
-from torchlens_perf.analysis.statistics.device_steps import MAX_BEHIND_STEPS, DeviceSteps
+from torchlens_perf.analysis.statistics.device_steps import MAX_BEHIND_STEPS, DeviceSteps, HostTimes
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
@@ -211,3 +211,88 @@ def test_marks_that_two_spans_share(rounding: int) -> None:
     made["duration_ns"][1] += rounding
 
     assert parts_ms(joined(made)) == pytest.approx({"communication": 10, "backward": 10, "host": 20}, abs=1e-5)
+
+
+# -- the host's line
+
+
+def of_ns(values: np.ndarray, row: int = 0) -> dict[str, float]:
+    return {part: ns / MS for part, ns in zip(PARTS, values[row].tolist(), strict=True) if 0 < ns < 1e15}
+
+
+def test_the_hosts_time_and_the_devices_lag_by_part() -> None:
+    table = joined(
+        records(
+            (Kind.DATA, 0, 1, 2), (Kind.FORWARD, 0, 4, 5), (Kind.BACKWARD, 0, 9, 6), (Kind.WAIT, 0, 10, 1),
+            (Kind.STEP, 0, 0, 17),
+            device(0, Kind.STEP, 0, 30), device(0, Kind.FORWARD, 4.2, 5), device(0, Kind.BACKWARD, 12, 9),
+        )
+    )  # fmt: skip
+
+    assert of_ns(table.issue_ns) == {"data": 2, "forward": 5, "backward": 6 - 1, "host": (4 - 2) + 2}
+    # By 0.2 ms after the forward pass, where the host has nothing to do, and by 21 - 15 ms after the backward pass.
+    assert of_ns(table.lag_ns) == {"forward": 0.2, "backward": 3, "host": 6}
+
+
+def test_steps_by_the_hosts_clock_have_no_host_line() -> None:
+    table = assemble_steps(records((Kind.FORWARD, 0, 0, 1), (Kind.STEP, 0, 0, 3)))
+
+    assert not table.issue_ns.any()
+    assert not table.lag_ns.any()
+
+
+def hosts_own_ms(steps: list[tuple[float, float, bool]], lag_at_end_ms: float = 1e9) -> list[float]:
+    """A segment's own time in each of these steps: the host's time, the lag at its begin, whether the queue may be
+    full."""
+    host_times = HostTimes()
+    found = []
+    for taken_ms, lag_ms, may_be_full in steps:
+        taken_ns, lag_ns, at_end_ns = (np.array([round(ms * MS)]) for ms in (taken_ms, lag_ms, lag_at_end_ms))
+        found.append(float(host_times.own(taken_ns, lag_ns, at_end_ns, np.array([may_be_full]))[0]) / MS)
+    return found
+
+
+def test_what_the_host_waits_for_its_device_is_not_its_own_time() -> None:
+    """It synchronizes: its time is 1 ms and the lag, whatever that is."""
+    lags_ms = [5.0 + 3 * (step % 2) for step in range(40)]
+
+    found = hosts_own_ms([(1 + lag_ms, lag_ms, False) for lag_ms in lags_ms])
+
+    assert found[-20:] == [1.0] * 20
+
+
+def test_a_host_that_waits_for_a_steady_lag() -> None:
+    """It takes about as long as the lag, of which none is left: a blocking copy between two steps."""
+    steps = [(81.0, 80.0, False)] * 3
+
+    assert hosts_own_ms(steps, lag_at_end_ms=0.0) == [1.0] * 3
+    assert hosts_own_ms(steps, lag_at_end_ms=70.0) == [81.0] * 3
+    assert hosts_own_ms([(120.0, 80.0, False)], lag_at_end_ms=0.0) == [120.0]
+
+
+def test_time_that_does_not_follow_the_lag_is_the_hosts_own() -> None:
+    """A host that never waits needs as long with a lag as without."""
+    found = hosts_own_ms([(8.0, 5.0 + 3 * (step % 2), False) for step in range(40)])
+
+    assert found[-20:] == [8.0] * 20
+
+
+def test_times_of_a_queue_with_room_stand_in_where_it_may_be_full() -> None:
+    found = hosts_own_ms([(3.0, 0.0, False)] * 12 + [(20.0, 15.0, True)] * 5)
+
+    assert found[-5:] == [3.0] * 5
+
+
+def test_a_host_whose_queue_never_had_room_is_taken_as_it_is() -> None:
+    """Nothing is known that could stand in. A long lag hides it (own_time.py)."""
+    assert hosts_own_ms([(20.0, 15.0, True)] * 20)[-1] == 20.0
+
+
+def test_the_device_progresses_where_it_comes_to_a_mark() -> None:
+    host_times = HostTimes()
+
+    found = host_times.progresses(np.array([5, 20]), np.array([0, 6, 18]), np.array([6, 18, 30]))
+    later = host_times.progresses(np.array([40]), np.array([10, 30, 40]), np.array([25, 45, 50]))
+
+    assert found.tolist() == [True, False, True]
+    assert later.tolist() == [True, True, False]  # 20 is known from before

@@ -18,6 +18,7 @@ from torchlens_perf.analysis.causes.straggler_groups import (
 )
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Usual
 from torchlens_perf.analysis.stragglers.episodes import Episode
+from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.analysis.stragglers.placement import BY_DEVICE
 from torchlens_perf.analysis.words.evidence import NobodySlowEvidence, Verdict
 from torchlens_perf.analysis.words.stragglers import (
@@ -221,6 +222,53 @@ class TestModules:
 
         assert verdict_on(episode(phase="forward"), context).evidence.modules == ()
         assert verdict_on(episode(phase="data"), context).evidence.modules == ()
+
+
+class TestModulesOnDevices:
+    """A rank that is judged by its device: the host's times lie where its queue was full."""
+
+    @staticmethod
+    def named(excess_s: dict[str, float], phase: str = "forward", **changed: Any) -> tuple[str, ...]:
+        """The modules in the sentence. excess_s: of the device's own time, by module; "Net" is the whole model."""
+        modules = [
+            module(name, {"3": 0.11 if name == "c" else 0.01, "1": 0.01}, {"3": 0.11, "1": 0.01})
+            | {"is_root": name == "Net", "device_own_by_rank": {"1": 0.01, "3": 0.01 + more_s}}
+            for name, more_s in {**dict.fromkeys(("Net", *"abcde"), 0.0), **excess_s}.items()
+        ]
+        context = SlowRankContext(modules, "cuda", DEVICE)
+        return verdict_on(episode(phase=phase, **changed), context).evidence.modules
+
+    def test_by_the_devices_own_times(self) -> None:
+        assert self.named({"b": 0.018}) == ("b",)
+        assert self.named({"a": 0.010, "b": 0.008}) == ("a", "b")
+
+    def test_between_modules(self) -> None:
+        """What the whole model does in its own forward() is no module."""
+        assert self.named({"Net": 0.018}) == ()
+
+    def test_a_slow_device(self) -> None:
+        """All modules are slower alike."""
+        assert self.named(dict.fromkeys("abcde", 0.004)) == ()
+
+    def test_backward_passes_have_no_device_times_of_modules(self) -> None:
+        assert self.named({"b": 0.018}, phase="backward") == ()
+
+    def test_where_hosts_are_compared_their_times_count(self) -> None:
+        assert self.named({"b": 0.018}, by_host=True, excess_ns=150 * MS, phase_excess_ns=150 * MS) == ("c",)
+
+
+def test_a_slow_host() -> None:
+    """The device waits for its host: that is another cause than a slow device, with another next step."""
+    slow = verdict_on(episode(phase="forward", by_host=True))
+
+    assert (
+        "its host needs 80.0 ms a step against 60.0 ms on the other ranks, and the device waits for it. " in slow.text
+    )
+    assert (
+        "Next: compare the host of rank 3: its CPU's clock, what else runs there, and what its Python code" in slow.text
+    )
+    assert slow.evidence.cause == "slow_host"
+    assert verdict_on(episode(phase="forward")).evidence.cause == "slow_compute"
 
 
 def test_a_node_and_a_position() -> None:

@@ -194,11 +194,11 @@ def test_what_nccl_refuses_is_told_from_what_fails_otherwise() -> None:
 @pytest.mark.distributed
 @pytest.mark.skipif(device.missing() is not None, reason=f"the device cannot be built: {device.missing()}")
 def test_the_planted_part_on_the_asynchronous_device(tmp_path: Path) -> None:
-    """One fault of those that the part has, planted as on CUDA."""
+    """A loop and a fault of those that the part has, planted as on CUDA."""
     lines: list[Line] = []
-    planted.check(Checks(lines.append), MODULES, faults=("backward",), steps=90)
-    assert [line.result for line in lines] == [PASS], lines
-    assert lines[0].value == "rank 1, backward"
+    planted.check(Checks(lines.append), MODULES, kinds=("launch-clean", "ddp-backward"), steps=90)
+    assert [line.result for line in lines] == [PASS, PASS], lines
+    assert [line.value for line in lines] == ["nobody", "rank 1, backward"]
 
 
 @pytest.mark.long

@@ -198,7 +198,7 @@ class TestRows:
         rows = wider(JOB.rows_of(1), 2)
         windows = list(summary.windows(rows))
 
-        assert [len(each) for each in windows] == [11, 11, 8]
+        assert [len(each) for each in windows] == [8, 8, 8, 6]
         assert {each.width for each in windows} == {2}
         for field in dataclasses.fields(StepBins):
             if field.name != "width":
@@ -215,7 +215,13 @@ class TestRows:
         """Row numbers, flags, times, work by part; what was not measured is still not a number."""
         rows = wider(JOB.rows_of(2, slice(0, 20)), 4)
         rows = dataclasses.replace(rows, flags=np.array([0, int(Flag.COLLECTED), 1, 256, 8192]))
-        rows = dataclasses.replace(rows, ready_ns=np.array([np.nan, 1e6, 0, 5, np.nan]))
+        rows = dataclasses.replace(
+            rows,
+            ready_ns=np.array([np.nan, 1e6, 0, 5, np.nan]),
+            issue_ready_ns=np.array([np.nan, 2e6, 0, 5, np.nan]),
+            issue_ns=rows.work_ns / 2,
+            lag_ns=rows.work_ns * 100,
+        )
         ((population, block),) = summary.blocks(received(told(rows=rows)))
 
         assert (population, block.width, block.ranks.tolist()) == (PLACE.population, 4, [5])
@@ -223,7 +229,15 @@ class TestRows:
         assert block.flags[0, :5].tolist() == rows.flags.tolist()
         for name in ("duration_ns", "wait_ns", "ready_ns", "workload"):
             np.testing.assert_allclose(getattr(block, name)[0, :5], getattr(rows, name), rtol=1e-6)
-        np.testing.assert_allclose(block.parts_ns[0, :5], rows.work_ns, rtol=1e-6)
+        share_ns = rows.duration_ns.max() / 16000  # as close as a share of the duration is
+        for name, sent in (
+            ("parts_ns", rows.work_ns),
+            ("issue_ns", rows.issue_ns),
+            ("issue_ready_ns", rows.issue_ready_ns),
+        ):
+            np.testing.assert_allclose(getattr(block, name)[0, :5], sent, atol=share_ns)
+        longest_ns = 4 * rows.duration_ns[:, None]
+        np.testing.assert_allclose(block.lag_ns[0, :5], np.minimum(rows.lag_ns, longest_ns), atol=share_ns)
 
     def test_blocks_by_population_and_width(self) -> None:
         """Rows of ranks that are not compared, or of different width, are apart; who has none is in no block."""
@@ -258,7 +272,7 @@ class TestRows:
 
 @pytest.mark.parametrize("per_summary", [ROWS, 7, 1])
 def test_judged_the_same(per_summary: int) -> None:
-    """Findings are those of rows that never travelled, but for the last digits of 32-bit floats."""
+    """Findings are those of rows that never travelled, but for a hundredth of a percent of the step."""
     direct = JOB.judged()
     judge = StragglerDetector()
     for first in range(0, JOB.rows, per_summary):
@@ -272,8 +286,10 @@ def test_judged_the_same(per_summary: int) -> None:
     assert len(direct.episodes) == 1
     for mine, theirs in zip(travelled.episodes, direct.episodes, strict=True):
         for name, value in dataclasses.asdict(theirs).items():
-            assert getattr(mine, name) == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
-    assert (travelled.rows, travelled.last_step, travelled.usual) == (direct.rows, direct.last_step, direct.usual)
+            assert getattr(mine, name) == (pytest.approx(value, rel=1e-3) if isinstance(value, float) else value), name
+    assert (travelled.rows, travelled.last_step) == (direct.rows, direct.last_step)
+    ((mine,), (theirs,)) = travelled.usual, direct.usual
+    assert (mine.work_ns, mine.wait_ns) == pytest.approx((theirs.work_ns, theirs.wait_ns), rel=1e-4)
 
 
 def test_narrow_rows_travel_in_any_pieces() -> None:

@@ -4,11 +4,17 @@ On a device the host only issues work, so its times equalise between ranks and s
 device did is known from spans on its own line: the step, its phases, and its stalls (a stall is bracketed by two marks
 around a wait of the compute stream). What lies in no phase and no stall is the gap. The host's phases say what the
 device waited for there: a device that has work is not held up by a slow loader, and then they do not overlap the gap.
+
+A part's device time includes launch gaps: time in which the device had nothing to do because the host had not issued
+it. A rank that waits for others in a collective has none afterwards, because its host goes on meanwhile. Each part
+therefore also carries the host's time and the device's lag behind the host at the part's begin. With both, ranks are
+compared as if none had waited (analysis/stragglers/own_time.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,6 +38,10 @@ _SPANS = (_STEP, *_PART_OF_SPAN)
 _DATA, _HOST = PARTS.index("data"), PARTS.index("host")
 _IN_GAP = np.isin(np.arange(len(PARTS)), (_DATA, _HOST))
 _PHASES = (int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.OPTIMIZER))
+_OF_PHASES = tuple(_PART_OF_SPAN[kind] for kind in _PHASES)
+_FEW_STEPS, _WARM_UP_STEPS, _KEPT_TIMES = 8, 3, 32
+_QUEUED_NS = 500_000  # a device that lags less behind has room in its queue
+_CLEARLY_LESS, _LITTLE = 0.8, 0.2
 _PART_OF_GAP = {int(Kind.DATA): _DATA, int(Kind.WAIT): _STALL}
 
 
@@ -66,6 +76,7 @@ class DeviceSteps:
         self._on_host = _NONE  # the host's waits and phases in those
         self._device = _NONE  # the device's spans of steps that are not whole
         self._newest = 0  # of the host's steps
+        self._host_times = HostTimes()
 
     def add(self, records: npt.NDArray[np.void], steps: StepTable) -> StepTable:
         """Records in their order, and the host's steps that they make. Returns the steps that are known by now.
@@ -84,7 +95,7 @@ class DeviceSteps:
         self._newest = int(host.step.max(initial=self._newest))
         oldest = self._newest - MAX_BEHIND_STEPS
         done, newest = host.where(known), host.step[known].max(initial=-1)
-        table = device_table(done, self._device, self._on_host)
+        table = device_table(done, self._device, self._on_host, self._host_times)
         self._hosts = [host.where(~known & (host.step > oldest))]
         # Times come in the order of steps: of a step before a known one nothing more is to come.
         self._device = self._device.where(self._device.step > max(newest, oldest))
@@ -93,8 +104,11 @@ class DeviceSteps:
         return table
 
 
-def device_table(host: StepTable, device: _Spans, on_host: _Spans) -> StepTable:
-    """The steps of `host` by the device's clock, which has reported all their spans. on_host: its waits and phases."""
+def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: HostTimes | None = None) -> StepTable:
+    """The steps of `host` by the device's clock, which has reported all their spans. on_host: its waits and phases.
+
+    host_times: what is known of the steps before; None: nothing.
+    """
     order = np.argsort(host.step, kind="stable")
     numbers = host.step[order]
 
@@ -118,8 +132,9 @@ def device_table(host: StepTable, device: _Spans, on_host: _Spans) -> StepTable:
     np.subtract.at(gap_ns, outer_rows, outer.duration_ns)
     gap_ns = np.maximum(gap_ns, 0)
 
-    ahead_ns = _ahead_ns((spans, rows), row_of(on_host), len(host))
-    waits, rows = row_of(on_host.where(np.isin(on_host.kind, list(_PART_OF_GAP))))
+    phases = _Phases.matched((spans, rows), row_of(on_host), len(host))
+    waits, waits_rows = row_of(on_host.where(np.isin(on_host.kind, list(_PART_OF_GAP))))
+    rows = waits_rows
     ends = waits.start_ns + waits.duration_ns
     in_gap_ns = np.minimum(ends, (start_ns + duration_ns)[rows]) - np.maximum(waits.start_ns, start_ns[rows])
     in_gap_ns = np.maximum(in_gap_ns, 0)
@@ -136,26 +151,182 @@ def device_table(host: StepTable, device: _Spans, on_host: _Spans) -> StepTable:
     parts_ns[:, _HOST] = gap_ns
     # Lack of a CPU holds up the device where that has nothing to do: in the gap, and in a phase in which the host was
     # not as far ahead.
+    ahead_ns = np.where(_IN_GAP, 0, phases.lag_ns)
     ready_ns = np.where(host.ready_ns >= 0, np.maximum(host.ready_ns - ahead_ns, 0), -1)
-    return dataclasses.replace(host, start_ns=start_ns, duration_ns=duration_ns, parts_ns=parts_ns, ready_ns=ready_ns)
+    issue_ns, lag_ns = _host_line(host, phases, start_ns, (waits, waits_rows), host_times or HostTimes())
+    return dataclasses.replace(
+        host, start_ns=start_ns, duration_ns=duration_ns, parts_ns=parts_ns, ready_ns=ready_ns, issue_ns=issue_ns,
+        issue_ready_ns=host.ready_ns, lag_ns=lag_ns,
+    )  # fmt: skip
 
 
-def _ahead_ns(
-    on_device: tuple[_Spans, Integers], on_host: tuple[_Spans, Integers], count: int
-) -> npt.NDArray[np.int64]:
-    """Shape [steps, parts]: how long before the device the host began each phase. 0 in the gap; where a phase is not
-    known, so long that the host cannot have been late.
+class _Phases(NamedTuple):
+    """The phases of steps that both clocks have, by row of the table and in the host's order. Equally long columns."""
+
+    row: Integers
+    kind: Integers
+    host_ns: npt.NDArray[np.int64]
+    """Shape [phases, 2]: begin and end on the host."""
+    device_ns: npt.NDArray[np.int64]
+    lag_ns: npt.NDArray[np.int64]
+    """Shape [steps, parts]: how long after the host the device began the phases of that part; _LONG_NS if not known."""
+
+    @classmethod
+    def matched(cls, on_device: tuple[_Spans, Integers], on_host: tuple[_Spans, Integers], count: int) -> _Phases:
+        """Match the phases of each step in their order, where both clocks have as many of a kind."""
+        lag_ns = np.full((count, len(PARTS)), _LONG_NS)
+        lag_ns[:, _IN_GAP] = 0
+        found = []
+        for kind in _PHASES:
+            sides = []
+            for spans, rows in (on_device, on_host):
+                at = np.flatnonzero(spans.kind == kind)
+                at = at[np.lexsort((spans.start_ns[at], rows[at]))]
+                sides.append((spans.where(at), rows[at], np.bincount(rows[at], minlength=count)))
+            same = (sides[0][2] == sides[1][2]) & (sides[0][2] > 0)
+            (device, rows), (host, _) = ((spans.where(same[rows]), rows[same[rows]]) for spans, rows, _ in sides)
+            lag_ns[same, _PART_OF_SPAN[kind]] = 0
+            np.add.at(lag_ns, (rows, _PART_OF_SPAN[kind]), np.maximum(device.start_ns - host.start_ns, 0))
+            found.append((rows, host.kind, _ends(host), _ends(device)))
+        row, kind_of, host_ns, device_ns = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        order = np.lexsort((host_ns[:, 0], row))
+        return cls(row[order], kind_of[order], host_ns[order], device_ns[order], lag_ns)
+
+
+def _ends(spans: _Spans) -> npt.NDArray[np.int64]:
+    return np.stack([spans.start_ns, spans.start_ns + spans.duration_ns], axis=1)
+
+
+class HostTimes:
+    """The host's own time in each segment of a step: without what the device blocked it. Of one process.
+
+    The device blocks the host in two ways:
+
+    - The host waits until the device has done all work (a blocking copy, `.item()`). It waits as long as the device
+      lags behind, so its time varies with that lag from step to step, or is about as long. There, the lag is
+      subtracted.
+    - The host waits for room in the device's queue. It can only do so where the device lags behind at both ends of the
+      segment, and comes on meanwhile. There, the newest times in which it cannot have waited stand in, in turn.
     """
-    ahead_ns = np.where(_IN_GAP, 0, np.full((count, len(PARTS)), _LONG_NS))
-    for kind in _PHASES:
-        begins = []
-        for spans, rows in (on_device, on_host):
-            first_ns = np.full(count, _LONG_NS)
-            np.minimum.at(first_ns, rows[spans.kind == kind], spans.start_ns[spans.kind == kind])
-            begins.append(first_ns)
-        known = np.maximum(*begins) < _LONG_NS
-        ahead_ns[known, _PART_OF_SPAN[kind]] = np.maximum(begins[0] - begins[1], 0)[known]
-    return ahead_ns
+
+    def __init__(self) -> None:
+        self._last = self._variation = np.zeros((2, 0))  # the host's time, and that without the lag; how much they vary
+        self._free_ns, self._free = np.zeros((0, 0)), np.zeros(0, np.int64)  # times without a full queue, how many
+        self._steps = 0
+        self._reached_ns = np.zeros(0, np.int64)  # when the device came to its marks
+
+    def progresses(self, reached_ns: Integers, begin_ns: Integers, end_ns: Integers) -> npt.NDArray[np.bool_]:
+        """Whether the device came to a mark in each interval. reached_ns: its newest marks."""
+        self._reached_ns = np.sort(np.concatenate([self._reached_ns, reached_ns]))
+        inside = np.searchsorted(self._reached_ns, end_ns) > np.searchsorted(self._reached_ns, begin_ns, "right")
+        self._reached_ns = self._reached_ns[np.searchsorted(self._reached_ns, begin_ns.min(initial=_LONG_NS)) :]
+        return inside
+
+    def own(
+        self, taken_ns: Integers, lag_ns: Integers, at_end_ns: Integers, may_be_full: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.float64]:
+        """Take the next step's segments: the host's time and the lag at their begin. Return the host's own time.
+
+        at_end_ns: the lag at the end of gaps between phases; of phases, which may take as long as a lag by chance, the
+        largest number. may_be_full: whether the host can have waited for room in the queue.
+        """
+        now = np.stack([taken_ns, taken_ns - lag_ns]).astype(float)
+        if now.shape != self._last.shape:
+            self._last, self._variation, self._steps = now, np.zeros_like(now), 0
+            self._free_ns, self._free = np.zeros((_KEPT_TIMES, len(taken_ns))), np.zeros(len(taken_ns), np.int64)
+        change, self._last = np.abs(now - self._last), now
+        if self._steps > _FEW_STEPS:  # a single long step says little
+            change = np.minimum(change, 4 * self._variation)
+        self._variation += (change - self._variation) / min(max(self._steps, 1), 4 * _FEW_STEPS)
+        self._steps += 1
+        waits = (self._variation[1] < _CLEARLY_LESS * self._variation[0]) & (lag_ns <= taken_ns)
+        # Where the lag is steady, a host that waits takes about as long as the lag, and none is left.
+        about_as_long = (lag_ns > _QUEUED_NS) & (np.maximum(np.abs(now[1]), at_end_ns) < _LITTLE * lag_ns)
+        own_ns = np.where((waits & (self._steps > _FEW_STEPS)) | about_as_long, np.maximum(now[1], 0), now[0])
+        if self._steps > _WARM_UP_STEPS:
+            free = np.flatnonzero(~may_be_full)
+            self._free_ns[self._free[free] % _KEPT_TIMES, free] = own_ns[free]
+            self._free[free] += 1
+        known = np.clip(self._free, 1, _KEPT_TIMES)
+        stands_in = self._free_ns[self._steps % known, np.arange(len(known))]
+        return np.where(may_be_full & (self._free >= _FEW_STEPS), stands_in, own_ns)
+
+
+def _host_line(
+    host: StepTable, phases: _Phases, start_ns: Integers, waits: tuple[_Spans, Integers], host_times: HostTimes
+) -> tuple[Integers, Integers]:
+    """Shape [steps, parts] each: the host's time to issue a part's work, and the device's lag at the part's begin.
+
+    start_ns: of the steps, on the device. waits: the host's, with the rows of their steps.
+    """
+    issue_ns, lag_ns = np.zeros_like(phases.lag_ns), phases.lag_ns.copy()
+    # A step's marks in order: its begin, begin and end of each phase, its end. A gap lies before and after each phase.
+    of_row = np.bincount(phases.row, minlength=len(host))
+    first = np.concatenate([[0], np.cumsum(2 * of_row + 2)])
+    row_of = np.repeat(np.arange(len(host)), 2 * of_row + 2)
+    at_phase = first[phases.row] + 1 + 2 * (np.arange(len(phases.row)) - (np.cumsum(of_row) - of_row)[phases.row])
+    marks = np.zeros((2, first[-1]), np.int64)  # by the host, by the device
+    marks[:, first[:-1]] = host.start_ns, start_ns
+    marks[0, first[1:] - 1] = host.start_ns + host.duration_ns
+    for end in (0, 1):
+        marks[:, at_phase + end] = phases.host_ns[:, end], phases.device_ns[:, end]
+    part = np.full(first[-1], _HOST)
+    part[at_phase] = _parts(phases.kind, _PART_OF_SPAN)
+    late_ns = np.maximum(marks[1] - marks[0], 0)
+    taken_ns = np.append(np.diff(marks[0]), 0)
+
+    # What the host waits for in a segment: a collective, which is not its own time, or the loader.
+    spans, rows = waits
+    within = _last_before(marks[0], row_of, spans.start_ns, rows)
+    is_data = spans.kind == int(Kind.DATA)
+    np.subtract.at(taken_ns, within, spans.duration_ns)
+    np.add.at(issue_ns, (rows[is_data], _DATA), spans.duration_ns[is_data])
+    # Lack of a CPU is known by part: it is taken from the part's first segment.
+    ready_ns = np.maximum(host.ready_ns, 0)
+    issue_ns[:, _DATA] = np.maximum(issue_ns[:, _DATA] - ready_ns[:, _DATA], 0)
+    _, firsts = np.unique(row_of * len(PARTS) + part, return_index=True)
+    taken_ns[firsts] -= ready_ns[row_of[firsts], part[firsts]]
+    taken_ns = np.maximum(taken_ns, 0)
+    loader_late_ns = np.maximum(marks[1, within] - spans.start_ns, 0)
+    np.add.at(lag_ns, (rows[is_data], _DATA), loader_late_ns[is_data])
+    loaded_ns = np.zeros(first[-1], np.int64)
+    np.add.at(loaded_ns, within[is_data], spans.duration_ns[is_data])
+    late_ns = np.where(part == _HOST, np.maximum(late_ns - loaded_ns, 0), late_ns)
+
+    ends, begins = marks[0, 1:], marks[0, :-1]
+    may_be_full = np.append((np.minimum(late_ns[:-1], late_ns[1:]) > _QUEUED_NS), False)
+    may_be_full[:-1] &= host_times.progresses(marks[1, marks[1] > 0], begins, ends)
+    at_end_ns = np.where(part[:-1] == _HOST, late_ns[1:], _LONG_NS)
+    own_ns = np.zeros(first[-1])
+    for begin, end in itertools.pairwise(first.tolist()):
+        inside = slice(begin, end - 1)
+        own_ns[inside] = host_times.own(taken_ns[inside], late_ns[inside], at_end_ns[inside], may_be_full[inside])
+    late_ns[first[1:] - 1] = 0
+    np.add.at(issue_ns, (row_of, part), np.maximum(own_ns, 0).astype(np.int64))
+    # A part may be in several segments. Each one's lag hides no more than that segment. What is left of the longest
+    # one's would hide more.
+    places = row_of * len(PARTS) + part
+    longest = np.lexsort((own_ns, places))
+    longest = longest[np.append(np.diff(places[longest]) > 0, True)]
+    known = np.isin(part[longest], (_HOST, *_OF_PHASES))
+    longest = longest[known]
+    lag_ns[row_of[longest], part[longest]] = np.maximum(late_ns - own_ns, 0)[longest]
+    in_segments = np.isin(places, places[longest])
+    np.add.at(
+        lag_ns, (row_of[in_segments], part[in_segments]), np.minimum(late_ns, own_ns)[in_segments].astype(np.int64)
+    )
+    return issue_ns, lag_ns
+
+
+def _last_before(times: Integers, rows: Integers, queries: Integers, query_rows: Integers) -> Integers:
+    """The index of the last of the times in the same row that is not after each query. A row's times ascend, and its
+    first is before all queries."""
+    order = np.lexsort((np.concatenate([np.zeros(len(times)), np.ones(len(queries))]),
+                        np.concatenate([times, queries]), np.concatenate([rows, query_rows])))  # fmt: skip
+    latest = np.maximum.accumulate(np.where(order < len(times), order, 0))
+    found = np.empty(len(order), np.int64)
+    found[order] = latest
+    return found[len(times) :]
 
 
 def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Integers]:

@@ -32,9 +32,15 @@ class StepBins:
     duration_ns: npt.NDArray[np.float64]
     work_ns: npt.NDArray[np.float64]
     """Shape [rows, len(OWN_PARTS)]: the rank's own time, without that in which its thread was ready and had no CPU."""
+    issue_ns: npt.NDArray[np.float64]
+    """Shaped alike: the host's time to issue the device's work. 0 where the rank is judged by the host's clock."""
+    lag_ns: npt.NDArray[np.float64]
+    """Shaped alike: the device's lag behind the host at the begin of each part. 0 there too."""
     wait_ns: npt.NDArray[np.float64]
     ready_ns: npt.NDArray[np.float64]
     """That time; NaN where it was not measured, and then it is in work_ns."""
+    issue_ready_ns: npt.NDArray[np.float64]
+    """That time on the host, of a rank that is judged by its device: also where it did not hold up the device."""
     workload: npt.NDArray[np.float64]
     """Tokens, or what else the job counts; NaN where it does not."""
     flags: npt.NDArray[np.int64]
@@ -121,8 +127,11 @@ def _rows(table: StepTable, width: int) -> StepBins:
         step=steps,
         duration_ns=mean(table.duration_ns.astype(np.float64)),
         work_ns=mean(own - ready),
+        issue_ns=mean(table.issue_ns[:, _OWN].astype(np.float64)),
+        lag_ns=mean(table.lag_ns[:, _OWN].astype(np.float64)),
         wait_ns=mean(table.parts_ns[:, _WAIT].astype(np.float64)),
         ready_ns=mean(np.where(measured, ready.sum(axis=1), np.nan)),
+        issue_ready_ns=mean(np.where(measured, table.issue_ready_ns[:, _OWN].sum(axis=1), np.nan)),
         workload=mean(np.where(table.workload >= 0, table.workload, np.nan)),
         flags=np.bitwise_or.reduceat(table.flags, starts),
     )

@@ -62,6 +62,9 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
         workload=(steps["value1"] >> WORKLOAD_SHIFT).astype(np.int64) - 1,
         cpu_ns=cpu_ns,
         ready_ns=ready_ns,
+        issue_ns=np.zeros_like(ready_ns),
+        issue_ready_ns=ready_ns,
+        lag_ns=np.zeros_like(ready_ns),
     )
 
 

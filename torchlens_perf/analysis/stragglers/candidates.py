@@ -31,6 +31,9 @@ MIN_LASTING_NS = 3e9  # of it, or
 MIN_LOST_NS = 1e8  # in it: for a second or two, an operating system or a neighbour on the machine slows any rank
 MIN_SHARE = 0.03  # of the step: what is not worth a person's time
 _MIN_GAIN = 0.0075  # of the step
+# Where all is compared by the hosts' times: times that share, time and loss. A host shares its processors with others,
+# and in clean runs one is slower by up to 5 % of the step for seconds.
+_SHARE_OF_HOSTS, _LASTING_OF_HOSTS, _LOST_OF_HOSTS = 2.0, 5 / 3, 10.0
 WORKLOAD_FACTOR = 1.5  # times that, where the ranks' workload differs: what it explains is a straight line at best
 SPREAD_FACTOR = 4.0  # times the ranks' own spread, where there are enough ranks to know it
 _LASTING_WORKLOAD = 48  # rows with more workload than the others, from which on that is a finding, and no excuse
@@ -66,6 +69,8 @@ class ComparedBins:
         self.ranks = window.ranks[present]
         self.threshold = threshold(len(self.ranks))
         self._excess = window.excess_ns[np.ix_(present, self._at)]
+        self._hosts_share = window.hosts_share(np.ix_(present, self._at))
+        self._lack_ns = float(np.nan_to_num(window.no_cpu_ns[np.ix_(present, self._at)]).mean(axis=1).max())
         self._scales: dict[str, float] = {}
         self._series = {"": self._excess}
         workload = window.workload[np.ix_(present, self._at)]
@@ -91,7 +96,7 @@ class ComparedBins:
         """[ranks, rows]: the excess that a phase is judged by."""
         kind = "cpu" if phase == "cpu" else ""
         if kind not in self._series:
-            ready = np.nan_to_num(self._window.ready_ns[np.ix_(self._present, self._at)])
+            ready = np.nan_to_num(self._window.no_cpu_ns[np.ix_(self._present, self._at)])
             self._series[kind] = excess_over_others(ready)
         return self._series[kind]
 
@@ -111,12 +116,12 @@ class ComparedBins:
         over: by rank, the step before which it is not looked at. slow: ranks that are known to be slow.
         """
         # What is worth naming. Steps that are long for lack of CPUs are no measure for work.
-        min_rows, min_ns = MIN_ROWS, self._min_share * self._running_ns
+        min_rows, min_ns = MIN_ROWS, max(self._min_share * self._running_ns, self._min_of_hosts_ns)
         if phase == "cpu":  # who gets one changes by chance for seconds: that is asked for longer, and more of it
             min_rows, min_ns = 8 * MIN_ROWS, 4 * MIN_SHARE * self.step_ns
         if len(self.keys) < min_rows:
             return []
-        if phase == "cpu" and not np.isfinite(self._window.ready_ns[self._present, self._at[-1]]).all():
+        if phase == "cpu" and not np.isfinite(self._window.no_cpu_ns[self._present, self._at[-1]]).all():
             return []
         # Intervals above zero show what comes and goes; but where a rank was always a little slower, they reach far
         # back, and weaken what is new. Those above half of what is worth naming do not.
@@ -156,7 +161,7 @@ class ComparedBins:
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD and mean < SPREAD_FACTOR * spread(others):
             return None
         steps = len(interval) * self.width
-        if steps * self.step_ns < self._min_lasting_ns and steps * mean < MIN_LOST_NS:
+        if steps * self.step_ns < self._min_lasting_ns and steps * mean < self._min_lost_ns:
             return None
         if cpu and not self._is_last_for_lack_of_cpu(index, start, interval):
             return None
@@ -180,16 +185,33 @@ class ComparedBins:
     @property
     def _min_lasting_ns(self) -> float:
         """MIN_LASTING_NS, or what rows of short steps can show."""
-        return min(MIN_LASTING_NS, _SURE * self._window.rows * self.width * self.step_ns)
+        return min(
+            MIN_LASTING_NS * self._of_hosts(_LASTING_OF_HOSTS), _SURE * self._window.rows * self.width * self.step_ns
+        )
 
     @property
     def _min_share(self) -> float:
-        return MIN_SHARE * (1.0 if self._series[""] is self._excess else WORKLOAD_FACTOR)
+        return (
+            MIN_SHARE * self._of_hosts(_SHARE_OF_HOSTS) * (1.0 if self._series[""] is self._excess else WORKLOAD_FACTOR)
+        )
+
+    @property
+    def _min_lost_ns(self) -> float:
+        return MIN_LOST_NS * self._of_hosts(_LOST_OF_HOSTS)
+
+    def _of_hosts(self, factor: float) -> float:
+        """The factor, as far as the hosts' times count; 1 where they do not."""
+        return 1 + (factor - 1) * self._hosts_share
+
+    @property
+    def _min_of_hosts_ns(self) -> float:
+        """The lack of a CPU, of the rank that lacks most: it is known of the training thread, and not of autograd's."""
+        return self._hosts_share * self._lack_ns
 
     def _is_last_for_lack_of_cpu(self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]) -> bool:
         """Whether it lacks a CPU in most steps, and is the one that the others wait for."""
         at = np.ix_(self._present, self._at[start:])
-        own = self._window.parts_ns[at].sum(axis=2).mean(axis=1) + self._window.ready_ns[at].mean(axis=1)
+        own = self._window.own_ns[at].sum(axis=2).mean(axis=1) + self._window.no_cpu_ns[at].mean(axis=1)
         return int(own.argmax()) == index and float((lack_ns > lack_ns.mean() / 2).mean()) > 0.6
 
     def episode(self, rank: int, index: int, start: int, phase: str, *, from_start: bool) -> Episode:
@@ -215,9 +237,10 @@ class ComparedBins:
         rows = len(self.keys)
         error_ns = self.scale("") / float(np.sqrt(rows))
         worth_ns = self._min_share * self.step_ns / (1 - self._min_share)  # the step would be as much longer
-        min_ns = max(worth_ns + _POWER * error_ns, (self.threshold + _POWER) * error_ns)
+        min_ns = max(worth_ns, self._min_of_hosts_ns) + _POWER * error_ns
+        min_ns = max(min_ns, (self.threshold + _POWER) * error_ns)
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
             min_ns = max(min_ns, SPREAD_FACTOR * spread(self.series("").mean(axis=1)) + _POWER * error_ns)
         if _SURE * rows * self.width * self.step_ns < self._min_lasting_ns:
-            min_ns = max(min_ns, MIN_LOST_NS / (_SURE * rows * self.width))
+            min_ns = max(min_ns, self._min_lost_ns / (_SURE * rows * self.width))
         return min_ns

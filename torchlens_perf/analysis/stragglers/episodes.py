@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.stragglers.window import SlidingWindow
 
 _COMPUTE = ("forward", "backward")
+# Where both grew alike: how many times as large as the other ratio one may be. The host of the rank that is last is a
+# little slower in all phases.
+_ALIKE, _ALIKE_ON_HOSTS = 2.25, 1.5
 _VALUES_AT_ONCE = 1 << 16
 _SAMPLE = 256  # of many ranks, from which the others' usual times are taken
 
@@ -54,6 +57,8 @@ class Episode:
     shared_cost_ns: float | None = None
     """How much sooner the step would have ended without all slow ranks that do the same work: of the newest time when
     there were any. None: it is not known."""
+    by_host: bool = False
+    """Whether its device waits for its host in what it is slow in: its host is slow, and hosts were compared."""
     by_windows: bool = False
     """Known from windows that the devices merged, and not from the rank's own rows, see merged_windows.py."""
     disputed: bool = False
@@ -89,17 +94,22 @@ def described(
     slow = series > usual / 2
     slow_share = float(slow.mean())
     sample = others[:: max(1, len(others) // _SAMPLE)]
-    parts = window.parts_ns[index, at].astype(np.float64)
-    usual_parts = np.median(window.parts_ns[np.ix_(sample, at)], axis=0).astype(np.float64)
+    parts = window.own_ns[index, at].astype(np.float64)
+    usual_parts = np.median(window.own_ns[np.ix_(sample, at)], axis=0).astype(np.float64)
     load = window.workload[np.ix_(np.append(sample, index), at)].astype(np.float64)
     more_workload = episode.more_workload
     if np.isfinite(load).all() and (typical := float(np.median(load[:-1]))) > 0:
         more_workload = float(load[-1].mean()) / typical - 1
-    phase, phase_excess_ns = episode.phase, excess_ns
+    phase, phase_excess_ns, by_host = episode.phase, excess_ns, False
     if phase != "cpu":
         above = (parts - usual_parts)[slow].mean(axis=0) if slow.any() else np.zeros(len(OWN_PARTS))
-        phase, part_ns = phase_of(above, usual_parts.mean(axis=0))
+        by_host_ns = window.by_host_ns(np.ix_(np.append(others, index), at))[-1].mean(axis=0)
+        usual_ns = usual_parts.mean(axis=0)
+        phase, part_ns = phase_of(
+            above, usual_ns, _ALIKE_ON_HOSTS if _is_most(by_host_ns, parts, "compute") else _ALIKE
+        )
         phase_excess_ns = part_ns * slow_share
+        by_host = _is_most(by_host_ns, parts, phase)
     return dataclasses.replace(
         episode,
         phase=phase,
@@ -110,13 +120,20 @@ def described(
         # Where it also lacks a CPU, the job waits for that too; but that is none of what makes it slower than others.
         cost_ns=min(_gain_ns(_own_ns(window, np.append(others, index), at)), max(0.0, excess_ns)),
         work_ns=float(parts.sum(axis=1).mean()),
-        others_work_ns=float(np.median(window.parts_ns[np.ix_(sample, at)].sum(axis=2), axis=0).mean()),
+        others_work_ns=float(np.median(window.own_ns[np.ix_(sample, at)].sum(axis=2), axis=0).mean()),
         step_ns=float(np.median(window.duration_ns[index, at])),
         z_score=float(np.clip(series / scale, -CLIP, CLIP).sum() / np.sqrt(len(series))),
         slow_share=slow_share,
         slow_excess_ns=float(np.median(series[slow])) if slow.any() else excess_ns,
         more_workload=more_workload,
+        by_host=by_host,
     )
+
+
+def _is_most(by_host_ns: npt.NDArray[np.floating[Any]], parts_ns: npt.NDArray[np.float64], phase: str) -> bool:
+    """Whether the device waits for its host in most of a phase. [parts] and [rows, parts]."""
+    in_phase = [OWN_PARTS.index(part) for part in (_COMPUTE if phase == "compute" else (phase,))]
+    return bool(2 * by_host_ns[in_phase].sum() > parts_ns.mean(axis=0)[in_phase].sum())
 
 
 def would_gain_ns(
@@ -157,7 +174,7 @@ def _own_ns(window: SlidingWindow, ranks: npt.NDArray[np.int64], at: npt.NDArray
     for first in range(0, len(at), count):
         some = slice(first, first + count)
         place = np.ix_(ranks, at[some])
-        own[:, some] = window.parts_ns[place].sum(axis=2) + np.nan_to_num(window.ready_ns[place])
+        own[:, some] = window.own_ns[place].sum(axis=2) + np.nan_to_num(window.no_cpu_ns[place])
     return own
 
 
@@ -172,16 +189,19 @@ def _gain_ns(own: npt.NDArray[np.float32]) -> float:
     return max(0.0, float(gains[-1] - np.median(gains[:-1])))
 
 
-def phase_of(above_ns: npt.NDArray[np.float64], usual_ns: npt.NDArray[np.float64]) -> tuple[str, float]:
+def phase_of(
+    above_ns: npt.NDArray[np.float64], usual_ns: npt.NDArray[np.float64], alike: float = _ALIKE
+) -> tuple[str, float]:
     """The phase that explains most of an excess, and how much: from the excess and the usual time of each own part.
 
-    Where forward and backward are both slower, by a similar ratio, the rank computes slowly: "compute".
+    Where forward and backward are both slower, by a similar ratio, the rank computes slowly: "compute". alike: how many
+    times as large one ratio may be.
     """
     largest = int(np.argmax(above_ns))
     forward, backward = (OWN_PARTS.index(part) for part in _COMPUTE)
     pair = above_ns[forward] + above_ns[backward]
     if largest in (forward, backward) and min(above_ns[forward], above_ns[backward]) > 0.15 * pair:
         ratios = [above_ns[part] / max(1.0, usual_ns[part]) for part in (forward, backward)]
-        if max(ratios) < 3 * min(ratios):
+        if max(ratios) < alike * min(ratios):
             return "compute", float(pair)
     return OWN_PARTS[largest], float(above_ns[largest])

@@ -112,7 +112,7 @@ class Population:
         if final and frontier > self._judged:
             self._judge_at(window, frontier + 1)
         if self._judged > before and self._recent is not None:  # what is usual; nobody is judged by it
-            self.work_ns = float(median(window.parts_ns[self._recent].sum(axis=2).ravel(), 0))
+            self.work_ns = float(median(window.own_ns[self._recent].sum(axis=2).ravel(), 0))
             self.wait_ns = float(median(window.wait_ns[self._recent].ravel(), 0))
         self._end_with_ranks(window)
 
@@ -124,7 +124,7 @@ class Population:
         if len(keys) < MIN_ROWS or not len(present):
             return
         self._recent = recent = np.ix_(present[:: max(1, len(present) // 256)], keys[-64:] % window.columns)
-        duration_ns, ready_ns = window.duration_ns[recent].ravel(), window.ready_ns[recent].ravel()
+        duration_ns, ready_ns = window.duration_ns[recent].ravel(), window.no_cpu_ns[recent].ravel()
         self.step_ns = float(median(duration_ns, 0))
         self._running_ns = float(median(duration_ns - np.where(np.isnan(ready_ns), 0, ready_ns), 0))
         if len(present) < 2:  # nobody to compare it with, as in a pipeline of one rank a stage

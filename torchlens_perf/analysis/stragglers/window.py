@@ -14,6 +14,7 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, StepBins
 from torchlens_perf.analysis.stragglers.excess import excess_over_others
+from torchlens_perf.analysis.stragglers.own_time import critical_rank, host_time, own_time
 from torchlens_perf.run.records import OWN_PARTS
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 ENDED_ROWS = 4  # a rank that has ended, and is so far behind the others, has ended with them
 LATE_ROWS = 64  # a rank that is so far behind the others is missing, and is not waited for
 _MANY_RANKS = 4096
-_VALUES = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
+_MOST = 0.5  # of a part's own time, that its host needs where the device waits for it
+_OF_HOST = ("issue_ns", "issue_ready_ns", "lag_ns")
+_VALUES = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns", *_OF_HOST)
 
 
 def judged_rows(ranks: int) -> int:
@@ -45,11 +48,15 @@ class BinBatch:
     workload: npt.NDArray[np.floating[Any]]
     parts_ns: npt.NDArray[np.floating[Any]]
     """[ranks, rows, len(OWN_PARTS)]: work."""
+    issue_ns: npt.NDArray[np.floating[Any]]
+    issue_ready_ns: npt.NDArray[np.floating[Any]]
+    lag_ns: npt.NDArray[np.floating[Any]]
 
     @classmethod
     def of(cls, rank: int, rows: StepBins) -> BinBatch:
         values = {
-            name: getattr(rows, name)[None] for name in ("flags", "duration_ns", "wait_ns", "ready_ns", "workload")
+            name: getattr(rows, name)[None]
+            for name in ("flags", "duration_ns", "wait_ns", "ready_ns", "workload", *_OF_HOST)
         }
         return cls(rows.width, np.array([rank]), (rows.step // rows.width)[None], parts_ns=rows.work_ns[None], **values)
 
@@ -130,6 +137,9 @@ class SlidingWindow:
             np.full(shape, np.nan, np.float32) for _ in range(4)
         )
         self.parts_ns = np.full((*shape, len(OWN_PARTS)), np.nan, np.float32)
+        # What ranks have that are judged by their devices; of others, work is the rank's own time.
+        self.own_ns = self.issue_ns = self.lag_ns = self.parts_ns
+        self.no_cpu_ns = self.issue_ready_ns = self.ready_ns
         self.excess_ns = np.zeros(shape, np.float32)
         self.newest = np.full(len(ranks), -1, np.int64)
         # Of each column: the row number whose excess has been computed, and whether it may be compared.
@@ -148,22 +158,40 @@ class SlidingWindow:
             if wide is None:
                 return
             block = wide
+        if block.issue_ns.any():
+            self._keep_host_times()
         index = np.searchsorted(self.ranks, block.ranks)[:, None]
         keys = np.where(block.key > block.key.max() - self.columns, block.key, -1)
         at = np.where(keys >= 0, keys % self.columns, self.columns)
         self.flags[index, at] = block.flags
-        for name in _VALUES:
+        for name in self._kept:
             getattr(self, name)[index, at] = getattr(block, name)
         self.key[index, at] = keys
         self.newest[index[:, 0]] = np.maximum(self.newest[index[:, 0]], keys.max(axis=1))
         self._computed[at[keys >= 0]] = -1  # rows that come late change what was computed without them
+
+    @property
+    def _has_host_times(self) -> bool:
+        return self.issue_ns is not self.parts_ns
+
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        return _VALUES if self._has_host_times else tuple(name for name in _VALUES if name not in _OF_HOST)
+
+    def _keep_host_times(self) -> None:
+        """Begin to keep what only ranks that are judged by their devices have."""
+        if not self._has_host_times:
+            self.issue_ns, self.lag_ns, self.own_ns = (np.zeros_like(self.parts_ns) for _ in range(3))
+            self.issue_ready_ns, self.no_cpu_ns = (np.full_like(self.ready_ns, np.nan) for _ in range(2))
 
     def with_ranks(self, ranks: npt.NDArray[np.int64]) -> SlidingWindow:
         grown = SlidingWindow(ranks, self.width)
         if grown.columns != self.columns:
             return grown  # so many ranks more that less is kept of each: begins anew
         at = np.searchsorted(ranks, self.ranks)
-        for name in ("key", "flags", "newest", *_VALUES):
+        if self._has_host_times:
+            grown._keep_host_times()
+        for name in ("key", "flags", "newest", *self._kept):
             getattr(grown, name)[at] = getattr(self, name)
         grown._narrow = self._narrow
         return grown
@@ -203,7 +231,34 @@ class SlidingWindow:
         block = np.ix_(present, columns)
         other_work = np.bitwise_or.reduce(self.flags[block], axis=0) & OTHER_WORK
         self._good[columns] = good = (self.key[block] == keys).all(axis=0) & (other_work == 0)
-        if len(present) > 1 and good.any():
-            block = np.ix_(present, columns[good])
-            work = self.parts_ns[block].sum(axis=2, dtype=np.float64)
-            self.excess_ns[block] = excess_over_others(work)
+        if not good.any():
+            return
+        block = np.ix_(present, columns[good])
+        if self._has_host_times:
+            self._own_time(block)
+        if len(present) > 1:
+            self.excess_ns[block] = excess_over_others(self.own_ns[block].sum(axis=2, dtype=np.float64))
+
+    def by_host_ns(self, block: tuple[npt.NDArray[np.int64], ...]) -> npt.NDArray[np.floating[Any]]:
+        """[ranks, rows, parts]: own time in the parts in which the device waits for its host, 0 in the others. block:
+        all ranks that are compared, and columns."""
+        if not self._has_host_times:
+            return np.zeros((len(block[0]), block[1].shape[1], len(OWN_PARTS)))
+        own_ns = self.own_ns[block]
+        host_ns = host_time(self.issue_ns[block], self.lag_ns[block], critical_rank(self.wait_ns[block]))
+        return np.where(host_ns >= _MOST * own_ns, own_ns, 0)
+
+    def hosts_share(self, block: tuple[npt.NDArray[np.int64], ...]) -> float:
+        """How much of the ranks' own time that is, at most: 1 where devices have next to nothing to do."""
+        own_ns = self.own_ns[block].sum(axis=(1, 2), dtype=np.float64)
+        by_host_ns = self.by_host_ns(block).sum(axis=(1, 2), dtype=np.float64)
+        return float((by_host_ns / np.maximum(own_ns, 1.0)).max())
+
+    def _own_time(self, block: tuple[npt.NDArray[np.int64], ...]) -> None:
+        """Compare by the hosts' times too, in the columns in which all ranks have them: not those of other nodes."""
+        issue_ns, parts_ns, ready_ns = self.issue_ns[block], self.parts_ns[block], self.ready_ns[block]
+        known: npt.NDArray[np.bool_] = np.asarray((issue_ns > 0).any(axis=2).all(axis=0))
+        lag_ns, critical = self.lag_ns[block], critical_rank(self.wait_ns[block])
+        self.own_ns[block] = np.where(known[:, None], own_time(parts_ns, issue_ns, lag_ns, critical), parts_ns)
+        held_up_ns = np.maximum(self.issue_ready_ns[block] - lag_ns[critical, np.arange(len(critical))].sum(axis=1), 0)
+        self.no_cpu_ns[block] = np.where(known, np.fmax(ready_ns, held_up_ns), ready_ns)

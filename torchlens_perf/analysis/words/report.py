@@ -277,6 +277,7 @@ class Module(TypedDict):
     by_rank: dict[str, float]
     backward_s: Distribution | None
     backward_by_rank: dict[str, float]
+    device_own_by_rank: dict[str, float]
     device_s: Distribution | None
     device_own_s_per_step: float | None
 

@@ -42,14 +42,19 @@ _LAST_IN_MOST = 0.6  # of the collectives
 _MIN_JOINED = 20
 _WAITS_FOR_IT = 0.5  # of what one part does more, the others wait so much at least
 _MAX_NAMES = 40  # characters
+_COMPUTING = ("forward", "recompute", "backward", "compute", "optimizer")
 _SHARED = 2.0  # times its own cost, that an ended rank has cost together with other slow ranks
 _BY_DEVICES = ", by the devices' clocks"
 # Modules' times are those of typical steps of the run, with lack of a CPU. The excess is that of the time when the rank
 # was slow, without lack of a CPU: where they differ, only the modules' names are said.
 _ALL_OF_IT = 1.1
-# By the phase that a rank is slow in, which of a module's times are compared.
-_BY_RANK: dict[str, tuple[Literal["by_rank", "backward_by_rank"], ...]] = {
+# By the phase that a rank is slow in, which of a module's times are compared: where hosts are, and where devices are. A
+# device does not time the modules of a backward pass.
+_BY_RANK: dict[str, tuple[Literal["by_rank", "backward_by_rank", "device_own_by_rank"], ...]] = {
     "forward": ("by_rank",), "backward": ("backward_by_rank",), "compute": ("by_rank", "backward_by_rank"),
+}  # fmt: skip
+_ON_DEVICE: dict[str, tuple[Literal["by_rank", "backward_by_rank", "device_own_by_rank"], ...]] = {
+    "forward": ("device_own_by_rank",),
 }  # fmt: skip
 
 
@@ -160,9 +165,9 @@ def cause_class(episode: Episode) -> str:
     """slow_compute, slow_data, slow_host, or more_work where it has more to do than the others."""
     if episode.more_workload > _MORE_WORK:
         return "more_work"
-    return {"data": "slow_data", "host": "slow_host", "gap": "slow_host", "cpu": "slow_host"}.get(
-        episode.phase, "slow_compute"
-    )
+    if episode.phase == "data":
+        return "slow_data"
+    return "slow_host" if episode.by_host or episode.phase in ("host", "gap", "cpu") else "slow_compute"
 
 
 def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> Verdict:
@@ -239,6 +244,8 @@ def _against(episode: Episode, ranks: int) -> str:
             f"its thread was ready but had no CPU for {duration(episode.excess_ns / 1e9)} a step more than on {others}"
         )
     mine, theirs = duration(episode.work_ns / 1e9), duration(episode.others_work_ns / 1e9)
+    if episode.by_host:
+        return f"its host needs {mine} a step against {theirs} on {others}, and the device waits for it"
     return f"{mine} of work a step against {theirs} on {others}"
 
 
@@ -266,6 +273,11 @@ def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup
         return f"compare what the ranks at {straggler.name} are given: tokens per expert, or the split of the layers."
     if episode.more_workload > _MORE_WORK:
         return f"balance the batches: rank {rank} gets longer sequences or more samples than the others."
+    if episode.by_host and episode.phase in _COMPUTING:
+        return (
+            f"compare the host of rank {rank}: its CPU's clock, what else runs there, and what its Python code does in "
+            f"{phase_name(episode.phase)}."
+        )
     actions = {
         "data": f"look at rank {rank}'s loader: its workers, its storage, and the size of its batches.",
         "forward": f"compare {what} on rank {rank}: its input sizes, then clocks and neighbours on that machine.",
@@ -285,20 +297,25 @@ def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup
 def _modules_of(context: SlowRankContext, straggler: StragglerGroup) -> tuple[list[str], float]:
     """The fewest modules, at most three, that together explain most of the phase's excess, and by how much.
 
+    The clock is that which the rank is judged by.
+
     Where the report's modules do not hold the rank, from what the detector's node received: nodes may share no disk.
+    On a device, a module is only named where most others are as fast as on other ranks, and its own forward() is slow:
+    what a whole model's forward() does between its modules is no module.
     """
     episode = straggler.lead
+    on_device = context.judged_by == DEVICE and not episode.by_host
     excesses = []
     for module in context.modules:
         excess_s, seen = 0.0, False
-        for table in _BY_RANK.get(episode.phase, ()):
+        for table in (_ON_DEVICE if on_device else _BY_RANK).get(episode.phase, ()):
             mine = module[table].get(str(episode.rank))
             others = [value for rank, value in module[table].items() if rank != str(episode.rank)]
             if mine is not None and others:
                 excess_s, seen = excess_s + mine - sum(others) / len(others), True
         if seen:
             excesses.append((excess_s, module["name"]))
-    if not excesses and episode.phase == "forward":
+    if not excesses and episode.phase == "forward" and not on_device:
         excesses = [(excess_ns / 1e9, name) for name, excess_ns in straggler.slower_modules_ns.items()]
     names: list[str] = []
     total_s = 0.0
@@ -306,6 +323,10 @@ def _modules_of(context: SlowRankContext, straggler: StragglerGroup) -> tuple[li
         names.append(name)
         total_s += excess_s
         if total_s >= 0.6 * episode.phase_excess_ns / 1e9:
+            roots = {module["name"] for module in context.modules if module["is_root"]} if on_device else set()
+            parts = sum(name not in roots for _, name in excesses)
+            if on_device and (roots.intersection(names) or 2 * len(names) > parts):
+                break
             return names, total_s
     return [], 0.0
 

@@ -67,7 +67,7 @@ def _of_ranks(report: Report, kept: Collection[int]) -> Report:
     def only(row: Any) -> Any:
         return {
             key: {rank: each for rank, each in value.items() if rank in names}
-            if key in ("by_rank", "backward_by_rank") and isinstance(value, Mapping)
+            if key in ("by_rank", "backward_by_rank", "device_own_by_rank") and isinstance(value, Mapping)
             else value
             for key, value in row.items()
         }

@@ -2,7 +2,8 @@
 
 A window has up to ROWS rows (analysis/statistics/step_bins.py), the rank's place, how far it is in its groups, how far
 its device is, and the mean times of up to 64 modules so far. Their names do not travel, only a digest of them
-(statistics/modules.py). Times are 32-bit floats of ns; those of modules have 8 bits of mantissa.
+(statistics/modules.py). Times are 32-bit floats of ns; those of modules have 8 bits of mantissa. A row's parts, of its
+own time and of the lines of its host and device, are 16-bit shares of its duration.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from torchlens_perf.run.records import OWN_PARTS
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-VERSION = 5
-ROWS, GROUPS, DIMENSIONS, INSIDE = 11, 6, 6, 4
+VERSION = 6
+ROWS, GROUPS, DIMENSIONS, INSIDE = 8, 6, 6, 4
 MAX_BYTES = 1024
 NO_ROW = 0xFFFFFFFF
 _PROGRESS = (
@@ -36,6 +37,8 @@ _PROGRESS = (
     "device",
 )  # fmt: skip
 _MOST = (1 << 16) - 1
+_LONGEST_SHARE, _NOT_MEASURED = 4, _MOST  # of a row's duration; a lag that is longer hides as much
+_SHARES = ("work_ns", "issue_ns", "lag_ns")
 _LONGEST_S = 65504.0  # the largest 16-bit float
 _IS_END = 128
 _STATES = ("unknown", "running", "stopped", "traced", "uninterruptible", "dead", "closed")
@@ -59,7 +62,10 @@ LAYOUT = np.dtype(
         ("row", "<u4", ROWS),  # step / width; NO_ROW: none
         ("flags", "<u2", ROWS),
         ("times", "<f4", (ROWS, 4)),  # duration, wait, ready, workload
-        ("work", "<f4", (ROWS, len(OWN_PARTS))),
+        ("work_ns", "<u2", (ROWS, len(OWN_PARTS))),
+        ("issue_ns", "<u2", (ROWS, len(OWN_PARTS))),
+        ("lag_ns", "<u2", (ROWS, len(OWN_PARTS))),
+        ("issue_ready_ns", "<u2", ROWS),
         ("modules", "<u4"),  # the digest of their names
         ("modules_ns", "<u2", MAX_MODULES),  # the upper halves of 32-bit floats
         ("signals", "<f2", len(METRICS)),
@@ -126,13 +132,28 @@ def pack(summary: Summary) -> bytes:
         value["flags"][:count] = rows.flags[-count:]
         for i, name in enumerate(("duration_ns", "wait_ns", "ready_ns", "workload")):
             value["times"][:count, i] = getattr(rows, name)[-count:]
-        value["work"][:count] = rows.work_ns[-count:]
+        duration_ns = rows.duration_ns[-count:]
+        for name in _SHARES:
+            value[name][:count] = shares(getattr(rows, name)[-count:], duration_ns[:, None])
+        value["issue_ready_ns"][:count] = shares(rows.issue_ready_ns[-count:], duration_ns)
     names = reported_modules(summary.modules_ns)
     times = np.array([summary.modules_ns[name] for name in names], "<f4")
     value["modules"] = digest(names)
     value["modules_ns"][: len(names)] = (times.view("<u4") + 0x8000) >> 16  # rounded
     value["signals"] = vector(summary.signals)
     return value.tobytes()
+
+
+def shares(times_ns: npt.NDArray[np.float64], of_ns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Times as they travel: shares of the rows' durations."""
+    shares = times_ns / np.maximum(of_ns, 1.0) * ((_MOST - 1) / _LONGEST_SHARE)
+    return np.where(np.isnan(shares), _NOT_MEASURED, np.clip(np.round(shares), 0, _MOST - 1))
+
+
+def times_ns(shares: npt.NDArray[np.uint16], of_ns: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """What pack() wrote as shares of the rows' duration; NaN where it was not measured."""
+    times = shares * (of_ns * np.float32(_LONGEST_SHARE / (_MOST - 1)))
+    return np.where(shares == _NOT_MEASURED, np.float32(np.nan), times)
 
 
 def _device(progress: Progress) -> tuple[int, int, float, int]:
@@ -195,8 +216,7 @@ def sound(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     for name in ("age_s", "since_step_s", "usual_step_s", "since_mark_s"):
         good &= np.isfinite(values[name])
     good &= np.isfinite(values["device"]["stood_s"])
-    for name in ("times", "work"):
-        good &= (~np.isinf(values[name]).any(axis=2) | ~has_row).all(axis=1)  # NaN: not measured
+    good &= (~np.isinf(values["times"]).any(axis=2) | ~has_row).all(axis=1)  # NaN: not measured
     good &= np.isfinite(modules_ns(values)).all(axis=1)
     texts = [values["population"][:, None], values["dimensions"]["name"], values["groups"]["name"], values["inside"]]
     for column in texts:
@@ -224,6 +244,7 @@ def blocks(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
             chosen = values if which.all() else values[which]  # of a large job, not all of it once more
             row = chosen["row"].astype(np.int64)
             times = chosen["times"]
+            work_ns, issue_ns, lag_ns = (times_ns(chosen[name], times[..., :1]) for name in _SHARES)
             yield (
                 population.decode(),
                 BinBatch(
@@ -235,7 +256,10 @@ def blocks(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
                     wait_ns=times[..., 1],
                     ready_ns=times[..., 2],
                     workload=times[..., 3],
-                    parts_ns=chosen["work"],
+                    parts_ns=work_ns,
+                    issue_ns=issue_ns,
+                    issue_ready_ns=times_ns(chosen["issue_ready_ns"], times[..., 0]),
+                    lag_ns=lag_ns,
                 ),
             )
 

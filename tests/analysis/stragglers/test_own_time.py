@@ -1,0 +1,160 @@
+"""A rank's own time from the lines of its host and its device, with values worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.support.planted import WORK_NS, Job
+from torchlens_perf.analysis.stragglers.detector import Findings, StragglerDetector
+from torchlens_perf.analysis.stragglers.own_time import critical_rank, own_time
+from torchlens_perf.analysis.stragglers.window import BinBatch, SlidingWindow
+from torchlens_perf.run.records import OWN_PARTS
+
+MS = 1e6
+ALONE = np.array([0])  # the critical rank of one row, of one rank
+
+
+def parts(**ms: float) -> np.ndarray:
+    """One rank and one row."""
+    return np.array([[[ms.get(part, 0.0) * MS for part in OWN_PARTS]]])
+
+
+def stacked(*ranks: np.ndarray) -> np.ndarray:
+    return np.concatenate(ranks)
+
+
+def test_launch_bound_ranks_are_alike() -> None:
+    """Rank 1 is last by chance. Its device stands idle until its host has issued; that of rank 0 does so in a stall."""
+    device_ns = stacked(parts(forward=0.5), parts(forward=8.0))
+    issue_ns = stacked(parts(forward=8.0), parts(forward=8.0))
+    lag_ns = stacked(parts(forward=7.5), parts(forward=0.0))
+    wait_ns = np.array([[7.5 * MS], [0.0]])
+
+    own_ns = own_time(device_ns, issue_ns, lag_ns, critical_rank(wait_ns))
+
+    np.testing.assert_allclose(own_ns.sum(axis=2)[:, 0] / MS, [8.0, 8.0])
+
+
+def test_slow_host_costs_what_it_is_slower_by() -> None:
+    device_ns = stacked(parts(forward=0.5), parts(forward=8.4))
+    issue_ns = stacked(parts(forward=8.0), parts(forward=8.4))
+    lag_ns = stacked(parts(forward=7.9), parts(forward=0.0))
+    wait_ns = np.array([[7.9 * MS], [0.0]])
+
+    own_ns = own_time(device_ns, issue_ns, lag_ns, critical_rank(wait_ns))
+
+    np.testing.assert_allclose(np.diff(own_ns.sum(axis=2)[:, 0]) / MS, [0.4])
+
+
+def test_host_that_the_device_hides_is_not_counted() -> None:
+    """The device of the slow rank lags by more than the host needs: both are compared by what their devices do."""
+    device_ns = stacked(parts(forward=10.0), parts(forward=12.0))
+    issue_ns = stacked(parts(forward=9.0), parts(forward=3.0))
+    lag_ns = stacked(parts(forward=30.0), parts(forward=20.0))
+    wait_ns = np.array([[2.0 * MS], [0.0]])
+
+    own_ns = own_time(device_ns, issue_ns, lag_ns, critical_rank(wait_ns))
+
+    np.testing.assert_allclose(own_ns.sum(axis=2)[:, 0] / MS, [10.0, 12.0])
+
+
+def test_lag_hides_a_part_of_the_hosts_time() -> None:
+    own_ns = own_time(parts(forward=2.0), parts(forward=9.0), parts(forward=3.0), ALONE)
+
+    np.testing.assert_allclose(own_ns / MS, parts(forward=6.0) / MS)
+
+
+def test_recomputation_is_issued_in_the_backward_pass() -> None:
+    """The host's time for both is in backward: it is held against what the device does in both."""
+    own_ns = own_time(parts(backward=4.0, recompute=3.0), parts(backward=6.0), parts(), ALONE)
+
+    np.testing.assert_allclose(own_ns / MS, parts(backward=4.0, recompute=3.0) / MS)
+
+
+def test_rank_whose_wait_is_not_known_is_not_the_critical_one() -> None:
+    assert critical_rank(np.array([[np.nan, 0.0], [5.0, 1.0]])).tolist() == [1, 0]
+
+
+def test_kernels_after_host_code_come_on_top_of_it() -> None:
+    """Both hosts need 15 ms and both devices 8, half of it after the host's code. The lag of rank 0 hides that."""
+    device_ns = stacked(parts(forward=8.0), parts(forward=19.0))
+    issue_ns = stacked(parts(forward=15.0), parts(forward=15.0))
+    lag_ns = stacked(parts(forward=11.0), parts(forward=0.0))
+
+    own_ns = own_time(device_ns, issue_ns, lag_ns, np.array([1]))
+    slower_ns = own_time(device_ns, stacked(parts(forward=13.0), parts(forward=15.0)), lag_ns, np.array([1]))
+    without_lag_ns = own_time(device_ns, issue_ns, 0 * lag_ns, np.array([1]))
+
+    np.testing.assert_allclose(own_ns.sum(axis=2)[:, 0] / MS, [19.0, 19.0])
+    np.testing.assert_allclose(slower_ns.sum(axis=2)[:, 0] / MS, [17.0, 19.0])
+    np.testing.assert_allclose(without_lag_ns.sum(axis=2)[:, 0] / MS, [15.0, 19.0])
+
+
+def launch_bound(job: Job) -> BinBatch:
+    """The same hosts, of devices that need a twentieth of the time. In each row the others wait for the slowest.
+
+    Its device stands idle until its host has issued. Those of the others do so in a stall, while their hosts go on.
+    """
+    block, hosts_ns = job.block(), job.parts_ns.copy()
+    is_last = np.arange(job.ranks)[:, None] == hosts_ns.sum(axis=2).argmax(axis=0)
+    device_ns = np.where(is_last[:, :, None], hosts_ns, 0.05 * hosts_ns)
+    wait_ns = block.duration_ns - device_ns.sum(axis=2)
+    lag_ns = np.where(is_last[:, :, None], 0.0, hosts_ns)
+    return dataclasses.replace(
+        block, parts_ns=device_ns, issue_ns=hosts_ns, lag_ns=lag_ns, wait_ns=wait_ns, issue_ready_ns=0 * wait_ns
+    )
+
+
+def judged(block: BinBatch) -> Findings:
+    detector = StragglerDetector()
+    detector.add_block("", block)
+    return detector.judge(final=True)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_nobody_is_named_in_a_clean_launch_bound_job(ahead: int) -> None:
+    """Though one rank is ahead for long. By the devices' times alone, the other one would cost 95 % of the step."""
+    job = Job.of(2, 120, noise=0.001)
+    job.parts_ns[1 - ahead] *= 1.01
+    block = launch_bound(job)
+    by_devices = judged(dataclasses.replace(block, issue_ns=block.issue_ns * 0, lag_ns=block.lag_ns * 0))
+
+    assert judged(block).episodes == ()
+    assert by_devices.episodes[0].rank == 1 - ahead
+    assert by_devices.episodes[0].cost_ns > 0.9 * WORK_NS
+
+
+def test_a_slow_host_costs_the_difference() -> None:
+    """30 ms of 200 in the forward pass."""
+    (episode,) = judged(launch_bound(Job.of(2, 120, noise=0.001).slow(1, 30, "forward", slice(40, None)))).episodes
+
+    assert (episode.rank, episode.phase, episode.by_host) == (1, "forward", True)
+    assert episode.since_step == pytest.approx(40, abs=2)
+    assert episode.cost_ns == pytest.approx(30 * MS, rel=0.03)
+
+
+def test_a_difference_that_hosts_have_by_chance_is_not_named() -> None:
+    """5 % of the step: a host shares its processors. By devices that would be named."""
+    job = Job.of(2, 120, noise=0.001).slow(1, 10, "forward")
+
+    assert judged(launch_bound(job)).episodes == ()
+    assert judged(job.block()).episodes[0].rank == 1
+    assert not judged(job.block()).episodes[0].by_host
+
+
+def test_columns_without_the_hosts_times_of_all_ranks_are_compared_by_work() -> None:
+    """Those of other nodes do not travel. Where all have them, the hosts' times count."""
+    job = Job.of(2, 40)
+    block = job.block()
+    block.issue_ns[:] = 1e12
+    block.issue_ns[1, :20] = 0.0
+    window = SlidingWindow(np.arange(2), 1)
+    window.put(block)
+
+    window.comparable(0, 40)
+
+    np.testing.assert_allclose(window.own_ns[:, :20], block.parts_ns[:, :20], rtol=1e-6)
+    np.testing.assert_allclose(window.own_ns[:, 20:40].sum(axis=2), 1e12 * len(OWN_PARTS), rtol=1e-6)
