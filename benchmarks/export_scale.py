@@ -22,6 +22,7 @@ import numpy as np
 from opentelemetry.proto.metrics.v1.metrics_pb2 import ScopeMetrics
 
 from benchmarks.measure import Table
+from tests.support import simulations
 from torchlens_perf.analysis.causes.straggler_groups import name
 from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
@@ -34,7 +35,7 @@ from torchlens_perf.exporters.otlp_spans import SpanEncoder
 from torchlens_perf.exporters.series import Meter
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.identity import Identity
-from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
+from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Kind, record_dtype
 from torchlens_perf.sidecar.job import JobView
 from torchlens_perf.sidecar.nodes.messages import Collected, Received
@@ -200,7 +201,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What a job has sent."""
+    """Counts of what a job has sent."""
 
     nodes: list[Node]
     seconds: float
@@ -266,27 +267,8 @@ def send(ranks: int, steps: int, *, exchange: bool = True, hardware: bool = True
 
 
 def table_of(steps: Steps, rank: int, start_ns: int) -> StepTable:
-    """A rank's steps as the sidecar sees them."""
-    duration_ns = np.round(steps.duration_ns).astype(np.int64)
-    count = len(steps)
-    parts_ns = np.zeros((count, len(PARTS)), np.int64)
-    parts_ns[:, [PARTS.index(part) for part in OWN_PARTS]] = steps.parts_ns[rank]
-    parts_ns[:, PARTS.index("communication")] = duration_ns - parts_ns.sum(axis=1)
-    return StepTable(
-        step=np.arange(steps.first_step, steps.first_step + count),
-        start_ns=start_ns + np.cumsum(duration_ns) - duration_ns,
-        duration_ns=duration_ns,
-        parts_ns=parts_ns,
-        memory_bytes=np.full(count, 1 << 34),
-        micro_steps=np.ones(count, np.int64),
-        flags=steps.flags[rank],
-        workload=steps.workload[rank],
-        cpu_ns=np.full((count, len(PARTS)), -1),
-        ready_ns=np.full((count, len(PARTS)), -1),
-        issue_ns=np.zeros((count, len(PARTS)), np.int64),
-        issue_ready_ns=np.full((count, len(PARTS)), -1),
-        lag_ns=np.zeros((count, len(PARTS)), np.int64),
-    )
+    """A rank's steps as the sidecar sees them, with 16 GiB of memory."""
+    return dataclasses.replace(simulations.table_of(steps, rank, start_ns), memory_bytes=np.full(len(steps), 1 << 34))
 
 
 def _records(steps: Steps, start_ns: int) -> Any:

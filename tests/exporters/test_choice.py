@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tables import step_table
+from torchlens_perf.analysis.statistics.steps import no_host_line
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.stragglers.window import BinBatch
 from torchlens_perf.exporters.choice.budget import SpanBudget
@@ -43,7 +44,7 @@ def rows(work_ms: Sequence[float], wait_ms: Sequence[float], key: int = 0, width
     zeros = np.zeros((count, 1))
     return BinBatch(
         width, np.arange(count), np.full((count, 1), key), zeros.astype(np.int64), zeros,
-        np.array(wait_ms)[:, None] * MS, zeros, zeros, parts, parts * 0, zeros, parts * 0,
+        np.array(wait_ms)[:, None] * MS, zeros, zeros, parts, **no_host_line(parts, zeros),
     )  # fmt: skip
 
 

@@ -217,7 +217,7 @@ def test_killed_while_it_waits(run: RunDirectory) -> None:
 
 
 def test_a_second_one_is_refused_while_the_first_waits(run: RunDirectory) -> None:
-    """The lock is held from before the interpreter starts."""
+    """The sidecar's lock is already held when its interpreter starts."""
     rank = Rank(run, 0, 1)
     started(run, rank)
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", HOST]

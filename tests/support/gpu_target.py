@@ -13,6 +13,7 @@ import numpy as np
 from tests.support.ranks import identity_of
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNTERS, GpuSample, Hardware, LinkSample
 from torchlens_perf.analysis.statistics.memory import MemoryReading
+from torchlens_perf.analysis.statistics.steps import no_host_line
 from torchlens_perf.exporters import ExportBatch
 from torchlens_perf.exporters.prometheus.endpoint import Address
 from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
@@ -79,5 +80,5 @@ def _one_step(step: int) -> StepTable:
     unknown = np.full_like(parts, -1)
     return StepTable(
         column(step), column(0), column(200_000_000), parts, column(GB), column(1), column(0), column(-1), unknown,
-        unknown, np.zeros_like(parts), unknown, np.zeros_like(parts),
+        unknown, **no_host_line(parts, unknown),
     )  # fmt: skip

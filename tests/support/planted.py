@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import StepBins
+from torchlens_perf.analysis.statistics.steps import no_host_line
 from torchlens_perf.analysis.stragglers.detector import Findings, StragglerDetector
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.stragglers.window import BinBatch
@@ -80,9 +81,7 @@ class Job:
             ready_ns=self.ready_ns[chosen, rows],
             workload=self.workload[chosen, rows],
             parts_ns=self.parts_ns[chosen, rows],
-            issue_ns=np.zeros_like(self.parts_ns[chosen, rows]),
-            issue_ready_ns=self.ready_ns[chosen, rows],
-            lag_ns=np.zeros_like(self.parts_ns[chosen, rows]),
+            **no_host_line(self.parts_ns[chosen, rows], self.ready_ns[chosen, rows]),
         )
 
     def rows_of(self, rank: int, rows: slice = slice(None)) -> StepBins:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from torchlens_perf.analysis.statistics.steps import no_host_line
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Kind, record_dtype
 
@@ -30,10 +31,8 @@ def step_table(parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags:
         flags=np.full(count, flags),
         workload=np.full(count, -1),
         cpu_ns=np.full((count, len(PARTS)), -1),
-        ready_ns=np.full((count, len(PARTS)), -1),
-        issue_ns=np.zeros((count, len(PARTS)), np.int64),
-        issue_ready_ns=np.full((count, len(PARTS)), -1),
-        lag_ns=np.zeros((count, len(PARTS)), np.int64),
+        ready_ns=np.full_like(parts_ns, -1),
+        **no_host_line(parts_ns, np.full_like(parts_ns, -1)),
     )
 
 

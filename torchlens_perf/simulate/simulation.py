@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from torchlens_perf.analysis.statistics.steps import no_host_line
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.stragglers.window import BinBatch
 from torchlens_perf.errors import ConfigError
@@ -150,6 +151,7 @@ class Steps:
             ranks = np.arange(first, first + stage_ranks)
             shape = (stage_ranks, count)
             duration_ns = np.broadcast_to(_means(self.duration_ns[None], width), shape)
+            parts_ns, ready_ns = _means(self.parts_ns[ranks], width), np.full(shape, np.nan)
             yield (
                 topology.place(first).population,
                 BinBatch(
@@ -159,12 +161,10 @@ class Steps:
                     flags=np.bitwise_or.reduce(flags[ranks], axis=2),
                     duration_ns=duration_ns,
                     wait_ns=duration_ns - _means(work_ns[ranks], width),
-                    ready_ns=np.full(shape, np.nan),
+                    ready_ns=ready_ns,
                     workload=_means(workload[ranks], width),
-                    parts_ns=_means(self.parts_ns[ranks], width),
-                    issue_ns=np.zeros((*shape, len(OWN_PARTS))),
-                    issue_ready_ns=np.full(shape, np.nan),
-                    lag_ns=np.zeros((*shape, len(OWN_PARTS))),
+                    parts_ns=parts_ns,
+                    **no_host_line(parts_ns, ready_ns),
                 ),
             )
 

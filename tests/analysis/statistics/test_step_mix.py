@@ -349,7 +349,7 @@ class TestCauses:
 
 class TestLackOfCpu:
     def test_is_told_apart(self) -> None:
-        """In each part of the typical step."""
+        """The wait for a CPU is counted in each part of the typical step."""
         found = classes([{**NORMAL, "forward": 24.0, "cpu": 20.0} for _ in range(30)])
         assert found.typical is not None
         assert found.typical.ready_ns is not None

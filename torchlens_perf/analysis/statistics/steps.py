@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -12,6 +12,15 @@ from torchlens_perf.run.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+
+class HostLine(TypedDict):
+    """The columns of steps, or of rows of them, that only those by the device's clock have, see StepTable."""
+
+    issue_ns: npt.NDArray[Any]
+    issue_ready_ns: npt.NDArray[Any]
+    lag_ns: npt.NDArray[Any]
+
 
 # Of a record, in the order of Span's fields.
 _SPAN_COLUMNS = ("kind", "name_id", "step", "start_ns", "duration_ns", "depth", "flags", "value0", "value1")
@@ -62,10 +71,13 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
         workload=(steps["value1"] >> WORKLOAD_SHIFT).astype(np.int64) - 1,
         cpu_ns=cpu_ns,
         ready_ns=ready_ns,
-        issue_ns=np.zeros_like(ready_ns),
-        issue_ready_ns=ready_ns,
-        lag_ns=np.zeros_like(ready_ns),
+        **no_host_line(parts_ns, ready_ns),
     )
+
+
+def no_host_line(parts_ns: npt.NDArray[Any], ready_ns: npt.NDArray[Any]) -> HostLine:
+    """Return the host line of steps by the host's clock, shaped as the two columns that they have."""
+    return {"issue_ns": np.zeros_like(parts_ns), "issue_ready_ns": ready_ns, "lag_ns": np.zeros_like(parts_ns)}
 
 
 def _thread_times(
@@ -88,7 +100,7 @@ def _thread_times(
 
 @functools.cache
 def _parts_of_thread_times() -> npt.NDArray[np.int64]:
-    """The part of each kind of phase; what is in none is the host's."""
+    """Return the part of the step that each kind of phase belongs to."""
     parts = _parts_of_kinds()
     parts[parts < 0] = PARTS.index("host")
     return parts
